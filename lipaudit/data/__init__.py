@@ -1,0 +1,1 @@
+"""Samples to audit on: images, arrays and text, read into batches."""

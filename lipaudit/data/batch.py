@@ -1,0 +1,70 @@
+"""A batch of samples, and the identity of each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples in the form a `Net` takes.
+
+    Attributes:
+        x: images (batch, channels, height, width) in [0, 1], float tokens (batch, tokens, width),
+            or token ids (batch, tokens).
+        y: labels (batch,), -1 where unknown, or None when the data have none at all.
+        ids: one stable identity per sample (see `sample_ids`).
+        mask: for text, True at real tokens (batch, tokens); None when nothing is padded.
+    """
+
+    x: Tensor
+    y: Tensor | None
+    ids: tuple[str, ...]
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: slice) -> Batch:
+        """Return the samples of a slice, as a batch."""
+        y = None if self.y is None else self.y[index]
+        mask = None if self.mask is None else self.mask[index]
+        return Batch(self.x[index], y, self.ids[index], mask)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """Move to a device; floating-point samples also take the dtype."""
+        x = self.x.to(device, dtype if self.x.is_floating_point() else None)
+        y = None if self.y is None else self.y.to(device)
+        return Batch(x, y, self.ids, None if self.mask is None else self.mask.to(device))
+
+    def split(self, size: int) -> Iterator[Batch]:
+        """Cut into batches of at most `size` samples, in order."""
+        for start in range(0, len(self), size):
+            yield self[start : start + size]
+
+
+def sample_ids(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str, ...]:
+    """Identify each sample by the sha256 of its preprocessed tensor and label.
+
+    A repeat gets a running number, so ids are unique and do not depend on the batch size.
+    """
+    seen: dict[str, int] = {}
+    return tuple(
+        _unique(_digest(sample, None if y is None else y[i]), seen) for i, sample in enumerate(x)
+    )
+
+
+def _digest(sample: Tensor, label: int | None) -> str:
+    array = sample.detach().cpu().contiguous().numpy()
+    head = f"{array.dtype}{array.shape}{label}".encode()
+    return hashlib.sha256(head + array.tobytes()).hexdigest()[:16]
+
+
+def _unique(digest: str, seen: dict[str, int]) -> str:
+    seen[digest] = seen.get(digest, 0) + 1
+    return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"

@@ -1,0 +1,1 @@
+"""Checkpoints: loading them, running them, reading their attention, linearising them."""

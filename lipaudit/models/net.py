@@ -1,0 +1,132 @@
+"""A model as every measure sees it: from a point of the attacked space to its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+
+Kind = Literal["image", "tokens", "text"]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a report says about the model: plain values only.
+
+    Attributes:
+        spec: the MODEL argument as the user typed it.
+        source: which rule resolved it: demo, timm, hf, file, directory or py.
+        architecture: the architecture's name.
+        parameters: number of parameters.
+        weights_sha256: hash over the sorted (name, dtype, shape, bytes) of the state dict.
+        preprocess: mean, std, size, interpolation: what stands between pixels and the network.
+        labels: class names by index, where the checkpoint knows them.
+        notes: remarks on loading (converted from half precision, say), shown with the results.
+    """
+
+    spec: str
+    source: str
+    architecture: str
+    parameters: int
+    weights_sha256: str
+    preprocess: Mapping[str, Any] = field(default_factory=dict)
+    labels: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Net:
+    """An unmodified model and how to call it.
+
+    The attacked space is pixels in [0, 1] for images (normalisation happens inside), the tensor
+    itself for float tokens, and the output of the token embedding for text.
+
+    Attributes:
+        info: what the report says of the model.
+        module: the model itself, in eval mode, parameters frozen.
+        kind: image, tokens (a float sequence), or text (token ids).
+        call: runs the module on (x, mask) and returns what the module returns; for images it
+            normalises first.
+        read: the output tensor, (batch, classes) logits or (batch, ...) features, of that result.
+        entry: the module whose output is the embedding: the token embedding of a text model, the
+            patch embedding of an image model where it is known.
+        sample_shape: shape of one sample of x; for text (max_tokens,).
+        box: the smallest and largest value of the attacked space, or None.
+        classes: number of classes of a classifier, else None.
+        vocabulary: number of token ids, for text.
+        tokenize: text -> list of token ids, with special tokens, cut to a number of tokens.
+        pad_id: the id that fills shorter samples, for text.
+    """
+
+    info: ModelInfo
+    module: nn.Module
+    kind: Kind
+    call: Callable[[Tensor, Tensor | None], Any]
+    read: Callable[[Any], Tensor]
+    entry: nn.Module | None
+    sample_shape: tuple[int, ...]
+    box: tuple[float, float] | None
+    classes: int | None
+    vocabulary: int | None = None
+    tokenize: Callable[[str, int], list[int]] | None = None
+    pad_id: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type of the parameters."""
+        return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+
+    def output(self, batch: Batch) -> Tensor:
+        """Run the model on a batch: logits or features, (batch, ...)."""
+        return self.read(self.call(batch.x, batch.mask))
+
+    def point(self, batch: Batch) -> Tensor:
+        """Return where each sample lies in the attacked space (detached)."""
+        if self.kind != "text":
+            return batch.x.detach()
+        return self.embedding(batch)
+
+    def forward(self, z: Tensor, batch: Batch) -> Tensor:
+        """Run from the attacked space: z replaces the samples of `batch` (its mask is kept)."""
+        if self.kind != "text":
+            return self.read(self.call(z, batch.mask))
+        return self.from_embedding(z, batch)
+
+    def embedding(self, batch: Batch) -> Tensor:
+        """Return the output of `entry` on a batch (detached)."""
+        seen: list[Tensor] = []
+        with torch.no_grad(), _on_output(self._entry(), lambda out: seen.append(out)):
+            self.call(batch.x, batch.mask)
+        return seen[0].detach()
+
+    def from_embedding(self, z: Tensor, batch: Batch) -> Tensor:
+        """Run with the first output of `entry` replaced by z: positions and masks stay right."""
+        pending = [z]
+        with _on_output(self._entry(), lambda out: pending.pop() if pending else out):
+            return self.read(self.call(batch.x, batch.mask))
+
+    def _entry(self) -> nn.Module:
+        if self.entry is None:
+            raise ValueError("this model has no known embedding module")
+        return self.entry
+
+
+@contextmanager
+def _on_output(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Pass each output of `module` through `change` (None leaves it) while the block runs."""
+    handle = module.register_forward_hook(lambda _m, _args, out: change(out))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,120 @@
+"""One attention layer at one point, and its exact Jacobian.
+
+Notation of the theory: X (tokens x D) enters the projections, q_i, k_j, v_j enter the product,
+P = row-softmax(scale q k^T + bias), o_i = sum_j P_ij v_j, and Phi^q_i = dq_i / dx_i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A token-wise map x_i -> y_i of every head with local Jacobian Phi_i = G_i W^T.
+
+    Attributes:
+        weight: W, per head; D input channels, e intermediate channels.
+        bias: added to x W; only affine maps need it (their y is x W + b).
+        local: G_i, the Jacobian of what follows the linear map (rotary position, qk-norm);
+            None for an affine map, where it is the identity and e = d.
+        kind: affine | rotation | linear-pos | local | cross-head.
+    """
+
+    weight: Float[Tensor, "heads D e"]
+    bias: Float[Tensor, "heads e"] | None
+    local: Float[Tensor, "#batch #heads tokens d e"] | None
+    kind: str
+
+
+@dataclass(frozen=True)
+class Heads:
+    """All heads of one attention layer on a batch: everything the theory needs, nothing else.
+
+    A batch row is a sample, or one window of a sample (`sample` says which). Padding is encoded
+    in the data: padded keys have P = 0 through `bias`, padded queries are False in `valid`, and
+    padded tokens are zero rows of `x`.
+
+    Attributes:
+        x: input of the query projection (and of the others when `x_kv` is None).
+        x_kv: input of the key and value projections where it is another tensor (cross-attention,
+            spatial reduction): the Jacobian is then taken in (X_q, X_kv) together.
+        q, k, v: the rows that enter the attention product, after bias, rotary position, qk-norm;
+            grouped key and value heads are already repeated.
+        scale: s of the logits, one number or one per (batch, head).
+        bias: what is added to the logits (mask or position bias), broadcastable, or None.
+        causal: whether key j > query i is masked on top of `bias` (aligned at the first token).
+        valid: valid query rows; None when all are. Padded rows have P_i = 0 here.
+        to_q, to_k, to_v: the projections; None for a constant (a learned query).
+        out: W_O of every head (d_v x D_out) where the layer's output is sum_h O_h W_O,h; or None.
+        sample: index of the sample that each batch row belongs to.
+    """
+
+    x: Float[Tensor, "batch n D"]
+    x_kv: Float[Tensor, "batch m Dkv"] | None
+    q: Float[Tensor, "batch heads n d"]
+    k: Float[Tensor, "batch heads m d"]
+    v: Float[Tensor, "batch heads m dv"]
+    scale: Float[Tensor, "#batch #heads"]
+    bias: Float[Tensor, "#batch #heads #n #m"] | None
+    causal: bool
+    valid: Bool[Tensor, "batch n"] | None
+    to_q: Projection | None
+    to_k: Projection | None
+    to_v: Projection | None
+    out: Float[Tensor, "heads dv Dout"] | None
+    sample: Int[Tensor, " batch"]
+
+    def rows(self, start: int, stop: int) -> Float[Tensor, "batch heads rows m"]:
+        """Return the rows of P for the queries start..stop-1, in the dtype of q.
+
+        Rows of padded queries, and rows in which every key is masked, are zero.
+        """
+        logits = self.scale[..., None, None] * (self.q[..., start:stop, :] @ self.k.mT)
+        if self.bias is not None:
+            one = self.bias.shape[-2] == 1
+            logits = logits + (self.bias if one else self.bias[..., start:stop, :])
+        if self.causal:
+            future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
+            logits = logits.masked_fill(future.triu(start + 1), -torch.inf)
+        p = torch.softmax(logits, -1).nan_to_num(0.0)
+        return p if self.valid is None else p * self.valid[:, None, start:stop, None]
+
+    def attention(self) -> Float[Tensor, "batch heads n m"]:
+        """Return P, all of it: memory for batch x heads x n x m numbers."""
+        return self.rows(0, self.q.shape[-2])
+
+    def to(self, dtype: torch.dtype) -> Heads:
+        """Return the same heads with every floating-point tensor in another precision."""
+        return replace(self, **{f.name: _cast(getattr(self, f.name), dtype) for f in fields(self)})
+
+    def pick(self, index: slice) -> Heads:
+        """Return some of the heads (all batch rows)."""
+        return replace(self, **{name: _pick(getattr(self, name), index) for name in _PER_HEAD})
+
+
+_PER_HEAD = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "out")
+
+
+def _cast(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    if isinstance(value, Projection):
+        return replace(
+            value, **{f.name: _cast(getattr(value, f.name), dtype) for f in fields(value)}
+        )
+    return value
+
+
+def _pick(value: object, index: slice) -> object:
+    if isinstance(value, Projection):
+        weight, bias = value.weight[index], None if value.bias is None else value.bias[index]
+        return replace(value, weight=weight, bias=bias, local=_pick(value.local, index))
+    if not isinstance(value, Tensor):
+        return value
+    axis = 0 if value.ndim == 3 else 1
+    return value if value.shape[axis] == 1 else value[(slice(None),) * axis + (index,)]

@@ -1,0 +1,240 @@
+"""Random attention layers of every kind we support, and their Jacobians by autograd.
+
+Nothing here uses the package beyond the two containers: `Layer.output` is a plain softmax
+attention written out anew, so `Layer.jacobian` is an independent truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lipaudit.theory.attention import Heads, Projection
+
+HEADS = 2
+
+# What differs from plain affine attention; see `Options`.
+CASES: dict[str, dict[str, Any]] = {
+    "affine": {},
+    "biases": {"biases": True},
+    "causal": {"causal": True, "biases": True},
+    "position-bias": {"position_bias": True},
+    "padding": {"padded": True, "biases": True},
+    "padding-causal": {"padded": True, "causal": True},
+    "rotary": {"qk": "rotation", "biases": True},
+    "qk-norm": {"qk": "local", "biases": True},
+    "all-norm": {"qk": "local", "values": "local"},
+    "cross-head": {"qk": "cross-head"},
+    "cross-attention": {"keys": 7, "biases": True},
+    "cross-attention-norm": {"keys": 4, "qk": "local"},
+    "learned-query": {"keys": 7, "learned_query": True},
+    "learned-query-same-length": {"learned_query": True},
+    "wide-values": {"dv": 5},
+    "narrow-values": {"dv": 2, "qk": "rotation"},
+    "grouped": {"grouped": True, "causal": True, "qk": "rotation"},
+    "windows": {"windows": 2, "position_bias": True},
+    "one-token": {"n": 1},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one random layer is built; `keys` is the length of another key/value input."""
+
+    n: int = 5
+    width: int = 8
+    d: int = 3
+    dv: int = 3
+    samples: int = 2
+    windows: int = 1
+    keys: int | None = None
+    biases: bool = False
+    causal: bool = False
+    position_bias: bool = False
+    padded: bool = False
+    qk: str = "affine"
+    values: str = "affine"
+    learned_query: bool = False
+    grouped: bool = False
+
+
+RowMap = Callable[[int, Tensor], Tensor]  # (head, rows of x W + b) -> rows that enter attention
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Random heads and the maps from x W + b to the rows that enter the product."""
+
+    heads: Heads
+    maps: dict[str, RowMap]
+
+    def output(self, b: int, h: int, x: Tensor, x_kv: Tensor) -> Tensor:
+        """Plain softmax attention of head h on batch row b, as a function of its inputs."""
+        heads = self.heads
+        rows = {"q": heads.q[b, h], "k": heads.k[b, h], "v": heads.v[b, h]}
+        for name, source in (("q", x), ("k", x_kv), ("v", x_kv)):
+            projection = getattr(heads, f"to_{name}")
+            if projection is not None:
+                rows[name] = self.maps[name](h, _linear(projection, h, source))
+        p = self._weights(b, h, rows["q"] @ rows["k"].T)
+        return p @ rows["v"]
+
+    def jacobian(self) -> Tensor:
+        """Dense Jacobians, (batch, heads, n dv, n D) or (..., n D + m Dkv) with another input."""
+        batch, heads = self.heads.q.shape[:2]
+        return torch.stack(
+            [torch.stack([self._dense(b, h) for h in range(heads)]) for b in range(batch)]
+        )
+
+    def layer_jacobian(self, *, out: bool) -> Tensor:
+        """Dense Jacobian of the concatenated heads, or of sum_h O_h W_O,h, per batch row."""
+        heads = self.heads
+        batch, count, n, dv = heads.v.shape[0], *heads.q.shape[1:3], heads.v.shape[3]
+        each = self.jacobian().reshape(batch, count, n, dv, -1)
+        if not out:
+            return each.reshape(batch, count * n * dv, -1)
+        return torch.einsum("bhndx,hde->bnex", each, heads.out).flatten(1, 2)
+
+    def _weights(self, b: int, h: int, products: Tensor) -> Tensor:
+        heads = self.heads
+        n, m = products.shape
+        logits = products * heads.scale.expand(*heads.q.shape[:2])[b, h]
+        if heads.bias is not None:
+            logits = logits + heads.bias.expand(*heads.q.shape[:2], n, m)[b, h]
+        if heads.causal:
+            logits = logits.masked_fill(torch.arange(m) > torch.arange(n)[:, None], -torch.inf)
+        if heads.valid is not None:
+            logits = logits[heads.valid[b]]
+        weights = (logits - logits.detach().amax(1, keepdim=True)).exp()
+        weights = weights / weights.sum(1, keepdim=True)
+        if heads.valid is None:
+            return weights
+        return torch.zeros_like(products).index_put((heads.valid[b],), weights)
+
+    def _dense(self, b: int, h: int) -> Tensor:
+        x, x_kv = self.heads.x[b], self.heads.x_kv
+        size = self.heads.q.shape[2] * self.heads.v.shape[3]
+        if x_kv is None:
+            full = torch.autograd.functional.jacobian(lambda z: self.output(b, h, z, z), x)
+            return full.reshape(size, -1)
+        parts = torch.autograd.functional.jacobian(
+            lambda z, y: self.output(b, h, z, y), (x, x_kv[b])
+        )
+        return torch.cat([part.reshape(size, -1) for part in parts], 1)
+
+
+@pytest.fixture(scope="session")
+def random_layer() -> Callable[..., Layer]:
+    """The factory: random_layer("rotary", seed=3, gain=2.0, n=9, keys=4, ...), float64.
+
+    Any field of `Options` may be overridden; `gain` multiplies W_Q, W_K, W_V.
+    """
+    return _random_layer
+
+
+@pytest.fixture(params=CASES)
+def layer(request) -> Layer:
+    """One random float64 layer of every kind."""
+    return _random_layer(request.param)
+
+
+def _random_layer(name: str, *, seed: int = 0, gain: float = 1.5, **options) -> Layer:
+    o = Options(**(CASES[name] | options))
+    gen = torch.Generator().manual_seed(seed)
+    x, x_kv, valid, bias = _inputs(o, gen)
+    source = x if x_kv is None else x_kv
+    q, to_q, map_q = _projection(o.qk, o.d, x, gen, o, gain)
+    k, to_k, map_k = _projection(o.qk, o.d, source, gen, o, gain)
+    v, to_v, map_v = _projection(o.values, o.dv, source, gen, o, gain)
+    heads = Heads(
+        x=x,
+        x_kv=x_kv,
+        q=q,
+        k=k,
+        v=v,
+        scale=torch.full((1, 1), o.d**-0.5, dtype=torch.float64),
+        bias=bias,
+        causal=o.causal,
+        valid=valid,
+        to_q=None if o.learned_query else to_q,
+        to_k=to_k,
+        to_v=to_v,
+        out=_randn(gen, HEADS, o.dv, o.width) / (HEADS * o.dv) ** 0.5,
+        sample=torch.arange(o.samples).repeat_interleave(o.windows),
+    )
+    return Layer(heads, {"q": map_q, "k": map_k, "v": map_v})
+
+
+def _inputs(
+    o: Options, gen: torch.Generator
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    batch, m = o.samples * o.windows, o.n if o.keys is None else o.keys
+    x = _randn(gen, batch, o.n, o.width)
+    x_kv = None if o.keys is None else _randn(gen, batch, m, o.width + 1)
+    bias = _randn(gen, 1, HEADS, o.n, m) if o.position_bias else None
+    if not o.padded:
+        return x, x_kv, None, bias
+    lengths = torch.arange(o.n, o.n - batch, -1).clamp_min(1)
+    valid = torch.arange(o.n) < lengths[:, None]
+    masked = torch.zeros(batch, 1, 1, o.n, dtype=torch.float64)
+    return x * valid[..., None], x_kv, valid, masked.masked_fill(~valid[:, None, None], -torch.inf)
+
+
+def _projection(
+    kind: str, d: int, x: Tensor, gen: torch.Generator, o: Options, gain: float
+) -> tuple[Tensor, Projection, RowMap]:
+    """Random rows (batch, heads, tokens, d), their projection and the map behind the linear."""
+    width, e = x.shape[-1], HEADS * d if kind == "cross-head" else d
+    own = 1 if o.grouped or kind == "cross-head" else HEADS
+    weight = (gain * _randn(gen, own, width, e) / width**0.5).repeat(HEADS // own, 1, 1)
+    bias = _randn(gen, own, e).repeat(HEADS // own, 1) if o.biases else None
+    row_map = _row_map(kind, d, x.shape[1], gen)
+    projection = Projection(weight=weight, bias=bias, local=None, kind=kind)
+    y = torch.stack([_linear(projection, h, x) for h in range(HEADS)], 1)
+    rows = torch.stack(
+        [torch.stack([row_map(h, y[b, h]) for h in range(HEADS)]) for b in range(len(x))]
+    )
+    if kind != "affine":
+        local = torch.stack(
+            [
+                torch.stack([_token_jacobian(row_map, h, y[b, h]) for h in range(HEADS)])
+                for b in range(len(x))
+            ]
+        )
+        projection = Projection(weight=weight, bias=bias, local=local, kind=kind)
+    return rows, projection, row_map
+
+
+def _row_map(kind: str, d: int, tokens: int, gen: torch.Generator) -> RowMap:
+    if kind == "affine":
+        return lambda _h, y: y
+    if kind == "rotation":
+        turn = torch.linalg.qr(_randn(gen, tokens, d, d)).Q
+        return lambda _h, y: torch.einsum("nde,ne->nd", turn.to(y.dtype), y)
+    gain = 1 + 0.3 * _randn(gen, 1)
+
+    def norm(h: int, y: Tensor) -> Tensor:
+        scaled = gain.to(y.dtype) * y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return scaled[..., h * d : (h + 1) * d] if kind == "cross-head" else scaled
+
+    return norm
+
+
+def _token_jacobian(row_map: RowMap, h: int, y: Tensor) -> Tensor:
+    """d rows_i / d y_i of every token, (tokens, d, e)."""
+    full = torch.autograd.functional.jacobian(lambda z: row_map(h, z), y)
+    return torch.stack([full[i, :, i] for i in range(len(y))])
+
+
+def _linear(projection: Projection, h: int, x: Tensor) -> Tensor:
+    y = x @ projection.weight[h]
+    return y if projection.bias is None else y + projection.bias[h]
+
+
+def _randn(gen: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=gen, dtype=torch.float64)

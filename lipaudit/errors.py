@@ -40,7 +40,7 @@ class UsageError(LipauditError):
 
 
 class EvaluationError(LipauditError):
-    """The computation failed: non-finite values, out of memory, a result that cannot be written."""
+    """The computation failed: non-finite values, out of memory, an unwritable result."""
 
     exit_code = ExitCode.INTERNAL
 

@@ -1,0 +1,125 @@
+"""Report and Section: what a run leaves behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from lipaudit.results.base import Cell, Column, Float, Frozen, Row
+from lipaudit.results.rows import ROWS, SAMPLES, AnyRow
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SCHEMA_VERSION = "1.0"
+
+
+class Note(Frozen):
+    """A remark that belongs to the numbers: printed with them, never dropped."""
+
+    level: Literal["info", "warning"]
+    code: str
+    text: str
+
+
+class Array(Frozen):
+    """A dense array in C order; floats are rounded to 6 significant digits."""
+
+    shape: tuple[int, ...]
+    data: tuple[Float | None, ...]
+
+    @classmethod
+    def of(cls, values: np.ndarray[Any, Any]) -> Array:
+        """Store a numpy array."""
+        return cls(shape=values.shape, data=tuple(float(f"{v:.6g}") for v in values.ravel()))
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return the array, in float64 (null is NaN)."""
+        import numpy as np
+
+        return np.array(self.data, dtype=np.float64).reshape(self.shape)
+
+
+class Section(Frozen):
+    """The result of one measure.
+
+    Attributes:
+        measure: its name, which decides the row type (`ROWS`).
+        settings: the options it ran with.
+        rows: one per head, layer, attack..., ordered by (layer, head) where there are any.
+        samples: per-sample columns in the order of its `ids`.
+        arrays: per-head per-sample values, histograms and maps.
+        notes: remarks that belong to these numbers.
+    """
+
+    measure: str
+    settings: dict[str, Any] = {}
+    rows: tuple[AnyRow, ...] = ()
+    samples: dict[str, tuple[Cell, ...]] = {}
+    arrays: dict[str, Array] = {}
+    notes: tuple[Note, ...] = ()
+
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _typed(cls, rows: Any, info: ValidationInfo) -> Any:
+        kind = ROWS.get(info.data.get("measure", ""))
+        if kind is None:
+            raise ValueError(f"unknown measure {info.data.get('measure')!r}")
+        return tuple(row if isinstance(row, Row) else kind.model_validate(row) for row in rows)
+
+    def columns(self) -> dict[str, Column]:
+        """Return how the columns of `rows` read."""
+        return ROWS[self.measure].columns()
+
+    def sample_column(self, name: str) -> Column:
+        """Return how a per-sample column reads (`robust@pgd,linf,2/255` reads as `robust`)."""
+        known = SAMPLES.get(self.measure, {})
+        return known.get(name.split("@")[0], Column(label=name, meaning=""))
+
+
+class Model(Frozen):
+    """The audited checkpoint."""
+
+    spec: str
+    source: str
+    architecture: str
+    parameters: int
+    weights_sha256: str
+
+
+class Data(Frozen):
+    """The samples; `suite_id` is a hash of the sorted sample ids."""
+
+    spec: str
+    samples: int
+    suite_id: str
+
+
+class Run(Frozen):
+    """Where the numbers come from: all that is needed to repeat them."""
+
+    lipaudit: str
+    command: str
+    created: str
+    seed: int
+    device: str
+    dtype: str
+    versions: dict[str, str]
+    model: Model
+    data: Data
+    preprocess: dict[str, Any] = {}
+
+
+class Report(Frozen):
+    """One run of lipaudit: the only thing that is written, compared, gated and rendered."""
+
+    schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
+    schema_version: str = SCHEMA_VERSION
+    status: Literal["complete", "partial"] = "complete"
+    run: Run
+    sections: tuple[Section, ...]
+
+    def section(self, measure: str) -> Section | None:
+        """Return the section of a measure, None when it was not measured."""
+        return next((s for s in self.sections if s.measure == measure), None)

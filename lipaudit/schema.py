@@ -1,0 +1,98 @@
+"""Report <-> JSON: strict JSON out, one clear error for a newer or a damaged file in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from lipaudit.errors import InputError
+from lipaudit.results import Report
+from lipaudit.results.report import SCHEMA_VERSION
+
+
+def dumps(report: Report) -> str:
+    """Write a report as strict JSON (NaN and infinities are strings), one row to a line."""
+    document = json.loads(report.model_dump_json(by_alias=True))
+    return _layout(document) + "\n"
+
+
+def loads(text: str, *, name: str = "report") -> Report:
+    """Read a report.
+
+    Raises:
+        InputError: when the text is not a report of this major version.
+    """
+    document = _parse(text, name)
+    major = str(document.get("schema_version", "")).split(".")[0]
+    if document.get("schema") != "lipaudit.report":
+        raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
+    if major != SCHEMA_VERSION.split(".")[0]:
+        raise InputError(
+            f"{name} has schema version {document.get('schema_version')}, not {SCHEMA_VERSION}",
+            "It was written by another major version of lipaudit: use that one to read it.",
+        )
+    try:
+        return Report.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(
+            f"{name} is damaged: {where}: {first['msg']}", "Write the report again."
+        ) from None
+
+
+def load(path: Path) -> Report:
+    """Read a report from a file.
+
+    Raises:
+        InputError: when the file is missing, unreadable or not a report.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise InputError(f"cannot read {path}: {reason}", "Check the path.") from None
+    return loads(text, name=str(path))
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a report."""
+    return Report.model_json_schema(by_alias=True)
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text, parse_constant=_no_constant)
+    except ValueError as error:
+        raise InputError(f"{name} is not JSON: {error}", "Is the file complete?") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
+    return document
+
+
+def _no_constant(token: str) -> Any:
+    raise ValueError(f"{token} is not strict JSON")
+
+
+def _layout(value: Any, depth: int = 0) -> str:
+    """Indent objects; keep rows, per-sample columns and arrays on one line each."""
+    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if depth > 4 or len(flat) < 80 or _is_line(value):
+        return flat
+    pad, end = "  " * (depth + 1), "  " * depth
+    if isinstance(value, dict):
+        items = [f"{json.dumps(k)}: {_layout(v, depth + 1)}" for k, v in value.items()]
+    else:
+        items = [_layout(v, depth + 1) for v in value]
+    left, right = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return f"{left}\n{pad}" + f",\n{pad}".join(items) + f"\n{end}{right}"
+
+
+def _is_line(value: Any) -> bool:
+    """Tell whether a value is a scalar, a list of scalars or a row (a flat object of scalars)."""
+    if isinstance(value, dict):
+        return not any(isinstance(v, dict | list) for v in value.values())
+    return not isinstance(value, list) or not any(isinstance(v, dict | list) for v in value)

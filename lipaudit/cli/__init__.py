@@ -1,0 +1,10 @@
+"""The command line: parse, load, measure, emit; nothing else."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Run the command that the arguments name (entry point `lipaudit`)."""
+    from lipaudit.cli.app import build
+
+    build()()

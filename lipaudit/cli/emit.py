@@ -1,0 +1,88 @@
+"""Write results: one to stdout, any number to files, each whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from lipaudit.cli.options import Common
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.report import RENDERERS, render_terminal
+from lipaudit.results import Report
+
+SUFFIXES = {
+    ".json": "json",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".txt": "table",
+}
+
+
+def check_outputs(common: Common) -> None:
+    """Refuse an unknown format or an unwritable file before any work is done.
+
+    Raises:
+        UsageError: for an unknown format or file name extension.
+        EvaluationError: for a file that cannot be written.
+    """
+    if common.format is not None and common.format not in RENDERERS:
+        raise UsageError(
+            f"unknown format {common.format!r}", f"Choose one of: {', '.join(RENDERERS)}."
+        )
+    for path in common.output or ():
+        renderer_of(path)
+        folder = path.resolve().parent
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")
+
+
+def renderer_of(path: Path) -> str:
+    """Return the format that a file's extension asks for.
+
+    Raises:
+        UsageError: for an extension without a format.
+    """
+    try:
+        return SUFFIXES[path.suffix.lower()]
+    except KeyError:
+        raise UsageError(
+            f"cannot tell the format of {path} from its name",
+            f"Use one of: {', '.join(SUFFIXES)}.",
+        ) from None
+
+
+def emit(report: Report, common: Common) -> None:
+    """Write the files first, then stdout."""
+    for path in common.output or ():
+        write(path, RENDERERS[renderer_of(path)](report))
+    if common.format in (None, "table"):
+        render_terminal(report, sys.stdout)
+    else:
+        sys.stdout.buffer.write(RENDERERS[common.format](report))
+    sys.stdout.flush()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file atomically: under another name, then renamed.
+
+    Raises:
+        EvaluationError: when the file cannot be written.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.resolve().parent, delete=False) as file:
+            file.write(content)
+            temporary = Path(file.name)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except OSError as error:
+        raise EvaluationError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

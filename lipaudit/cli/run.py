@@ -1,0 +1,202 @@
+"""Load a model and its samples, run measures on them, and make the report."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from lipaudit import __version__
+from lipaudit.cli.emit import check_outputs
+from lipaudit.cli.options import Common
+from lipaudit.cli.progress import tracked
+from lipaudit.data.loading import DataOptions, Samples, load_data
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.measures import MEASURES, Measure, Options, Part
+from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.net import Net
+from lipaudit.results import Data, Model, Note, Report, Run, Section
+
+PACKAGES = ("lipaudit", "torch", "timm", "transformers", "numpy", "pyautoattack")
+
+
+def run(spec: str, common: Common, measures: Mapping[str, Options]) -> Report:
+    """Run measures on one load of a model and one set of samples.
+
+    Raises:
+        LipauditError: whatever goes wrong, with the exit code it deserves.
+    """
+    common = common.resolved()
+    check_outputs(common)
+    net = load(spec, _load_options(common))
+    samples = _samples(net, common, [MEASURES[name] for name in measures])
+    _tell(common, net.info.notes + samples.notes)
+    loading = _notes("loading", net.info.notes) + _notes("data", samples.notes)
+    sections: list[Section] = []
+    for name, options in measures.items():
+        made = _measure(name, options, net, samples, common)
+        sections += [made[0].model_copy(update={"notes": loading + made[0].notes}), *made[1:]]
+    return Report(run=_run(spec, common, net, samples), sections=tuple(sections))
+
+
+def _measure(
+    name: str, options: Options, net: Net, samples: Samples, common: Common
+) -> list[Section]:
+    measure = MEASURES[name]
+    size = _batch_size(common, measure)
+    parts = _parts(measure, options, net, samples, size)
+    label = f"{name} {net.info.spec}"
+    total = len(samples.batch)
+    kept = list(tracked(parts, total=total, label=label, quiet=common.quiet))
+    return measure.summarise(kept, options)
+
+
+def _parts(
+    measure: Measure, options: Options, net: Net, samples: Samples, size: int
+) -> Iterator[Part]:
+    """Yield the parts; when memory runs out, go on from there with half the batch."""
+    rest = samples.batch
+    while len(rest):
+        try:
+            batches = (b.to(net.device, net.dtype) for b in rest.split(size))
+            for part in measure.run(net, batches, options):
+                rest = rest[len(part.ids) :]
+                yield part
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise EvaluationError(
+                    "out of memory with one sample at a time", "Try --device cpu or --max-tokens."
+                ) from None
+            size = max(1, size // 2)
+
+
+def _samples(net: Net, common: Common, measures: list[Measure]) -> Samples:
+    labelled = any(m.labelled for m in measures)
+    spec = common.data or ("demo" if net.info.source == "demo" else "random")
+    if labelled and spec == "random":
+        raise UsageError(
+            "an attack needs labelled samples", "Name them with --data (a folder, .npz, .csv...)."
+        )
+    return load_data(
+        spec,
+        net,
+        DataOptions(
+            samples=common.samples or max(m.samples for m in measures),
+            seed=common.seed or 0,
+            max_tokens=common.max_tokens,
+            text_column=common.text_column,
+            label_column=common.label_column,
+            offline=common.offline,
+        ),
+    )
+
+
+def _load_options(common: Common) -> LoadOptions:
+    return LoadOptions(
+        arch=common.arch,
+        model_kwargs=_keywords(common.model_kwargs),
+        mean=_numbers("--mean", common.mean),
+        std=_numbers("--std", common.std),
+        input_size=None if common.input_size is None else (common.input_size,),
+        device=common.device or "auto",
+        dtype=common.dtype or "float32",
+        offline=common.offline,
+    )
+
+
+def _keywords(text: str | None) -> dict[str, object]:
+    """Read `k=v,...`; values are JSON where they can be, else strings."""
+    pairs = [piece.partition("=") for piece in (text or "").split(",") if piece]
+    for key, equals, _ in pairs:
+        if not (key.strip().isidentifier() and equals):
+            raise UsageError(f"--model-kwargs {text!r} is not k=v,...", "Example: depth=2")
+    return {key.strip(): _value(value.strip()) for key, _, value in pairs}
+
+
+def _value(text: str) -> object:
+    literals = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in literals:
+        return literals[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if text is None else tuple(float(piece) for piece in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"{option} {text!r} is not a list of numbers", "Example: 0.5,0.5,0.5"
+        ) from None
+
+
+def _batch_size(common: Common, measure: Measure) -> int:
+    text = common.batch_size or "auto"
+    if text == "auto":
+        return measure.batch
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--batch-size must be auto or a positive number, not {text!r}")
+    return int(text)
+
+
+def _tell(common: Common, remarks: tuple[str, ...]) -> None:
+    """Print remarks on stderr as they arise; they are also in the report."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    for remark in () if common.quiet else remarks:
+        console.print(f"[yellow]note:[/] {escape(remark)}")
+
+
+def _notes(code: str, remarks: tuple[str, ...]) -> tuple[Note, ...]:
+    return tuple(Note(level="info", code=code, text=remark) for remark in remarks)
+
+
+def _run(spec: str, common: Common, net: Net, samples: Samples) -> Run:
+    info = net.info
+    digest = hashlib.sha256("\n".join(sorted(samples.batch.ids)).encode()).hexdigest()
+    return Run(
+        lipaudit=__version__,
+        command=shlex.join(["lipaudit", *sys.argv[1:]]),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=common.seed or 0,
+        device=_device_name(net.device),
+        dtype=str(net.dtype).removeprefix("torch."),
+        versions=versions(),
+        model=Model(
+            spec=spec,
+            source=info.source,
+            architecture=info.architecture,
+            parameters=info.parameters,
+            weights_sha256=info.weights_sha256,
+        ),
+        data=Data(spec=samples.spec, samples=len(samples.batch), suite_id=digest[:16]),
+        preprocess=dict(info.preprocess),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that can change a number."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device.type} ({torch.cuda.get_device_name(device)})"
+    return device.type

@@ -1,0 +1,93 @@
+"""The commands that explain: models, env, schema, explain."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from lipaudit.cli.app import command
+from lipaudit.errors import UsageError
+
+LEARN = "Learn"
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@command("env", panel=LEARN)
+def env(as_json: AsJson = False) -> None:
+    """Versions, devices and threads: what to paste into a bug report."""
+    import torch
+
+    from lipaudit.cli.run import versions
+
+    facts: dict[str, str] = versions() | {
+        "platform": sys.platform,
+        "cuda": torch.version.cuda or "none",
+        "devices": ", ".join(_devices()),
+        "threads": str(torch.get_num_threads()),
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        width = max(map(len, facts))
+        typer.echo("\n".join(f"{key:<{width}}  {value}" for key, value in facts.items()))
+
+
+def _devices() -> list[str]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(torch.cuda.get_device_name(i) for i in range(count))]
+
+
+@command("schema", panel=LEARN)
+def schema() -> None:
+    """Print the JSON Schema of a report."""
+    from lipaudit.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@command("explain", panel=LEARN)
+def explain(
+    name: Annotated[str, typer.Argument(help="A measure or a column: bounds, bounds.sharp, g1.")],
+) -> None:
+    """What a number means, where it holds, and what it does not mean.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit explain sharp[/]
+      [cyan]lipaudit explain jacobian.norm[/]
+    """
+    found = [entry for key, entry in _entries().items() if name in (key, key.rpartition(".")[2])]
+    section = [entry for key, entry in _entries().items() if key.rpartition(".")[0] == name]
+    if not found and not section:
+        names = sorted({key.rpartition(".")[2] for key in _entries()} | set(_entries()))
+        near = difflib.get_close_matches(name, names, 3)
+        advice = f"Did you mean {' or '.join(near)}?" if near else "Try: lipaudit explain bounds"
+        raise UsageError(f"nothing is called {name!r}", advice)
+    typer.echo("\n\n".join(found or section))
+
+
+def _entries() -> dict[str, str]:
+    """Return the explanation of every column by `section.column`."""
+    from lipaudit.results import ROWS, SAMPLES
+
+    columns = {
+        f"{section}.{name}": column
+        for section, row in ROWS.items()
+        for name, column in row.columns().items()
+    }
+    columns |= {
+        f"{section}.{name}": column
+        for section, own in SAMPLES.items()
+        for name, column in own.items()
+    }
+    return {
+        key: f"{key}: {c.meaning}\n  holds: {c.domain}; status: {c.status}"
+        + (f"; unit: {c.unit}" if c.unit else "")
+        + (f"; better: {c.better}" if c.better else "")
+        for key, c in columns.items()
+    }

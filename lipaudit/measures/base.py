@@ -1,0 +1,101 @@
+"""What a measure is: a generator of Parts, and a pure summary of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import UsageError
+from lipaudit.models.net import Net
+from lipaudit.results import Note, Section
+
+Values = np.ndarray[Any, np.dtype[Any]]
+
+
+class Options(BaseModel):
+    """Options of a measure; they become the section's `settings`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = 0
+    layers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The result on one chunk of samples: the unit of progress, of journalling, of sharding.
+
+    Attributes:
+        ids: the samples of the chunk.
+        values: arrays whose first axis is the sample.
+        facts: what does not depend on the sample (names of layers, reasons), plain values.
+        notes: remarks on this chunk.
+    """
+
+    ids: tuple[str, ...]
+    values: Mapping[str, Values]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One sub-command's computation.
+
+    Attributes:
+        run: yields a Part per batch.
+        summarise: makes the sections from all parts; pure.
+        options: the type of its options.
+        samples: how many samples it takes by default.
+        batch: how many samples it takes at a time by default.
+        labelled: whether it needs labels.
+    """
+
+    run: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
+    summarise: Callable[[Sequence[Part], Any], list[Section]]
+    options: type[Options]
+    samples: int
+    batch: int
+    labelled: bool = False
+
+
+def joined(parts: Sequence[Part], name: str) -> Values:
+    """Concatenate one array of all parts along the samples."""
+    return np.concatenate([part.values[name] for part in parts])
+
+
+def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
+    """Return the ids of all parts in order."""
+    return tuple(i for part in parts for i in part.ids)
+
+
+def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
+    """Return the distinct notes of all parts in order."""
+    return tuple(dict.fromkeys(note for part in parts for note in part.notes))
+
+
+def number(value: float) -> float | None:
+    """Return a plain float, None for NaN (not given)."""
+    return None if np.isnan(value) else float(value)
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """Read `0,5-7` as (0, 5, 6, 7).
+
+    Raises:
+        UsageError: when it is not a list of numbers and ranges.
+    """
+    if text is None:
+        return None
+    layers: set[int] = set()
+    for piece in text.split(","):
+        first, dash, last = piece.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"--layers {text!r} is not a list of layers", "Example: 0,5-7")
+        layers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(layers))

@@ -1,0 +1,190 @@
+"""The softmax Jacobian against its dense eigenvalues."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lipaudit.errors import UsageError
+from lipaudit.theory.softmax import (
+    CATEGORICAL,
+    INTERMEDIATE,
+    LEFT_OUT,
+    UNIFORM,
+    entropy,
+    g,
+    largest_softmax_norm,
+    regimes,
+    softmax_norm,
+    support,
+)
+
+ROUNDING = 1e-14
+
+
+def dense(p: Tensor) -> Tensor:
+    """M(p), without the cancellation in p_i - p_i^2 on the diagonal."""
+    m = -torch.outer(p, p)
+    m.fill_diagonal_(0.0)
+    return m - torch.diag(m.sum(1))
+
+
+def sigmas(p: Tensor) -> Tensor:
+    """Singular values of M(p), largest first."""
+    return torch.linalg.eigvalsh(dense(p)).flip(0)
+
+
+def row(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+logits = st.lists(st.floats(-40, 40), min_size=2, max_size=12)
+# Rows with repeated entries, masked keys and one dominant key.
+groups = st.lists(
+    st.sampled_from([-float("inf"), 0.0, 0.0, 1.0, 2.0, 2.0 + 1e-9, 30.0]), min_size=1, max_size=12
+).filter(lambda values: max(values) > -float("inf"))
+rows = st.one_of(logits, groups).map(lambda values: row(*values).softmax(-1))
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows)
+def test_norm_is_the_largest_eigenvalue(p):
+    torch.testing.assert_close(softmax_norm(p), sigmas(p)[0], rtol=1e-10, atol=1e-300)
+
+
+@settings(deadline=None, max_examples=100)
+@given(rows)
+def test_interlacing(p):
+    sigma, top = sigmas(p), p.sort(descending=True).values
+    for k in range(1, len(p) + 1):
+        chain = torch.stack([top[k - 1], g(p, k), sigma[k - 1]])
+        following = torch.cat([chain[1:], top[k : k + 1]])
+        assert (chain[: len(following)] >= following - ROUNDING).all(), k
+
+
+@settings(deadline=None, max_examples=100)
+@given(rows)
+def test_g1_bounds_the_norm_relatively(p):
+    assert softmax_norm(p) <= g(p) * (1 + ROUNDING) <= 0.5 * (1 + ROUNDING) ** 2
+
+
+@settings(deadline=None, max_examples=100)
+@given(rows, st.integers(2, 12))
+def test_ratio_of_g_bounds_the_ratio_of_singular_values(p, k):
+    gk = g(p, k)
+    if gk < 1e-6:  # the dense sigma_{k-1} >= g_k is only known to 1e-16
+        return
+    ratio = g(p) / gk
+    assert sigmas(p)[0] / sigmas(p)[k - 2] <= ratio * (1 + 1e-8)
+    if ratio <= k / 4:
+        assert softmax_norm(p) <= (1 - (1 - 4 * ratio / k).sqrt()) / 2 + ROUNDING
+        assert g(p) <= ratio / k + ROUNDING
+
+
+@pytest.mark.parametrize("tail", [1e-2, 1e-6, 1e-12, 1e-17, 1e-100, 1e-300])
+@pytest.mark.parametrize("parts", [(1.0, 0.3, 0.2), (0.5, 0.5, 0.0), (1.0, 1e-9, 0.0), (1, 1, 1)])
+def test_near_one_hot_rows_keep_their_digits(tail, parts):
+    rest = tail * row(*parts)
+    p = torch.cat([1 - rest.sum(0, keepdim=True), rest])
+    torch.testing.assert_close(softmax_norm(p), sigmas(p)[0], rtol=1e-10, atol=0)
+    assert g(p) >= softmax_norm(p) * (1 - ROUNDING)
+
+
+@pytest.mark.parametrize("gap", [1e-1, 1e-4, 1e-8, 1e-12, 1e-15])
+def test_near_ties_of_the_two_largest_entries(gap):
+    p = row(0.3 + gap, 0.3, 0.25, 0.15 - gap)
+    torch.testing.assert_close(softmax_norm(p), sigmas(p)[0], rtol=1e-13, atol=0)
+
+
+def test_facts():
+    assert softmax_norm(row(0, 1, 0)) == g(row(0, 1, 0)) == 0
+    assert softmax_norm(row(0, 0, 0)) == g(row(0, 0, 0)) == 0
+    assert softmax_norm(row(1)) == g(row(1)) == 0
+    assert softmax_norm(row(0.5, 0.5, 0)) == g(row(0.5, 0.5, 0)) == 0.5
+    assert softmax_norm(row(0.4, 0.4, 0.2)) == 0.4
+    assert softmax_norm(torch.full((8,), 1 / 8)) == g(torch.full((8,), 1 / 8)) == 1 / 8
+    assert g(row(0.25, 0.25, 0.25, 0.25, 0), 4) == 0.1875
+    assert g(row(0.5, 0.5), 3) == 0
+
+
+@pytest.mark.parametrize("k", [2, 3, 10])
+def test_equal_entries_and_the_ratio(k):
+    def uniform(m: int) -> Tensor:
+        return torch.cat([torch.full((m,), 1 / m, dtype=torch.float64), torch.zeros(4)])
+
+    torch.testing.assert_close(g(uniform(k)) / g(uniform(k), k), row(k / (k - 1))[0])
+    torch.testing.assert_close(g(uniform(k + 1)) / g(uniform(k + 1), k), row(1)[0])
+
+
+def test_order_and_masked_keys_do_not_matter():
+    p = torch.randn(6, 9, dtype=torch.float64).mul(3).softmax(-1)
+    other = torch.cat([torch.zeros(6, 5), p[:, torch.randperm(9)]], -1)
+    for function in (g, softmax_norm, entropy, support):
+        torch.testing.assert_close(function(p), function(other), rtol=1e-14, atol=1e-16)
+    assert torch.equal(regimes(p), regimes(other))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 5.0, 50.0]))
+def test_largest_norm_of_a_map(seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    maps = torch.randn(2, 3, 7, 9, generator=generator, dtype=torch.float64)
+    maps = maps.mul(spread).softmax(-1)
+    maps[0, 0, 4:] = 0
+    expected = softmax_norm(maps).amax(-1)
+    torch.testing.assert_close(largest_softmax_norm(maps), expected, rtol=1e-14, atol=0)
+
+
+def test_g_is_differentiable():
+    p = row(0.1, 0.45, 0.25, 0.2).requires_grad_()
+    for k in (1, 2, 4):
+        assert torch.autograd.gradcheck(lambda q, k=k: g(q, k), p)
+
+
+def test_entropy_and_support_of_known_rows():
+    p = torch.stack([row(0.25, 0.25, 0.25, 0.25), row(0, 1, 0, 0), row(0.5, 0, 0.5, 0)])
+    torch.testing.assert_close(entropy(p).exp(), row(4, 1, 2))
+    assert support(p).tolist() == [4, 1, 2]
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows, st.sampled_from([0.02, 0.1, 0.2]))
+def test_regimes_confine_the_largest_entry(p, gamma):
+    kind, keys = regimes(p, gamma).item(), (p > 0).sum().item()
+    threshold, first = max(gamma, 2 / keys), p.max().item()
+    if keys < 3:
+        assert kind == LEFT_OUT
+        return
+    assert (kind == INTERMEDIATE) == (g(p).item() > threshold)
+    root = max(1 - 4 * threshold, 0) ** 0.5
+    if kind == UNIFORM:
+        assert first <= (1 - root) / 2 + ROUNDING
+    if kind == CATEGORICAL:
+        assert first >= (1 + root) / 2 - ROUNDING
+
+
+def test_regimes_of_known_rows():
+    uniform = torch.full((40,), 1 / 40, dtype=torch.float64)
+    peaked = torch.cat([row(0.97), torch.full((39,), 0.03 / 39, dtype=torch.float64)])
+    torn = torch.cat([row(0.5, 0.5 - 1e-6), torch.full((38,), 1e-6 / 38, dtype=torch.float64)])
+    short = torch.cat([row(0.5, 0.5), torch.zeros(38)])
+    kinds = regimes(torch.stack([uniform, peaked, torn, short]))
+    assert kinds.tolist() == [UNIFORM, CATEGORICAL, INTERMEDIATE, LEFT_OUT]
+
+
+def test_a_short_uniform_row_is_not_fragile():
+    assert regimes(torch.full((4,), 0.25)) == UNIFORM  # g_1 = 1/4 exceeds the default gamma
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.25, -1.0, 0.5])
+def test_regimes_reject_a_gamma_where_they_overlap(gamma):
+    with pytest.raises(UsageError, match="gamma"):
+        regimes(row(0.5, 0.3, 0.2), gamma)
+
+
+def test_g_rejects_k_below_one():
+    with pytest.raises(UsageError, match="k = 0"):
+        g(row(0.5, 0.5), 0)

@@ -1,0 +1,18 @@
+"""Reports as bytes: a renderer per format.
+
+A report becomes blocks (`views`), blocks become a page (`document`), and each renderer draws the
+blocks of a page; only `json` writes the report itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lipaudit.report import json, table
+from lipaudit.report.table import render_terminal as render_terminal
+
+RENDERERS: dict[str, Callable[..., bytes]] = {
+    "table": table.render,
+    "json": json.render,
+}
+"""Renderer of each format: one report, or several side by side, in; the bytes of a file out."""

@@ -1,0 +1,54 @@
+"""What a picture shows, in words: for eyes that cannot see it, formats that cannot draw it."""
+
+from __future__ import annotations
+
+from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter
+from lipaudit.report.cells import number, pretty, text
+
+
+def describe(block: Heatmap | Histogram | Scatter | Curve | Density) -> str:
+    """Describe a picture by its title, its extent and where its mass or extremes lie."""
+    match block:
+        case Heatmap():
+            size = f"{len(block.rows)} layers x {len(block.columns)} heads"
+            return f"{block.title}: {size}{_peak(block)}."
+        case Histogram():
+            ends = f"{number(block.edges[0], '.3g')} to {number(block.edges[-1], '.3g')}"
+            return f"{block.title}: histogram of {pretty(block.x.label)} from {ends}."
+        case Density():
+            return _density(block)
+        case Scatter() | Curve():
+            names = ", ".join(series.label for series in block.series)
+            return (
+                f"{block.title}: {pretty(block.y.label)} over {pretty(block.x.label)} for {names}."
+            )
+
+
+def _peak(block: Heatmap) -> str:
+    cells = [
+        (value, row, column)
+        for row, line in zip(block.rows, block.values, strict=True)
+        for column, value in zip(block.columns, line, strict=True)
+        if value is not None and value == value
+    ]
+    if not cells:
+        return ""
+    value, row, column = max(cells)
+    return f", largest {text(value, block.column)} at {row}.{column}"
+
+
+def _density(block: Density) -> str:
+    height, width = len(block.values), len(block.values[0])
+    value, y, x = max(
+        (v or 0.0, y, x) for y, row in enumerate(block.values) for x, v in enumerate(row)
+    )
+    at_x = _centre(block.x_range, x, width)
+    at_y = _centre(block.y_range, y, height)
+    return (
+        f"{block.title}: {height} x {width} entries, largest {text(value, block.value)} at "
+        f"{pretty(block.x.label)} {at_x}, {pretty(block.y.label)} {at_y}."
+    )
+
+
+def _centre(ends: tuple[float, float], index: int, bins: int) -> str:
+    return number(ends[0] + (ends[1] - ends[0]) * (index + 0.5) / bins, ".3g")

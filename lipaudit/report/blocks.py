@@ -1,0 +1,149 @@
+"""What a page is made of: pure data, drawn alike by every renderer.
+
+A view turns a section into blocks and knows no format; a renderer draws blocks and knows no
+measure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lipaudit.results import Column, Note
+
+Matrix = tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A sentence or two."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns that say how they read.
+
+    Attributes:
+        title: printed above it.
+        columns: one per cell of a row.
+        rows: values; text is printed as it is.
+        keys: how many leading columns name the row (repeated when a table is split).
+        strong: numbers of the rows to emphasise.
+        folded: long; the terminal leaves it out, pages fold it away.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    keys: int = 1
+    strong: frozenset[int] = frozenset()
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """One value per layer and head; None where there is no such head."""
+
+    title: str
+    values: Matrix
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    column: Column
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts per bin, for one or several groups over the same bins."""
+
+    title: str
+    x: Column
+    edges: tuple[float, ...]
+    counts: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Named points, with an interval around y where `low` and `high` are given."""
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float | None, ...] = ()
+    high: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Positive points on logarithmic axes, with the line y = x."""
+
+    title: str
+    x: Column
+    y: Column
+    series: tuple[Series, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Joined points with intervals; `log` draws both axes logarithmic."""
+
+    title: str
+    x: Column
+    y: Column
+    series: tuple[Series, ...]
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Density:
+    """A dense matrix over two axes: a joint histogram or an attention map.
+
+    Attributes:
+        title: printed above it.
+        x: how the horizontal axis reads.
+        y: how the vertical axis reads.
+        values: rows from the first to the last y.
+        x_range: first and last edge of the horizontal axis.
+        y_range: first and last edge of the vertical axis; a falling range draws the first row
+            on top.
+        value: how an entry reads.
+    """
+
+    title: str
+    x: Column
+    y: Column
+    values: Matrix
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    value: Column
+
+
+@dataclass(frozen=True)
+class Notes:
+    """The remarks that belong to the numbers above."""
+
+    notes: tuple[Note, ...]
+
+
+Block = Paragraph | Table | Heatmap | Histogram | Scatter | Curve | Density | Notes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A heading and what stands under it."""
+
+    name: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A page: what was audited, what stands out, and the sections."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    findings: tuple[tuple[str, str], ...]
+    parts: tuple[Part, ...]
+    partial: bool = False

@@ -1,0 +1,82 @@
+"""How one value, one label and one domain are written."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from lipaudit.results import Column
+
+MISSING = "–"
+MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰ"
+UNMEASURED = ("d", "s", "")
+STATUS = {
+    "certified": "holds on its whole domain",
+    "exact": "converged to the tolerance, at the samples X",
+    "bound": "proven upper bound, at the samples X only",
+    "estimate": "statistical, may err on either side",
+    "empirical": "what the attacks tried achieved, never a guarantee",
+}
+
+
+def text(value: Any, column: Column) -> str:
+    """Write a value in its column's format, with its unit behind it."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return plain(value)
+    unit = column.unit if column.unit in ("", "×") else f" {column.unit}"
+    return _significant(value, column.format) + unit
+
+
+def number(value: float, spec: str) -> str:
+    """Write a number; exponents without padding (1.2e3, not 1.2e+03)."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    whole = spec == "d" and value == int(value)
+    written = format(int(value), spec) if whole else format(value, spec if spec != "d" else "g")
+    return re.sub(r"e([+-])0*(\d)", lambda m: "e" + m[1].strip("+") + m[2], written)
+
+
+def _significant(value: float, spec: str) -> str:
+    """Keep trailing zeros, so that a column shows equally many digits: 1.20, 130, 9.00e3."""
+    written = number(value, f"#{spec}" if spec.endswith("g") else spec)
+    return re.sub(r"\.(?=e|$)", "", written)
+
+
+def plain(value: str) -> str:
+    """Show control characters (terminal escapes in a model's name) instead of obeying them."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(c) else c for c in value)
+
+
+def pretty(label: str) -> str:
+    """Write norms and inequalities as mathematics does."""
+    return label.replace("||", "‖").replace("<=", "≤").replace(">=", "≥")
+
+
+def standing(column: Column) -> str:
+    """Say how far a column is proven, and where: `bound at X`."""
+    where = {"at X": "at X", "ball": "in the ball"}.get(column.domain, f"for {column.domain}")
+    return pretty(f"{column.status} {where}")
+
+
+def footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
+    """Return a mark per column and the notes that the marks stand for.
+
+    Names and counts carry none; where all columns stand alike, one note speaks for all.
+    """
+    stand = [standing(c) if c.format not in UNMEASURED else "" for c in columns]
+    groups = list(dict.fromkeys(s for s in stand if s))
+    if len(groups) < 2:
+        return [""] * len(stand), groups
+    mark = dict(zip(groups, MARKS, strict=False))
+    return [mark.get(s, "") for s in stand], [f"{mark[g]} {g}" for g in groups]
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp")

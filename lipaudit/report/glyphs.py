@@ -1,0 +1,94 @@
+"""Pictures out of characters, for terminals and plain Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from lipaudit.report.blocks import Curve, Histogram, Scatter
+from lipaudit.report.cells import number, pretty
+
+LEVELS = "▁▂▃▄▅▆▇█"
+EIGHTHS = " ▏▎▍▌▋▊▉"
+POINTS = "o+x*#@%&"
+
+
+def level(share: float) -> str:
+    """Return the bar glyph for a share of 0 to 1."""
+    return LEVELS[min(int(share * len(LEVELS)), len(LEVELS) - 1)]
+
+
+def bar(share: float, width: int) -> str:
+    """Return a horizontal bar that fills a share of `width` characters, to an eighth."""
+    whole, eighth = divmod(round(share * width * 8), 8)
+    return "█" * whole + EIGHTHS[eighth].strip()
+
+
+def histogram(block: Histogram, width: int) -> list[str]:
+    """Draw a histogram, a line per bin, group below group."""
+    spans = _spans(block)
+    lines = []
+    for label, counts in block.counts.items():
+        top = max(counts, default=0) or 1
+        lines += [label] * (len(block.counts) > 1)
+        lines += [
+            f"{span}  {bar(count / top, width)} {number(count, '.4g')}"
+            for span, count in zip(spans, counts, strict=True)
+        ]
+    return lines
+
+
+def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
+    """Draw points on a grid of characters, with the ends of both axes written out."""
+    log = isinstance(block, Scatter) or block.log
+    points = list(_points(block, log))
+    if not points:
+        return ["(no points)"]
+    x0, x1 = _ends([x for x, _, _ in points])
+    y0, y1 = _ends([y for _, y, _ in points])
+    grid = [[" "] * width for _ in range(height)]
+    for x, y, glyph in points:
+        column = round((x - x0) / (x1 - x0) * (width - 1))
+        grid[round((y1 - y) / (y1 - y0) * (height - 1))][column] = glyph
+    return _framed(block, grid, (x0, x1, y0, y1), log)
+
+
+def legend(block: Scatter | Curve) -> str:
+    """Say what the axes and the glyphs are."""
+    names = [f"{POINTS[i % len(POINTS)]} {s.label}" for i, s in enumerate(block.series)]
+    return f"{pretty(block.y.label)} over {pretty(block.x.label)}: " + "   ".join(names)
+
+
+def _spans(block: Histogram) -> list[str]:
+    ends = [number(edge, ".3g") for edge in block.edges]
+    left, right = max(map(len, ends[:-1])), max(map(len, ends[1:]))
+    return [f"{a:>{left}} to {b:>{right}}" for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _points(block: Scatter | Curve, log: bool) -> Iterator[tuple[float, float, str]]:
+    for index, series in enumerate(block.series):
+        for x, y in zip(series.x, series.y, strict=True):
+            if not log:
+                yield x, y, POINTS[index % len(POINTS)]
+            elif x > 0 and y > 0:
+                yield math.log10(x), math.log10(y), POINTS[index % len(POINTS)]
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _framed(
+    block: Scatter | Curve,
+    grid: list[list[str]],
+    ends: tuple[float, float, float, float],
+    log: bool,
+) -> list[str]:
+    x0, x1, y0, y1 = (10**end if log else end for end in ends)
+    left = [number(y1, block.y.format), *[""] * (len(grid) - 2), number(y0, block.y.format)]
+    pad = max(map(len, left))
+    rows = [f"{tick:>{pad}} │{''.join(row)}" for tick, row in zip(left, grid, strict=True)]
+    first, last = number(x0, block.x.format), number(x1, block.x.format)
+    axis = first + last.rjust(len(grid[0]) - len(first))
+    return [*rows, " " * pad + " └" + "─" * len(grid[0]), " " * (pad + 2) + axis]

@@ -1,0 +1,21 @@
+"""Report as JSON: the file itself."""
+
+from __future__ import annotations
+
+from lipaudit import schema
+from lipaudit.errors import UsageError
+from lipaudit.results import Report
+
+
+def render(*reports: Report) -> bytes:
+    """Write one report as strict JSON.
+
+    Raises:
+        UsageError: for several reports, which have no common file.
+    """
+    if len(reports) != 1:
+        raise UsageError(
+            f"{len(reports)} reports do not fit one JSON file",
+            "Choose table, markdown or html to set them side by side.",
+        )
+    return schema.dumps(reports[0]).encode()

@@ -1,0 +1,86 @@
+"""Plain-text tables that never cut a number or a name: too wide, they are split or wrapped."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len
+
+from lipaudit.report import cells
+from lipaudit.report.blocks import Table
+
+GAP = "  "
+STRONG = "▸ "
+Line = tuple[str, str]
+
+
+def lines(block: Table, width: int) -> Iterator[Line]:
+    """Yield the lines of a table with their kind: head, rule, row, strong or note."""
+    marks, notes = cells.footnotes(block.columns)
+    heads = [
+        cells.pretty(cells.plain(column.label)) + mark
+        for column, mark in zip(block.columns, marks, strict=True)
+    ]
+    rows = [_texts(block, index) for index in range(len(block.rows))]
+    named = [column.format == "s" for column in block.columns]
+    widths = [_width(h, [r[i] for r in rows]) for i, h in enumerate(heads)]
+    # text may wrap, numbers never do
+    widths = [min(w, width // 3) if n else w for w, n in zip(widths, named, strict=True)]
+    for number, group in enumerate(split(widths, keys=block.keys, width=width)):
+        if number:
+            yield "rule", ""
+        aligned = [(i, widths[i], named[i]) for i in group]
+        wrapped = {i: textwrap.wrap(heads[i], widths[i]) for i in group}
+        yield from (("head", line) for line in _row(wrapped, aligned, bottom=True))
+        yield "rule", "─" * (sum(widths[i] for i in group) + len(GAP) * (len(group) - 1))
+        for index, row in enumerate(rows):
+            kind = "strong" if index in block.strong else "row"
+            wrapped = {i: textwrap.wrap(row[i], widths[i]) for i in group}
+            yield from ((kind, line) for line in _row(wrapped, aligned))
+    yield from (("note", line) for note in notes for line in wrap(note, width))
+
+
+def split(widths: Sequence[int], *, keys: int, width: int) -> list[list[int]]:
+    """Group columns so that no group is wider than `width`; every group repeats the keys."""
+    lead = sum(widths[:keys]) + len(GAP) * keys
+    groups: list[list[int]] = [[]]
+    used = lead
+    for index in range(keys, len(widths)):
+        if groups[-1] and used + widths[index] > width:
+            groups.append([])
+            used = lead
+        groups[-1].append(index)
+        used += widths[index] + len(GAP)
+    return [[*range(keys), *group] for group in groups]
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Break prose into lines; a word that is too long is broken, not cut."""
+    return textwrap.wrap(cells.plain(text), max(width, 10), break_on_hyphens=False) or [""]
+
+
+def _texts(block: Table, index: int) -> list[str]:
+    values = zip(block.rows[index], block.columns, strict=True)
+    texts = [cells.text(value, column) for value, column in values]
+    return [STRONG + texts[0], *texts[1:]] if index in block.strong else texts
+
+
+def _width(head: str, column: Sequence[str]) -> int:
+    """Return the width of a column: its longest value or the longest word of its heading."""
+    return max(map(cell_len, [*head.split(), *column]))
+
+
+def _row(
+    wrapped: dict[int, list[str]], aligned: Sequence[tuple[int, int, bool]], bottom: bool = False
+) -> Iterator[str]:
+    height = max(len(part) for part in wrapped.values())
+    for level in range(height):
+        line = []
+        for index, width, named in aligned:
+            part = wrapped[index]
+            at = level - (height - len(part)) * bottom
+            text = part[at] if 0 <= at < len(part) else ""
+            pad = " " * (width - cell_len(text))
+            line.append(text + pad if named else pad + text)
+        yield GAP.join(line)

@@ -1,0 +1,175 @@
+"""Report for a terminal, or as plain text of full width."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.style import Style
+from rich.text import Text
+
+from lipaudit.report import cells, glyphs
+from lipaudit.report.alt import describe
+from lipaudit.report.blocks import (
+    Block,
+    Curve,
+    Density,
+    Document,
+    Heatmap,
+    Histogram,
+    Notes,
+    Paragraph,
+    Scatter,
+    Table,
+)
+from lipaudit.report.colours import contrast, viridis
+from lipaudit.report.document import document
+from lipaudit.report.layout import GAP, lines, split, wrap
+from lipaudit.results import Report
+
+FULL = 100_000
+PROSE = 100
+STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": "dim"}
+
+
+def render(*reports: Report, width: int | None = None, colour: str | None = None) -> bytes:
+    """Write reports as text.
+
+    Args:
+        reports: one report, or several to set side by side.
+        width: columns of the terminal; None writes tables as wide as they are.
+        colour: rich's colour system ("standard", "256", "truecolor"); None writes no escapes.
+    """
+    console = Console(
+        file=io.StringIO(),
+        width=width or FULL,
+        height=100,
+        color_system=colour,  # type: ignore[arg-type]
+        force_terminal=colour is not None,
+        no_color=False,
+        legacy_windows=False,
+    )
+    with console.capture() as capture:
+        for item in _page(document(*reports), width or FULL, colour is not None):
+            console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    text = capture.get().strip("\n").split("\n")
+    return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
+
+
+def render_terminal(report: Report, stream: TextIO) -> None:
+    """Write a report to a stream: in its width and colours on a terminal, else in full width."""
+    console = Console(file=stream, legacy_windows=False)
+    width = console.width if console.is_terminal else None
+    colour = None if console.no_color else console.color_system
+    stream.write(render(report, width=width, colour=colour).decode())
+
+
+def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
+    yield _heading(page.title, "═")
+    if page.partial:
+        yield Text("PARTIAL: the run was cut short; what follows is incomplete.", "bold red")
+    yield from _facts(page, width)
+    if page.findings:
+        yield _heading("What stands out", "─")
+        yield from (_item("•", f"{text} [{source}]", width) for text, source in page.findings)
+    for part in page.parts:
+        yield _heading(part.title, "─")
+        for block in part.blocks:
+            yield from _block(block, width, colour)
+
+
+def _heading(title: str, rule: str) -> Text:
+    title = cells.plain(title)
+    return Text(f"\n{title}\n{rule * cell_len(title)}", "bold")
+
+
+def _facts(page: Document, width: int) -> Iterator[Text]:
+    pad = max((len(name) for name, _ in page.facts), default=0)
+    yield from (_item(name.ljust(pad), value, width) for name, value in page.facts)
+
+
+def _item(mark: str, text: str, width: int) -> Text:
+    lines = wrap(text, min(width, PROSE) - len(mark) - 1)
+    return Text(f"{mark} " + f"\n{' ' * (len(mark) + 1)}".join(lines))
+
+
+def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
+    match block:
+        case Table():
+            yield from _table(block, width)
+        case Heatmap():
+            yield from _heatmap(block, width, colour)
+        case Histogram() | Scatter() | Curve():
+            yield _title(block.title)
+            yield Text("\n".join(_drawing(block, width)))
+        case Density():
+            yield Text("\n".join(["", *wrap(describe(block), min(width, PROSE))]))
+        case Paragraph():
+            yield Text("\n".join(wrap(block.text, min(width, PROSE))))
+        case Notes():
+            yield Text("")
+            yield from (_item(f"{n.level}:", f"{n.text} ({n.code})", width) for n in block.notes)
+
+
+def _drawing(block: Histogram | Scatter | Curve, width: int) -> list[str]:
+    if isinstance(block, Histogram):
+        return [*glyphs.histogram(block, min(40, width - 30)), cells.standing(block.x)]
+    plot = glyphs.plot(block, min(60, width - 12))
+    return [*plot, *wrap(glyphs.legend(block), min(width, PROSE))]
+
+
+def _title(title: str) -> Text:
+    return Text(f"\n{cells.plain(title)}" if title else "", "bold")
+
+
+def _table(block: Table, width: int) -> Iterator[RenderableType]:
+    if block.folded:
+        yield Text(f"\n{block.title}: in the json, markdown and html formats")
+        return
+    yield _title(block.title)
+    yield from (Text(line, STYLES[kind]) for kind, line in lines(block, width))
+
+
+def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
+    shares = _shares(block)
+    texts = [
+        [cells.text(v, block.column) if v is not None else "" for v in row] for row in block.values
+    ]
+    cell = max((cell_len(t) for row in texts for t in row), default=1) + 1
+    lead = max(map(len, (*block.rows, "layer")))
+    yield _title(block.title)
+    for group in split([lead, *[cell] * len(block.columns)], keys=1, width=width):
+        picked = [i - 1 for i in group[1:]]
+        ticks = "".join(GAP + block.columns[i].rjust(cell) for i in picked)
+        yield Text("layer".rjust(lead) + ticks, "bold")
+        for name, row, share in zip(block.rows, texts, shares, strict=True):
+            line = Text(name.rjust(lead))
+            for i in picked:
+                line.append_text(_tile(row[i], share[i], cell, colour))
+            yield line
+    yield Text(f"layer down, head across; {cells.standing(block.column)}", STYLES["note"])
+
+
+def _tile(text: str, share: float | None, cell: int, colour: bool) -> Text:
+    """Write one number on its colour, or with a bar glyph behind it."""
+    if share is None or not colour:
+        return Text(GAP + text.rjust(cell - 1) + (" " if share is None else glyphs.level(share)))
+    rgb = viridis(share)
+    style = Style(color=contrast(rgb), bgcolor=f"rgb({rgb[0]},{rgb[1]},{rgb[2]})")
+    return Text(" ").append(f" {text.rjust(cell - 1)} ", style)
+
+
+def _shares(block: Heatmap) -> list[list[float | None]]:
+    """Place each finite value between the smallest and the largest."""
+    from lipaudit.report.views.common import finite
+
+    known = finite(v for row in block.values for v in row)
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    span = (high - low) or 1.0
+    return [
+        [(v - low) / span if v is not None and low <= v <= high else None for v in row]
+        for row in block.values
+    ]

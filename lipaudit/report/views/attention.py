@@ -1,0 +1,103 @@
+"""Heads: how their attention rows are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lipaudit.report.blocks import Block, Density, Histogram
+from lipaudit.report.views.common import (
+    every_row,
+    heatmap,
+    largest,
+    spread,
+    table,
+    typed,
+)
+from lipaudit.results import AttentionRow, Column, Section
+
+TOP = 10
+FRAGILE = (
+    "head",
+    "intermediate",
+    "uniform",
+    "categorical",
+    "g1",
+    "g1_max",
+    "softmax_norm",
+    "g1_ratio",
+    "support",
+)
+SINKS = 5
+SUNK = ("head", "sink_max", "sink_token", "sink_first", "entropy_normalized")
+COUNT = Column(label="rows", meaning="Attention rows.", format="d")
+
+
+def view(section: Section) -> Iterator[Block]:
+    """Map the fragile regime and g1, list the most fragile heads and the strongest sinks."""
+    rows = typed(section, AttentionRow)
+    if not rows:
+        return
+    columns = section.columns()
+    yield heatmap(
+        "Share of rows in the intermediate (fragile) regime",
+        rows,
+        lambda row: row.intermediate,
+        columns["intermediate"].model_copy(update={"format": ".0%"}),
+    )
+    g1 = columns["g1"].model_copy(update={"format": ".3f"})
+    yield heatmap("g1, mean over rows", rows, lambda row: row.g1, g1)
+    fragile = largest(rows, "intermediate", TOP)
+    yield table("Most intermediate heads", section, fragile, FRAGILE)
+    yield table("Strongest sinks", section, largest(rows, "sink_max", SINKS), SUNK)
+    yield from _pictures(section)
+    yield every_row(section)
+
+
+def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+    """Compare how the statistics are distributed over heads."""
+    yield from spread(sections, ("g1", "intermediate", "gk_ratio", "softmax_norm", "entropy"))
+
+
+def _pictures(section: Section) -> Iterator[Block]:
+    arrays = section.arrays
+    if "g1_ratio_hist" in arrays and "g1_ratio_edges" in arrays:
+        counts = tuple(map(float, arrays["g1_ratio_hist"].numpy().sum(axis=0)))
+        edges = tuple(map(float, arrays["g1_ratio_edges"].numpy()))
+        ratio = section.columns()["g1_ratio"]
+        yield Histogram("g1 over the exact ‖M‖, all rows", ratio, edges, {"rows": counts})
+    if "p1p2_hist" in arrays and "p1p2_edges" in arrays:
+        yield _joint(section)
+    if "map" in arrays:
+        yield _map(section)
+
+
+def _joint(section: Section) -> Density:
+    edges = section.arrays["p1p2_edges"].numpy()
+    ends = (float(edges[0]), float(edges[-1]))
+    # first axis of the array: p(1); a matrix is drawn with its first axis upwards
+    counts = section.arrays["p1p2_hist"].numpy().T
+    columns = section.columns()
+    title = "Largest and second largest entry of a row, all rows"
+    return Density(
+        title,
+        columns["top1"],
+        columns["top2"],
+        tuple(map(tuple, counts.tolist())),
+        ends,
+        ends,
+        COUNT,
+    )
+
+
+def _map(section: Section) -> Density:
+    values = section.arrays["map"].numpy()
+    queries, keys = values.shape
+    return Density(
+        title=f"Attention map of head {section.settings.get('map', '?')}",
+        x=Column(label="key", meaning="Position of the key.", format="d"),
+        y=Column(label="query", meaning="Position of the query.", format="d"),
+        values=tuple(map(tuple, values.tolist())),
+        x_range=(-0.5, keys - 0.5),
+        y_range=(queries - 0.5, -0.5),
+        value=Column(label="P", meaning="Attention probability."),
+    )

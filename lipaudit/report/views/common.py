@@ -1,0 +1,152 @@
+"""What the views share: naming heads, picking columns, ordering rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, TypeVar
+
+from lipaudit.report.blocks import Block, Heatmap, Histogram, Matrix, Table
+from lipaudit.results import Column, Row, Section
+from lipaudit.results.rows import HeadRow
+
+R = TypeVar("R", bound=Row)
+H = TypeVar("H", bound=HeadRow)
+View = Callable[[Section], Iterable[Block]]
+Comparison = Callable[[Mapping[str, Section]], Iterable[Block]]
+
+HEAD = Column(label="head", meaning="LAYER.HEAD", format="s")
+MODEL = Column(label="model", meaning="The report that the row comes from.", format="s")
+
+
+def typed(section: Section, kind: type[R]) -> list[R]:
+    """Return the rows of a section as rows of its type."""
+    return [row for row in section.rows if isinstance(row, kind)]
+
+
+def head(row: HeadRow) -> str:
+    """Name a head as LAYER.HEAD."""
+    return f"{row.layer}.{row.head}"
+
+
+def finite(values: Iterable[Any]) -> list[float]:
+    """Keep the finite numbers."""
+    return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
+
+
+def middle(values: Iterable[Any]) -> float | None:
+    """Return the median of the finite numbers, None where there are none."""
+    numbers = finite(values)
+    return median(numbers) if numbers else None
+
+
+def order(value: Any) -> float:
+    """Sort key that puts missing values and NaN last when sorting from the largest down."""
+    return float(value) if isinstance(value, int | float) and value == value else -math.inf
+
+
+def largest(rows: Iterable[R], name: str, count: int) -> list[R]:
+    """Return the rows with the largest values of a column, largest first."""
+    return sorted(rows, key=lambda row: -order(getattr(row, name)))[:count]
+
+
+def table(title: str, section: Section, rows: Sequence[Row], names: Sequence[str]) -> Table:
+    """Tabulate some columns of some rows; `head` stands for LAYER.HEAD."""
+    columns = section.columns()
+    return Table(
+        title=title,
+        columns=tuple(HEAD if n == "head" else columns[n] for n in names),
+        rows=tuple(tuple(_cell(row, name) for name in names) for row in rows),
+    )
+
+
+def every_row(section: Section, *, folded: bool = True) -> Table:
+    """Tabulate all rows and all columns, less text columns that are empty throughout."""
+    cells = [row.cells() for row in section.rows]
+    names = [n for n in section.columns() if any(row[n] != "" for row in cells)]
+    return Table(
+        title=f"All {len(cells)} rows" if folded else "",
+        columns=tuple(section.columns()[n] for n in names),
+        rows=tuple(tuple(row[n] for n in names) for row in cells),
+        keys=2 if names[:2] == ["layer", "head"] else 1,
+        folded=folded,
+    )
+
+
+def stacked(sections: Mapping[str, Section], names: Sequence[str], keys: Sequence[str]) -> Table:
+    """Tabulate the rows of several reports, rows with equal keys together."""
+    columns = next(iter(sections.values())).columns()
+    rows = [(label, row.cells()) for label, s in sections.items() for row in s.rows]
+    first: dict[tuple[Any, ...], int] = {}
+    for _, row in rows:
+        first.setdefault(tuple(row[k] for k in keys), len(first))
+    rows.sort(key=lambda item: first[tuple(item[1][k] for k in keys)])
+    return Table(
+        title="Side by side",
+        columns=(*(columns[k] for k in keys), MODEL, *(columns[n] for n in names)),
+        rows=tuple((*(r[k] for k in keys), label, *(r[n] for n in names)) for label, r in rows),
+        keys=len(keys) + 1,
+    )
+
+
+def heatmap(
+    title: str, rows: Sequence[H], value: Callable[[H], float | None], column: Column
+) -> Heatmap:
+    """Lay one value per head out by layer and head."""
+    layers = sorted({row.layer for row in rows})
+    heads = sorted({row.head for row in rows})
+    at = {(row.layer, row.head): value(row) for row in rows}
+    matrix: Matrix = tuple(tuple(at.get((i, j)) for j in heads) for i in layers)
+    return Heatmap(title, matrix, tuple(map(str, layers)), tuple(map(str, heads)), column)
+
+
+def histogram(title: str, x: Column, groups: Mapping[str, Iterable[Any]]) -> list[Histogram]:
+    """Count finite values in common bins, logarithmic where they span more than a decade."""
+    import numpy as np
+
+    values = {label: np.array(finite(group)) for label, group in groups.items()}
+    pooled = np.concatenate(list(values.values())) if values else np.array([])
+    if pooled.size < 2 or pooled.min() == pooled.max():
+        return []
+    low, high = float(pooled.min()), float(pooled.max())
+    bins = min(max(round(2 * pooled.size ** (1 / 3)), 6), 24)  # Rice's rule
+    wide = low > 0 and high > 10 * low
+    edges = np.geomspace(low, high, bins + 1) if wide else np.linspace(low, high, bins + 1)
+    edges[0], edges[-1] = low, high
+    counts = {k: tuple(map(float, np.histogram(v, edges)[0])) for k, v in values.items()}
+    return [Histogram(title, x, tuple(map(float, edges)), counts)]
+
+
+def spread(sections: Mapping[str, Section], names: Sequence[str]) -> list[Block]:
+    """Compare how per-head columns are distributed: a table, and a histogram per column."""
+    columns = next(iter(sections.values())).columns()
+    groups = {n: {k: finite(_column(s, n)) for k, s in sections.items()} for n in names}
+    figures = [
+        block
+        for name in names
+        for block in histogram(f"{columns[name].label} over heads", columns[name], groups[name])
+    ]
+    rows = tuple(
+        (columns[name].label, label, *(_quartiles(values, columns[name])))
+        for name in names
+        for label, values in groups[name].items()
+    )
+    titles = ("statistic", "model", "heads", "smallest", "median", "largest")
+    shown = tuple(Column(label=t, meaning="", format="s") for t in titles)
+    return [Table("Over heads", shown, rows, keys=2), *figures]
+
+
+def _quartiles(values: list[float], column: Column) -> tuple[str, ...]:
+    from lipaudit.report.cells import text
+
+    ends = (min(values), median(values), max(values)) if values else (None, None, None)
+    return (str(len(values)), *(text(v, column) for v in ends))
+
+
+def _column(section: Section, name: str) -> list[Any]:
+    return [getattr(row, name) for row in section.rows]
+
+
+def _cell(row: Row, name: str) -> Any:
+    return head(row) if name == "head" and isinstance(row, HeadRow) else row.cells()[name]

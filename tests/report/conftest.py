@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lipaudit.results import (
+    Array,
+    AttackRow,
+    AttentionRow,
+    BoundsRow,
+    Data,
+    JacobianRow,
+    LayerRow,
+    Model,
+    Note,
+    Report,
+    Run,
+    ScalingFitRow,
+    ScalingRow,
+    Section,
+)
+
+HOSTILE = "<script>alert(1)</script>"
+IDS = tuple(f"{index:02x}" * 8 for index in range(24))
+EXACT = (  # 3 layers of 4 heads; the last was not measured
+    (1.21, 0.874, 2.05, 1.66),
+    (3.41, 0.412, 12.6, 1.09),
+    (0.97, math.nan, 5.22, None),
+)
+INTERMEDIATE = ((0.12, 0.04, 0.31, 0.55), (0.08, 0.02, 0.91, 0.27), (0.0, 0.61, 0.46, 0.19))
+NORMS = tuple(round(2.5 * 1.13**index, 3) for index in range(22)) + (math.nan, None)
+
+
+def _bound(layer: int, head: int) -> BoundsRow:
+    exact = EXACT[layer][head]
+    times = 1.0 if exact is None or math.isnan(exact) else exact
+    sharp = times * (1.12 + 0.11 * layer + 0.04 * head)
+    overflow = (layer, head) == (1, 2)
+    return BoundsRow(
+        layer=layer,
+        head=head,
+        module=f"blocks.{layer}.attn",
+        kind="affine",
+        tokens=17,
+        exact=exact,
+        exact_max=exact and exact * 1.3,
+        sharp=sharp,
+        theorem3=times * (9 + 2 * layer + head),
+        theorem3_g1=times * (9.5 + 2 * layer + head),
+        appendix_c=times * (7 + layer),
+        castin=times * 57 if layer else None,
+        mean_field=math.inf if overflow else times * 130,
+        hu=math.inf if overflow else times * 7.1e4 * 10**layer,
+        log10_castin=math.log10(times * 57) if layer else None,
+        log10_mean_field=412.6 if overflow else math.log10(times * 130),
+        log10_hu=318.2 if overflow else math.log10(times * 7.1e4 * 10**layer),
+        sharp_ratio_max=2.31 if (layer, head) == (2, 2) else 1.2 + 0.1 * layer + 0.05 * head,
+        p_norm=1.04 + 0.2 * head,
+        x_norm=18.3 + layer,
+        radius=6.9,
+        softmax_norm_max=0.21 + 0.02 * head,
+        splitting_gain=1.43 if (layer, head) == (1, 1) else 1.0,
+        upper=exact and exact * 1.0004,
+        converged=(layer, head) != (2, 1),
+    )
+
+
+def _bounds() -> Section:
+    rows = tuple(_bound(layer, head) for layer in range(3) for head in range(4))
+    per_sample = np.array([[r.sharp * f for f in (0.9, 1.0, 1.1)] for r in rows])
+    return Section(
+        measure="bounds",
+        settings={"samples": 3, "tol": 1e-4},
+        rows=rows,
+        arrays={"sharp": Array.of(per_sample), "exact": Array.of(per_sample / 1.3)},
+        notes=(
+            Note(level="info", code="castin-mask", text="Layer 0 is masked: castin is null."),
+            Note(
+                level="warning",
+                code="not-converged",
+                text=f"Head 2.1 of {HOSTILE}: | no * limit_.",
+            ),
+        ),
+    )
+
+
+def _layers() -> Section:
+    rows = tuple(
+        LayerRow(
+            layer=layer,
+            module=f"blocks.{layer}.attn",
+            exact=(2.4, 13.1, 5.6)[layer],
+            exact_out=(1.9, 10.2, 4.4)[layer],
+            sharp_sum=(6.9, 21.7, None)[layer],
+            sharp_rss=(3.6, 14.9, None)[layer],
+            theorem3_sum=(61.0, 212.0, 98.7)[layer],
+        )
+        for layer in range(3)
+    )
+    return Section(measure="bounds.layers", rows=rows)
+
+
+def _attention_row(layer: int, head: int) -> AttentionRow:
+    share = INTERMEDIATE[layer][head]
+    uniform = round((1 - share) * (0.2 + 0.2 * head), 4)
+    return AttentionRow(
+        layer=layer,
+        head=head,
+        module=f"blocks.{layer}.attn",
+        tokens=17,
+        top1=0.3 + 0.5 * (1 - share),
+        top2=0.1 + 0.2 * share,
+        g1=0.03 + 0.2 * share,
+        g1_max=0.11 + 0.38 * share,
+        softmax_norm=0.028 + 0.19 * share,
+        softmax_norm_max=0.1 + 0.37 * share,
+        g1_ratio=1.02 + 0.1 * share,
+        gk_ratio=4.0 + 20 * share,
+        entropy=1.1 + share,
+        entropy_normalized=0.4 + 0.3 * share,
+        support=3.0 + 5 * share,
+        sink_first=0.62 if head == 0 else 0.08,
+        sink_max=0.62 if head == 0 else 0.19,
+        sink_token=0 if head == 0 else 4 + head,
+        uniform=uniform,
+        intermediate=share,
+        categorical=1 - share - uniform,
+        short_rows=2,
+        p_norm=1.04 + 0.2 * head,
+    )
+
+
+def _attention() -> Section:
+    axis = np.linspace(0.025, 0.975, 20)
+    joint = np.round(900 * np.exp(-(((axis[:, None] - 0.7) ** 2 + (axis - 0.15) ** 2) / 0.02)))
+    ratio = np.array([400.0, 260, 120, 60, 22, 9, 3, 1, 0, 0])
+    weights = np.exp(-np.abs(np.arange(17)[:, None] - np.arange(17)) / 2.0)
+    return Section(
+        measure="attention",
+        settings={"samples": 8, "gamma": 0.1, "k": 10, "map": "1.2"},
+        rows=tuple(_attention_row(layer, head) for layer in range(3) for head in range(4)),
+        arrays={
+            "g1_ratio_hist": Array.of(np.tile(ratio, (12, 1))),
+            "g1_ratio_edges": Array.of(np.linspace(1.0, 1.5, 11)),
+            "p1p2_hist": Array.of(joint),
+            "p1p2_edges": Array.of(np.linspace(0.0, 1.0, 21)),
+            "map": Array.of(weights / weights.sum(axis=1, keepdims=True)),
+        },
+    )
+
+
+def _jacobian() -> Section:
+    common = {"samples": 24, "method": "dense", "tol": 1e-4, "products": 10.0, "converged": 22}
+    return Section(
+        measure="jacobian",
+        settings={"norm": "2", "inputs": "pixels"},
+        rows=(
+            JacobianRow(
+                **{"from": "pixels"},
+                to="logits",
+                norm="2",
+                mean=11.2,
+                median=9.02,
+                p95=28.6,
+                max=32.55,
+                **common,
+            ),
+            JacobianRow(
+                **{"from": "pixels"},
+                to="logits",
+                norm="inf",
+                mean=61.0,
+                median=48.8,
+                p95=math.inf,
+                max=math.inf,
+                **common,
+            ),
+        ),
+        samples={
+            "ids": IDS,
+            "norm": NORMS,
+            "upper": tuple(v and round(v * 1.0007, 3) for v in NORMS),
+            "converged": tuple(i < 22 for i in range(24)),
+            "margin": tuple(round(8 - 0.3 * i, 2) for i in range(24)),
+            "radius_first_order": tuple(round(0.2 / (1 + i), 4) for i in range(24)),
+            "correct": tuple(i != 20 for i in range(24)),
+        },
+        notes=(
+            Note(level="warning", code="not-converged", text="2 of 24 samples did not converge."),
+        ),
+    )
+
+
+def _attack_row(attack: str, text: str, robust: float, **cost: float) -> AttackRow:
+    above, below = text.split("/")
+    return AttackRow(
+        attack=attack,
+        norm="linf",
+        eps=int(above) / int(below),
+        eps_text=text,
+        samples=24,
+        clean=23 / 24,
+        robust=robust,
+        robust_low=max(robust - 0.19, 0.0),
+        robust_high=min(robust + 0.17, 1.0),
+        **cost,
+    )
+
+
+def _attack() -> Section:
+    rows = (
+        _attack_row("fgsm", "2/255", 17 / 24, seconds=0.31, forwards=24, backwards=24),
+        _attack_row("fgsm", "4/255", 12 / 24, seconds=0.29, forwards=24, backwards=24),
+        _attack_row("pgd", "2/255", 15 / 24, seconds=12.4, forwards=960, backwards=960),
+        _attack_row("pgd", "4/255", 5 / 24, seconds=11.9, forwards=960, backwards=960),
+        _attack_row("worst", "2/255", 15 / 24),
+        _attack_row("worst", "4/255", 5 / 24),
+    )
+    broken = {"2/255": (13, 15, 16, 17, 18, 19, 20, 21, 23), "4/255": range(5, 24)}
+    flags = {
+        f"robust@worst,linf,{eps}": tuple(int(i not in which) for i in range(24))
+        for eps, which in broken.items()
+    }
+    return Section(
+        measure="attack",
+        settings={"attacks": ["fgsm", "pgd"], "steps": 40},
+        rows=rows,
+        samples={"ids": IDS[::-1], "correct": tuple(int(i != 3) for i in range(24))}
+        | {name: values[::-1] for name, values in flags.items()},
+    )
+
+
+def _scaling() -> Section:
+    rows = tuple(
+        ScalingRow(
+            layer=layer,
+            head=0,
+            module=f"blocks.{layer}.attn",
+            mode=mode,
+            n=n,
+            radius=6.9,
+            n_max=982.0 if mode == "adversarial" else None,
+            norm=1.1 * n**power,
+            norm_low=0.9 * n**power,
+            norm_high=1.4 * n**power,
+            bound_sharp=1.9 * n**power,
+            bound_theorem3=80 * n**power,
+            bound_castin=700 * n**0.5,
+        )
+        for mode, layer, power in (("real", 0, 0.25), ("adversarial", 1, 0.5))
+        for n in (8, 16, 32, 64)
+    )
+    return Section(measure="scaling", settings={"windows": 4}, rows=rows)
+
+
+def _fit() -> Section:
+    rows = (
+        ScalingFitRow(
+            layer=0,
+            head=0,
+            mode="real",
+            exponent=0.25,
+            exponent_se=0.012,
+            radius_exponent=1.8,
+            r2=0.97,
+        ),
+        ScalingFitRow(mode="real", exponent=0.31, exponent_se=None, r2=0.88),
+    )
+    return Section(measure="scaling.fit", rows=rows)
+
+
+def make_report(**changes: object) -> Report:
+    run = Run(
+        lipaudit="0.1.0",
+        command="lipaudit audit demo",
+        created="2026-01-05T12:00:00Z",
+        seed=0,
+        device="cpu",
+        dtype="float32",
+        versions={"python": "3.11.9", "torch": "2.15.0"},
+        model=Model(
+            spec=f"py:{HOSTILE}",
+            source="local \x1b[31mred",
+            architecture="VisionTransformer",
+            parameters=58570,
+            weights_sha256="3f" * 32,
+        ),
+        data=Data(spec="demo", samples=24, suite_id="9c" * 32),
+        preprocess={"mean": [0.5], "std": [0.5], "size": [8, 8]},
+    )
+    sections = (_bounds(), _layers(), _attention(), _jacobian(), _attack(), _scaling(), _fit())
+    return Report(run=run, sections=sections).model_copy(update=changes)
+
+
+@pytest.fixture(scope="session")
+def report() -> Report:
+    """A report with every section, nulls, NaN, infinities, notes and a hostile model name."""
+    return make_report()
+
+
+@pytest.fixture(scope="session")
+def other() -> Report:
+    """A second model: the same sections, other numbers in two of them."""
+    first = make_report()
+    run = first.run.model_copy(
+        update={"model": first.run.model.model_copy(update={"spec": "demo:robust"})}
+    )
+    changed = []
+    for section in first.sections:
+        halve = {"bounds": ("exact", "sharp"), "attention": ("g1", "intermediate")}
+        names = halve.get(section.measure, ())
+        rows = tuple(
+            row.model_copy(update={n: getattr(row, n) and getattr(row, n) / 2 for n in names})
+            for row in section.rows
+        )
+        changed.append(section.model_copy(update={"rows": rows}))
+    return Report(run=run, sections=tuple(changed))
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """Compare with a stored file; LIPAUDIT_WRITE_GOLDENS=1 writes the files anew."""
+
+    def compare(name: str, data: bytes) -> None:
+        path = Path(__file__).parent / "goldens" / name
+        if os.environ.get("LIPAUDIT_WRITE_GOLDENS"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        assert data.decode() == path.read_text(encoding="utf-8")
+
+    return compare

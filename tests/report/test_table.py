@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from rich.cells import cell_len
+
+from lipaudit.report import table
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_whole_text(report, golden, width):
+    golden(f"table_{width}.txt", table.render(report, width=width))
+
+
+def test_off_a_terminal_no_table_is_split(report):
+    text = table.render(report).decode()
+    assert text.count("head  exact") == 1
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_no_line_is_wider_than_the_terminal(report, other, width):
+    for reports in ((report,), (report, other)):
+        lines = table.render(*reports, width=width).decode().splitlines()
+        assert max(map(cell_len, lines)) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_every_number_and_heading_survives_a_narrow_terminal(report, width):
+    """The words of the narrow text are those of the full text, only laid out anew."""
+    pattern = re.compile(r"[\w.%×‖/+-]*\d[\w.%×‖/+-]*")
+
+    def words(text: bytes) -> set[str]:
+        return set(pattern.findall(text.decode()))
+
+    assert words(table.render(report)) <= words(table.render(report, width=width))
+
+
+def test_colour_changes_no_word(report):
+    coloured = table.render(report, width=80, colour="truecolor").decode()
+    plain = table.render(report, width=80).decode()
+    assert "\x1b[" in coloured
+    stripped = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    outside_maps = [line for line in plain.splitlines() if not re.search("[▁▂▃▄▅▆▇█]", line)]
+    assert set(outside_maps) <= {line.rstrip() for line in stripped.splitlines()}
+
+
+def test_control_characters_never_reach_the_terminal(report):
+    assert b"\x1b" not in table.render(report)
+    assert "�[31mred" in table.render(report).decode()
+
+
+def test_partial_report_says_so(report):
+    partial = report.model_copy(update={"status": "partial"})
+    assert b"PARTIAL" in table.render(partial)
+    assert b"PARTIAL" not in table.render(report)
+
+
+def test_worst_case_is_marked_without_colour(report):
+    assert table.render(report).decode().count("▸ worst") == 2

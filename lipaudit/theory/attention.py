@@ -7,9 +7,10 @@ P = row-softmax(scale q k^T + bias), o_i = sum_j P_ij v_j, and Phi^q_i = dq_i / 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
@@ -75,13 +76,17 @@ class Heads:
         Rows of padded queries, and rows in which every key is masked, are zero.
         """
         logits = self.scale[..., None, None] * (self.q[..., start:stop, :] @ self.k.mT)
-        if self.bias is not None:
-            one = self.bias.shape[-2] == 1
-            logits = logits + (self.bias if one else self.bias[..., start:stop, :])
         if self.causal:
             future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
             logits = logits.masked_fill(future.triu(start + 1), -torch.inf)
-        p = torch.softmax(logits, -1).nan_to_num(0.0)
+        if self.bias is not None:
+            one = self.bias.shape[-2] == 1
+            logits = logits + (self.bias if one else self.bias[..., start:stop, :])
+            # Not nan_to_num: a NaN in q or k has to stay one.
+            masked = logits.amax(-1, keepdim=True) == -torch.inf
+            p = torch.softmax(logits, -1).masked_fill(masked, 0.0)
+        else:
+            p = torch.softmax(logits, -1)
         return p if self.valid is None else p * self.valid[:, None, start:stop, None]
 
     def attention(self) -> Float[Tensor, "batch heads n m"]:
@@ -90,31 +95,43 @@ class Heads:
 
     def to(self, dtype: torch.dtype) -> Heads:
         """Return the same heads with every floating-point tensor in another precision."""
-        return replace(self, **{f.name: _cast(getattr(self, f.name), dtype) for f in fields(self)})
+        return _cast(self, dtype)
 
     def pick(self, index: slice) -> Heads:
         """Return some of the heads (all batch rows)."""
-        return replace(self, **{name: _pick(getattr(self, name), index) for name in _PER_HEAD})
+        names = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v")
+        changes: dict[str, Any] = {name: _pick(getattr(self, name), index) for name in names}
+        return replace(self, **changes, out=None if self.out is None else self.out[index])
 
 
-_PER_HEAD = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "out")
+def per_sample(
+    values: Shaped[Tensor, " batch *rest"], sample: Int[Tensor, " batch"]
+) -> Shaped[Tensor, " samples *rest"]:
+    """Return the largest value over the batch rows (windows) of each sample.
+
+    The Jacobian of a windowed layer is block diagonal: its norm is the largest of its blocks'.
+
+    >>> per_sample(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
+    tensor([5., 2.])
+    """
+    rows = sample.to(values.device)
+    return torch.stack([values[rows == i].amax(0) for i in range(int(rows.max()) + 1)])
 
 
-def _cast(value: object, dtype: torch.dtype) -> object:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (Heads, Projection)):
+        changes: dict[str, Any] = {
+            f.name: _cast(getattr(value, f.name), dtype) for f in fields(value)
+        }
+        return replace(value, **changes)
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if floating else value
+
+
+def _pick(value: Any, index: slice) -> Any:
+    """Slice the head axis, the second one; an axis of size 1 holds for every head."""
     if isinstance(value, Projection):
-        return replace(
-            value, **{f.name: _cast(getattr(value, f.name), dtype) for f in fields(value)}
-        )
-    return value
-
-
-def _pick(value: object, index: slice) -> object:
-    if isinstance(value, Projection):
-        weight, bias = value.weight[index], None if value.bias is None else value.bias[index]
-        return replace(value, weight=weight, bias=bias, local=_pick(value.local, index))
-    if not isinstance(value, Tensor):
-        return value
-    axis = 0 if value.ndim == 3 else 1
-    return value if value.shape[axis] == 1 else value[(slice(None),) * axis + (index,)]
+        bias = None if value.bias is None else value.bias[index]
+        local = _pick(value.local, index)
+        return replace(value, weight=value.weight[index], bias=bias, local=local)
+    return value if value is None or value.shape[1] == 1 else value[:, index]

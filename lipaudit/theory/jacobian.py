@@ -1,0 +1,177 @@
+"""The exact Jacobian of attention heads at a point, and its spectral norms.
+
+With c_ij = P_ij (v_j - o_i) and T_i = sum_j c_ij k_j^T, block (i, j) of dO / dX (d_v x D) is
+
+    J_ij = P_ij Phi^v_j + s c_ij (q_i^T Phi^k_j) + delta_ij s T_i Phi^q_i
+
+(Yudin et al., arXiv 2507.07814, eq. 12, for any token-wise projections). Only `dense_jacobian`
+forms it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.theory.attention import Heads
+from lipaudit.theory.lanczos import Norms, Products, random_starts, spectral_norms
+from lipaudit.theory.products import head_products, layer_products
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Exact Jacobian norms of all heads of a layer together, one per batch row.
+
+    Attributes:
+        concat: of the heads side by side.
+        out: of sum_h O_h W_O,h; None where the layer's output has no such form.
+    """
+
+    concat: Norms
+    out: Norms | None
+
+
+def head_norms(
+    heads: Heads, *, seeds: Sequence[int], tol: float = 1e-4, max_steps: int = 300
+) -> Norms:
+    """Return ||J|| of every head at every batch row, shape (batch, heads).
+
+    J is taken in X, or in (X_q, X_kv) together where the heads read two inputs. Domain: at X; any
+    constant mask or position bias, any token-wise projections.
+
+    Args:
+        heads: one layer.
+        seeds: one per sample: start vectors, and so results, depend on nothing else.
+        tol: relative accuracy of the norms.
+        max_steps: most products per head; beyond it `converged` is False.
+
+    Raises:
+        EvaluationError: a product is not finite.
+    """
+    batch, count = heads.q.shape[:2]
+    start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
+    select = head_products(heads).take
+    norms = spectral_norms(select, start, tol=tol, max_steps=max_steps, rebuild=0.2)
+    return norms.map(lambda values: values.view(batch, count))
+
+
+def layer_norms(
+    heads: Heads, *, seeds: Sequence[int], tol: float = 1e-4, max_steps: int = 300
+) -> LayerNorms:
+    """Return the norms of all heads together, one per batch row; arguments as `head_norms`."""
+    layer, count, dv = layer_products(heads), heads.q.shape[1], heads.v.shape[3]
+    start = _starts(heads, seeds, count * dv)
+    concat = spectral_norms(layer.take, start, tol=tol, max_steps=max_steps)
+    if heads.out is None:
+        return LayerNorms(concat=concat, out=None)
+    wo = heads.out.flatten(0, 1)
+
+    def projected(rows: Tensor) -> Products:
+        inner = layer.take(rows)
+        return lambda u: _through(wo, inner, u)
+
+    start = _starts(heads, seeds, wo.shape[1])
+    out = spectral_norms(projected, start, tol=tol, max_steps=max_steps)
+    return LayerNorms(concat=concat, out=out)
+
+
+def splitting_gain(
+    heads: Heads,
+    exact: Float[Tensor, "batch heads"],
+    *,
+    seeds: Sequence[int],
+    tol: float = 1e-3,
+) -> Float[Tensor, "batch heads"]:
+    """Return how much duplicating every token raises ||J||.
+
+    With every token repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||),
+    whatever m is (closed form of mass splitting, Castin et al., arXiv 2312.14820). Domain: at X,
+    attention that is not causal.
+
+    Args:
+        heads: one layer.
+        exact: ||J||, from `head_norms`.
+        seeds: one per sample.
+        tol: relative accuracy of the second norm.
+
+    Raises:
+        ValueError: the attention is causal: copies of a token do not see the same keys.
+    """
+    if heads.causal:
+        raise ValueError("splitting_gain needs attention without a causal mask")
+    if heads.x_kv is not None:
+        return torch.ones_like(exact)  # J J^T is R R^T plus the part of X_kv
+    # J with constant keys and values is block diagonal: s T_i Phi^q_i are its blocks.
+    blocks = head_norms(replace(heads, to_k=None, to_v=None), seeds=seeds, tol=tol).norm
+    return torch.where(blocks > exact, blocks / exact, 1.0)
+
+
+def vjp_x(
+    heads: Heads, u: Float[Tensor, "batch heads n dv"]
+) -> tuple[Float[Tensor, "batch n D"], Float[Tensor, "batch m Dkv"] | None]:
+    """Return J^T u summed over the heads: the gradients of sum <O, u> in X_q and X_kv.
+
+    The second one is None where the heads read one input.
+    """
+    layer = layer_products(heads)
+    found = dict(zip([side.source for side in layer.sides], layer.pull(u), strict=True))
+    dx = found.get("x", torch.zeros_like(heads.x))
+    return dx, None if heads.x_kv is None else found.get("x_kv", torch.zeros_like(heads.x_kv))
+
+
+def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
+    """Return J of every head as a matrix, (n dv) x (n D), or x (n D + m Dkv) with two inputs.
+
+    Memory for batch x heads x n x m x dv x D numbers: for small cases.
+    """
+    p, v, k = heads.attention(), heads.v, heads.k
+    scale = heads.scale[..., None, None]
+    c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
+    phi_q, phi_k, phi_v = _token_jacobians(heads)
+    over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi_v)
+    u = torch.einsum("bhid,bhjdx->bhijx", scale * heads.q, phi_k)
+    over_keys += torch.einsum("bhija,bhijx->bhiajx", c, u)
+    t = torch.einsum("bhija,bhjd->bhiad", c, scale * k)
+    diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi_q)
+    over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)
+    if heads.x_kv is None:
+        return (over_keys + over_queries).flatten(4).flatten(2, 3)
+    return torch.cat([over_queries.flatten(4), over_keys.flatten(4)], 4).flatten(2, 3)
+
+
+def _through(wo: Tensor, inner: Products, u: Tensor) -> Tensor:
+    """W_O^T A W_O u token by token, for A on the heads side by side."""
+    before = u.view(len(u), -1, wo.shape[1]) @ wo.mT
+    after = inner(before.flatten(1)).view_as(before)
+    return (after @ wo).flatten(1)
+
+
+def _token_jacobians(heads: Heads) -> list[Tensor]:
+    """Phi^q, Phi^k, Phi^v, each (#batch, heads, tokens, d, D); zero for a constant."""
+    x_kv = heads.x if heads.x_kv is None else heads.x_kv
+    found = []
+    for projection, rows, x in (
+        (heads.to_q, heads.q, heads.x),
+        (heads.to_k, heads.k, x_kv),
+        (heads.to_v, heads.v, x_kv),
+    ):
+        if projection is None:
+            found.append(rows.new_zeros(*rows.shape, x.shape[2]))
+        elif projection.local is None:
+            found.append(projection.weight.mT[None, :, None].expand(1, -1, rows.shape[2], -1, -1))
+        else:
+            found.append(projection.local @ projection.weight.mT[:, None])
+    return found
+
+
+def _starts(heads: Heads, seeds: Sequence[int], channels: int) -> Tensor:
+    """One start per batch row, (batch, n channels), zero at padded queries."""
+    n = heads.q.shape[2]
+    start = random_starts(seeds, n * channels).to(heads.q)[heads.sample]
+    if heads.valid is None:
+        return start
+    return (start.view(-1, n, channels) * heads.valid[..., None]).flatten(1)

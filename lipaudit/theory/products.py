@@ -1,0 +1,193 @@
+"""Products with the Jacobian of an attention layer, without forming it.
+
+A cotangent u of O is pulled back to the rows q, k, v, from there through each token-wise
+projection to x; tangents are pushed the other way. One product with J J^T costs about one
+attention forward. In a single head the width D leaves it: J J^T = J_qkv (I kron W^T W) J_qkv^T
+with W = [W_Q W_K W_V].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipaudit.theory.attention import Heads, Projection
+
+
+@dataclass(frozen=True)
+class _Attend:
+    """Derivative of O = P V in the rows q, k, v; all tensors (problems, tokens, channels)."""
+
+    p: Tensor
+    q: Tensor  # times s
+    k: Tensor  # times s
+    v: Tensor
+    o: Tensor
+
+    def pull(self, u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Cotangents of the named rows under the cotangent u of O."""
+        # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
+        inner = (u * self.o).sum(-1, keepdim=True)
+        ds = torch.baddbmm(inner, u, self.v.mT, beta=-1).mul_(self.p)
+        rules = {
+            "q": lambda: ds @ self.k,
+            "k": lambda: ds.mT @ self.q,
+            "v": lambda: self.p.mT @ u,
+        }
+        return {name: rules[name]() for name in names}
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Tangent of O under tangents of the rows; rows that are not named stand still."""
+        pairs = [(tangents["q"], self.k)] if "q" in tangents else []
+        pairs += [(self.q, tangents["k"])] if "k" in tangents else []
+        out = self.p @ tangents["v"] if "v" in tangents else torch.zeros_like(self.o)
+        if not pairs:
+            return out
+        left, right = (torch.cat(side, -1) for side in zip(*pairs, strict=True))
+        dp = (left @ right.mT).mul_(self.p)
+        out = torch.baddbmm(out, dp, self.v)
+        return out.addcmul_(dp.sum(-1, keepdim=True), self.o, value=-1)
+
+    def take(self, index: Tensor) -> _Attend:
+        return _Attend(*(tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o)))
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The projections that read one input, side by side: W = [W_Q W_K W_V] or a part of it."""
+
+    source: str  # x | x_kv
+    local: dict[str, Tensor | None]  # G of each, (problems or 1, tokens, d, e)
+    widths: list[int]  # e of each
+    weight: Tensor  # W, (heads, D, sum of e)
+
+    def pull(self, rows: dict[str, Tensor]) -> Tensor:
+        """Cotangents of x W, side by side."""
+        parts = [
+            rows[name] if g is None else torch.einsum("pnd,pnde->pne", rows[name], g)
+            for name, g in self.local.items()
+        ]
+        return torch.cat(parts, -1)
+
+    def push(self, y: Tensor) -> dict[str, Tensor]:
+        """Tangents of the rows from those of x W."""
+        parts = zip(self.local.items(), torch.split(y, self.widths, -1), strict=True)
+        return {
+            name: part if g is None else torch.einsum("pne,pnde->pnd", part, g)
+            for (name, g), part in parts
+        }
+
+    def take(self, index: Tensor) -> _Side:
+        local = {n: g if g is None or len(g) == 1 else g[index] for n, g in self.local.items()}
+        return replace(self, local=local)
+
+
+@dataclass(frozen=True)
+class HeadProducts:
+    """J J^T u of single heads; a problem is one head on one batch row."""
+
+    attend: _Attend
+    sides: list[_Side]
+    grams: list[Tensor]  # W^T W of each side, (problems, e, e)
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Return J J^T u of every problem, (problems, n dv)."""
+        names = [name for side in self.sides for name in side.local]
+        rows = self.attend.pull(u.view_as(self.attend.o), names)
+        tangents: dict[str, Tensor] = {}
+        for side, gram in zip(self.sides, self.grams, strict=True):
+            tangents |= side.push(side.pull(rows) @ gram)
+        return self.attend.push(tangents).flatten(1)
+
+    def take(self, index: Tensor) -> HeadProducts:
+        """Return the products of these problems alone."""
+        if len(index) == len(self.attend.p):
+            return self
+        sides = [side.take(index) for side in self.sides]
+        return HeadProducts(self.attend.take(index), sides, [gram[index] for gram in self.grams])
+
+
+@dataclass(frozen=True)
+class LayerProducts:
+    """J J^T u of all heads together; a problem is one batch row, u is (tokens, heads, d_v)."""
+
+    attend: _Attend
+    sides: list[_Side]
+    count: int
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Return J J^T u of every problem, (rows, n heads dv)."""
+        n, dv = self.attend.o.shape[1:]
+        split = u.view(-1, n, self.count, dv).transpose(1, 2)
+        return self.push(self.pull(split)).transpose(1, 2).flatten(1)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """Cotangent of the input of each side, (rows, tokens, D)."""
+        names = [name for side in self.sides for name in side.local]
+        rows = self.attend.pull(u.flatten(0, 1), names)
+        return [
+            self._split(side.pull(rows)).transpose(1, 2).flatten(2) @ side.weight.mT.flatten(0, 1)
+            for side in self.sides
+        ]
+
+    def push(self, inputs: list[Tensor]) -> Tensor:
+        """Tangent of O, (rows, heads, tokens, d_v)."""
+        tangents: dict[str, Tensor] = {}
+        for side, x in zip(self.sides, inputs, strict=True):
+            tangents |= side.push((x[:, None] @ side.weight).flatten(0, 1))
+        return self._split(self.attend.push(tangents))
+
+    def take(self, rows: Tensor) -> LayerProducts:
+        """Return the products of these batch rows alone."""
+        if len(rows) * self.count == len(self.attend.p):
+            return self
+        index = (rows[:, None] * self.count + torch.arange(self.count)).flatten()
+        sides = [side.take(index) for side in self.sides]
+        return replace(self, attend=self.attend.take(index), sides=sides)
+
+    def _split(self, rows: Tensor) -> Tensor:
+        return rows.view(-1, self.count, *rows.shape[1:])
+
+
+def head_products(heads: Heads) -> HeadProducts:
+    """Linearise every head of a layer on its own."""
+    sides, batch = _sides(heads), len(heads.q)
+    grams = [(side.weight.mT @ side.weight).repeat(batch, 1, 1) for side in sides]
+    return HeadProducts(_attend(heads), sides, grams)
+
+
+def layer_products(heads: Heads) -> LayerProducts:
+    """Linearise a layer, all heads together."""
+    return LayerProducts(_attend(heads), _sides(heads), heads.q.shape[1])
+
+
+def _attend(heads: Heads) -> _Attend:
+    p, scale = heads.attention(), heads.scale[..., None, None]
+    tensors = (p, scale * heads.q, scale * heads.k, heads.v, p @ heads.v)
+    return _Attend(*(tensor.flatten(0, 1) for tensor in tensors))
+
+
+def _sides(heads: Heads) -> list[_Side]:
+    maps = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}
+    groups = {"x": ("q", "k", "v")} if heads.x_kv is None else {"x": ("q",), "x_kv": ("k", "v")}
+    sides = []
+    for source, names in groups.items():
+        used = {name: m for name in names if (m := maps[name]) is not None}
+        if used:
+            sides.append(_side(source, used, heads.q.shape[:2]))
+    return sides
+
+
+def _side(source: str, used: dict[str, Projection], shape: torch.Size) -> _Side:
+    weights = [projection.weight for projection in used.values()]
+    local = {name: _per_problem(projection.local, shape) for name, projection in used.items()}
+    return _Side(source, local, [w.shape[2] for w in weights], torch.cat(weights, 2))
+
+
+def _per_problem(local: Tensor | None, shape: torch.Size) -> Tensor | None:
+    if local is None or local.shape[:2] == (1, 1):
+        return None if local is None else local[0]
+    return local.expand(*shape, -1, -1, -1).flatten(0, 1)

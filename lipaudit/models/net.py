@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
+from lipaudit.results import Note
 
 Kind = Literal["image", "tokens", "text"]
 
@@ -21,13 +23,13 @@ class ModelInfo:
 
     Attributes:
         spec: the MODEL argument as the user typed it.
-        source: which rule resolved it: demo, timm, hf, file, directory or py.
+        source: which rule resolved it: demo, timm, hf, file or py.
         architecture: the architecture's name.
         parameters: number of parameters.
         weights_sha256: hash over the sorted (name, dtype, shape, bytes) of the state dict.
         preprocess: mean, std, size, interpolation: what stands between pixels and the network.
         labels: class names by index, where the checkpoint knows them.
-        notes: remarks on loading (converted from half precision, say), shown with the results.
+        notes: remarks on loading (converted from half precision, say), for the report.
     """
 
     spec: str
@@ -37,7 +39,7 @@ class ModelInfo:
     weights_sha256: str
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     labels: tuple[str, ...] | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Net:
         info: what the report says of the model.
         module: the model itself, in eval mode, parameters frozen.
         kind: image, tokens (a float sequence), or text (token ids).
-        call: runs the module on (x, mask) and returns what the module returns; for images it
-            normalises first.
+        call: runs the module on (x, mask) and returns what `read` takes; for images it normalises
+            first.
         read: the output tensor, (batch, classes) logits or (batch, ...) features, of that result.
         entry: the module whose output is the embedding: the token embedding of a text model, the
             patch embedding of an image model where it is known.
@@ -62,6 +64,8 @@ class Net:
         vocabulary: number of token ids, for text.
         tokenize: text -> list of token ids, with special tokens, cut to a number of tokens.
         pad_id: the id that fills shorter samples, for text.
+        prepare: PIL image -> (channels, height, width) in [0, 1], for images.
+        aliases: further names of classes (ImageNet synsets, say) -> index.
     """
 
     info: ModelInfo
@@ -76,6 +80,8 @@ class Net:
     vocabulary: int | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
     pad_id: int = 0
+    prepare: Callable[[Image], Tensor] | None = None
+    aliases: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -112,9 +118,15 @@ class Net:
 
     def from_embedding(self, z: Tensor, batch: Batch) -> Tensor:
         """Run with the first output of `entry` replaced by z: positions and masks stay right."""
+        with self.embedded(z):
+            return self.read(self.call(batch.x, batch.mask))
+
+    @contextmanager
+    def embedded(self, z: Tensor) -> Iterator[None]:
+        """Replace the first output of `entry` by z while the block runs the model."""
         pending = [z]
         with _on_output(self._entry(), lambda out: pending.pop() if pending else out):
-            return self.read(self.call(batch.x, batch.mask))
+            yield
 
     def _entry(self) -> nn.Module:
         if self.entry is None:

@@ -1,0 +1,116 @@
+"""Samples in array files: .npz and .safetensors."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lipaudit.data.drawing import Drawn, picks, require_labels
+from lipaudit.data.intake import DataOptions, Intake
+from lipaudit.errors import InputError
+
+INPUTS = ("x", "images", "inputs")
+LABELS = ("y", "labels")
+
+
+def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
+    """Read x (or images, inputs) and, where there are any, y (or labels).
+
+    Images are (samples, channels, height, width) or channels last, uint8 in 0..255 or floats in
+    [0, 1]; float sequences (samples, tokens, width); token ids integers (samples, tokens).
+
+    Raises:
+        InputError: damaged, of another shape than the model takes, or values out of range.
+    """
+    arrays = _load(path)
+    x, y = _named(arrays, INPUTS), _named(arrays, LABELS)
+    if x is None or len(x) == 0:
+        raise InputError(
+            f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
+            f"Name the inputs {' or '.join(INPUTS)}, the labels {' or '.join(LABELS)}.",
+        )
+    if y is not None and len(y) != len(x):
+        raise InputError(f"{path} has {len(x)} inputs and {len(y)} labels", "Save them together.")
+    order = picks(len(x), options.samples, options.seed)
+    samples = _checked(x[order], net, path)
+    labels = None if y is None else [int(v) for v in y[order]]
+    if labels is not None:
+        require_labels(labels, net, origin=str(path))
+    return Drawn(list(samples), labels)
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        with np.load(path, allow_pickle=False) as archive:
+            return {k: torch.from_numpy(v) for k, v in _numeric(archive).items()}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
+        raise InputError(
+            f"{path} is not a readable {path.suffix} file ({error})",
+            "Save plain numbers with numpy.savez(FILE, x=..., y=...).",
+        ) from error
+
+
+def _numeric(archive: Any) -> dict[str, Any]:
+    return {k: archive[k] for k in archive.files if archive[k].dtype.kind in "uif"}
+
+
+def _named(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
+    return next((arrays[n] for n in names if n in arrays), None)
+
+
+def _checked(x: Tensor, net: Intake, path: Path) -> Tensor:
+    if net.kind == "text":
+        return _token_ids(x, net, path)
+    x = _laid_out(x, net, path)
+    x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
+    if not bool(torch.isfinite(x).all()):
+        raise InputError(f"{path} holds NaN or infinite values", "Remove those samples.")
+    if net.box is not None and (x.min() < net.box[0] or x.max() > net.box[1]):
+        low, high = net.box
+        raise InputError(
+            f"{path} holds values from {x.min():.4g} to {x.max():.4g}; the model takes "
+            f"[{low:g}, {high:g}]",
+            "Divide by 255, or save uint8; give pixels as they are, without normalisation.",
+        )
+    return x
+
+
+def _laid_out(x: Tensor, net: Intake, path: Path) -> Tensor:
+    """Bring images to channels first; a grey image may come without its channel."""
+    want, got = tuple(net.sample_shape), tuple(x.shape[1:])
+    if got == want:
+        return x
+    if net.kind == "image" and got == (*want[1:], want[0]):
+        return x.movedim(-1, 1)
+    if net.kind == "image" and want[0] == 1 and got == want[1:]:
+        return x[:, None]
+    raise InputError(
+        f"{path} holds samples of shape {got}; the model takes {want}",
+        "Resize them first (a folder of images is resized for you), or build the model for "
+        "that size with --model-kwargs img_size=... or --input-size.",
+    )
+
+
+def _token_ids(x: Tensor, net: Intake, path: Path) -> Tensor:
+    if x.is_floating_point() or x.ndim != 2 or x.shape[1] > net.sample_shape[0]:
+        raise InputError(
+            f"{path} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
+            f"(samples, at most {net.sample_shape[0]})",
+            "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
+        )
+    if x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary):
+        raise InputError(
+            f"{path} holds token ids from {x.min()} to {x.max()}; the vocabulary has "
+            f"{net.vocabulary}",
+            "Use the tokenizer of this model.",
+        )
+    return x.long()

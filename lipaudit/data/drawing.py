@@ -1,0 +1,105 @@
+"""Which samples are taken, how their labels are matched, and how they become a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.data.intake import Intake, remark
+from lipaudit.errors import InputError
+from lipaudit.results import Note
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The samples a source gave, one tensor each, before padding.
+
+    Attributes:
+        x: samples as the model takes them; token ids of their own length for text.
+        y: labels as the model numbers its classes, or None.
+        notes: what must be said of them.
+    """
+
+    x: Sequence[Tensor]
+    y: Sequence[int] | None = None
+    notes: tuple[Note, ...] = field(default=())
+
+
+def picks(total: int, samples: int, seed: int) -> list[int]:
+    """Draw without replacement; a larger number of samples only adds to a smaller one."""
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    return order[:samples].tolist()
+
+
+def to_batch(drawn: Drawn, net: Intake) -> Batch:
+    """Put samples together, texts padded to the longest; ids do not depend on the padding."""
+    ids = sample_ids(drawn.x, drawn.y)
+    y = None if drawn.y is None else torch.as_tensor(drawn.y)
+    if net.kind != "text":
+        return Batch(torch.stack(list(drawn.x)), y, ids)
+    x = pad_sequence(list(drawn.x), batch_first=True, padding_value=net.pad_id)
+    lengths = torch.as_tensor([len(tokens) for tokens in drawn.x])
+    mask = torch.arange(x.shape[1]) < lengths[:, None]
+    return Batch(x, y, ids, None if bool(mask.all()) else mask)
+
+
+def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tuple[Note, ...]]:
+    """Match the class names of a data set with the model's classes.
+
+    By name, whatever its case, one of several names separated by commas, or an alias (an ImageNet
+    synset); else by sorted order, where the counts agree, which a note tells.
+
+    Raises:
+        InputError: neither works: an accuracy on such labels would mean nothing.
+    """
+    known = _known_names(net)
+    if all(_plain(name) in known for name in names):
+        return {name: known[_plain(name)] for name in names}, ()
+    if net.classes == len(names):
+        order = {name: i for i, name in enumerate(sorted(names))}
+        return order, (remark("labels-by-order", _order_text(order, net)),)
+    stranger = next(name for name in names if _plain(name) not in known)
+    has = "no class names" if not known else "no class of that name"
+    raise InputError(
+        f"the data have a class {stranger!r}; the model has {has}, and {net.classes} classes for "
+        f"the data's {len(names)}",
+        "Rename the classes to the model's, or give as many as the model has, in its order.",
+    )
+
+
+def require_labels(y: Sequence[int], net: Intake, *, origin: str) -> None:
+    """Refuse labels that are no class of the model.
+
+    Raises:
+        InputError: with the first such label.
+    """
+    wrong = [i for i, label in enumerate(y) if not 0 <= label < (net.classes or label + 1)]
+    if wrong:
+        raise InputError(
+            f"{origin}: label {y[wrong[0]]} of sample {wrong[0]} is none of the model's "
+            f"{net.classes} classes (0 to {(net.classes or 0) - 1})",
+            "Labels count from 0, in the order of the model's outputs.",
+        )
+
+
+def _known_names(net: Intake) -> dict[str, int]:
+    names = {_plain(alias): i for alias, i in net.aliases.items()}
+    for i, label in enumerate(net.info.labels or ()):
+        for name in (*label.split(","), label):
+            names.setdefault(_plain(name), i)
+    return names
+
+
+def _plain(name: str) -> str:
+    return name.strip().replace("_", " ").casefold()
+
+
+def _order_text(order: dict[str, int], net: Intake) -> str:
+    first = next(iter(order))
+    shown = f" ({net.info.labels[0]!r})" if net.info.labels else ""
+    return f"class names were matched by sorted order: {first!r} is class 0{shown}, and so on"

@@ -1,0 +1,129 @@
+"""Images from folders, and the way from a picture to the pixels a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lipaudit.data.drawing import Drawn, class_indices, picks
+from lipaudit.data.intake import DataOptions, Intake, remark
+from lipaudit.errors import InputError
+from lipaudit.results import Note
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+def resized(
+    image: Image.Image, shape: Sequence[int], steps: Sequence[Callable[[Any], Any]] = ()
+) -> Tensor:
+    """Return the pixels of a picture in [0, 1], of a shape (channels, height, width).
+
+    A picture that already has the size is taken as it is; any other goes through `steps` (the
+    resizing the model was trained with, ending in a tensor), or without any is scaled to cover the
+    size and cropped in the middle.
+
+    Raises:
+        InputError: no picture has that many channels.
+    """
+    channels, height, width = shape
+    if channels not in MODES:
+        raise InputError(
+            f"the model takes {channels} channels, which no picture has",
+            "Give the data as an .npz file with x of shape (samples, channels, height, width).",
+        )
+    image = image.convert(MODES[channels])
+    if image.size == (width, height):
+        return _pixels(image)
+    if not steps:
+        return _pixels(_covering(image, width, height))
+    value: Any = image
+    for step in steps:
+        value = step(value)
+    return value
+
+
+def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:
+    """Read pictures: of sub-folders named for their classes, or without labels of one folder.
+
+    Raises:
+        InputError: no pictures, a damaged one, or classes the model does not have.
+    """
+    if net.kind != "image" or net.prepare is None:
+        raise InputError(
+            f"{path} is a folder of images; the model takes {net.kind}",
+            "Give --data a text file, an .npz file, or random.",
+        )
+    files, classes = _classes(path)
+    order = picks(len(files), options.samples, options.seed)
+    x = [read_image(files[i], net.prepare) for i in order]
+    if not classes:
+        return Drawn(x)
+    if net.classes is None:
+        return Drawn(x, None, (_no_classes(path),))
+    index, notes = class_indices(sorted(set(classes)), net)
+    return Drawn(x, [index[classes[i]] for i in order], notes)
+
+
+def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
+    """Read one picture.
+
+    Raises:
+        InputError: it is damaged; the message names it.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return prepare(image)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(
+            f"{path} is not a readable image ({error})", "Remove it or copy it again."
+        ) from error
+
+
+def _classes(path: Path) -> tuple[list[Path], list[str]]:
+    """Return the pictures and, where they lie in sub-folders, the class of each."""
+    flat = _pictures(path)
+    nested = [(p, folder.name) for folder in _folders(path) for p in _pictures(folder)]
+    if flat and nested:
+        raise InputError(
+            f"{path} holds images both beside and inside sub-folders",
+            "Use one sub-folder per class, or none.",
+        )
+    if not flat and not nested:
+        raise InputError(
+            f"{path} holds no images",
+            f"It should hold {', '.join(SUFFIXES[:4])} ... or one sub-folder per class.",
+        )
+    return (flat, []) if flat else ([p for p, _ in nested], [name for _, name in nested])
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _pictures(path: Path) -> list[Path]:
+    return sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
+
+
+def _no_classes(path: Path) -> Note:
+    return remark("labels-unused", f"the classes of {path} are unused: the model has none")
+
+
+def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
+    scale = max(width / image.width, height / image.height)
+    size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+    image = image.resize(size, Image.Resampling.BICUBIC)
+    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    array = np.asarray(image, dtype=np.float32) / 255
+    return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())

@@ -1,0 +1,121 @@
+"""What reading data needs to know of a model, and what it gives back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from PIL.Image import Image
+from torch import Tensor
+
+from lipaudit.data.batch import Batch
+from lipaudit.results import Note
+
+
+class Info(Protocol):
+    """The part of a model's description that data are read by."""
+
+    @property
+    def source(self) -> str:
+        """Where the model came from; "demo" has data of its own."""
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Class names by index."""
+
+
+class Intake(Protocol):
+    """What a model takes (a `Net` is one)."""
+
+    @property
+    def info(self) -> Info:
+        """What is known of the model."""
+
+    @property
+    def kind(self) -> str:
+        """image, tokens or text."""
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample; for text (most tokens,)."""
+
+    @property
+    def box(self) -> tuple[float, float] | None:
+        """Smallest and largest value of a sample."""
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes of a classifier."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of token ids."""
+
+    @property
+    def tokenize(self) -> Callable[[str, int], list[int]] | None:
+        """Text -> token ids, cut to a number of tokens."""
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills shorter samples."""
+
+    @property
+    def prepare(self) -> Callable[[Image], Tensor] | None:
+        """PIL image -> pixels in [0, 1] of the sample's shape."""
+
+    @property
+    def aliases(self) -> Mapping[str, int]:
+        """Further names of classes."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What the user says about the data beyond their name.
+
+    Attributes:
+        samples: how many to take.
+        seed: which ones: they are drawn without replacement from a stream of this seed.
+        max_tokens: longest text, in tokens with the special ones.
+        text_column: column of a table that holds the text; by default the first usual name.
+        label_column: column that holds the labels; by default the first usual name.
+        offline: never open a connection; only what is on this machine.
+    """
+
+    samples: int = 32
+    seed: int = 0
+    max_tokens: int = 128
+    text_column: str | None = None
+    label_column: str | None = None
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All the samples of one run.
+
+    Attributes:
+        spec: the DATA argument they came from.
+        batch: the samples; text is padded to the longest of them.
+        notes: what must be said of them: how labels were matched, texts that were cut.
+    """
+
+    spec: str
+    batch: Batch
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def suite_id(self) -> str:
+        """Identity of the set of samples, whatever their order."""
+        return hashlib.sha256("\n".join(sorted(self.batch.ids)).encode()).hexdigest()[:16]
+
+
+def remark(code: str, text: str) -> Note:
+    """Make a note that informs."""
+    return Note(level="info", code=code, text=text)
+
+
+def warning(code: str, text: str) -> Note:
+    """Make a note that warns."""
+    return Note(level="warning", code=code, text=text)

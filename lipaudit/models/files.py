@@ -1,0 +1,192 @@
+"""Weights in files: read without running any code they may hold, and loaded strictly."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lipaudit.data.intake import remark
+from lipaudit.errors import InputError
+from lipaudit.results import Note
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+PREFERRED = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
+CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+WRAPPERS = ("module.", "_orig_mod.", "model.")
+
+HALF = {torch.float16, torch.bfloat16}
+
+State = dict[str, Tensor]
+
+
+def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
+    """Read a file of weights: the tensors by name, and remarks on what was done to get at them.
+
+    A training checkpoint is opened as far as its state dict, an exponential moving average before
+    the last weights; prefixes left by wrappers (DataParallel, compile, Lightning) are removed.
+
+    Raises:
+        InputError: the file is damaged, holds code, or holds no weights.
+    """
+    content = _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
+    content, notes = _opened(content)
+    state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
+    if not state:
+        raise InputError(
+            f"{path} holds no tensors by name", "Save the model's state_dict(), nothing around it."
+        )
+    return _unwrapped(state), notes + half_precision(v.dtype for v in state.values())
+
+
+def find_weights(directory: Path) -> Path:
+    """Return the file of weights of a directory.
+
+    Raises:
+        InputError: there is none, or several and none has the usual name.
+    """
+    for name in PREFERRED:
+        if (directory / name).is_file():
+            return directory / name
+    found = sorted(p for p in directory.iterdir() if p.suffix in SUFFIXES)
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(p.name for p in found) or "none"
+    raise InputError(
+        f"{directory} has no single file of weights (found: {names})",
+        f"Name one of them {PREFERRED[0]}, or pass the file itself with --arch.",
+    )
+
+
+def mismatches(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Say how a state dict differs from what a module takes; empty when it fits."""
+    own = module.state_dict()
+    missing = [k for k in own if k not in state]
+    surplus = [k for k in state if k not in own]
+    shapes = [
+        f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}"
+        for k in own
+        if k in state and own[k].shape != state[k].shape
+    ]
+    kinds = {"missing": missing, "surplus": surplus, "of another shape": shapes}
+    return [f"{few(names)} {kind}" for kind, names in kinds.items() if names]
+
+
+def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str) -> None:
+    """Load weights, none left out and none left over.
+
+    Raises:
+        InputError: names or shapes differ.
+    """
+    if wrong := mismatches(module, state):
+        raise InputError(
+            f"the weights of {origin} do not fit {type(module).__name__}: {'; '.join(wrong)}",
+            "Check --arch and --model-kwargs (num_classes, img_size, patch_size, in_chans).",
+        )
+    module.load_state_dict(dict(state))
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """Join names, the first few of them."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
+    """Return the note on weights that are stored in half precision, if any are."""
+    names = sorted(str(d).removeprefix("torch.") for d in set(dtypes) & HALF)
+    text = f"weights stored in {' and '.join(names)} were converted to float32"
+    return (remark("half-precision", text),) if names else ()
+
+
+def require_finite(module: nn.Module, origin: str) -> None:
+    """Refuse weights that are NaN or infinite.
+
+    Raises:
+        InputError: naming the first tensors that are.
+    """
+    bad = [n for n, p in module.named_parameters() if not bool(torch.isfinite(p).all())]
+    bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
+    if bad:
+        raise InputError(
+            f"{origin} has weights that are not finite: {few(bad)}",
+            "The training run diverged or the file is damaged; take an earlier checkpoint.",
+        )
+
+
+def sha256(module: nn.Module) -> str:
+    """Hash the sorted (name, dtype, shape, bytes) of the state dict."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _safetensors(path: Path) -> dict[str, Any]:
+    try:
+        return dict(load_file(path))
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} is not a complete safetensors file ({error})",
+            "Copy or download it again; a git-lfs pointer needs `git lfs pull`.",
+        ) from error
+
+
+def _pickled(path: Path) -> Any:
+    try:
+        # timm's training checkpoints keep their arguments beside the weights
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} holds more than weights{_globals(path)}; it was not opened",
+            "Opening it would run its code. Where you trust it, save model.state_dict() alone, "
+            "best as .safetensors; torch.serialization.get_unsafe_globals_in_checkpoint(FILE) "
+            "lists what it wants to run.",
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise InputError(
+            f"{path} is not a complete PyTorch file ({_first_line(error)})",
+            "Copy or download it again.",
+        ) from error
+
+
+def _globals(path: Path) -> str:
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    except (RuntimeError, ValueError, pickle.UnpicklingError):
+        return ""
+    return f" ({few(names)})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _opened(content: Any) -> tuple[Mapping[str, Any], tuple[Note, ...]]:
+    """Descend to the state dict of a training checkpoint."""
+    if not isinstance(content, Mapping):
+        return {}, ()
+    for key in CONTAINERS:
+        if isinstance(content.get(key), Mapping):
+            return content[key], (
+                remark("checkpoint", f"weights taken from {key!r} of the checkpoint"),
+            )
+    return content, ()
+
+
+def _unwrapped(state: State) -> State:
+    for prefix in WRAPPERS:
+        if all(k.startswith(prefix) for k in state):
+            state = {k.removeprefix(prefix): v for k, v in state.items()}
+    return state

@@ -1,0 +1,61 @@
+"""A repository of the Hugging Face Hub as a directory on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lipaudit.errors import InputError
+
+SETTINGS = ["*.json", "*.txt", "*.model", "1_Pooling/config.json"]
+IGNORED = ["onnx/*", "openvino/*", "coreml/*", "*/onnx/*"]
+
+
+def fetch(repository: str, revision: str | None, *, offline: bool) -> Path:
+    """Return the directory that holds a repository: settings, tokenizer and weights, no code.
+
+    Weights come as safetensors, or as pickled tensors where there is nothing else.
+
+    Raises:
+        InputError: the repository cannot be had, with the reason.
+    """
+    from huggingface_hub import snapshot_download
+
+    def snapshot(patterns: list[str]) -> Path:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=IGNORED,
+                local_files_only=offline,
+            )
+        )
+
+    try:
+        path = snapshot([*SETTINGS, "*.safetensors"])
+        if not any(path.glob("*.safetensors")):
+            path = snapshot([*SETTINGS, "*.bin"])
+    except Exception as error:  # every HTTP library has exceptions of its own
+        name = repository + (f"@{revision}" if revision else "")
+        raise InputError(
+            f"{name} is neither in the local cache nor to be had from the Hugging Face Hub "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})",
+            "Check the name and the network; without one, download the repository elsewhere "
+            "(`hf download`) and give its directory as MODEL.",
+        ) from error
+    return path
+
+
+@contextmanager
+def hub_access(*, offline: bool) -> Iterator[None]:
+    """Forbid connections to the Hub, where asked to, while the block runs."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -1,0 +1,109 @@
+"""What a source of models hands over, and what a user may say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from lipaudit.errors import UsageError
+from lipaudit.models.net import Kind
+from lipaudit.results import Note
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model and what one must know to feed it; a `py:` factory may return one.
+
+    Attributes:
+        module: the model. Loading puts it in eval mode, freezes its parameters and may move it to
+            another device or dtype: build a fresh one if you need it elsewhere.
+        input_shape: shape of one sample: (channels, height, width), (tokens, width), or
+            (most tokens,) for text.
+        kind: image, tokens (a float sequence) or text (token ids).
+        mean: what is subtracted from the pixels, per channel or one for all; images only.
+        std: what they are then divided by.
+        box: smallest and largest value of an input; images default to (0, 1), others to None.
+        classifier: whether the columns of the output are classes; else they are features.
+        labels: class names by index.
+        aliases: further names of classes, by which a data set may call them.
+        vocabulary: number of token ids; text only.
+        tokenize: text -> token ids with special tokens, cut to a number of tokens; text only.
+        pad_id: the id that fills shorter samples; text only.
+        prepare: PIL image -> (channels, height, width) in [0, 1]; by default resized and cropped
+            to the input shape.
+        call: runs the module on (x, mask), x normalised; by default `module(x)`, with the mask as
+            second argument where there is one.
+        read: the output tensor of that result; by default itself or its `logits`.
+        entry: the embedding module; by default the first `nn.Embedding` that meets the ids of a
+            text model, `patch_embed` of an image model.
+        architecture: name for the report; by default the class of the module.
+        preprocess: further facts on preprocessing, for the report.
+        notes: remarks on loading, shown with the results.
+    """
+
+    module: nn.Module
+    input_shape: tuple[int, ...]
+    kind: Kind = "image"
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    box: tuple[float, float] | None = None
+    classifier: bool = True
+    labels: tuple[str, ...] | None = None
+    aliases: Mapping[str, int] = field(default_factory=dict)
+    vocabulary: int | None = None
+    tokenize: Callable[[str, int], list[int]] | None = None
+    pad_id: int = 0
+    prepare: Callable[[Image], Tensor] | None = None
+    call: Callable[[Tensor, Tensor | None], Any] | None = None
+    read: Callable[[Any], Tensor] | None = None
+    entry: nn.Module | None = None
+    architecture: str = ""
+    preprocess: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the user says about a model beyond its name.
+
+    Attributes:
+        arch: architecture of a file of weights, `timm:NAME`.
+        model_kwargs: arguments of the architecture; `pretrained=False` asks for random weights.
+        mean: overrides the mean of the normalisation, per channel or one for all.
+        std: overrides its standard deviation.
+        input_size: overrides the shape of one image: (side,), (height, width) or
+            (channels, height, width).
+        device: where to run; "auto" is the first accelerator, else the CPU.
+        dtype: precision of the parameters.
+        offline: never open a connection; only what is on this machine.
+    """
+
+    arch: str | None = None
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    input_size: tuple[int, ...] | None = None
+    device: str = "auto"
+    dtype: Literal["float32", "float64"] = "float32"
+    offline: bool = False
+
+    def image_shape(self, own: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return (channels, height, width), given what the source of the model says.
+
+        Raises:
+            UsageError: `input_size` has no reading as a shape.
+        """
+        size = self.input_size
+        if size is None:
+            return own
+        if not 1 <= len(size) <= 3 or min(size) < 1:
+            raise UsageError(
+                f"input size {size} is not a shape",
+                "Give a side (32), height and width (32,32), or channels too (3,32,32).",
+            )
+        channels = size[0] if len(size) == 3 else own[0]
+        return channels, size[-1] if len(size) == 1 else size[-2], size[-1]

@@ -1,0 +1,199 @@
+"""Exact norms of a whole model's Jacobian per sample, and what else its rows tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lipaudit.errors import UsageError
+from lipaudit.models.linearize import Linearization, require_finite
+from lipaudit.theory.lanczos import Products, random_starts, spectral_norms
+
+Norm = Literal["2", "inf"]
+Method = Literal["dense", "lanczos", "rows"]
+
+DENSE = 16
+"""Up to this many rows or columns the whole Jacobian costs less than an iteration."""
+
+MOST_ROWS = 1024
+"""Largest output whose rows are formed one by one for the norm from l_inf to l_inf."""
+
+
+@dataclass(frozen=True)
+class JacobianNorms:
+    """Norm of the Jacobian per sample, on the CPU.
+
+    Attributes:
+        norm: the operator norm; from lanczos not above the truth, beyond rounding.
+        upper: from lanczos, the truth is at most this with probability `1 - lanczos.ETA`.
+        products: products with J or its transpose that were spent.
+        converged: whether the stop rule was met within the allowed steps.
+        method: dense (all rows or columns), rows (one at a time) or lanczos.
+    """
+
+    norm: Tensor
+    upper: Tensor
+    products: Tensor
+    converged: Tensor
+    method: Method
+
+
+@dataclass(frozen=True)
+class Margins:
+    """First-order picture of the decision at each sample, on the CPU: indicative, no certificate.
+
+    Attributes:
+        margin: m = f_y - max_{j != y} f_j; negative where the sample is misclassified.
+        gradient: ||grad(f_y - f_j)||_q for the runner-up j, q dual to the attack's norm.
+        radius: min_j (f_y - f_j) / ||grad(f_y - f_j)||_q, over the rivals considered.
+        closest: the class j that attains the radius.
+        complete: whether every other class was considered.
+    """
+
+    margin: Tensor
+    gradient: Tensor
+    radius: Tensor
+    closest: Tensor
+    complete: bool
+
+
+def jacobian_norms(
+    linear: Linearization,
+    *,
+    norm: Norm = "2",
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    seeds: Sequence[int] | None = None,
+) -> JacobianNorms:
+    """Return the operator norm of every sample's Jacobian.
+
+    `2`: sigma_1(J), exact from the dense Jacobian where one side is at most `DENSE`, else by the
+    Lanczos process in the smaller of the two spaces. `inf`: max_i sum_j |J_ij|, from l_inf to
+    l_inf, one J^T u per output. Nothing depends on how samples are batched.
+
+    Args:
+        linear: the map, linearised at the samples; its graph may be dropped to save memory.
+        norm: which operator norm.
+        tol: relative accuracy at which lanczos ends a sample.
+        max_steps: most products with J J^T per sample.
+        seeds: of the start vectors, one per sample; the same vector for all when None.
+
+    Raises:
+        UsageError: `inf` of more than `MOST_ROWS` outputs.
+        EvaluationError: a derivative is not finite.
+    """
+    if norm == "inf":
+        return _row_norms(linear)
+    if min(linear.inputs, linear.outputs) <= DENSE:
+        return _dense_norms(linear)
+    return _lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, tol, max_steps)
+
+
+def margins(linear: Linearization, y: Tensor, *, norm: Norm = "inf", rivals: int = 5) -> Margins:
+    """Return margins, their gradients and the first-order radius of every sample.
+
+    Args:
+        linear: the map to logits (batch, classes), linearised at the samples.
+        y: class of each sample, (batch,); the predicted class stands in where it is negative.
+        norm: of the attack: gradients are measured in the dual one (l_1 for inf).
+        rivals: how many other classes, by logit, are considered when there are more than `DENSE`.
+
+    Raises:
+        UsageError: the output is not (batch, classes) with at least two classes.
+    """
+    logits = linear.output
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
+    classes = logits.shape[1]
+    y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
+    count = classes - 1 if classes <= DENSE else min(rivals, classes - 1)
+    others = logits.scatter(1, y[:, None], -torch.inf).topk(count).indices
+    gaps = logits.gather(1, y[:, None]) - logits.gather(1, others)
+    gradients = _difference_norms(linear, y, others, 1 if norm == "inf" else 2)
+    radius, nearest = (gaps / gradients).where(gaps != 0, 0).min(1)
+    return Margins(
+        margin=gaps[:, 0].cpu(),
+        gradient=gradients[:, 0].cpu(),
+        radius=radius.cpu(),
+        closest=others.gather(1, nearest[:, None])[:, 0].cpu(),
+        complete=count == classes - 1,
+    )
+
+
+def _difference_norms(linear: Linearization, y: Tensor, others: Tensor, order: int) -> Tensor:
+    """||grad(f_y - f_j)||_order for every j of `others`, (batch, rivals)."""
+    if linear.outputs <= DENSE:
+        each = torch.arange(len(linear), device=y.device)
+        own = linear.rows[each, y]
+        gradients = (own - linear.rows[each, j] for j in others.T)
+    else:
+        own = linear.row(y)
+        gradients = (own - linear.row(j) for j in others.T)
+    return torch.stack([torch.linalg.vector_norm(g, order, 1) for g in gradients], 1)
+
+
+def _row_norms(linear: Linearization) -> JacobianNorms:
+    m = linear.outputs
+    if m > MOST_ROWS:
+        raise UsageError(
+            f"the inf norm of {m} outputs takes {m} backward passes per sample",
+            f"use norm 2, or an output of at most {MOST_ROWS} entries",
+        )
+    rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
+    sums = [row.abs().sum(1, dtype=_wide(row.device)) for row in rows]
+    return _exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
+
+
+def _dense_norms(linear: Linearization) -> JacobianNorms:
+    dense = linear.rows if linear.outputs <= linear.inputs else linear.columns
+    # One sample at a time: the whole in float64 would be twice the memory of what there is.
+    wide = (j.to(_wide(j.device)) for j in dense)
+    gram = torch.stack([j @ j.T for j in wide])
+    require_finite(gram)
+    norm = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
+    return _exact(linear, norm, dense.shape[1], "dense")
+
+
+def _exact(linear: Linearization, norm: Tensor, products: int, method: Method) -> JacobianNorms:
+    require_finite(norm)
+    norm = norm.cpu()
+    spent = torch.full((len(linear),), products)
+    return JacobianNorms(norm, norm, spent, torch.ones_like(spent, dtype=torch.bool), method)
+
+
+def _lanczos_norms(
+    linear: Linearization, seeds: Sequence[int], tol: float, max_steps: int
+) -> JacobianNorms:
+    size = min(linear.outputs, linear.inputs)
+    device = linear.x.device
+    start = random_starts(seeds, size).to(device, _wide(device))
+
+    def select(index: Tensor) -> Products:
+        if len(index) == len(linear):
+            return _gram(linear)
+        linear.release()
+        return _gram(linear.select(index.to(device)))
+
+    found = spectral_norms(select, start, tol=tol, max_steps=max_steps)
+    # J^T u comes with A u = J J^T u: two products each.
+    return JacobianNorms(found.norm, found.upper, 2 * found.products, found.converged, "lanczos")
+
+
+def _gram(linear: Linearization) -> Products:
+    """The products with J J^T or J^T J, whichever is smaller, on flat vectors."""
+    few_outputs = linear.outputs <= linear.inputs
+    product: Products = linear.outer if few_outputs else linear.inner
+    shape = (linear.output if few_outputs else linear.x).shape
+
+    def apply(u: Tensor) -> Tensor:
+        return product(u.to(linear.x.dtype).view(shape)).flatten(1).to(u.dtype)
+
+    return apply
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,127 @@
+"""Run an unmodified model so that it can be linearised: what is replaced, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lipaudit.errors import InputError
+from lipaudit.models import adjoints
+
+
+def _refuse_dropout(probability: float) -> None:
+    if probability > 0:
+        raise InputError(
+            f"dropout is on (p = {probability:g}): every forward pass is another function",
+            "call model.eval() first, or set the probability to 0",
+        )
+
+
+def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The signature of torch.softmax and Tensor.softmax."""
+    return adjoints.softmax(input, dim, dtype=dtype)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    _refuse_dropout(dropout_p)
+    return adjoints.attention(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    _refuse_dropout(p if training else 0.0)
+    return NotImplemented
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    if training:
+        raise InputError(
+            "a BatchNorm layer uses the statistics of the batch: its samples depend on each other",
+            "call model.eval() first; a BatchNorm without running statistics is not supported",
+        )
+    return NotImplemented
+
+
+_ACTIVATIONS = (F.gelu, F.silu, F.mish, F.hardswish, torch.tanh, torch.sigmoid)
+_REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    **{function: partial(adjoints.elementwise, function) for function in _ACTIVATIONS},
+    **{f: partial(adjoints.elementwise, f) for f in (Tensor.tanh, Tensor.sigmoid)},
+    **dict.fromkeys((torch.softmax, Tensor.softmax), _softmax),
+    F.softmax: adjoints.softmax,
+    F.layer_norm: adjoints.layer_norm,
+    F.rms_norm: adjoints.rms_norm,
+    F.scaled_dot_product_attention: _attention,
+    F.dropout: _dropout,
+    F.batch_norm: _batch_norm,
+}
+
+
+class AdjointMode(TorchFunctionMode):
+    """Run a model with the operations of `adjoints` in place of torch's own.
+
+    Outputs change by rounding only. In a float64 run (`widen`) nothing is computed in float32 on
+    the way: many models cast to float32 inside, for norms, rotary positions or softmax, which
+    would leave seven of the sixteen digits.
+
+    Raises:
+        InputError: inside the block, where the model uses dropout or batch statistics.
+    """
+
+    def __init__(self, *, widen: bool) -> None:
+        super().__init__()
+        self.widen = widen
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the replacement of `func` where there is one that applies, else `func`."""
+        kwargs = kwargs or {}
+        if self.widen:
+            func, args, kwargs = _widened(func, args, kwargs)
+        replacement = _REPLACEMENTS.get(func)
+        result = NotImplemented if replacement is None else replacement(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _widened(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """The same call with float64 wherever it asks for float32."""
+    if func is Tensor.float:
+        return Tensor.double, args, kwargs
+    if func is Tensor.view:  # of the bits
+        return func, args, kwargs
+    wide = {name: _wide(value) for name, value in kwargs.items()}
+    return func, tuple(_wide(value) for value in args), wide
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

@@ -1,0 +1,146 @@
+"""Each replaced operation against torch's own: value, J^T u and J v."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lipaudit.errors import InputError
+from lipaudit.models.linear_mode import AdjointMode
+
+
+def rand(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+WEIGHT, BIAS = torch.linspace(-1, 2, 6).double(), torch.linspace(0, 1, 6).double()
+HIDE = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
+SHIFT = torch.linspace(-1, 1, 2 * 3 * 4, dtype=torch.float64).view(2, 3, 4)
+
+
+def attention(heads=2, kv_heads=2, **options):
+    """SDPA on slices of one vector: q (2, h, 3, 5), k (2, g, 4, 5), v (2, g, 4, 6)."""
+    sizes = [2 * heads * 3 * 5, 2 * kv_heads * 4 * 5, 2 * kv_heads * 4 * 6]
+
+    def call(x):
+        q, k, v = x.split(sizes)
+        q, k = q.view(2, heads, 3, 5), k.view(2, kv_heads, 4, 5)
+        return F.scaled_dot_product_attention(q, k, v.view(2, kv_heads, 4, 6), **options)
+
+    return call, (sum(sizes),)
+
+
+def mask_from_input(x):
+    q, k, v, mask = x.split([2 * 3 * 5, 2 * 4 * 5, 2 * 4 * 5, 3 * 4])
+    q, k, v = q.view(2, 3, 5), k.view(2, 4, 5), v.view(2, 4, 5)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.view(3, 4))
+
+
+def shared_keys(x):
+    q, k = x.split([2 * 3 * 4 * 5, 1 * 3 * 4 * 5])
+    q, k = q.view(2, 3, 4, 5), k.view(1, 3, 4, 5)
+    return F.scaled_dot_product_attention(q, k, k)
+
+
+def from_the_input(x):
+    return F.layer_norm(x, (6,), weight=x[0].sin())
+
+
+CASES = {
+    "gelu": (F.gelu, (4, 6)),
+    "gelu-tanh": (lambda x: F.gelu(x, approximate="tanh"), (4, 6)),
+    "gelu-keyword": (lambda x: F.gelu(input=x), (4, 6)),
+    "silu": (F.silu, (4, 6)),
+    "silu-inplace": (lambda x: F.silu(x * 1, inplace=True), (4, 6)),
+    "mish": (F.mish, (4, 6)),
+    "hardswish": (F.hardswish, (4, 6)),
+    "tanh": (torch.tanh, (4, 6)),
+    "tanh-method": (lambda x: x.tanh(), (4, 6)),
+    "sigmoid": (nn.Sigmoid(), (4, 6)),
+    "softmax": (lambda x: torch.softmax(x, -1), (4, 6)),
+    "softmax-columns": (lambda x: x.softmax(0), (4, 6)),
+    "softmax-functional": (lambda x: F.softmax(x, dim=1, dtype=torch.float64), (4, 6)),
+    "layer-norm": (lambda x: F.layer_norm(x, (6,), WEIGHT, BIAS, 1e-2), (4, 3, 6)),
+    "layer-norm-plain": (lambda x: F.layer_norm(x, (3, 6)), (4, 3, 6)),
+    "layer-norm-strided": (lambda x: F.layer_norm(x.mT, (6,), WEIGHT, BIAS), (4, 6, 3)),
+    "layer-norm-computed-weight": (from_the_input, (4, 6)),
+    "rms-norm": (lambda x: F.rms_norm(x, (6,), WEIGHT, 1e-2), (4, 3, 6)),
+    "rms-norm-plain": (lambda x: F.rms_norm(x, (3, 6)), (4, 3, 6)),
+    "attention": attention(),
+    "attention-scale": attention(scale=0.9),
+    "attention-causal": attention(is_causal=True),
+    "attention-bool-mask": attention(attn_mask=HIDE),
+    "attention-float-mask": attention(attn_mask=SHIFT),
+    "attention-grouped": attention(heads=6, enable_gqa=True, is_causal=True),
+    "attention-input-mask": (mask_from_input, (2 * 3 * 5 + 4 * 4 * 5 + 12,)),
+    "attention-shared-keys": (shared_keys, (180,)),
+}
+
+
+@pytest.mark.parametrize(("function", "shape"), CASES.values(), ids=CASES)
+def test_value_and_both_products_are_torchs_own(function, shape):
+    torch.manual_seed(0)
+    x, v = rand(*shape).requires_grad_(), rand(*shape)
+    with AdjointMode(widen=True):
+        y = function(x)
+    u = rand(*y.shape).requires_grad_()
+    (pullback,) = torch.autograd.grad(y, x, u, create_graph=True)
+    (pushed,) = torch.autograd.grad(pullback, u, v)
+    jacobian = torch.autograd.functional.jacobian(function, x.detach())
+    jacobian = jacobian.reshape(y.numel(), x.numel())
+    torch.testing.assert_close(y, function(x), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(pullback.flatten(), u.flatten() @ jacobian, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(pushed.flatten(), jacobian @ v.flatten(), rtol=1e-11, atol=1e-13)
+
+
+def test_a_query_that_sees_no_key_has_output_and_gradient_zero():
+    mask = HIDE.clone()
+    mask[1] = False
+    function, shape = attention(attn_mask=mask)
+    x = rand(*shape).requires_grad_()
+    with AdjointMode(widen=True):
+        y = function(x)
+    (gradient,) = torch.autograd.grad(y[:, :, 1].sum(), x)
+    assert torch.equal(y[:, :, 1], torch.zeros_like(y[:, :, 1]))
+    assert torch.equal(gradient, torch.zeros_like(x))
+
+
+def test_nan_logits_are_not_hidden_by_a_mask():
+    x = rand(*attention()[1])
+    x[0] = torch.nan
+    with AdjointMode(widen=True):
+        assert attention(attn_mask=HIDE)[0](x)[0, 0, 0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        nn.Dropout(0.1),
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True),
+    ],
+    ids=["dropout", "attention", "encoder layer"],
+)
+def test_dropout_is_refused(function):
+    with AdjointMode(widen=False), pytest.raises(InputError, match="dropout is on"):
+        function(torch.randn(2, 3, 4))
+
+
+def test_batch_statistics_are_refused_before_they_are_updated():
+    norm = nn.BatchNorm1d(4)
+    with AdjointMode(widen=False), pytest.raises(InputError, match="statistics of the batch"):
+        norm(torch.randn(5, 4))
+    assert norm.num_batches_tracked in (0, 1)
+    assert torch.equal(norm.running_mean, torch.zeros(4))
+
+
+def test_only_float64_runs_are_widened():
+    x = torch.ones(3, dtype=torch.float64) / 3
+    with AdjointMode(widen=True):
+        wide = [x.float(), x.to(torch.float32), torch.zeros(1, dtype=torch.float32)]
+    with AdjointMode(widen=False):
+        narrow = x.float()
+    assert {t.dtype for t in wide} == {torch.float64}
+    assert narrow.dtype == torch.float32

@@ -1,0 +1,165 @@
+"""Norms, margins and the solver's behaviour on maps whose Jacobian is known in closed form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.models.jacobian import jacobian_norms, margins
+from lipaudit.models.linearize import linearize
+
+
+def matrices(samples, outputs, inputs, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, outputs, inputs, generator=generator, dtype=torch.float64)
+
+
+def linear_maps(a):
+    """x -> A_i x for sample i: the Jacobian is `a`."""
+    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0]  # noqa: E731
+    return linearize(f, torch.zeros(len(a), a.shape[2], dtype=a.dtype))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "method"),
+    [
+        (1, 30, "dense"),
+        (16, 30, "dense"),
+        (30, 16, "dense"),
+        (17, 30, "lanczos"),
+        (30, 17, "lanczos"),
+    ],
+)
+def test_spectral_norm_on_either_side(outputs, inputs, method):
+    a = matrices(5, outputs, inputs)
+    found = jacobian_norms(linear_maps(a), tol=1e-10)
+    torch.testing.assert_close(found.norm, torch.linalg.matrix_norm(a, 2), rtol=1e-9, atol=0)
+    assert found.method == method
+    assert (found.upper >= found.norm).all()
+    assert found.converged.all()
+
+
+@pytest.mark.parametrize("outputs", [3, 40])
+def test_inf_norm_is_the_largest_row_sum(outputs):
+    a = matrices(4, outputs, 7)
+    found = jacobian_norms(linear_maps(a), norm="inf")
+    torch.testing.assert_close(found.norm, torch.linalg.matrix_norm(a, torch.inf))
+    assert found.products.tolist() == [outputs] * 4
+
+
+def test_samples_that_finish_early_leave_the_batch():
+    """Half of the problems have rank one: they are done at once, the others are not disturbed."""
+    a = matrices(8, 40, 50)
+    a[::2] = a[::2, :, :1] @ a[::2, :1]
+    sizes = []
+
+    def f(z, index):
+        sizes.append(len(index))
+        return (a[index] @ z[:, :, None])[:, :, 0]
+
+    found = jacobian_norms(linearize(f, torch.zeros(8, 50, dtype=a.dtype)), tol=1e-9)
+    torch.testing.assert_close(found.norm, torch.linalg.matrix_norm(a, 2), rtol=1e-8, atol=0)
+    assert 4 in sizes
+    assert found.products[::2].max() < found.products[1::2].min()
+
+
+def test_what_does_not_converge_is_marked():
+    found = jacobian_norms(linear_maps(matrices(3, 60, 60)), tol=1e-12, max_steps=4)
+    assert not found.converged.any()
+    assert found.products.tolist() == [8] * 3
+
+
+def test_no_start_vector_misses_the_norm():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True).eval().double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(lambda z: layer(z[None])[0], x)
+    truth = torch.linalg.matrix_norm(jacobian.view(24, 24), 2)
+    linear = linearize(lambda z, _: layer(z), x.expand(200, 4, 6))
+    for tol in (1e-3, 1e-6):
+        found = jacobian_norms(linear, tol=tol, seeds=range(200))
+        assert found.converged.all()
+        assert (found.norm >= truth * (1 - tol)).all()
+        assert (found.norm <= truth * (1 + 1e-12)).all()
+        assert (found.upper >= truth * (1 - 1e-12)).float().mean() >= 0.995
+
+
+def test_a_constant_direction_and_a_zero_map():
+    a = matrices(2, 20, 20)
+    a[0] = 0
+    found = jacobian_norms(linear_maps(a), tol=1e-9)
+    assert found.norm[0] == 0
+    assert found.converged.all()
+
+
+@pytest.mark.parametrize("outputs", [5, 20])
+def test_a_derivative_that_is_not_finite_is_an_error(outputs):
+    x = torch.ones(3, outputs)
+    x[1] = 0
+    with pytest.raises(EvaluationError, match="not finite"):
+        jacobian_norms(linearize(lambda z, _: z.abs().sqrt(), x))
+
+
+def test_rows_of_a_large_output_are_refused():
+    with pytest.raises(UsageError, match="2000 outputs"):
+        jacobian_norms(linearize(lambda z, _: z.expand(-1, 2000), torch.ones(2, 1)), norm="inf")
+
+
+@settings(deadline=None, max_examples=20)
+@given(classes=st.integers(2, 30), norm=st.sampled_from(["2", "inf"]), seed=st.integers(0, 1000))
+def test_margins_are_those_of_the_rows(classes, norm, seed):
+    a, b = matrices(4, classes, 9, seed), matrices(4, classes, 1, seed + 1)[:, :, 0]
+    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
+    y = torch.tensor([0, classes - 1, 1, -1])
+    found = margins(linearize(f, torch.zeros(4, 9).double()), y, norm=norm, rivals=classes)
+    for i in range(4):
+        label = int(y[i]) if y[i] >= 0 else int(b[i].argmax())
+        others = [j for j in range(classes) if j != label]
+        gaps = b[i, label] - b[i, others]
+        dual = 1 if norm == "inf" else 2
+        slopes = torch.linalg.vector_norm(a[i, label] - a[i, others], dual, 1)
+        radii = gaps / slopes
+        torch.testing.assert_close(found.margin[i], gaps.min())
+        torch.testing.assert_close(found.gradient[i], slopes[gaps.argmin()])
+        torch.testing.assert_close(found.radius[i], radii.min())
+        assert int(found.closest[i]) == others[int(radii.argmin())]
+    assert found.complete
+
+
+def test_the_radius_of_a_linear_classifier_is_where_the_decision_turns():
+    a, b = matrices(3, 6, 9), matrices(3, 6, 1)[:, :, 0]
+    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
+    linear = linearize(f, torch.zeros(3, 9).double())
+    y = linear.output.argmax(1)
+    for norm, steepest in (("inf", torch.sign), ("2", lambda g: g / g.norm(dim=1, keepdim=True))):
+        found = margins(linear, y, norm=norm)
+        each = torch.arange(3)
+        direction = steepest(a[each, found.closest] - a[each, y])
+        for factor, moved in ((0.999, False), (1.001, True)):
+            z = factor * found.radius[:, None] * direction
+            assert ((f(z, each).argmax(1) != y) == moved).all()
+
+
+def test_only_the_nearest_of_many_classes_are_rivals():
+    a, b = matrices(3, 40, 9), matrices(3, 40, 1)[:, :, 0]
+    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
+    linear = linearize(f, torch.zeros(3, 9).double())
+    few, every = (
+        margins(linear, -torch.ones(3).long(), rivals=3),
+        margins(linear, -torch.ones(3).long(), rivals=100),
+    )
+    assert not few.complete
+    assert every.complete
+    assert torch.equal(few.margin, every.margin)
+    assert (few.radius >= every.radius).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (3, 4, 5)])
+def test_margins_need_classes(shape):
+    linear = linearize(lambda z, _: z, torch.randn(shape))
+    with pytest.raises(UsageError, match="logits"):
+        margins(linear, torch.zeros(3, dtype=torch.long))

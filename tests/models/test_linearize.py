@@ -1,0 +1,301 @@
+"""J v and J^T u of whole models against a dense Jacobian from plain autograd in float64."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import timm
+import torch
+import transformers as hf
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.models.jacobian import jacobian_norms
+from lipaudit.models.linearize import linearize
+
+TEXT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def vit():
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_classes=20
+    ), (3, 16, 16)
+
+
+def swin():
+    sizes = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
+    name = "swin_tiny_patch4_window7_224"
+    return timm.create_model(name, img_size=16, window_size=2, num_classes=5, **sizes), (3, 16, 16)
+
+
+def eva02():
+    name = "eva02_tiny_patch14_224"
+    return timm.create_model(
+        name, img_size=28, embed_dim=24, depth=2, num_heads=3, num_classes=20, init_values=None
+    ), (3, 28, 28)
+
+
+def bert():
+    config = hf.BertConfig(**TEXT, vocab_size=9, intermediate_size=40, num_labels=4)
+    return hf.BertForSequenceClassification(config), (7, 24)
+
+
+def gpt2():
+    config = hf.GPT2Config(
+        n_embd=24, n_layer=2, n_head=3, n_positions=8, vocab_size=9, bos_token_id=0, eos_token_id=0
+    )
+    return hf.GPT2LMHeadModel(config), (4, 24)
+
+
+def llama():
+    config = hf.LlamaConfig(**TEXT, vocab_size=9, intermediate_size=40, num_key_value_heads=2)
+    return hf.LlamaForCausalLM(config), (4, 24)
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True, activation="gelu")
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (5, 12)
+
+
+def convnet():
+    norm = nn.BatchNorm2d(6)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    layers = nn.Conv2d(3, 6, 3), norm, nn.SiLU(inplace=True), nn.Flatten(), nn.Linear(6 * 4 * 4, 9)
+    return nn.Sequential(*layers), (3, 6, 6)
+
+
+MODELS = [vit, swin, eva02, bert, gpt2, llama, encoder, convnet]
+
+
+def call(model, z):
+    """Logits, or tokens, from pixels or embeddings."""
+    text = isinstance(model, hf.PreTrainedModel)
+    output = model(inputs_embeds=z) if text else model(z)
+    return output.logits if text else output
+
+
+def without_float32(model):
+    """Llama with its norms and rotary positions written in the precision of the input."""
+    model = copy.deepcopy(model)
+    for norm in (m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"):
+        norm.forward = lambda x, norm=norm: (
+            norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+        )
+    for rotary in (m for m in model.modules() if type(m).__name__ == "LlamaRotaryEmbedding"):
+
+        def angles(x, position_ids, rotary=rotary):
+            turns = (position_ids[..., None] * rotary.inv_freq).repeat(1, 1, 2)
+            return turns.cos(), turns.sin()
+
+        rotary.forward = angles
+    return model
+
+
+def dense(model, x):
+    honest = without_float32(model)
+    rows = [
+        torch.autograd.functional.jacobian(lambda z: call(honest, z[None]), sample) for sample in x
+    ]
+    return torch.stack([row.reshape(-1, x[0].numel()) for row in rows])
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda make: make.__name__)
+def case(request):
+    """A model in float64, three samples, and the Jacobian at each."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, shape = request.param()
+        x = torch.randn(3, *shape)
+        model.eval().requires_grad_(False)
+        for p in model.parameters():
+            p.mul_(3 if p.ndim > 1 else 1)  # attention that is not uniform
+        model, x = model.double(), x.double()
+        return model, x, dense(model, x)
+
+
+def test_products_in_float64(case):
+    model, x, jacobian = case
+    linear = linearize(lambda z, _: call(model, z), x)
+    torch.manual_seed(1)
+    u, v = torch.randn_like(linear.output), torch.randn_like(x)
+    pulled = torch.einsum("bmn,bm->bn", jacobian, u.flatten(1)).view_as(x)
+    pushed = torch.einsum("bmn,bn->bm", jacobian, v.flatten(1)).view_as(u)
+    tight = {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(linear.output, call(without_float32(model), x), **tight)
+    torch.testing.assert_close(linear.vjp(u), pulled, **tight)
+    torch.testing.assert_close(linear.jvp(v), pushed, **tight)
+    torch.testing.assert_close(linear.outer(u), linear.jvp(linear.vjp(u)), **tight)
+    torch.testing.assert_close(linear.inner(v), linear.vjp(linear.jvp(v)), **tight)
+    torch.testing.assert_close((u * linear.jvp(v)).sum(), (linear.vjp(u) * v).sum(), **tight)
+
+
+def test_norms_are_those_of_the_dense_jacobian(case):
+    model, x, jacobian = case
+    truth = torch.linalg.matrix_norm(jacobian, 2)
+    double = jacobian_norms(linearize(lambda z, _: call(model, z), x), tol=1e-9)
+    single_model = copy.deepcopy(model).float()
+    single = jacobian_norms(linearize(lambda z, _: call(single_model, z), x.float()))
+    assert double.converged.all()
+    assert single.converged.all()
+    assert double.method == ("lanczos" if jacobian.shape[1] > 16 else "dense")
+    torch.testing.assert_close(double.norm, truth, rtol=1e-8, atol=0)
+    torch.testing.assert_close(single.norm, truth, rtol=1e-4, atol=0)
+
+
+def test_norms_do_not_depend_on_the_batch(case):
+    model, x, _ = case
+    together = jacobian_norms(linearize(lambda z, _: call(model, z), x), seeds=[3, 1, 2])
+    apart = [
+        jacobian_norms(linearize(lambda z, _: call(model, z), x[i : i + 1]), seeds=[seed])
+        for i, seed in enumerate([3, 1, 2])
+    ]
+    torch.testing.assert_close(
+        together.norm, torch.cat([r.norm for r in apart]), rtol=1e-9, atol=0
+    )
+    assert together.products.tolist() == [int(r.products) for r in apart]
+
+
+def test_a_padded_sentence_has_the_norm_of_the_sentence():
+    torch.manual_seed(0)
+    model, _ = bert()
+    model = model.eval().double()
+    x, mask = torch.randn(4, 7, 24).double(), torch.ones(4, 7, dtype=torch.long)
+    lengths = [7, 4, 5, 2]
+    for row, length in zip(mask, lengths, strict=True):
+        row[length:] = 0
+
+    def last_token(z, index):
+        hidden = model.bert(inputs_embeds=z, attention_mask=mask[index]).last_hidden_state
+        return hidden[torch.arange(len(z)), mask[index].sum(1) - 1]
+
+    padded = jacobian_norms(linearize(last_token, x), tol=1e-9)
+    for i, length in enumerate(lengths):
+        alone = dense_last_token(model, x[i, :length])
+        torch.testing.assert_close(padded.norm[i], alone, rtol=1e-8, atol=0)
+
+
+def dense_last_token(model, x):
+    rows = torch.autograd.functional.jacobian(
+        lambda z: model.bert(inputs_embeds=z[None]).last_hidden_state[0, -1], x
+    )
+    return torch.linalg.matrix_norm(rows.flatten(1), 2)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.body, self.reentrant = nn.Sequential(nn.Linear(4, 4), nn.GELU()), use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+def noisy(x):
+    return x + torch.randn_like(x)
+
+
+def of_the_neighbour(x):
+    return x + 1e-7 * x.roll(1, 0).tanh()
+
+
+def constant(x):
+    return torch.ones_like(x)
+
+
+UNSUITABLE = {
+    "dropout": (nn.Dropout(0.5).train(), InputError, "dropout is on"),
+    "attention dropout": (
+        lambda x: nn.MultiheadAttention(4, 2, 0.9, batch_first=True)(x, x, x)[0],
+        EvaluationError,
+        "one forward pass to the next",
+    ),
+    "noise": (noisy, EvaluationError, "one forward pass to the next"),
+    "batch statistics": (nn.BatchNorm1d(3).train(), InputError, "statistics of the batch"),
+    "neighbour": (of_the_neighbour, InputError, "depends on another"),
+    "mean of the batch": (lambda x: x - x.mean(0), InputError, "depends on another"),
+    "checkpoint": (Checkpointed(use_reentrant=False), InputError, "gradient checkpointing"),
+    "reentrant checkpoint": (Checkpointed(use_reentrant=True), InputError, "checkpoint"),
+    "constant": (constant, InputError, "cannot be linearised"),
+    "not finite": (lambda x: x / 0, EvaluationError, "not finite"),
+    "no batch": (lambda x: x.sum(), InputError, "output of shape"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # what re-entrant checkpoints say
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(("f", "error", "message"), UNSUITABLE.values(), ids=UNSUITABLE)
+def test_unsuitable_models_are_refused(f, error, message, samples):
+    with pytest.raises(error, match=message):
+        linearize(lambda z, _: f(z), torch.randn(samples, 3, 4))
+
+
+def test_half_precision_is_refused():
+    with pytest.raises(UsageError, match="bfloat16"):
+        linearize(lambda z, _: z, torch.randn(2, 3).bfloat16())
+
+
+def test_a_wrong_mask_is_noticed():
+    """An f that forgets `index` gives samples another mask where it is run on a part."""
+    scale = torch.tensor([1.0, 2.0, 3.0])[:, None]
+    with pytest.raises(EvaluationError, match="beside it"):
+        linearize(lambda z, _: z * scale[: len(z)], torch.randn(3, 4))
+
+
+def test_an_f_that_writes_into_its_input_is_harmless():
+    x = torch.randn(2, 3)
+    before = x.clone()
+    linear = linearize(lambda z, _: z.mul_(2), x)
+    assert torch.equal(x, before)
+    assert torch.equal(linear.vjp(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+def test_settings_of_the_caller_come_back():
+    model = nn.Linear(4, 3)
+    torch.set_float32_matmul_precision("high")
+    random_state = torch.get_rng_state()
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            linear = linearize(lambda z, _: model(z), torch.randn(2, 4))
+            product = linear.outer(torch.ones(2, 3))
+            assert torch.is_inference_mode_enabled()
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    torch.set_rng_state(random_state)
+    weight = model.weight.detach()
+    torch.testing.assert_close(product, torch.ones(2, 3) @ (weight @ weight.T))
+    assert model.weight.requires_grad
+    assert model.weight.grad is None
+
+
+def test_the_graph_is_freed_without_the_garbage_collector():
+    model, shape = vit()
+    x = torch.randn(2, *shape)
+    model.eval()
+
+    def tensors():
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors()
+        linear = linearize(lambda z, _: model(z), x)
+        linear.outer(torch.ones_like(linear.output))
+        del linear
+        assert tensors() == before
+    finally:
+        gc.enable()
+
+
+def test_a_released_graph_is_built_again():
+    linear = linearize(lambda z, _: z.sin(), torch.ones(2, 3))
+    v = torch.randn(2, 3)
+    first = linear.jvp(v)
+    linear.release()
+    assert torch.equal(linear.jvp(v), first)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lipaudit.results.base import Cell, Column, Float, Frozen, Row
 from lipaudit.results.rows import ROWS, SAMPLES, AnyRow
@@ -28,6 +29,12 @@ class Array(Frozen):
 
     shape: tuple[int, ...]
     data: tuple[Float | None, ...]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Array:
+        if len(self.data) != math.prod(self.shape):
+            raise ValueError(f"{len(self.data)} values do not fill the shape {self.shape}")
+        return self
 
     @classmethod
     def of(cls, values: np.ndarray[Any, Any]) -> Array:
@@ -68,6 +75,14 @@ class Section(Frozen):
             raise ValueError(f"unknown measure {info.data.get('measure')!r}")
         return tuple(row if isinstance(row, Row) else kind.model_validate(row) for row in rows)
 
+    @field_validator("samples")
+    @classmethod
+    def _aligned(cls, samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]:
+        lengths = {len(values) for values in samples.values()}
+        if len(lengths) > 1:
+            raise ValueError(f"per-sample columns of different lengths: {sorted(lengths)}")
+        return samples
+
     def columns(self) -> dict[str, Column]:
         """Return how the columns of `rows` read."""
         return ROWS[self.measure].columns()
@@ -97,7 +112,10 @@ class Data(Frozen):
 
 
 class Run(Frozen):
-    """Where the numbers come from: all that is needed to repeat them."""
+    """Where the numbers come from: all that is needed to repeat them.
+
+    `reason` says why a report was made the baseline; empty in any other report.
+    """
 
     lipaudit: str
     command: str
@@ -109,6 +127,7 @@ class Run(Frozen):
     model: Model
     data: Data
     preprocess: dict[str, Any] = {}
+    reason: str = ""
 
 
 class Report(Frozen):

@@ -1,0 +1,21 @@
+"""The gate: rules, paired statistics, verdicts, baselines. It never loads torch."""
+
+from lipaudit.gate.baseline import DEFAULT_PATH as DEFAULT_PATH
+from lipaudit.gate.baseline import Protocol as Protocol
+from lipaudit.gate.baseline import load_baseline as load_baseline
+from lipaudit.gate.baseline import problems as problems
+from lipaudit.gate.baseline import promote as promote
+from lipaudit.gate.baseline import protocol as protocol
+from lipaudit.gate.comparison import Comparison as Comparison
+from lipaudit.gate.comparison import compare as compare
+from lipaudit.gate.judging import judge as judge
+from lipaudit.gate.output import render_annotations as render_annotations
+from lipaudit.gate.output import render_junit as render_junit
+from lipaudit.gate.output import render_markdown as render_markdown
+from lipaudit.gate.output import render_text as render_text
+from lipaudit.gate.rules import DEFAULT_RULES as DEFAULT_RULES
+from lipaudit.gate.rules import Rule as Rule
+from lipaudit.gate.rules import configure as configure
+from lipaudit.gate.rules import parse_rule as parse_rule
+from lipaudit.gate.verdicts import Judgement as Judgement
+from lipaudit.gate.verdicts import Verdict as Verdict

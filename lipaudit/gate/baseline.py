@@ -1,0 +1,137 @@
+"""Baselines: ordinary reports, promoted, small enough to live in git."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lipaudit import schema
+from lipaudit.errors import BaselineError, EvaluationError, InputError, UsageError
+from lipaudit.gate.comparable import fault
+from lipaudit.results import ROWS, Report, Section
+
+DEFAULT_PATH = Path("lipaudit-baseline.json")
+_SAVE = "Write one with lipaudit baseline save REPORT."
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a baseline was measured: what `gate MODEL` must repeat.
+
+    Attributes:
+        data: the --data argument.
+        seed: the seed.
+        dtype: the floating-point type.
+        preprocess: what stood between pixels and the network.
+        settings: the options of every measure, by its name.
+        samples: how many samples each of them saw.
+    """
+
+    data: str
+    seed: int
+    dtype: str
+    preprocess: dict[str, Any]
+    settings: dict[str, dict[str, Any]]
+    samples: dict[str, int]
+
+
+def protocol(baseline: Report) -> Protocol:
+    """Read from a baseline how it was measured."""
+    run = baseline.run
+    measured = [s for s in baseline.sections if "." not in s.measure]
+    return Protocol(
+        data=run.data.spec,
+        seed=run.seed,
+        dtype=run.dtype,
+        preprocess=dict(run.preprocess),
+        settings={section.measure: dict(section.settings) for section in measured},
+        samples={s.measure: len(s.samples.get("ids", ())) or run.data.samples for s in measured},
+    )
+
+
+def load_baseline(path: Path) -> Report:
+    """Read a baseline.
+
+    Raises:
+        BaselineError: when it is missing, damaged or of a newer schema.
+    """
+    try:
+        return schema.load(path)
+    except InputError as error:
+        advice = _SAVE if not path.exists() else error.advice
+        raise BaselineError(f"baseline: {error.message}", advice) from None
+
+
+def promote(report: Report, reason: str) -> Report:
+    """Turn a report into a baseline: what the gate reads, in one order, without timings.
+
+    Arrays that no rule reads (histograms, maps) are left out; sections, settings and versions
+    are sorted, so that a new baseline differs from the last only where a figure does.
+
+    Args:
+        report: a finished report.
+        reason: why it is the new standard; kept in the run.
+
+    Raises:
+        UsageError: without a reason.
+        EvaluationError: when the report is not fit to be a baseline.
+    """
+    if not reason.strip():
+        raise UsageError("a baseline needs a reason", "Say why: --reason 'first release'.")
+    if found := problems(report):
+        raise EvaluationError(f"this report is no baseline: {found[0]}", "Measure again.")
+    order = list(ROWS)
+    run = report.run
+    return report.model_copy(
+        update={
+            "run": run.model_copy(
+                update={
+                    "reason": reason.strip(),
+                    "versions": dict(sorted(run.versions.items())),
+                    "preprocess": dict(sorted(run.preprocess.items())),
+                }
+            ),
+            "sections": tuple(
+                _slim(s) for s in sorted(report.sections, key=lambda s: order.index(s.measure))
+            ),
+        }
+    )
+
+
+def problems(report: Report) -> list[str]:
+    """Say why a report cannot serve as a baseline: unfinished, not converged, not finite."""
+    found = [reason for section in report.sections if (reason := fault(report, section))]
+    found += [reason for section in report.sections if (reason := _not_finite(section))]
+    return found or ([] if report.sections else ["it has no sections"])
+
+
+def _not_finite(section: Section) -> str:
+    """Name the first column that a rule may read and that holds a NaN or an infinity."""
+    columns = {name: section.sample_column(name) for name in section.samples}
+    for name in (name for name, column in columns.items() if column.better):
+        if not all(_is_finite(cell) for cell in section.samples[name]):
+            return f"{section.measure}.{name} is not finite"
+    for name in (name for name, column in section.columns().items() if column.better):
+        if not all(_is_finite(row.cells()[name]) for row in section.rows):
+            return f"{section.measure}.{name} is not finite"
+    return ""
+
+
+def _is_finite(cell: object) -> bool:
+    return not isinstance(cell, float) or abs(cell) < float("inf")
+
+
+def _slim(section: Section) -> Section:
+    """Keep arrays of the rows' own columns; drop wall times and sort the settings."""
+    columns = section.columns()
+    rows = section.rows
+    if "seconds" in columns:
+        rows = tuple(row.model_copy(update={"seconds": None}) for row in rows)
+    return section.model_copy(
+        update={
+            "rows": rows,
+            "settings": dict(sorted(section.settings.items())),
+            "arrays": {n: a for n, a in sorted(section.arrays.items()) if n in columns},
+        }
+    )

@@ -1,0 +1,201 @@
+"""One case per row or column that a rule judges: the two values, and the evidence of a change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from lipaudit.errors import BaselineError, EvaluationError, UsageError
+from lipaudit.gate.comparable import PROTOCOL, fault, same_protocol, shared
+from lipaudit.gate.readings import STATISTICS, Reading, read
+from lipaudit.gate.rules import Rule
+from lipaudit.gate.statistics import (
+    DIGITS,
+    Evidence,
+    Values,
+    mean_change,
+    median_change,
+    resampled_change,
+    share_change,
+)
+from lipaudit.results import Report, Section
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one rule finds for one row or column.
+
+    Attributes:
+        name: the row or column; empty where there is only one.
+        old: the baseline's value, None where the rule needs none.
+        new: the current value.
+        samples: how many samples the values rest on.
+        evidence: of the change; None where the values are compared as they are.
+        same: whether weights and values are the baseline's, and the rule asks for no improvement.
+    """
+
+    name: str
+    old: float | None
+    new: float
+    samples: int
+    evidence: Evidence | None = None
+    same: bool = False
+
+
+def cases(rule: Rule, current: Report, baseline: Report) -> list[Case]:
+    """Return the cases of a rule, in the order of the current report.
+
+    Raises:
+        EvaluationError: when the current report is not finished, finite and converged.
+        BaselineError: when the two reports are not comparable.
+        UsageError: when the rule matches nothing or makes no sense for its metric.
+    """
+    new, old = current.section(rule.measure), baseline.section(rule.measure)
+    if new is None and old is None:
+        raise UsageError(f"{rule.text!r} matches nothing: there is no section {rule.measure}")
+    if new is None:
+        raise BaselineError(f"the current report has no section {rule.measure}", PROTOCOL)
+    reading = _trusted(rule, current, new)
+    if rule.limit.kind == "absolute":
+        return [Case(n, None, value, len(reading.ids)) for n, value in reading.points.items()]
+    if old is None:
+        raise BaselineError(f"the baseline has no section {rule.measure}", "Save a new baseline.")
+    try:
+        before = _trusted(rule, baseline, old)
+    except EvaluationError as error:
+        raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
+    same_protocol(current, baseline, new, old)
+    same = margin(rule) >= 0 and _same_weights(current, baseline)
+    return _changes(rule, reading, before, same)
+
+
+def margin(rule: Rule) -> float:
+    """Return the largest change for the worse that a rule allows, as `Evidence` measures it."""
+    limit = float(rule.limit.value)
+    value = math.log1p(limit) if rule.limit.kind == "relative" else limit
+    return round(rule.worse * value, DIGITS)
+
+
+def printed(rule: Rule, worse: float) -> float:
+    """Return a change as it is printed: new over old less 1, or new less old."""
+    value = rule.worse * worse
+    with np.errstate(over="ignore"):
+        return float(np.expm1(value)) if rule.limit.kind == "relative" else value
+
+
+def excess(rule: Rule, new: float, old: float | None) -> int:
+    """Compare a value with its limit: 1 breaks it, 0 meets it exactly, -1 keeps it.
+
+    In exact decimals of 12 digits, so that 73 % is never below 73 %.
+    """
+    bound = rule.limit.value
+    if old is not None and rule.limit.kind == "relative":
+        bound = _exact(float(_exact(old) * (1 + bound)))
+    elif old is not None and rule.limit.kind == "difference":
+        bound = _exact(float(_exact(old) + bound))
+    over = rule.worse * (_exact(new) - bound)
+    return (over > 0) - (over < 0)
+
+
+def _exact(value: float) -> Fraction:
+    return Fraction(format(value, f".{DIGITS}g"))
+
+
+def _trusted(rule: Rule, report: Report, section: Section) -> Reading:
+    """Read the values of a rule, or refuse them."""
+    if reason := fault(report, section):
+        raise EvaluationError(reason, "Let the run finish, or loosen --tol.")
+    reading = read(rule, section)
+    for name in reading.points:
+        values = np.append(reading.pairs.get(name, []), reading.points[name])
+        bad = int((~np.isfinite(values)).sum())
+        if bad:
+            where = f" ({name})" if name else ""
+            raise EvaluationError(
+                f"{rule.metric}{where}: {bad} values are not finite",
+                "A model that yields NaN or infinity cannot be judged.",
+            )
+    return reading
+
+
+def _changes(rule: Rule, new: Reading, old: Reading, same: bool) -> list[Case]:
+    missing = [name for name in old.names if name not in new.names]
+    if not (rule.per_sample or rule.stat == "each"):
+        missing += [name for name in new.names if name not in old.names]
+    if missing:
+        which = "; ".join(missing[:8]) + ("; ..." if len(missing) > 8 else "")
+        raise BaselineError(f"{rule.metric}: only one of the reports has {which}", PROTOCOL)
+    take = shared(rule.measure, new.ids, old.ids)
+    return [
+        _sampled(rule, name, old.pairs[name][take[1]], new.pairs[name][take[0]], same)
+        if name in new.pairs and name in old.pairs
+        else _fixed(rule, name, old, new, same)
+        for name in old.points
+    ]
+
+
+def _sampled(rule: Rule, name: str, old: Values, new: Values, same: bool) -> Case:
+    statistic = STATISTICS["median" if rule.stat == "each" else rule.stat]
+    return Case(
+        name,
+        old=float(statistic(old)),
+        new=float(statistic(new)),
+        samples=old.size,
+        evidence=_evidence(rule, old, new),
+        same=same and bool(np.array_equal(old, new)),
+    )
+
+
+def _fixed(rule: Rule, name: str, old: Reading, new: Reading, same: bool) -> Case:
+    """Compare two values as they are: the suite itself is the contract."""
+    before, now = old.points[name], new.points[name]
+    _positive(rule, np.array([before, now]))
+    return Case(name, before, now, len(new.ids), same=same and before == now)
+
+
+def _evidence(rule: Rule, old: Values, new: Values) -> Evidence:
+    relative = rule.limit.kind == "relative"
+    if rule.stat == "mean" and np.isin((old, new), (0, 1)).all():
+        if relative:
+            raise UsageError(f"{rule.text!r}: a share changes in points", "Write -2pp, not -2%.")
+        worse = rule.worse * (new - old)
+        return share_change(int((worse > 0).sum()), int((worse < 0).sum()), old.size)
+    if rule.stat == "max":
+        raise UsageError(
+            f"{rule.text!r}: how far a maximum changes by chance is not known",
+            "Give `max` an absolute limit, or judge p95.",
+        )
+    _positive(rule, np.append(old, new))
+    if rule.stat in ("median", "each"):
+        judged = median_change if rule.stat == "median" else mean_change
+        return judged(_change(rule, old, new))
+    statistic = STATISTICS[rule.stat]
+    return resampled_change(
+        old, new, lambda a, b: _change(rule, statistic(a, axis=1), statistic(b, axis=1))
+    )
+
+
+def _change(rule: Rule, old: Values, new: Values) -> Values:
+    """Return changes for the worse: logarithms of ratios for a relative limit."""
+    if rule.limit.kind != "relative":
+        return rule.worse * (new - old)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log(new) - np.log(old)
+    return rule.worse * np.where(new == old, 0.0, ratio)
+
+
+def _positive(rule: Rule, values: Values) -> None:
+    if rule.limit.kind == "relative" and (values < 0).any():
+        raise UsageError(
+            f"{rule.text!r}: {rule.measure}.{rule.column} takes negative values, a relative "
+            "change of them means nothing",
+            "Give an absolute change, such as >= -0.1.",
+        )
+
+
+def _same_weights(current: Report, baseline: Report) -> bool:
+    new, old = current.run.model.weights_sha256, baseline.run.model.weights_sha256
+    return bool(new) and new == old

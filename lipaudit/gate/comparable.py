@@ -1,0 +1,150 @@
+"""Whether a report can be judged, and whether it was made the way its baseline was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lipaudit.errors import BaselineError
+from lipaudit.results import Report, Run, Section
+
+MIN_SHARED = 0.95
+FREE = frozenset({"seed", "batch_size", "device", "samples", "map"})
+"""Settings that may differ: they do not change what is measured."""
+FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
+"""Codes of notes that say an attack did less than was asked of it."""
+PROTOCOL = "Run the baseline's protocol: lipaudit gate MODEL --baseline FILE."
+
+
+def fault(report: Report, section: Section) -> str:
+    """Say why figures are not to be trusted: unfinished, empty, not converged; or nothing."""
+    if report.status != "complete":
+        return "the report is partial: its run was cut short"
+    if section.samples.get("ids") == () or not (section.rows or section.samples):
+        return f"section {section.measure} has no samples"
+    flags = section.samples.get("converged", ())
+    rows = [row.cells().get("converged") for row in section.rows]
+    failed = sum(not flag for flag in flags) or sum(flag is False for flag in rows)
+    what = "samples" if flags else "rows"
+    return f"{section.measure}: {failed} {what} have not converged" if failed else ""
+
+
+def same_conditions(current: Run, baseline: Run) -> None:
+    """Refuse to judge a run against one of another precision or preprocessing.
+
+    Raises:
+        BaselineError: with what differs.
+    """
+    if current.dtype != baseline.dtype:
+        raise BaselineError(f"dtype {baseline.dtype} became {current.dtype}", PROTOCOL)
+    if changed := _changed(current.preprocess, baseline.preprocess):
+        raise BaselineError(f"preprocessing differs: {changed}", PROTOCOL)
+
+
+def same_protocol(current: Report, baseline: Report, section: Section, before: Section) -> None:
+    """Refuse to compare sections that were measured in different ways.
+
+    Args:
+        current: the report that is judged.
+        baseline: the report it is compared with.
+        section: the section of the first.
+        before: the section of the second.
+
+    Raises:
+        BaselineError: with what differs.
+    """
+    _same_settings(section, before)
+    _same_attacks(section, before)
+    suites = {report.run.data.suite_id for report in (current, baseline)}
+    if not before.samples.get("ids") and len(suites) > 1:
+        raise BaselineError(f"{section.measure}: the samples are not the baseline's", PROTOCOL)
+
+
+def shared(measure: str, new: Sequence[str], old: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return where the samples of both reports stand in each of them.
+
+    Raises:
+        BaselineError: when fewer than 95 % of the baseline's samples are shared.
+    """
+    place = {name: i for i, name in enumerate(new)}
+    pairs = [(place[name], i) for i, name in enumerate(old) if name in place]
+    if len(pairs) < MIN_SHARED * len(old):
+        raise BaselineError(
+            f"{measure}: only {len(pairs)} of the baseline's {len(old)} samples are in the "
+            "current report (95 % are needed)",
+            PROTOCOL,
+        )
+    return [i for i, _ in pairs], [i for _, i in pairs]
+
+
+def differences(current: Report, baseline: Report) -> tuple[str, ...]:
+    """Return how the conditions of two runs differ, and what only the current one warns of."""
+    new, old = current.run, baseline.run
+    pairs: dict[str, tuple[object, object]] = {
+        "seed": (new.seed, old.seed),
+        "device": (new.device.split(":")[0], old.device.split(":")[0]),
+        "dtype": (new.dtype, old.dtype),
+        "data": (new.data.spec, old.data.spec),
+        "preprocess": (_plain(new.preprocess), _plain(old.preprocess)),
+    }
+    for name in sorted(old.versions.keys() & new.versions.keys()):
+        pairs[name] = new.versions[name], old.versions[name]
+    changed = tuple(f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b)
+    known = {note.code for section in baseline.sections for note in section.notes}
+    warnings = (
+        f"{section.measure}, not so in the baseline: {note.text}"
+        for section in current.sections
+        for note in section.notes
+        if note.level == "warning" and note.code not in known
+    )
+    return (*changed, *dict.fromkeys(warnings))
+
+
+def _same_settings(current: Section, baseline: Section) -> None:
+    """Compare settings; a list (radii, attacks, layers) may gain entries but lose none."""
+    new, old = _plain(current.settings), _plain(baseline.settings)
+    lists = {k for k in new if isinstance(new[k], list) and isinstance(old.get(k), list)}
+    single = [{k: v for k, v in s.items() if k not in lists | FREE} for s in (new, old)]
+    changes = [_changed(*single)]
+    for key in sorted(lists - FREE):
+        lost = [str(item) for item in old[key] if item not in new[key]]
+        changes.append(f"{key} lost {', '.join(lost)}" if lost else "")
+    if any(changes):
+        text = "; ".join(filter(None, changes))
+        raise BaselineError(f"{current.measure}: settings differ: {text}", PROTOCOL)
+
+
+def _same_attacks(current: Section, baseline: Section) -> None:
+    """Refuse weaker attacks than the baseline's: they would look like better robustness."""
+    if current.measure != "attack":
+        return
+    new, old = ({_attack(row.cells()) for row in s.rows} for s in (current, baseline))
+    if missing := sorted(old - new):
+        raise BaselineError(
+            f"attack: weaker than the baseline, which also ran {'; '.join(missing)}", PROTOCOL
+        )
+    fallbacks, known = (
+        {note.text for note in s.notes if note.code in FALLBACKS} for s in (current, baseline)
+    )
+    if fresh := sorted(fallbacks - known):
+        raise BaselineError(f"attack: weaker than the baseline: {'; '.join(fresh)}", PROTOCOL)
+
+
+def _attack(cells: Mapping[str, Any]) -> str:
+    return ",".join(str(cells[name]) for name in ("attack", "norm", "eps_text"))
+
+
+def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
+    """Say which entries differ: `tol 0.0001 became 0.01`."""
+    new, old = _plain(new), _plain(old)
+    return ", ".join(
+        f"{key} {old.get(key, 'unset')} became {new.get(key, 'unset')}"
+        for key in sorted(new.keys() | old.keys())
+        if new.get(key, "unset") != old.get(key, "unset")
+    )
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON reads them back, so that a fresh report equals a stored one."""
+    return json.loads(json.dumps(dict(values), default=str))

@@ -1,0 +1,220 @@
+"""Judge a report against a baseline by rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+from lipaudit.errors import BaselineError, EvaluationError, UsageError
+from lipaudit.gate.cases import Case, cases, excess, margin, printed
+from lipaudit.gate.comparable import differences, same_conditions
+from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
+from lipaudit.gate.statistics import DIGITS, Evidence, holm
+from lipaudit.gate.verdicts import Judgement, Status, Verdict
+from lipaudit.results import Report
+
+SHOWN = parse_rule("attack.correct >= -0pp")
+Finding = list[Case] | Verdict
+
+
+def judge(
+    current: Report,
+    baseline: Report,
+    rules: Sequence[Rule] = (),
+    *,
+    alpha: float = 0.05,
+    strict: bool = False,
+) -> Judgement:
+    """Judge a report against a baseline.
+
+    Absolute limits are judged on the current report alone. Changes are judged on the shared
+    samples, pair by pair: Holm's procedure over the rules keeps the chance of flagging any rule
+    that holds at alpha. A rule over several rows enters it with the smallest p-value of its
+    rows, corrected by Holm over those rows.
+
+    Args:
+        current: the report to judge.
+        baseline: the report to compare it with.
+        rules: `DEFAULT_RULES` where empty, less those whose section neither report has.
+        alpha: chance of a false alarm of the whole gate.
+        strict: whether `inconclusive` and `pass (not proven)` fail.
+
+    Raises:
+        UsageError: when a rule matches nothing or makes no sense for its metric.
+    """
+    if not 0 < alpha < 1:
+        raise UsageError(f"alpha must lie between 0 and 1, not {alpha}")
+    chosen = tuple(rules) or _applicable(current, baseline)
+    findings = [_examine(rule, current, baseline, strictly=True) for rule in chosen]
+    dropped = () if rules else (rule for rule in DEFAULT_RULES if rule not in chosen)
+    return Judgement(
+        current=current.run.model.spec,
+        baseline=baseline.run.model.spec,
+        alpha=alpha,
+        strict=strict,
+        verdicts=tuple(chain.from_iterable(_decide(chosen, findings, alpha))),
+        shown=_shown(current, baseline),
+        notes=(
+            *(f"not judged, neither report has its section: {rule.text}" for rule in dropped),
+            *differences(current, baseline),
+        ),
+    )
+
+
+def describe(rule: Rule, current: Report, baseline: Report, level: float = 0.025) -> list[Verdict]:
+    """Judge one rule on its own, each row at `level`, whatever the precision of the runs."""
+    finding = _examine(rule, current, baseline, strictly=False)
+    if isinstance(finding, Verdict):
+        return [finding]
+    return [_verdict(rule, case, level, None) for case in finding]
+
+
+def _applicable(current: Report, baseline: Report) -> tuple[Rule, ...]:
+    """Return the default rules whose section at least one report has."""
+    measures = {section.measure for report in (current, baseline) for section in report.sections}
+    kept = tuple(rule for rule in DEFAULT_RULES if rule.measure in measures)
+    if not kept:
+        raise UsageError(
+            "no default rule applies to these reports", "Write rules with --fail-on RULE."
+        )
+    return kept
+
+
+def _shown(current: Report, baseline: Report) -> tuple[Verdict, ...]:
+    """Return the clean accuracies, where both reports have them."""
+    sections = [report.section(SHOWN.measure) for report in (current, baseline)]
+    if not all(section and SHOWN.column in section.samples for section in sections):
+        return ()
+    return tuple(v for v in describe(SHOWN, current, baseline) if not v.reason)
+
+
+def _examine(rule: Rule, current: Report, baseline: Report, *, strictly: bool) -> Finding:
+    """Return the cases of a rule, or the verdict that it could not be judged."""
+    try:
+        found = cases(rule, current, baseline)
+        if strictly and rule.limit.kind != "absolute":
+            same_conditions(current.run, baseline.run)
+        return found
+    except (EvaluationError, BaselineError) as error:
+        status: Status = "error" if isinstance(error, EvaluationError) else "not comparable"
+        reason = error.message
+        return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=reason)
+
+
+def _decide(
+    rules: Sequence[Rule], findings: Sequence[Finding], alpha: float
+) -> list[list[Verdict]]:
+    """Correct for many rules, then within each rule for many rows."""
+    rows = [_p_values(rule, finding) for rule, finding in zip(rules, findings, strict=True)]
+    family = [i for i, p in enumerate(rows) if p]
+    smallest = [min(1.0, len(rows[i]) * min(rows[i])) for i in family]
+    adjusted, levels = holm(smallest, alpha)
+    corrected = dict(zip(family, zip(levels, adjusted, strict=True), strict=True))
+    return [
+        [finding]
+        if isinstance(finding, Verdict)
+        else _rows(rule, finding, *corrected.get(i, (alpha, 0.0)), alpha)
+        for i, (rule, finding) in enumerate(zip(rules, findings, strict=True))
+    ]
+
+
+def _p_values(rule: Rule, finding: Finding) -> list[float]:
+    if isinstance(finding, Verdict):
+        return []
+    tested = (case.evidence for case in finding if not case.same)
+    return [evidence.p(margin(rule)) for evidence in tested if evidence is not None]
+
+
+def _rows(
+    rule: Rule, found: list[Case], level: float, adjusted: float, alpha: float
+) -> list[Verdict]:
+    """Correct the rows of one rule at its level, and judge each."""
+    tested = [case for case in found if case.evidence is not None and not case.same]
+    within, levels = holm(_p_values(rule, found), level)
+    corrected = {
+        case.name: (own, min(1.0, max(adjusted, p * alpha / level)))
+        for case, own, p in zip(tested, levels, within, strict=True)
+    }
+    return [_verdict(rule, case, *corrected.get(case.name, (alpha, None))) for case in found]
+
+
+def _verdict(rule: Rule, case: Case, level: float, adjusted: float | None) -> Verdict:
+    verdict = Verdict(
+        rule=rule.text,
+        metric=rule.metric,
+        name=case.name,
+        status=_plain_status(rule, case),
+        old=case.old,
+        new=case.new,
+        change=_plain_change(rule, case),
+        unit=rule.limit.unit,
+    )
+    if case.same or case.evidence is None:
+        return verdict
+    measured = _measured(rule, case.evidence, level)
+    return verdict.model_copy(update=measured | {"p_adjusted": adjusted})
+
+
+def _measured(rule: Rule, evidence: Evidence, level: float) -> dict[str, object]:
+    """Return what the samples say of one change, as fields of a verdict."""
+    bound = margin(rule)
+    low, high = evidence.limits(level)
+    status = _status(evidence.estimate, low, high, bound)
+    ends = sorted((printed(rule, low), printed(rule, high)))
+    return {
+        "status": status,
+        "change": printed(rule, evidence.estimate),
+        "low": ends[0],
+        "high": ends[1],
+        "p": evidence.p(bound),
+        "level": level,
+        "mcnemar": evidence.mcnemar,
+        "samples": evidence.samples,
+        "detectable": _detectable(rule, evidence, level),
+        "samples_needed": _needed(evidence, bound, low) if status == "inconclusive" else None,
+    }
+
+
+def _status(estimate: float, low: float, high: float, bound: float) -> Status:
+    """Read a verdict off the limits; equality with the margin passes."""
+    estimate, low, high = (round(value, DIGITS) for value in (estimate, low, high))
+    if low > bound:
+        return "regressed"
+    if high < -abs(bound):
+        return "improved"
+    if estimate > bound:
+        return "inconclusive"
+    return "pass" if high <= bound else "pass (not proven)"
+
+
+def _plain_status(rule: Rule, case: Case) -> Status:
+    """Judge values as they are."""
+    if case.same:
+        return "unchanged"
+    if excess(rule, case.new, case.old) > 0:
+        return "regressed"
+    better = case.old is not None and excess(rule, case.old, case.new) > 0
+    return "improved" if better else "pass"
+
+
+def _plain_change(rule: Rule, case: Case) -> float | None:
+    if case.old is None:
+        return None
+    if rule.limit.kind != "relative" or case.new == case.old:
+        return case.new - case.old
+    return case.new / case.old - 1 if case.old else math.inf
+
+
+def _detectable(rule: Rule, evidence: Evidence, level: float) -> float:
+    """Return the smallest change seen that would have been called a regression."""
+    reach = evidence.reach(margin(rule), level)
+    return printed(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
+
+
+def _needed(evidence: Evidence, bound: float, low: float) -> int | None:
+    """Estimate the samples at which a change of this size would be proven."""
+    if not math.isfinite(low):
+        return None
+    ratio = (evidence.estimate - low) / (evidence.estimate - bound)
+    return math.ceil(evidence.samples * ratio**2)

@@ -1,0 +1,211 @@
+"""Rules of the gate: `METRIC[@SELECTOR][:STAT] OP LIMIT`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, get_args
+
+from lipaudit.errors import UsageError
+from lipaudit.results import ROWS, SAMPLES
+
+Stat = Literal["median", "mean", "p95", "max", "each"]
+LimitKind = Literal["absolute", "relative", "difference"]
+STATS: tuple[str, ...] = get_args(Stat)
+BINARY = frozenset({"robust", "correct", "converged"})
+"""Per-sample columns that hold 0 or 1: their mean is a share."""
+
+_RULE = re.compile(
+    r"(?P<metric>[\w.]+)\s*(?:@(?P<selector>[^:<>]*?))?\s*(?::\s*(?P<stat>\w+))?\s*"
+    r"(?P<op><=|>=)\s*(?P<limit>\S+)"
+)
+_LIMIT = re.compile(
+    r"(?P<sign>[+-]?)(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?P<unit>%|pp|x|)"
+)
+_EXAMPLE = "Write it like jacobian.norm:median <= +5% or attack.robust@linf,2/255 >= -2pp."
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The right-hand side of a rule.
+
+    Attributes:
+        kind: absolute (of the current run), relative (change over the baseline's value) or
+            difference (change in the metric's own unit).
+        value: the limit; a relative one is a share (+5 % is 1/20), percentage points too.
+        unit: how changes are written: "%", "pp" or "".
+    """
+
+    kind: LimitKind
+    value: Fraction
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the contract.
+
+    Attributes:
+        text: the rule as it was written.
+        measure: the section it reads, e.g. `jacobian`.
+        column: the per-sample column or the column of the section's rows.
+        selector: words that pick rows, e.g. ("linf", "2/255") or ("layer=3", "head=1").
+        stat: how values become one number.
+        op: `<=` (larger is worse) or `>=` (smaller is worse).
+        limit: what it is compared with.
+    """
+
+    text: str
+    measure: str
+    column: str
+    selector: tuple[str, ...]
+    stat: Stat
+    op: Literal["<=", ">="]
+    limit: Limit
+
+    @property
+    def metric(self) -> str:
+        """The metric as it is printed: `bounds.exact:each`."""
+        where = f"@{','.join(self.selector)}" if self.selector else ""
+        return f"{self.measure}.{self.column}{where}:{self.stat}"
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether it reads a per-sample column rather than a column of rows."""
+        return self.stat != "each" and self.column in SAMPLES.get(self.measure, {})
+
+    @property
+    def worse(self) -> int:
+        """The sign of a change for the worse."""
+        return 1 if self.op == "<=" else -1
+
+
+def parse_rule(text: str) -> Rule:
+    """Read `METRIC[@SELECTOR][:STAT] OP LIMIT`.
+
+    Without STAT, a per-sample column is judged by its median (its mean where it holds 0 or 1),
+    a column of rows row by row (`each`).
+
+    Raises:
+        UsageError: when the text is no rule or names an unknown metric or statistic.
+    """
+    match = _RULE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a rule", _EXAMPLE)
+    measure, column = _metric(match["metric"])
+    selector = (match["selector"] or "").split(",")
+    return Rule(
+        text=" ".join(text.split()),
+        measure=measure,
+        column=column,
+        selector=tuple(word.strip() for word in selector if word.strip()),
+        stat=_stat(match["stat"], measure, column),
+        op="<=" if match["op"] == "<=" else ">=",
+        limit=_limit(match["limit"], text),
+    )
+
+
+def configure(table: Mapping[str, Any], fail_on: Sequence[str] = ()) -> dict[str, Any]:
+    """Read `[tool.lipaudit.gate]`; `fail_on` replaces its rules.
+
+    Returns:
+        Keyword arguments of `judge`: rules, alpha, strict.
+
+    Raises:
+        UsageError: for an unknown key, a value of the wrong type or a rule that cannot be read.
+    """
+    kinds = {"rules": list, "alpha": float, "strict": bool}
+    for key, value in table.items():
+        if key not in kinds:
+            raise UsageError(f"unknown key {key!r} in [tool.lipaudit.gate]", _near(key, kinds))
+        if not isinstance(value, kinds[key]):
+            raise UsageError(f"{key} = {value!r} in [tool.lipaudit.gate] is not a {_kind(key)}")
+    texts = list(fail_on) or table.get("rules", [])
+    return {
+        "rules": tuple(parse_rule(str(text)) for text in texts),
+        "alpha": table.get("alpha", 0.05),
+        "strict": table.get("strict", False),
+    }
+
+
+def metrics() -> tuple[str, ...]:
+    """Return the name of every metric a rule may use."""
+    rows = (
+        f"{measure}.{name}"
+        for measure, row in ROWS.items()
+        for name, column in row.columns().items()
+        if column.format != "s"
+    )
+    samples = (f"{measure}.{name}" for measure, names in SAMPLES.items() for name in names)
+    return tuple(dict.fromkeys((*rows, *samples)))
+
+
+def _metric(text: str) -> tuple[str, str]:
+    measure, _, column = text.rpartition(".")
+    known = metrics()
+    if text not in known:
+        raise UsageError(f"unknown metric {text!r}", _near(text, known))
+    return measure, column
+
+
+def _stat(text: str | None, measure: str, column: str) -> Stat:
+    sampled = column in SAMPLES.get(measure, {})
+    if text is None:
+        return "each" if not sampled else "mean" if column in BINARY else "median"
+    if text not in STATS:
+        raise UsageError(f"unknown statistic {text!r}", f"Choose one of: {', '.join(STATS)}.")
+    row = ROWS[measure].columns().get(column)
+    if text == "each" and (row is None or row.format == "s" or column in BINARY):
+        raise UsageError(
+            f"{measure}.{column} is measured per sample, `each` judges row by row",
+            "Use median, mean, p95 or max.",
+        )
+    return text  # type: ignore[return-value]
+
+
+def _limit(text: str, rule: str) -> Limit:
+    match = _LIMIT.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is not a limit (in {rule!r})", _EXAMPLE)
+    value = Fraction(match["number"]) * (-1 if match["sign"] == "-" else 1)
+    signed, unit = bool(match["sign"]), match["unit"]
+    if unit == "x" and not signed and value > 0:
+        return Limit("relative", value - 1, "%")
+    if unit == "%" and signed and value > -100:
+        return Limit("relative", value / 100, "%")
+    if unit == "pp" and signed:
+        return Limit("difference", value / 100, "pp")
+    if not unit:
+        return Limit("difference", value) if signed else Limit("absolute", value)
+    raise UsageError(
+        f"{text!r} is not a limit (in {rule!r})",
+        "A change carries a sign (+5%, -2pp, +0.1), a ratio none (1.05x), a value neither (0.7).",
+    )
+
+
+def _kind(key: str) -> str:
+    return {"rules": "list of strings", "alpha": "number", "strict": "truth value"}[key]
+
+
+def _near(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(word, known, 3)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return f"Known: {', '.join(known)}."
+
+
+DEFAULT_RULES = tuple(
+    map(
+        parse_rule,
+        (
+            "jacobian.norm:median <= +5%",
+            "jacobian.norm:p95 <= +10%",
+            "bounds.exact:each <= +20%",
+            "attack.robust >= -2pp",
+        ),
+    )
+)
+"""What is judged when nobody says otherwise."""

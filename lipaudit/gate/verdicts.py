@@ -1,0 +1,184 @@
+"""What the gate decided: every line that is printed and the exit code come from these objects."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import computed_field
+
+from lipaudit.errors import ExitCode
+from lipaudit.results.base import Float, Frozen
+
+Status = Literal[
+    "unchanged",
+    "improved",
+    "pass",
+    "pass (not proven)",
+    "inconclusive",
+    "regressed",
+    "not comparable",
+    "error",
+]
+EXIT: dict[Status, ExitCode] = {
+    "error": ExitCode.INTERNAL,
+    "not comparable": ExitCode.BASELINE,
+    "regressed": ExitCode.REGRESSION,
+}
+"""Exit code of a status, gravest first; every other status is no failure."""
+UNPROVEN: frozenset[Status] = frozenset({"inconclusive", "pass (not proven)"})
+"""Statuses that fail under --strict."""
+
+
+class Verdict(Frozen):
+    """The verdict on one rule for one row or column.
+
+    Changes and limits are written like the rule's limit: as a share of the baseline's value
+    (unit "%"), in percentage points as a share (unit "pp"), or as a difference (unit "").
+
+    Attributes:
+        rule: the rule as it was written.
+        metric: its metric in full, e.g. `bounds.exact:each`.
+        name: the row or column, e.g. `layer 3 head 1`; empty where there is only one.
+        status: the verdict.
+        old: the baseline's value on the shared samples.
+        new: the current value on the shared samples.
+        change: the paired change; None for an absolute limit.
+        low: lower limit of the change at one-sided confidence 1 - level.
+        high: upper limit of the change at one-sided confidence 1 - level.
+        unit: of change, low, high, detectable.
+        p: p-value of "the rule holds".
+        p_adjusted: the same after Holm's correction over all rules.
+        level: at which it was tested, and to which low and high belong.
+        mcnemar: exact two-sided p-value of "no change" for shares, for information.
+        samples: pairs that the verdict rests on; 0 where values are compared as they are.
+        detectable: the smallest change that this run would have called a regression.
+        samples_needed: about how many samples would settle an inconclusive change.
+        reason: why it was not judged.
+    """
+
+    rule: str
+    metric: str
+    status: Status
+    name: str = ""
+    old: Float | None = None
+    new: Float | None = None
+    change: Float | None = None
+    low: Float | None = None
+    high: Float | None = None
+    unit: str = ""
+    p: Float | None = None
+    p_adjusted: Float | None = None
+    level: Float | None = None
+    mcnemar: Float | None = None
+    samples: int = 0
+    detectable: Float | None = None
+    samples_needed: int | None = None
+    reason: str = ""
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line."""
+        where = f" {self.name}" if self.name else ""
+        if self.reason:
+            return f"{self.status}: {self.rule}{where}: {self.reason}"
+        values = f"{number(self.new)}"
+        if self.old is not None:
+            values = f"{number(self.old)} -> {values}{self._change()}"
+        return f"{self.status}: {self.rule}{where}: {values}{self._power()}"
+
+    def _change(self) -> str:
+        if self.change is None:
+            return ""
+        if self.low is None:
+            return f" ({amount(self.change, self.unit)})"
+        ends = f"{amount(self.low, self.unit)} to {amount(self.high, self.unit)}"
+        return f" ({amount(self.change, self.unit)}, limits {ends}, n = {self.samples})"
+
+    def _power(self) -> str:
+        if self.detectable is None:
+            return ""
+        needed = f"; about {self.samples_needed} samples would settle it"
+        reach = f"; detectable from {amount(self.detectable, self.unit)}"
+        if math.isinf(self.detectable):
+            reach = "; too few samples to detect any change"
+        return reach + (needed if self.samples_needed else "")
+
+
+class Judgement(Frozen):
+    """Everything a gate decided.
+
+    Attributes:
+        current: the model that was judged.
+        baseline: the model that it was compared with.
+        alpha: the chance of flagging any rule that holds.
+        strict: whether what is not proven fails.
+        verdicts: one per rule and row, in the order of the rules.
+        shown: figures that are shown but never fail (clean accuracy).
+        notes: what differs without forbidding the comparison, rules that were dropped.
+    """
+
+    current: str
+    baseline: str
+    alpha: float
+    strict: bool
+    verdicts: tuple[Verdict, ...]
+    shown: tuple[Verdict, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def exit_code(self) -> int:
+        """The documented exit code: of the gravest status among the verdicts."""
+        found = {verdict.status for verdict in self.verdicts}
+        code = next((EXIT[status] for status in EXIT if status in found), ExitCode.OK)
+        if code is ExitCode.OK and self.strict and found & UNPROVEN:
+            code = ExitCode.NOT_PROVEN
+        return int(code)
+
+    @property
+    def failures(self) -> tuple[Verdict, ...]:
+        """The verdicts that make the exit code what it is."""
+        return tuple(verdict for verdict in self.verdicts if self.fails(verdict))
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def reason(self) -> str:
+        """The outcome in one line."""
+        bad = self.failures
+        if not bad:
+            return f"pass: {_count(self.verdicts)}"
+        gravest = [verdict for verdict in bad if self._code(verdict) == self.exit_code]
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        return gravest[0].line + more
+
+    def fails(self, verdict: Verdict) -> bool:
+        """Tell whether a verdict fails the gate."""
+        return self._code(verdict) is not ExitCode.OK
+
+    def _code(self, verdict: Verdict) -> ExitCode:
+        if self.strict and verdict.status in UNPROVEN:
+            return ExitCode.NOT_PROVEN
+        return EXIT.get(verdict.status, ExitCode.OK)
+
+
+def amount(value: float | None, unit: str) -> str:
+    """Write a change with its sign: +5%, -2pp, +0.1."""
+    if value is None:
+        return ""
+    value += 0.0  # -0.0 becomes 0.0
+    if unit and math.isfinite(value):
+        return f"{100 * value:+.3g}{unit}"
+    return f"{value:+.3g}"
+
+
+def number(value: float | None) -> str:
+    """Write a value."""
+    return "none" if value is None else f"{value:.4g}"
+
+
+def _count(verdicts: tuple[Verdict, ...]) -> str:
+    counts: dict[str, int] = {}
+    for verdict in verdicts:
+        counts[verdict.status] = counts.get(verdict.status, 0) + 1
+    return ", ".join(f"{number} {status}" for status, number in counts.items())

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from lipaudit import schema
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.gate import judge, load_baseline, problems, promote, protocol
+from lipaudit.results import Array
+
+EXACT = np.random.default_rng(1).lognormal(0, 0.3, (144, 8))
+ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]
+
+
+@pytest.fixture
+def full(report, bounds, jacobian, attack, norms):
+    section = bounds(EXACT, heads=12)
+    histogram = {"g1_ratio_hist": Array.of(np.ones((144, 50)))}
+    section = section.model_copy(update={"arrays": section.arrays | histogram})
+    return report(attack(ROBUST), jacobian(norms), section)
+
+
+def test_a_baseline_is_an_ordinary_report_that_judges_like_the_original(tmp_path, full):
+    path = tmp_path / "baseline.json"
+    path.write_text(schema.dumps(promote(full, "first release")), encoding="utf-8")
+    baseline = load_baseline(path)
+    assert baseline.run.reason == "first release"
+    assert judge(full, baseline).verdicts == judge(full, full).verdicts
+
+
+def test_it_is_small_canonical_and_holds_one_time_stamp(full):
+    text = schema.dumps(promote(full, "why"))
+    assert len(text) < 2**17
+    assert "\r" not in text
+    assert "g1_ratio_hist" not in text
+    assert '"seconds": 1.25' not in text
+    assert text.count("2026-") == 1
+    shuffled = full.model_copy(
+        update={
+            "sections": full.sections[::-1],
+            "run": full.run.model_copy(
+                update={"versions": dict(reversed(full.run.versions.items()))}
+            ),
+        }
+    )
+    assert schema.dumps(promote(shuffled, "why")) == text
+    assert promote(promote(full, "why"), "why") == promote(full, "why")
+
+
+@pytest.mark.parametrize("reason", ["", "  "])
+def test_a_baseline_needs_a_reason(full, reason):
+    with pytest.raises(UsageError, match="reason"):
+        promote(full, reason)
+
+
+def test_an_unfit_report_is_not_promoted(report, jacobian, bounds, norms):
+    with np.errstate(all="ignore"):
+        unfit = {
+            "cut short": report(jacobian(norms), status="partial"),
+            "norm is not finite": report(jacobian(np.r_[norms, math.nan])),
+            "have not converged": report(bounds(EXACT, converged=False)),
+            "no samples": report(jacobian([])),
+            "no sections": report(),
+        }
+    for words, bad in unfit.items():
+        assert words in problems(bad)[0]
+        with pytest.raises(EvaluationError, match=words):
+            promote(bad, "why")
+
+
+def test_the_protocol_is_what_a_run_must_repeat(full):
+    found = protocol(promote(full, "why"))
+    assert (found.data, found.seed, found.dtype) == ("demo", 0, "float32")
+    assert found.preprocess == full.run.preprocess
+    assert found.samples == {"bounds": 8, "jacobian": 64, "attack": 128}
+    assert found.settings["attack"] == {"seed": 0, "steps": 100, "eps": ["2/255"]}

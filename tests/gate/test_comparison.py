@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from lipaudit.errors import BaselineError, UsageError
+from lipaudit.gate import compare
+
+RNG = np.random.default_rng(21)
+EXACT = RNG.lognormal(0, 0.3, (6, 8))
+ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]
+
+
+@pytest.fixture
+def louder(report, bounds, jacobian, attack, norms):
+    """Three reports: a model, the same with one louder head, and one that is 10 % steeper."""
+    changed = EXACT.copy()
+    changed[4] *= 1.5
+    return (
+        report(bounds(EXACT), jacobian(norms), attack(ROBUST), spec="old"),
+        report(bounds(changed), jacobian(norms), attack(ROBUST), spec="new", weights="b"),
+        report(bounds(EXACT), jacobian(1.1 * norms), attack(1 - ROBUST), spec="c", weights="c"),
+    )
+
+
+def verdicts(pair):
+    return {(v.metric, v.name): v for v in pair.verdicts}
+
+
+def test_changes_come_with_an_interval_and_a_verdict(louder):
+    comparison = compare(louder)
+    assert comparison.models == ("old", "new", "c")
+    found = verdicts(comparison.pairs[1])
+    median = found["jacobian.norm:median", ""]
+    assert median.status == "regressed"
+    assert (median.change, median.low, median.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert median.new == pytest.approx(1.1 * median.old)
+    robust = found["attack.robust:mean", "worst,linf,2/255"]
+    assert (robust.old, robust.new, robust.status) == (90 / 128, 38 / 128, "regressed")
+    assert found["attack.correct:mean", ""].status == "inconclusive"
+    assert found["bounds.exact:median", ""].status == "unchanged"
+
+
+def test_an_improvement_is_the_mirror_image(louder):
+    forth, back = (compare(pair).pairs[0] for pair in (louder[::2], louder[::-2]))
+    mirror = {"regressed": "improved", "improved": "regressed"}
+    back = verdicts(back)
+    for key, verdict in verdicts(forth).items():
+        assert back[key].status == mirror.get(verdict.status, verdict.status)
+
+
+def test_the_heat_map_shows_the_louder_head(louder):
+    (ratios,) = (r for r in compare(louder[:2]).pairs[0].ratios if r.metric == "bounds.exact")
+    assert (ratios.layers, ratios.heads) == ((0, 1, 2), (0, 1))
+    expected = np.zeros((3, 2))
+    expected[2, 0] = math.log(1.5)
+    assert np.array(ratios.values) == pytest.approx(expected, abs=1e-5)
+
+
+def test_distributions_stand_on_the_shared_samples_in_one_order(report, jacobian, ids, norms):
+    shifted = jacobian(norms, ids=ids(64, 3))
+    first, second = compare(
+        [report(jacobian(norms), spec="a"), report(shifted, spec="b", weights="b")]
+    ).jacobian
+    assert first.values == tuple(norms[3:])
+    assert second.values == tuple(norms[:-3])
+
+
+def test_reports_of_other_precision_are_compared_and_say_so(report, jacobian, norms):
+    pair = compare(
+        [report(jacobian(norms)), report(jacobian(norms), weights="b", dtype="float64")]
+    ).pairs[0]
+    assert not any(v.reason for v in pair.verdicts)
+    assert pair.notes == ("dtype: float32 became float64",)
+
+
+def test_what_cannot_be_compared_is_named_beside_what_can(louder, report, jacobian, norms):
+    loose = report(*louder[0].sections[:1], jacobian(norms, tol=0.1), weights="b", spec="loose")
+    found = verdicts(compare([louder[0], loose]).pairs[0])
+    assert found["jacobian.norm:median", ""].status == "not comparable"
+    assert "tol" in found["jacobian.norm:median", ""].reason
+    assert found["bounds.exact:median", ""].status == "unchanged"
+
+
+def test_models_of_one_name_get_letters(louder):
+    assert compare([louder[0], louder[0]]).models == ("A: old", "B: old")
+
+
+def test_nothing_to_compare(report, jacobian, bounds, ids, norms):
+    with pytest.raises(UsageError, match="at least two"):
+        compare([report(jacobian(norms))])
+    with pytest.raises(BaselineError, match="no common section"):
+        compare([report(jacobian(norms)), report(bounds(EXACT))])
+    with pytest.raises(BaselineError, match="only 0 of"):
+        compare([report(jacobian(norms)), report(jacobian(norms, ids=ids(64, 99)))])

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lipaudit.errors import UsageError
+from lipaudit.gate import judge, parse_rule
+from lipaudit.results import Note
+
+RNG = np.random.default_rng(11)
+EXACT = RNG.lognormal(0, 0.3, (12, 8))  # 6 layers of 2 heads, 8 samples
+
+
+def rules(*texts):
+    return tuple(map(parse_rule, texts))
+
+
+def statuses(judgement):
+    return {(v.metric, v.name): v.status for v in judgement.verdicts}
+
+
+def only(judgement):
+    (verdict,) = judgement.verdicts
+    return verdict
+
+
+def flags(ones, count=128):
+    return np.r_[np.ones(ones, int), np.zeros(count - ones, int)]
+
+
+@pytest.fixture
+def pair(report, bounds, jacobian, attack, norms):
+    """Two reports out of one set of figures, the second changed by the test."""
+
+    def build(*, head=None, factor=1.0, scale=1.0, lost=0, weights="b", noise=0.0, **run):
+        exact = EXACT * np.exp(noise * np.random.default_rng(1).normal(size=EXACT.shape))
+        if head is not None:
+            exact[head] *= factor
+        changed = norms * scale * np.exp(noise * np.random.default_rng(2).normal(size=norms.size))
+        return report(
+            bounds(exact), jacobian(changed), attack(flags(90 - lost)), weights=weights, **run
+        )
+
+    return build, report(bounds(EXACT), jacobian(norms), attack(flags(90)), weights="a")
+
+
+def test_the_same_model_is_unchanged(pair):
+    build, baseline = pair
+    judgement = judge(build(weights="a"), baseline)
+    assert set(statuses(judgement).values()) == {"unchanged"}
+    assert judgement.exit_code == 0
+
+
+def test_a_rerun_of_the_same_model_with_other_rounding_passes(pair):
+    build, baseline = pair
+    judgement = judge(build(weights="a", noise=1e-7), baseline)
+    assert set(statuses(judgement).values()) <= {"unchanged", "pass"}
+    assert judgement.exit_code == 0
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_one_louder_head_is_found_and_named(pair, noise):
+    build, baseline = pair
+    judgement = judge(build(head=7, factor=1.5, noise=noise), baseline)
+    broken = [v for v in judgement.verdicts if v.status == "regressed"]
+    assert [(v.metric, v.name) for v in broken] == [("bounds.exact:each", "layer 3 head 1")]
+    assert broken[0].change == pytest.approx(0.5, abs=0.1)
+    assert judgement.exit_code == 1
+    assert "layer 3 head 1" in judgement.reason
+
+
+def test_one_quieter_head_is_an_improvement(pair):
+    build, baseline = pair
+    judgement = judge(build(head=7, factor=1 / 1.5), baseline)
+    assert statuses(judgement)["bounds.exact:each", "layer 3 head 1"] == "improved"
+    assert judgement.exit_code == 0
+
+
+def test_a_louder_head_is_found_among_144(report, bounds):
+    exact = np.random.default_rng(5).lognormal(0, 0.3, (144, 8))
+    changed = exact.copy()
+    changed[100] *= 1.5
+    judgement = judge(
+        report(bounds(changed, heads=12), weights="b"), report(bounds(exact, heads=12))
+    )
+    broken = [v.name for v in judgement.verdicts if v.status == "regressed"]
+    assert broken == ["layer 8 head 4"]
+
+
+def test_every_default_rule_can_fail(pair):
+    build, baseline = pair
+    judgement = judge(build(head=0, factor=2, scale=1.3, lost=40), baseline)
+    broken = {v.metric for v in judgement.verdicts if v.status == "regressed"}
+    assert broken == {
+        "jacobian.norm:median",
+        "jacobian.norm:p95",
+        "bounds.exact:each",
+        "attack.robust:mean",
+    }
+
+
+def test_limits_p_values_and_statuses_agree(pair):
+    build, baseline = pair
+    for lost in range(0, 45, 3):
+        judgement = judge(build(head=3, factor=1.3, noise=0.1, lost=lost, scale=1.06), baseline)
+        for v in judgement.verdicts:
+            worse = v.low > 0.2 if v.metric == "bounds.exact:each" else None
+            if v.metric == "attack.robust:mean":
+                worse = v.high < -0.02
+            if worse is not None:
+                assert (v.status == "regressed") == worse
+            assert (v.status == "regressed") == (v.p_adjusted <= 0.05)
+            assert (v.status == "regressed") == (v.p <= v.level)
+
+
+def test_holm_over_rules_then_rows(pair):
+    build, baseline = pair
+    judgement = judge(build(head=7, factor=1.5, noise=0.02), baseline)
+    by_metric = {}
+    for v in judgement.verdicts:
+        by_metric.setdefault(v.metric, []).append(v)
+    # The head's rule has the smallest p-value: tested at .05/4, its 12 rows at .05/4/12.
+    head = next(v for v in by_metric["bounds.exact:each"] if v.name == "layer 3 head 1")
+    assert head.level == pytest.approx(0.05 / 4 / 12)
+    assert by_metric["jacobian.norm:median"][0].level == pytest.approx(0.05 / 3)
+
+
+@pytest.mark.parametrize(
+    ("lost", "status", "code"),
+    [
+        (0, "pass", 0),
+        (2, "pass (not proven)", 6),
+        (6, "inconclusive", 6),
+        (30, "regressed", 1),
+        (-20, "improved", 0),
+    ],
+)
+def test_verdicts_on_accuracy(pair, lost, status, code):
+    build, baseline = pair
+    chosen = rules("attack.robust >= -2pp")
+    judgement = judge(build(lost=lost), baseline, chosen, strict=True)
+    assert only(judgement).status == status
+    assert judgement.exit_code == code
+    lenient = judge(build(lost=lost), baseline, chosen)
+    assert lenient.exit_code == (code if code != 6 else 0)
+
+
+def test_an_inconclusive_verdict_says_what_would_settle_it(pair):
+    build, baseline = pair
+    verdict = only(judge(build(lost=6), baseline, rules("attack.robust >= -2pp")))
+    assert verdict.status == "inconclusive"
+    assert verdict.samples_needed > verdict.samples == 128
+    assert "samples would settle it" in verdict.line
+    # What it calls detectable is detected, one sample less is not.
+    least = round(-verdict.detectable * 128)
+    for lost, status in ((least, "regressed"), (least - 1, "inconclusive")):
+        again = judge(build(lost=lost), baseline, rules("attack.robust >= -2pp"))
+        assert only(again).status == status
+
+
+@pytest.mark.parametrize(
+    ("rule", "status"),
+    [
+        ("bounds.exact:max <= 40", "pass"),
+        ("bounds.exact:max <= 0.5", "regressed"),
+        ("jacobian.norm:max <= 1000", "pass"),
+        ("jacobian.norm:p95 <= 0.1", "regressed"),
+        ("attack.robust >= 0.7", "pass"),
+        ("attack.robust >= 0.71", "regressed"),
+    ],
+)
+def test_absolute_limits_judge_the_current_run_even_of_the_same_model(pair, rule, status):
+    build, baseline = pair
+    verdict = only(judge(build(weights="a"), baseline, rules(rule)))
+    assert verdict.status == status
+    assert verdict.old is None
+
+
+def test_an_absolute_limit_needs_no_comparable_baseline(pair, report):
+    build, _ = pair
+    judgement = judge(build(dtype="float64"), report(), rules("jacobian.norm:median <= 1000"))
+    assert judgement.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule", "status"),
+    [
+        (0.73, 0.73, "bounds.exact:max >= 0.73", "pass"),
+        (1.1, 1.1 * 1.05, "bounds.exact:max <= +5%", "pass"),
+        (1.1, 1.155001, "bounds.exact:max <= +5%", "regressed"),
+        (0.1, 0.1 + 0.2, "bounds.exact:max <= +0.2", "pass"),
+        (3.0, 2.7, "bounds.exact:max >= 0.9x", "pass"),
+        (3.0, 2.69, "bounds.exact:max >= 0.9x", "regressed"),
+        (3.0, 2.0, "bounds.exact:max <= +10%", "improved"),
+        (0.0, 0.0, "bounds.exact:max <= +10%", "pass"),
+        (0.0, 1e-9, "bounds.exact:max <= +10%", "regressed"),
+        (2.0, 1.9, "bounds.exact:max <= -10%", "regressed"),
+    ],
+)
+def test_figures_compared_as_they_are_meet_their_limit_exactly(
+    report, bounds, old, new, rule, status
+):
+    before, now = (bounds([[v] * 8], heads=1) for v in (old, new))
+    row = now.rows[0].model_copy(update={"exact": new})
+    now = now.model_copy(update={"rows": (row,)})
+    assert only(judge(report(now, weights="b"), report(before), rules(rule))).status == status
+
+
+@pytest.mark.parametrize(
+    ("factor", "status"), [(1.2, "pass"), (1.2001, "regressed"), (1 / 1.2001, "improved")]
+)
+def test_a_ratio_exactly_at_its_limit_passes(report, bounds, factor, status):
+    exact = np.array([[1.0, 1.1, 1.25, 1.3, 1.45, 1.6, 1.75, 2.0]])
+    judgement = judge(
+        report(bounds(exact * factor, heads=1), weights="b"),
+        report(bounds(exact, heads=1)),
+    )
+    assert only(judgement).status == status
+
+
+def test_an_unchanged_model_does_not_meet_a_demand_for_improvement(pair):
+    build, baseline = pair
+    judgement = judge(build(weights="a"), baseline, rules("jacobian.norm:median <= -5%"))
+    assert only(judgement).status == "regressed"
+
+
+def test_selectors_pick_rows_and_columns(pair, report, attack):
+    build, baseline = pair
+    judgement = judge(build(), baseline, rules("bounds.exact@layer=3 <= +20%"))
+    assert [v.name for v in judgement.verdicts] == ["layer 3 head 0", "layer 3 head 1"]
+    radii = report(
+        attack([flags(90), flags(40)], eps=("2/255", "4/255"), attacks=("apgd-ce", "square"))
+    )
+    names = {
+        rule: [v.name for v in judge(radii, radii, rules(rule)).verdicts]
+        for rule in (
+            "attack.robust >= -2pp",
+            "attack.robust@linf,4/255 >= -2pp",
+            "attack.robust@eps=4/255,attack=square >= -2pp",
+        )
+    }
+    assert list(names.values()) == [
+        ["worst,linf,2/255", "worst,linf,4/255"],
+        ["worst,linf,4/255"],
+        ["square,linf,4/255"],
+    ]
+
+
+def test_row_columns_without_samples_are_compared_as_they_are(pair):
+    build, baseline = pair
+    louder = build(head=2, factor=3.0)
+    verdict = only(judge(louder, baseline, rules("bounds.exact:mean <= +5%")))
+    old, new = (np.mean([r.exact for r in x.section("bounds").rows]) for x in (baseline, louder))
+    assert (verdict.old, verdict.new) == pytest.approx((old, new))
+    assert verdict.status == "regressed"
+    assert verdict.samples == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("bounds.exact@layer=99 <= +20%", "matches nothing"),
+        ("bounds.exact@color=red <= +20%", "no column 'color'"),
+        ("scaling.norm:max <= 3", "matches nothing"),
+        ("attack.robust@l2 >= -2pp", "matches nothing"),
+        ("bounds.castin:each <= 3", "matches nothing"),
+        ("jacobian.norm:max <= +5%", "how far a maximum changes"),
+        ("attack.robust >= -2%", "changes in points"),
+    ],
+)
+def test_a_rule_without_a_meaning_here_is_a_usage_error(pair, rule, message):
+    build, baseline = pair
+    with pytest.raises(UsageError, match=message):
+        judge(build(), baseline, rules(rule))
+
+
+def test_negative_values_have_no_relative_change(report, jacobian, norms):
+    section = jacobian(norms)
+    section = section.model_copy(update={"samples": {**section.samples, "margin": tuple(-norms)}})
+    with pytest.raises(UsageError, match="negative"):
+        judge(report(section, weights="b"), report(section), rules("jacobian.margin >= -5%"))
+    lower = section.model_copy(
+        update={"samples": {**section.samples, "margin": tuple(-norms - 0.5)}}
+    )
+    judgement = judge(
+        report(lower, weights="b"), report(section), rules("jacobian.margin >= -0.1")
+    )
+    assert only(judgement).status == "regressed"
+    assert only(judgement).change == pytest.approx(-0.5)
+
+
+def test_a_default_rule_without_its_section_is_dropped_and_named(report, bounds):
+    section = report(bounds(EXACT))
+    judgement = judge(section, section)
+    assert {v.metric for v in judgement.verdicts} == {"bounds.exact:each"}
+    assert sum("not judged" in note for note in judgement.notes) == 3
+
+
+def test_samples_are_paired_by_identity_not_by_place(report, jacobian, ids, norms):
+    order = np.random.default_rng(3).permutation(norms.size)
+    shuffled = jacobian(norms[order], ids=tuple(np.array(ids(norms.size))[order]))
+    verdict = judge(report(shuffled, weights="b"), report(jacobian(norms))).verdicts[0]
+    assert (verdict.low, verdict.high) == (0.0, 0.0)
+
+
+def test_clean_accuracy_is_shown_but_never_fails(report, attack):
+    worse = report(attack(flags(60), correct=flags(64)), weights="b")
+    judgement = judge(worse, report(attack(flags(60), correct=flags(120))))
+    (shown,) = judgement.shown
+    assert (shown.old, shown.new) == (120 / 128, 0.5)
+    assert shown.mcnemar < 1e-9
+    assert judgement.exit_code == 0
+
+
+def test_what_differs_without_harm_is_noted(pair):
+    build, baseline = pair
+    current = build(seed=1, device="cuda:0", versions={"torch": "2.7.0"})
+    warning = Note(level="warning", code="zero-gradients", text="3 samples have no gradient")
+    sections = [s.model_copy(update={"notes": (warning,)}) for s in current.sections[-1:]]
+    current = current.model_copy(update={"sections": (*current.sections[:-1], *sections)})
+    judgement = judge(current, baseline)
+    assert judgement.exit_code == 0
+    assert judgement.notes == (
+        "seed: 0 became 1",
+        "device: cpu became cuda",
+        "torch: 2.6.0 became 2.7.0",
+        "attack, not so in the baseline: 3 samples have no gradient",
+    )
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -1.0])
+def test_alpha_is_a_probability(pair, alpha):
+    build, baseline = pair
+    with pytest.raises(UsageError, match="alpha"):
+        judge(build(), baseline, alpha=alpha)

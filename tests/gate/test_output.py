@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from lipaudit.gate import (
+    judge,
+    render_annotations,
+    render_junit,
+    render_markdown,
+    render_text,
+)
+
+EXACT = np.random.default_rng(1).lognormal(0, 0.3, (12, 8))
+ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]
+HOSTILE = "<script>|`x`|\n::error::\x1b[31m"
+
+
+@pytest.fixture
+def failed(report, bounds, attack):
+    changed = EXACT.copy()
+    changed[7] *= 1.5
+    worse = ROBUST.copy()
+    worse[:6] = 0
+    return judge(
+        report(bounds(changed), attack(worse), weights="b", spec=HOSTILE),
+        report(bounds(EXACT), attack(ROBUST)),
+    )
+
+
+def test_text_names_the_head_and_counts_the_rest(failed):
+    lines = render_text(failed).splitlines()
+    assert lines[0] == "<script>|`x`|�::error::�[31m against demo"
+    assert lines[2].startswith(
+        "✗ regressed: bounds.exact:each <= +20% layer 3 head 1: 0.9521 -> 1.428 (+50%, limits"
+    )
+    assert lines[3] == "  bounds.exact:each <= +20%: 11 more rows pass"
+    assert lines[4].startswith("~ inconclusive: attack.robust >= -2pp worst,linf,2/255")
+    assert lines[-1].startswith("regressed: bounds.exact:each <= +20% layer 3 head 1")
+    assert lines[-1].endswith("(exit code 1)")
+
+
+def test_markdown_keeps_its_table_whatever_the_model_is_called(failed):
+    text = render_markdown(failed)
+    assert "<script>" not in text
+    assert "\x1b" not in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    widths = {line.replace("\\|", "").count("|") for line in table}
+    assert widths == {9}
+    assert "layer 3 head 1" in text
+
+
+def test_annotations_are_one_command_a_line(failed):
+    lines = render_annotations(failed).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["::error", "::warning"]
+    assert "layer 3 head 1" in lines[0]
+    assert "+20%25" in lines[0]
+    assert lines[0].startswith("::error title=lipaudit%3A regressed::regressed: ")
+
+
+def test_junit_has_a_case_per_verdict_and_fails_where_the_gate_does(failed):
+    suite = ElementTree.fromstring(render_junit(failed)).find("testsuite")
+    cases = suite.findall("testcase")
+    assert len(cases) == len(failed.verdicts) == int(suite.get("tests"))
+    broken = [case for case in cases if case.find("failure") is not None]
+    assert [case.get("name") for case in broken] == ["bounds.exact:each <= +20% layer 3 head 1"]
+    assert (suite.get("failures"), suite.get("errors")) == ("1", "0")
+
+
+def test_strict_fails_what_is_not_proven_everywhere(failed):
+    strict = failed.model_copy(update={"strict": True})
+    assert render_annotations(strict).count("::error") == 2
+    assert ElementTree.fromstring(render_junit(strict)).get("failures") == "2"
+    assert "✗ inconclusive" in render_text(strict)
+
+
+def test_what_could_not_be_judged_is_an_error(report, jacobian, norms):
+    judgement = judge(report(jacobian(norms), dtype="float16"), report(jacobian(norms)))
+    suite = ElementTree.fromstring(render_junit(judgement)).find("testsuite")
+    assert (suite.get("failures"), suite.get("errors")) == ("0", "2")
+    assert "dtype float32 became float16" in render_annotations(judgement)
+
+
+def test_control_characters_cannot_break_the_xml(failed):
+    named = [v.model_copy(update={"name": "layer \x00 \x1b"}) for v in failed.verdicts]
+    xml = render_junit(failed.model_copy(update={"verdicts": tuple(named)}))
+    assert ElementTree.fromstring(xml) is not None
+
+
+def test_a_pass_is_silent_in_annotations(report, bounds):
+    same = judge(report(bounds(EXACT)), report(bounds(EXACT)))
+    assert render_annotations(same) == ""
+    assert "passed" in render_markdown(same)

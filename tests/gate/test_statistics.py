@@ -1,0 +1,201 @@
+"""Every test and limit against another library, a published example or a hand calculation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from lipaudit.gate.statistics import (
+    MIN_RESAMPLED,
+    RESAMPLES,
+    holm,
+    mean_change,
+    median_change,
+    resampled_change,
+    share_change,
+)
+
+LEVELS = (0.05, 0.0125, 0.001)
+CHANGES = st.lists(st.floats(-3, 3).map(lambda x: round(x, 3)), min_size=1, max_size=60)
+
+
+def p95_change(old, new):
+    return np.quantile(new, 0.95, axis=1) - np.quantile(old, 0.95, axis=1)
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 8, 17, 64, 255])
+@pytest.mark.parametrize("level", LEVELS)
+def test_median_limits_are_the_order_statistics_of_the_binomial(n, level):
+    x = np.random.default_rng(n).normal(size=n)
+    low, high = median_change(x).limits(level)
+    binomial = stats.binom(n, 0.5)
+    ranks = [k for k in range(1, n + 1) if binomial.cdf(k - 1) <= level]
+    if not ranks:
+        assert (low, high) == (-math.inf, math.inf)
+        return
+    ordered = np.sort(x)
+    assert low == pytest.approx(ordered[max(ranks) - 1], abs=1e-12)
+    assert high == pytest.approx(ordered[n - max(ranks)], abs=1e-12)
+
+
+@pytest.mark.parametrize("margin", [-0.3, 0.0, 0.2])
+def test_median_p_is_the_sign_test(margin):
+    x = np.random.default_rng(3).normal(size=31)
+    above = int((x > margin).sum())
+    expected = stats.binomtest(above, 31, 0.5, alternative="greater").pvalue
+    assert median_change(x).p(margin) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_tie_with_the_margin_does_not_count_against_the_model():
+    assert median_change(np.full(64, 0.1)).p(0.1) == 1.0
+    assert mean_change(np.full(64, 0.1)).p(0.1) == 1.0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_mean_limits_and_p_are_students(level):
+    x = np.random.default_rng(4).normal(0.3, 1.0, 8)
+    evidence = mean_change(x)
+    expected = stats.ttest_1samp(x, 0.1, alternative="greater").pvalue
+    assert evidence.p(0.1) == pytest.approx(expected, rel=1e-9)
+    low, high = stats.t.interval(1 - 2 * level, 7, x.mean(), stats.sem(x))
+    assert evidence.limits(level) == pytest.approx((low, high), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits"),
+    [
+        ([0.4] * 8, (0.4, 0.4)),
+        ([0.4], (-math.inf, math.inf)),
+        ([math.inf] * 8, (math.inf, math.inf)),
+        ([math.inf, 0.5, 0.6], (0.5, math.inf)),
+    ],
+)
+def test_changes_without_a_spread_leave_no_doubt_but_one_sample_proves_nothing(changes, limits):
+    evidence = mean_change(np.array(changes))
+    assert evidence.limits(0.01) == limits
+    assert (evidence.p(0.2) == 0.0) == (limits[0] > 0.2)
+
+
+def test_share_limits_agree_with_a_published_example():
+    # Response before and after consolidation (Cavo et al. 2012), as analysed by Fagerland,
+    # Lydersen and Laake: 6 and 16 discordant pairs of 161, -0.0621 (-0.1195 to -0.0032),
+    # exact McNemar p = 0.052479.
+    evidence = share_change(6, 16, 161)
+    assert evidence.estimate == pytest.approx(-0.0621, abs=5e-5)
+    assert evidence.limits(0.025) == pytest.approx((-0.1195, -0.0032), abs=5e-5)
+    assert evidence.mcnemar == pytest.approx(0.052479, abs=5e-7)
+
+
+def test_share_limits_by_hand():
+    # n = 14: (1 + 1)/16 = 1/8 and (5 + 1)/16 = 3/8, D = -1/4, se^2 = (1/2 - 1/16)/16.
+    error = math.sqrt((1 / 2 - 1 / 16) / 16)
+    z = 1.6448536269514722
+    expected = (-0.25 - z * error, -0.25 + z * error)
+    assert share_change(1, 5, 14).limits(0.05) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("worse", "better"), [(0, 0), (1, 0), (3, 9), (12, 12), (0, 30)])
+def test_mcnemar_is_the_exact_binomial_test(worse, better):
+    flips = worse + better
+    expected = stats.binomtest(worse, flips).pvalue if flips else 1.0
+    assert share_change(worse, better, 100).mcnemar == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_reach_of_a_share_is_the_first_count_that_is_flagged():
+    reach = share_change(2, 3, 128).reach(0.02, 0.0125)
+    counts = [k for k in range(3, 126) if share_change(k, 3, 128).limits(0.0125)[0] > 0.02]
+    assert reach == pytest.approx((counts[0] - 3) / 128, rel=1e-12)
+
+
+@pytest.mark.parametrize("judged", [median_change, mean_change])
+def test_the_reach_of_a_location_is_the_least_shift_that_is_flagged(judged):
+    x = np.random.default_rng(6).normal(0.0, 0.1, 40)
+    evidence = judged(x)
+    shift = evidence.reach(0.05, 0.01) - evidence.estimate
+    assert judged(x + shift + 1e-9).limits(0.01)[0] > 0.05
+    assert judged(x + shift - 1e-9).limits(0.01)[0] <= 0.05
+
+
+def test_the_bootstrap_agrees_with_scipys():
+    generator = np.random.default_rng(7)
+    old = generator.lognormal(0, 0.5, 200)
+    new = old * np.exp(generator.normal(0.1, 0.2, 200))
+    ours = resampled_change(old, new, p95_change).limits(0.05)
+    theirs = stats.bootstrap(
+        (old, new),
+        lambda a, b, axis: np.quantile(b, 0.95, axis=axis) - np.quantile(a, 0.95, axis=axis),
+        paired=True,
+        confidence_level=0.9,
+        method="percentile",
+        n_resamples=4000,
+        rng=np.random.default_rng(8),
+    ).confidence_interval
+    width = theirs.high - theirs.low
+    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.06 * width)
+
+
+def test_the_bootstrap_gives_the_same_answer_every_time():
+    old, new = np.random.default_rng(9).normal(size=(2, 50))
+    first, second = (resampled_change(old, new, p95_change) for _ in range(2))
+    assert first.limits(0.05) == second.limits(0.05)
+
+
+def test_the_bootstrap_proves_nothing_from_few_samples():
+    old = np.linspace(1, 2, MIN_RESAMPLED - 1)
+    evidence = resampled_change(old, 10 * old, p95_change)
+    assert evidence.limits(0.05) == (-math.inf, math.inf)
+    assert evidence.p(0.0) == 1.0
+
+
+@given(CHANGES, st.floats(-1, 1).map(lambda x: round(x, 2)), st.sampled_from(LEVELS))
+@settings(deadline=None, max_examples=150)
+def test_p_and_limits_say_the_same_of_medians_and_means(changes, margin, level):
+    for judged in (median_change, mean_change):
+        evidence = judged(np.array(changes))
+        p, low = evidence.p(margin), evidence.limits(level)[0]
+        if abs(p - level) > 1e-9 and abs(low - margin) > 1e-9:
+            assert (p <= level) == (low > margin)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.sampled_from(LEVELS))
+@settings(deadline=None, max_examples=150)
+def test_p_and_limits_say_the_same_of_shares(worse, better, rest, level):
+    evidence = share_change(worse, better, worse + better + rest + 1)
+    assert (evidence.p(0.02) <= level) == (evidence.limits(level)[0] > 0.02)
+
+
+@given(st.integers(0, 2**31), st.sampled_from(LEVELS))
+@settings(deadline=None, max_examples=15)
+def test_p_and_limits_say_the_same_of_the_bootstrap(seed, level):
+    old, new = np.random.default_rng(seed).normal(size=(2, 30))
+    evidence = resampled_change(old, new, p95_change)
+    for margin in (-0.2, 0.0, 0.3):
+        assert (evidence.p(margin) <= level) == (evidence.limits(level)[0] > margin)
+    assert evidence.p(-99.0) == 1 / (RESAMPLES + 1)
+
+
+def test_holm_by_hand():
+    # Sorted: .01 x 4 = .04, .02 x 3 = .06, .03 x 2 = .06, .04 x 1 = .04 -> running .06.
+    adjusted, levels = holm([0.03, 0.01, 0.04, 0.02], 0.05)
+    assert adjusted == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    # The first falls at .05/4, the second stands at .05/3 and with it all later ones.
+    assert levels == pytest.approx([0.05 / 3, 0.05 / 4, 0.05 / 3, 0.05 / 3])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=200)
+def test_holm_decides_alike_by_adjusted_p_and_by_level(p_values):
+    adjusted, levels = holm(p_values, 0.05)
+    ranked = sorted(range(len(p_values)), key=p_values.__getitem__)
+    running = 0.0
+    for rank, i in enumerate(ranked):
+        running = max(running, min(1.0, p_values[i] * (len(p_values) - rank)))
+        assert adjusted[i] == pytest.approx(running)
+    for p, corrected, level in zip(p_values, adjusted, levels, strict=True):
+        if abs(corrected - 0.05) > 1e-12:
+            assert (corrected <= 0.05) == (p <= level)

@@ -36,8 +36,11 @@ def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
             f"Name the inputs {' or '.join(INPUTS)}, the labels {' or '.join(LABELS)}.",
         )
-    if y is not None and len(y) != len(x):
-        raise InputError(f"{path} has {len(x)} inputs and {len(y)} labels", "Save them together.")
+    if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
+        raise InputError(
+            f"{path} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
+            "Labels are one integer per input.",
+        )
     order = picks(len(x), options.samples, options.seed)
     samples = _checked(x[order], net, path)
     labels = None if y is None else [int(v) for v in y[order]]
@@ -60,7 +63,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _numeric(archive: Any) -> dict[str, Any]:
-    return {k: archive[k] for k in archive.files if archive[k].dtype.kind in "uif"}
+    return {k: v for k in archive.files if (v := archive[k]).dtype.kind in "uif"}
 
 
 def _named(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:

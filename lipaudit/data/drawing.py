@@ -52,7 +52,11 @@ def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tu
     """Match the class names of a data set with the model's classes.
 
     By name, whatever its case, one of several names separated by commas, or an alias (an ImageNet
-    synset); else by sorted order, where the counts agree, which a note tells.
+    synset); else in their order, where the counts agree, which a note tells.
+
+    Args:
+        names: every class of the data set, in the data set's order (folders: sorted).
+        net: the model.
 
     Raises:
         InputError: neither works: an accuracy on such labels would mean nothing.
@@ -61,7 +65,7 @@ def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tu
     if all(_plain(name) in known for name in names):
         return {name: known[_plain(name)] for name in names}, ()
     if net.classes == len(names):
-        order = {name: i for i, name in enumerate(sorted(names))}
+        order = {name: i for i, name in enumerate(names)}
         return order, (remark("labels-by-order", _order_text(order, net)),)
     stranger = next(name for name in names if _plain(name) not in known)
     has = "no class names" if not known else "no class of that name"
@@ -78,11 +82,14 @@ def require_labels(y: Sequence[int], net: Intake, *, origin: str) -> None:
     Raises:
         InputError: with the first such label.
     """
-    wrong = [i for i, label in enumerate(y) if not 0 <= label < (net.classes or label + 1)]
-    if wrong:
+    classes = net.classes
+    if classes is None:
+        return
+    wrong = next((i for i, label in enumerate(y) if not 0 <= label < classes), None)
+    if wrong is not None:
         raise InputError(
-            f"{origin}: label {y[wrong[0]]} of sample {wrong[0]} is none of the model's "
-            f"{net.classes} classes (0 to {(net.classes or 0) - 1})",
+            f"{origin}: label {y[wrong]} is none of the model's {classes} classes "
+            f"(0 to {classes - 1})",
             "Labels count from 0, in the order of the model's outputs.",
         )
 
@@ -102,4 +109,4 @@ def _plain(name: str) -> str:
 def _order_text(order: dict[str, int], net: Intake) -> str:
     first = next(iter(order))
     shown = f" ({net.info.labels[0]!r})" if net.info.labels else ""
-    return f"class names were matched by sorted order: {first!r} is class 0{shown}, and so on"
+    return f"class names were matched by their order: {first!r} is class 0{shown}, and so on"

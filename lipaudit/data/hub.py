@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lipaudit.data.drawing import Drawn, picks
-from lipaudit.data.intake import DataOptions, Intake, remark
-from lipaudit.data.text import LABELS, from_rows, label_numbers
-from lipaudit.errors import InputError
+from PIL.Image import Image
+from torch import Tensor
 
-IMAGES = ("image", "img", "pixel_values", "picture")
+from lipaudit.data.drawing import Drawn, class_indices, picks
+from lipaudit.data.intake import DataOptions, Intake
+from lipaudit.data.text import class_numbers, label_column, text_column, tokenized
+from lipaudit.errors import InputError
+from lipaudit.results import Note
+
+IMAGES = ("image", "img", "picture")
 DEFAULT_SPLIT = "test"
 
 
@@ -26,13 +32,32 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
     match = re.fullmatch(r"(?P<name>[^\[\]]+)(\[(?P<split>[^\]]+)\])?", reference)
     if match is None:
         raise InputError(f"hf:{reference} names no data set", "Write hf:ORG/NAME[SPLIT].")
-    table = _open(match["name"], match["split"] or DEFAULT_SPLIT)
-    rows = [table[i] for i in picks(len(table), options.samples, options.seed)]
-    if not rows:
-        raise InputError(f"hf:{reference} is empty", "Choose another split.")
+    origin = f"hf:{reference}"
+    with hub_access(offline=options.offline):
+        table = _open(match["name"], match["split"] or DEFAULT_SPLIT)
+    if not len(table):
+        raise InputError(f"{origin} is empty", "Choose another split.")
+    order = picks(len(table), options.samples, options.seed)
     if net.kind == "text":
-        return from_rows(_named(rows, table), net, options, origin=f"hf:{reference}")
-    return _images(_named(rows, table), net, options, f"hf:{reference}")
+        column = text_column(table.column_names, options, origin=origin)
+        x, notes = tokenized(table[order][column], net, options, origin=origin)
+    else:
+        x, notes = _pictures(table, order, net, origin), ()
+    y, more = _labels(table, net, options, origin)
+    return Drawn(x, None if y is None else [y[i] for i in order], notes + more)
+
+
+@contextmanager
+def hub_access(*, offline: bool) -> Iterator[None]:
+    """Forbid connections to the Hub, where asked to, while the block runs."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _open(name: str, split: str) -> Any:
@@ -51,29 +76,32 @@ def _open(name: str, split: str) -> Any:
         return datasets.load_dataset(name, split=split)
     except Exception as error:  # every HTTP library has exceptions of its own
         raise InputError(
-            f"the data set {name} [{split}] cannot be had ({type(error).__name__}: {error})",
+            f"the data set {name} [{split}] cannot be had "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]})",
             "Check name, split and network; a directory written by save_to_disk works offline.",
         ) from error
 
 
-def _named(rows: list[dict[str, Any]], table: Any) -> list[dict[str, Any]]:
-    """Put class names in place of the data set's own numbers for them."""
-    named = {k: f.names for k, f in table.features.items() if hasattr(f, "names")}
-    return [{k: named[k][v] if k in named else v for k, v in row.items()} for row in rows]
-
-
-def _images(rows: list[dict[str, Any]], net: Intake, options: DataOptions, origin: str) -> Drawn:
-    image = next((k for k in IMAGES if k in rows[0]), None)
-    if image is None or net.prepare is None:
+def _pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Tensor]:
+    image = next((k for k in IMAGES if k in table.column_names), None)
+    rows = table[order][image] if image is not None else []
+    if net.prepare is None or not rows or not isinstance(rows[0], Image):
         raise InputError(
-            f"{origin} has no image column (columns: {', '.join(rows[0])})",
-            f"It should be one of {', '.join(IMAGES)}; the model takes {net.kind}.",
+            f"{origin} has no column of images (columns: {', '.join(table.column_names)})",
+            f"It should be named {' or '.join(IMAGES)}; the model takes {net.kind}.",
         )
-    x = [net.prepare(row[image]) for row in rows]
-    label = options.label_column or next((k for k in LABELS if k in rows[0]), None)
-    if label is None or label not in rows[0]:
-        return Drawn(x)
-    if net.classes is None:
-        return Drawn(x, None, (remark("labels-unused", "labels unused: the model has none"),))
-    y, notes = label_numbers([row[label] for row in rows], net, origin=origin)
-    return Drawn(x, y, notes)
+    return [net.prepare(picture) for picture in rows]
+
+
+def _labels(
+    table: Any, net: Intake, options: DataOptions, origin: str
+) -> tuple[list[int] | None, tuple[Note, ...]]:
+    """Return the labels of the whole table as class numbers of the model."""
+    column = label_column(table.column_names, options, origin=origin)
+    if column is None or net.classes is None:
+        return None, ()
+    values, names = list(table[column]), getattr(table.features[column], "names", None)
+    if names is None or min(values) < 0:
+        return class_numbers(values, net, origin=origin)
+    index, notes = class_indices(names, net)
+    return [index[names[v]] for v in values], notes

@@ -38,7 +38,7 @@ def resized(
             f"the model takes {channels} channels, which no picture has",
             "Give the data as an .npz file with x of shape (samples, channels, height, width).",
         )
-    image = image.convert(MODES[channels])
+    image = _eight_bit(image).convert(MODES[channels])
     if image.size == (width, height):
         return _pixels(image)
     if not steps:
@@ -81,7 +81,7 @@ def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
         with Image.open(path) as image:
             image.load()
             return prepare(image)
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(
             f"{path} is not a readable image ({error})", "Remove it or copy it again."
         ) from error
@@ -114,6 +114,13 @@ def _pictures(path: Path) -> list[Path]:
 
 def _no_classes(path: Path) -> Note:
     return remark("labels-unused", f"the classes of {path} are unused: the model has none")
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """Scale 16-bit greys, which Pillow would clip at 255."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
 
 
 def _covering(image: Image.Image, width: int, height: int) -> Image.Image:

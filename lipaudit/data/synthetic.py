@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from importlib.resources import files
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from lipaudit.data.drawing import Drawn
 from lipaudit.data.intake import DataOptions, Intake, warning
 from lipaudit.data.text import windows
+from lipaudit.results import Note
 
 CONTRAST = 0.2
 """Standard deviation of the pixels, about that of photographs."""
@@ -19,23 +19,22 @@ CONTRAST = 0.2
 def random_samples(net: Intake, options: DataOptions) -> Drawn:
     """Make samples without labels: 1/f noise for images, a text of ours, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
+    notes: tuple[Note, ...] = ()
     if net.kind == "image":
         x, what = [noise_image(net.sample_shape, rng) for _ in range(options.samples)], "1/f noise"
     elif net.kind == "tokens":
         x = [torch.randn(net.sample_shape, generator=rng) for _ in range(options.samples)]
         what = "Gaussian tokens"
     elif net.tokenize is not None:
-        x, what = (
-            windows(_text(), net, options, origin="random"),
-            "a text that comes with lipaudit",
-        )
+        story, what = _text(), "a text that comes with lipaudit"
+        x, notes = windows(story, net, options, origin="random", after=story)
     else:
         x, what = _token_ids(net, options, rng), "random token ids"
     text = (
         f"--data random: the samples are {what}, not data of yours; figures at a point depend on "
         "the point, so give --data what the model meets in use"
     )
-    return Drawn(x, None, (warning("random-data", text),))
+    return Drawn(x, None, (warning("random-data", text), *notes))
 
 
 def noise_image(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
@@ -58,5 +57,4 @@ def _text() -> str:
 
 def _token_ids(net: Intake, options: DataOptions, rng: torch.Generator) -> list[Tensor]:
     length = min(options.max_tokens, *net.sample_shape)
-    size = net.vocabulary or math.inf
-    return list(torch.randint(int(min(size, 2**31)), (options.samples, length), generator=rng))
+    return list(torch.randint(net.vocabulary or 1, (options.samples, length), generator=rng))

@@ -32,27 +32,39 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     Raises:
         InputError: damaged, empty, a column missing, or labels the model does not have.
     """
-    rows = _rows(path)
+    rows, origin = _rows(path), str(path)
     if not rows:
         raise InputError(f"{path} has no rows", "The first line names the columns.")
-    drawn = [rows[i] for i in picks(len(rows), options.samples, options.seed)]
-    return from_rows(drawn, net, options, origin=str(path))
-
-
-def from_rows(rows: Rows, net: Intake, options: DataOptions, *, origin: str) -> Drawn:
-    """Take the text and label columns of rows."""
-    text = _column(rows[0], options.text_column, TEXTS, origin)
-    if text is None:
-        raise InputError(
-            f"{origin} has no text column (columns: {', '.join(rows[0])})",
-            "Name it with --text-column.",
-        )
-    label = _column(rows[0], options.label_column, LABELS, origin)
-    x, notes = tokenized([str(r[text]) for r in rows], net, options, origin=origin)
+    text = text_column(list(rows[0]), options, origin=origin)
+    label = label_column(list(rows[0]), options, origin=origin)
+    order = picks(len(rows), options.samples, options.seed)
+    texts = _values([rows[i] for i in order], text, origin)
+    x, notes = tokenized([str(t) for t in texts], net, options, origin=origin)
     if label is None or net.classes is None:
         return Drawn(x, None, notes)
-    y, more = label_numbers([r[label] for r in rows], net, origin=origin)
-    return Drawn(x, y, notes + more)
+    every = _values(rows, label, origin)
+    numbers, more = class_numbers(every, net, origin=origin)
+    return Drawn(x, [numbers[i] for i in order], notes + more)
+
+
+def text_column(columns: Sequence[str], options: DataOptions, *, origin: str) -> str:
+    """Choose the column of the texts.
+
+    Raises:
+        InputError: none has a usual name, or not the one asked for.
+    """
+    found = _column(columns, options.text_column, TEXTS, origin)
+    if found is None:
+        raise InputError(
+            f"{origin} has no text column (columns: {', '.join(columns)})",
+            "Name it with --text-column.",
+        )
+    return found
+
+
+def label_column(columns: Sequence[str], options: DataOptions, *, origin: str) -> str | None:
+    """Choose the column of the labels; None where none has a usual name."""
+    return _column(columns, options.label_column, LABELS, origin)
 
 
 def read_text(path: Path, net: Intake, options: DataOptions) -> Drawn:
@@ -65,19 +77,24 @@ def read_text(path: Path, net: Intake, options: DataOptions) -> Drawn:
         notes = (remark("latin-1", f"{path} is not UTF-8 and was read as Latin-1"),)
     if not text.strip():
         raise InputError(f"{path} is empty", "Give a file with some text.")
-    return Drawn(windows(text, net, options, origin=str(path)), None, notes)
+    x, more = windows(text, net, options, origin=str(path))
+    return Drawn(x, None, notes + more)
 
 
-def windows(text: str, net: Intake, options: DataOptions, *, origin: str) -> list[Tensor]:
+def windows(
+    text: str, net: Intake, options: DataOptions, *, origin: str, after: str = ""
+) -> tuple[list[Tensor], tuple[Note, ...]]:
     """Return as many windows as samples are asked for, spread evenly over a text.
 
     The text is cut into equal parts; a sample is the first `max_tokens` tokens from the first word
-    that begins in a part, special tokens included. The last ones may be shorter.
+    that begins in a part, special tokens included. The last ones may be shorter, unless some text
+    comes `after`.
     """
-    limit, _ = _limit(net, options)
+    limit, notes = _limit(net, options)
     starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
+    text += after
     parts = [text[_word_start(text, s) :][: LETTERS_PER_TOKEN * limit] for s in starts]
-    return [_tokens(part, net, limit, origin) for part in parts if part.strip()]
+    return [_tokens(part, net, limit, origin) for part in parts if part.strip()], notes
 
 
 def tokenized(
@@ -98,13 +115,19 @@ def tokenized(
     return x, notes
 
 
-def label_numbers(
+def class_numbers(
     values: Sequence[Any], net: Intake, *, origin: str
 ) -> tuple[list[int], tuple[Note, ...]]:
-    """Return labels as the model's class numbers, from numbers or class names."""
+    """Return labels as the model's class numbers, from numbers or class names.
+
+    Args:
+        values: the labels of the whole data set, so that its classes are known.
+        net: the model.
+        origin: the data set, for messages.
+    """
     try:
         numbers = [int(value) for value in values]
-    except (TypeError, ValueError):
+    except ValueError:
         names = [str(value) for value in values]
         index, notes = class_indices(sorted(set(names)), net)
         return [index[name] for name in names], notes
@@ -116,23 +139,33 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             if path.suffix == ".jsonl":
-                return [json.loads(line) for line in lines if line.strip()]
+                return [dict(json.loads(line)) for line in lines if line.strip()]
             delimiter = "\t" if path.suffix == ".tsv" else ","
             return list(csv.DictReader(lines, delimiter=delimiter, strict=True))
-    except (ValueError, csv.Error) as error:
+    except (ValueError, TypeError, csv.Error) as error:
         raise InputError(
-            f"{path} is not a readable {path.suffix} file ({error})", "It should be UTF-8."
+            f"{path} is not a readable {path.suffix} file ({error})",
+            "It should be UTF-8, with a row per sample.",
         ) from error
 
 
-def _column(
-    row: dict[str, Any], asked: str | None, usual: Sequence[str], origin: str
-) -> str | None:
-    if asked is not None and asked not in row:
+def _values(rows: Rows, column: str, origin: str) -> list[Any]:
+    values = [row.get(column) for row in rows]
+    if None in values:
         raise InputError(
-            f"{origin} has no column {asked!r}", f"Its columns are: {', '.join(row)}."
+            f"{origin}: row {values.index(None) + 1} has no {column!r}", "Every row needs one."
         )
-    return asked or next((name for name in usual if name in row), None)
+    return values
+
+
+def _column(
+    columns: Sequence[str], asked: str | None, usual: Sequence[str], origin: str
+) -> str | None:
+    if asked is not None and asked not in columns:
+        raise InputError(
+            f"{origin} has no column {asked!r}", f"Its columns are: {', '.join(columns)}."
+        )
+    return asked or next((name for name in usual if name in columns), None)
 
 
 def _limit(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
@@ -155,7 +188,7 @@ def _tokens(text: str, net: Intake, limit: int, origin: str) -> Tensor:
     tokens = net.tokenize(text, limit)
     if not tokens:
         raise InputError(f"{origin}: {text[:40]!r} has no tokens", "Remove empty texts.")
-    return torch.as_tensor(tokens)
+    return torch.as_tensor(tokens, dtype=torch.int64)
 
 
 def _word_start(text: str, position: int) -> int:

@@ -18,7 +18,7 @@ from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.results import Note
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-PROBE_TOKENS = 8
+PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
 
 
 def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
@@ -36,6 +36,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     digest = sha256(module)
     module.eval().requires_grad_(False).to(device(options.device), _dtype(options.dtype))
     call = spec.call or _plain_call(module)
+    _require_images(spec, options)
     if spec.kind == "image":
         call, preprocess = _normalised(call, spec, options)
     else:
@@ -114,6 +115,14 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
+    """Refuse options on images for a model that takes none."""
+    given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
+    named = [name for name, value in given.items() if value is not None]
+    if named and spec.kind != "image":
+        raise UsageError(f"{few(named)} given, and the model takes {spec.kind}", "Leave it out.")
+
+
 def _single_precision(module: nn.Module) -> tuple[nn.Module, tuple[Note, ...]]:
     """Leave half precision behind: structure and norms cannot be read in it."""
     notes = half_precision(p.dtype for p in module.parameters())
@@ -132,7 +141,7 @@ def _normalised(
     mean = _per_channel("mean", options.mean or spec.mean or (0.0,), channels)
     std = _per_channel("std", options.std or spec.std or (1.0,), channels)
     if not all(s > 0 for s in std):
-        raise UsageError(f"std {std} must be positive")
+        raise UsageError(f"std {std} must be positive", "Pixels are divided by it.")
 
     def normalised(x: Tensor, mask: Tensor | None) -> Any:
         shift, scale = (x.new_tensor(v)[:, None, None] for v in (mean, std))
@@ -184,7 +193,9 @@ def _probe(
 
 def _blank(spec: ModelSpec, like: Tensor) -> Tensor:
     if spec.kind == "text":
-        return torch.full((1, min(PROBE_TOKENS, *spec.input_shape)), 1, device=like.device)
+        most = min(PROBE_TOKENS, *spec.input_shape)
+        ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
+        return torch.tensor([ids], device=like.device)
     middle = 0.5 if spec.kind == "image" else 0.0
     return torch.full((1, *spec.input_shape), middle, device=like.device, dtype=like.dtype)
 

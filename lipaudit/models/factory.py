@@ -98,9 +98,9 @@ def _as_spec(made: Any, reference: str, options: LoadOptions) -> ModelSpec:
 
         return timm.describe(made, options)
     if hasattr(made, "main_input_name") and hasattr(made, "config"):
-        from lipaudit.models import hf
+        from lipaudit.models.hf_calls import describe
 
-        return hf.describe(made, options)
+        return describe(made, options)
     if options.input_size is None:
         raise UsageError(
             f"py:{reference} returned a {type(made).__name__}: what does it take?",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from lipaudit.errors import InputError
@@ -12,10 +10,10 @@ SETTINGS = ["*.json", "*.txt", "*.model", "1_Pooling/config.json"]
 IGNORED = ["onnx/*", "openvino/*", "coreml/*", "*/onnx/*"]
 
 
-def fetch(repository: str, revision: str | None, *, offline: bool) -> Path:
+def fetch(repository: str, revision: str | None, *, offline: bool, weights: bool = True) -> Path:
     """Return the directory that holds a repository: settings, tokenizer and weights, no code.
 
-    Weights come as safetensors, or as pickled tensors where there is nothing else.
+    Weights, where they are wanted, come as safetensors, or pickled where there is nothing else.
 
     Raises:
         InputError: the repository cannot be had, with the reason.
@@ -34,8 +32,8 @@ def fetch(repository: str, revision: str | None, *, offline: bool) -> Path:
         )
 
     try:
-        path = snapshot([*SETTINGS, "*.safetensors"])
-        if not any(path.glob("*.safetensors")):
+        path = snapshot([*SETTINGS, "*.safetensors"] if weights else SETTINGS)
+        if weights and not any(path.glob("*.safetensors")):
             path = snapshot([*SETTINGS, "*.bin"])
     except Exception as error:  # every HTTP library has exceptions of its own
         name = repository + (f"@{revision}" if revision else "")
@@ -46,16 +44,3 @@ def fetch(repository: str, revision: str | None, *, offline: bool) -> Path:
             "(`hf download`) and give its directory as MODEL.",
         ) from error
     return path
-
-
-@contextmanager
-def hub_access(*, offline: bool) -> Iterator[None]:
-    """Forbid connections to the Hub, where asked to, while the block runs."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or offline
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before

@@ -47,6 +47,8 @@ def load(spec: str, options: LoadOptions | None = None) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         source, model = _resolve(spec, options)
+        if options.arch is not None and source != "file":
+            raise UsageError(f"--arch is for files of weights; {spec} says what it is", "Drop it.")
         return assemble(model, options, name=spec, source=source)
 
 
@@ -98,8 +100,8 @@ def _demo(name: str, _options: LoadOptions) -> Source:
 
 
 def _timm(name: str, options: LoadOptions) -> Source:
+    from lipaudit.data.hub import hub_access
     from lipaudit.models import timm
-    from lipaudit.models.hub import hub_access
 
     with hub_access(offline=options.offline):
         return "timm", timm.pretrained(name, options)
@@ -111,7 +113,9 @@ def _hub(name: str, options: LoadOptions) -> Source:
     repository, _, revision = name.partition("@")
     if repository.count("/") > 1 or not repository:
         raise UsageError(f"{name!r} is no repository of the Hub", "Write hf:ORG/NAME[@REVISION].")
-    return _directory(fetch(repository, revision or None, offline=options.offline), options)
+    weights = bool(options.model_kwargs.get("pretrained", True))
+    path = fetch(repository, revision or None, offline=options.offline, weights=weights)
+    return _directory(path, options)
 
 
 def _directory(path: Path, options: LoadOptions) -> Source:

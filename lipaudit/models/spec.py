@@ -9,9 +9,16 @@ from typing import Any, Literal
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from lipaudit.data.intake import warning
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Kind
 from lipaudit.results import Note
+
+RANDOM = warning(
+    "random-weights",
+    "RANDOM WEIGHTS: nothing was loaded, the figures say nothing about a trained model",
+)
+"""The note on a model whose weights are random, as was asked for."""
 
 
 @dataclass(frozen=True)

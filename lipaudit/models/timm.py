@@ -15,17 +15,13 @@ from lipaudit.data.images import resized
 from lipaudit.data.intake import remark, warning
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.files import State, find_weights, load_strictly, mismatches, read_weights
-from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec
 from lipaudit.results import Note
 
 if typing.TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-RANDOM = warning(
-    "random-weights",
-    "RANDOM WEIGHTS: nothing was loaded, the figures say nothing about a trained model",
-)
 DEFAULT_NORMALISATION = warning(
     "default-normalisation",
     "mean and std are those of the architecture's own weights, not of this file: "

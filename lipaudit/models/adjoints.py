@@ -177,6 +177,33 @@ def rms_norm(
     return _Forward.apply(Derivative(forward, vjp, jvp), input)
 
 
+def patch_conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """A convolution over patches side by side, as one product: several times faster backwards."""
+    out, _, *patch = weight.shape
+    rows, columns = (size // side for size, side in zip(input.shape[-2:], patch, strict=True))
+    whole = input.shape[1:] == (weight.shape[1], rows * patch[0], columns * patch[1])
+    plain = (_pair(stride), _pair(padding), _pair(dilation)) == (tuple(patch), (0, 0), (1, 1))
+    if input.ndim != 4 or not whole or not plain:
+        return NotImplemented
+    tiles = input.reshape(len(input), -1, rows, patch[0], columns, patch[1])
+    vectors = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)
+    return torch.nn.functional.linear(vectors, weight.flatten(1), bias).permute(0, 3, 1, 2)
+
+
+def _pair(value: int | tuple[int, ...] | str) -> tuple[int, ...]:
+    if isinstance(value, str):
+        return (0, 0) if value == "valid" else ()
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
 def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else x * weight
 

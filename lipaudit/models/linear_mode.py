@@ -74,6 +74,7 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.softmax: adjoints.softmax,
     F.layer_norm: adjoints.layer_norm,
     F.rms_norm: adjoints.rms_norm,
+    F.conv2d: adjoints.patch_conv,
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
     F.batch_norm: _batch_norm,

@@ -48,6 +48,19 @@ def from_the_input(x):
     return F.layer_norm(x, (6,), weight=x[0].sin())
 
 
+KERNEL = torch.linspace(-1, 1, 5 * 4 * 3 * 2, dtype=torch.float64).sin().view(5, 4, 3, 2)
+CONVOLUTIONS = {
+    "patches": {"weight": KERNEL, "bias": torch.arange(5).double(), "stride": (3, 2)},
+    "patches-valid": {"weight": KERNEL, "stride": (3, 2), "padding": "valid"},
+    "square-patches": {"weight": KERNEL[:, :, :2], "stride": 2},
+    "overlap": {"weight": KERNEL, "stride": (2, 2)},
+    "padded": {"weight": KERNEL, "stride": (3, 2), "padding": (0, 1)},
+    "same": {"weight": KERNEL[..., :1], "padding": "same"},
+    "margin": {"weight": KERNEL[:, :, :, :1].repeat(1, 1, 1, 3), "stride": 3},
+    "dilated": {"weight": KERNEL[:, :, :2], "stride": 2, "dilation": 2},
+    "grouped": {"weight": KERNEL[:4, :2], "stride": (3, 2), "groups": 2},
+}
+
 CASES = {
     "gelu": (F.gelu, (4, 6)),
     "gelu-tanh": (lambda x: F.gelu(x, approximate="tanh"), (4, 6)),
@@ -68,6 +81,10 @@ CASES = {
     "layer-norm-computed-weight": (from_the_input, (4, 6)),
     "rms-norm": (lambda x: F.rms_norm(x, (6,), WEIGHT, 1e-2), (4, 3, 6)),
     "rms-norm-plain": (lambda x: F.rms_norm(x, (3, 6)), (4, 3, 6)),
+    **{
+        f"conv-{name}": (lambda x, options=options: F.conv2d(x, **options), (2, 4, 6, 4))
+        for name, options in CONVOLUTIONS.items()
+    },
     "attention": attention(),
     "attention-scale": attention(scale=0.9),
     "attention-causal": attention(is_causal=True),

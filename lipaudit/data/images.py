@@ -46,6 +46,11 @@ def resized(
     value: Any = image
     for step in steps:
         value = step(value)
+    if tuple(value.shape) != tuple(shape):
+        raise InputError(
+            f"the model's own resizing makes images of {tuple(value.shape)}, not {tuple(shape)}",
+            "Give --input-size: images are then scaled to cover it and cropped in the middle.",
+        )
     return value
 
 

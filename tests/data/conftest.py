@@ -1,0 +1,82 @@
+"""Models as far as data see them: what they take, and no model behind it."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from lipaudit.data.images import resized
+
+
+@dataclass(frozen=True)
+class Facts:
+    source: str = "py"
+    labels: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Taker:
+    """An `Intake` of plain values."""
+
+    kind: str
+    sample_shape: tuple[int, ...]
+    classes: int | None = None
+    info: Facts = Facts()
+    box: tuple[float, float] | None = None
+    vocabulary: int | None = None
+    tokenize: object = None
+    pad_id: int = 0
+    prepare: object = None
+    aliases: dict[str, int] = field(default_factory=dict)
+
+
+def words(text, most):
+    """One token a word, between a 1 and a 2, cut to `most` tokens with them."""
+    ids = [3 + sum(map(ord, word)) % 97 for word in text.split()]
+    return [1, *ids[: most - 2], 2][:most] if ids else []
+
+
+@pytest.fixture
+def image_taker():
+    """Build a model of images."""
+
+    def make(shape=(3, 8, 8), classes=None, labels=None, **more):
+        return Taker(
+            "image", shape, classes, Facts(labels=labels), (0.0, 1.0),
+            prepare=lambda image: resized(image, shape), **more,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def text_taker():
+    """Build a model of text."""
+
+    def make(most=128, classes=None, labels=None, tokenize=words):
+        return Taker(
+            "text", (most,), classes, Facts(labels=labels), vocabulary=100, tokenize=tokenize
+        )
+
+    return make
+
+
+@pytest.fixture
+def token_taker():
+    """Build a model of float sequences."""
+    return lambda shape=(5, 4): Taker("tokens", shape)
+
+
+@pytest.fixture
+def refused():
+    """Load data that must be refused, and return what the error says."""
+    from lipaudit.data.loading import DataOptions, load_data
+    from lipaudit.errors import InputError, LipauditError
+
+    def check(spec, net, kind=InputError, **options):
+        with pytest.raises(LipauditError) as caught:
+            load_data(None if spec is None else str(spec), net, DataOptions(**options))
+        assert type(caught.value) is kind
+        assert caught.value.advice
+        return f"{caught.value.message} | {caught.value.advice}"
+
+    return check

@@ -1,0 +1,120 @@
+"""Array files: layouts, ranges, labels."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lipaudit.data.loading import DataOptions, load_data
+
+RNG = np.random.default_rng(0)
+BYTES = RNG.integers(0, 256, (6, 3, 8, 8), dtype=np.uint8)
+ALL = DataOptions(samples=6)
+ORDER = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+
+
+def saved(path, **arrays):
+    np.savez(path, **arrays)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["x", "images", "inputs"])
+def test_bytes_become_pixels(tmp_path, image_taker, name):
+    path = saved(tmp_path / "a.npz", **{name: BYTES})
+    x = load_data(path, image_taker(), ALL).batch.x
+    torch.testing.assert_close(x, torch.from_numpy(BYTES)[ORDER] / 255)
+
+
+def test_channels_may_come_last(tmp_path, image_taker):
+    path = saved(tmp_path / "a.npz", x=BYTES.transpose(0, 2, 3, 1))
+    x = load_data(path, image_taker(), ALL).batch.x
+    torch.testing.assert_close(x, torch.from_numpy(BYTES)[ORDER] / 255)
+
+
+def test_grey_images_may_come_without_channel(tmp_path, image_taker):
+    path = saved(tmp_path / "a.npz", x=BYTES[:, 0])
+    assert load_data(path, image_taker((1, 8, 8)), ALL).batch.x.shape == (6, 1, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["y", "labels"])
+def test_labels_follow_their_samples(tmp_path, image_taker, name):
+    path = saved(tmp_path / "a.npz", x=BYTES, **{name: np.arange(6)})
+    batch = load_data(path, image_taker(classes=6), ALL).batch
+    assert batch.y.tolist() == ORDER.tolist()
+
+
+def test_safetensors_read_as_npz(tmp_path, image_taker):
+    arrays = {"x": torch.from_numpy(BYTES), "y": torch.arange(6)}
+    save_file(arrays, tmp_path / "a.safetensors")
+    path = saved(tmp_path / "a.npz", x=BYTES, y=np.arange(6))
+    net = image_taker(classes=6)
+    twins = [load_data(p, net, ALL).batch for p in (path, str(tmp_path / "a.safetensors"))]
+    assert twins[0].ids == twins[1].ids
+
+
+def test_float_sequences_have_no_range(tmp_path, token_taker):
+    x = RNG.normal(size=(6, 5, 4)) * 100
+    batch = load_data(saved(tmp_path / "a.npz", x=x), token_taker(), ALL).batch
+    torch.testing.assert_close(batch.x, torch.from_numpy(x)[ORDER].float())
+
+
+def test_token_ids(tmp_path, text_taker):
+    ids = RNG.integers(0, 100, (6, 7))
+    batch = load_data(saved(tmp_path / "a.npz", x=ids), text_taker(), ALL).batch
+    assert batch.x.tolist() == ids[ORDER].tolist()
+    assert batch.mask is None
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (BYTES[:, :, :4], "samples of shape (3, 4, 8); the model takes (3, 8, 8)"),
+        (BYTES.astype(np.float32), "values from 0 to 255"),
+        (BYTES / 255 - 0.5, "values from -0.5"),
+        (np.full((2, 3, 8, 8), np.nan), "NaN or infinite"),
+        (BYTES[:0], "has no samples"),
+    ],
+)
+def test_images_that_are_refused(tmp_path, image_taker, refused, x, message):
+    assert message in refused(saved(tmp_path / "a.npz", x=x), image_taker())
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.full((2, 5), 100), "the vocabulary has 100"),
+        (np.full((2, 5), -1), "ids from -1"),
+        (np.full((2, 129), 1), "at most 128"),
+        (np.full((2, 5), 1.0), "float64"),
+    ],
+)
+def test_token_ids_that_are_refused(tmp_path, text_taker, refused, x, message):
+    assert message in refused(saved(tmp_path / "a.npz", x=x), text_taker())
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (np.full(6, 3), "label 3 of sample"),
+        (np.full(6, -1), "label -1"),
+        (np.arange(5), "labels of shape (5,)"),
+        (np.eye(6), "labels of shape (6, 6)"),
+        (np.zeros(6), "float64 labels"),
+    ],
+)
+def test_labels_that_are_refused(tmp_path, image_taker, refused, y, message):
+    message = message.replace(" of sample", " is none")
+    assert message in refused(saved(tmp_path / "a.npz", x=BYTES, y=y), image_taker(classes=3))
+
+
+def test_files_that_are_refused(tmp_path, image_taker, refused):
+    assert "arrays: z" in refused(saved(tmp_path / "a.npz", z=BYTES), image_taker())
+    whole = (tmp_path / "a.npz").read_bytes()
+    for name in ("b.npz", "c.safetensors"):
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        assert "not a readable" in refused(tmp_path / name, image_taker())
+
+
+def test_pickled_arrays_are_not_opened(tmp_path, image_taker, refused):
+    path = saved(tmp_path / "a.npz", x=np.array([{"code": 1}], dtype=object))
+    assert "not a readable .npz" in refused(path, image_taker())

@@ -1,0 +1,146 @@
+"""Text: tables, plain files, cutting and padding."""
+
+import json
+
+import pytest
+import torch
+
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import UsageError
+
+ROWS = [("a b c", "bad"), ("d e", "good"), ("f g h i", "good"), ("j", "bad")]
+ALL = DataOptions(samples=4)
+
+
+def table(path, rows=ROWS, columns=("text", "label")):
+    separator = "\t" if path.suffix == ".tsv" else ","
+    if path.suffix == ".jsonl":
+        lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in rows]
+    else:
+        lines = [separator.join(map(str, row)) for row in (columns, *rows)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_tables_are_read_alike(tmp_path, text_taker, suffix):
+    net = text_taker(classes=2, labels=("BAD", "GOOD"))
+    batch = load_data(table(tmp_path / f"t{suffix}"), net, ALL).batch
+    lengths = [len(text.split()) + 2 for text, _ in ROWS]
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(0)).tolist()
+    assert batch.mask.sum(1).tolist() == [lengths[i] for i in order]
+    assert batch.y.tolist() == [int(ROWS[i][1] == "good") for i in order]
+
+
+def test_padding_fills_with_the_padding_id_behind_the_mask(tmp_path, text_taker):
+    batch = load_data(table(tmp_path / "t.csv"), text_taker(), ALL).batch
+    assert batch.x.shape == batch.mask.shape == (4, 6)
+    assert batch.x[~batch.mask].unique().tolist() == [0]
+    assert (batch.x[batch.mask] > 0).all()
+
+
+def test_ids_do_not_depend_on_the_padding(tmp_path, text_taker):
+    short = table(tmp_path / "s.csv", ROWS[1:2])
+    longer = table(tmp_path / "l.csv")
+    alone = load_data(short, text_taker(), DataOptions(samples=1)).batch
+    among = load_data(longer, text_taker(), ALL).batch
+    assert alone.ids[0] in among.ids
+
+
+def test_texts_of_one_length_need_no_mask(tmp_path, text_taker):
+    path = table(tmp_path / "t.csv", [("a b",), ("c d",)], ("text",))
+    assert load_data(path, text_taker(), DataOptions(samples=2)).batch.mask is None
+
+
+def test_columns_can_be_named(tmp_path, text_taker):
+    path = table(tmp_path / "t.csv", [("a b", "x", 1), ("c", "y", 0)], ("body", "text", "stars"))
+    options = DataOptions(samples=2, text_column="body", label_column="stars")
+    batch = load_data(path, text_taker(classes=2), options).batch
+    assert {(int(m), int(y)) for m, y in zip(batch.mask.sum(1), batch.y, strict=True)} == {
+        (4, 1), (3, 0),
+    }  # fmt: skip
+
+
+def test_classes_are_counted_over_the_whole_table(tmp_path, text_taker):
+    """A draw of one row must not turn its class into class 0 by order."""
+    path = table(tmp_path / "t.csv", [("a", "pos"), ("b", "neg")] * 3)
+    for seed in range(4):
+        options = DataOptions(samples=1, seed=seed)
+        samples = load_data(path, text_taker(classes=2), options)
+        assert [n.code for n in samples.notes] == ["labels-by-order"]
+        text = samples.batch.x[0, 1] - 3
+        assert samples.batch.y.tolist() == [1 if text == ord("a") % 97 else 0]
+
+
+def test_numbers_are_classes(tmp_path, text_taker):
+    path = table(tmp_path / "t.csv", [("a", 1), ("b", 0)])
+    assert load_data(path, text_taker(classes=2), DataOptions(samples=2)).notes == ()
+
+
+def test_long_texts_are_cut_with_a_note(tmp_path, text_taker):
+    path = table(tmp_path / "t.csv", [("a b c d e f",), ("a b c",)], ("text",))
+    samples = load_data(path, text_taker(), DataOptions(samples=2, max_tokens=5))
+    assert samples.batch.x.shape == (2, 5)
+    assert samples.batch.x[:, -1].tolist() == [2, 2]
+    assert [(n.level, n.code) for n in samples.notes] == [("warning", "text-cut")]
+    assert samples.notes[0].text.startswith("1 of 2 texts were cut to 5 tokens")
+
+
+def test_more_tokens_than_the_model_takes_are_noted(tmp_path, text_taker):
+    samples = load_data(table(tmp_path / "t.csv"), text_taker(4), DataOptions(max_tokens=9))
+    assert samples.batch.x.shape[1] == 4
+    assert samples.notes[0].code == "max-tokens"
+
+
+def test_a_plain_file_is_cut_into_windows_spread_evenly(tmp_path, text_taker):
+    words = [chr(97 + i % 26) + str(i) for i in range(200)]
+    (tmp_path / "t.txt").write_text(" ".join(words))
+    options = DataOptions(samples=4, max_tokens=10)
+    batch = load_data(str(tmp_path / "t.txt"), text_taker(), options).batch
+    expected = text_taker().tokenize(" ".join(words[:8]), 10)
+    assert batch.x.shape == (4, 10)
+    assert batch.x[0].tolist() == expected
+    assert batch.mask is None
+    assert len(set(batch.ids)) == 4
+
+
+def test_windows_begin_with_whole_words(tmp_path, text_taker):
+    (tmp_path / "t.txt").write_text("lighthouse " * 50)
+    options = DataOptions(samples=7, max_tokens=3)
+    batch = load_data(str(tmp_path / "t.txt"), text_taker(), options).batch
+    assert torch.equal(batch.x, batch.x[:1].expand(7, -1))
+
+
+def test_a_file_in_latin_1_is_read_with_a_note(tmp_path, text_taker):
+    (tmp_path / "t.txt").write_bytes("café au lait".encode("latin-1"))
+    samples = load_data(str(tmp_path / "t.txt"), text_taker(), DataOptions(samples=1))
+    assert samples.batch.x[0].tolist() == text_taker().tokenize("café au lait", 16)
+    assert samples.notes[0].code == "latin-1"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", "", "has no rows"),
+        ("t.csv", "body\nx\n", "has no text column (columns: body)"),
+        ("t.csv", "text,label\nx,maybe\n", "class 'maybe'"),
+        ("t.csv", "text,label\nx,7\n", "label 7 is none of the model's 2 classes"),
+        ("t.csv", "text,label\nx\n", "row 1 has no 'label'"),
+        ("t.csv", 'text\n"open', "not a readable .csv"),
+        ("t.jsonl", "{", "not a readable .jsonl"),
+        ("t.jsonl", "[1]", "not a readable .jsonl"),
+        ("t.txt", " \n", "is empty"),
+        ("t.csv", "text\n \n", "has no tokens"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, text_taker, refused, name, content, message):
+    (tmp_path / name).write_text(content)
+    assert message in refused(tmp_path / name, text_taker(classes=2))
+
+
+def test_requests_that_are_refused(tmp_path, text_taker, image_taker, refused):
+    path = table(tmp_path / "t.csv")
+    assert "no column 'body'" in refused(path, text_taker(), text_column="body")
+    assert "leaves nothing" in refused(path, text_taker(), UsageError, max_tokens=0)
+    assert "without a tokenizer" in refused(path, text_taker(tokenize=None))
+    assert "the model takes image" in refused(path, image_taker())

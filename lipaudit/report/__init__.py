@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lipaudit.report import json, table
+from lipaudit.report import html, json, markdown, table
 from lipaudit.report.table import render_terminal as render_terminal
 
 RENDERERS: dict[str, Callable[..., bytes]] = {
     "table": table.render,
     "json": json.render,
+    "markdown": markdown.render,
+    "html": html.render,
 }
 """Renderer of each format: one report, or several side by side, in; the bytes of a file out."""

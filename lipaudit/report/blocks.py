@@ -6,7 +6,7 @@ measure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lipaudit.results import Column, Note
@@ -86,13 +86,23 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Curve:
-    """Joined points with intervals; `log` draws both axes logarithmic."""
+    """Joined points with intervals.
+
+    Attributes:
+        title: printed above it.
+        x: how the horizontal axis reads.
+        y: how the vertical axis reads.
+        series: one line each.
+        log: draw both axes logarithmic.
+        ticks: places on the horizontal axis by name; empty: as the drawing sees fit.
+    """
 
     title: str
     x: Column
     y: Column
     series: tuple[Series, ...]
     log: bool = False
+    ticks: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,11 +113,11 @@ class Density:
         title: printed above it.
         x: how the horizontal axis reads.
         y: how the vertical axis reads.
-        values: rows from the first to the last y.
-        x_range: first and last edge of the horizontal axis.
-        y_range: first and last edge of the vertical axis; a falling range draws the first row
-            on top.
+        values: one row per y.
+        x_range: outer edges of the first and of the last column.
+        y_range: outer edges of the first and of the last row.
         value: how an entry reads.
+        down: draw the first row on top, as matrices are written.
     """
 
     title: str
@@ -117,6 +127,7 @@ class Density:
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     value: Column
+    down: bool = False
 
 
 @dataclass(frozen=True)

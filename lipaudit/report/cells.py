@@ -60,7 +60,9 @@ def pretty(label: str) -> str:
 
 
 def standing(column: Column) -> str:
-    """Say how far a column is proven, and where: `bound at X`."""
+    """Say how far a column is proven, and where: `bound at X`; names and counts are not proven."""
+    if column.format in UNMEASURED or not column.domain:
+        return ""
     where = {"at X": "at X", "ball": "in the ball"}.get(column.domain, f"for {column.domain}")
     return pretty(f"{column.status} {where}")
 
@@ -70,7 +72,7 @@ def footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
 
     Names and counts carry none; where all columns stand alike, one note speaks for all.
     """
-    stand = [standing(c) if c.format not in UNMEASURED else "" for c in columns]
+    stand = [standing(column) for column in columns]
     groups = list(dict.fromkeys(s for s in stand if s))
     if len(groups) < 2:
         return [""] * len(stand), groups

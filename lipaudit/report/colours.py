@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 Rgb = tuple[int, int, int]
-# every eighth of matplotlib's viridis
+# every sixteenth of matplotlib's viridis
 VIRIDIS: tuple[Rgb, ...] = (
     (68, 1, 84),
-    (71, 44, 122),
-    (59, 81, 139),
-    (44, 113, 142),
-    (33, 144, 141),
-    (39, 173, 129),
-    (92, 200, 99),
-    (170, 220, 50),
+    (72, 24, 106),
+    (71, 45, 123),
+    (66, 64, 134),
+    (59, 82, 139),
+    (51, 99, 141),
+    (44, 114, 142),
+    (38, 130, 142),
+    (33, 145, 140),
+    (31, 160, 136),
+    (40, 174, 128),
+    (63, 188, 115),
+    (94, 201, 98),
+    (132, 212, 75),
+    (173, 220, 48),
+    (216, 226, 25),
     (253, 231, 37),
 )
 
@@ -26,6 +34,12 @@ def viridis(share: float) -> Rgb:
 
 
 def contrast(rgb: Rgb) -> str:
-    """Return black or white, whichever reads better on a colour (Rec. 709 luma)."""
-    luma = 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2]
-    return "#000000" if luma > 110 else "#ffffff"
+    """Return black or white, whichever has the higher contrast (WCAG 2) on a colour."""
+    red, green, blue = (_linear(part / 255) for part in rgb)
+    # equal contrast to both where (L + 0.05)^2 = 1.05 * 0.05
+    return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "#ffffff"
+
+
+def _linear(part: float) -> float:
+    """Undo the sRGB transfer curve."""
+    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4

@@ -36,6 +36,7 @@ def facts(report: Report) -> tuple[tuple[str, str], ...]:
         ("run", f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}"),
         ("command", run.command),
         ("status", report.status),
+        *([("reason", run.reason)] if run.reason else []),
     )
 
 
@@ -90,9 +91,10 @@ def _several(reports: Sequence[Report]) -> Document:
 
 def _models(names: Sequence[str], reports: Sequence[Report]) -> Block:
     columns = ("fact", *names)
-    rows = zip(*(facts(report) for report in reports), strict=True)
+    told = [dict(facts(report)) for report in reports]
+    keys = dict.fromkeys(name for each in told for name in each)
     return Table(
         title="What was audited",
         columns=tuple(Column(label=name, meaning="", format="s") for name in columns),
-        rows=tuple((row[0][0], *(value for _, value in row)) for row in rows),
+        rows=tuple((key, *(each.get(key) for each in told)) for key in keys),
     )

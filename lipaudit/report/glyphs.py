@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lipaudit.report.blocks import Curve, Histogram, Scatter
-from lipaudit.report.cells import number, pretty
+from lipaudit.report.cells import number, plain, pretty
 
 LEVELS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -26,16 +27,28 @@ def bar(share: float, width: int) -> str:
 
 def histogram(block: Histogram, width: int) -> list[str]:
     """Draw a histogram, a line per bin, group below group."""
+    block = coarse(block)
     spans = _spans(block)
     lines = []
     for label, counts in block.counts.items():
         top = max(counts, default=0) or 1
-        lines += [label] * (len(block.counts) > 1)
+        lines += [plain(label)] * (len(block.counts) > 1)
         lines += [
             f"{span}  {bar(count / top, width)} {number(count, '.4g')}"
             for span, count in zip(spans, counts, strict=True)
         ]
     return lines
+
+
+def coarse(block: Histogram, bins: int = 20) -> Histogram:
+    """Join neighbouring bins until no more than `bins` are left."""
+    step = -(-(len(block.edges) - 1) // bins)
+    starts = range(0, len(block.edges) - 1, step)
+    return replace(
+        block,
+        edges=(*(block.edges[i] for i in starts), block.edges[-1]),
+        counts={k: tuple(sum(v[i : i + step]) for i in starts) for k, v in block.counts.items()},
+    )
 
 
 def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
@@ -55,7 +68,7 @@ def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
 
 def legend(block: Scatter | Curve) -> str:
     """Say what the axes and the glyphs are."""
-    names = [f"{POINTS[i % len(POINTS)]} {s.label}" for i, s in enumerate(block.series)]
+    names = [f"{POINTS[i % len(POINTS)]} {plain(s.label)}" for i, s in enumerate(block.series)]
     return f"{pretty(block.y.label)} over {pretty(block.x.label)}: " + "   ".join(names)
 
 

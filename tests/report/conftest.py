@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lipaudit.report import html
 from lipaudit.results import (
+    ROWS,
     Array,
     AttackRow,
     AttentionRow,
@@ -305,6 +307,11 @@ def report() -> Report:
 @pytest.fixture(scope="session")
 def other() -> Report:
     """A second model: the same sections, other numbers in two of them."""
+    return make_other()
+
+
+def make_other() -> Report:
+    """A second model: the same sections, other numbers in two of them."""
     first = make_report()
     run = first.run.model_copy(
         update={"model": first.run.model.model_copy(update={"spec": "demo:robust"})}
@@ -319,6 +326,52 @@ def other() -> Report:
         )
         changed.append(section.model_copy(update={"rows": rows}))
     return Report(run=run, sections=tuple(changed))
+
+
+@pytest.fixture(scope="session")
+def page(report) -> str:
+    """The HTML page of one report."""
+    return html.render(report).decode()
+
+
+@pytest.fixture(scope="session")
+def double_page(report, other) -> str:
+    """The HTML page of two reports side by side."""
+    return html.render(report, other).decode()
+
+
+@pytest.fixture(scope="session")
+def large_report() -> Report:
+    """32 layers of 32 heads."""
+    first = make_report()
+    sections = [
+        section.model_copy(
+            update={
+                "rows": tuple(
+                    section.rows[(layer + head) % 11].model_copy(
+                        update={"layer": layer, "head": head}
+                    )
+                    for layer in range(32)
+                    for head in range(32)
+                ),
+                "arrays": {},
+            }
+        )
+        for section in first.sections
+        if section.measure in ("bounds", "attention")
+    ]
+    return first.model_copy(update={"sections": tuple(sections)})
+
+
+@pytest.fixture(scope="session")
+def blank_report() -> Report:
+    """One row per section with nothing in it but what names the row."""
+    names = {"layer": 0, "head": 0, "attack": "pgd", "norm": "linf", "eps": 0.1, "n": 8}
+    sections = []
+    for measure, kind in ROWS.items():
+        required = {n: names[n] for n, field in kind.model_fields.items() if field.is_required()}
+        sections.append(Section(measure=measure, rows=(kind(**required),)))
+    return make_report().model_copy(update={"sections": tuple(sections)})
 
 
 @pytest.fixture(scope="session")

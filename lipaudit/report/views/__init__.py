@@ -54,7 +54,8 @@ COMPARISONS: dict[str, Comparison] = {
 
 def blocks(section: Section) -> tuple[Block, ...]:
     """Return what is shown of a section: settings, figures and tables, notes."""
-    settings = "; ".join(f"{name} {listed(value)}" for name, value in section.settings.items())
+    given = {name: value for name, value in section.settings.items() if value is not None}
+    settings = "; ".join(f"{name} {listed(value)}" for name, value in given.items())
     return (
         *([Paragraph(f"Settings: {settings}.")] if settings else []),
         *(VIEWS.get(section.measure, _plain)(section) if section.rows else [NOTHING]),

@@ -72,15 +72,18 @@ def _worst(rows: list[AttackRow]) -> list[AttackRow]:
 def _curves(
     columns: Mapping[str, Column], groups: Mapping[str, list[AttackRow]]
 ) -> Iterable[Block]:
-    norms = dict.fromkeys(row.norm for rows in groups.values() for row in rows)
-    for norm in norms:
+    accuracy = columns["robust"].model_copy(update={"label": "accuracy"})
+    everything = [row for rows in groups.values() for row in rows]
+    for norm in dict.fromkeys(row.norm for row in everything):
         series = [
             _series(label, [r for r in rows if r.norm == norm and r.robust is not None])
             for label, rows in groups.items()
         ]
         kept = tuple(s for s in series if len(s.x) > 1)
+        ticks = {eps_text(row): row.eps for row in everything if row.norm == norm}
         if kept:
-            yield Curve(f"Accuracy under attack, {norm}", columns["eps"], columns["robust"], kept)
+            title = f"Accuracy under attack, {norm}"
+            yield Curve(title, columns["eps"], accuracy, kept, ticks={"0": 0.0} | ticks)
 
 
 def _series(label: str, rows: list[AttackRow]) -> Series:

@@ -67,24 +67,25 @@ def _pictures(section: Section) -> Iterator[Block]:
         yield Histogram("g1 over the exact ‖M‖, all rows", ratio, edges, {"rows": counts})
     if "p1p2_hist" in arrays and "p1p2_edges" in arrays:
         yield _joint(section)
-    if "map" in arrays:
+    if "map" in arrays and arrays["map"].data:
         yield _map(section)
 
 
 def _joint(section: Section) -> Density:
-    edges = section.arrays["p1p2_edges"].numpy()
-    ends = (float(edges[0]), float(edges[-1]))
-    # first axis of the array: p(1); a matrix is drawn with its first axis upwards
-    counts = section.arrays["p1p2_hist"].numpy().T
+    import numpy as np
+
+    # edges are common to both axes, or a row for each
+    edges = np.atleast_2d(section.arrays["p1p2_edges"].numpy())
+    p1, p2 = ((float(axis[0]), float(axis[-1])) for axis in (edges[0], edges[-1]))
+    counts = section.arrays["p1p2_hist"].numpy().T  # the array's first axis is p(1)
     columns = section.columns()
-    title = "Largest and second largest entry of a row, all rows"
     return Density(
-        title,
+        "Largest and second largest entry of a row, all rows",
         columns["top1"],
         columns["top2"],
         tuple(map(tuple, counts.tolist())),
-        ends,
-        ends,
+        p1,
+        p2,
         COUNT,
     )
 
@@ -98,6 +99,7 @@ def _map(section: Section) -> Density:
         y=Column(label="query", meaning="Position of the query.", format="d"),
         values=tuple(map(tuple, values.tolist())),
         x_range=(-0.5, keys - 0.5),
-        y_range=(queries - 0.5, -0.5),
+        y_range=(-0.5, queries - 0.5),
         value=Column(label="P", meaning="Attention probability."),
+        down=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lipaudit.report.blocks import Block, Scatter, Series, Table
 from lipaudit.report.cells import pretty
@@ -99,8 +100,8 @@ def _tightness(section: Section, rows: list[BoundsRow]) -> Table:
         Column(label="status", meaning="How far it is proven.", format="s"),
         Column(label="holds", meaning="Where it holds.", format="s"),
         Column(label="heads", meaning="Heads with this bound.", format="d"),
-        Column(label="median", meaning="Median of bound / exact; 1 is tight.", unit="×"),
-        Column(label="largest", meaning="Largest bound / exact.", unit="×"),
+        Column(label="median", meaning="Of bound / exact; 1 is tight.", unit="×", domain=""),
+        Column(label="largest", meaning="Of bound / exact.", unit="×", domain=""),
     )
     return Table("Tightness of the bounds: bound / exact over all heads", shown, tuple(lines))
 
@@ -108,15 +109,23 @@ def _tightness(section: Section, rows: list[BoundsRow]) -> Table:
 def _scatter(section: Section, rows: list[BoundsRow]) -> Iterator[Block]:
     series = []
     for name in BOUNDS:
-        points = [(row.exact, getattr(row, name)) for row in rows]
+        points = _points(section, rows, name)
         kept = [(x, y) for x, y in points if len(finite((x, y))) == 2 and min(x, y) > 0]
         if kept:
             x, y = zip(*kept, strict=True)
             series.append(Series(section.columns()[name].label, x, y))
     if series:
         bound = Column(label="bound", meaning="Upper bound.", status="bound")
-        title = "Upper bounds over the exact norm, one point per head"
+        title = "Upper bounds over the exact norm, per head"
         yield Scatter(title, section.columns()["exact"], bound, tuple(series))
+
+
+def _points(section: Section, rows: list[BoundsRow], bound: str) -> list[tuple[Any, Any]]:
+    """Pair exact and bound per head, and per sample where both were kept."""
+    if {"exact", bound} <= section.arrays.keys():
+        pair = section.arrays["exact"].data, section.arrays[bound].data
+        return list(zip(*pair, strict=True))
+    return [(row.exact, getattr(row, bound)) for row in rows]
 
 
 def _times(column: Column) -> Column:
@@ -130,6 +139,6 @@ def _multiple(log10: float | None) -> float | str | None:
 
 
 def _log10(value: float | None) -> float | None:
-    if value is None or value < 0 or math.isnan(value):
-        return None
-    return -math.inf if value == 0 else math.log10(value)
+    if value is None or math.isnan(value):
+        return value
+    return math.log10(value) if value > 0 else -math.inf

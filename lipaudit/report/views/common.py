@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from lipaudit.report.blocks import Block, Heatmap, Histogram, Matrix, Table
+from lipaudit.report.cells import pretty, standing, text
 from lipaudit.results import Column, Row, Section
 from lipaudit.results.rows import HeadRow
 
@@ -18,6 +19,15 @@ Comparison = Callable[[Mapping[str, Section]], Iterable[Block]]
 
 HEAD = Column(label="head", meaning="LAYER.HEAD", format="s")
 MODEL = Column(label="model", meaning="The report that the row comes from.", format="s")
+SPREAD = (
+    Column(label="statistic", meaning="Per-head column.", format="s"),
+    MODEL,
+    Column(label="standing", meaning="How far it is proven, and where.", format="s"),
+    Column(label="heads", meaning="Heads with a finite value.", format="d"),
+    Column(label="smallest", meaning="Over heads.", format=""),
+    Column(label="median", meaning="Over heads.", format=""),
+    Column(label="largest", meaning="Over heads.", format=""),
+)
 
 
 def typed(section: Section, kind: type[R]) -> list[R]:
@@ -78,12 +88,13 @@ def stacked(sections: Mapping[str, Section], names: Sequence[str], keys: Sequenc
     """Tabulate the rows of several reports, rows with equal keys together."""
     columns = next(iter(sections.values())).columns()
     rows = [(label, row.cells()) for label, s in sections.items() for row in s.rows]
+    keys = [key for key in keys if any(row[key] not in ("", None) for _, row in rows)]
     first: dict[tuple[Any, ...], int] = {}
     for _, row in rows:
         first.setdefault(tuple(row[k] for k in keys), len(first))
     rows.sort(key=lambda item: first[tuple(item[1][k] for k in keys)])
     return Table(
-        title="Side by side",
+        title="",
         columns=(*(columns[k] for k in keys), MODEL, *(columns[n] for n in names)),
         rows=tuple((*(r[k] for k in keys), label, *(r[n] for n in names)) for label, r in rows),
         keys=len(keys) + 1,
@@ -125,23 +136,22 @@ def spread(sections: Mapping[str, Section], names: Sequence[str]) -> list[Block]
     figures = [
         block
         for name in names
-        for block in histogram(f"{columns[name].label} over heads", columns[name], groups[name])
+        for block in histogram(
+            f"{pretty(columns[name].label)} over heads", columns[name], groups[name]
+        )
     ]
     rows = tuple(
-        (columns[name].label, label, *(_quartiles(values, columns[name])))
+        (pretty(columns[name].label), label, standing(columns[name]), len(values), *ends)
         for name in names
         for label, values in groups[name].items()
+        for ends in [_ends(values, columns[name])]
     )
-    titles = ("statistic", "model", "heads", "smallest", "median", "largest")
-    shown = tuple(Column(label=t, meaning="", format="s") for t in titles)
-    return [Table("Over heads", shown, rows, keys=2), *figures]
+    return [Table("Distribution over heads", SPREAD, rows, keys=2), *figures]
 
 
-def _quartiles(values: list[float], column: Column) -> tuple[str, ...]:
-    from lipaudit.report.cells import text
-
+def _ends(values: list[float], column: Column) -> tuple[str, ...]:
     ends = (min(values), median(values), max(values)) if values else (None, None, None)
-    return (str(len(values)), *(text(v, column) for v in ends))
+    return tuple(text(value, column) for value in ends)
 
 
 def _column(section: Section, name: str) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lipaudit.report.blocks import Block, Curve, Series
-from lipaudit.report.views.common import every_row, finite, stacked, typed
+from lipaudit.report.views.common import every_row, order, stacked, typed
 from lipaudit.results import ScalingRow, Section
 
 
@@ -41,7 +41,7 @@ def _curve(sections: Mapping[str, Section]) -> Iterator[Block]:
     for label, section in sections.items():
         for row in typed(section, ScalingRow):
             name = " ".join(filter(None, (label, row.mode, where(row.layer, row.head))))
-            if finite([row.norm]):
+            if order(row.norm) > 0:
                 groups.setdefault(name, []).append(row)
     series = tuple(_series(name, rows) for name, rows in groups.items())
     if series:

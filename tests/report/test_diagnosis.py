@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import re
+from statistics import median
+
+import pytest
+
+from lipaudit.report.diagnosis import diagnosis
+from lipaudit.results import AttentionRow, Report, Section
+
+
+def texts(report: Report) -> list[str]:
+    return [finding.text for finding in diagnosis(report)]
+
+
+def with_rows(report: Report, measure: str, **changes: object) -> Report:
+    sections = tuple(
+        s.model_copy(update={"rows": tuple(row.model_copy(update=changes) for row in s.rows)})
+        for s in report.sections
+        if s.measure == measure
+    )
+    return report.model_copy(update={"sections": sections})
+
+
+def test_most_amplifying_head(report):
+    exact = {
+        f"{r.layer}.{r.head}": r.exact
+        for r in report.section("bounds").rows
+        if r.exact is not None and r.exact == r.exact
+    }
+    name = max(exact, key=exact.get)
+    times = exact[name] / median(exact.values())
+    (text,) = [t for t in texts(report) if "amplifies most" in t]
+    assert text.startswith(
+        f"Head {name} amplifies most: ‖J‖ = {exact[name]:.3g}, {times:.3g} times"
+    )
+
+
+def test_every_finding_names_a_row_and_a_column_of_the_report(report):
+    found = diagnosis(report)
+    assert len(found) == 13
+    for finding in found:
+        section = report.section(finding.source.split(" ")[0])
+        heads = {f"{r.layer}.{r.head}" for r in section.rows if hasattr(r, "head")}
+        named = re.search(r"^(?:bounds|attention) (\d+\.\d+),", finding.source)
+        assert not named or named[1] in heads
+        known = set(section.columns()) | set(section.samples)
+        assert known & set(re.findall(r"\w+", finding.source))
+
+
+def test_empty_and_blank_reports_say_nothing_wrong(report, blank_report):
+    assert diagnosis(report.model_copy(update={"sections": ()})) == []
+    assert texts(blank_report) == []
+
+
+@pytest.mark.parametrize(
+    ("shares", "tokens", "k"),
+    [
+        ({"uniform": 0.2, "categorical": 0.6}, 17, 0),
+        ({"uniform": 0.6, "categorical": 0.2}, 17, 10),
+        ({"uniform": 0.6, "categorical": 0.2}, 10, 0),
+    ],
+)
+def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
+    row = AttentionRow(layer=0, head=0, intermediate=0.2, tokens=tokens, **shares)
+    section = Section(measure="attention", settings={"k": 10}, rows=(row,))
+    (text,) = [
+        t for t in texts(report.model_copy(update={"sections": (section,)})) if "JaSMin" in t
+    ]
+    assert text.endswith(f"k={k}.")
+
+
+def test_layers_where_sharp_and_exact_diverge(report):
+    near = with_rows(report, "bounds", exact=1.0, sharp=1.5, sharp_ratio_max=1.9)
+    assert any("at most 1.9 times exact" in t for t in texts(near))
+    far = with_rows(report, "bounds", exact=1.0, sharp=3.0)
+    assert any("more than 2-fold in layers 0 (3), 1 (3), 2 (3)" in t for t in texts(far))
+
+
+def _joined(report: Report) -> list[tuple[float, bool]]:
+    """Norm and being broken at 2/255, of samples classified rightly, joined by id by hand."""
+    jacobian, attack = report.section("jacobian").samples, report.section("attack").samples
+    norms = dict(zip(jacobian["ids"], jacobian["norm"], strict=True))
+    column = "robust@worst,linf,2/255"
+    return [
+        (norms[name], not kept)
+        for name, right, kept in zip(attack["ids"], attack["correct"], attack[column], strict=True)
+        if right and norms[name] is not None and norms[name] == norms[name]
+    ]
+
+
+def test_whether_attacks_break_the_sensitive_samples(report):
+    pairs = sorted(_joined(report), reverse=True)
+    cut = len(pairs) // 4
+    inside, outside = (sum(b for _, b in part) for part in (pairs[:cut], pairs[cut:]))
+    expected = f"breaks {inside} of the {cut} most sensitive samples and {outside} of the other"
+    assert any(expected in t for t in texts(report))
+
+
+def test_correlation_is_that_of_the_joined_samples(report):
+    from scipy.stats import spearmanr
+
+    norms, broken = zip(*_joined(report), strict=True)
+    rho = spearmanr(norms, broken).statistic
+    (text,) = [t for t in texts(report) if "of ‖J‖ with being broken" in t]
+    assert f": {rho:.2f} [" in text
+    assert text.endswith(f"{len(norms)} samples.")
+
+
+def test_attack_that_breaks_all_or_none_says_nothing(report):
+    attack = report.section("attack")
+    samples = dict(attack.samples)
+    samples = {n: (1,) * 24 if n.startswith("robust@") else v for n, v in samples.items()}
+    sections = tuple(
+        s.model_copy(update={"samples": samples}) if s.measure == "attack" else s
+        for s in report.sections
+    )
+    assert not [t for t in texts(report.model_copy(update={"sections": sections})) if "break" in t]

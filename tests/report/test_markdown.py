@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lipaudit.report import markdown
+
+
+def test_whole_text(report, golden):
+    golden("report.md", markdown.render(report))
+
+
+def test_tables_have_as_many_cells_in_every_row(report, other):
+    for reports in ((report,), (report, other)):
+        text = markdown.render(*reports).decode()
+        for grid in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            assert len({len(re.findall(r"(?<!\\)\|", line)) for line in grid.splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("hostile", "escaped"),
+    [
+        ("<script>", "&lt;script&gt;"),
+        ("a|b", r"a\|b"),
+        ("*x* _y_ `z`", r"\*x\* \_y\_ \`z\`"),
+        ("[x](javascript:1)", r"\[x\](javascript:1)"),
+        ("two\n# lines", "two�\\# lines"),
+        ("back\\slash", r"back\\slash"),
+    ],
+)
+def test_markup_is_taken_literally(hostile, escaped):
+    assert markdown.escape(hostile) == escaped
+
+
+def test_drawings_cannot_be_left_by_a_hostile_label(report):
+    model = report.run.model.model_copy(update={"spec": "~~~~\n```\n# heading"})
+    hostile = report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
+    lines = markdown.render(hostile, report).decode().splitlines()
+    assert not [line for line in lines if line.startswith(("# heading", "~~~", "```"))]

@@ -1,0 +1,148 @@
+"""What holds for every format."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lipaudit.report import RENDERERS
+from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Table
+from lipaudit.report.document import document, labels
+from lipaudit.report.glyphs import bar, coarse
+from lipaudit.report.views import TITLES, VIEWS, blocks
+from lipaudit.results import ROWS
+
+PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)
+SIDE_BY_SIDE = sorted(RENDERERS.keys() - {"json"})
+
+
+def _of(report, measure, kind):
+    return [b for b in blocks(report.section(measure)) if isinstance(b, kind)]
+
+
+@pytest.mark.parametrize("measure", ROWS)
+@pytest.mark.parametrize("name", RENDERERS)
+def test_every_section_in_every_format(report, name, measure):
+    alone = report.model_copy(update={"sections": (report.section(measure),)})
+    text = RENDERERS[name](alone).decode()
+    assert measure in text if name == "json" else TITLES[measure] in text
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_rows_without_values_in_every_format(blank_report, name):
+    assert RENDERERS[name](blank_report)
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_sections_without_rows_in_every_format(report, name):
+    empty = tuple(s.model_copy(update={"rows": (), "arrays": {}}) for s in report.sections)
+    assert RENDERERS[name](report.model_copy(update={"sections": empty}))
+
+
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_reports_with_different_sections_side_by_side(report, other, blank_report, name):
+    fewer = other.model_copy(update={"sections": other.sections[2:4]})
+    text = RENDERERS[name](report, fewer, blank_report).decode()
+    assert all(title in text for title in TITLES.values())
+
+
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_measure_without_a_view_shows_its_rows(report, name, monkeypatch):
+    monkeypatch.delitem(VIEWS, "attack")
+    alone = report.model_copy(update={"sections": (report.section("attack"),)})
+    text = RENDERERS[name](alone).decode()
+    assert "backwards" in text
+    assert "20.8%" in text
+
+
+def test_every_measure_has_a_title():
+    assert TITLES.keys() == ROWS.keys()
+
+
+def test_several_models_draw_their_distributions_over_heads(report, other):
+    page = document(report, other)
+    figures = [b for part in page.parts for b in part.blocks if isinstance(b, Histogram)]
+    assert figures
+    assert all(list(b.counts) == labels([report, other]) for b in figures)
+    exact = next(b for b in figures if b.title == "exact over heads")
+    known = [r.exact for r in report.section("bounds").rows if r.exact is not None]
+    known = [v for v in known if np.isfinite(v)]
+    expected, _ = np.histogram(known, exact.edges)
+    assert exact.counts[labels([report, other])[0]] == tuple(expected)
+
+
+def test_equal_models_are_told_apart(report):
+    assert len(set(labels([report, report]))) == 2
+
+
+def test_multiples_come_from_logarithms_where_bounds_overflow(report):
+    top = _of(report, "bounds", Table)[0]
+    names = [column.label for column in top.columns]
+    row = next(r for r in report.section("bounds").rows if (r.layer, r.head) == (1, 2))
+    cell = top.rows[0][names.index("mean field")]
+    assert cell == f"1e{row.log10_mean_field - np.log10(row.exact):.0f}×"
+    assert top.rows[0][names.index("sharp")] == pytest.approx(row.sharp / row.exact)
+
+
+def test_tightness_is_the_median_over_heads(report):
+    table = _of(report, "bounds", Table)[1]
+    lines = {line[0]: line for line in table.rows}
+    rows = [r for r in report.section("bounds").rows if r.exact is not None]
+    ratios = np.array([r.theorem3 / r.exact for r in rows])
+    ratios = np.log10(ratios[np.isfinite(ratios)])
+    assert lines["theorem 3"][3] == ratios.size
+    assert lines["theorem 3"][4] == pytest.approx(10 ** np.median(ratios))
+    assert lines["castin"][1:3] == ("certified", "all inputs, every ‖x_i‖ ≤ R")
+
+
+def test_sensitive_samples_are_the_largest_norms(report):
+    table = _of(report, "jacobian", Table)[1]
+    norms = np.array([v for v in report.section("jacobian").samples["norm"] if v is not None])
+    assert [row[1] for row in table.rows] == sorted(norms[np.isfinite(norms)])[::-1][:5]
+
+
+def test_curve_starts_at_the_accuracy_without_attack(report):
+    (curve,) = _of(report, "attack", Curve)
+    for series in curve.series:
+        assert series.x[0] == 0
+        assert series.y[0] == report.section("attack").rows[0].clean
+        assert list(series.x) == sorted(series.x)
+
+
+def test_joint_histogram_keeps_p1_on_the_horizontal_axis(report):
+    """p(1) is the array's first axis, and the x axis of the picture."""
+    joint = next(b for b in _of(report, "attention", Density) if not b.down)
+    stored = report.section("attention").arrays["p1p2_hist"].numpy()
+    assert np.array_equal(np.array(joint.values), stored.T)
+    assert joint.x.label == "p(1)"
+
+
+@pytest.mark.parametrize("bins", [1, 7, 20, 21, 50])
+def test_coarser_bins_keep_every_count(bins):
+    rng = np.random.default_rng(bins)
+    counts = tuple(map(float, rng.integers(0, 9, bins)))
+    column = next(iter(ROWS["bounds"].columns().values()))
+    block = Histogram("h", column, tuple(map(float, range(bins + 1))), {"a": counts})
+    joined = coarse(block)
+    assert sum(joined.counts["a"]) == sum(counts)
+    assert len(joined.counts["a"]) == len(joined.edges) - 1 <= 20
+    assert joined.edges[0] == 0
+    assert joined.edges[-1] == bins
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0, ""), (1.0, "████"), (0.5, "██"), (0.28125, "█▏")]
+)
+def test_bar_fills_its_share_to_an_eighth(share, text):
+    assert bar(share, 4) == text
+
+
+def test_import_needs_no_heavy_library():
+    """What `--help` pays for: neither numbers, pictures nor templates."""
+    heavy = {"torch", "numpy", "matplotlib", "jinja2", "scipy"}
+    code = f"import sys, lipaudit.report; print({heavy!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -75,7 +75,7 @@ class Heads:
 
         Rows of padded queries, and rows in which every key is masked, are zero.
         """
-        logits = self.scale[..., None, None] * (self.q[..., start:stop, :] @ self.k.mT)
+        logits = (self.scale[..., None, None] * self.q[..., start:stop, :]) @ self.k.mT
         if self.causal:
             future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
             logits = logits.masked_fill(future.triu(start + 1), -torch.inf)
@@ -97,11 +97,24 @@ class Heads:
         """Return the same heads with every floating-point tensor in another precision."""
         return _cast(self, dtype)
 
+    def row(self, b: int) -> Heads:
+        """Return one batch row (all heads)."""
+        names = ("x", "x_kv", "q", "k", "v", "scale", "bias", "valid", "to_q", "to_k", "to_v")
+        changes: dict[str, Any] = {name: _row(getattr(self, name), b) for name in names}
+        return replace(self, **changes, sample=self.sample[b : b + 1])
+
     def pick(self, index: slice) -> Heads:
         """Return some of the heads (all batch rows)."""
         names = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v")
         changes: dict[str, Any] = {name: _pick(getattr(self, name), index) for name in names}
         return replace(self, **changes, out=None if self.out is None else self.out[index])
+
+
+def _row(value: Any, b: int) -> Any:
+    """Slice the batch axis, the first one; an axis of size 1 holds for every row."""
+    if isinstance(value, Projection):
+        return replace(value, local=_row(value.local, b))
+    return value if value is None or value.shape[0] == 1 else value[b : b + 1]
 
 
 def per_sample(

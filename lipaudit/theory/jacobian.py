@@ -54,8 +54,8 @@ def head_norms(
     """
     batch, count = heads.q.shape[:2]
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
-    select = head_products(heads).take
-    norms = spectral_norms(select, start, tol=tol, max_steps=max_steps, rebuild=0.2)
+    select = head_products(heads).select
+    norms = spectral_norms(select, start, tol=tol, max_steps=max_steps)
     return norms.map(lambda values: values.view(batch, count))
 
 

@@ -91,7 +91,7 @@ def spectral_norms(
         tol: relative accuracy of the norm.
         max_steps: most products per problem; a problem that needs more has `converged` False.
         guard: how far the probabilistic limit may lie above the norm, relatively.
-        rebuild: share of finished problems at which `select` is asked again.
+        rebuild: share of finished problems at which `select` is asked again; above 1 never.
 
     Raises:
         EvaluationError: a product is not finite.
@@ -111,12 +111,14 @@ def spectral_norms(
     for _ in range(max_steps):
         running.advance(products(running.last))
         fresh = running.settled(tol, guard) & ~running.done
+        if not fresh.any():
+            continue
         _record(found, running, fresh)
         found.converged[running.index[fresh]] = True
         running.done |= fresh
         if running.done.all():
             return found
-        if running.done.double().mean() >= rebuild:
+        if int(running.done.sum()) >= rebuild * len(running.done):
             running.keep(~running.done)
             products = select(running.index)
     _record(found, running, ~running.done)
@@ -131,41 +133,49 @@ class _Running:
     size: Tensor  # dimension of the space A acts on
     done: Tensor
     blocks: list[Tensor]  # the orthonormal basis U, (problems, _BLOCK, size) each
-    alpha: Tensor  # (problems, steps): diagonal of T = U^T A U
-    beta: Tensor  # (problems, steps): its off-diagonal; the last entry couples to `last`
+    t: Tensor  # T = U^T A U, tridiagonal, lower triangle; on the CPU, float64
+    beta: Tensor  # what couples the newest basis vector to T
+    level: Tensor  # log of beta_1 ... beta_k / delta, see `_log_delta`
     ritz: Tensor  # eigenvalues of T, ascending
     shorter: Tensor  # eigenvalues of T one step earlier
 
     @property
     def steps(self) -> int:
-        return self.alpha.shape[1]
+        return self.t.shape[1]
 
     @property
     def last(self) -> Tensor:
         """The newest basis vector."""
-        return self._vector(self.steps)
+        return self._vector(self.steps).squeeze(1)
 
     def advance(self, product: Tensor) -> None:
         """Extend basis and T, given A times the newest basis vector."""
-        alpha = (product * self.last).sum(1, keepdim=True)
-        w = torch.addcmul(product, alpha, self.last, value=-1)
+        w, last = product.unsqueeze(1), self._vector(self.steps)
+        alpha = (w * last).sum(2, keepdim=True)
+        w = torch.addcmul(w, alpha, last, value=-1)
         if self.steps:
             # The recurrence first: the sweep below then removes rounding only, and one suffices.
-            w.addcmul_(self.beta[:, -1:].to(w), self._vector(self.steps - 1), value=-1)
-        for block in self._filled():
-            w.unsqueeze(1).baddbmm_((block @ w.unsqueeze(2)).mT, block, alpha=-1)
-        beta = torch.linalg.vector_norm(w, dim=1, keepdim=True)
-        self._couple(torch.cat([alpha, beta], 1).to("cpu", torch.float64))
-        self._append(w / beta.clamp_min(torch.finfo(w.dtype).tiny))
+            before = self._vector(self.steps - 1)
+            w.addcmul_(self.beta.to(w)[:, None, None], before, value=-1)
+        for i, block in enumerate(self.blocks):
+            filled = block[:, : self.steps + 1 - _BLOCK * i]
+            w.baddbmm_(w @ filled.mT, filled, alpha=-1)
+        beta = torch.linalg.vector_norm(w, dim=2, keepdim=True)
+        self._couple(torch.cat([alpha, beta], 2)[:, 0].to("cpu", torch.float64))
+        if self.steps % _BLOCK == 0:
+            self.blocks.append(w.new_zeros(len(w), _BLOCK, w.shape[2]))
+        tiny = torch.finfo(w.dtype).tiny
+        torch.div(w, beta.clamp_min(tiny), out=self._vector(self.steps))
 
     def settled(self, tol: float, guard: float) -> Tensor:
         """Which problems meet the stop rule."""
-        norm = self.norm()
-        error = _kato_temple(self.ritz, self.shorter, self.beta[:, -1])
-        close = (norm.square() + error).sqrt() - norm <= tol * norm
-        inside = ((1 + guard) * norm).square()[:, None] - self.ritz
-        seen = inside.log().sum(1) >= self.log_threshold()
-        return close & seen | self.exhausted()
+        top = self.ritz[:, -1:]
+        margin = ((1 + tol) ** 2 - 1) * top[:, 0]
+        close = _kato_temple(self.ritz, self.shorter, self.beta) <= margin
+        if not close.any():
+            return self.exhausted()
+        seen = ((1 + guard) ** 2 * top - self.ritz).log().sum(1) >= self.level
+        return (close & seen) | self.exhausted()
 
     def norm(self) -> Tensor:
         """The estimate of sigma_1."""
@@ -173,67 +183,62 @@ class _Running:
 
     def exhausted(self) -> Tensor:
         """Where the Krylov space is invariant: T has every eigenvalue that the start can see."""
-        return (self.steps >= self.size) | (self.beta[:, -1] == 0)
-
-    def log_threshold(self) -> Tensor:
-        """Log of beta_1 ... beta_k / delta: the probabilistic limit is where det(t - T) meets it.
-
-        |<u, v_1>| >= delta with probability 1 - ETA for u uniform on the sphere, because the
-        density of <u, v_1> is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
-        """
-        half = self.size.double() / 2
-        density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
-        return math.log(2 / ETA) + density + self.beta.log().sum(1)
+        return (self.beta == 0) | (self.size <= self.steps)
 
     def keep(self, mask: Tensor) -> None:
         """Drop the other problems."""
         self.blocks = [block[mask] for block in self.blocks]
-        for name in ("index", "size", "done", "alpha", "beta", "ritz", "shorter"):
+        for name in ("index", "size", "done", "t", "beta", "level", "ritz", "shorter"):
             setattr(self, name, getattr(self, name)[mask])
 
     def _couple(self, entries: Tensor) -> None:
-        """Append (alpha, beta) to T."""
-        bad = self.index[~entries.isfinite().all(1)]
-        if len(bad):
+        """Append a row (alpha, next beta) to T."""
+        if not entries.isfinite().all():
+            bad = self.index[~entries.isfinite().all(1)]
             raise EvaluationError(
                 f"The Jacobian product of problem {int(bad[0])} is not finite "
                 f"at step {self.steps + 1}.",
                 "Look for infinite weights or activations, or compute in float64.",
             )
-        self.alpha = torch.cat([self.alpha, entries[:, :1]], 1)
-        t = torch.diag_embed(self.alpha)
-        t.diagonal(-1, 1, 2).copy_(self.beta)  # eigvalsh reads the lower triangle only
-        self.shorter, self.ritz = self.ritz, torch.linalg.eigvalsh(t)
-        self.beta = torch.cat([self.beta, entries[:, 1:]], 1)
-
-    def _append(self, vector: Tensor) -> None:
-        if self.steps % _BLOCK == 0:
-            self.blocks.append(vector.new_zeros(len(vector), _BLOCK, vector.shape[1]))
-        self._vector(self.steps).copy_(vector)
+        self.t = torch.nn.functional.pad(self.t, (0, 1, 0, 1))
+        self.t[:, -1, -1] = entries[:, 0]
+        if self.steps > 1:
+            self.t[:, -1, -2] = self.beta
+        self.beta = entries[:, 1]
+        self.level = self.level + self.beta.log()
+        self.shorter, self.ritz = self.ritz, torch.linalg.eigvalsh(self.t)
 
     def _vector(self, k: int) -> Tensor:
-        return self.blocks[k // _BLOCK][:, k % _BLOCK]
-
-    def _filled(self) -> list[Tensor]:
-        counts = [self.steps + 1 - _BLOCK * i for i in range(len(self.blocks))]
-        return [block[:, :count] for block, count in zip(self.blocks, counts, strict=True)]
+        return self.blocks[k // _BLOCK][:, k % _BLOCK, None]
 
 
 def _begin(start: Tensor) -> _Running:
-    block = start.new_zeros(len(start), _BLOCK, start.shape[1])
-    tiny = torch.finfo(start.dtype).tiny
-    block[:, 0] = start / torch.linalg.vector_norm(start, dim=1, keepdim=True).clamp_min(tiny)
-    empty = torch.zeros(len(start), 0, dtype=torch.float64)
+    count, size = start.shape
+    block = start.new_zeros(count, _BLOCK, size)
+    block[:, 0] = torch.nn.functional.normalize(start, dim=1, eps=torch.finfo(start.dtype).tiny)
+    dimension = start.ne(0).sum(1).cpu()
+    empty = torch.zeros(count, 0, dtype=torch.float64)
     return _Running(
-        index=torch.arange(len(start)),
-        size=start.ne(0).sum(1).cpu(),
-        done=torch.zeros(len(start), dtype=torch.bool),
+        index=torch.arange(count),
+        size=dimension,
+        done=torch.zeros(count, dtype=torch.bool),
         blocks=[block],
-        alpha=empty,
-        beta=empty,
+        t=empty[:, :, None].expand(-1, -1, 0),
+        beta=empty.sum(1),
+        level=-_log_delta(dimension),
         ritz=empty,
         shorter=empty,
     )
+
+
+def _log_delta(size: Tensor) -> Tensor:
+    """Log of delta with P(|<u, v>| >= delta) >= 1 - ETA for u uniform on the sphere, v fixed.
+
+    For size >= 3 the density of <u, v> is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
+    """
+    half = size.double() / 2
+    density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
+    return math.log(ETA / 2) - density
 
 
 def _blank(count: int) -> Norms:
@@ -242,10 +247,8 @@ def _blank(count: int) -> Norms:
 
 
 def _record(found: Norms, running: _Running, mask: Tensor) -> None:
-    if not mask.any():
-        return
     which, norm = running.index[mask], running.norm()[mask]
-    limit = _probabilistic_limit(running.ritz[mask], running.log_threshold()[mask])
+    limit = _probabilistic_limit(running.ritz[mask], running.level[mask])
     found.norm[which] = norm
     found.upper[which] = torch.where(running.exhausted()[mask], norm, limit)
     found.products[which] = running.steps
@@ -253,28 +256,29 @@ def _record(found: Norms, running: _Running, mask: Tensor) -> None:
 
 def _kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
     """Estimate lambda_1 - theta_1; `shorter` are the Ritz values one step earlier."""
-    gaps = (ritz[:, -1:] - ritz[:, :-1]).clamp_min(1e-300)
+    top = ritz[:, -1:]
+    gaps = (top - ritz[:, :-1]).clamp_min(1e-300)
     # The squared last entry of T's top eigenvector, in terms of the interlacing eigenvalues.
-    weight = ((ritz[:, -1:] - shorter).clamp_min(0.0) / gaps).prod(1)
-    residual = beta * weight.sqrt()
-    if not gaps.shape[1]:
-        return residual
-    return torch.minimum(residual, residual.square() / gaps[:, -1])
+    residual = beta.square() * ((top - shorter).clamp_min(0.0) / gaps).prod(1)
+    if ritz.shape[1] == 1:
+        return residual.sqrt()
+    return torch.minimum(residual.sqrt(), residual / gaps[:, -1])
 
 
-def _probabilistic_limit(ritz: Tensor, log_threshold: Tensor) -> Tensor:
-    """Solve log det(t - T) = log_threshold for t above theta_1 and return sqrt(t).
+def _probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
+    """Solve log det(t - T) = level for t above theta_1 and return sqrt(t).
 
     Newton's method in y = log(t - theta_1), where the left side is convex and increasing: started
     to the right it only descends, so every iterate is a limit too.
     """
+    top = ritz[:, -1].clamp_min(0.0)
     gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
-    y = torch.minimum(log_threshold / ritz.shape[1], log_threshold - gaps.sum(1))
+    y = torch.minimum(level / ritz.shape[1], level - gaps.sum(1))
     for _ in range(60):
         value = y + torch.logaddexp(y[:, None], gaps).sum(1)
         slope = 1 + torch.sigmoid(y[:, None] - gaps).sum(1)
-        down = (value - log_threshold).clamp_min(0.0) / slope
-        y = y - down
-        if not (down > 1e-12).any():
+        step = (value - level).clamp_min(0.0) / slope
+        y = y - step
+        if not (step * y.exp() > 1e-6 * top).any():
             break
-    return (ritz[:, -1].clamp_min(0.0) + y.exp()).sqrt()
+    return (top + y.exp()).sqrt()

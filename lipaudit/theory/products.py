@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
 
+_CACHED = 2**17  # entries of P that are worked on at a time, so that they stay in the CPU's cache
+
 
 @dataclass(frozen=True)
 class _Attend:
@@ -31,7 +33,7 @@ class _Attend:
         """Cotangents of the named rows under the cotangent u of O."""
         # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
-        ds = torch.baddbmm(inner, u, self.v.mT, beta=-1).mul_(self.p)
+        ds = (u @ self.v.mT).sub_(inner).mul_(self.p)
         rules = {
             "q": lambda: ds @ self.k,
             "k": lambda: ds.mT @ self.q,
@@ -46,12 +48,15 @@ class _Attend:
         out = self.p @ tangents["v"] if "v" in tangents else torch.zeros_like(self.o)
         if not pairs:
             return out
-        left, right = (torch.cat(side, -1) for side in zip(*pairs, strict=True))
-        dp = (left @ right.mT).mul_(self.p)
-        out = torch.baddbmm(out, dp, self.v)
+        (left, right), *others = pairs
+        dp = left @ right.mT
+        for left, right in others:
+            dp.baddbmm_(left, right.mT)
+        dp.mul_(self.p)
+        out.baddbmm_(dp, self.v)
         return out.addcmul_(dp.sum(-1, keepdim=True), self.o, value=-1)
 
-    def take(self, index: Tensor) -> _Attend:
+    def take(self, index: Tensor | slice) -> _Attend:
         return _Attend(*(tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o)))
 
 
@@ -80,7 +85,7 @@ class _Side:
             for (name, g), part in parts
         }
 
-    def take(self, index: Tensor) -> _Side:
+    def take(self, index: Tensor | slice) -> _Side:
         local = {n: g if g is None or len(g) == 1 else g[index] for n, g in self.local.items()}
         return replace(self, local=local)
 
@@ -95,19 +100,29 @@ class HeadProducts:
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem, (problems, n dv)."""
+        count, n, m = self.attend.p.shape
+        group = max(1, _CACHED // (n * m)) if u.device.type == "cpu" else count
+        if group >= count:
+            return self._apply(u)
+        parts = [slice(i, i + group) for i in range(0, count, group)]
+        return torch.cat([self.take(part)._apply(u[part]) for part in parts])
+
+    def select(self, index: Tensor) -> HeadProducts:
+        """Return the products of these problems alone."""
+        return self if len(index) == len(self.attend.p) else self.take(index)
+
+    def take(self, index: Tensor | slice) -> HeadProducts:
+        """Return the products of these problems alone."""
+        sides = [side.take(index) for side in self.sides]
+        return HeadProducts(self.attend.take(index), sides, [gram[index] for gram in self.grams])
+
+    def _apply(self, u: Tensor) -> Tensor:
         names = [name for side in self.sides for name in side.local]
         rows = self.attend.pull(u.view_as(self.attend.o), names)
         tangents: dict[str, Tensor] = {}
         for side, gram in zip(self.sides, self.grams, strict=True):
             tangents |= side.push(side.pull(rows) @ gram)
         return self.attend.push(tangents).flatten(1)
-
-    def take(self, index: Tensor) -> HeadProducts:
-        """Return the products of these problems alone."""
-        if len(index) == len(self.attend.p):
-            return self
-        sides = [side.take(index) for side in self.sides]
-        return HeadProducts(self.attend.take(index), sides, [gram[index] for gram in self.grams])
 
 
 @dataclass(frozen=True)

@@ -60,18 +60,24 @@ def softmax_norm(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
     return _secular_root(_top(p))
 
 
-def largest_softmax_norm(p: Float[Tensor, "*maps n m"]) -> Float[Tensor, "*maps"]:
-    """Return max_i ||M(P_i)|| over the rows of each map.
+def row_maxima(
+    p: Float[Tensor, "*maps n m"],
+) -> tuple[Float[Tensor, "*maps"], Float[Tensor, "*maps"]]:
+    """Return max_i g_1(P_i) and max_i ||M(P_i)|| over the rows of each map.
 
-    The secular equation is solved only for rows whose g_1 exceeds every row's p_(2) and
+    The secular equation is solved only for rows whose g_1 reaches every row's p_(2) and
     p_(1) (1 - p_(1)), which ||M|| cannot fall under: a few rows of each map.
+
+    Example:
+        >>> row_maxima(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]], dtype=torch.float64))
+        (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
     top = _top(p)
-    norm = top.first * (top.others + top.second)
+    g1 = top.first * (top.others + top.second)
     lower = torch.maximum(top.second, top.first * top.others).amax(-1, keepdim=True)
-    left = norm >= lower
+    left, norm = g1 >= lower, g1.clone()
     norm[left] = _secular_root(_Top(*(value[left] for value in top)))
-    return norm.amax(-1)
+    return g1.amax(-1), norm.masked_fill(~left, 0.0).amax(-1)
 
 
 def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:

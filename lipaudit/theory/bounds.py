@@ -1,0 +1,203 @@
+"""Upper bounds of the Jacobian norm of attention heads: the published ones and a sharp one.
+
+[Y25] Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv
+2507.07814. [C24] Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024. [H24] Hu et al.,
+Specformer, ECCV 2024. Biases enter as [Y25] Remark 2 says: X becomes [X 1], W becomes [W; b^T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.errors import EvaluationError
+from lipaudit.theory.attention import Heads
+from lipaudit.theory.published import Tokens, affine_bounds, general_bounds, tokens_of
+from lipaudit.theory.sharp import ENTRIES, block_bound, centred, is_affine, spectral_norm
+from lipaudit.theory.softmax import row_maxima
+
+AT_X = "at X"
+BALL = "ball ||X' - X||_F <= r"
+EVERYWHERE = "all inputs with every ||x_i|| <= R"
+ROUNDING = 1e-12
+"""Every bound is raised by this share: more than float64 rounding can take from it."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a bound says and where.
+
+    Attributes:
+        name: its column.
+        domain: where it holds.
+        status: "certified" for a Lipschitz constant on a domain; "bound" for an upper bound of the
+            Jacobian norm at X, which says nothing of other inputs.
+        source: paper and theorem.
+        formula: in the symbols of the paper.
+        meaning: one line for a reader of the report.
+        null: when it cannot be given.
+    """
+
+    name: str
+    domain: str
+    status: Literal["certified", "bound"]
+    source: str
+    formula: str
+    meaning: str
+    null: str = ""
+
+
+AFFINE_ONLY = "needs self-attention with affine projections"
+
+BOUNDS: dict[str, Bound] = {
+    bound.name: bound
+    for bound in (
+        Bound(
+            "hu",
+            BALL,
+            "certified",
+            "[H24], as [Y25] Theorem 1",
+            "N(N+1) (||X||_F + r)^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
+            "Lipschitz constant on the ball by weight norms alone",
+            f"{AFFINE_ONLY}; no bound where N(N+1) (||X||_F + r)^2 < sqrt N",
+        ),
+        Bound(
+            "castin",
+            EVERYWHERE,
+            "certified",
+            "[C24], as [Y25] Theorem 2",
+            "sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2)",
+            "Lipschitz constant over all token sequences of radius R",
+            AFFINE_ONLY,
+        ),
+        Bound(
+            "mean_field",
+            EVERYWHERE,
+            "certified",
+            "ours, after the mean-field bound of [C24]",
+            "||W_V|| ((1 + a) min(e^a, sqrt N) + a), a = ||A|| R^2; sqrt N alone if masked",
+            "Lipschitz constant that stops growing with the number of tokens",
+            AFFINE_ONLY,
+        ),
+        Bound(
+            "theorem3",
+            AT_X,
+            "bound",
+            "[Y25] Theorem 3; a general form of ours where heads are not affine",
+            "||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
+            "attention distribution times the size of tokens and weights",
+        ),
+        Bound(
+            "theorem3_g1",
+            AT_X,
+            "bound",
+            "[Y25] equation 7",
+            "theorem3 with g_1(P_i) for ||M(P_i)||",
+            "the same from the two largest entries of each row",
+        ),
+        Bound(
+            "appendix_c",
+            AT_X,
+            "bound",
+            "[Y25] Appendix C",
+            "||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
+            "theorem3 with only the tokens that a row attends to",
+            AFFINE_ONLY,
+        ),
+        Bound(
+            "sharp",
+            AT_X,
+            "bound",
+            "ours",
+            "min(theorem3, ||B||), B_ij = P_ij beta_ij + delta_ij s ||T_i Phi^q_i||",
+            "norm of the matrix of block-norm bounds, usually within a factor of two",
+        ),
+    )
+}
+
+
+def affine_only(heads: Heads) -> str | None:
+    """Return why the bounds for affine self-attention are missing, or None where they apply.
+
+    They are hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3.
+    """
+    if heads.x_kv is not None:
+        return "keys and values come from another input than the queries"
+    for name, projection in (
+        ("queries", heads.to_q),
+        ("keys", heads.to_k),
+        ("values", heads.to_v),
+    ):
+        if projection is None:
+            return f"the {name} are constant"
+        if projection.local is not None:
+            return f"the {name} are not affine in the tokens ({projection.kind})"
+    return None
+
+
+def head_bounds(heads: Heads, *, r: float = 0.0) -> dict[str, Float[Tensor, "batch heads"]]:
+    """Return every bound of `BOUNDS` for every head, and what they are made of, in float64.
+
+    The ingredients: `p_norm` ||P||, `softmax_norm_max` and `g1_max` over the rows of P, `x_norm`
+    the norm of X as it enters the formulas, `radius` R, `tokens` N without padding. A bound that
+    cannot be given is NaN: see `affine_only`, and for hu its domain.
+
+    Args:
+        heads: all heads of a layer, any kind, any precision.
+        r: radius of the ball of `hu`.
+
+    Raises:
+        EvaluationError: tokens, queries, keys or values are not finite.
+
+    Example:
+        >>> from lipaudit.theory import attention
+        >>> eye, x = torch.eye(2)[None], torch.tensor([[[3.0, 4.0]]])
+        >>> linear = attention.Projection(weight=eye, bias=None, local=None, kind="affine")
+        >>> one = dict(zip("xqkv", (x, *[x[None]] * 3), strict=True), scale=torch.ones(1, 1))
+        >>> one |= dict.fromkeys(("x_kv", "bias", "valid", "out")) | {"causal": False}
+        >>> one |= dict.fromkeys(("to_q", "to_k", "to_v"), linear)
+        >>> head_bounds(Heads(**one, sample=torch.tensor([0])))["sharp"]
+        tensor([[1.0000]], dtype=torch.float64)
+    """
+    heads = heads.to(torch.float64)
+    _require_finite(heads)
+    tokens = tokens_of(heads)
+    parts = [_bounds(heads.pick(chunk), tokens, r) for chunk in _chunks(heads)]
+    return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+
+
+def _require_finite(heads: Heads) -> None:
+    for name in ("x", "q", "k", "v"):
+        if not getattr(heads, name).isfinite().all():
+            raise EvaluationError(
+                f"The attention layer has infinite or undefined {name} entries.",
+                "Look for overflow in the model: run it in float32 or float64.",
+            )
+
+
+def _chunks(heads: Heads) -> Iterator[slice]:
+    """Some heads at a time, so that a temporary stays near ENTRIES numbers."""
+    (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
+    per_head = batch * (n * m if is_affine(heads) else max(n * m, n * d * d, m * d * dv))
+    size = max(1, ENTRIES // per_head)
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def _bounds(heads: Heads, tokens: Tokens, r: float) -> dict[str, Tensor]:
+    at = centred(heads)
+    p_norm = spectral_norm(at.p)
+    g1_max, norm_max = row_maxima(at.p)
+    found = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
+    found |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
+    if affine_only(heads) is None:
+        bounds = affine_bounds(heads, at, tokens, found, r=r)
+    else:
+        bounds = general_bounds(heads, at, found)
+    bounds["sharp"] = torch.minimum(block_bound(heads, at), bounds["theorem3"])
+    found |= {name: bounds[name] * (1 + ROUNDING) for name in bounds}
+    return {name: value.expand_as(p_norm) for name, value in found.items()}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.options import Common, ModelSpec
+from lipaudit.errors import UsageError
 
 if TYPE_CHECKING:
     from lipaudit.measures import Options
+    from lipaudit.measures.attack import AttackOptions
 
 MEASURE = "Measure a checkpoint"
 Layers = Annotated[
@@ -38,8 +41,143 @@ def bounds(
     from lipaudit.measures import parse_layers
     from lipaudit.measures.bounds import BoundsOptions
 
-    options = BoundsOptions(seed=common.seed or 0, layers=parse_layers(layers), tol=tol)
-    _run(model, common, bounds=options)
+    given = {"layers": parse_layers(layers), "tol": tol}
+    _run(model, common, bounds=_options(BoundsOptions, common, given))
+
+
+@command("attention", panel=MEASURE)
+def attention(
+    model: ModelSpec,
+    common: Common,
+    layers: Layers = None,
+    gamma: Annotated[float, typer.Option(help="Rows with g1 above it are intermediate.")] = 0.1,
+    k: Annotated[int, typer.Option(help="The k of g1/gk.")] = 10,
+    p_norm_tokens: Annotated[
+        int, typer.Option(help="Leave ||P|| out above this many tokens.")
+    ] = 2048,
+) -> None:
+    """How each head distributes its attention, and which heads are in the fragile regime.
+
+    A row is intermediate (fragile) when g1 = p(1) (1 - p(1) + p(2)) exceeds gamma.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit attention demo[/]
+      [cyan]lipaudit attention ./my-bert --data reviews.csv --layers 0,5-7[/]
+    """
+    from lipaudit.measures import parse_layers
+    from lipaudit.measures.attention import AttentionOptions
+
+    given = {"layers": parse_layers(layers), "gamma": gamma, "k": k}
+    given["p_norm_tokens"] = p_norm_tokens
+    _run(model, common, attention=_options(AttentionOptions, common, given))
+
+
+@command("jacobian", panel=MEASURE)
+def jacobian(
+    model: ModelSpec,
+    common: Common,
+    start: Annotated[
+        str | None, typer.Option("--from", help="pixels or embeddings; text: embeddings.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--to", help="logits, probabilities, features or tokens.")
+    ] = None,
+    norm: Annotated[str, typer.Option(help="2 (spectral), or inf (largest L1 row norm).")] = "2",
+    tol: Annotated[float, typer.Option(help="Relative tolerance of the norms.")] = 1e-4,
+) -> None:
+    """The exact norm of the whole model's Jacobian, sample by sample.
+
+    With class scores also, per sample, the margin and the first-order radius: indicative at a
+    point, never a certificate.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit jacobian demo[/]
+      [cyan]lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings[/]
+      [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features -o jacobian.json[/]
+    """
+    from lipaudit.measures.jacobian import JacobianOptions
+
+    given = {"start": start, "target": target, "norm": norm, "tol": tol}
+    _run(model, common, jacobian=_options(JacobianOptions, common, given))
+
+
+@command("attack", panel=MEASURE)
+def attack(
+    model: ModelSpec,
+    common: Common,
+    eps: Annotated[
+        str | None, typer.Option(help="Radii in pixel space [0, 1]: 2/255 or 1/255,0.03.")
+    ] = None,
+    attack: Annotated[
+        str,
+        typer.Option(
+            help="fgsm, pgd, autoattack (comma-separated), paper, standard, quick, "
+            "or custom:apgd-ce,apgd-t,fab-t,square."
+        ),
+    ] = "fgsm,pgd,autoattack",
+    norm: Annotated[str, typer.Option(help="linf, l2, or token-l2 (embeddings).")] = "linf",
+    steps: Annotated[int | None, typer.Option(help="Iterations, in place of the own.")] = None,
+    restarts: Annotated[int | None, typer.Option(help="Random starts.")] = None,
+    queries: Annotated[int | None, typer.Option(help="Most queries of Square.")] = None,
+    save_adv: Annotated[
+        Path | None, typer.Option(help="Write the adversarial examples (.safetensors).")
+    ] = None,
+) -> None:
+    """Adversarial accuracy under FGSM, PGD and AutoAttack, sample by sample.
+
+    The radius is in pixel space [0, 1]; normalisation happens inside the model. For text the
+    perturbation is added to the token embeddings.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit attack demo --eps 0.1[/]
+      [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255[/]
+      [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper[/]
+    """
+    from lipaudit.measures.attack import AttackOptions, plan
+
+    given = {"attack": attack, "norm": norm, "steps": steps, "restarts": restarts}
+    given |= {"queries": queries, "eps": tuple(eps.split(",")) if eps else ()}
+    given["keep_adversarial"] = save_adv is not None
+    options = _options(AttackOptions, common, given)
+    plan(options)  # refuse bad radii before anything is loaded
+    if save_adv is None:
+        _run(model, common, attack=options)
+    else:
+        _run_and_save(model, common, options, save_adv)
+
+
+def _run_and_save(model: str, common: Common, options: AttackOptions, path: Path) -> None:
+    from lipaudit.cli.adversarial import check_target, save_adversarial
+    from lipaudit.cli.emit import emit
+    from lipaudit.cli.run import run
+
+    check_target(path)
+    report = run(
+        model,
+        common,
+        {"attack": options},
+        keep=lambda _name, parts, _samples: save_adversarial(path, parts, options),
+    )
+    emit(report, common)
+
+
+Given = TypeVar("Given", bound="Options")
+
+
+def _options(kind: type[Given], common: Common, given: dict[str, object]) -> Given:
+    """Check the options of a measure.
+
+    Raises:
+        UsageError: for a value that it does not take.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return kind.model_validate({"seed": common.seed or 0, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = {"start": "from", "target": "to"}.get(str(first["loc"][0]), str(first["loc"][0]))
+        raise UsageError(f"--{option}: {first['input']!r}: {first['msg']}") from None
 
 
 def _run(model: str, common: Common, **measures: Options) -> None:

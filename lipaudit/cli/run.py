@@ -6,7 +6,7 @@ import hashlib
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -28,8 +28,19 @@ from lipaudit.results import Data, Model, Note, Report, Run, Section
 PACKAGES = ("lipaudit", "torch", "timm", "transformers", "numpy", "pyautoattack")
 
 
-def run(spec: str, common: Common, measures: Mapping[str, Options]) -> Report:
+def run(
+    spec: str,
+    common: Common,
+    measures: Mapping[str, Options],
+    keep: Callable[[str, list[Part], Samples], None] = lambda *_: None,
+) -> Report:
     """Run measures on one load of a model and one set of samples.
+
+    Args:
+        spec: the MODEL argument.
+        common: the shared options.
+        measures: which measures, with their options.
+        keep: gets the parts of each measure before they are summarised.
 
     Raises:
         LipauditError: whatever goes wrong, with the exit code it deserves.
@@ -39,24 +50,25 @@ def run(spec: str, common: Common, measures: Mapping[str, Options]) -> Report:
     net = load(spec, _load_options(common))
     samples = _samples(net, common, [MEASURES[name] for name in measures])
     _tell(common, net.info.notes + samples.notes)
-    loading = _notes("loading", net.info.notes) + _notes("data", samples.notes)
+    loading = net.info.notes + samples.notes
     sections: list[Section] = []
     for name, options in measures.items():
-        made = _measure(name, options, net, samples, common)
+        parts = _measure(name, options, net, samples, common)
+        keep(name, parts, samples)
+        made = MEASURES[name].summarise(parts, options)
         sections += [made[0].model_copy(update={"notes": loading + made[0].notes}), *made[1:]]
     return Report(run=_run(spec, common, net, samples), sections=tuple(sections))
 
 
 def _measure(
     name: str, options: Options, net: Net, samples: Samples, common: Common
-) -> list[Section]:
+) -> list[Part]:
     measure = MEASURES[name]
     size = _batch_size(common, measure)
     parts = _parts(measure, options, net, samples, size)
     label = f"{name} {net.info.spec}"
     total = len(samples.batch)
-    kept = list(tracked(parts, total=total, label=label, quiet=common.quiet))
-    return measure.summarise(kept, options)
+    return list(tracked(parts, total=total, label=label, quiet=common.quiet))
 
 
 def _parts(
@@ -65,9 +77,11 @@ def _parts(
     """Yield the parts; when memory runs out, go on from there with half the batch."""
     rest = samples.batch
     while len(rest):
+        done = len(samples.batch) - len(rest)
         try:
-            batches = (b.to(net.device, net.dtype) for b in rest.split(size))
-            for part in measure.run(net, batches, options):
+            cut, how = _cut(measure, options, size, done)
+            batches = (b.to(net.device, net.dtype) for b in rest.split(cut))
+            for part in measure.run(net, batches, how):
                 rest = rest[len(part.ids) :]
                 yield part
         except torch.OutOfMemoryError:
@@ -76,6 +90,14 @@ def _parts(
                     "out of memory with one sample at a time", "Try --device cpu or --max-tokens."
                 ) from None
             size = max(1, size // 2)
+
+
+def _cut(measure: Measure, options: Options, size: int, done: int) -> tuple[int, Options]:
+    """Return how to cut the samples, and options that know it where chunks are fixed."""
+    if measure.chunk is None:
+        return size, options
+    known = {"batch_size": size, "first_chunk": done // measure.chunk}
+    return measure.chunk, options.model_copy(update=known)
 
 
 def _samples(net: Net, common: Common, measures: list[Measure]) -> Samples:
@@ -151,15 +173,12 @@ def _batch_size(common: Common, measure: Measure) -> int:
     return int(text)
 
 
-def _tell(common: Common, remarks: tuple[str, ...]) -> None:
+def _tell(common: Common, notes: tuple[Note, ...]) -> None:
     """Print remarks on stderr as they arise; they are also in the report."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    for remark in () if common.quiet else remarks:
-        console.print(f"[yellow]note:[/] {escape(remark)}")
-
-
-def _notes(code: str, remarks: tuple[str, ...]) -> tuple[Note, ...]:
-    return tuple(Note(level="info", code=code, text=remark) for remark in remarks)
+    for note in () if common.quiet else notes:
+        colour = "yellow" if note.level == "warning" else "dim"
+        console.print(f"[{colour}]note:[/] {escape(note.text)}")
 
 
 def _run(spec: str, common: Common, net: Net, samples: Samples) -> Run:

@@ -54,6 +54,8 @@ class Measure:
         samples: how many samples it takes by default.
         batch: how many samples it takes at a time by default.
         labelled: whether it needs labels.
+        chunk: samples per Part where that is part of the result's definition; the batch size
+            then goes to the options.
     """
 
     run: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
@@ -62,6 +64,7 @@ class Measure:
     samples: int
     batch: int
     labelled: bool = False
+    chunk: int | None = None
 
 
 def joined(parts: Sequence[Part], name: str) -> Values:
@@ -72,6 +75,11 @@ def joined(parts: Sequence[Part], name: str) -> Values:
 def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
     """Return the ids of all parts in order."""
     return tuple(i for part in parts for i in part.ids)
+
+
+def seed_of(sample: str, seed: int) -> int:
+    """Return the seed of a sample's start vector: the same whatever it is batched with."""
+    return (int(sample[:12], 16) + seed) % 2**63
 
 
 def notes(parts: Sequence[Part]) -> tuple[Note, ...]:

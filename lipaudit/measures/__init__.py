@@ -1,0 +1,18 @@
+"""What can be measured: one generator of Parts per sub-command."""
+
+from lipaudit.measures.attack import ATTACK
+from lipaudit.measures.attention import ATTENTION
+from lipaudit.measures.base import Measure as Measure
+from lipaudit.measures.base import Options as Options
+from lipaudit.measures.base import Part as Part
+from lipaudit.measures.base import parse_layers as parse_layers
+from lipaudit.measures.bounds import BOUNDS_MEASURE
+from lipaudit.measures.jacobian import JACOBIAN
+
+MEASURES: dict[str, Measure] = {
+    "attention": ATTENTION,
+    "bounds": BOUNDS_MEASURE,
+    "jacobian": JACOBIAN,
+    "attack": ATTACK,
+}
+"""Every measure, by the name of its sub-command and section."""

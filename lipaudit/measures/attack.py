@@ -1,0 +1,246 @@
+"""The measure `attack`: accuracy under FGSM, PGD and AutoAttack, sample by sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from lipaudit.attacks.evaluate import evaluate_chunk
+from lipaudit.attacks.oracle import ByRow, Model
+from lipaudit.attacks.outcome import CHUNK, Chunk, Outcome
+from lipaudit.attacks.plan import NAMES, PRESETS, Norm, Radius, Trial, make_plan, parse_radius
+from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError
+from lipaudit.measures.base import Measure, Options, Part, Values, joined, notes, sample_ids
+from lipaudit.models.net import Net
+from lipaudit.results import AttackRow, Note, Section
+
+WORST = "worst"
+PGD_STEPS = 40
+Z95 = 1.959963984540054
+"""97.5 % quantile of the normal distribution."""
+
+
+class AttackOptions(Options):
+    """Options of `lipaudit attack`.
+
+    Attributes:
+        attack: fgsm, pgd and autoattack in any combination, a preset, or custom:NAME,NAME.
+        eps: radii as they were typed; the preset `paper` brings its own.
+        norm: linf, l2, or token-l2 for embeddings.
+        steps: iterations in place of the attacks' own.
+        restarts: starts in place of the attacks' own.
+        queries: most queries of Square.
+        logical_chunk: samples that share a random stream: part of the result's definition.
+        batch_size: samples on the device at a time; changes nothing else.
+        first_chunk: number of the first chunk of a run that goes on.
+        keep_adversarial: whether Parts carry the adversarial examples.
+    """
+
+    attack: str = "fgsm,pgd,autoattack"
+    eps: tuple[str, ...] = ()
+    norm: Norm = "linf"
+    steps: int | None = Field(None, gt=0)
+    restarts: int | None = Field(None, gt=0)
+    queries: int | None = Field(None, gt=0)
+    logical_chunk: int = CHUNK
+    batch_size: int = Field(CHUNK, exclude=True)
+    first_chunk: int = Field(0, exclude=True)
+    keep_adversarial: bool = Field(False, exclude=True)
+
+
+def plan(options: AttackOptions) -> tuple[Trial, ...]:
+    """Turn the options into trials.
+
+    Raises:
+        UsageError: an unknown attack, no radius, or a bad one.
+    """
+    radii = [parse_radius(text) for text in options.eps]
+    if options.attack in PRESETS or options.attack.startswith("custom:"):
+        return _trials(options.attack, options.attack.partition(":")[0], radii, options)
+    names = [name.strip() for name in options.attack.split(",")]
+    return tuple(trial for name in names for trial in _trials(_spec(name), name, radii, options))
+
+
+def _spec(name: str) -> str:
+    if name == "autoattack":
+        return "standard"
+    return f"custom:{name}" if name in NAMES else name
+
+
+def _trials(
+    spec: str, label: str, radii: Sequence[Radius], options: AttackOptions
+) -> tuple[Trial, ...]:
+    steps = options.steps or (PGD_STEPS if spec == "custom:pgd" else None)
+    made = make_plan(
+        spec,
+        norm=options.norm,
+        radii=radii,
+        steps=steps,
+        restarts=options.restarts,
+        queries=options.queries,
+    )
+    return made if spec == "paper" else tuple(replace(trial, label=label) for trial in made)
+
+
+def run(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
+    """Yield, per chunk of samples, what each trial left standing."""
+    trials = plan(options)
+    if net.classes is None:
+        raise InputError(
+            f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
+        )
+    for number, batch in enumerate(batches, options.first_chunk):
+        if batch.y is None or bool((batch.y < 0).any()):
+            raise InputError("an attack needs a label for every sample", "Label the data.")
+        chunk = Chunk(number, net.point(batch), batch.y, _free(net, batch))
+        outcomes = list(
+            evaluate_chunk(
+                _model(net, batch),
+                chunk,
+                trials,
+                box=net.box,
+                seed=options.seed,
+                batch_size=options.batch_size,
+            )
+        )
+        yield _part(net, batch, trials, outcomes, options)
+
+
+def _free(net: Net, batch: Batch) -> torch.Tensor | None:
+    return batch.mask if net.kind == "text" else None
+
+
+def _model(net: Net, batch: Batch) -> Model | ByRow:
+    if net.kind == "text":
+        return ByRow(lambda z, rows: net.forward(z, batch.rows(rows)))
+    return lambda z: net.forward(z, batch)
+
+
+def _part(
+    net: Net,
+    batch: Batch,
+    trials: Sequence[Trial],
+    outcomes: Sequence[Outcome],
+    options: AttackOptions,
+) -> Part:
+    clean, by_trial = outcomes[0], [[o for o in outcomes if o.trial is trial] for trial in trials]
+    ends = [found[-1] for found in by_trial]
+    assert batch.y is not None
+    with torch.no_grad():
+        pieces = [net.output(piece).argmax(1) for piece in batch.split(options.batch_size)]
+    values = {
+        "label": batch.y,
+        "predicted": torch.cat(pieces),
+        "correct": clean.robust,
+        "robust": torch.stack([end.robust for end in ends], 1),
+        "distance": torch.stack([end.distance for end in ends], 1),
+    }
+    if options.keep_adversarial:
+        values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
+    cost = [[sum(getattr(o, what) for o in found) for what in COSTS] for found in by_trial]
+    facts = {"checks": clean.checks, "cost": cost, "square": _square(by_trial)}
+    remarks = tuple(note for o in outcomes for note in o.notes)
+    arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
+    return Part(batch.ids, arrays, facts, remarks)
+
+
+COSTS = ("seconds", "forwards", "backwards")
+
+
+def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
+    """Count what stood before and after Square, where gradient attacks came before it."""
+    found = []
+    for outcomes in by_trial:
+        last = outcomes[-1]
+        counts = last.attack == "square" and len(outcomes) > 1
+        found.append((int(last.tried.sum()), int(last.robust.sum())) if counts else (0, 0))
+    return found
+
+
+def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
+    """Make the section `attack`: a row per trial, and one for the worst case of each ball."""
+    trials, robust, correct = plan(options), joined(parts, "robust"), joined(parts, "correct")
+    cost = np.sum([part.facts["cost"] for part in parts], axis=0)
+    rows = [
+        _row(trial.label, trial, correct, robust[:, i], cost[i]) for i, trial in enumerate(trials)
+    ]
+    columns: dict[str, Any] = {"ids": sample_ids(parts)}
+    columns |= {
+        name: joined(parts, name).astype(int) for name in ("label", "predicted", "correct")
+    }
+    distance = joined(parts, "distance")
+    for i, trial in enumerate(trials):
+        columns[f"robust@{_key(trial.label, trial)}"] = robust[:, i].astype(int)
+        columns[f"distance@{_key(trial.label, trial)}"] = distance[:, i]
+    for ball in dict.fromkeys((trial.norm, trial.radius) for trial in trials):
+        mine = [i for i, trial in enumerate(trials) if (trial.norm, trial.radius) == ball]
+        stands, first = robust[:, mine].all(1), trials[mine[0]]
+        rows.append(_row(WORST, first, correct, stands, cost[mine].sum(0)))
+        columns[f"robust@{_key(WORST, first)}"] = stands.astype(int)
+    return [
+        Section(
+            measure="attack",
+            settings=options.model_dump(),
+            rows=tuple(rows),
+            samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
+            notes=_remarks(parts, trials, len(correct)),
+        )
+    ]
+
+
+def _key(label: str, trial: Trial) -> str:
+    return f"{label},{trial.norm},{trial.radius.text}"
+
+
+def _row(label: str, trial: Trial, correct: Values, robust: Values, cost: Values) -> AttackRow:
+    low, high = wilson(int(robust.sum()), len(robust))
+    return AttackRow(
+        attack=label,
+        norm=trial.norm,
+        eps=float(trial.radius),
+        eps_text=trial.radius.text,
+        samples=len(robust),
+        clean=float(correct.mean()),
+        robust=float(robust.mean()),
+        robust_low=low,
+        robust_high=high,
+        seconds=round(float(cost[0]), 3),
+        forwards=int(cost[1]),
+        backwards=int(cost[2]),
+    )
+
+
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """Return the 95 % limits of a proportion (Wilson, 1927).
+
+    >>> tuple(round(limit, 4) for limit in wilson(5, 10))
+    (0.2366, 0.7634)
+    """
+    share, z2 = successes / n, Z95**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:
+    checks: Checks = parts[0].facts["checks"]
+    for part in parts[1:]:
+        checks = checks + part.facts["checks"]
+    found = clean_notes(checks)
+    before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
+    found += square_notes(int(before), int(after), samples)
+    planned = tuple(note for trial in trials for note in trial.notes)
+    return tuple(dict.fromkeys(found + planned + notes(parts)))
+
+
+ATTACK = Measure(
+    run, summarise, AttackOptions, samples=128, batch=CHUNK, labelled=True, chunk=CHUNK
+)

@@ -1,0 +1,210 @@
+"""The measure `bounds`: Lipschitz bounds of every head beside its exact Jacobian norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lipaudit.data.batch import Batch
+from lipaudit.measures.base import (
+    Measure,
+    Options,
+    Part,
+    Values,
+    joined,
+    notes,
+    sample_ids,
+    seed_of,
+)
+from lipaudit.measures.layers import Facts, HeadName, Reduced, by_layer, head_names
+from lipaudit.models.capture import Layer
+from lipaudit.models.net import Net
+from lipaudit.models.numeric import numeric_norms
+from lipaudit.models.sites import Site
+from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
+from lipaudit.theory.attention import Heads, per_sample
+from lipaudit.theory.bounds import BOUNDS, head_bounds
+from lipaudit.theory.jacobian import head_norms, layer_norms, splitting_gain
+from lipaudit.theory.lanczos import Norms
+from lipaudit.theory.sharp import spectral_norm
+
+MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
+WITH_LOGARITHM = ("castin", "mean_field", "hu")
+
+
+class BoundsOptions(Options):
+    """Options of `lipaudit bounds`.
+
+    Attributes:
+        tol: relative tolerance of the exact norms.
+        max_steps: most Lanczos steps per head.
+    """
+
+    tol: float = 1e-4
+    max_steps: int = 300
+
+
+def run(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
+    """Yield the norms and bounds of every head, per sample."""
+
+    def reduce(layer: Layer, batch: Batch) -> Reduced:
+        seeds = [seed_of(sample, options.seed) for sample in batch.ids]
+        if not layer.site.closed_form:
+            return _numeric(layer, seeds, options)
+        return _closed_form(layer.heads(), seeds, options)
+
+    yield from by_layer(net, batches, options.layers, reduce, _facts)
+
+
+def _facts(sites: Sequence[Site]) -> Facts:
+    return {
+        "heads": head_names(sites),
+        "kinds": [_kind(site) for site in sites for _ in range(site.heads)],
+        "layers": [(site.index, site.module) for site in sites],
+    }
+
+
+def _kind(site: Site) -> str:
+    kinds = site.kinds if site.closed_form else ("numerical",)
+    return kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
+
+
+def _closed_form(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
+    """Return everything about a closed-form layer, per (sample, head) or (sample, 1)."""
+    how: dict[str, Any] = {"seeds": seeds, "tol": options.tol, "max_steps": options.max_steps}
+    exact, whole = head_norms(heads, **how), layer_norms(heads, **how)
+    found = {name: values for name, values in head_bounds(heads).items() if name != "tokens"}
+    gain = torch.full_like(exact.norm, torch.nan)
+    if not heads.causal:
+        gain = splitting_gain(heads, exact.norm, seeds=seeds)
+    found["splitting_gain"] = gain
+    found |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}
+    found["layer_out"] = torch.full_like(found["layer_exact"], torch.nan)
+    found["out_norm"] = torch.full_like(found["layer_exact"], torch.nan)
+    if heads.out is not None and whole.out is not None:
+        found["layer_out"] = whole.out.norm[:, None]
+        found["out_norm"].fill_(float(spectral_norm(heads.out.double().flatten(0, 1))))
+    found["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
+    return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in found.items()}
+
+
+def _norms(exact: Norms) -> Reduced:
+    missed = (~exact.converged).to(exact.norm.dtype)
+    return {"exact": exact.norm, "upper": exact.upper, "missed": missed}
+
+
+def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
+    """Return what can be said of a layer without a closed form: exact norms, numerically."""
+    found = _norms(numeric_norms(layer, seeds=seeds, tol=options.tol, max_steps=options.max_steps))
+    open_head = torch.full_like(found["exact"], torch.nan)
+    found |= dict.fromkeys((*BOUNDS, *MADE_OF, "g1_max", "splitting_gain"), open_head)
+    open_layer = open_head[:, :1]
+    found |= dict.fromkeys(("layer_exact", "layer_out", "out_norm"), open_layer)
+    found["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
+    return found
+
+
+def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
+    """Make the sections `bounds`, a row per head, and `bounds.layers`, a row per layer."""
+    facts = parts[0].facts
+    found = {name: joined(parts, name) for name in parts[0].values}
+    rows = tuple(
+        _row(head, kind, {name: values[:, i] for name, values in found.items() if _per_head(name)})
+        for i, (head, kind) in enumerate(zip(facts["heads"], facts["kinds"], strict=True))
+    )
+    ids = sample_ids(parts)
+    samples = {"ids": ids, "exact_max": tuple(np.nanmax(found["exact"], 1).tolist())}
+    arrays = {name: Array.of(found[name].T) for name in ("exact", "sharp")}
+    heads = Section(
+        measure="bounds",
+        settings=options.model_dump(),
+        rows=rows,
+        samples=samples,
+        arrays=arrays,
+        notes=notes(parts) + _remarks(found),
+    )
+    return [heads, _layer_section(facts, found, options)]
+
+
+def _per_head(name: str) -> bool:
+    return not name.startswith("layer_") and name != "out_norm"
+
+
+def _row(head: HeadName, kind: str, found: dict[str, Values]) -> BoundsRow:
+    """Reduce one head over the samples: medians, and what is named a maximum."""
+    medians = {name: _median(found[name]) for name in (*BOUNDS, *MADE_OF)}
+    medians["softmax_norm_max"] = _largest(found["softmax_norm_max"])
+    logs = {f"log10_{name}": _log10(medians[name]) for name in WITH_LOGARITHM}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(found["exact"] > 0, found["sharp"] / found["exact"], np.nan)
+    return BoundsRow(
+        **head._asdict(),
+        kind=kind,
+        tokens=int(found["tokens"].max()),
+        exact=_median(found["exact"]),
+        exact_max=_largest(found["exact"]),
+        **medians,
+        **logs,
+        sharp_ratio_max=_largest(ratio),
+        splitting_gain=_median(found["splitting_gain"]),
+        upper=_median(found["upper"]),
+        converged=not found["missed"].any(),
+    )
+
+
+def _layer_section(
+    facts: Mapping[str, Any], found: dict[str, Values], options: BoundsOptions
+) -> Section:
+    layer_of = np.array([head.layer for head in facts["heads"]])
+    rows = []
+    for i, (layer, module) in enumerate(facts["layers"]):
+        mine = layer_of == layer
+        sharp, theorem3 = found["sharp"][:, mine], found["theorem3"][:, mine]
+        out = found["out_norm"][:, i]
+        rows.append(
+            LayerRow(
+                layer=layer,
+                module=module,
+                exact=_median(found["layer_exact"][:, i]),
+                exact_out=_median(found["layer_out"][:, i]),
+                sharp_sum=_median(out * sharp.sum(1)),
+                sharp_rss=_median(out * np.sqrt((sharp**2).sum(1))),
+                theorem3_sum=_median(out * theorem3.sum(1)),
+            )
+        )
+    return Section(measure="bounds.layers", settings=options.model_dump(), rows=tuple(rows))
+
+
+def _median(values: Values) -> float | None:
+    return None if np.isnan(values).all() else float(np.nanmedian(values))
+
+
+def _largest(values: Values) -> float | None:
+    return None if np.isnan(values).all() else float(np.nanmax(values))
+
+
+def _log10(value: float | None) -> float | None:
+    return None if value is None or value <= 0 else float(np.log10(value))
+
+
+def _remarks(found: dict[str, Values]) -> tuple[Note, ...]:
+    """Say what is missing and what did not converge."""
+    remarks = []
+    missed = int(found["missed"].sum())
+    if missed:
+        text = f"{missed} head norms did not converge to tol: they are lower estimates"
+        remarks.append(Note(level="warning", code="not-converged", text=text))
+    for name, bound in BOUNDS.items():
+        absent = int(np.isnan(found[name]).all(0).sum())
+        if absent:
+            text = (
+                f"{name} is not given for {absent} heads: it {bound.null or 'has no closed form'}"
+            )
+            remarks.append(Note(level="info", code="no-bound", text=text))
+    return tuple(remarks)
+
+
+BOUNDS_MEASURE = Measure(run, summarise, BoundsOptions, samples=8, batch=4)

@@ -30,7 +30,7 @@ app = typer.Typer(
 
 def build() -> typer.Typer:
     """Return the application with every command registered."""
-    from lipaudit.cli import measure, tools  # noqa: F401  (importing registers the commands)
+    from lipaudit.cli import audit, judge, measure, tools  # noqa: F401  (importing registers the commands)
 
     return app
 
@@ -64,18 +64,23 @@ def command(name: str, *, panel: str) -> Callable[[Callable[..., None]], Callabl
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        body = _with_common(function)
-
-        @functools.wraps(body)
-        def guarded(**options: Any) -> None:
-            with _exit_codes(verbose=bool(options.get("verbose"))):
-                body(**options)
-
-        guarded.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
-        app.command(name, rich_help_panel=panel)(guarded)
+        app.command(name, rich_help_panel=panel)(guarded(_with_common(function)))
         return function
 
     return register
+
+
+def guarded(body: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose errors become one line on stderr and an exit status."""
+
+    @functools.wraps(body)
+    def call(**options: Any) -> None:
+        with _exit_codes(verbose=bool(options.get("verbose"))):
+            body(**options)
+
+    hints = get_type_hints(body, include_extras=True)
+    parameters = inspect.signature(body).parameters.values()
+    return _resigned(call, [p.replace(annotation=hints[p.name]) for p in parameters])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -28,11 +29,17 @@ from lipaudit.results import Data, Model, Note, Report, Run, Section
 PACKAGES = ("lipaudit", "torch", "timm", "transformers", "numpy", "pyautoattack")
 
 
+Keep = Callable[[str, list[Part], Samples], None]
+
+
 def run(
     spec: str,
     common: Common,
     measures: Mapping[str, Options],
-    keep: Callable[[str, list[Part], Samples], None] = lambda *_: None,
+    *,
+    keep: Keep = lambda *_: None,
+    skip_unlabelled: bool = False,
+    counts: Mapping[str, int] | None = None,
 ) -> Report:
     """Run measures on one load of a model and one set of samples.
 
@@ -41,6 +48,8 @@ def run(
         common: the shared options.
         measures: which measures, with their options.
         keep: gets the parts of each measure before they are summarised.
+        skip_unlabelled: leave out, with a note, what needs labels where there are none.
+        counts: how many samples each measure takes when --samples is not given.
 
     Raises:
         LipauditError: whatever goes wrong, with the exit code it deserves.
@@ -48,26 +57,38 @@ def run(
     common = common.resolved()
     check_outputs(common)
     net = load(spec, _load_options(common))
-    samples = _samples(net, common, [MEASURES[name] for name in measures])
-    _tell(common, net.info.notes + samples.notes)
-    loading = net.info.notes + samples.notes
+    wanted = {name: _count(name, common, counts or {}) for name in measures}
+    samples = _samples(net, common, measures, wanted, skip_unlabelled)
+    notes = net.info.notes + samples.notes
+    if skip_unlabelled and samples.batch.y is None:
+        notes += tuple(_skipped(name) for name in measures if MEASURES[name].labelled)
+        measures = {name: o for name, o in measures.items() if not MEASURES[name].labelled}
+    _tell(common, notes)
     sections: list[Section] = []
     for name, options in measures.items():
-        parts = _measure(name, options, net, samples, common)
-        keep(name, parts, samples)
+        part = replace(samples, batch=samples.batch[: wanted[name]])
+        parts = _measure(name, options, net, part, common)
+        keep(name, parts, part)
         made = MEASURES[name].summarise(parts, options)
-        sections += [made[0].model_copy(update={"notes": loading + made[0].notes}), *made[1:]]
+        sections += [made[0].model_copy(update={"notes": notes + made[0].notes}), *made[1:]]
     return Report(run=_run(spec, common, net, samples), sections=tuple(sections))
+
+
+def _count(name: str, common: Common, counts: Mapping[str, int]) -> int:
+    return common.samples or counts.get(name, MEASURES[name].samples)
+
+
+def _skipped(name: str) -> Note:
+    text = f"{name} was left out: it needs labelled samples (--data)"
+    return Note(level="warning", code="no-labels", text=text)
 
 
 def _measure(
     name: str, options: Options, net: Net, samples: Samples, common: Common
 ) -> list[Part]:
     measure = MEASURES[name]
-    size = _batch_size(common, measure)
-    parts = _parts(measure, options, net, samples, size)
-    label = f"{name} {net.info.spec}"
-    total = len(samples.batch)
+    parts = _parts(measure, options, net, samples, _batch_size(common, measure))
+    label, total = f"{name} {net.info.spec}", len(samples.batch)
     return list(tracked(parts, total=total, label=label, quiet=common.quiet))
 
 
@@ -100,25 +121,28 @@ def _cut(measure: Measure, options: Options, size: int, done: int) -> tuple[int,
     return measure.chunk, options.model_copy(update=known)
 
 
-def _samples(net: Net, common: Common, measures: list[Measure]) -> Samples:
-    labelled = any(m.labelled for m in measures)
+def _samples(
+    net: Net,
+    common: Common,
+    measures: Mapping[str, Options],
+    wanted: Mapping[str, int],
+    skip_unlabelled: bool,
+) -> Samples:
     spec = common.data or ("demo" if net.info.source == "demo" else "random")
-    if labelled and spec == "random":
+    labelled = any(MEASURES[name].labelled for name in measures)
+    if labelled and spec == "random" and not skip_unlabelled:
         raise UsageError(
             "an attack needs labelled samples", "Name them with --data (a folder, .npz, .csv...)."
         )
-    return load_data(
-        spec,
-        net,
-        DataOptions(
-            samples=common.samples or max(m.samples for m in measures),
-            seed=common.seed or 0,
-            max_tokens=common.max_tokens,
-            text_column=common.text_column,
-            label_column=common.label_column,
-            offline=common.offline,
-        ),
+    options = DataOptions(
+        samples=max(wanted.values()),
+        seed=common.seed or 0,
+        max_tokens=common.max_tokens,
+        text_column=common.text_column,
+        label_column=common.label_column,
+        offline=common.offline,
     )
+    return load_data(spec, net, options)
 
 
 def _load_options(common: Common) -> LoadOptions:

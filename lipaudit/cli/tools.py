@@ -43,6 +43,44 @@ def _devices() -> list[str]:
     return ["cpu", *(torch.cuda.get_device_name(i) for i in range(count))]
 
 
+@command("models", panel=LEARN)
+def models(
+    name: Annotated[str, typer.Argument(help="Part of a timm model's name.")] = "",
+) -> None:
+    """What can be audited: the forms of MODEL, the demos, and timm's models by name.
+
+    [dim]Example:[/] [cyan]lipaudit models vit_tiny[/]
+    """
+    if name:
+        import timm
+
+        found = timm.list_models(f"*{name}*")
+        if not found:
+            raise UsageError(f"timm has no model with {name!r} in its name", "Try: vit, swin")
+        typer.echo("\n".join(f"timm:{model}" for model in found))
+        return
+    typer.echo(SUPPORTED)
+
+
+SUPPORTED = """\
+MODEL is one of
+  demo, demo:NAME           the embedded vision transformers on handwritten digits
+  timm:NAME[.TAG]           a model of timm with its pretrained weights
+  hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers or timm)
+  DIRECTORY                 config.json and weights, of transformers or timm
+  FILE --arch timm:NAME     .safetensors, .pt, .pth, .bin or .ckpt
+  py:FILE_OR_MODULE:FACTORY a function that returns a torch module or a ModelSpec
+Random weights: --model-kwargs pretrained=false
+
+Any attention that calls scaled_dot_product_attention or softmax(q k^T) is read, whatever the
+architecture. Layers whose q, k and v are token-wise functions of a linear map of X (plain,
+rotary, qk-norm, grouped, windows, cross-attention) get bounds and exact norms; others (softcap,
+attention sinks, talking heads, x-dependent position bias) get numerical exact norms and no
+bounds, with the reason. Flash and flex kernels, torch.compile and TorchScript cannot be read.
+
+lipaudit models PART lists timm's names."""
+
+
 @command("schema", panel=LEARN)
 def schema() -> None:
     """Print the JSON Schema of a report."""

@@ -45,7 +45,7 @@ def percent(axes: Axes) -> None:
 
 def logarithmic(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
     """Make an axis logarithmic, with ticks at decades, at 1-2-5, or at the few values it has."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
     axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -54,6 +54,8 @@ def logarithmic(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -
     axis.set_major_locator(FixedLocator(places))
     axis.set_major_formatter(FuncFormatter(lambda v, _: _power(v) if powers else f"{v:.3g}"))
     axis.set_minor_formatter(NullFormatter())
+    if powers:
+        axis.set_minor_locator(NullLocator())
 
 
 def _places(values: Sequence[float]) -> list[float]:

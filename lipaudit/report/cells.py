@@ -31,7 +31,7 @@ def text(value: Any, column: Column) -> str:
     if isinstance(value, str):
         return plain(value)
     unit = column.unit if column.unit in ("", "×") else f" {column.unit}"
-    return _significant(value, column.format) + unit
+    return significant(value, column.format) + unit
 
 
 def number(value: float, spec: str) -> str:
@@ -43,7 +43,7 @@ def number(value: float, spec: str) -> str:
     return re.sub(r"e([+-])0*(\d)", lambda m: "e" + m[1].strip("+") + m[2], written)
 
 
-def _significant(value: float, spec: str) -> str:
+def significant(value: float, spec: str = ".3g") -> str:
     """Keep trailing zeros, so that a column shows equally many digits: 1.20, 130, 9.00e3."""
     written = number(value, f"#{spec}" if spec.endswith("g") else spec)
     return re.sub(r"\.(?=e|$)", "", written)

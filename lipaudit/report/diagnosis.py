@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from lipaudit.report.cells import significant
 from lipaudit.report.outcomes import Outcome, outcome
 from lipaudit.report.views.bounds import log10_ratio
 from lipaudit.report.views.common import finite, head, largest, middle, order, typed
@@ -16,6 +17,8 @@ HALF = 0.5
 """A head is called fragile, or a sink, when more than this share of its rows or mass is."""
 APART = 2.0
 """Sharp and exact are said to diverge above this ratio."""
+FEW = 0.05
+"""Where fewer rows than this are intermediate, a penalty has nothing to pull."""
 NAMED = 3
 
 
@@ -37,13 +40,11 @@ def _amplifying(report: Report) -> Iterator[Finding]:
     if len(rows) < 2:
         return
     first, *rest = largest(rows, "exact", NAMED)
-    typical = median(finite(row.exact for row in rows))
-    times = (
-        f", {first.exact / typical:.3g} times the median head" if typical and first.exact else ""
-    )
-    others = _named((head(row), f"{row.exact:.3g}") for row in rest)
+    norm, typical = order(first.exact), median(finite(row.exact for row in rows))
+    times = f", {significant(norm / typical)} times the median head" if typical else ""
+    others = _named((head(row), significant(order(row.exact))) for row in rest)
     yield Finding(
-        f"Head {head(first)} amplifies most: ‖J‖ = {first.exact:.3g}{times}; next {others}.",
+        f"Head {head(first)} amplifies most: ‖J‖ = {significant(norm)}{times}; next {others}.",
         f"bounds {head(first)}, exact",
     )
 
@@ -55,13 +56,14 @@ def _divergence(report: Report) -> Iterator[Finding]:
     ratios = {layer: 10 ** median(logs) for layer, logs in layers.items() if logs}
     apart = sorted((layer for layer in ratios if ratios[layer] > APART), key=lambda i: -ratios[i])
     if apart:
-        named = _named((str(layer), f"{ratios[layer]:.3g}") for layer in apart)
+        named = _named((str(layer), significant(ratios[layer])) for layer in apart)
         text = f"Sharp bound and exact norm differ more than {APART:g}-fold in layers {named}."
         yield Finding(text, f"bounds {apart[0]}.*, sharp / exact")
     rows = [row for row in _bounds(report) if finite([row.sharp_ratio_max])]
     if not apart and rows:
         (worst,) = largest(rows, "sharp_ratio_max", 1)
-        text = f"The sharp bound is at most {worst.sharp_ratio_max:.3g} times exact on every head."
+        most = significant(order(worst.sharp_ratio_max))
+        text = f"The sharp bound is at most {most} times exact on every head and sample."
         yield Finding(text, f"bounds {head(worst)}, sharp_ratio_max")
 
 
@@ -70,7 +72,9 @@ def _splitting(report: Report) -> Iterator[Finding]:
     gaining = [row for row in rows if order(row.splitting_gain) > 1.01]
     if gaining:
         top = largest(gaining, "splitting_gain", NAMED)
-        named = _named((head(row), f"{row.splitting_gain:.3g} times") for row in top)
+        named = _named(
+            (head(row), f"{significant(order(row.splitting_gain))} times") for row in top
+        )
         text = f"Duplicating tokens raises ‖J‖ in {len(gaining)} of {len(rows)} heads: {named}."
         yield Finding(text, f"bounds {head(top[0])}, splitting_gain")
 
@@ -103,6 +107,8 @@ def _jasmin(report: Report) -> Iterator[Finding]:
     k = section.settings.get("k", 10)
     names = ("intermediate", "uniform", "categorical")
     shares = {n: sum(finite(getattr(r, n) for r in rows)) / len(rows) for n in names}
+    if shares["intermediate"] < FEW:
+        return
     short = max(row.tokens for row in rows) <= k
     flat = shares["uniform"] > shares["categorical"] and not short
     side = "uniform" if shares["uniform"] > shares["categorical"] else "one-hot"
@@ -134,9 +140,10 @@ def _sensitive(report: Report) -> Iterator[Finding]:
     typical = middle(known.values())
     if len(known) > 1 and typical:
         top = max(known, key=lambda name: order(known[name]))
+        norm = order(known[top])
         text = (
-            f"Sample {str(top)[:12]} is the most sensitive: ‖J‖ = {order(known[top]):.3g}, "
-            f"{order(known[top]) / typical:.3g} times the median of {len(known)}."
+            f"Sample {str(top)[:12]} is the most sensitive: ‖J‖ = {significant(norm)}, "
+            f"{significant(norm / typical)} times the median of {len(known)}."
         )
         yield Finding(text, f"jacobian sample {str(top)[:12]}, norm")
 

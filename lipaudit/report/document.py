@@ -44,11 +44,11 @@ def _single(report: Report) -> Document:
     run = report.run
     found = tuple((finding.text, finding.source) for finding in diagnosis(report))
     preprocess = "; ".join(f"{name} {listed(value)}" for name, value in run.preprocess.items())
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    versions = {"lipaudit": run.lipaudit} | run.versions
     last = (
         Paragraph(LEGEND),
         *([Paragraph(f"Preprocessing: {preprocess}.")] if preprocess else []),
-        Paragraph(f"lipaudit {run.lipaudit}{', ' if versions else ''}{versions}."),
+        Paragraph(", ".join(f"{name} {version}" for name, version in versions.items()) + "."),
     )
     return Document(
         title=f"lipaudit: {run.model.spec}",

@@ -68,22 +68,22 @@ def render_terminal(report: Report, stream: TextIO) -> None:
 
 
 def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
-    yield _heading(page.title, "═")
+    yield _heading(page.title, "═", width)
     if page.partial:
         yield Text("PARTIAL: the run was cut short; what follows is incomplete.", "bold red")
     yield from _facts(page, width)
     if page.findings:
-        yield _heading("What stands out", "─")
+        yield _heading("What stands out", "─", width)
         yield from (_item("•", f"{text} [{source}]", width) for text, source in page.findings)
     for part in page.parts:
-        yield _heading(part.title, "─")
+        yield _heading(part.title, "─", width)
         for block in part.blocks:
             yield from _block(block, width, colour)
 
 
-def _heading(title: str, rule: str) -> Text:
-    title = cells.plain(title)
-    return Text(f"\n{title}\n{rule * cell_len(title)}", "bold")
+def _heading(title: str, rule: str, width: int) -> Text:
+    lines = wrap(title, min(width, PROSE))
+    return Text("\n".join(["", *lines, rule * max(map(cell_len, lines))]), "bold")
 
 
 def _facts(page: Document, width: int) -> Iterator[Text]:
@@ -103,7 +103,7 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
         case Heatmap():
             yield from _heatmap(block, width, colour)
         case Histogram() | Scatter() | Curve():
-            yield _title(block.title)
+            yield _title(block.title, width)
             yield Text("\n".join(_drawing(block, width)))
         case Density():
             yield Text("\n".join(["", *wrap(describe(block), min(width, PROSE))]))
@@ -121,15 +121,15 @@ def _drawing(block: Histogram | Scatter | Curve, width: int) -> list[str]:
     return [*plot, *wrap(glyphs.legend(block), min(width, PROSE))]
 
 
-def _title(title: str) -> Text:
-    return Text(f"\n{cells.plain(title)}" if title else "", "bold")
+def _title(title: str, width: int) -> Text:
+    return Text("\n".join(["", *wrap(title, width)]) if title else "", "bold")
 
 
 def _table(block: Table, width: int) -> Iterator[RenderableType]:
     if block.folded:
         yield Text(f"\n{block.title}: in the json, markdown and html formats")
         return
-    yield _title(block.title)
+    yield _title(block.title, width)
     yield from (Text(line, STYLES[kind]) for kind, line in lines(block, width))
 
 
@@ -140,7 +140,7 @@ def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableTyp
     ]
     cell = max((cell_len(t) for row in texts for t in row), default=1) + 1
     lead = max(map(len, (*block.rows, "layer")))
-    yield _title(block.title)
+    yield _title(block.title, width)
     for group in split([lead, *[cell] * len(block.columns)], keys=1, width=width):
         picked = [i - 1 for i in group[1:]]
         ticks = "".join(GAP + block.columns[i].rjust(cell) for i in picked)

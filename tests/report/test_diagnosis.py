@@ -70,11 +70,16 @@ def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
     assert text.endswith(f"k={k}.")
 
 
+def test_no_penalty_where_there_is_nothing_to_pull(report):
+    calm = with_rows(report, "attention", intermediate=0.01)
+    assert not [t for t in texts(calm) if "JaSMin" in t]
+
+
 def test_layers_where_sharp_and_exact_diverge(report):
     near = with_rows(report, "bounds", exact=1.0, sharp=1.5, sharp_ratio_max=1.9)
-    assert any("at most 1.9 times exact" in t for t in texts(near))
+    assert any("at most 1.90 times exact" in t for t in texts(near))
     far = with_rows(report, "bounds", exact=1.0, sharp=3.0)
-    assert any("more than 2-fold in layers 0 (3), 1 (3), 2 (3)" in t for t in texts(far))
+    assert any("more than 2-fold in layers 0 (3.00), 1 (3.00), 2 (3.00)" in t for t in texts(far))
 
 
 def _joined(report: Report) -> list[tuple[float, bool]]:

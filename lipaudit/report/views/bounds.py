@@ -103,7 +103,11 @@ def _tightness(section: Section, rows: list[BoundsRow]) -> Table:
         Column(label="median", meaning="Of bound / exact; 1 is tight.", unit="×", domain=""),
         Column(label="largest", meaning="Of bound / exact.", unit="×", domain=""),
     )
-    return Table("Tightness of the bounds: bound / exact over all heads", shown, tuple(lines))
+    return Table(
+        "Tightness over all heads: bound / exact, medians over samples",
+        shown,
+        tuple(lines),
+    )
 
 
 def _scatter(section: Section, rows: list[BoundsRow]) -> Iterator[Block]:

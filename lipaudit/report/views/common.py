@@ -76,7 +76,7 @@ def every_row(section: Section, *, folded: bool = True) -> Table:
     cells = [row.cells() for row in section.rows]
     names = [n for n in section.columns() if any(row[n] != "" for row in cells)]
     return Table(
-        title=f"All {len(cells)} rows" if folded else "",
+        title=f"All rows ({len(cells)})" if folded else "",
         columns=tuple(section.columns()[n] for n in names),
         rows=tuple(tuple(row[n] for n in names) for row in cells),
         keys=2 if names[:2] == ["layer", "head"] else 1,

@@ -17,6 +17,8 @@ from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.results import Note
 
+Call = Callable[[Tensor, Tensor | None], Any]
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
 
@@ -31,18 +33,14 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         InputError: weights that are not finite, a model that cannot be run on its own sample.
         UsageError: a normalisation that does not fit the images, an unknown dtype or device.
     """
+    _require_images(spec, options)
     module, notes = _single_precision(spec.module)
     require_finite(module, name)
     digest = sha256(module)
     module.eval().requires_grad_(False).to(device(options.device), _dtype(options.dtype))
-    call = spec.call or _plain_call(module)
-    _require_images(spec, options)
-    if spec.kind == "image":
-        call, preprocess = _normalised(call, spec, options)
-    else:
-        preprocess = dict(spec.preprocess)
+    call, preprocess = _call(spec, options)
     read = spec.read or main_output
-    output, entry = _probe(spec, call, read, module)
+    output, entry = _probe(spec, call, read)
     info = ModelInfo(
         spec=name,
         source=source,
@@ -129,26 +127,29 @@ def _single_precision(module: nn.Module) -> tuple[nn.Module, tuple[Note, ...]]:
     return module.float() if notes else module, notes
 
 
-def _plain_call(module: nn.Module) -> Callable[[Tensor, Tensor | None], Any]:
-    return lambda x, mask: module(x) if mask is None else module(x, mask)
-
-
-def _normalised(
-    call: Callable[[Tensor, Tensor | None], Any], spec: ModelSpec, options: LoadOptions
-) -> tuple[Callable[[Tensor, Tensor | None], Any], dict[str, Any]]:
-    """Put the normalisation between pixels and the network."""
+def _call(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
+    """Return what runs the model on samples, and the facts on what it does to them first."""
+    module = spec.module
+    call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
+    if spec.kind != "image":
+        return call, dict(spec.preprocess)
     channels = spec.input_shape[0]
     mean = _per_channel("mean", options.mean or spec.mean or (0.0,), channels)
     std = _per_channel("std", options.std or spec.std or (1.0,), channels)
     if not all(s > 0 for s in std):
         raise UsageError(f"std {std} must be positive", "Pixels are divided by it.")
+    facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
+    return _normalised(call, mean, std), dict(spec.preprocess) | facts
+
+
+def _normalised(call: Call, mean: tuple[float, ...], std: tuple[float, ...]) -> Call:
+    """Put the normalisation between pixels and the network."""
 
     def normalised(x: Tensor, mask: Tensor | None) -> Any:
         shift, scale = (x.new_tensor(v)[:, None, None] for v in (mean, std))
         return call((x - shift) / scale, mask)
 
-    facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
-    return normalised, dict(spec.preprocess) | facts
+    return normalised
 
 
 def _per_channel(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
@@ -167,12 +168,10 @@ def _prepare(spec: ModelSpec) -> Callable[[Image], Tensor] | None:
 
 
 def _probe(
-    spec: ModelSpec,
-    call: Callable[[Tensor, Tensor | None], Any],
-    read: Callable[[Any], Tensor],
-    module: nn.Module,
+    spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
 ) -> tuple[Tensor, nn.Module | None]:
     """Run one blank sample: the output, and the embedding module that was met on the way."""
+    module = spec.module
     x = _blank(spec, next(module.parameters()))
     try:
         with torch.no_grad(), _first_entry(module, spec.kind, x) as met:
@@ -209,7 +208,8 @@ def _first_entry(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Mo
         if kind == "image" or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
             met.append(candidate)
 
-    hooks = [m.register_forward_hook(watch) for m in module.modules() if _is_entry(m, kind)]
+    found = [m for name, m in module.named_modules() if _is_entry(name, m, kind)]
+    hooks = [m.register_forward_hook(watch) for m in found]
     try:
         yield met
     finally:
@@ -217,9 +217,9 @@ def _first_entry(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Mo
             hook.remove()
 
 
-def _is_entry(module: nn.Module, kind: str) -> bool:
+def _is_entry(name: str, module: nn.Module, kind: str) -> bool:
     if kind == "image":
-        return "PatchEmbed" in type(module).__name__
+        return "PatchEmbed" in type(module).__name__ or "patch_embed" in name.rpartition(".")[2]
     return kind == "text" and isinstance(module, nn.Embedding)
 
 

@@ -1,4 +1,4 @@
-"""Train the demo checkpoints again: `python -m lipaudit.models.demo_training [DIRECTORY]`.
+"""Train the demo checkpoints again: `python -m lipaudit.models.demo_training [NAME ...]`.
 
 Needs scikit-learn, which holds the digits. With the same version of torch on the same kind of
 machine the result repeats to the last bit; elsewhere to a few tenths of a per cent of accuracy.
@@ -73,22 +73,26 @@ def accuracy(model: DigitsViT, x: Tensor, y: Tensor) -> float:
         return float((model((x - MEAN) / STD).argmax(1) == y).float().mean())
 
 
+RECIPES = {"standard": train_standard}
+"""What trains each of the demos from (images, labels)."""
+
+
 def main() -> None:
-    """Train, write the weights and the held-out images."""
-    package = Path(__file__).parents[1]
+    """Train the demos, write their weights and the held-out images."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", nargs="?", type=Path, default=package)
-    root = parser.parse_args().directory
-    for layer in ("models", "data"):
-        (root / layer / "assets").mkdir(parents=True, exist_ok=True)
+    parser.add_argument("names", nargs="*", default=list(RECIPES), metavar="NAME")
+    parser.add_argument("--directory", type=Path, default=Path(__file__).parents[1])
+    asked = parser.parse_args()
+    models, data = (asked.directory / layer / "assets" for layer in ("models", "data"))
+    for folder in (models, data):
+        folder.mkdir(parents=True, exist_ok=True)
     x, y, test_x, test_y = digits()
-    model = train_standard(x, y)
-    facts = {"held_out_accuracy": f"{accuracy(model, test_x, test_y):.4f}", "data": CREDIT}
-    save_file(model.state_dict(), root / "models/assets/demo_standard.safetensors", facts)
+    for name in asked.names:
+        model = RECIPES[name](x, y)
+        facts = {"held_out_accuracy": f"{accuracy(model, test_x, test_y):.4f}", "data": CREDIT}
+        save_file(model.state_dict(), models / f"demo_{name}.safetensors", facts)
     pixels = (test_x * 255).round().to(torch.uint8).numpy()
-    np.savez_compressed(
-        root / "data/assets/digits_test.npz", x=pixels, y=test_y.numpy(), credit=CREDIT
-    )
+    np.savez_compressed(data / "digits_test.npz", x=pixels, y=test_y.numpy(), credit=CREDIT)
 
 
 if __name__ == "__main__":

@@ -108,11 +108,13 @@ def half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
 
 
 def require_finite(module: nn.Module, origin: str) -> None:
-    """Refuse weights that are NaN or infinite.
+    """Refuse weights that are NaN or infinite, and a model without any.
 
     Raises:
         InputError: naming the first tensors that are.
     """
+    if next(module.parameters(), None) is None:
+        raise InputError(f"{origin} has no parameters", "There is nothing to audit in it.")
     bad = [n for n, p in module.named_parameters() if not bool(torch.isfinite(p).all())]
     bad += [n for n, b in module.named_buffers() if bool(torch.isnan(b).any())]
     if bad:

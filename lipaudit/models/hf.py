@@ -18,7 +18,8 @@ from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec
 from lipaudit.results import Note
 
 FEATURES = "AutoModel"
-UNREAD = ("pooler",)
+ENCODER = "AutoModelForTextEncoding"
+POOLER, MASK = "pooler", "mask_token"
 HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -61,6 +62,8 @@ def _config(path: Path, options: LoadOptions) -> Any:
 def _auto_class(config: Any) -> str:
     """Choose by what the checkpoint says it is; no head is ever made up."""
     name = (config.architectures or [""])[0]
+    if name.endswith("EncoderModel"):
+        return ENCODER
     return next((auto for head, auto in HEADS.items() if name.endswith(head)), FEATURES)
 
 
@@ -79,7 +82,7 @@ def _trained(auto: Any, path: Path, config: Any) -> tuple[Any, tuple[Note, ...]]
             "Copy or download them again; pickled files may hold tensors only.",
         ) from error
     notes = _require_complete(module, report, path)
-    if any(_unread(key) for key in report["missing_keys"]):
+    if any(_part_of(key, POOLER) for key in report["missing_keys"]):
         module.pooler = None  # random, and not read
     return module, notes
 
@@ -124,9 +127,9 @@ def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
 def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[Note, ...]:
     """Refuse missing and surplus weights; heads of a model read for its features may be left."""
     features = not has_head(module)
-    missing = sorted(k for k in report["missing_keys"] if not (features and _unread(k)))
+    missing = sorted(k for k in report["missing_keys"] if not (features and _part_of(k, POOLER)))
     surplus = sorted(report["unexpected_keys"])
-    unused = [k for k in surplus if features and (_unread(k) or not _inside(module, k))]
+    unused = [k for k in surplus if features and _unread(module, k)]
     surplus = [k for k in surplus if k not in unused]
     shapes = [str(m[0]) for m in report.get("mismatched_keys", ())]
     wrong = {"missing": missing, "surplus": surplus, "of another shape": shapes}
@@ -141,8 +144,13 @@ def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[
     return (remark("features", text),) if unused else ()
 
 
-def _unread(key: str) -> bool:
-    return any(part in UNREAD for part in key.split("."))
+def _unread(module: Any, key: str) -> bool:
+    """Say whether a surplus tensor belongs to what features never meet: heads, pooler, mask."""
+    return _part_of(key, POOLER, MASK) or not _inside(module, key)
+
+
+def _part_of(key: str, *parts: str) -> bool:
+    return not set(parts).isdisjoint(key.split("."))
 
 
 def _inside(module: Any, key: str) -> bool:

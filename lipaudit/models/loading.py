@@ -137,6 +137,11 @@ def _directory(path: Path, options: LoadOptions) -> Source:
 
 def _config_keys(path: Path) -> set[str]:
     config = path / "config.json"
+    if (path / "adapter_config.json").is_file() and not config.is_file():
+        raise InputError(
+            f"{path} holds an adapter, not a model",
+            "Merge it into its base model (merge_and_unload in peft) and save the result.",
+        )
     if not config.is_file():
         raise InputError(
             f"{path} has no config.json",

@@ -124,7 +124,6 @@ def describe(
         labels=labels,
         aliases=aliases,
         prepare=_preparation(config, shape),
-        entry=getattr(module, "patch_embed", None),
         architecture=str(module.pretrained_cfg.get("architecture", type(module).__name__)),
         preprocess={k: config[k] for k in ("interpolation", "crop_pct", "crop_mode")},
         notes=notes,
@@ -235,10 +234,15 @@ def _labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
     if not subset:
         return None, {}
     info = timm.data.ImageNetInfo(subset)
-    synsets = info.label_names()
-    return tuple(info.index_to_description(i) for i in range(len(synsets))), {
-        name: i for i, name in enumerate(synsets)
-    }
+    labels = tuple(info.index_to_description(i) for i in range(info.num_classes()))
+    return labels, synsets(subset)
+
+
+def synsets(subset: str = "imagenet-1k") -> dict[str, int]:
+    """Return the WordNet names of ImageNet's classes, by which its folders are named."""
+    import timm.data
+
+    return {name: i for i, name in enumerate(timm.data.ImageNetInfo(subset).label_names())}
 
 
 def _did_you_mean(name: str) -> str:

@@ -51,11 +51,11 @@ def bert(**extra):
     return transformers.BertForSequenceClassification(config).eval()
 
 
-def vit(**extra):
+def vit(num_labels=3, **extra):
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        image_size=8, patch_size=4, num_labels=3, **extra,
+        image_size=8, patch_size=4, num_labels=num_labels, **extra,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config).eval()
 
@@ -218,6 +218,26 @@ def test_an_image_model_without_processor_warns(tmp_path):
     )
     assert [(n.level, n.code) for n in net.info.notes] == [("warning", "raw-pixels")]
     assert load(str(tmp_path), LoadOptions(mean=(0.5,), std=(0.5,))).info.notes == ()
+
+
+def test_models_of_imagenet_know_its_synsets(tmp_path):
+    timm_data = pytest.importorskip("timm.data")
+    names = timm_data.ImageNetInfo("imagenet-1k")
+    labels = {i: names.index_to_description(i) for i in range(1000)}
+    net = load(save(vit(id2label=labels, num_labels=1000), tmp_path, tokenizer=False))
+    assert net.aliases["n02102040"] == 217
+    assert "springer" in net.info.labels[217]
+
+
+def test_an_encoder_saved_alone_and_a_mask_token_are_no_obstacle(tmp_path):
+    torch.manual_seed(0)
+    small = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
+    encoder = transformers.T5EncoderModel(transformers.T5Config(**small, num_heads=2))
+    assert load(save(encoder, tmp_path / "t5", tokenizer=False)).output(BATCH).shape == (2, 16)
+    masked = transformers.ViTForMaskedImageModeling(vit().config)
+    net = load(save(masked, tmp_path / "vit", tokenizer=False))
+    assert "mask_token" in net.info.notes[0].text
+    assert net.output(Batch(torch.rand(2, 3, 8, 8), None, ("a", "b"))).shape == (2, 16)
 
 
 def test_fused_attention_unless_logits_are_capped(tmp_path):

@@ -27,6 +27,7 @@ def plain(): return Scaled()
 def many(classes): return Scaled(classes)
 def half(): return Scaled().half()
 def nothing(): return {"weights": 1}
+def empty(): return nn.Flatten()
 def failing(): raise RuntimeError("no such licence")
 def described():
     return ModelSpec(Scaled(), (3, 2, 2), mean=(.5,), std=(.25,), labels=tuple("abcd"))
@@ -108,6 +109,15 @@ def test_the_held_out_digits_are_those_of_scikit_learn():
     order = torch.randperm(360, generator=torch.Generator().manual_seed(0))
     assert torch.equal(batch.x, x[order])
     assert torch.equal(batch.y, y[order])
+
+
+@pytest.mark.slow
+def test_training_the_demo_again_gives_as_good_a_model():
+    pytest.importorskip("sklearn")
+    from lipaudit.models.demo_training import accuracy, digits, train_standard
+
+    x, y, test_x, test_y = digits()
+    assert accuracy(train_standard(x, y), test_x, test_y) > 0.96
 
 
 def test_a_bare_demo_name_is_noted():
@@ -196,6 +206,7 @@ def refused(spec, kind=InputError, **options):
         ("failing", "no such licence"),
         ("nothing", "returned dict"),
         ("nan", "not finite: head.bias"),
+        ("empty", "has no parameters"),
         ("many", "missing 1 required positional argument"),
     ],
 )
@@ -251,6 +262,8 @@ def test_an_architecture_needs_a_file_of_weights():
 
 def test_directories_without_a_usable_configuration(tmp_path):
     assert "has no config.json" in refused(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "merge_and_unload" in refused(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in refused(str(tmp_path))
     (tmp_path / "config.json").write_text('{"hidden": 3}')

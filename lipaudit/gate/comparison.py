@@ -45,8 +45,9 @@ class Pair(Frozen):
     Attributes:
         old: name of the first model.
         new: name of the other.
-        verdicts: one per metric, each with its own 95 % interval: improved, regressed,
-            unchanged, inconclusive (the interval contains 0) or not comparable.
+        verdicts: one per metric: improved, regressed, unchanged, not comparable, or inconclusive
+            (its 95 % interval contains 0). Columns of rows have no interval: they are compared
+            as they are, on these samples.
         ratios: per-head log-ratios, for heat-maps.
         notes: what differs without forbidding the comparison.
     """

@@ -34,7 +34,8 @@ def render(*reports: Report) -> bytes:
     if page.partial:
         lines += ["**Partial: the run was cut short; what follows is incomplete.**", ""]
     if page.facts:
-        lines += [*_grid(["", ""], page.facts, "ll"), ""]
+        facts = [[name, escape(value)] for name, value in page.facts]
+        lines += [*_grid(["", ""], facts, "ll"), ""]
     if page.findings:
         lines += ["## What stands out", ""]
         lines += [
@@ -103,7 +104,7 @@ def _texts(block: Table, index: int) -> list[str]:
 
 def _heatmap(block: Heatmap) -> Iterator[str]:
     rows = [
-        [name, *("" if v is None else cells.text(v, block.column) for v in values)]
+        [name, *(cells.text(v, block.column) for v in values)]
         for name, values in zip(block.rows, block.values, strict=True)
     ]
     yield f"**{escape(block.title)}**"

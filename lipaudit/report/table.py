@@ -135,9 +135,7 @@ def _table(block: Table, width: int) -> Iterator[RenderableType]:
 
 def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
     shares = _shares(block)
-    texts = [
-        [cells.text(v, block.column) if v is not None else "" for v in row] for row in block.values
-    ]
+    texts = [[cells.text(v, block.column) for v in row] for row in block.values]
     cell = max((cell_len(t) for row in texts for t in row), default=1) + 1
     lead = max(map(len, (*block.rows, "layer")))
     yield _title(block.title, width)

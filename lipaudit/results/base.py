@@ -46,7 +46,8 @@ class Column(Frozen):
         unit: printed behind numbers; empty for a pure number.
         format: a Python format specification.
         better: the direction of improvement, which the gate needs; None where there is none.
-        domain: where the figure holds ("at X", "all inputs of norm <= R").
+        domain: where the figure holds ("at X", "all inputs of norm <= R"); empty where it claims
+            nothing (a cost, a tolerance).
         status: certified (holds on its whole domain) | exact (converged to tol at X) | bound
             (proven upper bound, at X only) | estimate | empirical.
     """

@@ -52,8 +52,18 @@ class BoundsRow(HeadRow):
         status="certified",
     )
     hu: Float | None = column("hu", "Hu et al. 2024 at r = 0.", status="bound")
-    log10_castin: Float | None = column("log10 castin", "log10 of castin.", status="certified")
-    log10_mean_field: Float | None = column("log10 m. f.", "log10 of it.", status="certified")
+    log10_castin: Float | None = column(
+        "log10 castin",
+        "log10 of castin.",
+        domain="all inputs, every ||x_i|| <= R",
+        status="certified",
+    )
+    log10_mean_field: Float | None = column(
+        "log10 m. f.",
+        "log10 of it.",
+        domain="all inputs, every ||x_i|| <= R",
+        status="certified",
+    )
     log10_hu: Float | None = column("log10 hu", "log10 of hu.", status="bound")
     sharp_ratio_max: Float | None = column("sharp/exact", "Largest sharp / exact over samples.")
     p_norm: Float | None = column("||P||", "Spectral norm of the attention matrix.")
@@ -134,8 +144,8 @@ class JacobianRow(Row):
     p95: Float | None = column("p95", "95th percentile.", better="lower")
     max: Float | None = column("max", "Largest norm.", better="lower")
     method: str = column("method", "dense VJPs or Lanczos.", "", format="s")
-    tol: Float | None = column("tol", "Relative tolerance asked for.")
-    products: Float | None = column("products", "Mean number of products per sample.")
+    tol: Float | None = column("tol", "Relative tolerance asked for.", domain="")
+    products: Float | None = column("products", "Mean number of products per sample.", domain="")
     converged: int = column("converged", "Samples that met the tolerance.", 0, format="d")
 
 
@@ -163,7 +173,7 @@ class AttackRow(Row):
     robust_high: Float | None = column(
         "high", "Wilson 95 % limit.", format=".1%", status="estimate"
     )
-    seconds: Float | None = column("seconds", "Wall time.", format=".1f", unit="s")
+    seconds: Float | None = column("seconds", "Wall time.", format=".1f", unit="s", domain="")
     forwards: int | None = column("forwards", "Model forwards, in samples.", format="d")
     backwards: int | None = column("backwards", "Model backwards, in samples.", format="d")
 
@@ -184,7 +194,12 @@ class ScalingRow(Row):
     norm_high: Float | None = column("high", "Largest.")
     bound_sharp: Float | None = column("sharp", "Median sharp bound.", status="bound")
     bound_theorem3: Float | None = column("theorem 3", "Median Theorem 3 bound.", status="bound")
-    bound_castin: Float | None = column("castin", "Median of castin.", status="certified")
+    bound_castin: Float | None = column(
+        "castin",
+        "Median of castin.",
+        domain="all inputs, every ||x_i|| <= R",
+        status="certified",
+    )
 
 
 class ScalingFitRow(Row):

@@ -33,6 +33,14 @@ def test_markup_is_taken_literally(hostile, escaped):
     assert markdown.escape(hostile) == escaped
 
 
+def test_only_our_own_tags_are_markup(report, other):
+    text = markdown.render(report).decode() + markdown.render(report, other).decode()
+    lines = [line for line in text.splitlines() if not line.startswith("    ")]
+    tags = set(re.findall(r"<[^>]*>", "\n".join(lines)))
+    assert tags <= {f"<{end}{tag}>" for tag in ("details", "summary", "sub") for end in ("", "/")}
+    assert "\x1b" not in text
+
+
 def test_drawings_cannot_be_left_by_a_hostile_label(report):
     model = report.run.model.model_copy(update={"spec": "~~~~\n```\n# heading"})
     hostile = report.model_copy(update={"run": report.run.model_copy(update={"model": model})})

@@ -1,0 +1,160 @@
+"""Checks that come before any number: is the model a function, and is it what we think it is?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import EvaluationError, InputError
+from lipaudit.models.events import AttentionCall
+from lipaudit.models.graph import vjp
+from lipaudit.models.linears import Linear
+from lipaudit.models.net import Net
+from lipaudit.models.structure import Projected
+from lipaudit.theory.attention import Heads
+from lipaudit.theory.products import layer_products
+
+SAME = 1e-5  # of the largest entry: rounding of float32
+AGREES = 1e-4
+
+
+def agree(a: Tensor, b: Tensor, tolerance: float = SAME) -> bool:
+    """Compare two tensors, relative to the largest entry of the first."""
+    return bool((a - b).abs().amax() <= tolerance * a.abs().amax())
+
+
+def fixed_output(net: Net, batch: Batch) -> Tensor:
+    """Return the model's output, once two passes have given the same.
+
+    Raises:
+        EvaluationError: it is not finite.
+        InputError: it is random.
+    """
+    with torch.no_grad():
+        first, second = net.output(batch), net.output(batch)
+    if not first.isfinite().all():
+        raise EvaluationError(
+            "the model's output is not finite",
+            "check the weights, and try --dtype float64",
+        )
+    if not agree(first, second):
+        where = _first_difference(net.module, lambda: net.output(batch), lambda: net.output(batch))
+        raise InputError(
+            f"the model is randomised: two passes over the same samples differ, first in {where}",
+            "switch the noise or the dropout off; sensitivity is defined for a fixed function",
+        )
+    return first
+
+
+def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:
+    """Check that the first sample's output does not depend on the second sample.
+
+    Raises:
+        InputError: it does.
+    """
+    with torch.no_grad():
+        alone = net.output(other)
+    if not agree(output[0], alone[0]):
+        where = _first_difference(net.module, lambda: net.output(batch), lambda: net.output(other))
+        raise InputError(
+            f"the output of a sample depends on the other samples of its batch, first in {where}",
+            "a model that mixes samples (batch statistics, attention across the batch) has no "
+            "per-sample sensitivity",
+        )
+
+
+def require_same(captured: Tensor, output: Tensor) -> None:
+    """Check that observing the model did not change its output.
+
+    Raises:
+        InputError: it did.
+    """
+    if not agree(output, captured, AGREES):
+        gap = (captured - output).abs().amax() / output.abs().amax()
+        raise InputError(
+            f"the model's output changes by {gap:.1e} (relative) when it is observed",
+            "the model depends on the autograd mode or on how it is called",
+        )
+
+
+def jacobian_agrees(heads: Heads, made: dict[str, Projected], call: AttentionCall) -> bool:
+    """Compare the closed form of J^T u with one backward pass through the model's own attention.
+
+    Args:
+        heads: the layer.
+        made: its q, k and v.
+        call: the canonical attention call.
+    """
+    samples = int(heads.sample[-1]) + 1
+    generator = torch.Generator(call.output.device).manual_seed(0)
+    shape, dtype, device = call.output.shape, call.output.dtype, call.output.device
+    u = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+    closed = list(zip(_sides(heads), layer_products(heads).pull(u), strict=True))
+    parts = list({id(part.leaf): part for part in made.values()}.values())
+    for part in parts:
+        true = [_pulled(other, call.output, u) for other in parts if _same(other, part)]
+        mine = [
+            _scattered(made[name], dx, samples) for name, dx in closed if _same(made[name], part)
+        ]
+        if not agree(torch.stack(true).sum(0), torch.stack(mine).sum(0), AGREES):
+            return False
+    return True
+
+
+def _sides(heads: Heads) -> list[str]:
+    """One projection of each input, in the order of the products."""
+    if heads.x_kv is None:
+        return ["q"]
+    return ["k"] if heads.to_q is None else ["q", "k"]
+
+
+def _same(a: Projected, b: Projected) -> bool:
+    return same_input(a.linear, b.linear)
+
+
+def _pulled(part: Projected, output: Tensor, u: Tensor) -> Tensor:
+    """J^T u through the graph, for the input of one linear map, one token per row."""
+    pulled = vjp(output, part.leaf, u)
+    assert pulled is not None
+    return part.linear.outputs(pulled) @ part.linear.weight.T
+
+
+def _scattered(part: Projected, dx: Tensor, samples: int) -> Tensor:
+    """The same of the closed form, whose tokens are those of the attention."""
+    index = part.rows.index(samples).flatten()
+    return torch.zeros_like(part.linear.inputs).index_add_(0, index, dx.flatten(0, 1))
+
+
+def _first_difference(
+    module: nn.Module, first: Callable[[], object], second: Callable[[], object]
+) -> str:
+    """Name the first module whose output for the first sample differs between two passes."""
+    pairs = zip(_outputs(module, first), _outputs(module, second), strict=False)
+    names = (name for (name, x), (_, y) in pairs if x.shape != y.shape or not agree(x, y))
+    return next(names, "the model's own code")
+
+
+def _outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str, Tensor]]:
+    """Run a model on two samples; return what each innermost module gives for the first."""
+    seen: list[tuple[str, Tensor]] = []
+
+    def note(name: str, out: object) -> None:
+        if isinstance(out, Tensor) and out.ndim and out.is_floating_point():
+            seen.append((name, out[: len(out) // 2]))
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, part in module.named_modules():
+            if not any(part.children()):
+                hook = part.register_forward_hook(lambda _m, _a, out, name=name: note(name, out))
+                hooks.callback(hook.remove)
+        forward()
+    return seen
+
+
+def same_input(a: Linear, b: Linear) -> bool:
+    """Say whether two linear maps read the same tensor."""
+    return a.inputs.shape == b.inputs.shape and torch.equal(a.inputs, b.inputs)

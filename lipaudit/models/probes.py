@@ -1,0 +1,166 @@
+"""Ask an autograd graph which entries depend on which, and how.
+
+Between a linear map and the q of an attention call lie only cheap ops (reshapes, rotary positions,
+norms per head), so a vector-Jacobian product here costs next to nothing. Dependence is read off
+exact zeros: no threshold, no rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipaudit.models.graph import vjp
+
+AFFINE_TOLERANCE = 2e-5  # of the largest |q|: rounding of float32, and nothing else
+LINEAR_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor t of an attention call, (windows, heads, tokens, width), and what made it.
+
+    Attributes:
+        t: q, k or v, with its graph down to `leaf`.
+        leaf: what it was made from: the output y of a linear map, as a rule.
+        as_rows: brings a tensor of the leaf's shape to one token per row.
+    """
+
+    t: Tensor
+    leaf: Tensor
+    as_rows: Callable[[Tensor], Tensor]
+
+    def pull(self, cotangent: Tensor) -> Tensor:
+        """Return J^T u with respect to y, one token per row."""
+        pulled = vjp(self.t, self.leaf, cotangent)
+        return self.as_rows(torch.zeros_like(self.leaf) if pulled is None else pulled)
+
+    def values(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the entries of y behind t, (windows, heads, tokens, e)."""
+        return self.as_rows(self.leaf.detach())[rows][..., columns].transpose(1, 2)
+
+    def merged(self) -> Source:
+        """Return all heads as one."""
+        return replace(self, t=self.t.transpose(1, 2).flatten(2).unsqueeze(1))
+
+    def random(self) -> Tensor:
+        """Return a cotangent without zeros."""
+        generator = torch.Generator(self.t.device).manual_seed(0)
+        shape, dtype, device = self.t.shape, self.t.dtype, self.t.device
+        return torch.rand(shape, generator=generator, dtype=dtype, device=device) + 0.5
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Which part of t each entry of y feeds, (rows of y, columns of y).
+
+    Attributes:
+        label: number of the part, -1 where it feeds none.
+        alone: whether every entry feeds one part only; else the labels mean nothing.
+    """
+
+    label: Tensor
+    alone: bool
+
+
+def labels(source: Source, code: Tensor) -> Labels:
+    """Find which value of `code`, broadcast over t, each entry of y feeds.
+
+    Bit by bit: the entries that feed something with this bit, and those that feed something
+    without it.
+    """
+    u = source.random()
+    used = source.pull(u) != 0
+    label, clash = torch.zeros_like(used, dtype=torch.long), torch.zeros_like(used)
+    for bit in range(int(code.max()).bit_length()):
+        on = (code >> bit) & 1
+        with_bit, without = source.pull(u * on) != 0, source.pull(u * (1 - on)) != 0
+        label |= with_bit.long() << bit
+        clash |= with_bit & without
+    return Labels(label.masked_fill(~used, -1), not bool(clash.any()))
+
+
+def reads_only(source: Source, rows: Tensor) -> bool:
+    """Check a row map by one product: half of the tokens of t must not touch other rows of y."""
+    u = source.random()
+    pick = u[:, :1, :, :1]
+    half = pick > pick.median()
+    touched = (source.pull(u * half) != 0).any(1)
+    touched[rows[half[:, 0, :, 0]]] = False
+    return not bool(touched.any())
+
+
+def affine_map(source: Source, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return M (heads, d, e) and c (heads, d) with t = M y + c at every token, or None."""
+    t = source.t.detach()
+    windows, heads, tokens, width = t.shape
+    slot = torch.arange(windows * tokens, device=t.device).view(windows, 1, tokens)
+    mix = t.new_zeros(heads, width, columns.shape[1])
+    for channel, g in _probe(source, rows, columns, slot.expand(t.shape[:-1])):
+        mix[:, channel[:, 0].flatten()] = g.transpose(0, 1).flatten(1, 2)
+    rest = t - torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
+    offset = rest.mean((0, 2))
+    if _largest(rest - offset[:, None]) > AFFINE_TOLERANCE * _largest(t):
+        return None
+    exact = _largest(offset) <= AFFINE_TOLERANCE * _largest(t)
+    return mix, torch.zeros_like(offset) if exact else offset
+
+
+def position_map(source: Source, rows: Tensor, columns: Tensor) -> Tensor | None:
+    """Return G (1, 1, tokens, d, e) with t_i = G_i y_i in every head and window, or None."""
+    t = source.t.detach()
+    windows, heads, tokens, width = t.shape
+    slot = torch.arange(windows * heads, device=t.device).view(windows, heads, 1)
+    local = t.new_zeros(tokens, width, columns.shape[1])
+    for channel, g in _probe(source, rows, columns, slot.expand(t.shape[:-1])):
+        local[:, channel[..., 0].flatten()] = g.flatten(0, 1).transpose(0, 1)
+    local = local[None, None]
+    return local if is_linear(source, local, rows, columns) else None
+
+
+def local_map(source: Source, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the local Jacobian of t, (windows, heads, tokens, d, e): one product per channel."""
+    t = source.t.detach()
+    local = t.new_zeros(*t.shape, columns.shape[1])
+    slot = torch.zeros(t.shape[:-1], dtype=torch.long, device=t.device)
+    for c, (_, g) in enumerate(_probe(source, rows, columns, slot)):
+        local[..., c, :] = g
+    return local
+
+
+def is_linear(source: Source, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
+    """Check t = G y."""
+    t, y = source.t.detach(), source.values(rows, columns)
+    rest = t - (local @ y[..., None])[..., 0]
+    return bool(_largest(rest) <= LINEAR_TOLERANCE * _largest(t))
+
+
+def is_orthogonal(local: Tensor) -> bool:
+    """Check G G^T = c I with one c for all tokens."""
+    gram = local @ local.mT
+    c = gram.diagonal(dim1=-2, dim2=-1).mean()
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return bool(_largest(gram - c * eye) <= LINEAR_TOLERANCE * c)
+
+
+def _probe(
+    source: Source, rows: Tensor, columns: Tensor, slot: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Differentiate one channel of every vector of t at a time, until each slot has had all.
+
+    Vectors in different slots get different channels, so that a map which many vectors share
+    takes few products. Yields the channels (windows, heads, tokens) and their gradients with
+    respect to y, (windows, heads, tokens, e).
+    """
+    width = source.t.shape[-1]
+    for shift in range(-(-width // int(slot.max() + 1))):
+        channel = (slot + shift * int(slot.max() + 1)) % width
+        unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
+        yield channel, source.pull(unit)[rows][..., columns].transpose(1, 2)
+
+
+def _largest(t: Tensor) -> Tensor:
+    return t.abs().amax()

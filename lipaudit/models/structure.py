@@ -1,0 +1,322 @@
+"""From an autograd graph to a `Projection`: which part of which linear map made q, k or v."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipaudit.models import probes
+from lipaudit.models.linears import Linear
+from lipaudit.models.probes import Source
+from lipaudit.models.trace import Address, origins
+from lipaudit.theory.attention import Projection
+
+LARGEST_LOCAL = 2**28  # numbers in a local Jacobian: 1 GiB in float32
+
+
+class NotClosedForm(Exception):
+    """A layer does something that the closed form does not cover.
+
+    Args:
+        kind: one word for the table of layers.
+        reason: what the model does instead, for the reader of a report.
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which token of a linear map each attention row reads, for any number of samples.
+
+    Attributes:
+        tokens: index of the token within its sample, (windows per sample, tokens per window).
+        length: tokens per sample at the linear map.
+        samples_first: whether its rows are ordered by sample, then token.
+    """
+
+    tokens: Tensor
+    length: int
+    samples_first: bool
+
+    def index(self, samples: int) -> Tensor:
+        """Return the row of X for each (window, token) of a batch."""
+        sample = torch.arange(samples, device=self.tokens.device).view(-1, 1, 1)
+        if self.samples_first:
+            return (sample * self.length + self.tokens).flatten(0, 1)
+        return (self.tokens * samples + sample).flatten(0, 1)
+
+    def pick(self, values: Tensor) -> Tensor:
+        """Arrange per-token values, (samples, length), as (windows, tokens)."""
+        return values[:, self.tokens].flatten(0, 1)
+
+    def resized(self, length: int, tokens: int) -> Rows | None:
+        """Return the same rows for longer or shorter samples, where that is obvious."""
+        if (length, tokens) == (self.length, self.tokens.shape[1]):
+            return self
+        every = [torch.arange(n, device=self.tokens.device)[None] for n in (self.length, length)]
+        if length != tokens or not torch.equal(self.tokens, every[0]):
+            return None
+        return Rows(every[1], length, self.samples_first)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How q, k or v comes out of a linear map: enough to build its Projection on any batch.
+
+    Attributes:
+        kind: affine | rotation | linear-pos | local | cross-head.
+        source: the linear map.
+        rows: which of its rows.
+        columns: which of its columns feed each head, (heads, e).
+        repeat: how often each head is repeated (grouped queries).
+        mix: constant map from these columns to the channels of the head, (heads, d, e), if affine.
+        offset: what is added after the linear map, (heads, d), if affine.
+        shared: whether the local Jacobian is the same in every head and window.
+    """
+
+    kind: str
+    source: Address
+    rows: Rows
+    columns: Tensor
+    repeat: int
+    mix: Tensor | None = None
+    offset: Tensor | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A projection on a batch, and what it reads.
+
+    Attributes:
+        projection: the map, per head.
+        x: its input, (windows, tokens, D).
+        rows: which tokens of the linear map these are.
+        linear: the linear map.
+        leaf: its output, as q, k or v depends on it.
+    """
+
+    projection: Projection
+    x: Tensor
+    rows: Rows
+    linear: Linear
+    leaf: Tensor
+
+
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "batch heads tokens": lambda t, _: t,
+    "batch windows tokens": lambda t, _: t.flatten(0, 1).unsqueeze(1),
+    "batch heads windows tokens": lambda t, _: t.transpose(1, 2).flatten(0, 1),
+    "batch windows heads tokens": lambda t, _: t.flatten(0, 1),
+    "batch tokens": lambda t, _: t.unsqueeze(1),
+    "batch*heads tokens": lambda t, samples: t.reshape(samples, -1, *t.shape[1:]),
+    "heads*batch tokens": lambda t, samples: t.reshape(-1, samples, *t.shape[1:]).transpose(0, 1),
+    "windows windows heads tokens": lambda t, _: t.flatten(0, -4),
+}
+"""From the axes of q, k, v as a model has them to (windows, heads, tokens, width)."""
+
+_BY_AXES = {
+    3: ("batch*heads tokens", "heads*batch tokens", "batch tokens"),
+    4: ("batch heads tokens", "batch windows tokens"),
+    5: ("batch heads windows tokens", "batch windows heads tokens"),
+}
+
+
+def layouts(t: Tensor, samples: int) -> tuple[str, ...]:
+    """Return the layouts that q could have, most likely first."""
+    names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
+    return tuple(name for name in names if "*" not in name or t.shape[0] % samples == 0)
+
+
+def decode(t: Tensor, samples: int) -> Recipe | None:
+    """Work out how a tensor of an attention call, (windows, heads, tokens, width), was made.
+
+    Returns:
+        The recipe, or None for a constant (a learned query).
+
+    Raises:
+        NotClosedForm: it is not a token-wise function of one linear map.
+    """
+    found = origins(t)
+    if not found:
+        return None
+    if len(found) > 1:
+        raise NotClosedForm("multi-source", "is made from several linear maps")
+    leaf, origin = found[0]
+    if origin.linear is None:
+        raise NotClosedForm("unprojected", "is not the output of a linear map")
+    unique, repeat = _undo_repeat(t)
+    source = Source(unique, leaf, origin.linear.outputs)
+    index = token_rows(source)
+    rows = _by_sample(index, samples, origin.linear.inputs.shape[0])
+    columns = _head_columns(source)
+    if columns is not None:
+        return _refine(source, index, Recipe("affine", origin.address, rows, columns, repeat))
+    columns = (source.pull(source.random()) != 0).any(0).nonzero().T
+    recipe = Recipe("cross-head", origin.address, rows, columns, repeat)
+    _refuse_large(source.merged(), recipe)
+    return recipe
+
+
+def project(recipe: Recipe, t: Tensor, samples: int) -> Projected:
+    """Build the projection of a decoded q, k or v on the batch at hand.
+
+    Raises:
+        NotClosedForm: the structure is not the one that was decoded.
+    """
+    ((leaf, origin),) = origins(t)
+    linear = origin.linear
+    if linear is None or origin.address != recipe.source:
+        raise NotClosedForm("changed", "comes from another linear map than at first")
+    source = Source(t[:, :: recipe.repeat], leaf, linear.outputs)
+    rows = _rows_on(recipe, source, samples, linear.inputs.shape[0])
+    index = rows.index(samples)
+    if recipe.kind == "affine":
+        projection = _affine(recipe, source, linear, index)
+    elif recipe.kind == "cross-head":
+        merged = _local(recipe, source.merged(), linear, index)
+        projection = _split_heads(merged, source.t.shape[1])
+    else:
+        projection = _local(recipe, source, linear, index)
+    return Projected(
+        _repeated(projection, recipe.repeat), linear.inputs[index], rows, linear, leaf
+    )
+
+
+def _undo_repeat(t: Tensor) -> tuple[Tensor, int]:
+    """Return the distinct heads of grouped keys or values, and how often each is repeated."""
+    heads = t.shape[1]
+    for repeat in range(heads, 1, -1):
+        unique = t[:, ::repeat]
+        if heads % repeat == 0 and torch.equal(unique.repeat_interleave(repeat, 1), t):
+            return unique, repeat
+    return t, 1
+
+
+def token_rows(source: Source) -> Tensor:
+    """Find the row of y that each token reads, (windows, tokens)."""
+    windows, _, tokens, _ = source.t.shape
+    number = torch.arange(windows * tokens, device=source.t.device)
+    found = probes.labels(source, number.view(windows, 1, tokens, 1))
+    if not found.alone:
+        raise NotClosedForm("mixing", "depends on several tokens")
+    row, used = found.label.amax(1), found.label >= 0
+    if (used & (found.label != row[:, None])).any():
+        raise NotClosedForm("head-rows", "reads different tokens in different heads")
+    readers = row[row >= 0]
+    times = torch.bincount(readers, minlength=number.numel())
+    if (times > 1).any():
+        raise NotClosedForm("mixing", "depends on several tokens")
+    if (times == 0).any():
+        raise NotClosedForm("partial", "has tokens that are not made from the input")
+    return (row >= 0).nonzero()[:, 0][readers.argsort()].view(windows, tokens)
+
+
+def _by_sample(index: Tensor, samples: int, total: int) -> Rows:
+    if index.shape[0] % samples == 0 and total % samples == 0:
+        first = index[: index.shape[0] // samples]
+        for rows in (
+            Rows(first, total // samples, samples_first=True),
+            Rows(first // samples, total // samples, samples_first=False),
+        ):
+            if torch.equal(rows.index(samples), index):
+                return rows
+    raise NotClosedForm("rows", "has rows that cannot be attributed to samples")
+
+
+def _head_columns(source: Source) -> Tensor | None:
+    """Find the columns of y that each head reads, (heads, e); None where heads share them."""
+    heads = source.t.shape[1]
+    number = torch.arange(heads, device=source.t.device).view(1, heads, 1, 1)
+    found = probes.labels(source, number)
+    if not found.alone:
+        return None
+    head = found.label.amax(0)
+    if ((found.label >= 0) & (found.label != head)).any():
+        raise NotClosedForm("ragged", "takes different channels at different tokens")
+    sizes = torch.bincount(head[head >= 0], minlength=heads)
+    if (sizes != sizes[0]).any():
+        raise NotClosedForm("ragged", "takes more channels in some heads than in others")
+    return head.argsort(stable=True)[int((head < 0).sum()) :].view(heads, -1)
+
+
+def _refine(source: Source, index: Tensor, recipe: Recipe) -> Recipe:
+    """Tell affine, rotation, linear-pos and local apart."""
+    affine = probes.affine_map(source, index, recipe.columns)
+    if affine is not None:
+        return replace(recipe, mix=affine[0], offset=affine[1])
+    local = probes.position_map(source, index, recipe.columns)
+    shared = local is not None
+    if local is None:
+        _refuse_large(source, recipe)
+        local = probes.local_map(source, index, recipe.columns)
+    if not probes.is_linear(source, local, index, recipe.columns):
+        return replace(recipe, kind="local")
+    kind = "rotation" if probes.is_orthogonal(local) else "linear-pos"
+    return replace(recipe, kind=kind, shared=shared)
+
+
+def _refuse_large(source: Source, recipe: Recipe) -> None:
+    size = source.t.numel() * recipe.columns.shape[1]
+    if size > LARGEST_LOCAL:
+        raise NotClosedForm("large", f"has a local Jacobian of {size:.1e} numbers")
+
+
+def _rows_on(recipe: Recipe, source: Source, samples: int, total: int) -> Rows:
+    rows = recipe.rows.resized(total // samples, source.t.shape[2])
+    if rows is None:
+        return _by_sample(token_rows(source), samples, total)
+    if not probes.reads_only(source, rows.index(samples)):
+        raise NotClosedForm("changed", "reads other tokens than at first")
+    return rows
+
+
+def _affine(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Projection:
+    mix, offset, columns = recipe.mix, recipe.offset, recipe.columns
+    assert mix is not None
+    assert offset is not None
+    made = torch.einsum("hce,bhne->bhnc", mix, source.values(index, columns))
+    rest = (source.t.detach() - made - offset[:, None]).abs().amax()
+    if rest > probes.LINEAR_TOLERANCE * source.t.detach().abs().amax():
+        raise NotClosedForm("changed", "is no longer an affine function of its input")
+    weight = linear.weight[:, columns].transpose(0, 1) @ mix.mT
+    if linear.bias is not None:
+        offset = offset + (mix @ linear.bias[columns][..., None])[..., 0]
+    return Projection(weight, offset, None, "affine")
+
+
+def _local(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Projection:
+    columns = recipe.columns
+    local = probes.position_map(source, index, columns) if recipe.shared else None
+    if local is None:
+        local = probes.local_map(source, index, columns)
+    weight = linear.weight[:, columns].transpose(0, 1)
+    bias = None if linear.bias is None else linear.bias[columns]
+    return Projection(weight, bias, local, recipe.kind)
+
+
+def _split_heads(merged: Projection, heads: int) -> Projection:
+    """Turn the projection of all heads as one into one per head, each reading all columns."""
+    assert merged.local is not None
+    local = merged.local[:, 0]
+    local = local.reshape(*local.shape[:2], heads, -1, local.shape[3]).transpose(1, 2)
+    bias = None if merged.bias is None else merged.bias.expand(heads, -1)
+    return Projection(merged.weight.expand(heads, -1, -1), bias, local, merged.kind)
+
+
+def _repeated(projection: Projection, repeat: int) -> Projection:
+    if repeat == 1:
+        return projection
+    bias, local = projection.bias, projection.local
+    if local is not None and local.shape[1] > 1:
+        local = local.repeat_interleave(repeat, 1)
+    if bias is not None:
+        bias = bias.repeat_interleave(repeat, 0)
+    return Projection(projection.weight.repeat_interleave(repeat, 0), bias, local, projection.kind)

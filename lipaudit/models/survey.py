@@ -1,0 +1,182 @@
+"""Find out once what each attention layer of a model is, and check it before any number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from os.path import commonprefix
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError
+from lipaudit.models import checks
+from lipaudit.models.analysis import analyse, output_map
+from lipaudit.models.capture import observe, run
+from lipaudit.models.events import AttentionCall, Explicit
+from lipaudit.models.layers import canonical
+from lipaudit.models.linears import Linear
+from lipaudit.models.net import Net
+from lipaudit.models.numeric import obstacle
+from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.probes import Source
+from lipaudit.models.sites import Site
+from lipaudit.models.structure import LAYOUTS
+from lipaudit.models.trace import Address, Frame, Tracer, origins, undisturbed
+
+FEWEST_TOKENS = 16  # one token says nothing: a rotary position of 0 is no rotation
+
+
+def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
+    """Analyse every attention layer of a model, and check that the analysis can be trusted.
+
+    One sample of the batch is used, beside a companion made from it. Before anything is returned:
+    two passes give the same output, a sample does not depend on its companion, observing the
+    model does not change its output, and in every closed-form layer J^T u agrees to 1e-4 with
+    autograd through the model's own attention, for one random u. A layer that fails, or that
+    cannot be read, has no closed form and says why.
+
+    Raises:
+        InputError: no attention was seen, or the model is randomised, mixes samples or changes
+            when it is observed.
+        EvaluationError: its output is not finite.
+    """
+    pair, other = _companions(net, batch)
+    with undisturbed(net.module), exact_arithmetic(net.device):
+        output = checks.fixed_output(net, pair)
+        checks.require_isolation(net, pair, other, output)
+        surveyor = _Surveyor(pair)
+        tracer = Tracer(surveyor.attention, surveyor.linear)
+        surveyor.frames = tracer.place.frames
+        checks.require_same(run(net, pair, tracer), output)
+        if not surveyor.found:
+            raise _no_attention(net, tracer.passed_over)
+        run(net, other, Tracer(surveyor.compare))
+    return tuple(found.site for found in surveyor.found.values())
+
+
+def _companions(net: Net, batch: Batch) -> tuple[Batch, Batch]:
+    """Return one sample beside a companion, and beside another."""
+    x = _longest(net, batch) if net.kind == "text" else batch.x[:1]
+    ids = (batch.ids[0], batch.ids[0] + "-companion")
+    return Batch(torch.cat([x, x.flip(-1)]), None, ids), Batch(torch.cat([x, x]), None, ids)
+
+
+def _longest(net: Net, batch: Batch) -> Tensor:
+    """Return the longest sample without its padding, repeated until it has enough tokens."""
+    ids = batch.x[:1]
+    if batch.mask is not None:
+        i = int(batch.mask.sum(1).argmax())
+        ids = batch.x[i : i + 1, batch.mask[i]]
+    wanted = max(ids.shape[1], min(FEWEST_TOKENS, net.sample_shape[0]))
+    return ids.repeat(1, -(-wanted // ids.shape[1]))[:, :wanted]
+
+
+def _no_attention(net: Net, passed_over: Sequence[str]) -> InputError:
+    seen = f" (only {', '.join(sorted(set(passed_over)))})" if passed_over else ""
+    return InputError(
+        f"no attention was seen in {net.info.architecture}: neither scaled_dot_product_attention "
+        f"nor a softmax over q k^T was called{seen}",
+        "flash and flex attention kernels, torch.compile and TorchScript cannot be observed: load "
+        "the model uncompiled with attn_implementation='sdpa' or 'eager'; linear attention has no "
+        "softmax, and convolutional networks have no attention",
+    )
+
+
+@dataclass
+class _Found:
+    """A layer, and what is needed to go on with it."""
+
+    site: Site
+    first: tuple[Tensor, ...]  # q, k, v of the first sample
+    transposed: bool
+    projected: bool = False
+
+    def as_rows(self, t: Tensor) -> Tensor:
+        """Bring the model's O to (tokens, heads * d_v)."""
+        o = LAYOUTS[self.site.layout](t.mT if self.transposed else t, 2)
+        return o.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+@dataclass
+class _Surveyor:
+    """Analyses the attention calls of a pass over two samples."""
+
+    batch: Batch
+    frames: list[Frame] = field(default_factory=list)
+    found: dict[Address, _Found] = field(default_factory=dict)
+
+    def attention(self, call: AttentionCall, address: Address) -> None:
+        """Analyse a call."""
+        analysis, scope = analyse(call, self.batch), _scope(call, self.frames)
+        site = Site(
+            index=len(self.found),
+            module=address.module,
+            heads=canonical(call, analysis.layout, 2).q.shape[1],
+            kinds=analysis.kinds,
+            reason=analysis.reason,
+            address=address,
+            layout=analysis.layout,
+            structure=analysis.structure,
+            sources=frozenset(o.address for t in (call.q, call.k, call.v) for _, o in origins(t)),
+            explicit=isinstance(call.form, Explicit),
+            scope=scope.name,
+            inputs=tuple(_inputs(scope)),
+        )
+
+        if not site.closed_form:
+            site = self._with_obstacle(site, call)
+        self.found[address] = _Found(site, _first_sample(call, site), call.transposed)
+
+    def linear(self, linear: Linear) -> None:
+        """See whether a linear map is the output projection of a layer."""
+        made = origins(linear.x)
+        if len(made) != 1 or made[0][1].address not in self.found:
+            return
+        leaf, origin = made[0]
+        found = self.found[origin.address]
+        if found.site.structure is not None and not found.projected:
+            source = Source(linear.inputs[None, None], leaf, found.as_rows)
+            structure = replace(found.site.structure, out=output_map(linear, source))
+            found.site = replace(found.site, structure=structure)
+        found.projected = True
+
+    def compare(self, call: AttentionCall, address: Address) -> None:
+        """Check in a second pass that a layer's rows belong to the samples they are given to."""
+        found = self.found[address]
+        pairs = zip(found.first, _first_sample(call, found.site), strict=True)
+        if not all(checks.agree(a, b) for a, b in pairs):
+            reason = "its rows cannot be attributed to samples"
+            found.site = replace(found.site, structure=None, reason=reason, inputs=())
+
+    def _with_obstacle(self, site: Site, call: AttentionCall) -> Site:
+        """Try whether the layer can be differentiated numerically."""
+        why = obstacle(observe(site, call, self.batch, self.frames))
+        if why is None:
+            return site
+        reason = f"{site.reason}; nor can its norms be computed numerically: {why}"
+        return replace(site, reason=reason, inputs=())
+
+
+def _first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
+    arranged = canonical(call, site.layout, 2)
+    parts = (arranged.q, arranged.k, arranged.v)
+    return tuple(t[: len(t) // 2].detach() for t in parts)
+
+
+def _scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
+    """Return the innermost module call that holds an attention call and its projections."""
+    made = [origin for t in (call.q, call.k, call.v) for _, origin in origins(t)]
+    names = [frames[-1].name] + [o.address.module for o in made if o.linear is not None]
+    shared = commonprefix([name.split(".") for name in names])
+    inside = (f for f in reversed(frames) if f.name.split(".") == shared[: f.name.count(".") + 1])
+    return next(inside, frames[0])
+
+
+def _inputs(frame: Frame) -> Iterator[int | str]:
+    given: list[tuple[int | str, Any]] = [*enumerate(frame.args), *frame.kwargs.items()]
+    for key, value in given:
+        if isinstance(value, Tensor) and value.requires_grad:
+            yield key

@@ -1,0 +1,162 @@
+"""Run a model once, cut at its linear maps, and know where in the model each op is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.models.events import AttentionCall, AttentionMode
+from lipaudit.models.graph import leaves
+from lipaudit.models.linears import Linear
+
+
+class Address(NamedTuple):
+    """Which op of a forward pass: the innermost module, the kind of op, its running number there.
+
+    It does not depend on the data: a mixture of experts changes the numbers inside its own
+    modules only.
+    """
+
+    module: str
+    op: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What made a leaf of the cut graph: a linear map, the model's input, or an attention."""
+
+    address: Address
+    linear: Linear | None = None
+
+
+@dataclass
+class Frame:
+    """A module call that is under way."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attentions: int = 0
+
+
+@dataclass
+class Place:
+    """Where the forward pass is: the module calls under way, and how many ops each has seen."""
+
+    frames: list[Frame] = field(default_factory=list)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def address(self, op: str) -> Address:
+        """Number an op of the innermost module."""
+        module = self.frames[-1].name if self.frames else ""
+        self.counts[module, op] += 1
+        return Address(module, op, self.counts[module, op] - 1)
+
+    @contextmanager
+    def following(self, module: nn.Module) -> Iterator[None]:
+        """Keep `frames` up to date while the model runs."""
+        with ExitStack() as hooks:
+            for name, part in module.named_modules():
+                enter = part.register_forward_pre_hook(self._enter(name), with_kwargs=True)
+                leave = part.register_forward_hook(self._leave, always_call=True)
+                hooks.callback(enter.remove)
+                hooks.callback(leave.remove)
+            yield
+
+    def _enter(self, name: str) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
+        return lambda module, args, kwargs: self.frames.append(Frame(name, module, args, kwargs))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.frames.pop()
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """A forward pass under observation.
+
+    Attributes:
+        on_attention: takes each attention call and its address.
+        on_linear: takes each linear map of something that depends on the input.
+        wanted: where to cut; None cuts whatever depends on the input.
+        place: where the pass is.
+        passed_over: what looked like attention and is not.
+    """
+
+    on_attention: Callable[[AttentionCall, Address], None]
+    on_linear: Callable[[Linear], None] = lambda _: None
+    wanted: frozenset[Address] | None = None
+    place: Place = field(default_factory=Place)
+    passed_over: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Observe `module` while the block runs it."""
+        mode = AttentionMode(self.attention, self.linear)
+        with torch.enable_grad(), self.place.following(module), mode:
+            yield
+        self.passed_over.extend(mode.passed_over)
+
+    def input(self, t: Tensor) -> Tensor:
+        """Cut at the model's input."""
+        address = self.place.address("input")
+        wanted = self.wanted is None or address in self.wanted
+        return self._cut(t, address) if wanted else t
+
+    def linear(self, linear: Linear, output: Tensor) -> Tensor:
+        """Cut at a linear map of something that depends on the input."""
+        address = self.place.address("linear")
+        if linear.weight.requires_grad or not self._wants(address, linear.x):
+            return output
+        self.on_linear(linear)
+        bias = None if linear.bias is None else linear.bias.detach()
+        constant = Linear(linear.x.detach(), linear.weight.detach(), bias, linear.axis)
+        return self._cut(output, address, constant)
+
+    def attention(self, call: AttentionCall) -> Tensor:
+        """Report an attention call, and cut after it."""
+        address = self.place.address("attention")
+        self.on_attention(call, address)
+        for frame in self.place.frames:
+            frame.attentions += 1
+        if self._wants(address, call.output):
+            return self._cut(call.output, address)
+        return call.output.detach()
+
+    def _wants(self, address: Address, source: Tensor) -> bool:
+        return source.requires_grad if self.wanted is None else address in self.wanted
+
+    def _cut(self, t: Tensor, address: Address, linear: Linear | None = None) -> Tensor:
+        """Return t as a leaf that knows its origin: a clone, since the model may write into it."""
+        leaf = t.detach().requires_grad_()
+        leaf._origin = Origin(address, linear)  # type: ignore[attr-defined]
+        return leaf.clone()
+
+
+def origins(t: Tensor) -> list[tuple[Tensor, Origin]]:
+    """Return the leaves that t was made from, with what made them."""
+    return [(leaf, leaf._origin) for leaf in leaves(t)[0]]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Run in eval mode with frozen parameters; put flags and random state back afterwards."""
+    training = {part: part.training for part in module.modules()}
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            module.eval().requires_grad_(False)
+            yield
+        finally:
+            for part, flag in training.items():
+                part.training = flag
+            for p in trainable:
+                p.requires_grad_(True)

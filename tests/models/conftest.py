@@ -1,0 +1,208 @@
+"""A zoo of tiny models with random weights, one per way of writing attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.models.assembly import assemble
+from lipaudit.models.hf_calls import describe
+from lipaudit.models.net import Net
+from lipaudit.models.sites import Site
+from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.models.survey import survey
+
+VOCABULARY, MOST_TOKENS = 60, 32
+HF = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": MOST_TOKENS,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PIXELS = {"image_size": 24, "patch_size": 8}
+
+
+def timm_model(name: str, **kwargs) -> ModelSpec:
+    import timm
+
+    side = kwargs["img_size"]
+    return ModelSpec(timm.create_model(name, num_classes=5, **kwargs), (3, side, side))
+
+
+def hf_model(config: str, auto: str, attention: str = "sdpa", **kwargs) -> ModelSpec:
+    import transformers
+
+    made = getattr(transformers, config)(**kwargs)
+    module = getattr(transformers, auto).from_config(made, attn_implementation=attention)
+    return describe(module, LoadOptions())
+
+
+def encoder(config: str, **kwargs) -> ModelSpec:
+    return hf_model(
+        config, "AutoModelForSequenceClassification", **(HF | {"num_labels": 5} | kwargs)
+    )
+
+
+def decoder(config: str, attention: str = "sdpa", **kwargs) -> ModelSpec:
+    return hf_model(config, "AutoModelForCausalLM", attention, **(HF | kwargs))
+
+
+def vision(config: str, **kwargs) -> ModelSpec:
+    small = HF | PIXELS | {"num_labels": 5} | kwargs
+    return hf_model(config, "AutoModelForImageClassification", **small)
+
+
+class Handwritten(nn.Module):
+    """Attention as textbooks write it: three matrices, einsum, softmax."""
+
+    def __init__(self, width: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(width, width) / 3) for _ in range(3))
+        self.head, self.heads = nn.Linear(width, 4), heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (torch.einsum("bnd,de->bne", x, w) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (t.unflatten(2, (self.heads, -1)) for t in (q, k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k)
+        scores /= q.shape[-1] ** 0.5
+        o = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).flatten(2)
+        return self.head(o.mean(1))
+
+
+def tokens_model(module: nn.Module, width: int = 12) -> ModelSpec:
+    return ModelSpec(module, (7, width), kind="tokens")
+
+
+def torch_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(84, 5))
+
+
+VIT = {"depth": 2, "embed_dim": 32, "num_heads": 4, "img_size": 32, "patch_size": 8}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+T5 |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0}
+SWIN = {"embed_dim": 16, "depths": [2], "num_heads": [2], "image_size": 24, "patch_size": 2}
+SWIN |= {"window_size": 4, "num_labels": 5}
+ROPE = {"head_dim": 8, "num_key_value_heads": 2}
+
+BUILDERS: dict[str, Callable[[], ModelSpec]] = {
+    "timm-vit": lambda: timm_model("vit_tiny_patch16_224", **VIT),
+    "timm-deit3": lambda: timm_model("deit3_small_patch16_224", **VIT),
+    "timm-eva02": lambda: timm_model("eva02_tiny_patch14_224", **VIT),
+    "timm-qk-norm": lambda: timm_model("vit_tiny_patch16_224", **VIT, qk_norm=True),
+    "timm-swin": lambda: timm_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=32,
+        patch_size=4,
+        embed_dim=16,
+        depths=(2, 1),
+        num_heads=(2, 4),
+        window_size=4,
+    ),
+    "timm-swinv2": lambda: timm_model(
+        "swinv2_tiny_window8_256",
+        img_size=32,
+        patch_size=4,
+        embed_dim=16,
+        depths=(2, 1),
+        num_heads=(2, 4),
+        window_size=4,
+    ),
+    "timm-cait": lambda: timm_model(
+        "cait_xxs24_224", img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4
+    ),
+    "timm-twins": lambda: timm_model(
+        "twins_svt_small",
+        img_size=64,
+        depths=(2, 1, 1, 1),
+        embed_dims=(16, 16, 16, 32),
+        num_heads=(2, 2, 2, 4),
+        wss=(8, 8, 4, 2),
+    ),
+    "hf-vit": lambda: vision("ViTConfig"),
+    "hf-dinov2": lambda: vision("Dinov2Config"),
+    "hf-swin": lambda: hf_model("SwinConfig", "AutoModelForImageClassification", **SWIN),
+    "bert": lambda: encoder("BertConfig"),
+    "bert-eager": lambda: hf_model(
+        "BertConfig", "AutoModelForSequenceClassification", "eager", **HF, num_labels=5
+    ),
+    "distilbert": lambda: encoder(
+        "DistilBertConfig", dim=32, n_layers=2, n_heads=4, hidden_dim=48
+    ),
+    "albert": lambda: encoder("AlbertConfig", embedding_size=16),
+    "gpt2": lambda: decoder("GPT2Config", n_embd=32, n_layer=2, n_head=4, n_positions=MOST_TOKENS),
+    "llama": lambda: decoder("LlamaConfig", **ROPE),
+    "qwen3": lambda: decoder("Qwen3Config", **ROPE),
+    "olmo2": lambda: decoder("Olmo2Config", num_key_value_heads=2),
+    "t5": lambda: hf_model("T5Config", "AutoModel", **T5),
+    "gemma2": lambda: decoder("Gemma2Config", "eager", **ROPE, query_pre_attn_scalar=8),
+    "deberta": lambda: hf_model(
+        "DebertaV2Config",
+        "AutoModelForSequenceClassification",
+        "eager",
+        **HF,
+        num_labels=5,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+    ),
+    "gpt-oss": lambda: decoder(
+        "GptOssConfig",
+        "eager",
+        **ROPE,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=8,
+    ),
+    "torch-encoder": lambda: tokens_model(torch_encoder()),
+    "handwritten": lambda: tokens_model(Handwritten()),
+}
+
+
+@cache
+def build(name: str, dtype: str = "float32") -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        spec = BUILDERS[name]()
+        # The initial weights of most libraries make attention uniform and its Jacobian tiny.
+        for p in spec.module.parameters():
+            p.data = torch.randn_like(p) * (p.data.abs().mean() + p.shape[-1] ** -0.5 / 2)
+    return assemble(spec, LoadOptions(dtype=dtype, device="cpu"), name=name, source="test")
+
+
+def batch_for(net: Net, size: int = 2) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    ids = tuple(map(str, range(size)))
+    if net.kind != "text":
+        return Batch(
+            torch.rand(size, *net.sample_shape, generator=generator).to(net.dtype), None, ids
+        )
+    x = torch.randint(3, VOCABULARY, (size, 12), generator=generator)
+    mask = torch.arange(12) < torch.tensor([[12], [7], [9]])[:size]
+    return Batch(x.masked_fill(~mask, net.pad_id), None, ids, mask)
+
+
+@cache
+def surveyed(name: str, dtype: str = "float32") -> tuple[Site, ...]:
+    net = build(name, dtype)
+    return survey(net, batch_for(net))
+
+
+@pytest.fixture
+def zoo() -> Callable[..., tuple[Net, tuple[Site, ...], Batch]]:
+    """Return a model of the zoo, its attention layers, and a batch for it."""
+
+    def pick(name: str, dtype: str = "float32") -> tuple[Net, tuple[Site, ...], Batch]:
+        net = build(name, dtype)
+        return net, surveyed(name, dtype), batch_for(net)
+
+    return pick

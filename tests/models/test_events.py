@@ -1,0 +1,202 @@
+"""Recognising attention calls and linear maps, op by op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lipaudit.models.events import AttentionCall, AttentionMode, Fused, probabilities
+from lipaudit.models.linears import Linear, recognise
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64).requires_grad_()
+
+
+def calls_of(forward) -> list[AttentionCall]:
+    found: list[AttentionCall] = []
+
+    def keep(call: AttentionCall) -> torch.Tensor:
+        found.append(call)
+        return call.output
+
+    with AttentionMode(keep):
+        forward()
+    return found
+
+
+MASK = torch.tensor([[True, True, False, True, False]]).expand(4, 5)
+NOTHING_SEEN = MASK & (torch.arange(4) != 2)[:, None]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": 0.3},
+        {"is_causal": True},
+        {"attn_mask": MASK},
+        {"attn_mask": NOTHING_SEEN},
+        {"attn_mask": rows(1, 1, 4, 5).detach()},
+    ],
+)
+def test_fused_calls(options):
+    q, k, v = rows(2, 4, 4, 8), rows(2, 4, 5, 8), rows(2, 4, 5, 6)
+    (call,) = calls_of(lambda: F.scaled_dot_product_attention(q, k, v, **options))
+    assert isinstance(call.form, Fused)
+    want = F.scaled_dot_product_attention(q, k, v, **options)
+    torch.testing.assert_close(call.output, want)
+    torch.testing.assert_close(probabilities(call) @ call.v, want)
+
+
+def test_grouped_queries_are_repeated():
+    q, k, v = rows(2, 4, 5, 8), rows(2, 2, 5, 8), rows(2, 2, 5, 8)
+    (call,) = calls_of(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    torch.testing.assert_close(call.k, k.repeat_interleave(2, 1))
+    torch.testing.assert_close(probabilities(call) @ call.v, call.output)
+
+
+def test_probabilities_can_be_differentiated_twice():
+    q, k, v = rows(1, 2, 3, 4), rows(1, 2, 3, 4), rows(1, 2, 3, 4)
+    (call,) = calls_of(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=MASK[:3, :3]))
+    loss = probabilities(call).square().sum()
+    (gradient,) = torch.autograd.grad(loss, q, create_graph=True)
+    assert torch.autograd.grad(gradient.square().sum(), k)[0].abs().sum() > 0
+
+
+def plain(q, k, v):
+    return (q @ k.mT * 0.5).softmax(-1) @ v
+
+
+def in_place(q, k, v):
+    logits = torch.matmul(q, k.mT)
+    logits *= 0.5
+    logits += 0
+    return torch.matmul(F.softmax(logits, dim=-1), v)
+
+
+def folded(q, k, v):
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    p = torch.softmax(torch.bmm(q, k.mT) * 0.5, dim=-1)
+    return torch.bmm(F.dropout(p, 0.1, training=False), v).view(2, 3, 4, 7)
+
+
+def folded_with_bias(q, k, v):
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    zero = torch.zeros(1, 1, 1, dtype=q.dtype)
+    return torch.baddbmm(zero, q, k.mT, alpha=0.5).softmax(-1).bmm(v).view(2, 3, 4, 7)
+
+
+def by_einsum(q, k, v):
+    logits = torch.einsum("bhid,bhjd->bhij", q, k) * 0.5
+    return torch.einsum("b h i j, b h j c -> b h i c", [logits.softmax(-1), v])
+
+
+def tokens_first(q, k, v):
+    q, k, v = (t.permute(2, 0, 1, 3) for t in (q, k, v))
+    p = (torch.einsum("ibhd,jbhd->ijbh", q, k) * 0.5).permute(2, 3, 0, 1).softmax(-1)
+    return torch.einsum("bhij,jbhc->bhic", p, v)
+
+
+def transposed(q, k, v):
+    return (v.mT @ (q @ k.mT * 0.5).softmax(dim=-1).mT).mT
+
+
+@pytest.mark.parametrize(
+    "attend", [plain, in_place, folded, folded_with_bias, by_einsum, tokens_first, transposed]
+)
+def test_written_out_softmax(attend):
+    q, k, v = rows(2, 3, 4, 6), rows(2, 3, 5, 6), rows(2, 3, 5, 7)
+    (call,) = calls_of(lambda: attend(q, k, v))
+    p = (q @ k.mT * 0.5).softmax(-1)
+    torch.testing.assert_close(probabilities(call).reshape(p.shape), p)
+    torch.testing.assert_close(call.q.reshape(q.shape), q)
+    torch.testing.assert_close(call.k.reshape(k.shape), k)
+    torch.testing.assert_close(call.v.reshape(v.shape), v)
+    output = call.output.mT if call.transposed else call.output
+    torch.testing.assert_close(output.reshape(2, 3, 4, 7), p @ v)
+
+
+def test_grouped_keys_are_broadcast():
+    q, k, v = rows(2, 3, 4, 6), rows(2, 1, 5, 6), rows(2, 1, 5, 7)
+    (call,) = calls_of(lambda: plain(q, k, v))
+    assert call.k.shape == (2, 3, 5, 6)
+    assert call.v.shape == (2, 3, 5, 7)
+
+
+def test_multi_head_attention_is_looked_into():
+    module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 8, generator=GENERATOR, requires_grad=True)
+    for need_weights in (False, True):
+        (call,) = calls_of(lambda need=need_weights: module(x, x, x, need_weights=need))
+        p = module(x, x, x, average_attn_weights=False)[1]
+        torch.testing.assert_close(probabilities(call).reshape(p.shape), p)
+
+
+def no_product(x):
+    return x.softmax(-1) @ x.mT
+
+
+def over_queries(x):
+    return (x @ x.mT).softmax(-2) @ x
+
+
+@pytest.mark.parametrize("forward", [no_product, over_queries])
+def test_other_softmaxes_are_passed_over(forward):
+    mode = AttentionMode(lambda call: pytest.fail("not attention"))
+    with mode:
+        forward(rows(2, 4, 4))
+    assert len(mode.passed_over) == 1
+
+
+# --- linear maps
+
+WEIGHT = nn.Parameter(torch.randn(6, 8, generator=GENERATOR), requires_grad=False)
+BIAS = torch.randn(6, generator=GENERATOR)
+KERNEL = nn.Parameter(torch.randn(6, 4, 1, 1, generator=GENERATOR), requires_grad=False)
+PER_HEAD = nn.Parameter(torch.randn(8, 3, 2, generator=GENERATOR), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs"),
+    [
+        (F.linear, (torch.ones(2, 5, 8), WEIGHT, BIAS), {}),
+        (F.linear, (), {"input": torch.ones(2, 5, 8), "weight": WEIGHT}),
+        (torch.addmm, (BIAS, torch.ones(5, 8), WEIGHT.T), {}),
+        (F.conv2d, (torch.ones(2, 8, 3, 3), WEIGHT[:, :, None, None], BIAS), {}),
+        (F.conv2d, (torch.ones(2, 8, 3, 3), KERNEL, BIAS, 1, 0, 1, 2), {}),
+        (F.conv1d, (torch.ones(2, 8, 3), WEIGHT[:, :, None]), {"padding": "same"}),
+        (torch.Tensor.__matmul__, (torch.ones(2, 5, 8), WEIGHT.T), {}),
+        (torch.einsum, ("bnd,ed->bne", torch.ones(2, 5, 8), WEIGHT), {}),
+        (torch.einsum, ("bnd,dhc->bnhc", torch.ones(2, 5, 8), PER_HEAD), {}),
+    ],
+)
+def test_linear_maps_are_recognised(func, args, kwargs):
+    args = [
+        torch.rand_like(a) if isinstance(a, torch.Tensor) and (a == 1).all() else a for a in args
+    ]
+    linear = recognise(func, args, kwargs)
+    assert isinstance(linear, Linear)
+    y = linear.outputs(func(*args, **kwargs))
+    bias = 0 if linear.bias is None else linear.bias
+    torch.testing.assert_close(linear.inputs @ linear.weight + bias, y)
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (F.conv2d, (torch.ones(2, 8, 3, 3), WEIGHT[:, :, None, None], BIAS, 2)),
+        (F.conv2d, (torch.ones(2, 8, 3, 3), WEIGHT[:, :, None, None], BIAS, 1, 1)),
+        (F.conv2d, (torch.ones(2, 8, 3, 3), torch.ones(6, 8, 3, 3))),
+        (torch.matmul, (torch.ones(2, 5, 8), torch.ones(8, 6))),
+        (torch.einsum, ("bnd,bed->bne", torch.ones(2, 5, 8), torch.ones(2, 6, 8))),
+        (torch.einsum, ("bnd,ed->ben", torch.ones(2, 5, 8), WEIGHT)),
+        (torch.relu, (torch.ones(3),)),
+    ],
+)
+def test_other_ops_are_not(func, args):
+    assert recognise(func, args, {}) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -180,7 +180,7 @@ def _quarter(found: Outcome) -> Finding:
 def _unconverged(report: Report) -> Iterator[Finding]:
     missed = [head(row) for row in _bounds(report) if not row.converged]
     if missed:
-        names = ", ".join(missed[:NAMED]) + (", ..." if len(missed) > NAMED else "")
+        names = ", ".join(missed[:NAMED]) + _more(missed)
         text = (
             f"{len(missed)} of {len(_bounds(report))} heads did not meet the tolerance: {names}."
         )
@@ -207,7 +207,11 @@ def _attention(report: Report) -> list[AttentionRow]:
 
 def _named(pairs: Iterable[tuple[str, str]]) -> str:
     named = [f"{name} ({value})" for name, value in pairs]
-    return ", ".join(named[:NAMED]) + (f" and {len(named) - NAMED} more" if named[NAMED:] else "")
+    return ", ".join(named[:NAMED]) + _more(named)
+
+
+def _more(named: Sequence[str]) -> str:
+    return f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
 
 
 FINDERS: tuple[Callable[[Report], Iterator[Finding]], ...] = (

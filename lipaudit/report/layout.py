@@ -41,9 +41,9 @@ def lines(block: Table, width: int) -> Iterator[Line]:
     yield from (("note", line) for note in notes for line in wrap(note, width))
 
 
-def split(widths: Sequence[int], *, keys: int, width: int) -> list[list[int]]:
+def split(widths: Sequence[int], *, keys: int, width: int, gap: int = len(GAP)) -> list[list[int]]:
     """Group columns so that no group is wider than `width`; every group repeats the keys."""
-    lead = sum(widths[:keys]) + len(GAP) * keys
+    lead = sum(widths[:keys]) + gap * keys
     groups: list[list[int]] = [[]]
     used = lead
     for index in range(keys, len(widths)):
@@ -51,7 +51,7 @@ def split(widths: Sequence[int], *, keys: int, width: int) -> list[list[int]]:
             groups.append([])
             used = lead
         groups[-1].append(index)
-        used += widths[index] + len(GAP)
+        used += widths[index] + gap
     return [[*range(keys), *group] for group in groups]
 
 

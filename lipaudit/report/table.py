@@ -27,7 +27,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.colours import contrast, viridis
 from lipaudit.report.document import document
-from lipaudit.report.layout import GAP, lines, split, wrap
+from lipaudit.report.layout import lines, split, wrap
 from lipaudit.results import Report
 
 FULL = 100_000
@@ -136,15 +136,15 @@ def _table(block: Table, width: int) -> Iterator[RenderableType]:
 def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
     shares = _shares(block)
     texts = [[cells.text(v, block.column) for v in row] for row in block.values]
-    cell = max((cell_len(t) for row in texts for t in row), default=1) + 1
-    lead = max(map(len, (*block.rows, "layer")))
+    cell = max((cell_len(t) for row in texts for t in row), default=1) + 2
+    lead = max(map(len, (*block.rows, "layer"))) + 1
     yield _title(block.title, width)
-    for group in split([lead, *[cell] * len(block.columns)], keys=1, width=width):
+    for group in split([lead, *[cell] * len(block.columns)], keys=1, width=width, gap=0):
         picked = [i - 1 for i in group[1:]]
-        ticks = "".join(GAP + block.columns[i].rjust(cell) for i in picked)
-        yield Text("layer".rjust(lead) + ticks, "bold")
+        ticks = "".join(f"{block.columns[i]:>{cell - 1}} " for i in picked)
+        yield Text(f"{'layer':<{lead}}" + ticks, "bold")
         for name, row, share in zip(block.rows, texts, shares, strict=True):
-            line = Text(name.rjust(lead))
+            line = Text(f"{name:>{lead - 1}} ")
             for i in picked:
                 line.append_text(_tile(row[i], share[i], cell, colour))
             yield line
@@ -153,11 +153,12 @@ def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableTyp
 
 def _tile(text: str, share: float | None, cell: int, colour: bool) -> Text:
     """Write one number on its colour, or with a bar glyph behind it."""
+    number = text.rjust(cell - 1)
     if share is None or not colour:
-        return Text(GAP + text.rjust(cell - 1) + (" " if share is None else glyphs.level(share)))
+        return Text(number + (" " if share is None else glyphs.level(share)))
     rgb = viridis(share)
     style = Style(color=contrast(rgb), bgcolor=f"rgb({rgb[0]},{rgb[1]},{rgb[2]})")
-    return Text(" ").append(f" {text.rjust(cell - 1)} ", style)
+    return Text(f"{number} ", style)
 
 
 def _shares(block: Heatmap) -> list[list[float | None]]:

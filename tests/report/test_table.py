@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
 from rich.cells import cell_len
 
-from lipaudit.report import table
+from lipaudit.report import render_terminal, table
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -59,3 +60,34 @@ def test_partial_report_says_so(report):
 
 def test_worst_case_is_marked_without_colour(report):
     assert table.render(report).decode().count("▸ worst") == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of 70 columns in 256 colours."""
+    for name, value in {"COLUMNS": "70", "TERM": "xterm-256color", "COLORTERM": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def test_a_terminal_gets_its_width_and_its_colours(report, terminal):
+    render_terminal(report, terminal)
+    assert terminal.getvalue().encode() == table.render(report, width=70, colour="256")
+
+
+def test_no_color_is_honoured(report, terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    render_terminal(report, terminal)
+    assert terminal.getvalue().encode() == table.render(report, width=70)
+
+
+def test_a_file_gets_plain_text_of_full_width(report):
+    file = io.StringIO()
+    render_terminal(report, file)
+    assert file.getvalue().encode() == table.render(report)

@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from lipaudit import schema
-from lipaudit.errors import BaselineError, EvaluationError, InputError, UsageError
+from lipaudit.errors import (
+    BaselineError,
+    EvaluationError,
+    InputError,
+    LipauditError,
+    UsageError,
+)
+from lipaudit.gate.cases import trusted
 from lipaudit.gate.comparable import fault
+from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.results import ROWS, Report, Section
 
 DEFAULT_PATH = Path("lipaudit-baseline.json")
@@ -100,26 +108,18 @@ def promote(report: Report, reason: str) -> Report:
 
 
 def problems(report: Report) -> list[str]:
-    """Say why a report cannot serve as a baseline: unfinished, not converged, not finite."""
+    """Say why a report cannot serve as a baseline.
+
+    It must be finished and converged, and finite in what the default rules read.
+    """
     found = [reason for section in report.sections if (reason := fault(report, section))]
-    found += [reason for section in report.sections if (reason := _not_finite(section))]
-    return found or ([] if report.sections else ["it has no sections"])
-
-
-def _not_finite(section: Section) -> str:
-    """Name the first column that a rule may read and that holds a NaN or an infinity."""
-    columns = {name: section.sample_column(name) for name in section.samples}
-    for name in (name for name, column in columns.items() if column.better):
-        if not all(_is_finite(cell) for cell in section.samples[name]):
-            return f"{section.measure}.{name} is not finite"
-    for name in (name for name, column in section.columns().items() if column.better):
-        if not all(_is_finite(row.cells()[name]) for row in section.rows):
-            return f"{section.measure}.{name} is not finite"
-    return ""
-
-
-def _is_finite(cell: object) -> bool:
-    return not isinstance(cell, float) or abs(cell) < float("inf")
+    for rule in DEFAULT_RULES:
+        section = report.section(rule.measure)
+        try:
+            _ = section and trusted(rule, report, section)
+        except LipauditError as error:
+            found.append(error.message)
+    return list(dict.fromkeys(found)) or ([] if report.sections else ["it has no sections"])
 
 
 def _slim(section: Section) -> Section:

@@ -58,18 +58,41 @@ def cases(rule: Rule, current: Report, baseline: Report) -> list[Case]:
         raise UsageError(f"{rule.text!r} matches nothing: there is no section {rule.measure}")
     if new is None:
         raise BaselineError(f"the current report has no section {rule.measure}", PROTOCOL)
-    reading = _trusted(rule, current, new)
+    reading = trusted(rule, current, new)
     if rule.limit.kind == "absolute":
         return [Case(n, None, value, len(reading.ids)) for n, value in reading.points.items()]
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}", "Save a new baseline.")
     try:
-        before = _trusted(rule, baseline, old)
+        before = trusted(rule, baseline, old)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
     same_protocol(current, baseline, new, old)
     same = margin(rule) >= 0 and _same_weights(current, baseline)
     return _changes(rule, reading, before, same)
+
+
+def trusted(rule: Rule, report: Report, section: Section) -> Reading:
+    """Read the values of a rule from a report's section, or refuse them.
+
+    Raises:
+        EvaluationError: when they are not finished, finite and converged.
+        UsageError: when the rule matches nothing.
+    """
+    if reason := fault(report, section):
+        raise EvaluationError(reason, "Let the run finish, or loosen --tol.")
+    reading = read(rule, section)
+    for name, point in reading.points.items():
+        values = reading.pairs.get(name, np.array([point]))
+        bad = int((~np.isfinite(values)).sum()) or int(not math.isfinite(point))
+        if bad:
+            where = f" ({name})" if name else ""
+            count = "1 value is" if bad == 1 else f"{bad} values are"
+            raise EvaluationError(
+                f"{rule.metric}{where}: {count} not finite",
+                "A model that yields NaN or infinity cannot be judged.",
+            )
+    return reading
 
 
 def margin(rule: Rule) -> float:
@@ -102,23 +125,6 @@ def excess(rule: Rule, new: float, old: float | None) -> int:
 
 def _exact(value: float) -> Fraction:
     return Fraction(format(value, f".{DIGITS}g"))
-
-
-def _trusted(rule: Rule, report: Report, section: Section) -> Reading:
-    """Read the values of a rule, or refuse them."""
-    if reason := fault(report, section):
-        raise EvaluationError(reason, "Let the run finish, or loosen --tol.")
-    reading = read(rule, section)
-    for name in reading.points:
-        values = np.append(reading.pairs.get(name, []), reading.points[name])
-        bad = int((~np.isfinite(values)).sum())
-        if bad:
-            where = f" ({name})" if name else ""
-            raise EvaluationError(
-                f"{rule.metric}{where}: {bad} values are not finite",
-                "A model that yields NaN or infinity cannot be judged.",
-            )
-    return reading
 
 
 def _changes(rule: Rule, new: Reading, old: Reading, same: bool) -> list[Case]:

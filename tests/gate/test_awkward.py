@@ -67,7 +67,7 @@ PAIRS = [
         lambda r, b, j, a, i: (r(j(np.r_[NORMS[:-1], math.inf])), r(j(NORMS))),
         (),
         3,
-        "1 values are not finite",
+        "1 value is not finite",
     ),
     (
         "nulls",

@@ -14,6 +14,12 @@ EXACT = np.random.default_rng(1).lognormal(0, 0.3, (144, 8))
 ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]
 
 
+def nulled(section):
+    """Every norm null, as a measure writes what it could not compute."""
+    none = (None,) * len(section.samples["norm"])
+    return section.model_copy(update={"samples": {**section.samples, "norm": none}})
+
+
 @pytest.fixture
 def full(report, bounds, jacobian, attack, norms):
     section = bounds(EXACT, heads=12)
@@ -59,8 +65,9 @@ def test_an_unfit_report_is_not_promoted(report, jacobian, bounds, norms):
     with np.errstate(all="ignore"):
         unfit = {
             "cut short": report(jacobian(norms), status="partial"),
-            "norm is not finite": report(jacobian(np.r_[norms, math.nan])),
+            "1 value is not finite": report(jacobian(np.r_[norms, math.nan])),
             "have not converged": report(bounds(EXACT, converged=False)),
+            "64 values are not finite": report(nulled(jacobian(norms))),
             "no samples": report(jacobian([])),
             "no sections": report(),
         }

@@ -7,27 +7,25 @@ Everything here is in float64; `bounds` says where each bound holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
 from lipaudit.theory.sharp import Centred, factor, local_map, maps, spectral_norm, value_norms
 
-REFINED = 8
-"""How many of the largest cheap bounds are replaced by better ones."""
-
 
 @dataclass(frozen=True)
 class Tokens:
-    """What all heads of a layer share, (batch, 1) each: N, and norms of X or [X 1]."""
+    """What all heads of a layer share, (batch, 1) each: N, R, and norms of X or [X 1]."""
 
     count: Tensor
+    radius: Tensor
     norm: Tensor
     frobenius: Tensor
-    radius: Tensor
+    longest: Tensor  # R, or max_i ||(x_i, 1)||
     gram: Tensor  # of the tokens less their mean, (batch, 1, n, n)
 
 
@@ -36,16 +34,17 @@ def tokens_of(heads: Heads) -> Tokens:
     x = heads.x
     valid = x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x)
     count = valid.sum(-1, keepdim=True)
-    mean = x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)
-    spread = (x - mean) * valid[..., None]
+    spread = (x - x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)) * valid[..., None]
+    radius = torch.linalg.vector_norm(x, dim=-1).amax(-1, keepdim=True)
     if any(p is not None and p.bias is not None for p in (heads.to_q, heads.to_k, heads.to_v)):
         x = torch.cat([x, valid[..., None]], -1)
-    sizes = torch.linalg.vector_norm(x, dim=-1)
+    lengths = torch.linalg.vector_norm(x, dim=-1)
     return Tokens(
         count=count,
+        radius=radius,
         norm=spectral_norm(x)[:, None],
-        frobenius=torch.linalg.vector_norm(sizes, dim=-1, keepdim=True),
-        radius=sizes.amax(-1, keepdim=True),
+        frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
+        longest=lengths.amax(-1, keepdim=True),
         gram=(spread @ spread.mT)[:, None],
     )
 
@@ -62,20 +61,19 @@ def affine_bounds(
         found: `p_norm`, `softmax_norm_max` and `g1_max`.
         r: radius of the ball of `hu`.
     """
-    wq, wk, wv = (_augmented(projection) for projection in maps(heads))
-    v = spectral_norm(wv)
-    a = heads.scale.abs() * spectral_norm(_product(wq, wk))
-    n, growth = tokens.count, a * tokens.norm
-    x = found["p_norm"] + 2 * growth * tokens.norm * found["softmax_norm_max"]
-    g1 = found["p_norm"] + 2 * growth * tokens.norm * found["g1_max"]
-    spread = torch.minimum(_row_spread(at, tokens), tokens.norm * found["softmax_norm_max"])
+    q, k, v, a = _weight_norms(heads)
+    n, root, reach = tokens.count, tokens.count.sqrt(), a * tokens.longest.square()
+    size = n * (n + 1) * (tokens.frobenius + r).square()
+    crowd = torch.where(_unmasked(heads), reach.exp().minimum(root), root)
+    growth = 2 * tokens.norm * a
+    spread = torch.minimum(_row_spread(at.p, tokens), tokens.norm * found["softmax_norm_max"])
     return {
-        "hu": _hu(heads, tokens, wq, wk, v, r),
-        "castin": 3**0.5 * v * (a.square() * tokens.radius**4 * (4 * n + 1) + n).sqrt(),
-        "mean_field": _mean_field(heads, v, a * tokens.radius.square(), n),
-        "theorem3": v * x,
-        "theorem3_g1": v * g1,
-        "appendix_c": v * (found["p_norm"] + 2 * spread * growth),
+        "hu": (size * v * (q * k + 1)).masked_fill(size < root, torch.nan),
+        "castin": 3**0.5 * v * torch.hypot(reach * (4 * n + 1).sqrt(), root),
+        "mean_field": v * ((1 + reach) * crowd + reach),
+        "theorem3": v * (found["p_norm"] + growth * tokens.norm * found["softmax_norm_max"]),
+        "theorem3_g1": v * (found["p_norm"] + growth * tokens.norm * found["g1_max"]),
+        "appendix_c": v * (found["p_norm"] + growth * spread),
     }
 
 
@@ -89,9 +87,11 @@ def general_bounds(
     mean (ours, after [Y25] Theorem 3).
     """
     to_q, to_k, _ = maps(heads)
-    values = value_norms(heads).amax(-1)
-    reach = _largest_image(heads.q, to_k) + _largest_image(at.k, to_q)
-    growth = at.s[..., 0, 0].abs() * spectral_norm(at.v) * reach
+    queries, keys = at.p.sum(-1) > 0, at.seen[..., 0] > 0
+    values = (value_norms(heads) * keys).amax(-1)
+    reach = _largest_image(heads.q * queries[..., None], to_k, keys)
+    reach = reach + _largest_image(at.k, to_q, queries)
+    growth = heads.scale.abs() * spectral_norm(at.v) * reach
     nothing = torch.full_like(found["p_norm"], torch.nan)
     return dict.fromkeys(("hu", "castin", "mean_field", "appendix_c"), nothing) | {
         "theorem3": values * found["p_norm"] + growth * found["softmax_norm_max"],
@@ -99,65 +99,65 @@ def general_bounds(
     }
 
 
-def _augmented(projection: Projection) -> Tensor:
-    """Return [W; b^T], (heads, D + 1, d): [Y25] Remark 2."""
+def _weight_norms(heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ||W_Q|| max(1, s), ||W_K||, ||W_V|| and ||A||, with biases as [Y25] Remark 2 says."""
+    q, k, v = (factor(_augmented(projection)) for projection in maps(heads))
+    norms = [spectral_norm(f)[:, 0] for f in (q, k, v)]
+    scale = heads.scale.abs()
+    a = scale * spectral_norm(q @ k.mT)[:, 0]
+    return norms[0] * scale.clamp_min(1.0), norms[1], norms[2], a
+
+
+def _augmented(projection: Projection) -> Projection:
+    """W becomes [W; b^T]."""
     if projection.bias is None:
-        return projection.weight
-    return torch.cat([projection.weight, projection.bias[:, None]], 1)
+        return projection
+    weight = torch.cat([projection.weight, projection.bias[:, None]], 1)
+    return replace(projection, weight=weight, bias=None)
 
 
-def _product(wq: Tensor, wk: Tensor) -> Tensor:
-    """Return a small matrix with the spectral norm of W_Q W_K^T."""
-    rq, rk = (torch.linalg.qr(w, mode="r").R for w in (wq, wk))
-    return rq @ rk.mT
+def _unmasked(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
+    """Whether every token sees every other one and no position bias acts."""
+    if heads.causal or heads.bias is None:
+        return torch.full_like(heads.scale, not heads.causal, dtype=torch.bool)
+    free = heads.bias == 0
+    if heads.valid is not None:
+        free = free | ~(heads.valid[:, None, :, None] & heads.valid[:, None, None, :])
+    return free.all(-1).all(-1)
 
 
-def _hu(heads: Heads, tokens: Tokens, wq: Tensor, wk: Tensor, v: Tensor, r: float) -> Tensor:
-    size = tokens.count * (tokens.count + 1) * (tokens.frobenius + r).square()
-    qk = heads.scale.abs().clamp_min(1.0) * spectral_norm(wq) * spectral_norm(wk)
-    bound = size * v * (qk + 1)
-    return bound.masked_fill(size < tokens.count.sqrt(), torch.nan)
+def _row_spread(p: Tensor, tokens: Tokens) -> Float[Tensor, "batch heads"]:
+    """Bound max_i ||X^T M(P_i)|| by the largest Schatten-4 norm of these matrices.
 
-
-def _mean_field(heads: Heads, v: Tensor, a: Tensor, n: Tensor) -> Tensor:
-    masked = heads.causal or heads.bias is not None
-    crowd = n.sqrt() if masked else torch.minimum(a.exp(), n.sqrt())
-    return v * ((1 + a) * crowd + a)
-
-
-def _row_spread(at: Centred, tokens: Tokens) -> Float[Tensor, "batch heads"]:
-    """Bound max_i ||X^T M(P_i)||: Frobenius norms, and Schatten-4 norms of the largest of them.
-
-    Column j of X^T M(P_i) is P_ij (x_j - m_i) with m_i = sum_l P_il x_l, so both norms come from
-    the Gram matrix of the tokens.
+    Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. With w_j = P_ij^2 and
+    c_j = <x_j, m> - ||m||^2 / 2 the fourth power is sum_jl w_j w_l (<x_j, x_l> - c_j - c_l)^2,
+    raised by its rounding error: three products with the Gram matrix of the tokens for all rows.
     """
-    gram = tokens.gram
-    sizes = gram.diagonal(0, -2, -1)
-    towards = at.p @ gram
-    means = (towards * at.p).sum(-1, keepdim=True)
-    distances = (sizes[..., None, :] - 2 * towards + means).clamp_min(0.0)
-    frobenius = (at.p.square() * distances).sum(-1).sqrt()
-    largest = frobenius.topk(min(REFINED + 1, frobenius.shape[-1]), -1)
-    chosen = largest.indices[..., :REFINED]
-    rows, near = (
-        t.gather(-2, chosen[..., None].expand(*chosen.shape, t.shape[-1])) for t in (at.p, towards)
-    )
-    mean = means.squeeze(-1).gather(-1, chosen)[..., None, None]
-    kernel = gram[:, :, None] - near[..., None] - near[..., None, :] + mean
-    kernel = kernel * rows[..., None] * rows[..., None, :]
-    schatten = torch.linalg.matrix_norm(kernel).sqrt().amax(-1)
-    rest = largest.values[..., -1] if largest.values.shape[-1] > REFINED else 0 * schatten
-    return torch.maximum(schatten, rest)
+    gram, w, c = tokens.gram, p.square(), p @ tokens.gram
+    c -= 0.5 * (p * c).sum(-1, keepdim=True)
+    total = w.sum(-1, keepdim=True)
+    inner = (w @ gram).mul_(-4).addcmul_(c, total, value=2).mul_(c)
+    inner += w @ gram.square()
+    powers = inner.mul_(w).sum(-1) + 2 * c.mul_(w).sum(-1).square()
+    largest = gram.diagonal(0, -2, -1).amax(-1, keepdim=True)
+    rounding = 64 * p.shape[-1] * torch.finfo(p.dtype).eps
+    return (powers + rounding * (total[..., 0] * largest).square()).amax(-1).clamp_min(0.0) ** 0.25
 
 
-def _largest_image(rows: Tensor, projection: Projection) -> Float[Tensor, "batch heads"]:
-    """Bound max_t ||rows Phi_t||: Schatten-4 norms, and exact norms for the largest of them."""
-    small = torch.linalg.qr(rows, mode="r").R
-    phi = local_map(projection) @ factor(projection).mT
-    images = small[:, :, None] @ phi
-    cheap = torch.linalg.matrix_norm(images @ images.mT).sqrt()
-    largest = cheap.topk(min(REFINED + 1, cheap.shape[-1]), -1)
-    chosen = largest.indices[..., :REFINED, None, None].expand(-1, -1, -1, *images.shape[-2:])
-    exact = spectral_norm(images.gather(2, chosen)).amax(-1)
-    rest = largest.values[..., -1] if largest.values.shape[-1] > REFINED else 0 * exact
-    return torch.maximum(exact, rest)
+def _largest_image(rows: Tensor, projection: Projection, used: Tensor) -> Tensor:
+    """Return max_i ||rows Phi_i|| over the tokens that are used.
+
+    E = (rows Phi_i)(rows Phi_i)^T has ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2): eigenvalues
+    are computed only for tokens whose upper limit reaches every lower one.
+    """
+    small = torch.linalg.qr(rows, mode="r").R[:, :, None]
+    images = small @ local_map(projection) @ factor(projection).mT
+    if projection.local is not None:
+        images = images * used[..., None, None]
+    e = images @ images.mT
+    size, upper = (torch.linalg.matrix_norm(power) for power in (e, e @ e))
+    lower = (upper / size).nan_to_num(0.0).amax(-1, keepdim=True)
+    norm = upper.sqrt()
+    left = norm >= lower * (1 - 1e-9)
+    norm[left] = torch.linalg.eigvalsh(e[left])[..., -1].clamp_min(0.0)
+    return norm.amax(-1).sqrt()

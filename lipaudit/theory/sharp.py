@@ -42,11 +42,13 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         tensor(3.)
     """
-    u = b.new_ones(*b.shape[:-2], 1, b.shape[-1])
+    # Any u > 0 will do: single precision for the steps, and hold up what decays to nothing.
+    single = b.float()
+    u = single.new_ones(*b.shape[:-2], 1, b.shape[-1])
     for _ in range(steps):
-        u = _gram_step(b, u)
-        # Any u > 0 will do: where it decays to nothing, hold it up.
-        u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-200)
+        u = _gram_step(single, u)
+        u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
+    u = u.to(b)
     return (_gram_step(b, u) / u).amax((-2, -1)).sqrt()
 
 
@@ -139,7 +141,7 @@ def exact_blocks(heads: Heads) -> Float[Tensor, "batch heads n n"]:
     """
     n, dv = heads.q.shape[2], heads.v.shape[3]
     rows = (dense_jacobian(heads.row(b)) for b in range(heads.q.shape[0]))
-    blocks = (j.unflatten(-1, (n, -1)).unflatten(-3, (n, dv)).transpose(-3, -2) for j in rows)
+    blocks = (j.reshape(*j.shape[:2], n, dv, n, -1).transpose(-3, -2) for j in rows)
     return torch.cat([spectral_norm(block) for block in blocks])
 
 
@@ -186,13 +188,14 @@ def affine_query_term(
     With kappa_jl = k_j W_Q^T W_Q k_l^T and ||v_j - v_l||^2 = 2 h_jl the square is
     s^2 sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl), raised by its rounding error.
     """
-    gram = maps(heads)[0].weight
-    kappa = (at.k @ (gram.mT @ gram)) @ at.k.mT
+    weight = maps(heads)[0].weight
+    images = at.k @ (weight.mT @ weight)
+    kappa = images @ at.k.mT
     v2 = at.v.square().sum(-1, keepdim=True).mT
     largest = v2.amax(-1) * kappa.diagonal(0, -2, -1).amax(-1, keepdim=True)
     rounding = 16 * kappa.shape[-1] * torch.finfo(kappa.dtype).eps * largest
     inner = at.p @ (at.v @ at.v.mT).sub_(v2).mul_(kappa)
-    inner.addcmul_(at.p @ kappa, rows.w2)
+    inner.addcmul_((at.p @ at.k) @ images.mT, rows.w2)
     squares = inner.mul_(at.p).sum(-1).clamp_min(0.0) + rounding * at.p.sum(-1)
     return at.s[..., 0] * squares.sqrt()
 
@@ -229,7 +232,7 @@ def _local_beta(heads: Heads, at: Centred) -> Tensor:
 def _images(stack: Tensor, q: Tensor) -> Tensor:
     """Apply the matrix of every token to every query: (..., tokens, r, n)."""
     flat = stack.flatten(2, 3) @ q.mT
-    return flat.unflatten(2, stack.shape[2:4])
+    return flat.reshape(*flat.shape[:2], *stack.shape[2:4], -1)
 
 
 def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
@@ -248,8 +251,8 @@ def _local_query_term(heads: Heads, at: Centred) -> Tensor:
     means = at.p @ at.k
     t = torch.empty_like(at.p[..., 0])
     for i in _chunks(t.shape[-1], 2 * t[..., 0].numel() * outer.shape[-1]):
-        products = (at.p[..., i, :] @ outer).unflatten(-1, (at.v.shape[-1], at.k.shape[-1]))
-        products -= at.o[..., i, :, None] * means[..., i, None, :]
+        offset = at.o[..., i, :, None] * means[..., i, None, :]
+        products = (at.p[..., i, :] @ outer).reshape(offset.shape) - offset
         images = products @ _some(phi, i)
         t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
     return at.s[..., 0] * t

@@ -1,0 +1,222 @@
+"""Every command through a real process: exit codes, streams, strict JSON, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+
+def lipaudit(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lipaudit", *map(str, args)]
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False
+    )
+
+
+def strict(text: str) -> dict:
+    def refuse(token):
+        raise AssertionError(f"{token} is not strict JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture(scope="session")
+def audited(tmp_path_factory) -> Path:
+    """A directory with a quick audit of the demo in `run/`, and its baseline."""
+    folder = tmp_path_factory.mktemp("audited")
+    done = lipaudit("audit", "demo", "-n", "16", "--run-dir", "run", "-f", "json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert strict(done.stdout)["status"] == "complete"
+    assert (folder / "run/report.json").read_text() == done.stdout
+    saved = lipaudit("baseline", "save", "run/report.json", cwd=folder)
+    assert saved.returncode == 0, saved.stderr
+    return folder
+
+
+@pytest.mark.parametrize("measure", ["bounds", "attention", "jacobian"])
+def test_stdout_is_strict_json_and_nothing_else(measure, tmp_path):
+    done = lipaudit(measure, "demo", "-n", "2", "-f", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = strict(done.stdout)
+    assert [s["measure"] for s in report["sections"]][0] == measure
+    assert report["run"]["data"]["samples"] == 2
+
+
+def test_the_audit_ends_with_what_was_found_and_what_to_type(audited):
+    done = lipaudit("audit", "demo", "-n", "4", "--run-dir", "again", cwd=audited)
+    assert done.returncode == 0
+    tail = done.stderr.strip().splitlines()
+    assert "attention (4 samples)" in tail[0]
+    assert tail[-1].split() == [
+        "lipaudit", "gate", "demo", "--baseline", "lipaudit-baseline.json",
+    ]  # fmt: skip
+    assert (audited / "again/report.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_same_seed_gives_the_same_numbers_whatever_the_batch_size(tmp_path):
+    common = ("bounds", "demo", "-n", 4, "-f", "json", "--batch-size")
+    runs = [strict(lipaudit(*common, size, cwd=tmp_path).stdout) for size in (1, 4)]
+    first, second = (run["sections"][0] for run in runs)
+    assert first["samples"]["ids"] == second["samples"]["ids"]
+    for a, b in zip(first["rows"], second["rows"], strict=True):
+        assert a["exact"] == pytest.approx(b["exact"], rel=1e-4)
+        assert a["sharp"] == pytest.approx(b["sharp"], rel=1e-5)
+
+
+def test_adversarial_examples_reproduce_the_printed_accuracy(tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    from lipaudit.models.loading import load
+
+    done = lipaudit(
+        "attack", "demo", "--eps", "0.1", "--attack", "fgsm,pgd", "--steps", "5", "-n", "32",
+        "--save-adv", "adv.safetensors", "-f", "json", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    section = strict(done.stdout)["sections"][0]
+    saved, net = load_file(tmp_path / "adv.safetensors"), load("demo")
+    for row in section["rows"]:
+        if row["attack"] == "worst":
+            continue
+        x = saved[f"{row['attack']},{row['norm']},{row['eps_text']}"]
+        with torch.no_grad():
+            right = net.read(net.call(x, None)).argmax(1) == saved["y"]
+        assert float(right.double().mean()) == row["robust"]
+
+
+def test_a_gate_against_itself_passes_without_torch(audited):
+    code = (
+        "import sys; from lipaudit.cli import main\n"
+        "sys.argv = ['lipaudit', 'gate', 'run/report.json', '-o', 'gate.xml']\n"
+        "try: main()\n"
+        "except SystemExit as end: code = end.code\n"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=audited, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "unchanged" in done.stdout
+    assert (audited / "gate.xml").read_bytes().startswith(b"<?xml")
+
+
+def test_a_model_is_gated_by_the_protocol_of_the_baseline(audited):
+    done = lipaudit("gate", "demo", "-q", cwd=audited)
+    assert done.returncode == 0, done.stderr
+    assert "regressed" not in done.stdout
+
+
+def test_one_amplified_head_fails_the_gate_and_is_named(audited):
+    from safetensors.torch import save_file
+
+    from lipaudit.models.loading import load
+
+    state = {k: v.clone() for k, v in load("demo").module.state_dict().items()}
+    state["blocks.1.attn.qkv.weight"][96 + 12 : 96 + 24] *= 1.5  # W_V of head 1.1
+    save_file(state, audited / "worse.safetensors")
+    (audited / "worse.py").write_text(
+        "from safetensors.torch import load_file\n"
+        "from lipaudit.models.demo import demo_model\n"
+        "def model():\n"
+        "    spec = demo_model('standard')\n"
+        "    spec.module.load_state_dict(load_file('worse.safetensors'))\n"
+        "    return spec\n"
+    )
+    worse = lipaudit("gate", "py:worse.py:model", "-q", cwd=audited)
+    assert worse.returncode == 1, worse.stdout + worse.stderr
+    assert "regressed: bounds.exact:each <= +20% layer 1 head 1" in worse.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["bounds"], 2, "Missing argument"),
+        (["bounds", "demo", "--samples", "0"], 2, "--samples"),
+        (["bounds", "demo", "--layers", "9"], 2, "no attention layer 9"),
+        (["bounds", "demo", "--layers", "a"], 2, "--layers"),
+        (["bounds", "demo", "-f", "yaml"], 2, "unknown format"),
+        (["bounds", "demo", "--batch-size", "many"], 2, "--batch-size"),
+        (["bounds", "demo", "-o", "x.docx"], 2, "format"),
+        (["bounds", "demo", "-o", "missing/x.json"], 3, "cannot write"),
+        (["bounds", "no-such-model"], 4, "no model"),
+        (["bounds", "demo", "--data", "nowhere/"], 4, "no data"),
+        (["jacobian", "demo", "--to", "moon"], 2, "--to"),
+        (["attack", "demo"], 2, "no radius"),
+        (["attack", "demo", "--eps", "two"], 2, "not a radius"),
+        (["attack", "demo", "--eps", "0.1", "--data", "random"], 2, "labelled"),
+        (["audit", "demo", "--quick", "--full"], 2, "exclude"),
+        (["explain", "sharpp"], 2, "sharp"),
+        (["gate", "missing.json"], 5, "baseline"),
+        (["report", "missing.json"], 4, "cannot read"),
+        (["baseline", "check", "missing.json"], 5, "missing.json"),
+        (["models", "no-such-thing"], 2, "no model"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_the_documented_exit_code(
+    args, code, says, tmp_path, monkeypatch
+):
+    from lipaudit.cli.app import build
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    done = CliRunner().invoke(build(), args)
+    assert done.exit_code == code, done.output
+    assert says in done.stderr
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_internal_error_is_3_and_not_a_regression(tmp_path):
+    (tmp_path / "bad.py").write_text("def model():\n    raise ZeroDivisionError('oops')\n")
+    done = lipaudit("bounds", "py:bad.py:model", cwd=tmp_path)
+    assert done.returncode in (3, 4)
+    assert "oops" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_learning_commands_print_something_useful(tmp_path):
+    for args, says in (
+        (["explain", "bounds.sharp"], "holds"),
+        (["explain", "jacobian"], "jacobian.norm"),
+        (["env"], "torch"),
+        (["models"], "timm:NAME"),
+    ):
+        done = lipaudit(*args, cwd=tmp_path)
+        assert done.returncode == 0
+        assert says in done.stdout
+    assert "properties" in strict(lipaudit("schema", cwd=tmp_path).stdout)
+
+
+def test_help_does_not_load_torch():
+    code = (
+        "import sys, lipaudit\nfrom lipaudit.cli import main\nsys.argv = ['lipaudit', '--help']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'timm', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_configuration_fills_what_the_command_line_leaves_open(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.lipaudit]\nsamples = 3\n")
+    done = lipaudit("jacobian", "demo", "-f", "json", cwd=tmp_path)
+    assert strict(done.stdout)["run"]["data"]["samples"] == 3
+    (tmp_path / "pyproject.toml").write_text("[tool.lipaudit]\nsample = 3\n")
+    done = lipaudit("jacobian", "demo", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "samples" in done.stderr
+
+
+def test_a_pipe_that_closes_early_is_no_error(tmp_path):
+    command = f"{sys.executable} -m lipaudit models vit | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr

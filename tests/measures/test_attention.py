@@ -1,0 +1,147 @@
+"""The statistics against direct float64 computation from attention maps."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.measures.attention import MEANS, AttentionOptions, row_statistics, run, summarise
+from lipaudit.models.assembly import assemble
+from lipaudit.models.spec import LoadOptions, ModelSpec
+
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+
+
+def bert():
+    return transformers.BertModel(transformers.BertConfig(**SMALL, attn_implementation="eager"))
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_implementation="eager"
+    )
+    return transformers.GPT2Model(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, attn_implementation="eager")
+    return transformers.LlamaModel(config)
+
+
+def text_net(module: nn.Module):
+    for p in module.parameters():
+        if p.ndim > 1:
+            p.data.mul_(8.0)  # spread the attention
+    spec = ModelSpec(
+        module.double(),
+        (32,),
+        kind="text",
+        vocabulary=60,
+        call=lambda x, mask: module(
+            input_ids=x, attention_mask=None if mask is None else mask.long()
+        ),
+        read=lambda out: out.last_hidden_state,
+    )
+    return assemble(spec, LoadOptions(dtype="float64"), name="text", source="py")
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama])
+def test_statistics_are_those_of_the_models_own_maps(make):
+    torch.manual_seed(0)
+    module = make()
+    net = text_net(module)
+    x = torch.randint(1, 60, (2, 14))
+    mask = torch.ones(2, 14, dtype=torch.bool)
+    if make is bert:
+        mask[1, 9:] = False
+    with torch.no_grad():
+        maps = module(input_ids=x, attention_mask=mask.long(), output_attentions=True).attentions
+    options = AttentionOptions()
+    [section] = summarise(list(run(net, [Batch(x, None, ("aa", "bb"), mask)], options)), options)
+    assert len(section.rows) == 8
+    for row in section.rows:
+        p = torch.cat(
+            [maps[row.layer][b, row.head][mask[b]][:, mask[b]].flatten() for b in (0, 1)]
+        )
+        rows = [r for b in (0, 1) for r in maps[row.layer][b, row.head][mask[b]].double()]
+        expected = by_hand(rows, options)
+        for name in MEANS:
+            assert getattr(row, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
+        norms = [np.linalg.norm(m, 2) for m in _square(maps[row.layer][:, row.head], mask)]
+        assert row.p_norm == pytest.approx(np.mean(norms), rel=1e-6)
+        assert row.uniform + row.intermediate + row.categorical == pytest.approx(1.0)
+        assert p.numel()
+
+
+def _square(maps, mask):
+    return [m[keep][:, keep].double().numpy() for m, keep in zip(maps, mask, strict=True)]
+
+
+def by_hand(rows, options):
+    """Each mean of the section, written out row by row."""
+    found = {name: [] for name in MEANS}
+    for row in rows:
+        p = np.sort(row.numpy())[::-1]
+        p = p[p > 0]
+        top2 = p[1] if len(p) > 1 else 0.0
+        g1 = p[0] * (1 - p[0] + top2)
+        norm = np.linalg.eigvalsh(np.diag(p) - np.outer(p, p))[-1]
+        entropy = -(p * np.log(p)).sum()
+        found["top1"].append(p[0])
+        found["top2"].append(top2)
+        found["g1"].append(g1)
+        found["softmax_norm"].append(norm)
+        if norm > 1e-14:
+            found["g1_ratio"].append(g1 / norm)
+        if len(p) > options.k:
+            k = options.k
+            following = p[k] if len(p) > k else 0.0
+            found["gk_ratio"].append(g1 / (p[k - 1] * (1 - p[k - 1] + following)))
+        found["entropy"].append(entropy)
+        if len(p) > 1:
+            found["entropy_normalized"].append(entropy / np.log(len(p)))
+        found["support"].append(np.exp(entropy))
+        if len(p) >= 3:
+            middle = g1 > max(options.gamma, 2 / len(p))
+            found["intermediate"].append(middle)
+            found["uniform"].append(not middle and p[0] <= 0.5)
+            found["categorical"].append(not middle and p[0] > 0.5)
+    return {name: np.mean(values) if values else None for name, values in found.items()}
+
+
+def test_known_rows_have_the_regimes_of_the_theory():
+    uniform = torch.full((40,), 1 / 40, dtype=torch.float64)
+    one_hot = torch.eye(40, dtype=torch.float64)[0]
+    two = torch.zeros(40, dtype=torch.float64)
+    two[:2] = 0.5
+    wide = torch.full((40,), 1e-12, dtype=torch.float64)
+    peaked = wide + (1 - 40e-12) * one_hot
+    found = row_statistics(torch.stack([uniform, two, peaked]), k=10, gamma=0.1)
+    assert found["g1"].tolist() == pytest.approx([1 / 40, 0.5, 40e-12], rel=1e-2)
+    assert found["uniform"].tolist()[0] == 1.0
+    assert found["categorical"].tolist()[2] == 1.0
+    assert torch.isnan(found["intermediate"][1])  # two visible keys have no regime
+
+
+def test_a_batch_in_pieces_gives_the_same_section():
+    torch.manual_seed(1)
+    net = text_net(bert())
+    x = torch.randint(1, 60, (4, 12))
+    ids = ("aa", "bb", "cc", "dd")
+    batch, options = Batch(x, None, ids), AttentionOptions()
+    whole = summarise(list(run(net, [batch], options)), options)[0]
+    parts = summarise(list(run(net, batch.split(1), options)), options)[0]
+    for a, b in zip(whole.rows, parts.rows, strict=True):
+        for name in (*MEANS, "p_norm", "sink_first", "sink_max"):
+            assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-9)
+    assert whole.arrays["g1_ratio_hist"].data == parts.arrays["g1_ratio_hist"].data
+    assert sum(whole.arrays["p1p2_hist"].data) == 4 * 12 * 8

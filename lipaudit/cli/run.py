@@ -137,7 +137,7 @@ def _samples(
     options = DataOptions(
         samples=max(wanted.values()),
         seed=common.seed or 0,
-        max_tokens=common.max_tokens,
+        max_tokens=common.max_tokens or DataOptions.max_tokens,
         text_column=common.text_column,
         label_column=common.label_column,
         offline=common.offline,
@@ -153,7 +153,7 @@ def _load_options(common: Common) -> LoadOptions:
         std=_numbers("--std", common.std),
         input_size=None if common.input_size is None else (common.input_size,),
         device=common.device or "auto",
-        dtype=common.dtype or "float32",
+        dtype=common.dtype or "float32",  # type: ignore[arg-type]  # loading refuses others
         offline=common.offline,
     )
 

@@ -182,7 +182,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         columns[f"distance@{_key(trial.label, trial)}"] = distance[:, i]
     for ball in dict.fromkeys((trial.norm, trial.radius) for trial in trials):
         mine = [i for i, trial in enumerate(trials) if (trial.norm, trial.radius) == ball]
-        stands, first = robust[:, mine].all(1), trials[mine[0]]
+        stands, first = np.asarray(robust[:, mine].all(1)), trials[mine[0]]
         rows.append(_row(WORST, first, correct, stands, cost[mine].sum(0)))
         columns[f"robust@{_key(WORST, first)}"] = stands.astype(int)
     return [

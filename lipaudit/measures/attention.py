@@ -28,8 +28,18 @@ SHARES = {
     "intermediate": softmax.INTERMEDIATE,
     "categorical": softmax.CATEGORICAL,
 }
-MEANS = ("top1", "top2", "g1", "softmax_norm", "g1_ratio", "gk_ratio", "entropy")
-MEANS += ("entropy_normalized", "support", *SHARES)
+MEANS = (
+    "top1",
+    "top2",
+    "g1",
+    "softmax_norm",
+    "g1_ratio",
+    "gk_ratio",
+    "entropy",
+    "entropy_normalized",
+    "support",
+    *SHARES,
+)
 BINS = 50
 RATIO = (1.0, 1.5)
 """Range of the histograms of g_1 / ||M||, the last bin open."""

@@ -120,6 +120,14 @@ def test_joint_histogram_keeps_p1_on_the_horizontal_axis(report):
     assert joint.x.label == "p(1)"
 
 
+def test_ratio_histogram_ends_with_its_last_row(report):
+    (block,) = _of(report, "attention", Histogram)
+    stored = report.section("attention").arrays["g1_ratio_hist"].numpy().sum(axis=0)
+    assert sum(block.counts["rows"]) == stored.sum()
+    assert block.counts["rows"][-1] == 12
+    assert block.edges[-1] == pytest.approx(1.4)
+
+
 @pytest.mark.parametrize("bins", [1, 7, 20, 21, 50])
 def test_coarser_bins_keep_every_count(bins):
     rng = np.random.default_rng(bins)

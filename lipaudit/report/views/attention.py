@@ -61,10 +61,13 @@ def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
 def _pictures(section: Section) -> Iterator[Block]:
     arrays = section.arrays
     if "g1_ratio_hist" in arrays and "g1_ratio_edges" in arrays:
-        counts = tuple(map(float, arrays["g1_ratio_hist"].numpy().sum(axis=0)))
-        edges = tuple(map(float, arrays["g1_ratio_edges"].numpy()))
-        ratio = section.columns()["g1_ratio"]
-        yield Histogram("g1 over the exact ‖M‖, all rows", ratio, edges, {"rows": counts})
+        counts = arrays["g1_ratio_hist"].numpy().sum(axis=0)
+        last = max((i for i, count in enumerate(counts, 1) if count), default=len(counts))
+        edges = tuple(map(float, arrays["g1_ratio_edges"].numpy()[: last + 1]))
+        rows = {"rows": tuple(map(float, counts[:last]))}
+        yield Histogram(
+            "g1 over the exact ‖M‖, all rows", section.columns()["g1_ratio"], edges, rows
+        )
     if "p1p2_hist" in arrays and "p1p2_edges" in arrays:
         yield _joint(section)
     if "map" in arrays and arrays["map"].data:

@@ -1,4 +1,4 @@
-"""One attention layer at one point, and its exact Jacobian.
+"""One attention layer at one point: all that the theory needs to know of it.
 
 Notation of the theory: X (tokens x D) enters the projections, q_i, k_j, v_j enter the product,
 P = row-softmax(scale q k^T + bias), o_i = sum_j P_ij v_j, and Phi^q_i = dq_i / dx_i.
@@ -110,11 +110,36 @@ class Heads:
         return replace(self, **changes, out=None if self.out is None else self.out[index])
 
 
-def _row(value: Any, b: int) -> Any:
-    """Slice the batch axis, the first one; an axis of size 1 holds for every row."""
-    if isinstance(value, Projection):
-        return replace(value, local=_row(value.local, b))
-    return value if value is None or value.shape[0] == 1 else value[b : b + 1]
+def affine_heads(
+    x: Float[Tensor, "batch n D"],
+    wq: Float[Tensor, "heads D d"],
+    wk: Float[Tensor, "heads D d"],
+    wv: Float[Tensor, "heads D dv"],
+) -> Heads:
+    """Return plain self-attention at x: no biases, no mask, scale 1 / sqrt d, one row a sample.
+
+    >>> heads = affine_heads(torch.zeros(2, 5, 3), *torch.ones(3, 1, 3, 4))
+    >>> heads.attention().shape, heads.attention()[0, 0, 0, 0]
+    (torch.Size([2, 1, 5, 5]), tensor(0.2000))
+    """
+    q, k, v = (x[:, None] @ weight for weight in (wq, wk, wv))
+    to_q, to_k, to_v = (Projection(weight, None, None, "affine") for weight in (wq, wk, wv))
+    return Heads(
+        x=x,
+        x_kv=None,
+        q=q,
+        k=k,
+        v=v,
+        scale=x.new_full((1, 1), wq.shape[2] ** -0.5),
+        bias=None,
+        causal=False,
+        valid=None,
+        to_q=to_q,
+        to_k=to_k,
+        to_v=to_v,
+        out=None,
+        sample=torch.arange(len(x), device=x.device),
+    )
 
 
 def per_sample(
@@ -139,6 +164,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return replace(value, **changes)
     floating = isinstance(value, Tensor) and value.is_floating_point()
     return value.to(dtype) if floating else value
+
+
+def _row(value: Any, b: int) -> Any:
+    """Slice the batch axis, the first one; an axis of size 1 holds for every row."""
+    if isinstance(value, Projection):
+        return replace(value, local=_row(value.local, b))
+    return value if value is None or value.shape[0] == 1 else value[b : b + 1]
 
 
 def _pick(value: Any, index: slice) -> Any:

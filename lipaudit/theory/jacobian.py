@@ -21,6 +21,8 @@ from lipaudit.theory.attention import Heads
 from lipaudit.theory.lanczos import Norms, Products, random_starts, spectral_norms
 from lipaudit.theory.products import head_products, layer_products
 
+_SCREEN = 6  # products after which most heads are known to gain nothing from splitting tokens
+
 
 @dataclass(frozen=True)
 class LayerNorms:
@@ -51,6 +53,11 @@ def head_norms(
 
     Raises:
         EvaluationError: a product is not finite.
+
+    >>> from lipaudit.theory.attention import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
+    >>> head_norms(affine_heads(x, eye, eye, 2 * eye), seeds=[0]).norm.round(decimals=4)
+    tensor([[2.]], dtype=torch.float64)
     """
     batch, count = heads.q.shape[:2]
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
@@ -62,16 +69,22 @@ def head_norms(
 def layer_norms(
     heads: Heads, *, seeds: Sequence[int], tol: float = 1e-4, max_steps: int = 300
 ) -> LayerNorms:
-    """Return the norms of all heads together, one per batch row; arguments as `head_norms`."""
+    """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
+
+    >>> from lipaudit.theory.attention import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2).expand(2, 2, 2)
+    >>> layer_norms(affine_heads(x, eye, eye, eye), seeds=[0]).concat.norm
+    tensor([1.4142], dtype=torch.float64)
+    """
     layer, count, dv = layer_products(heads), heads.q.shape[1], heads.v.shape[3]
     start = _starts(heads, seeds, count * dv)
-    concat = spectral_norms(layer.take, start, tol=tol, max_steps=max_steps)
+    concat = spectral_norms(layer.select, start, tol=tol, max_steps=max_steps)
     if heads.out is None:
         return LayerNorms(concat=concat, out=None)
     wo = heads.out.flatten(0, 1)
 
     def projected(rows: Tensor) -> Products:
-        inner = layer.take(rows)
+        inner = layer.select(rows)
         return lambda u: _through(wo, inner, u)
 
     start = _starts(heads, seeds, wo.shape[1])
@@ -86,11 +99,11 @@ def splitting_gain(
     seeds: Sequence[int],
     tol: float = 1e-3,
 ) -> Float[Tensor, "batch heads"]:
-    """Return how much duplicating every token raises ||J||.
+    """Return how much duplicating every token raises ||J||; NaN where it did not converge.
 
     With every token repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||),
     whatever m is (closed form of mass splitting, Castin et al., arXiv 2312.14820). Domain: at X,
-    attention that is not causal.
+    attention that is not causal; the copies share the token's position bias.
 
     Args:
         heads: one layer.
@@ -100,14 +113,19 @@ def splitting_gain(
 
     Raises:
         ValueError: the attention is causal: copies of a token do not see the same keys.
+
+    >>> from lipaudit.theory.attention import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]), torch.eye(2)[None]
+    >>> heads = affine_heads(x, eye, eye, eye)
+    >>> splitting_gain(heads, head_norms(heads, seeds=[0]).norm, seeds=[0])
+    tensor([[1.]], dtype=torch.float64)
     """
     if heads.causal:
         raise ValueError("splitting_gain needs attention without a causal mask")
     if heads.x_kv is not None:
-        return torch.ones_like(exact)  # J J^T is R R^T plus the part of X_kv
-    # J with constant keys and values is block diagonal: s T_i Phi^q_i are its blocks.
-    blocks = head_norms(replace(heads, to_k=None, to_v=None), seeds=seeds, tol=tol).norm
-    return torch.where(blocks > exact, blocks / exact, 1.0)
+        return torch.ones_like(exact)  # J J^T is the blocks' R R^T plus the part of X_kv
+    blocks = _largest_block(heads, exact.flatten(), seeds, tol).view_as(exact)
+    return torch.where(blocks <= exact, 1.0, blocks / exact)
 
 
 def vjp_x(
@@ -116,6 +134,11 @@ def vjp_x(
     """Return J^T u summed over the heads: the gradients of sum <O, u> in X_q and X_kv.
 
     The second one is None where the heads read one input.
+
+    >>> from lipaudit.theory.attention import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
+    >>> vjp_x(affine_heads(x, eye, eye, 2 * eye), torch.ones(1, 1, 1, 2))
+    (tensor([[[2., 2.]]]), None)
     """
     layer = layer_products(heads)
     found = dict(zip([side.source for side in layer.sides], layer.pull(u), strict=True))
@@ -127,6 +150,12 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     """Return J of every head as a matrix, (n dv) x (n D), or x (n D + m Dkv) with two inputs.
 
     Memory for batch x heads x n x m x dv x D numbers: for small cases.
+
+    >>> from lipaudit.theory.attention import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
+    >>> dense_jacobian(affine_heads(x, eye, eye, 2 * eye))
+    tensor([[[[2., 0.],
+              [0., 2.]]]])
     """
     p, v, k = heads.attention(), heads.v, heads.k
     scale = heads.scale[..., None, None]
@@ -141,6 +170,21 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     if heads.x_kv is None:
         return (over_keys + over_queries).flatten(4).flatten(2, 3)
     return torch.cat([over_queries.flatten(4), over_keys.flatten(4)], 4).flatten(2, 3)
+
+
+def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float) -> Tensor:
+    """max_i s ||T_i Phi^q_i|| of every problem; a lower bound of it where that is below `exact`.
+
+    With constant keys and values J is block diagonal, and these are its blocks.
+    """
+    products = head_products(replace(heads, to_k=None, to_v=None))
+    start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(heads.q.shape[1], 0)
+    first = spectral_norms(products.select, start, tol=tol, max_steps=_SCREEN)
+    left = (~first.converged & (first.upper > exact)).nonzero()[:, 0]
+    if not len(left):
+        return first.norm
+    more = spectral_norms(lambda index: products.select(left[index]), start[left], tol=tol)
+    return first.norm.index_put((left,), torch.where(more.converged, more.norm, torch.nan))
 
 
 def _through(wo: Tensor, inner: Products, u: Tensor) -> Tensor:

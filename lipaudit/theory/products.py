@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
 
-_CACHED = 2**17  # entries of P that are worked on at a time, so that they stay in the CPU's cache
-
 
 @dataclass(frozen=True)
 class _Attend:
@@ -56,7 +54,7 @@ class _Attend:
         out.baddbmm_(dp, self.v)
         return out.addcmul_(dp.sum(-1, keepdim=True), self.o, value=-1)
 
-    def take(self, index: Tensor | slice) -> _Attend:
+    def select(self, index: Tensor) -> _Attend:
         return _Attend(*(tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o)))
 
 
@@ -85,7 +83,7 @@ class _Side:
             for (name, g), part in parts
         }
 
-    def take(self, index: Tensor | slice) -> _Side:
+    def select(self, index: Tensor) -> _Side:
         local = {n: g if g is None or len(g) == 1 else g[index] for n, g in self.local.items()}
         return replace(self, local=local)
 
@@ -100,29 +98,19 @@ class HeadProducts:
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem, (problems, n dv)."""
-        count, n, m = self.attend.p.shape
-        group = max(1, _CACHED // (n * m)) if u.device.type == "cpu" else count
-        if group >= count:
-            return self._apply(u)
-        parts = [slice(i, i + group) for i in range(0, count, group)]
-        return torch.cat([self.take(part)._apply(u[part]) for part in parts])
-
-    def select(self, index: Tensor) -> HeadProducts:
-        """Return the products of these problems alone."""
-        return self if len(index) == len(self.attend.p) else self.take(index)
-
-    def take(self, index: Tensor | slice) -> HeadProducts:
-        """Return the products of these problems alone."""
-        sides = [side.take(index) for side in self.sides]
-        return HeadProducts(self.attend.take(index), sides, [gram[index] for gram in self.grams])
-
-    def _apply(self, u: Tensor) -> Tensor:
-        names = [name for side in self.sides for name in side.local]
-        rows = self.attend.pull(u.view_as(self.attend.o), names)
+        rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
         tangents: dict[str, Tensor] = {}
         for side, gram in zip(self.sides, self.grams, strict=True):
             tangents |= side.push(side.pull(rows) @ gram)
         return self.attend.push(tangents).flatten(1)
+
+    def select(self, index: Tensor) -> HeadProducts:
+        """Return the products of these problems alone."""
+        if len(index) == len(self.attend.p):
+            return self
+        sides = [side.select(index) for side in self.sides]
+        grams = [gram[index] for gram in self.grams]
+        return HeadProducts(self.attend.select(index), sides, grams)
 
 
 @dataclass(frozen=True)
@@ -131,40 +119,41 @@ class LayerProducts:
 
     attend: _Attend
     sides: list[_Side]
-    count: int
+    weights: list[Tensor]  # W of each side, the heads side by side: (D, heads e)
+    heads: int
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem, (rows, n heads dv)."""
         n, dv = self.attend.o.shape[1:]
-        split = u.view(-1, n, self.count, dv).transpose(1, 2)
+        split = u.view(-1, n, self.heads, dv).transpose(1, 2)
         return self.push(self.pull(split)).transpose(1, 2).flatten(1)
 
     def pull(self, u: Tensor) -> list[Tensor]:
-        """Cotangent of the input of each side, (rows, tokens, D)."""
-        names = [name for side in self.sides for name in side.local]
-        rows = self.attend.pull(u.flatten(0, 1), names)
+        """J^T u for the input of each side, (rows, tokens, D); u is (rows, heads, tokens, d_v)."""
+        rows = self.attend.pull(u.flatten(0, 1), _names(self.sides))
         return [
-            self._split(side.pull(rows)).transpose(1, 2).flatten(2) @ side.weight.mT.flatten(0, 1)
-            for side in self.sides
+            self._split(side.pull(rows)).transpose(1, 2).flatten(2) @ weight.mT
+            for side, weight in zip(self.sides, self.weights, strict=True)
         ]
 
     def push(self, inputs: list[Tensor]) -> Tensor:
-        """Tangent of O, (rows, heads, tokens, d_v)."""
+        """J x for a tangent x of each input; what `pull` is the adjoint of."""
         tangents: dict[str, Tensor] = {}
-        for side, x in zip(self.sides, inputs, strict=True):
-            tangents |= side.push((x[:, None] @ side.weight).flatten(0, 1))
+        for side, weight, x in zip(self.sides, self.weights, inputs, strict=True):
+            y = (x @ weight).view(*x.shape[:2], self.heads, -1)
+            tangents |= side.push(y.transpose(1, 2).flatten(0, 1))
         return self._split(self.attend.push(tangents))
 
-    def take(self, rows: Tensor) -> LayerProducts:
+    def select(self, rows: Tensor) -> LayerProducts:
         """Return the products of these batch rows alone."""
-        if len(rows) * self.count == len(self.attend.p):
+        if len(rows) * self.heads == len(self.attend.p):
             return self
-        index = (rows[:, None] * self.count + torch.arange(self.count)).flatten()
-        sides = [side.take(index) for side in self.sides]
-        return replace(self, attend=self.attend.take(index), sides=sides)
+        index = (rows[:, None] * self.heads + torch.arange(self.heads)).flatten()
+        sides = [side.select(index) for side in self.sides]
+        return replace(self, attend=self.attend.select(index), sides=sides)
 
     def _split(self, rows: Tensor) -> Tensor:
-        return rows.view(-1, self.count, *rows.shape[1:])
+        return rows.view(-1, self.heads, *rows.shape[1:])
 
 
 def head_products(heads: Heads) -> HeadProducts:
@@ -176,7 +165,13 @@ def head_products(heads: Heads) -> HeadProducts:
 
 def layer_products(heads: Heads) -> LayerProducts:
     """Linearise a layer, all heads together."""
-    return LayerProducts(_attend(heads), _sides(heads), heads.q.shape[1])
+    sides = _sides(heads)
+    weights = [side.weight.transpose(0, 1).flatten(1) for side in sides]
+    return LayerProducts(_attend(heads), sides, weights, heads.q.shape[1])
+
+
+def _names(sides: list[_Side]) -> list[str]:
+    return [name for side in sides for name in side.local]
 
 
 def _attend(heads: Heads) -> _Attend:

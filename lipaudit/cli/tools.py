@@ -124,7 +124,8 @@ def _entries() -> dict[str, str]:
         for name, column in own.items()
     }
     return {
-        key: f"{key}: {c.meaning}\n  holds: {c.domain}; status: {c.status}"
+        key: f"{key}: {c.meaning}"
+        + (f"\n  holds: {c.domain}; status: {c.status}" if c.domain else "\n  a plain figure")
         + (f"; unit: {c.unit}" if c.unit else "")
         + (f"; better: {c.better}" if c.better else "")
         for key, c in columns.items()

@@ -1,0 +1,248 @@
+"""Running a plan: each attack on the samples that still stand, one outcome per chunk and attack.
+
+Random numbers belong to a chunk of the original samples and to an attack, never to a device batch
+or to the survivors: the start of a sample depends on the seed, the attack, and its place in its
+chunk alone. Only Square draws one window for all survivors of a chunk, so there a sample's result
+may depend on its 63 neighbours (never on the device batch size).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lipaudit.attacks.auto import Turn, auto
+from lipaudit.attacks.fgsm import fgsm
+from lipaudit.attacks.norms import Ball, distance, project, random_start
+from lipaudit.attacks.oracle import ByRow, Meter, Model, Oracle, logits_and_gradient
+from lipaudit.attacks.outcome import CHUNK, Chunk, Outcome, chunks
+from lipaudit.attacks.pgd import pgd, usual_step
+from lipaudit.attacks.plan import Attack, Trial, adapt
+from lipaudit.attacks.sanity import examine, refuse_training
+from lipaudit.errors import EvaluationError, UsageError
+
+Run = Callable[[Model, Tensor, Tensor, Ball, Turn], Tensor]
+
+
+def _run_pgd(f: Model, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
+    steps = turn.attack.steps
+    size = usual_step(ball.eps, steps)
+    return pgd(f, x, y, ball, start=turn.start(), steps=steps, step_size=size)
+
+
+ATTACKS: dict[str, Run] = {
+    "fgsm": lambda f, x, y, ball, _turn: fgsm(f, x, y, ball),
+    "pgd": _run_pgd,
+    "apgd-ce": auto,
+    "apgd-dlr": auto,
+    "apgd-t": auto,
+    "fab-t": auto,
+    "square": auto,
+}
+
+
+def evaluate(
+    f: Model,
+    x: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+    plan: Sequence[Trial],
+    *,
+    box: tuple[float, float] | None = (0.0, 1.0),
+    seed: int = 0,
+    batch_size: int = CHUNK,
+) -> Iterator[Outcome]:
+    """Attack samples chunk by chunk: `evaluate_chunk` on each of `chunks(x, y)`."""
+    for chunk in chunks(x, y):
+        yield from evaluate_chunk(f, chunk, plan, box=box, seed=seed, batch_size=batch_size)
+
+
+def evaluate_chunk(
+    f: Model | ByRow,
+    chunk: Chunk,
+    plan: Sequence[Trial],
+    *,
+    box: tuple[float, float] | None = (0.0, 1.0),
+    seed: int = 0,
+    batch_size: int = CHUNK,
+) -> Iterator[Outcome]:
+    """Yield the outcome of the clean samples, then one outcome per trial and attack.
+
+    Every trial starts from all correctly classified samples; within it an attack gets those that
+    survived the ones before.
+
+    Args:
+        f: x -> logits (batch, classes) in the attacked space, deterministic, in eval mode. A
+            `ByRow` is told which samples of the chunk it gets; only fgsm and pgd can use it.
+        chunk: the samples.
+        plan: the trials (see `make_plan`).
+        box: smallest and largest value of the attacked space; None for embeddings.
+        seed: of all random numbers.
+        batch_size: samples per call of f. It bounds memory and changes nothing else, but for the
+            rounding of f itself.
+
+    Raises:
+        UsageError: samples outside the box, labels that are no classes, a half-precision sample,
+            a module in training mode, a radius beyond the box, an attack that cannot run here.
+        EvaluationError: f gives no logits, or values that are not finite.
+    """
+    _refuse(f, chunk, plan, box)
+    clean, classes = _clean(f, chunk, seed, batch_size)
+    yield clean
+    session = _Session(f, chunk, seed, batch_size, classes)
+    for trial in plan:
+        ball = Ball(trial.norm, float(trial.radius), box, chunk.mask)
+        last = clean
+        for attack in trial.attacks:
+            last = _attack(session, trial, attack, ball, last)
+            yield last
+
+
+@dataclass(frozen=True)
+class _Session:
+    f: Model | ByRow
+    chunk: Chunk
+    seed: int
+    batch_size: int
+    classes: int
+
+
+def _clean(f: Model | ByRow, chunk: Chunk, seed: int, batch_size: int) -> tuple[Outcome, int]:
+    """Classify the samples; a second pass, with gradient, looks for signs of trouble."""
+    began, meter = time.perf_counter(), Meter()
+    oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size, meter)
+    logits = _finite(oracle(chunk.x), "clean samples", chunk)
+    _refuse_labels(chunk.y, logits.shape[1])
+    again, gradient = logits_and_gradient(oracle, chunk.x, chunk.y)
+    clean = Outcome(
+        chunk=chunk.number,
+        trial=None,
+        attack="clean",
+        seed=seed,
+        tried=torch.ones_like(chunk.y, dtype=torch.bool),
+        robust=logits.argmax(1) == chunk.y,
+        x_adv=chunk.x,
+        distance=chunk.x.new_zeros(len(chunk.x)),
+        seconds=time.perf_counter() - began,
+        forwards=meter.forwards,
+        backwards=meter.backwards,
+        checks=examine(logits, again, gradient, chunk.y),
+    )
+    return clean, logits.shape[1]
+
+
+def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: Outcome) -> Outcome:
+    """Run all turns of one attack, each on the samples that the one before left standing."""
+    began, meter, chunk = time.perf_counter(), Meter(), session.chunk
+    seed = derive_seed(session.seed, attack.name, chunk.number)
+    generator = torch.Generator().manual_seed(seed)
+    fitted, notes = adapt(attack, session.classes)
+    robust, x_adv = last.robust.clone(), last.x_adv.clone()
+    for number in range(fitted.turns if ball.eps > 0 else 0):
+        rows = robust.nonzero()[:, 0]
+        if len(rows) == 0:
+            break
+        start = partial(_starts, chunk.x, ball, generator, rows)
+        oracle = Oracle(session.f, rows, session.batch_size, meter)
+        turn = Turn(fitted, number, generator, start)
+        x_adv[rows], robust[rows] = _turn(oracle, chunk, ball, turn)
+    return Outcome(
+        chunk=chunk.number,
+        trial=trial,
+        attack=attack.name,
+        seed=seed,
+        tried=last.robust if fitted.turns else torch.zeros_like(robust),
+        robust=robust,
+        x_adv=x_adv,
+        distance=distance(x_adv, chunk.x, ball.norm),
+        seconds=time.perf_counter() - began,
+        forwards=meter.forwards,
+        backwards=meter.backwards,
+        notes=notes,
+    )
+
+
+def _starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:
+    """Draw for the whole chunk, so that a sample's start does not depend on who still stands."""
+    return random_start(x, ball, generator)[rows]
+
+
+def _turn(oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn) -> tuple[Tensor, Tensor]:
+    """Attack some samples, project what comes back, and judge that by a fresh forward pass."""
+    rows = oracle.rows
+    x, y, ball = chunk.x[rows], chunk.y[rows], ball[rows]
+    z = project(ATTACKS[turn.attack.name](oracle, x, y, ball, turn), x, ball)
+    logits = _finite(oracle(z), f"{turn.attack.name} samples", chunk)
+    return z, logits.argmax(1) == y
+
+
+def derive_seed(seed: int, attack: str, chunk: int) -> int:
+    """Return the seed of an attack's generator on a chunk: 63 bits of a hash of the three."""
+    digest = hashlib.sha256(f"{seed}/{attack}/{chunk}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
+    bad = int((~logits.isfinite()).any(1).sum())
+    if bad:
+        raise EvaluationError(
+            f"the model's output is not finite on {bad} {what} of chunk {chunk.number}",
+            "try --dtype float64, or look for overflow in the model",
+        )
+    return logits
+
+
+def _refuse(
+    f: Model | ByRow, chunk: Chunk, plan: Sequence[Trial], box: tuple[float, float] | None
+) -> None:
+    """Refuse a training-mode model and what would give wrong numbers without an error."""
+    refuse_training(f)
+    if chunk.x.dtype not in (torch.float32, torch.float64):
+        raise UsageError(
+            f"samples are {chunk.x.dtype}: too coarse for small radii",
+            "attack in float32 or float64 (--dtype float32)",
+        )
+    for trial in plan:
+        _refuse_trial(f, trial, box)
+    if box is not None:
+        _refuse_outside(chunk.x, box)
+
+
+def _refuse_trial(f: Model | ByRow, trial: Trial, box: tuple[float, float] | None) -> None:
+    if box is not None and trial.norm == "linf" and float(trial.radius) > box[1] - box[0]:
+        raise UsageError(
+            f"the radius {trial.radius.text} is larger than the whole range {box}",
+            "radii are in units of the attacked space: 8/255, not 8",
+        )
+    for attack in trial.attacks:
+        if isinstance(f, ByRow) and ATTACKS[attack.name] is auto:
+            raise UsageError(
+                f"{attack.name} cannot attack a model that must know its samples (text)",
+                "use fgsm and pgd there, as in custom:fgsm,pgd",
+            )
+
+
+def _refuse_outside(x: Tensor, box: tuple[float, float]) -> None:
+    low, high = float(x.min()), float(x.max())
+    if low < box[0] - 1e-6 or high > box[1] + 1e-6:
+        raise UsageError(
+            f"samples lie in [{low:.4g}, {high:.4g}], outside of {list(box)}",
+            "attack the space before normalisation: pixels in [0, 1]",
+        )
+
+
+def _refuse_labels(y: Tensor, classes: int) -> None:
+    if classes < 2:
+        raise UsageError("the model has one class: nothing to attack", "use a classifier")
+    if y.dtype != torch.int64 or int(y.min()) < 0 or int(y.max()) >= classes:
+        raise UsageError(
+            f"labels ({y.dtype}, {int(y.min())} to {int(y.max())}) are no classes of a model "
+            f"with {classes}",
+            "every attacked sample needs an int64 label: check --data",
+        )

@@ -1,0 +1,155 @@
+"""The attacked function: f in pieces that fit the device, counted, and its gradient in x alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lipaudit.errors import EvaluationError
+
+Model = Callable[[Tensor], Any]
+"""x -> logits (batch, classes), or an object that holds them as `.logits`."""
+
+
+@dataclass(frozen=True)
+class ByRow:
+    """A model that must know which samples it is given (their token ids and padding).
+
+    Attributes:
+        f: (z, rows) -> logits, with rows the positions of the samples in their chunk.
+    """
+
+    f: Callable[[Tensor, Tensor], Any]
+
+
+@dataclass
+class Meter:
+    """Samples passed forward and backward, as the attacks asked for them.
+
+    A forward pass that is repeated to save memory is not counted: the figures do not depend on
+    the device batch size.
+    """
+
+    forwards: int = 0
+    backwards: int = 0
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """f at given rows of a chunk, evaluated in pieces of at most `batch_size` samples.
+
+    It is differentiable in its argument and in nothing else: `param.grad` is never touched, even
+    by `loss.backward()`. When a chunk takes several pieces the gradient repeats their forward
+    passes, so memory holds the graph of one piece.
+
+    Attributes:
+        f: the model.
+        rows: positions in the chunk of the samples it will be given.
+        batch_size: the device batch size.
+        meter: where passes are counted.
+    """
+
+    f: Model | ByRow
+    rows: Int[Tensor, " rows"]
+    batch_size: int
+    meter: Meter = field(default_factory=Meter)
+
+    def __call__(self, z: Float[Tensor, " rows *sample"]) -> Float[Tensor, "rows classes"]:
+        """Return the logits, in a tensor that the caller may overwrite."""
+        self.meter.forwards += len(z)
+        if torch.is_grad_enabled() and z.requires_grad:
+            return _InPieces.apply(z, self)
+        with torch.no_grad():
+            return self.in_pieces(z)
+
+    def in_pieces(self, z: Tensor) -> Tensor:
+        """Return the logits, piece by piece."""
+        starts = range(0, len(z), self.batch_size)
+        return torch.cat([self.piece(z[i : i + self.batch_size], i) for i in starts])
+
+    def piece(self, z: Tensor, start: int) -> Tensor:
+        """Return the logits of samples start, start + 1, ... as f gives them."""
+        if isinstance(self.f, ByRow):
+            return logits_of(self.f.f(z, self.rows[start : start + len(z)]))
+        return logits_of(self.f(z))
+
+
+class _InPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, oracle: Oracle) -> Tensor:
+        ctx.oracle, ctx.z = oracle, z.detach()
+        if len(z) > oracle.batch_size:
+            ctx.graph = None
+            return oracle.in_pieces(ctx.z)
+        ctx.graph = _graph(oracle, ctx.z, 0)
+        return ctx.graph[1].detach().clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None]:
+        oracle, z, size = ctx.oracle, ctx.z, ctx.oracle.batch_size
+        oracle.meter.backwards += len(z)
+        if ctx.graph is not None:
+            graph, ctx.graph = ctx.graph, None
+            return _pull(graph, above), None
+        starts = range(0, len(z), size)
+        pieces = [_pull(_graph(oracle, z[i : i + size], i), above[i : i + size]) for i in starts]
+        return torch.cat(pieces), None
+
+
+def _graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = z.detach().requires_grad_()
+        return leaf, oracle.piece(leaf, start)
+
+
+def _pull(graph: tuple[Tensor, Tensor], above: Tensor) -> Tensor:
+    """J^T times `above`; zero where f does not depend on its argument differentiably."""
+    leaf, out = graph
+    if not out.requires_grad:
+        return torch.zeros_like(leaf)
+    (gradient,) = torch.autograd.grad(out, leaf, above, allow_unused=True)
+    return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
+    """Take the logits out of what a model returns: a tensor, `.logits`, or a tuple's first.
+
+    Raises:
+        EvaluationError: there is no tensor (batch, classes) in it.
+    """
+    logits = getattr(output, "logits", output)
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise EvaluationError(
+            f"the model returns {shape}, an attack needs logits (batch, classes)",
+            "attack a classifier: one row of class scores per sample",
+        )
+    return logits
+
+
+def logits_and_gradient(
+    f: Model, x: Float[Tensor, " batch *sample"], y: Int[Tensor, " batch"]
+) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch *sample"]]:
+    """Return the logits at x and the gradient in x of each sample's cross-entropy."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        logits = logits_of(f(leaf))
+        loss = F.cross_entropy(logits, y, reduction="sum")
+    return logits.detach(), _pull((leaf, loss), torch.ones_like(loss))
+
+
+def margins(
+    logits: Float[Tensor, "batch classes"], y: Int[Tensor, " batch"]
+) -> Float[Tensor, " batch"]:
+    """Return max_{j != y} f_j - f_y: positive exactly where the class is wrong."""
+    own = logits.gather(1, y[:, None])
+    others = logits.scatter(1, y[:, None], -torch.inf)
+    return others.amax(1) - own[:, 0]

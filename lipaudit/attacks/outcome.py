@@ -1,0 +1,93 @@
+"""Chunks of samples, and what an attack did to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lipaudit.attacks.plan import Norm, Radius, Trial
+from lipaudit.attacks.sanity import Checks
+from lipaudit.results import Note
+
+CHUNK = 64
+"""Samples that share a random stream. Part of the result's definition: recorded, not tuned."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """At most CHUNK samples that are attacked together.
+
+    Attributes:
+        number: which chunk of the data it is, from 0: part of the seed.
+        x: samples, float32 or float64, inside the box.
+        y: labels.
+        mask: True where a sample may change, over the first axes of x (batch, tokens).
+    """
+
+    number: int
+    x: Float[Tensor, " batch *sample"]
+    y: Int[Tensor, " batch"]
+    mask: Bool[Tensor, " batch *positions"] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one attack did to one chunk.
+
+    Attributes:
+        chunk: the chunk's number.
+        trial: which trial of the plan; None for the clean samples, which come first.
+        attack: name of the attack, `clean` for the clean samples.
+        seed: of the random numbers used, derived from (seed, attack, chunk).
+        tried: samples it ran on: those that stood before it.
+        robust: samples that stand after it, judged by evaluating x_adv as it is given here.
+        x_adv: inside the ball; for a sample that stands, the last point tried.
+        distance: ||x_adv - x|| in the norm of the trial.
+        seconds: wall time.
+        forwards: samples passed forward (see `Meter`).
+        backwards: samples passed backward.
+        notes: what was changed for this model.
+        checks: what the clean samples showed; None for an attack.
+    """
+
+    chunk: int
+    trial: Trial | None
+    attack: str
+    seed: int
+    tried: Bool[Tensor, " batch"]
+    robust: Bool[Tensor, " batch"]
+    x_adv: Float[Tensor, " batch *sample"]
+    distance: Float[Tensor, " batch"]
+    seconds: float
+    forwards: int
+    backwards: int
+    notes: tuple[Note, ...] = ()
+    checks: Checks | None = None
+
+
+def chunks(
+    x: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+    mask: Bool[Tensor, " batch *positions"] | None = None,
+) -> Iterator[Chunk]:
+    """Cut samples into numbered chunks of CHUNK, in order."""
+    for number, start in enumerate(range(0, len(x), CHUNK)):
+        part = slice(start, start + CHUNK)
+        yield Chunk(number, x[part], y[part], None if mask is None else mask[part])
+
+
+def worst_case(outcomes: Iterable[Outcome]) -> dict[tuple[Norm, Radius], Bool[Tensor, " batch"]]:
+    """Return the samples that no attack of their norm and radius broke, in order of the chunks."""
+    stands: dict[tuple[Norm, Radius], dict[int, Tensor]] = {}
+    for outcome in outcomes:
+        if outcome.trial is not None:
+            flags = stands.setdefault((outcome.trial.norm, outcome.trial.radius), {})
+            flags[outcome.chunk] = flags.get(outcome.chunk, outcome.robust) & outcome.robust
+    return {
+        ball: torch.cat([flags[number] for number in sorted(flags)])
+        for ball, flags in stands.items()
+    }

@@ -1,0 +1,56 @@
+"""Projected gradient descent: FGSM in small steps from a given start."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lipaudit.attacks.norms import Ball, project, steepest
+from lipaudit.attacks.oracle import Model, logits_and_gradient, logits_of, margins
+
+
+@torch.no_grad()
+def pgd(
+    f: Model,
+    x: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+    ball: Ball,
+    *,
+    start: Float[Tensor, " batch *sample"],
+    steps: int,
+    step_size: float,
+) -> Float[Tensor, " batch *sample"]:
+    """Climb the cross-entropy from `start`; return the iterate closest to success.
+
+    z <- project(z + step_size d), d the steepest direction of the norm. Closest to success means
+    the largest margin max_{j != y} f_j - f_y over all steps + 1 iterates, so a sample that was
+    misclassified on the way is returned misclassified. Deterministic: draw the start with
+    `random_start` and call again for a restart. Madry et al., 2018 (arXiv 1706.06083).
+
+    Args:
+        f: x -> logits (batch, classes).
+        x: samples, inside the box of the ball.
+        y: labels.
+        ball: norm, eps, box and mask.
+        start: first iterates, inside the ball (x itself will do).
+        steps: number of steps; steps + 1 forward and steps backward passes.
+        step_size: length of a step in the norm of the ball (see `usual_step`).
+    """
+    z, best, highest = start, start, x.new_full((len(x),), -torch.inf)
+    for _ in range(steps):
+        logits, gradient = logits_and_gradient(f, z, y)
+        best, highest = _better(z, margins(logits, y), best, highest)
+        z = project(z + step_size * steepest(gradient, ball), x, ball)
+    return _better(z, margins(logits_of(f(z)), y), best, highest)[0]
+
+
+def usual_step(eps: float, steps: int) -> float:
+    """Return 2.5 eps / steps, which lets a path reach any point of the ball and come back."""
+    return 2.5 * eps / steps
+
+
+def _better(z: Tensor, margin: Tensor, best: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
+    gain = margin > highest
+    keep = gain.reshape(-1, *[1] * (z.ndim - 1))
+    return torch.where(keep, z, best), torch.where(gain, margin, highest)

@@ -1,0 +1,232 @@
+"""What to run: radii, attacks with their settings, and the presets. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal
+
+from lipaudit.errors import UsageError
+from lipaudit.results import Note
+
+Norm = Literal["linf", "l2", "token-l2"]
+
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
+
+
+@dataclass(frozen=True)
+class Radius:
+    """A radius eps as it was written and its exact value; two spellings of one value are equal.
+
+    Attributes:
+        text: as the user typed it, `2/255` say.
+        value: the same, exactly.
+    """
+
+    text: str = field(compare=False)
+    value: Fraction
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+def parse_radius(text: str) -> Radius:
+    """Read a radius: a decimal or a quotient of two (`0.03`, `2/255`, `1.1/255`), exactly.
+
+    Raises:
+        UsageError: the text is no non-negative number, or divides by zero.
+    """
+    match = _RADIUS.fullmatch(text.strip())
+    divisor = Fraction(match[2] or 1) if match else Fraction(0)
+    if match is None or divisor == 0:
+        raise UsageError(f"{text!r} is not a radius", "write it as 2/255, 1.1/255 or 0.03")
+    return Radius(text.strip(), Fraction(match[1]) / divisor)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack and how hard it tries.
+
+    Attributes:
+        name: fgsm, pgd, apgd-ce, apgd-dlr, apgd-t, fab-t or square.
+        steps: iterations per start (pgd, apgd-*, fab-t).
+        restarts: starts per sample, or per sample and target (all but fgsm).
+        targets: how many other classes are aimed at, the likeliest first (apgd-t, fab-t).
+        queries: forward passes per sample and start (square).
+    """
+
+    name: str
+    steps: int = 100
+    restarts: int = 1
+    targets: int = 9
+    queries: int = 5000
+
+    @property
+    def turns(self) -> int:
+        """How often it runs on a sample that survives every time."""
+        if self.name == "fgsm":
+            return 1
+        return self.restarts * (self.targets if self.name in TARGETED else 1)
+
+
+TARGETED = ("apgd-t", "fab-t")
+NAMES = ("fgsm", "pgd", "apgd-ce", "apgd-dlr", "apgd-t", "fab-t", "square")
+STANDARD = (Attack("apgd-ce"), Attack("apgd-t"), Attack("fab-t"), Attack("square"))
+QUICK = (Attack("apgd-ce", steps=20), Attack("apgd-t", steps=20, targets=3))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Attacks run one after the other in one ball, each on the samples that still stand.
+
+    Attributes:
+        label: what the result is called.
+        norm: linf, l2, or token-l2 (the largest l2 norm of a token's perturbation).
+        radius: eps, in units of the attacked space.
+        attacks: in the order in which they run.
+        notes: what a reader must know of the choice of settings.
+    """
+
+    label: str
+    norm: Norm
+    radius: Radius
+    attacks: tuple[Attack, ...]
+    notes: tuple[Note, ...] = ()
+
+
+def make_plan(
+    spec: str,
+    *,
+    norm: Norm = "linf",
+    radii: Sequence[Radius] = (),
+    steps: int | None = None,
+    restarts: int | None = None,
+    queries: int | None = None,
+) -> tuple[Trial, ...]:
+    """Turn a preset's name, or `custom:apgd-ce,square`, into trials: one per radius.
+
+    Args:
+        spec: paper, standard, quick, or `custom:` and names of attacks.
+        norm: the norm of the ball.
+        radii: one or more radii; the preset `paper` brings its own.
+        steps: iterations in place of the preset's.
+        restarts: starts in place of the preset's.
+        queries: largest number of queries of Square in place of the preset's.
+
+    Raises:
+        UsageError: an unknown preset or attack, no radius, or a radius that `paper` fixes.
+    """
+    given = {"steps": steps, "restarts": restarts, "queries": queries}
+    changes = {name: value for name, value in given.items() if value is not None}
+    for name, value in changes.items():
+        if value < 1:
+            raise UsageError(f"{name} is {value}", "it must be at least 1")
+    trials = _builder(spec)(norm, radii)
+    return tuple(_changed(trial, changes, spec) for trial in trials) if changes else trials
+
+
+def _builder(spec: str) -> Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]:
+    if spec.startswith("custom:"):
+        return lambda norm, radii: _ensemble("custom", _named(spec), norm, radii)
+    if spec not in PRESETS:
+        raise UsageError(
+            f"unknown attack preset {spec!r}",
+            f"choose {', '.join(PRESETS)} or custom: with names out of {', '.join(NAMES)}",
+        )
+    return PRESETS[spec]
+
+
+def _named(spec: str) -> tuple[Attack, ...]:
+    names = [name.strip() for name in spec.removeprefix("custom:").split(",")]
+    for name in names:
+        if name not in NAMES:
+            raise UsageError(f"unknown attack {name!r} in {spec!r}", f"known: {', '.join(NAMES)}")
+    return tuple(Attack(name) for name in names)
+
+
+def _changed(trial: Trial, changes: dict[str, int], spec: str) -> Trial:
+    """Apply settings of the user's own; a fixed preset then says it is no longer itself."""
+    attacks = tuple(
+        replace(
+            attack,
+            steps=changes.get("steps", attack.steps),
+            restarts=changes.get("restarts", attack.restarts),
+            queries=changes.get("queries", attack.queries),
+        )
+        for attack in trial.attacks
+    )
+    if spec.startswith("custom:"):
+        return replace(trial, attacks=attacks)
+    settings = ", ".join(f"{name} = {value}" for name, value in changes.items())
+    note = _info("preset-changed", f"the preset {spec} was changed: {settings}")
+    return replace(trial, attacks=attacks, notes=(*trial.notes, note))
+
+
+def _ensemble(
+    label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
+) -> tuple[Trial, ...]:
+    if not radii:
+        raise UsageError("no radius was given", "add one, as in --eps 2/255")
+    return tuple(Trial(label, norm, radius, attacks) for radius in radii)
+
+
+def _paper(norm: Norm, radii: Sequence[Radius]) -> tuple[Trial, ...]:
+    """Build the attacks of Yudin et al. (arXiv 2507.07814), as far as the paper describes them."""
+    if radii or norm != "linf":
+        raise UsageError(
+            "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)",
+            "leave out --eps and --norm, or use another preset",
+        )
+    two, four = parse_radius("2/255"), parse_radius("4/255")
+    fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
+    auto = tuple(replace(attack, steps=10) for attack in STANDARD)
+    return (
+        Trial("fgsm", "linf", two, fgsm),
+        Trial("fgsm", "linf", four, fgsm),
+        Trial("pgd", "linf", two, pgd, (_OWN_STEP,)),
+        Trial("pgd", "linf", four, pgd, (_OWN_STEP,)),
+        Trial("autoattack", "linf", two, auto, (_OWN_QUERIES,)),
+    )
+
+
+def _info(code: str, text: str) -> Note:
+    return Note(level="info", code=code, text=text)
+
+
+_OWN_STEP = _info(
+    "own-step-size",
+    "PGD: the paper states 4 steps but no step size and no start; ours are 2.5 eps / steps from a "
+    "random point, and the iterate closest to success counts",
+)
+_OWN_QUERIES = _info(
+    "own-queries",
+    "AutoAttack: the paper states 10 iterations; 9 targets and 5000 queries of Square are ours",
+)
+
+PRESETS: dict[str, Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]] = {
+    "paper": _paper,
+    "standard": lambda norm, radii: _ensemble("standard", STANDARD, norm, radii),
+    "quick": lambda norm, radii: _ensemble("quick", QUICK, norm, radii),
+}
+
+
+def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
+    """Fit an attack to a number of classes >= 2, and say what was changed.
+
+    The targeted DLR loss needs four classes and the untargeted one three; with two, the
+    cross-entropy already moves along the only logit difference there is, so nothing is left to
+    run: an attack without restarts.
+    """
+    if attack.name in ("apgd-t", "apgd-dlr") and classes == 2:
+        text = f"{attack.name} did not run: the DLR loss needs 3 classes, the model has 2"
+        return replace(attack, restarts=0), (_info("attack-skipped", text),)
+    if attack.name == "apgd-t" and classes == 3:
+        text = "apgd-t ran with the untargeted DLR loss: the model has 3 classes, it needs 4"
+        return replace(attack, name="apgd-dlr"), (_info("attack-replaced", text),)
+    if attack.name in TARGETED and attack.targets > classes - 1:
+        text = f"{attack.name} aims at {classes - 1} classes, not {attack.targets}: all there are"
+        return replace(attack, targets=classes - 1), (_info("fewer-targets", text),)
+    return attack, ()

@@ -1,0 +1,147 @@
+"""Signs that an attack's success rate says less than it seems to, as counts and as notes.
+
+The signs are those of Croce & Hein's AutoAttack (arXiv 2003.01690) and of Carlini et al., *On
+Evaluating Adversarial Robustness* (arXiv 1902.06705). Counts add up over chunks; notes are made
+from the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lipaudit.errors import UsageError
+from lipaudit.results import Note
+
+NOISE = 1e-4
+"""Largest l2 change of the normalised logits between two passes of a deterministic model."""
+SIMPLEX = 1e-5
+"""Largest deviation from [0, 1] and from sum 1 of an output that counts as probabilities."""
+SQUARE_GAIN = 0.002
+"""Share of samples that Square may break after the gradient attacks without a warning."""
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What the clean samples showed.
+
+    Attributes:
+        classes: number of classes.
+        samples: how many samples were looked at.
+        correct: how many are classified correctly.
+        zero_gradients: how many of the correct ones have a cross-entropy gradient of exactly 0.
+        random: how many get other logits when asked again.
+        probabilities: how many outputs lie in [0, 1] and sum to 1.
+    """
+
+    classes: int
+    samples: int
+    correct: int
+    zero_gradients: int
+    random: int
+    probabilities: int
+
+    def __add__(self, other: Checks) -> Checks:
+        return Checks(
+            self.classes,
+            self.samples + other.samples,
+            self.correct + other.correct,
+            self.zero_gradients + other.zero_gradients,
+            self.random + other.random,
+            self.probabilities + other.probabilities,
+        )
+
+
+def examine(
+    logits: Float[Tensor, "batch classes"],
+    again: Float[Tensor, "batch classes"],
+    gradient: Float[Tensor, " batch *sample"],
+    y: Int[Tensor, " batch"],
+) -> Checks:
+    """Count the signs in the logits of two passes and in the gradient of the cross-entropy."""
+    correct = logits.argmax(1) == y
+    flat = gradient.flatten(1).abs().amax(1) == 0
+    change = (_unit(logits) - _unit(again)).norm(dim=1)
+    inside = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
+    simplex = inside & ((logits.sum(1) - 1).abs() < SIMPLEX)
+    return Checks(
+        classes=logits.shape[1],
+        samples=len(y),
+        correct=int(correct.sum()),
+        zero_gradients=int((flat & correct).sum()),
+        random=int((change > NOISE).sum()),
+        probabilities=int(simplex.sum()),
+    )
+
+
+def clean_notes(checks: Checks) -> tuple[Note, ...]:
+    """Turn the counts over all samples into warnings."""
+    found = {
+        "zero-gradients": checks.zero_gradients > 0,
+        "randomised": checks.random > 0,
+        "probabilities": checks.samples > 0 and checks.probabilities == checks.samples,
+        "clean-accuracy-at-chance": checks.correct < _chance(checks),
+    }
+    texts = {
+        "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have a "
+        "cross-entropy gradient of exactly 0: FGSM, PGD and APGD-CE cannot move them",
+        "randomised": f"{checks.random} of {checks.samples} samples get other logits in a second "
+        "pass: the attacks assume a deterministic model",
+        "probabilities": "the outputs look like probabilities: attacks on logits are stronger, "
+        "take the softmax out of the model",
+        "clean-accuracy-at-chance": f"{checks.correct} of {checks.samples} samples are correct "
+        f"without any attack, no more than guessing among {checks.classes} classes may give: "
+        "check labels and preprocessing",
+    }
+    return tuple(_warning(code, texts[code]) for code, present in found.items() if present)
+
+
+def square_notes(before: int, after: int, samples: int) -> tuple[Note, ...]:
+    """Warn where Square, which sees no gradient, broke what the gradient attacks left standing.
+
+    Args:
+        before: samples that stood before Square, after at least one gradient attack.
+        after: samples that stood after it.
+        samples: all samples, correct or not.
+    """
+    if before - after <= SQUARE_GAIN * samples:
+        return ()
+    text = (
+        f"Square broke {before - after} samples that the gradient attacks before it had not: the "
+        "gradients may be masked, and robust accuracy may be lower still"
+    )
+    return (_warning("square-beats-gradients", text),)
+
+
+def refuse_training(f: Any) -> None:
+    """Refuse a module, or a method of one, that is in training mode.
+
+    Raises:
+        UsageError: a part of the module is in training mode.
+    """
+    owner = getattr(f, "__self__", f)
+    if not isinstance(owner, nn.Module):
+        return
+    for name, module in owner.named_modules():
+        if module.training:
+            what = f"{name or 'the model'} ({type(module).__name__})"
+            raise UsageError(f"{what} is in training mode", "call model.eval() before the attack")
+
+
+def _chance(checks: Checks) -> float:
+    """Two standard deviations above the expected number of lucky guesses."""
+    mean = checks.samples / checks.classes
+    return mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
+
+
+def _unit(logits: Tensor) -> Tensor:
+    return logits / logits.norm(dim=1, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
+
+
+def _warning(code: str, text: str) -> Note:
+    return Note(level="warning", code=code, text=text)

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pyautoattack.square import SquareAttack
+
+from lipaudit.attacks.auto import Turn, _canvas, auto
+from lipaudit.attacks.evaluate import ATTACKS, evaluate
+from lipaudit.attacks.norms import Ball, distance, random_start
+from lipaudit.attacks.plan import Attack, adapt, make_plan
+from lipaudit.errors import UsageError
+
+PACKAGE = [name for name, run in ATTACKS.items() if run is auto]
+EACH = pytest.mark.parametrize("name", PACKAGE)
+CLASSES = pytest.mark.parametrize("classes", [2, 3, 4, 9, 10])
+
+
+def turn_on(attack, x, ball, number=0):
+    generator = torch.Generator().manual_seed(number)
+    return Turn(attack, number, generator, lambda: random_start(x, ball, generator))
+
+
+def run(model, x, y, plan, **options):
+    return list(evaluate(model, x, y, plan, **options))
+
+
+@CLASSES
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_the_ensemble_is_exact_on_a_linear_model(linear, radius, norm, classes):
+    """The nearest boundary is known in closed form: what is within reach breaks, and only that."""
+    model, x, y = linear(classes, (2, 3, 4), samples=12)
+    reach = model.reach(x, y, norm)
+    eps = float(reach[reach > 0].median()) * 1.01
+    assert ((reach - eps).abs() > 2e-3 * eps).all()
+    plan = make_plan("standard", norm=norm, radii=[radius(f"{eps:.12f}")], steps=30, queries=20)
+    outcomes = run(model, x, y, plan)
+    assert torch.equal(outcomes[0].robust, reach > 0)
+    assert torch.equal(outcomes[-1].robust, reach > eps)
+    assert 0 < int(outcomes[-1].robust.sum()) < int(outcomes[0].robust.sum())
+
+
+@CLASSES
+@EACH
+def test_each_attack_runs_with_any_number_of_classes_or_says_why_not(
+    linear, radius, name, classes
+):
+    model, x, y = linear(classes)
+    reach = model.reach(x, y, "linf")
+    eps = float(reach.max()) * 4
+    plan = make_plan(f"custom:{name}", radii=[radius(f"{eps:.12f}")], steps=20, queries=200)
+    clean, outcome = run(model, x, y, plan, box=None)
+    fitted, notes = adapt(plan[0].attacks[0], classes)
+    assert outcome.notes == notes
+    if fitted.turns == 0:
+        assert torch.equal(outcome.robust, clean.robust)
+        assert outcome.forwards == 0
+    else:
+        assert int(outcome.robust.sum()) <= (2 if name == "square" else 0)
+
+
+@EACH
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize(
+    "shape", [(6,), (3, 5), (1, 4, 4), (3, 7, 5), (1, 14, 14), (2, 5, 28), (2, 2, 6, 6)]
+)
+def test_any_shape_of_sample_is_attacked_inside_its_ball(linear, name, norm, shape):
+    model, x, y = linear(4, shape)
+    x, y = x[model(x).argmax(1) == y], y[model(x).argmax(1) == y]
+    ball = Ball(norm, 0.15 if norm == "linf" else 0.4)
+    attack = Attack(name, steps=5, queries=60)
+    z = auto(model, x, y, ball, turn_on(attack, x, ball))
+    assert z.shape == x.shape
+    assert (distance(z, x, norm) <= ball.eps + 1e-6).all()
+    assert z.min() >= 0
+    assert z.max() <= 1
+    broken = model(z).argmax(1) != y
+    within = model.reach(x, y, norm) <= ball.eps + 1e-6
+    assert not (broken & ~within).any()
+    assert broken.any() or not within.any()
+
+
+@EACH
+@pytest.mark.parametrize("box", [(-2.0, 3.0), (0.0, 255.0), None])
+def test_other_boxes_give_the_same_attack_in_other_units(linear, name, box):
+    low, width = (-1.5, 3.0) if box is None else (box[0], box[1] - box[0])
+    model, x, y = linear(4, dtype=torch.float64)
+    x, y = x[model(x).argmax(1) == y], y[model(x).argmax(1) == y]
+    attack = Attack(name, steps=10, queries=80)
+    unit = Ball("linf", 0.05)
+    there = Ball("linf", 0.05 * width, box)
+
+    def moved(z):
+        return model((z - low) / width)
+
+    found = auto(model, x, y, unit, turn_on(attack, x, unit))
+    moved_x = low + width * x
+    other = auto(moved, moved_x, y, there, turn_on(attack, moved_x, there))
+    assert torch.equal(model(found).argmax(1) == y, moved(other).argmax(1) == y)
+    assert (distance(other, moved_x, "linf") <= there.eps * (1 + 1e-5)).all()
+
+
+@EACH
+def test_double_precision_models_are_attacked_and_judged_in_double(linear, radius, name):
+    model, x, y = linear(5, dtype=torch.float64)
+    seen = set()
+
+    def f(z):
+        seen.add(z.dtype)
+        return model(z)
+
+    plan = make_plan(f"custom:{name}", radii=[radius("0.05")], steps=10, queries=50)
+    outcome = run(f, x, y, plan)[-1]
+    assert seen == {torch.float64}
+    assert outcome.x_adv.dtype == torch.float64
+    assert torch.equal(outcome.robust, model(outcome.x_adv).argmax(1) == y)
+    single = run(*linear(5), plan)[-1]
+    assert torch.equal(outcome.robust, single.robust)
+
+
+@EACH
+def test_model_outputs_are_unwrapped(linear, radius, name):
+    model, x, y = linear(4)
+    plan = make_plan(f"custom:{name}", radii=[radius("0.05")], steps=10, queries=50)
+    plain = run(model, x, y, plan)[-1]
+    wrapped = run(lambda z: SimpleNamespace(logits=model(z)), x, y, plan)[-1]
+    assert torch.equal(plain.x_adv, wrapped.x_adv)
+
+
+@EACH
+def test_a_single_survivor_is_attacked_like_the_others(linear, radius, name):
+    model, x, y = linear(4)
+    reach = model.reach(x, y, "linf")
+    weakest = int(reach.masked_fill(reach <= 0, torch.inf).argmin())
+    others = model(x).argmin(1)
+    others[weakest] = y[weakest]
+    eps = radius(f"{8 * float(reach[weakest]):.12f}")
+    plan = make_plan(f"custom:{name}", radii=[eps], steps=20, queries=500)
+    clean, outcome = run(model, x, others, plan)
+    assert int(clean.robust.sum()) == int(outcome.tried.sum()) == 1
+    assert not outcome.robust.any()
+
+
+@pytest.mark.parametrize(
+    "ball", [Ball("token-l2", 0.1, None), Ball("l2", 0.1, None, torch.ones(2, 3, dtype=bool))]
+)
+def test_tokens_and_masks_are_left_to_fgsm_and_pgd(linear, ball):
+    model, x, y = linear(4, (3, 5), samples=2)
+    with pytest.raises(UsageError, match="apgd-ce cannot") as caught:
+        auto(model, x, y, ball, turn_on(Attack("apgd-ce"), x, ball))
+    assert "custom:fgsm,pgd" in caught.value.advice
+
+
+def test_turns_go_through_targets_and_starts():
+    attack = Attack("apgd-t", targets=3, restarts=2)
+    turns = [turn_on(attack, torch.zeros(1, 2), Ball("l2", 0.1), n) for n in range(attack.turns)]
+    assert [(t.target, t.restart) for t in turns] == [
+        (2, 0),
+        (2, 1),
+        (3, 0),
+        (3, 1),
+        (4, 0),
+        (4, 1),
+    ]
+
+
+def test_the_l2_grid_of_square_fits_exactly_where_the_package_says():
+    """Sizes that the package cannot start on are enlarged, all others are left alone."""
+    for rows in (1, 4, 5, 8, 12, 13, 14, 17, 18, 19, 24, 28):
+        for columns in (7, 14, 28):
+            enlarged = _canvas(rows, columns)
+            assert starts(*enlarged)
+            assert starts(rows, columns) == (enlarged == (rows, columns))
+            assert enlarged[0] - rows <= 4
+            assert enlarged[1] - columns <= 4
+
+
+def starts(rows, columns):
+    attack = SquareAttack(
+        lambda z: z.flatten(1).sum(1)[:, None] * torch.tensor([1.0, -1.0]),
+        norm="L2",
+        n_queries=0,
+        eps=0.1,
+    )
+    x = torch.full((2, 1, rows, columns), 0.5)
+    attack.init_hyperparam(x)
+    try:
+        attack.attack_single_run(x, torch.zeros(2, dtype=torch.int64))
+    except (RuntimeError, ZeroDivisionError):
+        return False
+    return True

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.attacks.evaluate import derive_seed, evaluate, evaluate_chunk
+from lipaudit.attacks.norms import distance
+from lipaudit.attacks.oracle import ByRow
+from lipaudit.attacks.outcome import CHUNK, Chunk, chunks, worst_case
+from lipaudit.attacks.plan import make_plan
+from lipaudit.errors import EvaluationError, UsageError
+
+NORMS = pytest.mark.parametrize("norm", ["linf", "l2"])
+
+
+@pytest.fixture
+def everything(radius):
+    """Every attack, in short, each on all correct samples."""
+
+    def build(norm, eps=None, steps=6):
+        radii = [radius(eps or ("0.08" if norm == "linf" else "0.4"))]
+        names = ("fgsm", "pgd", "apgd-ce", "apgd-t", "fab-t", "square")
+        plans = (
+            make_plan(f"custom:{name}", norm=norm, radii=radii, steps=steps, queries=8 * steps)
+            for name in names
+        )
+        return tuple(trial for plan in plans for trial in plan)
+
+    return build
+
+
+@NORMS
+@pytest.mark.parametrize("name", ["conv", "attention"])
+def test_flags_come_from_the_points_that_are_handed_out(digits, everything, norm, name):
+    model = getattr(digits, name)
+    clean, *outcomes = evaluate(model, digits.x, digits.y, everything(norm))
+    for outcome in outcomes:
+        x_adv, eps = outcome.x_adv, float(outcome.trial.radius)
+        assert torch.equal(outcome.robust, model(x_adv).argmax(1) == digits.y)
+        assert torch.equal(outcome.tried, clean.robust)
+        torch.testing.assert_close(outcome.distance, distance(x_adv, digits.x, norm))
+        assert outcome.distance.max() <= eps + 1e-6
+        assert x_adv.min() >= 0
+        assert x_adv.max() <= 1
+        assert torch.equal(x_adv[~clean.robust], digits.x[~clean.robust])
+        assert outcome.robust.sum() < clean.robust.sum()
+
+
+@NORMS
+def test_the_device_batch_size_changes_nothing_and_the_seed_repeats(digits, everything, norm):
+    x, y, plan = digits.x[:24], digits.y[:24], everything(norm, steps=3)
+
+    def flags(batch_size):
+        outcomes = evaluate(digits.conv, x, y, plan, batch_size=batch_size, seed=3)
+        return [(o.robust, o.x_adv, o.forwards, o.backwards, o.seed) for o in outcomes]
+
+    first = flags(64)
+    for one, two in zip(first, flags(64), strict=True):
+        assert torch.equal(one[1], two[1])
+    for batch_size in (1, 7):
+        for one, two in zip(first, flags(batch_size), strict=True):
+            assert torch.equal(one[0], two[0])
+            assert one[2:] == two[2:]
+
+
+def test_another_seed_starts_elsewhere(digits, radius):
+    plan = make_plan("custom:pgd", radii=[radius("0.08")], steps=1)
+    points = [
+        list(evaluate(digits.conv, digits.x, digits.y, plan, seed=s))[1].x_adv for s in (0, 1)
+    ]
+    assert not torch.equal(*points)
+
+
+def test_a_sample_does_not_notice_its_neighbours(linear, radius):
+    """Square aside, which draws one window for all survivors of a chunk."""
+    model, x, y = linear(4, dtype=torch.float64)
+    others = y.clone()
+    others[::2] = (y[::2] + 2) % 4
+    plan = make_plan("custom:pgd,apgd-ce,apgd-t,fab-t", radii=[radius("0.005")], steps=5)
+    for one, two in zip(
+        evaluate(model, x, y, plan), evaluate(model, x, others, plan), strict=True
+    ):
+        assert torch.equal(one.robust[1::2], two.robust[1::2])
+        torch.testing.assert_close(one.x_adv[1::2], two.x_adv[1::2])
+
+
+def test_radius_zero_changes_nothing(digits, everything):
+    clean, *outcomes = evaluate(digits.conv, digits.x, digits.y, everything("l2", "0"))
+    for outcome in outcomes:
+        assert torch.equal(outcome.x_adv, digits.x)
+        assert torch.equal(outcome.robust, clean.robust)
+        assert outcome.forwards == 0
+
+
+def test_within_a_trial_only_survivors_are_attacked(digits, radius):
+    plan = make_plan("custom:apgd-ce,square", radii=[radius("0.08")], steps=5, queries=20)
+    clean, apgd, square = evaluate(digits.conv, digits.x, digits.y, plan)
+    assert torch.equal(apgd.tried, clean.robust)
+    assert torch.equal(square.tried, apgd.robust)
+    assert (apgd.forwards, apgd.backwards) == (
+        7 * int(clean.robust.sum()),
+        6 * int(apgd.tried.sum()),
+    )
+    broken = apgd.tried & ~apgd.robust
+    assert torch.equal(square.x_adv[broken], apgd.x_adv[broken])
+
+
+def test_restarts_of_pgd_are_spent_on_survivors(digits, radius):
+    def robust(restarts):
+        plan = make_plan("custom:pgd", radii=[radius("0.08")], steps=3, restarts=restarts)
+        return list(evaluate(digits.conv, digits.x, digits.y, plan))[1]
+
+    one, four = robust(1), robust(4)
+    assert not (four.robust & ~one.robust).any()
+    passes = 5
+    assert one.forwards == passes * int(one.tried.sum())
+    assert four.forwards <= one.forwards + 3 * passes * int(one.robust.sum())
+
+
+def test_when_all_are_misclassified_nothing_runs(digits, everything):
+    wrong = digits.conv(digits.x).argmin(1)
+    clean, *outcomes = evaluate(digits.conv, digits.x, wrong, everything("linf"))
+    assert not clean.robust.any()
+    assert len(outcomes) == 6
+    assert not any(o.tried.any() or o.robust.any() or o.forwards for o in outcomes)
+
+
+def test_the_worst_case_is_over_attacks_of_one_ball(digits, radius):
+    x, y = digits.x.repeat(2, 1, 1, 1)[:100], digits.y.repeat(2)[:100]
+    radii = [radius("0.02"), radius("0.08")]
+    plan = make_plan("custom:fgsm", radii=radii) + make_plan("custom:pgd", radii=radii, steps=3)
+    outcomes = list(evaluate(digits.conv, x, y, plan))
+    worst = worst_case(outcomes)
+    assert set(worst) == {("linf", radii[0]), ("linf", radii[1])}
+    for ball, flags in worst.items():
+        each = [
+            torch.cat(
+                [o.robust for o in outcomes if o.attack == name and o.trial.radius == ball[1]]
+            )
+            for name in ("fgsm", "pgd")
+        ]
+        assert torch.equal(flags, each[0] & each[1])
+    assert worst["linf", radii[1]].sum() < worst["linf", radii[0]].sum()
+
+
+def test_chunks_are_numbered_pieces_of_the_original_samples():
+    x, y = torch.rand(130, 3), torch.arange(130)
+    mask = torch.rand(130, 3) > 0.5
+    pieces = list(chunks(x, y, mask))
+    assert [(p.number, len(p.x)) for p in pieces] == [(0, 64), (1, 64), (2, 2)]
+    assert torch.equal(torch.cat([p.x for p in pieces]), x)
+    assert torch.equal(torch.cat([p.mask for p in pieces]), mask)
+
+
+def test_a_chunk_alone_gives_what_it_gives_among_others(digits, radius):
+    x, y = digits.x.repeat(2, 1, 1, 1), digits.y.repeat(2)
+    plan = make_plan("custom:pgd,square", radii=[radius("0.08")], steps=3, queries=30)
+    together = [o for o in evaluate(digits.conv, x, y, plan, seed=5) if o.chunk == 1]
+    alone = evaluate_chunk(digits.conv, Chunk(1, x[CHUNK:], y[CHUNK:]), plan, seed=5)
+    for one, two in zip(together, alone, strict=True):
+        assert torch.equal(one.x_adv, two.x_adv)
+
+
+def test_seeds_differ_by_attack_and_chunk():
+    seeds = {derive_seed(s, a, c) for s in (0, 1) for a in ("pgd", "square") for c in (0, 1, 11)}
+    assert len(seeds) == 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_callers_state_comes_back(digits, everything):
+    model = digits.conv
+    kept = torch.full_like(model[0].weight, 7.0)
+    model[0].weight.grad = kept.clone()
+    trace, state = sys.gettrace(), torch.get_rng_state()
+
+    def tracer(_frame, _event, _arg):
+        return None
+
+    sys.settrace(tracer)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in evaluate(model, digits.x[:8], digits.y[:8], everything("l2", steps=2)):
+            pass
+        assert sys.gettrace() is tracer
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        sys.settrace(trace)
+        torch.set_default_dtype(torch.float32)
+        grads = [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(grads[0], kept)
+    assert all(grad is None for grad in grads[1:])
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_the_default_dtype_of_the_caller_does_not_matter(digits, everything):
+    plan = everything("linf", steps=2)
+    usual = [o.x_adv for o in evaluate(digits.conv, digits.x[:8], digits.y[:8], plan)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = [o.x_adv for o in evaluate(digits.conv, digits.x[:8], digits.y[:8], plan)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one, two) for one, two in zip(usual, other, strict=True))
+
+
+class _Bag(nn.Module):
+    """Mean of the real tokens of the samples it is told it gets, then two scores."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, z, rows):
+        weight = self.mask[rows].to(z)[..., None]
+        return self.head((z * weight).sum(1) / weight.sum(1))
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "token-l2"])
+@pytest.mark.parametrize("batch_size", [3, 64])
+def test_text_is_attacked_in_its_embedding_space(radius, norm, batch_size):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(6) < torch.randint(1, 7, (20, 1), generator=generator)
+    z = 3 * torch.randn(20, 6, 5, generator=generator)
+    model = _Bag(mask).eval().requires_grad_(False)
+    y = model(z, torch.arange(20)).argmax(1)
+    y[::5] = 1 - y[::5]
+    plan = make_plan("custom:fgsm,pgd", norm=norm, radii=[radius("0.4")], steps=8)
+    chunk = Chunk(0, z, y, mask)
+    outcomes = list(
+        evaluate_chunk(ByRow(model.forward), chunk, plan, box=None, batch_size=batch_size)
+    )
+    x_adv = outcomes[-1].x_adv
+    assert torch.equal(x_adv[~mask], z[~mask])
+    assert outcomes[-1].distance.max() <= 0.4 + 1e-6
+
+    slope = model.head.weight[0] - model.head.weight[1]
+    tokens = mask.sum(1)
+    gain = {
+        "linf": slope.abs().sum().expand(20),
+        "l2": slope.norm() / tokens.sqrt(),
+        "token-l2": slope.norm().expand(20),
+    }[norm]
+    logits = model(z, torch.arange(20))
+    margin = logits.gather(1, y[:, None])[:, 0] - logits.gather(1, 1 - y[:, None])[:, 0]
+    assert torch.equal(outcomes[-1].robust, margin > 0.4 * gain)
+    assert 0 < int(outcomes[-1].robust.sum()) < int(outcomes[0].robust.sum()) == 16
+
+
+def test_a_model_by_row_cannot_meet_the_package(radius):
+    model = ByRow(lambda z, _rows: z[:, 0])
+    chunk = Chunk(0, torch.rand(2, 3, 2), torch.zeros(2, dtype=torch.int64))
+    plan = make_plan("standard", radii=[radius("0.1")])
+    with pytest.raises(UsageError, match="apgd-ce cannot attack") as caught:
+        next(evaluate_chunk(model, chunk, plan))
+    assert "custom:fgsm,pgd" in caught.value.advice
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(4, 3)}, r"outside of \[0.0, 1.0\]"),
+        ({"x": torch.rand(4, 3).half()}, "float16"),
+        ({"y": torch.tensor([0, 1, 2, 3])}, "0 to 3"),
+        ({"y": torch.tensor([0, 1, -1, 2])}, "-1 to 2"),
+        ({"y": torch.zeros(4, dtype=torch.int32)}, "int32"),
+        ({"eps": "8"}, "the radius 8 is larger"),
+        ({"f": lambda z: z[:, :1]}, "one class"),
+        ({"f": nn.Sequential(nn.Dropout(0.5))}, "in training mode"),
+    ],
+)
+def test_what_would_give_wrong_numbers_is_refused(radius, change, message):
+    given = {
+        "x": torch.rand(4, 3),
+        "y": torch.tensor([0, 1, 2, 0]),
+        "f": lambda z: z,
+        "eps": "0.1",
+    }
+    given |= change
+    plan = make_plan("custom:fgsm", radii=[radius(given["eps"])])
+    with pytest.raises(UsageError, match=message):
+        list(evaluate(given["f"], given["x"], given["y"], plan))
+
+
+def test_values_that_are_not_finite_stop_the_evaluation(linear, radius):
+    model, x, y = linear(3)
+
+    def overflow(z):
+        return model(z) / ((z - x[: len(z)]).abs().amax() < 1e-6)
+
+    plan = make_plan("custom:fgsm", radii=[radius("0.1")])
+    outcomes = evaluate(overflow, x, y, plan)
+    assert next(outcomes).robust.any()
+    with pytest.raises(EvaluationError, match="not finite on 20 fgsm samples of chunk 0"):
+        next(outcomes)
+
+
+def test_no_samples_give_no_outcome(radius):
+    plan = make_plan("custom:fgsm", radii=[radius("0.1")])
+    nothing = evaluate(lambda z: z, torch.rand(0, 3), torch.zeros(0, dtype=torch.int64), plan)
+    assert list(nothing) == []
+    assert worst_case([]) == {}

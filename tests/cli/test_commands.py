@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -179,6 +181,43 @@ def test_an_internal_error_is_3_and_not_a_regression(tmp_path):
     assert done.returncode in (3, 4)
     assert "oops" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_so_and_leaves_nothing_half_written(sent, code, tmp_path):
+    args = ("attack", "demo", "--eps", "0.1", "-n", "360", "-o", "x.json")
+    command = [sys.executable, "-m", "lipaudit", *args]
+    running = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(6)  # imports; the attack itself takes a minute
+    running.send_signal(sent)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == code, err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_strict_fails_on_what_is_not_proven(audited):
+    args = ("gate", "run/report.json", "--strict", "--fail-on")
+    assert lipaudit(*args, "jacobian.norm:median <= +5%", cwd=audited).returncode == 0
+    report = strict((audited / "run/report.json").read_text())
+    report["run"]["model"]["weights_sha256"] = "0" * 64
+    section = next(s for s in report["sections"] if s["measure"] == "jacobian")
+    # Half of the samples a little up, half down: no change of the median, and no proof of it.
+    norms = [v * (1.3 if i % 2 else 0.75) for i, v in enumerate(section["samples"]["norm"])]
+    section["samples"]["norm"] = norms
+    (audited / "noisy.json").write_text(json.dumps(report))
+    args = ("gate", "noisy.json", "--strict", "--fail-on", "jacobian.norm:median <= +5%")
+    done = lipaudit(*args, cwd=audited)
+    assert done.returncode == 6, done.stdout + done.stderr
+
+
+def test_a_comparison_shows_the_change_of_every_head(audited):
+    done = lipaudit("compare", "run/report.json", "run/report.json", cwd=audited)
+    assert done.returncode == 0
+    assert "bounds.exact, change of every head" in done.stdout
 
 
 def test_learning_commands_print_something_useful(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 import torch
@@ -16,7 +16,7 @@ from lipaudit.models.linears import Linear
 from lipaudit.models.net import Net
 from lipaudit.models.structure import Projected
 from lipaudit.theory.attention import Heads
-from lipaudit.theory.products import layer_products
+from lipaudit.theory.jacobian import vjp_x
 
 SAME = 1e-5  # of the largest entry: rounding of float32
 AGREES = 1e-4
@@ -93,23 +93,27 @@ def jacobian_agrees(heads: Heads, made: dict[str, Projected], call: AttentionCal
     generator = torch.Generator(call.output.device).manual_seed(0)
     shape, dtype, device = call.output.shape, call.output.dtype, call.output.device
     u = torch.randn(shape, generator=generator, dtype=dtype, device=device)
-    closed = list(zip(_sides(heads), layer_products(heads).pull(u), strict=True))
-    parts = list({id(part.leaf): part for part in made.values()}.values())
-    for part in parts:
-        true = [_pulled(other, call.output, u) for other in parts if _same(other, part)]
-        mine = [
-            _scattered(made[name], dx, samples) for name, dx in closed if _same(made[name], part)
-        ]
+    dx, dx_kv = vjp_x(heads, u)
+    closed = [(made["q"], dx)] if "q" in made else []
+    closed += [] if dx_kv is None else [(made["k"], dx_kv)]
+    for parts in _by_input(made.values()):
+        true = [_pulled(part, call.output, u) for part in parts]
+        mine = [_scattered(part, d, samples) for part, d in closed if _same(part, parts[0])]
         if not agree(torch.stack(true).sum(0), torch.stack(mine).sum(0), AGREES):
             return False
     return True
 
 
-def _sides(heads: Heads) -> list[str]:
-    """One projection of each input, in the order of the products."""
-    if heads.x_kv is None:
-        return ["q"]
-    return ["k"] if heads.to_q is None else ["q", "k"]
+def _by_input(made: Iterable[Projected]) -> list[list[Projected]]:
+    """Group the linear maps, each once, by what they read."""
+    groups: list[list[Projected]] = []
+    for part in {id(part.leaf): part for part in made}.values():
+        group = next((group for group in groups if _same(group[0], part)), None)
+        if group is None:
+            groups.append([part])
+        else:
+            group.append(part)
+    return groups
 
 
 def _same(a: Projected, b: Projected) -> bool:

@@ -155,13 +155,13 @@ class AttentionMode(TorchFunctionMode):
     def _linear(
         self, linear: Linear, out: Tensor, on_linear: Callable[[Linear, Tensor], Tensor]
     ) -> Tensor:
-        out = on_linear(linear, out)
+        cut = on_linear(linear, out)
         known = [product.edge.node for product in self._products]
         known += [softmax.p.grad_fn for softmax in self._pending if softmax.p.grad_fn is not None]
         # Talking heads: a linear map of logits or of P, behind which q k^T would be out of sight.
-        if known and (past := leaves(linear.x, known)[1]):
-            remember(out, past)
-        return out
+        if cut is not out and (past := leaves(linear.x, known)[1]):
+            remember(cut, past)
+        return cut
 
     def _fused(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return self._on_attention(_fused_call(func(*args, **kwargs), *args, **kwargs))

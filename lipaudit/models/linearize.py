@@ -229,4 +229,5 @@ def _explained() -> Iterator[None]:
         advice = next((text for cause, text in _CAUSES.items() if cause in str(error)), None)
         if advice is None:
             raise
-        raise InputError(f"the model cannot be linearised: {error}", advice) from error
+        said = str(error).partition("\n")[0]
+        raise InputError(f"the model cannot be linearised: {said}", advice) from error

@@ -61,6 +61,8 @@ def obstacle(layer: Layer) -> str | None:
     try:
         linear = _linearized(layer)
         linear.outer(torch.ones_like(linear.output))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever the model's own code says of being run again
         return str(error).partition("\n")[0]
     return None

@@ -53,34 +53,26 @@ class Source:
         return torch.rand(shape, generator=generator, dtype=dtype, device=device) + 0.5
 
 
-@dataclass(frozen=True)
-class Labels:
-    """Which part of t each entry of y feeds, (rows of y, columns of y).
+def labels(source: Source, code: Tensor, *, rows: bool) -> Tensor | None:
+    """Find which value of `code`, broadcast over t, each row (or column) of y feeds.
 
-    Attributes:
-        label: number of the part, -1 where it feeds none.
-        alone: whether every entry feeds one part only; else the labels mean nothing.
+    Bit by bit: what feeds something with this bit, and what feeds something without it.
+
+    Returns:
+        One label per row or column of y, -1 where it feeds nothing; None where one feeds parts of
+        t with different values.
     """
-
-    label: Tensor
-    alone: bool
-
-
-def labels(source: Source, code: Tensor) -> Labels:
-    """Find which value of `code`, broadcast over t, each entry of y feeds.
-
-    Bit by bit: the entries that feed something with this bit, and those that feed something
-    without it.
-    """
-    u = source.random()
-    used = source.pull(u) != 0
-    label, clash = torch.zeros_like(used, dtype=torch.long), torch.zeros_like(used)
+    u, axis = source.random(), 1 if rows else 0
+    used = (source.pull(u) != 0).any(axis)
+    label = torch.zeros_like(used, dtype=torch.long)
     for bit in range(int(code.max()).bit_length()):
-        on = (code >> bit) & 1
-        with_bit, without = source.pull(u * on) != 0, source.pull(u * (1 - on)) != 0
+        on = (code >> bit & 1).to(u.dtype)
+        with_bit = (source.pull(u * on) != 0).any(axis)
+        without = (source.pull(u * (1 - on)) != 0).any(axis)
+        if (with_bit & without).any():
+            return None
         label |= with_bit.long() << bit
-        clash |= with_bit & without
-    return Labels(label.masked_fill(~used, -1), not bool(clash.any()))
+    return label.masked_fill(~used, -1)
 
 
 def reads_only(source: Source, rows: Tensor) -> bool:
@@ -91,6 +83,12 @@ def reads_only(source: Source, rows: Tensor) -> bool:
     touched = (source.pull(u * half) != 0).any(1)
     touched[rows[half[:, 0, :, 0]]] = False
     return not bool(touched.any())
+
+
+def in_order(source: Source, rows: Tensor) -> bool:
+    """Say whether y has just these rows: the usual case, seen in two products."""
+    touched = (source.pull(source.random()) != 0).any(1)
+    return len(touched) == rows.numel() and bool(touched.all()) and reads_only(source, rows)
 
 
 def affine_map(source: Source, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -134,8 +132,11 @@ def local_map(source: Source, rows: Tensor, columns: Tensor) -> Tensor:
 def is_linear(source: Source, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
     """Check t = G y."""
     t, y = source.t.detach(), source.values(rows, columns)
-    rest = t - (local @ y[..., None])[..., 0]
-    return bool(_largest(rest) <= LINEAR_TOLERANCE * _largest(t))
+    if local.shape[:2] == (1, 1):  # else torch copies it for every head
+        made = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
+    else:
+        made = (local @ y[..., None])[..., 0]
+    return bool(_largest(t - made) <= LINEAR_TOLERANCE * _largest(t))
 
 
 def is_orthogonal(local: Tensor) -> bool:

@@ -204,19 +204,17 @@ def token_rows(source: Source) -> Tensor:
     """Find the row of y that each token reads, (windows, tokens)."""
     windows, _, tokens, _ = source.t.shape
     number = torch.arange(windows * tokens, device=source.t.device)
-    found = probes.labels(source, number.view(windows, 1, tokens, 1))
-    if not found.alone:
+    if probes.in_order(source, number.view(windows, tokens)):
+        return number.view(windows, tokens)
+    token = probes.labels(source, number.view(windows, 1, tokens, 1), rows=True)
+    if token is None:
         raise NotClosedForm("mixing", "depends on several tokens")
-    row, used = found.label.amax(1), found.label >= 0
-    if (used & (found.label != row[:, None])).any():
-        raise NotClosedForm("head-rows", "reads different tokens in different heads")
-    readers = row[row >= 0]
-    times = torch.bincount(readers, minlength=number.numel())
+    times = torch.bincount(token[token >= 0], minlength=number.numel())
     if (times > 1).any():
         raise NotClosedForm("mixing", "depends on several tokens")
     if (times == 0).any():
         raise NotClosedForm("partial", "has tokens that are not made from the input")
-    return (row >= 0).nonzero()[:, 0][readers.argsort()].view(windows, tokens)
+    return token.argsort()[int((token < 0).sum()) :].view(windows, tokens)
 
 
 def _by_sample(index: Tensor, samples: int, total: int) -> Rows:
@@ -235,12 +233,9 @@ def _head_columns(source: Source) -> Tensor | None:
     """Find the columns of y that each head reads, (heads, e); None where heads share them."""
     heads = source.t.shape[1]
     number = torch.arange(heads, device=source.t.device).view(1, heads, 1, 1)
-    found = probes.labels(source, number)
-    if not found.alone:
+    head = probes.labels(source, number, rows=False)
+    if head is None:
         return None
-    head = found.label.amax(0)
-    if ((found.label >= 0) & (found.label != head)).any():
-        raise NotClosedForm("ragged", "takes different channels at different tokens")
     sizes = torch.bincount(head[head >= 0], minlength=heads)
     if (sizes != sizes[0]).any():
         raise NotClosedForm("ragged", "takes more channels in some heads than in others")

@@ -18,7 +18,7 @@ from torch import Tensor
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.attention import Heads
 from lipaudit.theory.published import Tokens, affine_bounds, general_bounds, tokens_of
-from lipaudit.theory.sharp import ENTRIES, block_bound, centred, is_affine, spectral_norm
+from lipaudit.theory.sharp import block_bound, centred, is_affine, map_norm
 from lipaudit.theory.softmax import row_maxima
 
 AT_X = "at X"
@@ -26,6 +26,8 @@ BALL = "ball ||X' - X||_F <= r"
 EVERYWHERE = "all inputs with every ||x_i|| <= R"
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding can take from it."""
+MAPS = 2**18
+"""Entries of the attention maps that are met together: 2 MB in float64 stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def head_bounds(heads: Heads, *, r: float = 0.0) -> dict[str, Float[Tensor, "bat
 
 def _require_finite(heads: Heads) -> None:
     for name in ("x", "q", "k", "v"):
-        if not getattr(heads, name).isfinite().all():
+        if not getattr(heads, name).sum().isfinite():
             raise EvaluationError(
                 f"The attention layer has infinite or undefined {name} entries.",
                 "Look for overflow in the model: run it in float32 or float64.",
@@ -181,16 +183,16 @@ def _require_finite(heads: Heads) -> None:
 
 
 def _chunks(heads: Heads) -> Iterator[slice]:
-    """Some heads at a time, so that a temporary stays near ENTRIES numbers."""
+    """Some heads at a time, so that a temporary stays near MAPS numbers."""
     (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
     per_head = batch * (n * m if is_affine(heads) else max(n * m, n * d * d, m * d * dv))
-    size = max(1, ENTRIES // per_head)
+    size = max(1, MAPS // per_head)
     return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _bounds(heads: Heads, tokens: Tokens, r: float) -> dict[str, Tensor]:
     at = centred(heads)
-    p_norm = spectral_norm(at.p)
+    p_norm = map_norm(at.p)
     g1_max, norm_max = row_maxima(at.p)
     found = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
     found |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}

@@ -212,6 +212,18 @@ def test_some_heads_gain_from_splitting(random_layer):
     assert torch.stack(gains).min() == 1.0
 
 
+def test_splitting_gain_of_many_tokens(random_layer):
+    heads = random_layer("affine", n=20, width=12, d=8, dv=8).heads
+    p = heads.attention()
+    c = p[..., None] * (heads.v[:, :, None] - (p @ heads.v)[:, :, :, None])
+    t = torch.einsum("bhija,bhjd->bhiad", c, heads.k)
+    blocks = t @ heads.to_q.weight.mT[:, None] / 8**0.5
+    largest = spectral(blocks).amax(2)
+    found = splitting_gain(heads, largest / 3, seeds=SEEDS, tol=1e-11)
+    torch.testing.assert_close(found, torch.full_like(found, 3.0), rtol=1e-10, atol=0)
+    assert splitting_gain(heads, largest * 3, seeds=SEEDS).eq(1).all()
+
+
 def test_two_inputs_gain_nothing(random_layer):
     layer = random_layer("cross-attention", gain=6.0)
     exact = spectral(layer.jacobian())

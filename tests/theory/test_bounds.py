@@ -1,10 +1,15 @@
 """Every bound against the dense Jacobian by autograd, for every kind of head."""
 
+from __future__ import annotations
+
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lipaudit.errors import EvaluationError
 from lipaudit.theory import sharp
 from lipaudit.theory.bounds import BOUNDS, affine_only, head_bounds
 from lipaudit.theory.sharp import (
@@ -12,6 +17,7 @@ from lipaudit.theory.sharp import (
     affine_rows,
     centred,
     exact_blocks,
+    map_norm,
     nonnegative_norm,
     spectral_norm,
 )
@@ -120,3 +126,122 @@ def test_the_query_term_is_the_frobenius_norm(random_layer):
 def test_the_spectral_norm_is_that_of_the_svd():
     a = torch.randn(3, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(spectral_norm(a), torch.linalg.matrix_norm(a, 2))
+
+
+@pytest.mark.parametrize("name", ["affine", "biases", "causal", "position-bias"])
+@pytest.mark.parametrize("gain", [0.3, 1.5, 4.0])
+def test_castin_and_mean_field_hold_for_other_tokens_of_the_same_radius(random_layer, name, gain):
+    layer = random_layer(name, gain=gain)
+    found, radius = head_bounds(layer.heads), layer.heads.x.norm(dim=-1).amax(-1)
+    for seed in range(5):
+        other = random_layer(name, seed=seed).heads.x
+        if seed == 0:  # what makes the constant grow: one token apart, the others together
+            other = torch.cat([other[:, :1], -other[:, :1].expand(-1, 4, -1)], 1)
+        x = other / other.norm(dim=-1, keepdim=True) * radius[:, None, None]
+        moved = replace(layer, heads=replace(layer.heads, x=x))
+        exact = torch.linalg.matrix_norm(moved.jacobian(), 2)
+        assert (found["castin"] >= exact).all()
+        assert (found["mean_field"] >= exact).all()
+
+
+def test_hu_holds_on_its_ball(random_layer):
+    layer = random_layer("biases", gain=3.0)
+    bound = head_bounds(layer.heads, r=2.0)["hu"]
+    assert (bound > head_bounds(layer.heads)["hu"]).all()
+    step = random_layer("biases", seed=1).heads.x
+    step = 2.0 * step / torch.linalg.matrix_norm(step, keepdim=True)
+    moved = replace(layer, heads=replace(layer.heads, x=layer.heads.x + step))
+    assert (bound >= torch.linalg.matrix_norm(moved.jacobian(), 2)).all()
+
+
+@pytest.mark.parametrize("name", ["affine", "biases"])
+@pytest.mark.parametrize("gain", [0.3, 1.5, 6.0])
+def test_the_published_formulas_written_out(random_layer, name, gain):
+    """One sample and head, every factor by a singular value decomposition of the full matrix."""
+    heads = random_layer(name, gain=gain).heads
+    found = {name: value[0, 0].item() for name, value in head_bounds(heads).items()}
+    x, p, s = heads.x[0], heads.attention()[0, 0], heads.scale[0, 0]
+    wq, wk, wv = (getattr(heads, f"to_{c}").weight[0] for c in "qkv")
+    if name == "biases":
+        x = torch.cat([x, torch.ones(len(x), 1)], 1)
+        biases = (getattr(heads, f"to_{c}").bias[:1] for c in "qkv")
+        wq, wk, wv = (torch.cat([w, b]) for w, b in zip((wq, wk, wv), biases, strict=True))
+
+    def norm(matrix):
+        return torch.linalg.svdvals(matrix)[..., 0]
+
+    m = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    n, a, big = len(x), norm(s * wq @ wk.T), x.norm(dim=1).max()
+    top = p.topk(2).values
+    g1 = top[:, 0] * (1 - top[:, 0] + top[:, 1])
+    growth = min((a * big**2).exp().item(), n**0.5)
+    expected = {
+        "hu": n * (n + 1) * x.norm() ** 2 * (norm(wv) * norm(wq) * norm(wk) + norm(wv)),
+        "castin": 3**0.5 * norm(wv) * (a**2 * big**4 * (4 * n + 1) + n).sqrt(),
+        "mean_field": norm(wv) * ((1 + a * big**2) * growth + a * big**2),
+        "theorem3": norm(wv) * (norm(p) + 2 * norm(x) ** 2 * a * norm(m).max()),
+        "theorem3_g1": norm(wv) * (norm(p) + 2 * norm(x) ** 2 * a * g1.max()),
+    }
+    for bound, value in expected.items():
+        assert found[bound] == pytest.approx(value.item(), rel=2e-6), bound
+    spread = norm(x.T @ m).max()
+    limit = 5**0.25 * spread  # a Schatten-4 norm of rank at most 5 - 1
+    appendix_c = [norm(wv) * (norm(p) + 2 * v * norm(x) * a) for v in (spread, limit)]
+    assert appendix_c[0] <= found["appendix_c"] <= appendix_c[1] * (1 + 2e-6)
+
+
+def test_padding_changes_no_bound(random_layer):
+    heads = random_layer("padding", n=6, samples=2).heads
+    alone = replace(
+        heads.row(1),
+        **{name: getattr(heads, name)[1:, :, :5] for name in "qkv"},
+        x=heads.x[1:, :5],
+        bias=None,
+        valid=None,
+    )
+    padded, bare = head_bounds(heads.row(1)), head_bounds(alone)
+    for name, value in bare.items():
+        torch.testing.assert_close(
+            padded[name], value, rtol=2e-6, atol=0, equal_nan=True, msg=name
+        )
+
+
+@pytest.mark.parametrize("name", ["rotary", "qk-norm", "all-norm", "cross-attention"])
+def test_the_general_form_of_theorem_3_written_out(random_layer, name):
+    heads = random_layer(name).heads
+    found = head_bounds(heads)["theorem3"][0, 0].item()
+    p = heads.attention()[0, 0]
+    (q, v, k), s = (t[0, 0] for t in (heads.q, heads.v, heads.k)), heads.scale[0, 0]
+    v, k = v - v.mean(0), k - k.mean(0)
+
+    def phi(projection):
+        weight = projection.weight[0].T
+        return weight[None] if projection.local is None else projection.local[0, 0] @ weight
+
+    def norm(matrix):
+        return torch.linalg.svdvals(matrix)[..., 0].max()
+
+    m = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    products = norm(q @ phi(heads.to_k)) + norm(k @ phi(heads.to_q))
+    expected = norm(phi(heads.to_v)) * norm(p) + s * norm(m) * norm(v) * products
+    assert found == pytest.approx(expected.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 20.0])
+def test_the_norm_of_a_map_is_never_too_small(spread):
+    logits = torch.randn(30, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    p = (spread * logits).softmax(-1)
+    p[:10, 5:] = 0
+    p[10:20] = p[10:20].tril()
+    exact = torch.linalg.matrix_norm(p, 2)
+    assert (map_norm(p) >= exact * (1 - 1e-14)).all()
+    assert (map_norm(p) <= exact * (1 + 1e-6)).all()
+    assert (map_norm(torch.eye(7, dtype=torch.float64).roll(1, 0)) - 1).abs() < 1e-12
+
+
+def test_values_that_are_not_finite_are_refused(random_layer):
+    heads = random_layer("affine").heads
+    v = heads.v.clone()
+    v[0, 0, 0, 0] = torch.inf
+    with pytest.raises(EvaluationError, match="undefined v"):
+        head_bounds(replace(heads, v=v))

@@ -190,6 +190,7 @@ def test_the_published_formulas_written_out(random_layer, name, gain):
     assert appendix_c[0] <= found["appendix_c"] <= appendix_c[1] * (1 + 2e-6)
 
 
+@pytest.mark.usefixtures("_both_ways")
 def test_padding_changes_no_bound(random_layer):
     heads = random_layer("padding", n=6, samples=2).heads
     alone = replace(

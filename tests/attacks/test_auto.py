@@ -34,7 +34,7 @@ def test_the_ensemble_is_exact_on_a_linear_model(linear, radius, norm, classes):
     reach = model.reach(x, y, norm)
     eps = float(reach[reach > 0].median()) * 1.01
     assert ((reach - eps).abs() > 2e-3 * eps).all()
-    plan = make_plan("standard", norm=norm, radii=[radius(f"{eps:.12f}")], steps=30, queries=20)
+    plan = make_plan("standard", norm=norm, radii=[radius(f"{eps:.12f}")], steps=12, queries=10)
     outcomes = run(model, x, y, plan)
     assert torch.equal(outcomes[0].robust, reach > 0)
     assert torch.equal(outcomes[-1].robust, reach > eps)

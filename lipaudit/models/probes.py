@@ -40,7 +40,8 @@ class Source:
 
     def values(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the entries of y behind t, (windows, heads, tokens, e)."""
-        return self.as_rows(self.leaf.detach())[rows][..., columns].transpose(1, 2)
+        y = self.as_rows(self.leaf.detach())
+        return take(take(y, rows, 0), columns, -1).transpose(1, 2)
 
     def merged(self) -> Source:
         """Return all heads as one."""
@@ -51,6 +52,15 @@ class Source:
         generator = torch.Generator(self.t.device).manual_seed(0)
         shape, dtype, device = self.t.shape, self.t.dtype, self.t.device
         return torch.rand(shape, generator=generator, dtype=dtype, device=device) + 0.5
+
+
+def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Index one axis by a tensor of any shape: a view of t where the index counts up by one."""
+    flat = index.flatten()
+    first, size = int(flat[0]), len(flat)
+    if torch.equal(flat, torch.arange(first, first + size, device=flat.device)):
+        return t.narrow(dim, first, size).unflatten(dim, index.shape)
+    return t.index_select(dim, flat).unflatten(dim, index.shape)
 
 
 def labels(source: Source, code: Tensor, *, rows: bool) -> Tensor | None:

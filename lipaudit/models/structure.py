@@ -185,9 +185,8 @@ def project(recipe: Recipe, t: Tensor, samples: int) -> Projected:
         projection = _split_heads(merged, source.t.shape[1])
     else:
         projection = _local(recipe, source, linear, index)
-    return Projected(
-        _repeated(projection, recipe.repeat), linear.inputs[index], rows, linear, leaf
-    )
+    x = probes.take(linear.inputs, index, 0)
+    return Projected(_repeated(projection, recipe.repeat), x, rows, linear, leaf)
 
 
 def _undo_repeat(t: Tensor) -> tuple[Tensor, int]:
@@ -268,7 +267,8 @@ def _rows_on(recipe: Recipe, source: Source, samples: int, total: int) -> Rows:
     rows = recipe.rows.resized(total // samples, source.t.shape[2])
     if rows is None:
         return _by_sample(token_rows(source), samples, total)
-    if not probes.reads_only(source, rows.index(samples)):
+    # An affine map is compared by value on every token: other rows would show there.
+    if recipe.kind != "affine" and not probes.reads_only(source, rows.index(samples)):
         raise NotClosedForm("changed", "reads other tokens than at first")
     return rows
 
@@ -277,14 +277,21 @@ def _affine(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Pr
     mix, offset, columns = recipe.mix, recipe.offset, recipe.columns
     assert mix is not None
     assert offset is not None
-    made = torch.einsum("hce,bhne->bhnc", mix, source.values(index, columns))
-    rest = (source.t.detach() - made - offset[:, None]).abs().amax()
-    if rest > probes.LINEAR_TOLERANCE * source.t.detach().abs().amax():
+    t, made = source.t.detach(), source.values(index, columns)
+    weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
+    bias = None if linear.bias is None else linear.bias[columns]
+    if not _is_identity(mix):
+        made, weight = made @ mix.mT, weight @ mix.mT
+        bias = None if bias is None else (mix @ bias[..., None])[..., 0]
+    rest = (made + offset[:, None]).sub_(t).abs_().amax()
+    if rest > probes.LINEAR_TOLERANCE * t.abs().amax():
         raise NotClosedForm("changed", "is no longer an affine function of its input")
-    weight = linear.weight[:, columns].transpose(0, 1) @ mix.mT
-    if linear.bias is not None:
-        offset = offset + (mix @ linear.bias[columns][..., None])[..., 0]
-    return Projection(weight, offset, None, "affine")
+    return Projection(weight, offset if bias is None else offset + bias, None, "affine")
+
+
+def _is_identity(mix: Tensor) -> bool:
+    eye = torch.eye(mix.shape[-1], dtype=mix.dtype, device=mix.device)
+    return mix.shape[-1] == mix.shape[-2] and torch.equal(mix, eye.expand_as(mix))
 
 
 def _local(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Projection:
@@ -292,7 +299,7 @@ def _local(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Pro
     local = probes.position_map(source, index, columns) if recipe.shared else None
     if local is None:
         local = probes.local_map(source, index, columns)
-    weight = linear.weight[:, columns].transpose(0, 1)
+    weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
     bias = None if linear.bias is None else linear.bias[columns]
     return Projection(weight, bias, local, recipe.kind)
 

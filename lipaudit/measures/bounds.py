@@ -29,7 +29,7 @@ from lipaudit.theory.attention import Heads, per_sample
 from lipaudit.theory.bounds import BOUNDS, head_bounds
 from lipaudit.theory.jacobian import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.lanczos import Norms
-from lipaudit.theory.sharp import spectral_norm
+from lipaudit.theory.norms import spectral_norm
 
 MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 WITH_LOGARITHM = ("castin", "mean_field", "hu")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.attention import Heads
+from lipaudit.theory.norms import nonnegative_norm, spectral_norm
 from lipaudit.theory.sharp import (
     AffineRows,
     Centred,
@@ -24,8 +25,6 @@ from lipaudit.theory.sharp import (
     factor,
     is_affine,
     maps,
-    nonnegative_norm,
-    spectral_norm,
     split_excess,
     squared_distances,
 )

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.attention import Heads
+from lipaudit.theory.norms import map_norm
 from lipaudit.theory.published import Tokens, affine_bounds, general_bounds, tokens_of
-from lipaudit.theory.sharp import block_bound, centred, is_affine, map_norm
+from lipaudit.theory.sharp import block_bound, centred, is_affine
 from lipaudit.theory.softmax import row_maxima
 
 AT_X = "at X"

@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
-from lipaudit.theory.sharp import Centred, factor, local_map, maps, spectral_norm, value_norms
+from lipaudit.theory.norms import spectral_norm, upper_norm
+from lipaudit.theory.sharp import Centred, factor, local_map, maps, value_norms
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def tokens_of(heads: Heads) -> Tokens:
     x = heads.x
     valid = x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x)
     count = valid.sum(-1, keepdim=True)
-    spread = (x - x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)) * valid[..., None]
+    off = (x - x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)) * valid[..., None]
     radius = torch.linalg.vector_norm(x, dim=-1).amax(-1, keepdim=True)
     if any(p is not None and p.bias is not None for p in (heads.to_q, heads.to_k, heads.to_v)):
         x = torch.cat([x, valid[..., None]], -1)
@@ -42,10 +43,10 @@ def tokens_of(heads: Heads) -> Tokens:
     return Tokens(
         count=count,
         radius=radius,
-        norm=spectral_norm(x)[:, None],
+        norm=upper_norm(x)[:, None],
         frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
         longest=lengths.amax(-1, keepdim=True),
-        gram=spread @ spread.mT,
+        gram=off @ off.mT,
     )
 
 
@@ -101,10 +102,10 @@ def general_bounds(
 
 def _weight_norms(heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ||W_Q|| max(1, s), ||W_K||, ||W_V|| and ||A||, with biases as [Y25] Remark 2 says."""
-    q, k, v = (factor(_augmented(projection)) for projection in maps(heads))
-    norms = [spectral_norm(f)[:, 0] for f in (q, k, v)]
+    q, k, v = (_augmented(projection) for projection in maps(heads))
+    norms = [spectral_norm(projection.weight) for projection in (q, k, v)]
     scale = heads.scale.abs()
-    a = scale * spectral_norm(q @ k.mT)[:, 0]
+    a = scale * spectral_norm(factor(q)[:, 0] @ factor(k)[:, 0].mT)
     return norms[0] * scale.clamp_min(1.0), norms[1], norms[2], a
 
 

@@ -17,67 +17,13 @@ from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
 from lipaudit.theory.jacobian import dense_jacobian
+from lipaudit.theory.norms import nonnegative_norm, spectral_norm
 
 ENTRIES = 2**22
 """Numbers that a temporary may hold: 32 MB in float64."""
 
 SMALL = 2**18
 """Entries of a head's dense Jacobian up to which its blocks are formed."""
-
-
-def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
-    """Return the largest singular value of each matrix, from the smaller of its Gram matrices."""
-    gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
-    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt()
-
-
-def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[Tensor, "*batch"]:
-    """Return an upper bound of the spectral norm of matrices with entries >= 0.
-
-    ||B||^2 <= max_j (B^T B u)_j / u_j for every u > 0 (Collatz-Wielandt); u comes from `steps`
-    power steps, so the bound falls towards ||B|| and never below it: 0.3 % above it after 10
-    steps on attention maps, rarely 1 %.
-
-    Example:
-        >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
-        tensor(3.)
-    """
-    u = _power_steps(b, steps)
-    return (_gram_step(b, u) / u).amax((-2, -1)).sqrt()
-
-
-def map_norm(p: Float[Tensor, "*batch n m"], tol: float = 1e-6) -> Float[Tensor, "*batch"]:
-    """Return ||P|| of attention maps, never too small and at most `tol` relatively too large.
-
-    The certificate of `nonnegative_norm` is compared with ||P u|| / ||u||; where the two do not
-    meet, as on one map in ten of a trained model, the norm comes from eigenvalues.
-
-    Example:
-        >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))
-        tensor(1., dtype=torch.float64)
-    """
-    u = _power_steps(p, 12)
-    u = u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-    image = p @ u.mT
-    norm = ((image.mT @ p) / u).amax((-2, -1)).sqrt()
-    apart = norm > (1 + tol) * torch.linalg.matrix_norm(image)
-    norm[apart] = spectral_norm(p[apart])
-    return norm
-
-
-def _power_steps(b: Tensor, steps: int) -> Tensor:
-    """Return u > 0 near the leading singular vector: (..., 1, m)."""
-    # Any u > 0 will do: single precision for the steps, and hold up what decays to nothing.
-    single = b.float()
-    u = single.new_ones(*b.shape[:-2], 1, b.shape[-1])
-    for _ in range(steps):
-        u = _gram_step(single, u)
-        u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
-    return u.to(b)
-
-
-def _gram_step(b: Tensor, u: Tensor) -> Tensor:
-    return (b @ u.mT).mT @ b
 
 
 @dataclass(frozen=True)
@@ -182,10 +128,11 @@ class AffineRows:
 def affine_rows(heads: Heads, at: Centred) -> AffineRows:
     """Return what the block norms of affine heads are made of."""
     _, to_k, to_v = maps(heads)
-    u = (at.s * heads.q) @ to_k.weight.mT
+    q = at.s * heads.q
     wv = spectral_norm(to_v.weight)[:, None, None]
-    norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-    return AffineRows(wv, norm, u @ to_v.weight, squared_distances(at.o, at.v))
+    u = torch.linalg.vector_norm(q @ factor(to_k)[:, 0].mT, dim=-1, keepdim=True)
+    a = q @ (to_k.weight.mT @ to_v.weight)
+    return AffineRows(wv, u, a, squared_distances(at.o, at.v))
 
 
 def squared_distances(

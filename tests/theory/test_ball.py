@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lipaudit.errors import UsageError
 from lipaudit.theory import ball
 from lipaudit.theory.ball import ball_sharp
-from lipaudit.theory.sharp import affine_query_term, affine_rows, centred, nonnegative_norm
+from lipaudit.theory.norms import nonnegative_norm
+from lipaudit.theory.sharp import affine_query_term, affine_rows, centred
 
 AFFINE = ("affine", "biases", "causal", "position-bias", "padding", "padding-causal", "windows")
 AFFINE += ("learned-query-same-length", "wide-values", "one-token")

@@ -17,9 +17,6 @@ from lipaudit.theory.sharp import (
     affine_rows,
     centred,
     exact_blocks,
-    map_norm,
-    nonnegative_norm,
-    spectral_norm,
 )
 
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")
@@ -69,7 +66,8 @@ def test_ingredients_are_what_they_are_called(random_layer):
     torch.testing.assert_close(
         found["softmax_norm_max"], torch.linalg.matrix_norm(jacobians, 2).amax(-1)
     )
-    torch.testing.assert_close(found["x_norm"][:, 0], torch.linalg.matrix_norm(heads.x, 2))
+    x_norm = torch.linalg.matrix_norm(heads.x, 2)
+    torch.testing.assert_close(found["x_norm"][:, 0], x_norm, rtol=1e-6, atol=0)
     torch.testing.assert_close(found["radius"][:, 0], heads.x.norm(dim=-1).amax(-1))
 
 
@@ -93,15 +91,6 @@ def test_hu_is_not_given_where_it_does_not_hold(random_layer):
     assert head_bounds(tiny)["hu"].isnan().all()
 
 
-def test_the_certificate_of_a_nonnegative_matrix_is_an_upper_bound():
-    b = torch.rand(20, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    b[:, 3] = 0
-    exact = torch.linalg.matrix_norm(b, 2)
-    for steps in (0, 3, 10):
-        assert (nonnegative_norm(b, steps) >= exact * (1 - 1e-14)).all()
-    assert (nonnegative_norm(b, 10) <= exact * 1.003).all()
-
-
 def test_the_formula_bounds_every_block(random_layer):
     heads = random_layer("biases").heads
     at = centred(heads)
@@ -121,11 +110,6 @@ def test_the_query_term_is_the_frobenius_norm(random_layer):
     truth = heads.scale[..., None] * torch.linalg.matrix_norm(t)
     found = affine_query_term(heads, at, affine_rows(heads, at))
     torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-9)
-
-
-def test_the_spectral_norm_is_that_of_the_svd():
-    a = torch.randn(3, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(spectral_norm(a), torch.linalg.matrix_norm(a, 2))
 
 
 @pytest.mark.parametrize("name", ["affine", "biases", "causal", "position-bias"])
@@ -226,18 +210,6 @@ def test_the_general_form_of_theorem_3_written_out(random_layer, name):
     products = norm(q @ phi(heads.to_k)) + norm(k @ phi(heads.to_q))
     expected = norm(phi(heads.to_v)) * norm(p) + s * norm(m) * norm(v) * products
     assert found == pytest.approx(expected.item(), rel=2e-6)
-
-
-@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 20.0])
-def test_the_norm_of_a_map_is_never_too_small(spread):
-    logits = torch.randn(30, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    p = (spread * logits).softmax(-1)
-    p[:10, 5:] = 0
-    p[10:20] = p[10:20].tril()
-    exact = torch.linalg.matrix_norm(p, 2)
-    assert (map_norm(p) >= exact * (1 - 1e-14)).all()
-    assert (map_norm(p) <= exact * (1 + 1e-6)).all()
-    assert (map_norm(torch.eye(7, dtype=torch.float64).roll(1, 0)) - 1).abs() < 1e-12
 
 
 def test_values_that_are_not_finite_are_refused(random_layer):

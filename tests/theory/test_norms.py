@@ -1,0 +1,60 @@
+"""Spectral norms against the singular value decomposition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lipaudit.theory import norms
+from lipaudit.theory.norms import map_norm, nonnegative_norm, spectral_norm, upper_norm
+
+
+def test_the_certificate_of_a_nonnegative_matrix_is_an_upper_bound():
+    b = torch.rand(20, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    b[:, 3] = 0
+    exact = torch.linalg.matrix_norm(b, 2)
+    for steps in (0, 3, 10):
+        assert (nonnegative_norm(b, steps) >= exact * (1 - 1e-14)).all()
+    assert (nonnegative_norm(b, 10) <= exact * 1.003).all()
+
+
+def test_the_spectral_norm_is_that_of_the_svd():
+    a = torch.randn(3, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(spectral_norm(a), torch.linalg.matrix_norm(a, 2))
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 20.0])
+def test_the_norm_of_a_map_is_never_too_small(spread):
+    logits = torch.randn(30, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    p = (spread * logits).softmax(-1)
+    p[:10, 5:] = 0
+    p[10:20] = p[10:20].tril()
+    exact = torch.linalg.matrix_norm(p, 2)
+    assert (map_norm(p) >= exact * (1 - 1e-14)).all()
+    assert (map_norm(p) <= exact * (1 + 1e-6)).all()
+    assert (map_norm(torch.eye(7, dtype=torch.float64).roll(1, 0)) - 1).abs() < 1e-12
+
+
+@pytest.mark.parametrize("decay", [0.2, 0.98])
+def test_the_upper_norm_is_never_too_small(monkeypatch, decay):
+    """With slow decay the power steps fall short, and eigenvalues have to take over."""
+    taken = []
+    eigenvalues = torch.linalg.eigvalsh
+
+    def counted(a):
+        taken.append(len(a))
+        return eigenvalues(a)
+
+    monkeypatch.setattr(norms.torch.linalg, "eigvalsh", counted)
+    random = torch.randn(
+        2, 8, 40, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
+    u, v = torch.linalg.qr(random).Q
+    a = (u * decay ** torch.arange(40)) @ v[:, :30].mT
+    a[0] = 0
+    a[1] *= 1e-100
+    exact = torch.linalg.matrix_norm(a, 2)
+    found = upper_norm(a)
+    assert (found >= exact * (1 - 1e-14)).all()
+    assert (found <= exact * (1 + 1e-6)).all()
+    assert sum(taken) == (1 if decay == 0.2 else 8)

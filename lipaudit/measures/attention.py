@@ -6,7 +6,7 @@ histograms are kept: a map of 8192 x 8192 is never held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,13 +21,8 @@ from lipaudit.models.net import Net
 from lipaudit.results import Array, AttentionRow, Section
 from lipaudit.theory import softmax
 from lipaudit.theory.attention import Heads, per_sample
-from lipaudit.theory.lanczos import random_starts, spectral_norms
+from lipaudit.theory.norms import map_norm
 
-SHARES = {
-    "uniform": softmax.UNIFORM,
-    "intermediate": softmax.INTERMEDIATE,
-    "categorical": softmax.CATEGORICAL,
-}
 MEANS = (
     "top1",
     "top2",
@@ -38,13 +33,13 @@ MEANS = (
     "entropy",
     "entropy_normalized",
     "support",
-    *SHARES,
+    *softmax.SHARES,
 )
 BINS = 50
 RATIO = (1.0, 1.5)
 """Range of the histograms of g_1 / ||M||, the last bin open."""
-CHUNK = 2**20
-"""Entries of P that are held at a time (8 MB in float64, and as much again a few times)."""
+CHUNK = 2**18
+"""Entries of P that are met at a time: 2 MB in float64 stay in the cache."""
 
 
 class AttentionOptions(Options):
@@ -65,51 +60,28 @@ def run(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterat
     """Yield the sums, maxima and histograms of every head, per sample."""
 
     def reduce(layer: Layer, batch: Batch) -> Reduced:
-        heads = layer.attention.to(torch.float64)
-        reduced = _statistics(heads, layer.samples, options)
-        tokens = torch.full((layer.samples, heads.q.shape[1]), heads.k.shape[2])
-        p_norm = per_sample(_p_norm(heads, options), heads.sample)
-        return reduced | {"tokens": tokens, "p_norm": p_norm}
+        return layer_statistics(layer, options)
 
     yield from by_layer(
         net, batches, options.layers, reduce, lambda sites: {"heads": head_names(sites)}
     )
 
 
-def row_statistics(p: Tensor, *, k: int, gamma: float) -> dict[str, Tensor]:
-    """Return each statistic of `MEANS` for each row of P, NaN where it does not count.
-
-    A row of zeros (a padded query) counts nowhere; one-key rows have no normalised entropy; rows
-    with ||M|| = 0 no ratio; rows with at most k keys no g_1 / g_k; rows with fewer than 3 keys no
-    regime.
-
-    Args:
-        p: rows of probabilities in float64, (..., n).
-        k: the k of g_1 / g_k.
-        gamma: threshold of the regimes.
-    """
-    keys = softmax.support(p)
-    top = p.topk(min(2, p.shape[-1]), -1).values
-    g1, norm, entropy = softmax.g(p), softmax.softmax_norm(p), softmax.entropy(p)
-    regime = softmax.regimes(p, gamma)
-    named = regime != softmax.LEFT_OUT
-    found = {
-        "top1": top[..., 0],
-        "top2": top[..., 1] if p.shape[-1] > 1 else torch.zeros_like(g1),
-        "g1": g1,
-        "softmax_norm": norm,
-        "g1_ratio": _where(norm > 0, g1 / norm),
-        "gk_ratio": _where(keys > k, g1 / softmax.g(p, k)),
-        "entropy": entropy,
-        "entropy_normalized": _where(keys > 1, entropy / keys.to(p.dtype).log()),
-        "support": entropy.exp(),
-    }
-    found |= {name: _where(named, (regime == code).to(p.dtype)) for name, code in SHARES.items()}
-    return {name: _where(keys > 0, value) for name, value in found.items()}
+def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
+    """Return the sums, maxima and histograms of a layer, per (sample, head)."""
+    heads = layer.attention.to(torch.float64)
+    parts = [_statistics(heads.pick(some), layer.samples, options) for some in _groups(heads)]
+    reduced = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    reduced["joint_hist"] = reduced["joint_hist"].sum(1, keepdim=True)
+    tokens = torch.full((layer.samples, heads.q.shape[1]), heads.k.shape[2])
+    return reduced | {"tokens": tokens}
 
 
-def _where(counts: Tensor, value: Tensor) -> Tensor:
-    return value.masked_fill(~counts, torch.nan)
+def _groups(heads: Heads) -> Iterator[slice]:
+    """Some heads at a time, so that their maps stay near CHUNK numbers."""
+    batch, count, queries = heads.q.shape[:3]
+    size = max(1, CHUNK // (batch * queries * heads.k.shape[2]))
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _statistics(heads: Heads, samples: int, options: AttentionOptions) -> Reduced:
@@ -117,14 +89,19 @@ def _statistics(heads: Heads, samples: int, options: AttentionOptions) -> Reduce
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
+    whole = heads.attention() if max(queries, keys) <= options.p_norm_tokens else None
     chunks = []
-    for start in range(0, queries, max(1, CHUNK // (batch * count * keys))):
-        p = heads.rows(start, min(queries, start + max(1, CHUNK // (batch * count * keys))))
+    size = max(1, CHUNK // (batch * count * keys))
+    for start in range(0, queries, size):
+        stop = min(queries, start + size)
+        p = heads.rows(start, stop) if whole is None else whole[:, :, start:stop]
         mass += p.sum(-2)
-        found = row_statistics(p, k=options.k, gamma=options.gamma)
+        found = softmax.row_statistics(p, k=options.k, gamma=options.gamma)
         chunks.append(torch.stack([found[name] for name in MEANS], -1))
     rows = torch.cat(chunks, 2)
-    return _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
+    p_norm = mass.new_full((batch, count), torch.nan) if whole is None else map_norm(whole, 1e-7)
+    found = _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
+    return found | {"p_norm": per_sample(p_norm, heads.sample)}
 
 
 def _reduced(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
@@ -143,7 +120,7 @@ def _reduced(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
         "count": counts.sum(2).to(rows.dtype),
         "short": short.sum(2).to(rows.dtype),
         "ratio_hist": _histogram(position.clamp(0, BINS - 1), ~ratio.isnan(), BINS),
-        "joint_hist": _histogram(joint, visible, BINS * BINS).sum(1, keepdim=True),
+        "joint_hist": _histogram(joint, visible, BINS * BINS),
     }
     reduced = {name: summed(value, sample, samples) for name, value in sums.items()}
     return reduced | {"largest": per_sample(largest.amax(2), sample)}
@@ -165,22 +142,6 @@ def _sinks(mass: Tensor, sample: Tensor, samples: int) -> Reduced:
         "sink": torch.stack([share[..., 0], largest.values], -1),
         "sink_token": largest.indices,
     }
-
-
-def _p_norm(heads: Heads, options: AttentionOptions) -> Tensor:
-    """Return ||P|| per (batch, head); NaN where the map is too large to hold."""
-    batch, count, queries = heads.q.shape[:3]
-    if max(queries, heads.k.shape[2]) > options.p_norm_tokens:
-        return heads.q.new_full((batch, count), torch.nan)
-    p = heads.attention().flatten(0, 1)
-
-    def take(index: Tensor) -> Callable[[Tensor], Tensor]:
-        part = p[index.to(p.device)]
-        return lambda u: (part @ (u[:, None] @ part).mT)[..., 0]
-
-    start = random_starts([options.seed], queries).to(p).expand(len(p), -1)
-    valid = p.sum(-1) > 0
-    return spectral_norms(take, start * valid, tol=1e-8).norm.view(batch, count).to(p.device)
 
 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:

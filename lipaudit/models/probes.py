@@ -59,8 +59,8 @@ def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     flat = index.flatten()
     first, size = int(flat[0]), len(flat)
     if torch.equal(flat, torch.arange(first, first + size, device=flat.device)):
-        return t.narrow(dim, first, size).unflatten(dim, index.shape)
-    return t.index_select(dim, flat).unflatten(dim, index.shape)
+        return torch.unflatten(t.narrow(dim, first, size), dim, index.shape)
+    return torch.unflatten(t.index_select(dim, flat), dim, index.shape)
 
 
 def labels(source: Source, code: Tensor, *, rows: bool) -> Tensor | None:

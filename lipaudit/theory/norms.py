@@ -61,8 +61,8 @@ def map_norm(p: Float[Tensor, "*batch n m"], tol: float = 1e-6) -> Float[Tensor,
         >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))
         tensor(1., dtype=torch.float64)
     """
-    u = _positive_steps(p, 12)
-    u = u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    u = (p @ _positive_steps(p, 11).mT).mT @ p  # a last step wipes out single precision
+    u = (u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
     image = p @ u.mT
     norm = ((image.mT @ p) / u).amax((-2, -1)).sqrt()
     apart = norm > (1 + tol) * torch.linalg.matrix_norm(image)

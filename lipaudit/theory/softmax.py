@@ -10,14 +10,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.errors import UsageError
 
 LEFT_OUT, UNIFORM, INTERMEDIATE, CATEGORICAL = -1, 0, 1, 2
+SHARES = {"uniform": UNIFORM, "intermediate": INTERMEDIATE, "categorical": CATEGORICAL}
 _MIN_SUPPORT = 3  # g_1 of two visible keys tells nothing of how attention is spread
 _SECULAR_STEPS = 4
+_SECULAR_CLOSE = 1e-7
 
 
 def g(p: Float[Tensor, "*rows n"], k: int = 1) -> Float[Tensor, "*rows"]:
@@ -73,7 +76,7 @@ def row_maxima(
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
     top = _top(p)
-    g1 = top.first * (top.others + top.second)
+    g1 = top.g1
     lower = torch.maximum(top.second, top.first * top.others).amax(-1, keepdim=True)
     left, norm = g1 >= lower, g1.clone()
     norm[left] = _secular_root(_Top(*(value[left] for value in top)))
@@ -113,28 +116,86 @@ def regimes(p: Float[Tensor, "*rows n"], gamma: float = 0.1) -> Int[Tensor, "*ro
         >>> regimes(torch.eye(4) * 0.96 + 0.01).unique() == CATEGORICAL
         tensor([True])
     """
+    return _regimes(_top(p), support(p), gamma)
+
+
+def row_statistics(
+    p: Float[Tensor, "*rows n"], *, k: int = 10, gamma: float = 0.1
+) -> dict[str, Float[Tensor, "*rows"]]:
+    """Return what is known of each row, NaN where it does not count.
+
+    p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, that of a uniform row as its unit,
+    exp of it (the effective support), and 0 or 1 for each regime. A row of zeros (a padded query)
+    counts nowhere; rows with ||M|| = 0 have no ratio, rows with at most k keys no g_1/g_k, rows
+    with one key no normalised entropy, rows with fewer than 3 no regime.
+
+    Args:
+        p: rows of probabilities.
+        k: the k of g_1/g_k, > 1.
+        gamma: threshold of the regimes, 0 < gamma < 1/4.
+
+    Example:
+        >>> uniform = torch.full((1, 20), 0.05, dtype=torch.float64)
+        >>> {name: float(row_statistics(uniform)[name]) for name in ("g1", "gk_ratio", "uniform")}
+        {'g1': 0.05, 'gk_ratio': 1.0, 'uniform': 1.0}
+    """
+    keys, top, spread = support(p), _top(p, k), entropy(p)
+    norm, kind = _secular_root(top), _regimes(top, keys, gamma)
+    found = {
+        "top1": top.first,
+        "top2": top.second,
+        "g1": top.g1,
+        "softmax_norm": norm,
+        "g1_ratio": _where(norm > 0, top.g1 / norm),
+        "gk_ratio": _where(keys > k, top.g1 / top.gk),
+        "entropy": spread,
+        "entropy_normalized": _where(keys > 1, spread / keys.to(p.dtype).log()),
+        "support": spread.exp(),
+    }
+    for name, code in SHARES.items():
+        found[name] = _where(kind != LEFT_OUT, (kind == code).to(p.dtype))
+    return {name: _where(keys > 0, value) for name, value in found.items()}
+
+
+def _where(counts: Tensor, value: Tensor) -> Tensor:
+    return value.masked_fill(~counts, torch.nan)
+
+
+def _regimes(top: _Top, keys: Tensor, gamma: float) -> Tensor:
     if not 0 < gamma < 0.25:
         raise UsageError(f"gamma must lie between 0 and 1/4, not {gamma}", "the default is 0.1")
-    keys = support(p)
-    kind = torch.where(p.amax(-1) > 0.5, CATEGORICAL, UNIFORM)
-    kind[g(p) > (2 / keys).clamp_min(gamma)] = INTERMEDIATE
+    kind = torch.where(top.first > 0.5, CATEGORICAL, UNIFORM)
+    kind[top.g1 > (2 / keys).clamp_min(gamma)] = INTERMEDIATE
     kind[keys < _MIN_SUPPORT] = LEFT_OUT
     return kind
 
 
 class _Top(NamedTuple):
-    """What the secular equation needs: p_(1), p_(2), 1 - p_(1) and the row without p_(1)."""
+    """The entries of each row that count: what the secular equation and the ratios need."""
 
     first: Tensor
     second: Tensor
-    others: Tensor
-    rest: Tensor
+    kth: Tensor
+    following: Tensor  # p_(k+1)
+    others: Tensor  # 1 - p_(1)
+    rest: Tensor  # the row without p_(1)
+
+    @property
+    def g1(self) -> Tensor:
+        return self.first * (self.others + self.second)
+
+    @property
+    def gk(self) -> Tensor:
+        """g_k for k > 1, where p_(k) <= 1/2: its difference from 1 keeps its digits."""
+        return self.kth * (self.first + self.others - self.kth + self.following)
 
 
-def _top(p: Tensor) -> _Top:
-    first, index = p.max(-1)
-    rest = p.scatter(-1, index[..., None], 0.0)
-    return _Top(first, rest.amax(-1), rest.sum(-1), rest)
+def _top(p: Tensor, k: int = 1) -> _Top:
+    p = p if p.shape[-1] > k else F.pad(p, (0, k + 1 - p.shape[-1]))
+    values, index = p.topk(k + 1, -1)
+    rest = p.scatter(-1, index[..., :1], 0.0)
+    first, second, kth, following = (values[..., i] for i in (0, 1, k - 1, k))
+    return _Top(first, second, kth, following, rest.sum(-1), rest)
 
 
 def _secular_root(top: _Top) -> Tensor:
@@ -144,7 +205,10 @@ def _secular_root(top: _Top) -> Tensor:
     below = 1.0 - rest
     rho = top.others
     for _ in range(_SECULAR_STEPS):
+        start = rho
         rho = _secular_step(rest, below, top.first / gap, rho * gap / top.second, rho)
+        if not (start - rho > _SECULAR_CLOSE * rho).any():  # the error falls by its square
+            break
     return torch.where(gap * top.others > 0, top.second + rho * gap, top.second)
 
 

@@ -7,9 +7,10 @@ import transformers
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.attention import MEANS, AttentionOptions, row_statistics, run, summarise
+from lipaudit.measures.attention import MEANS, AttentionOptions, run, summarise
 from lipaudit.models.assembly import assemble
 from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.theory.softmax import row_statistics
 
 SMALL = {
     "vocab_size": 60,

@@ -22,7 +22,7 @@ from lipaudit.models.loading import LoadOptions, load
 from lipaudit.models.net import Net
 from lipaudit.models.survey import survey
 from lipaudit.theory.bounds import head_bounds
-from lipaudit.theory.jacobian import head_norms
+from lipaudit.theory.jacobian import head_norms, layer_norms
 
 RANDOM = {"pretrained": False}
 
@@ -68,6 +68,7 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
         forward = min(cpu_seconds(lambda: net.output(batch)) for _ in range(3))
     empty = cpu_seconds(visiting(lambda layer: layer.heads()))
     norms = cpu_seconds(visiting(lambda layer: head_norms(layer.heads(), seeds=seeds)))
+    together = cpu_seconds(visiting(lambda layer: layer_norms(layer.heads(), seeds=seeds)))
     bounds = cpu_seconds(visiting(lambda layer: head_bounds(layer.heads())))
     rows = AttentionOptions()
     attention = cpu_seconds(visiting(lambda layer: layer_statistics(layer, rows)))
@@ -79,6 +80,7 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
         "forward (s)": forward,
         "capture": empty / forward,
         "exact head norms, tol 1e-4": norms / forward,
+        "exact layer norms, before and after W_O": together / forward,
         "all bounds, float64": bounds / forward,
         "attention statistics": attention / forward,
         "attention statistics, in eager forwards": attention / eager,

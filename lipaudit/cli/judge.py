@@ -27,7 +27,7 @@ Outputs = Annotated[
     list[Path] | None, typer.Option("--output", "-o", help="Also write FILE; repeatable.")
 ]
 Base = Annotated[Path, typer.Option("--baseline", "-b", help="The baseline report.")]
-DEFAULT_BASE = Path("lipaudit-baseline.json")
+DEFAULT_BASE = Path("lipaudit-baseline.json")  # gate.DEFAULT_PATH, which costs an import
 
 
 @command("report", panel=COMPARE)
@@ -116,6 +116,12 @@ def gate(
     config: Annotated[
         Path | None, typer.Option(help="A TOML file in place of pyproject.toml.")
     ] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="Of a weights file, in place of the baseline's.")
+    ] = None,
+    model_kwargs: Annotated[
+        str | None, typer.Option(help="k=v,... in place of the baseline's.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks.")] = False,
 ) -> None:
@@ -133,13 +139,17 @@ def gate(
     before = load_baseline(baseline)
     settings = configure(read(config).get("gate", {}), fail_on or ())
     settings["strict"] = settings["strict"] or strict
-    judgement = judge(_current(current, before, quiet=quiet), before, **settings)
+    report = _current(current, before, quiet=quiet, arch=arch, model_kwargs=model_kwargs)
+    judgement = judge(report, before, **settings)
     _publish(judgement, format, output or [])
     raise typer.Exit(judgement.exit_code)
 
 
-def _current(current: str, baseline: Report, *, quiet: bool) -> Report:
-    """Read the report, or measure the model as the baseline was measured."""
+def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None) -> Report:
+    """Read the report, or measure the model as the baseline was measured.
+
+    Options that are `given` stand in place of the baseline's.
+    """
     from lipaudit import schema
 
     if current.endswith(".json"):
@@ -149,7 +159,8 @@ def _current(current: str, baseline: Report, *, quiet: bool) -> Report:
     from lipaudit.measures import MEASURES
 
     how = protocol(baseline)
-    common = Common(data=how.data, seed=how.seed, dtype=how.dtype, quiet=quiet)
+    reading = how.options | {name: value for name, value in given.items() if value is not None}
+    common = Common(data=how.data, seed=how.seed, dtype=how.dtype, quiet=quiet, **reading)
     options = {
         name: MEASURES[name].options.model_validate(settings)
         for name, settings in how.settings.items()

@@ -16,6 +16,9 @@ DATA = "Data"
 OUTPUT = "Output"
 RUN = "Run"
 
+READING = ("arch", "model_kwargs", "mean", "std", "input_size")
+READING += ("max_tokens", "text_column", "label_column")
+
 ModelSpec = Annotated[
     str,
     typer.Argument(
@@ -111,6 +114,10 @@ class Common:
         Path | None,
         _option("--config", help="A TOML file in place of pyproject.toml.", panel=RUN),
     ] = None
+
+    def reading(self) -> dict[str, Any]:
+        """Return what was given of the options that decide how the model and data are read."""
+        return {name: value for name in READING if (value := getattr(self, name)) is not None}
 
     def resolved(self) -> Common:
         """Fill what was not given from the configuration file, and check the ranges.

@@ -225,6 +225,7 @@ def _run(spec: str, common: Common, net: Net, samples: Samples) -> Run:
         ),
         data=Data(spec=samples.spec, samples=len(samples.batch), suite_id=digest[:16]),
         preprocess=dict(info.preprocess),
+        options=common.reading(),
     )
 
 

@@ -31,7 +31,7 @@ class Protocol:
         data: the --data argument.
         seed: the seed.
         dtype: the floating-point type.
-        preprocess: what stood between pixels and the network.
+        options: what else decided how the model and the data were read.
         settings: the options of every measure, by its name.
         samples: how many samples each of them saw.
     """
@@ -39,7 +39,7 @@ class Protocol:
     data: str
     seed: int
     dtype: str
-    preprocess: dict[str, Any]
+    options: dict[str, Any]
     settings: dict[str, dict[str, Any]]
     samples: dict[str, int]
 
@@ -52,7 +52,7 @@ def protocol(baseline: Report) -> Protocol:
         data=run.data.spec,
         seed=run.seed,
         dtype=run.dtype,
-        preprocess=dict(run.preprocess),
+        options=dict(run.options),
         settings={section.measure: dict(section.settings) for section in measured},
         samples={s.measure: len(s.samples.get("ids", ())) or run.data.samples for s in measured},
     )

@@ -88,6 +88,8 @@ def differences(current: Report, baseline: Report) -> tuple[str, ...]:
         "data": (new.data.spec, old.data.spec),
         "preprocess": (_plain(new.preprocess), _plain(old.preprocess)),
     }
+    for name in sorted(old.options.keys() | new.options.keys()):
+        pairs[name] = new.options.get(name, "not given"), old.options.get(name, "not given")
     for name in sorted(old.versions.keys() & new.versions.keys()):
         pairs[name] = new.versions[name], old.versions[name]
     changed = tuple(f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b)

@@ -114,7 +114,8 @@ class Data(Frozen):
 class Run(Frozen):
     """Where the numbers come from: all that is needed to repeat them.
 
-    `reason` says why a report was made the baseline; empty in any other report.
+    `options` are those of the command line, as given, that decide what the model and the data are
+    (arch, max_tokens...). `reason` says why a report was made the baseline; empty in any other.
     """
 
     lipaudit: str
@@ -127,6 +128,7 @@ class Run(Frozen):
     model: Model
     data: Data
     preprocess: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     reason: str = ""
 
 

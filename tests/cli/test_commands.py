@@ -134,6 +134,36 @@ def test_one_amplified_head_fails_the_gate_and_is_named(audited):
     assert "regressed: bounds.exact:each <= +20% layer 1 head 1" in worse.stdout
 
 
+def test_weights_are_gated_both_ways_with_the_architecture_of_the_baseline(tmp_path):
+    from safetensors.torch import save_file
+
+    from lipaudit.models.loading import load
+
+    state = load("demo").module.state_dict()
+    save_file(state, tmp_path / "good.safetensors")
+    state["blocks.1.attn.qkv.weight"][96 + 12 : 96 + 24] *= 1.5
+    save_file(state, tmp_path / "worse.safetensors")
+    shape = "img_size=8,patch_size=2,in_chans=1,num_classes=10"
+    shape += ",embed_dim=48,depth=3,num_heads=4,mlp_ratio=2"
+    reading = ("--arch", "timm:vit_tiny_patch16_224", "--model-kwargs", shape)
+    reading += ("--mean", "0.5", "--std", "0.5", "--data", "demo", "-q")
+    for name in ("good", "worse"):
+        made = lipaudit(
+            "bounds", f"{name}.safetensors", *reading, "-o", f"{name}.json", cwd=tmp_path
+        )
+        assert made.returncode == 0, made.stderr
+    regressed = lipaudit("gate", "worse.safetensors", "-b", "good.json", "-q", cwd=tmp_path)
+    assert regressed.returncode == 1, regressed.stdout + regressed.stderr
+    assert "layer 1 head 1" in regressed.stdout
+    improved = lipaudit("gate", "good.json", "-b", "worse.json", cwd=tmp_path)
+    assert improved.returncode == 0, improved.stdout + improved.stderr
+    assert "improved: bounds.exact:each <= +20% layer 1 head 1" in improved.stdout
+    other = ("--arch", "timm:nope")
+    refused = lipaudit("gate", "good.safetensors", "-b", "good.json", *other, cwd=tmp_path)
+    assert refused.returncode == 4
+    assert "nope" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [

@@ -80,6 +80,6 @@ def test_an_unfit_report_is_not_promoted(report, jacobian, bounds, norms):
 def test_the_protocol_is_what_a_run_must_repeat(full):
     found = protocol(promote(full, "why"))
     assert (found.data, found.seed, found.dtype) == ("demo", 0, "float32")
-    assert found.preprocess == full.run.preprocess
     assert found.samples == {"bounds": 8, "jacobian": 64, "attack": 128}
+    assert found.options == full.run.options
     assert found.settings["attack"] == {"seed": 0, "steps": 100, "eps": ["2/255"]}

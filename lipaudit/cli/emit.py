@@ -6,11 +6,13 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lipaudit.cli.options import Common
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.report import RENDERERS, render_terminal
-from lipaudit.results import Report
+
+if TYPE_CHECKING:
+    from lipaudit.results import Report
 
 SUFFIXES = {
     ".json": "json",
@@ -29,6 +31,8 @@ def check_outputs(common: Common) -> None:
         UsageError: for an unknown format or file name extension.
         EvaluationError: for a file that cannot be written.
     """
+    from lipaudit.report import RENDERERS
+
     if common.format is not None and common.format not in RENDERERS:
         raise UsageError(
             f"unknown format {common.format!r}", f"Choose one of: {', '.join(RENDERERS)}."
@@ -57,6 +61,8 @@ def renderer_of(path: Path) -> str:
 
 def emit(report: Report, common: Common) -> None:
     """Write the files first, then stdout."""
+    from lipaudit.report import RENDERERS, render_terminal
+
     for path in common.output or ():
         write(path, RENDERERS[renderer_of(path)](report))
     if common.format in (None, "table"):

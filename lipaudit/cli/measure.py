@@ -43,7 +43,7 @@ def bounds(
     from lipaudit.measures.bounds import BoundsOptions
 
     given = {"layers": parse_layers(layers), "tol": tol}
-    _run(model, common, bounds=_options(BoundsOptions, common, given))
+    run_measures(model, common, bounds=options_of(BoundsOptions, common, given))
 
 
 @command("attention", panel=MEASURE)
@@ -70,7 +70,7 @@ def attention(
 
     given = {"layers": parse_layers(layers), "gamma": gamma, "k": k}
     given["p_norm_tokens"] = p_norm_tokens
-    _run(model, common, attention=_options(AttentionOptions, common, given))
+    run_measures(model, common, attention=options_of(AttentionOptions, common, given))
 
 
 @command("jacobian", panel=MEASURE)
@@ -99,7 +99,7 @@ def jacobian(
     from lipaudit.measures.jacobian import JacobianOptions
 
     given = {"start": start, "target": target, "norm": norm, "tol": tol}
-    _run(model, common, jacobian=_options(JacobianOptions, common, given))
+    run_measures(model, common, jacobian=options_of(JacobianOptions, common, given))
 
 
 @command("attack", panel=MEASURE)
@@ -140,10 +140,10 @@ def attack(
     given |= {"steps": steps, "restarts": restarts}
     given |= {"queries": queries, "eps": tuple(eps.split(",")) if eps else ()}
     given["keep_adversarial"] = save_adv is not None
-    options = _options(AttackOptions, common, given)
+    options = options_of(AttackOptions, common, given)
     plan(options)  # refuse bad radii before anything is loaded
     if save_adv is None:
-        _run(model, common, attack=options)
+        run_measures(model, common, attack=options)
     else:
         _run_and_save(model, common, options, save_adv)
 
@@ -166,7 +166,7 @@ def _run_and_save(model: str, common: Common, options: AttackOptions, path: Path
 Given = TypeVar("Given", bound="Options")
 
 
-def _options(kind: type[Given], common: Common, given: Mapping[str, object]) -> Given:
+def options_of(kind: type[Given], common: Common, given: Mapping[str, object]) -> Given:
     """Check the options of a measure.
 
     Raises:
@@ -178,11 +178,14 @@ def _options(kind: type[Given], common: Common, given: Mapping[str, object]) -> 
         return kind.model_validate({"seed": common.seed or 0, **given})
     except ValidationError as error:
         first = error.errors()[0]
-        option = {"start": "from", "target": "to"}.get(str(first["loc"][0]), str(first["loc"][0]))
+        option = {"start": "from", "target": "to", "modes": "mode"}.get(
+            str(first["loc"][0]), str(first["loc"][0])
+        )
         raise UsageError(f"--{option}: {first['input']!r}: {first['msg']}") from None
 
 
-def _run(model: str, common: Common, **measures: Options) -> None:
+def run_measures(model: str, common: Common, **measures: Options) -> None:
+    """Run measures on a model and write what was asked for."""
     from lipaudit.cli.emit import emit
     from lipaudit.cli.run import run
 

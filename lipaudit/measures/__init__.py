@@ -8,11 +8,13 @@ from lipaudit.measures.base import Part as Part
 from lipaudit.measures.base import parse_layers as parse_layers
 from lipaudit.measures.bounds import BOUNDS_MEASURE
 from lipaudit.measures.jacobian import JACOBIAN
+from lipaudit.measures.scaling import SCALING
 
 MEASURES: dict[str, Measure] = {
     "attention": ATTENTION,
     "bounds": BOUNDS_MEASURE,
     "jacobian": JACOBIAN,
     "attack": ATTACK,
+    "scaling": SCALING,
 }
 """Every measure, by the name of its sub-command and section."""

@@ -8,6 +8,7 @@ C. Kaynak, CC BY 4.0) by `lipaudit.models.demo_training`. The 360 images held ou
 
 from __future__ import annotations
 
+import math
 from importlib.resources import as_file, files
 
 import torch
@@ -83,7 +84,10 @@ class PatchEmbed(nn.Module):
 
 
 class DigitsViT(nn.Module):
-    """A vision transformer for 8x8 digits: 17 tokens, 58,570 parameters, class token read out."""
+    """A vision transformer for 8x8 digits: 17 tokens, 58,570 parameters, class token read out.
+
+    Square images of other sizes are taken too, with interpolated position embeddings.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +101,17 @@ class DigitsViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (batch, 1, 8, 8), normalised, to logits (batch, 10)."""
         x = self.patch_embed(x)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
-        return self.head(self.norm(self.blocks(x))[:, 0])
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        return self.head(self.norm(self.blocks(x + self._positions(x.shape[1])))[:, 0])
+
+    def _positions(self, tokens: int) -> Tensor:
+        if tokens == self.pos_embed.shape[1]:
+            return self.pos_embed
+        first, grid = self.pos_embed[:, :1], self.pos_embed[:, 1:]
+        side, own = math.isqrt(tokens - 1), SIZE // PATCH
+        grid = grid.mT.reshape(1, WIDTH, own, own)
+        grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+        return torch.cat([first, grid.flatten(2).mT], 1)
 
 
 def demo_model(name: str = "standard") -> ModelSpec:

@@ -65,13 +65,25 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Series:
-    """Named points, with an interval around y where `low` and `high` are given."""
+    """Named points, with an interval around y where `low` and `high` are given.
+
+    Attributes:
+        label: their name.
+        x: along the horizontal axis.
+        y: along the vertical axis.
+        low: lower ends of the intervals.
+        high: upper ends of the intervals.
+        fit: values of a fit at the same x; it is then drawn in place of the joining line.
+        guide: a line to compare slopes with, drawn thin and without marks where there is ink.
+    """
 
     label: str
     x: tuple[float, ...]
     y: tuple[float, ...]
     low: tuple[float | None, ...] = ()
     high: tuple[float | None, ...] = ()
+    fit: tuple[float | None, ...] = ()
+    guide: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

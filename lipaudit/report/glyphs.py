@@ -68,7 +68,8 @@ def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
 
 def legend(block: Scatter | Curve) -> str:
     """Say what the axes and the glyphs are."""
-    names = [f"{POINTS[i % len(POINTS)]} {plain(s.label)}" for i, s in enumerate(block.series)]
+    shown = [s for s in block.series if not s.guide]
+    names = [f"{POINTS[i % len(POINTS)]} {plain(s.label)}" for i, s in enumerate(shown)]
     return f"{pretty(block.y.label)} over {pretty(block.x.label)}: " + "   ".join(names)
 
 
@@ -79,7 +80,7 @@ def _spans(block: Histogram) -> list[str]:
 
 
 def _points(block: Scatter | Curve, log: bool) -> Iterator[tuple[float, float, str]]:
-    for index, series in enumerate(block.series):
+    for index, series in enumerate(s for s in block.series if not s.guide):
         for x, y in zip(series.x, series.y, strict=True):
             if not log:
                 yield x, y, POINTS[index % len(POINTS)]

@@ -221,9 +221,15 @@ def _curve(axes: Axes, block: Curve) -> None:
 
 
 def _line(axes: Axes, series: Series, index: int) -> None:
-    colour = CATEGORIES[index % len(CATEGORIES)]
+    colour = INK if series.guide else CATEGORIES[index % len(CATEGORIES)]
     look: dict[str, Any] = {"color": colour, "linestyle": LINES[index % len(LINES)]}
+    if series.guide:
+        axes.plot(series.x, series.y, label=plain(series.label), linewidth=0.7, **look)
+        return
     marker = MARKERS[index % len(MARKERS)]
+    if series.fit:
+        axes.plot(series.x, _array(series.fit), linewidth=1.0, **look)
+        look["linestyle"] = ""
     axes.plot(series.x, series.y, marker=marker, label=plain(series.label), **look)
     if series.low and series.high:
         low, high = _array((series.low, series.high))

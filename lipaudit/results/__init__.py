@@ -23,3 +23,4 @@ from lipaudit.results.rows import JacobianRow as JacobianRow
 from lipaudit.results.rows import LayerRow as LayerRow
 from lipaudit.results.rows import ScalingFitRow as ScalingFitRow
 from lipaudit.results.rows import ScalingRow as ScalingRow
+from lipaudit.results.rows import ScalingSplitRow as ScalingSplitRow

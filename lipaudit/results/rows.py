@@ -186,12 +186,19 @@ class ScalingRow(Row):
     head: int | None = column("head", "Head; empty: the layer.", format="d")
     module: str = column("module", "Module.", "", format="s")
     mode: str = column("mode", "real, adversarial, radius, ascent or split.", "", format="s")
+    masked: bool = column("masked", "Whether later keys are masked.", False)
     n: int = column("n", "Tokens.", ..., format="d")
-    radius: Float | None = column("R", "Mean of max_i ||x_i||.")
-    n_max: Float | None = column("n_max", "1 + exp(2 R^2 gamma).")
-    norm: Float | None = column("norm", "Median norm over the windows.")
-    norm_low: Float | None = column("low", "Smallest.")
-    norm_high: Float | None = column("high", "Largest.")
+    radius: Float | None = column("R", "max_i ||x_i||, mean over the windows.")
+    n_max: Float | None = column(
+        "n_max", "1 + exp(2 R^2 gamma), more with a query bias: where norms peak.", domain=""
+    )
+    norm: Float | None = column("norm", "||J||, median over the windows; best of an ascent.")
+    norm_low: Float | None = column("low", "Smallest over windows or starts.")
+    norm_high: Float | None = column("high", "Largest over windows or starts.")
+    fitted: Float | None = column("fitted", "What the fit c n^a gives here.", status="estimate")
+    mean_field: Float | None = column(
+        "mean field", "Largest norm of the same two points with any multiplicities."
+    )
     bound_sharp: Float | None = column("sharp", "Median sharp bound.", status="bound")
     bound_theorem3: Float | None = column("theorem 3", "Median Theorem 3 bound.", status="bound")
     bound_castin: Float | None = column(
@@ -209,13 +216,51 @@ class ScalingFitRow(Row):
     layer: int | None = column("layer", "Attention layer; empty: the model.", format="d")
     head: int | None = column("head", "Head; empty: the layer.", format="d")
     mode: str = column("mode", "Which rows were fitted.", "", format="s")
-    exponent: Float | None = column("exponent", "Slope in log n.", status="estimate")
+    masked: bool = column("masked", "Whether later keys are masked.", False)
+    exponent: Float | None = column("exponent", "a of c n^a.", status="estimate")
     exponent_se: Float | None = column("s.e.", "Its standard error.", status="estimate")
-    radius_exponent: Float | None = column("exponent of R", "Slope in log R.", status="estimate")
-    r2: Float | None = column("R2", "Share of variance explained.", status="estimate")
+    r2: Float | None = column("R2", "Share of variance that n explains.", status="estimate")
+    joint_exponent: Float | None = column("exponent, joint", "a of c n^a R^b.", status="estimate")
+    joint_exponent_se: Float | None = column(
+        "s.e.", "Standard error of a, fitted jointly.", status="estimate"
+    )
+    radius_exponent: Float | None = column("exponent of R", "b of c n^a R^b.", status="estimate")
+    radius_exponent_se: Float | None = column("s.e.", "Standard error of b.", status="estimate")
+    sharp_exponent: Float | None = column(
+        "sharp", "The exponent of the sharp bound.", status="estimate"
+    )
+    theorem3_exponent: Float | None = column(
+        "theorem 3", "The exponent of the Theorem 3 bound.", status="estimate"
+    )
+    castin_exponent: Float | None = column("castin", "The exponent of castin.", status="estimate")
 
 
-AnyRow = BoundsRow | LayerRow | AttentionRow | JacobianRow | AttackRow | ScalingRow | ScalingFitRow
+class ScalingSplitRow(HeadRow):
+    """One head: attacks that only move tokens, and that duplicate every token first."""
+
+    section: ClassVar[str] = "scaling.split"
+    n: int = column("n", "Tokens before any is duplicated.", 0, format="d")
+    budget: Float | None = column("budget", "||M||_F of the move, the same for both.", domain="")
+    norm: Float | None = column("norm", "||J||.")
+    gain: Float | None = column("gain", "How much ||J|| grows when tokens are duplicated.")
+    moved: Float | None = column(
+        "moved", "Largest ||O(X + M) - O(X)|| / ||M|| found.", status="empirical"
+    )
+    split: Float | None = column(
+        "split", "The same with every token duplicated first.", status="empirical"
+    )
+
+
+AnyRow = (
+    BoundsRow
+    | LayerRow
+    | AttentionRow
+    | JacobianRow
+    | AttackRow
+    | ScalingRow
+    | ScalingFitRow
+    | ScalingSplitRow
+)
 ROWS: dict[str, type[Row]] = {row.section: row for row in get_args(AnyRow)}
 """Row type of each section, by the section's name."""
 

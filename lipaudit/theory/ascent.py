@@ -66,10 +66,11 @@ def largest_shift(
     move = budget * _unit(torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device))
     best = x.new_zeros(len(x))
     for _ in range(steps):
-        move = move.requires_grad_()
-        shift = (_output(heads, x + move) - start).flatten(1).norm(dim=1)
+        with torch.enable_grad():
+            move = move.detach().requires_grad_()
+            shift = (_output(heads, x + move) - start).flatten(1).norm(dim=1)
+            (gradient,) = torch.autograd.grad(shift.sum(), move)
         best = torch.maximum(best, shift.detach() / budget)
-        (gradient,) = torch.autograd.grad(shift.sum(), move)
         move = budget * _unit(gradient)
     return best
 

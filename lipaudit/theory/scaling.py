@@ -167,9 +167,8 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
 def mean_field_norm(heads: Heads, found: Adversary, radius: float) -> tuple[float, float]:
     """Return the largest mean-field constant of the two points, and at how many second ones.
 
-    The maximum of `weighted_norm` over the weights (1, m), by golden-section search in log m
-    around log n_max: what the norm of the worst-case tokens reaches as n grows, for any n. It
-    grows like R^2 e^{c R^2} with the radius.
+    The maximum of `weighted_norm` over the weights (1, m), log m within 6 of log n_max: what the
+    norm of the worst-case tokens reaches as n grows. It grows like R^2 e^{c R^2} with the radius.
     """
     at = relocated(heads, found.points(radius), causal=False)
 
@@ -178,7 +177,9 @@ def mean_field_norm(heads: Heads, found: Adversary, radius: float) -> tuple[floa
         return float(weighted_norm(at, weights))
 
     centre = min(found.gap(radius), 600.0)
-    log_m = _maximise(norm, centre - 6.0, centre + 6.0)
+    # There may be several humps: a grid finds the highest, golden sections its top.
+    top = max((centre + 0.5 * i for i in range(-12, 13)), key=norm)
+    log_m = _maximise(norm, top - 0.5, top + 0.5)
     return norm(log_m), math.exp(log_m)
 
 

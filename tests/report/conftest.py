@@ -23,6 +23,7 @@ from lipaudit.results import (
     Run,
     ScalingFitRow,
     ScalingRow,
+    ScalingSplitRow,
     Section,
 )
 
@@ -275,6 +276,21 @@ def _fit() -> Section:
     return Section(measure="scaling.fit", rows=rows)
 
 
+def _splits() -> Section:
+    row = ScalingSplitRow(
+        layer=1,
+        head=0,
+        module="blocks.1.attn",
+        n=64,
+        budget=0.31,
+        norm=2.2,
+        gain=1.3,
+        moved=2.19,
+        split=2.8,
+    )
+    return Section(measure="scaling.split", rows=(row,))
+
+
 def make_report(**changes: object) -> Report:
     run = Run(
         lipaudit="0.1.0",
@@ -295,6 +311,7 @@ def make_report(**changes: object) -> Report:
         preprocess={"mean": [0.5], "std": [0.5], "size": [8, 8]},
     )
     sections = (_bounds(), _layers(), _attention(), _jacobian(), _attack(), _scaling(), _fit())
+    sections += (_splits(),)
     return Report(run=run, sections=sections).model_copy(update=changes)
 
 

@@ -18,6 +18,7 @@ TITLES = {
     "attack": "Attacks",
     "scaling": "Norms over the sequence length",
     "scaling.fit": "Scaling exponents",
+    "scaling.split": "Splitting tokens before moving them",
 }
 
 
@@ -37,6 +38,7 @@ VIEWS: dict[str, View] = {
     "jacobian": jacobian.view,
     "attack": attack.view,
     "scaling": scaling.view,
+    "scaling.fit": scaling.view_fit,
 }
 """View of each section; a section without one is shown as a plain table of its rows."""
 

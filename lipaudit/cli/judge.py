@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ from lipaudit.cli.options import Common
 
 if TYPE_CHECKING:
     from lipaudit.gate import Judgement
-    from lipaudit.gate.comparison import Pair
+    from lipaudit.report.blocks import Part
     from lipaudit.results import Report
 
 COMPARE = "Compare and gate"
@@ -39,68 +39,62 @@ def report(reports: Reports, format: Format = None, output: Outputs = None) -> N
       [cyan]lipaudit report before.json after.json -f markdown[/]
     """
     from lipaudit import schema
+
+    _publish_pages([schema.load(path) for path in reports], format, output)
+
+
+def _publish_pages(
+    reports: list[Report],
+    format: str | None,
+    output: list[Path] | None,
+    *,
+    lead: Sequence[Part] = (),
+    json: bytes | None = None,
+) -> None:
+    """Write reports side by side: files, and stdout where a format or no file is named.
+
+    Args:
+        reports: one or more.
+        format: what stdout gets.
+        output: files; their extensions say the format.
+        lead: parts that go before the sections.
+        json: what the format json is, in place of the report.
+    """
     from lipaudit.cli.emit import renderer_of, write
-    from lipaudit.report import RENDERERS
-
-    loaded = [schema.load(path) for path in reports]
-    for path in output or ():
-        write(path, _render(RENDERERS, renderer_of(path), loaded))
-    if format is not None or not output:
-        sys.stdout.buffer.write(_render(RENDERERS, format or "table", loaded))
-
-
-def _render(renderers: dict[str, Any], name: str, reports: list[Report]) -> bytes:
     from lipaudit.errors import UsageError
+    from lipaudit.report import RENDERERS, render_terminal
 
-    if name not in renderers:
-        raise UsageError(f"unknown format {name!r}", f"Choose one of: {', '.join(renderers)}.")
-    return renderers[name](*reports)
+    def rendered(name: str) -> bytes:
+        if name == "json":
+            return json or RENDERERS["json"](*reports)
+        return RENDERERS[name](*reports, lead=lead)
+
+    if format is not None and format not in RENDERERS:
+        raise UsageError(f"unknown format {format!r}", f"Choose one of: {', '.join(RENDERERS)}.")
+    for path in output or ():
+        write(path, rendered(renderer_of(path)))
+    if format == "table" or not (format or output):
+        render_terminal(*reports, stream=sys.stdout, lead=lead)
+    elif format:
+        sys.stdout.buffer.write(rendered(format))
 
 
 @command("compare", panel=COMPARE)
 def compare(reports: Reports, format: Format = None, output: Outputs = None) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
-    [dim]Example:[/] [cyan]lipaudit compare before.json after.json[/]
+    [dim]Examples:[/]
+      [cyan]lipaudit compare before.json after.json[/]
+      [cyan]lipaudit compare standard.json jasmin.json robust.json -o compared.html[/]
     """
     from lipaudit import schema
-    from lipaudit.cli.emit import renderer_of, write
+    from lipaudit.cli.compared import parts
     from lipaudit.gate import compare as compared
-    from lipaudit.report import RENDERERS
 
     loaded = [schema.load(path) for path in reports]
     found = compared(loaded)
-    verdicts = "".join(map(_told, found.pairs))
-
-    def rendered(name: str) -> bytes:
-        if name == "json":
-            return found.model_dump_json(indent=2).encode() + b"\n"
-        page = _render(RENDERERS, name, loaded)
-        return verdicts.encode() + b"\n" + page if name == "table" else page
-
-    for path in output or ():
-        write(path, rendered(renderer_of(path)))
-    if format is not None or not output:
-        sys.stdout.buffer.write(rendered(format or "table"))
-
-
-def _told(pair: Pair) -> str:
-    """Write one comparison: a line per metric, and the change of every head."""
-    lines = [f"{pair.new} against {pair.old}"]
-    lines += [f"  {verdict.line}" for verdict in pair.verdicts]
-    lines += [f"  note: {note}" for note in pair.notes]
-    for ratios in pair.ratios:
-        lines += ["", f"{ratios.metric}, change of every head (layer down, head across)"]
-        lines += [f"{'layer':>7}" + "".join(f"{head:>8}" for head in ratios.heads)]
-        lines += [
-            f"{layer:>7}" + "".join(f"{_percent(value):>8}" for value in values)
-            for layer, values in zip(ratios.layers, ratios.values, strict=True)
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _percent(log_ratio: float | None) -> str:
-    return "-" if log_ratio is None else f"{math.expm1(log_ratio):+.1%}"
+    json = found.model_dump_json(indent=2).encode() + b"\n"
+    _publish_pages(loaded, format, output, lead=parts(found), json=json)
 
 
 @command("gate", panel=COMPARE)

@@ -16,8 +16,10 @@ DATA = "Data"
 OUTPUT = "Output"
 RUN = "Run"
 
-READING = ("arch", "model_kwargs", "mean", "std", "input_size")
-READING += ("max_tokens", "text_column", "label_column")
+READING = frozenset(
+    {"arch", "model_kwargs", "mean", "std", "input_size"}
+    | {"max_tokens", "text_column", "label_column"}
+)
 
 ModelSpec = Annotated[
     str,
@@ -117,7 +119,9 @@ class Common:
 
     def reading(self) -> dict[str, Any]:
         """Return what was given of the options that decide how the model and data are read."""
-        return {name: value for name in READING if (value := getattr(self, name)) is not None}
+        return {
+            name: value for name in sorted(READING) if (value := getattr(self, name)) is not None
+        }
 
     def resolved(self) -> Common:
         """Fill what was not given from the configuration file, and check the ranges.

@@ -12,7 +12,7 @@ from lipaudit.gate.judging import describe
 from lipaudit.gate.readings import row_names
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
 from lipaudit.gate.verdicts import Status, Verdict
-from lipaudit.results import SAMPLES, Column, Report, Section
+from lipaudit.results import SAMPLES, Column, Report, Section, labels
 from lipaudit.results.base import Float, Frozen
 
 LEVEL = 0.025
@@ -91,7 +91,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
     """
     if len(reports) < 2:
         raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
-    names = _names(reports)
+    names = labels(reports)
     pairs = tuple(
         _pair(reports[0], report, names[0], name)
         for report, name in zip(reports[1:], names[1:], strict=True)
@@ -200,11 +200,3 @@ def _distributions(reports: Sequence[Report], names: Sequence[str]) -> Iterator[
 
 def _float(cell: object) -> float:
     return float(cell) if isinstance(cell, int | float) else math.nan
-
-
-def _names(reports: Sequence[Report]) -> list[str]:
-    """Name each report by its model, with a letter in front where models repeat."""
-    specs = [report.run.model.spec for report in reports]
-    if len(set(specs)) == len(specs):
-        return specs
-    return [f"{chr(ord('A') + i)}: {spec}" for i, spec in enumerate(specs)]

@@ -8,22 +8,14 @@ from lipaudit.report.blocks import Block, Document, Paragraph, Part, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.diagnosis import diagnosis
 from lipaudit.report.views import TITLES, blocks, comparison, listed
-from lipaudit.results import Column, Report
+from lipaudit.results import Column, Report, labels
 
 LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
 
 
-def document(*reports: Report) -> Document:
-    """Lay out a report; several reports are set side by side."""
-    return _single(reports[0]) if len(reports) == 1 else _several(reports)
-
-
-def labels(reports: Sequence[Report]) -> list[str]:
-    """Name each report by its model, with a letter in front where models repeat."""
-    specs = [report.run.model.spec for report in reports]
-    if len(set(specs)) == len(specs):
-        return specs
-    return [f"{chr(ord('A') + index)}: {spec}" for index, spec in enumerate(specs)]
+def document(*reports: Report, lead: Sequence[Part] = ()) -> Document:
+    """Lay out a report; several reports are set side by side, below the parts that lead."""
+    return _single(reports[0]) if len(reports) == 1 else _several(reports, lead)
 
 
 def facts(report: Report) -> tuple[tuple[str, str], ...]:
@@ -65,7 +57,7 @@ def _single(report: Report) -> Document:
     )
 
 
-def _several(reports: Sequence[Report]) -> Document:
+def _several(reports: Sequence[Report], lead: Sequence[Part]) -> Document:
     names = labels(reports)
     measures = dict.fromkeys(s.measure for report in reports for s in report.sections)
     parts = []
@@ -82,6 +74,7 @@ def _several(reports: Sequence[Report]) -> Document:
         findings=(),
         parts=(
             Part("models", "Models", (_models(names, reports),)),
+            *lead,
             *parts,
             Part("reading", "How to read the figures", (Paragraph(LEGEND),)),
         ),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lipaudit.report import cells
-from lipaudit.report.blocks import Block, Curve, Density, Heatmap, Histogram, Scatter, Table
+from lipaudit.report.blocks import Block, Curve, Density, Heatmap, Histogram, Part, Scatter, Table
 from lipaudit.report.document import document
 from lipaudit.results import Report
 
@@ -13,8 +14,8 @@ MOST_ROWS = 1200
 """A folded table is cut here (the JSON has the rest), so that a page stays under 2 MB."""
 
 
-def render(*reports: Report) -> bytes:
-    """Write one report, or several side by side, as a page."""
+def render(*reports: Report, lead: Sequence[Part] = ()) -> bytes:
+    """Write one report, or several side by side, as a page; `lead` goes before the sections."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -25,8 +26,8 @@ def render(*reports: Report) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters |= {"plain": cells.plain, "drawn": _drawn, "tabulated": _tabulated}
-    page = environment.get_template("report.html").render(page=document(*reports), kind=kind)
-    return page.encode()
+    page = document(*reports, lead=lead)
+    return environment.get_template("report.html").render(page=page, kind=kind).encode()
 
 
 def kind(block: Block) -> str:

@@ -16,6 +16,7 @@ from lipaudit.report.blocks import (
     Histogram,
     Notes,
     Paragraph,
+    Part,
     Scatter,
     Table,
 )
@@ -27,9 +28,9 @@ BARS = 40
 PLOT = 60
 
 
-def render(*reports: Report) -> bytes:
-    """Write one report, or several side by side."""
-    page = document(*reports)
+def render(*reports: Report, lead: Sequence[Part] = ()) -> bytes:
+    """Write one report, or several side by side; `lead` goes before the sections."""
+    page = document(*reports, lead=lead)
     lines = [f"# {escape(page.title)}", ""]
     if page.partial:
         lines += ["**Partial: the run was cut short; what follows is incomplete.**", ""]

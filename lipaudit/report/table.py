@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -22,6 +22,7 @@ from lipaudit.report.blocks import (
     Histogram,
     Notes,
     Paragraph,
+    Part,
     Scatter,
     Table,
 )
@@ -35,11 +36,17 @@ PROSE = 100
 STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": "dim"}
 
 
-def render(*reports: Report, width: int | None = None, colour: str | None = None) -> bytes:
+def render(
+    *reports: Report,
+    lead: Sequence[Part] = (),
+    width: int | None = None,
+    colour: str | None = None,
+) -> bytes:
     """Write reports as text.
 
     Args:
         reports: one report, or several to set side by side.
+        lead: parts that go before the sections of several reports.
         width: columns of the terminal; None writes tables as wide as they are.
         colour: rich's colour system ("standard", "256", "truecolor"); None writes no escapes.
     """
@@ -53,18 +60,18 @@ def render(*reports: Report, width: int | None = None, colour: str | None = None
         legacy_windows=False,
     )
     with console.capture() as capture:
-        for item in _page(document(*reports), width or FULL, colour is not None):
+        for item in _page(document(*reports, lead=lead), width or FULL, colour is not None):
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
     text = capture.get().strip("\n").split("\n")
     return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
 
 
-def render_terminal(report: Report, stream: TextIO) -> None:
-    """Write a report to a stream: in its width and colours on a terminal, else in full width."""
+def render_terminal(*reports: Report, stream: TextIO, lead: Sequence[Part] = ()) -> None:
+    """Write reports to a stream: in its width and colours on a terminal, else in full width."""
     console = Console(file=stream, legacy_windows=False)
     width = console.width if console.is_terminal else None
     colour = None if console.no_color else console.color_system
-    stream.write(render(report, width=width, colour=colour).decode())
+    stream.write(render(*reports, lead=lead, width=width, colour=colour).decode())
 
 
 def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:

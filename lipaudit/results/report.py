@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -144,3 +145,11 @@ class Report(Frozen):
     def section(self, measure: str) -> Section | None:
         """Return the section of a measure, None when it was not measured."""
         return next((s for s in self.sections if s.measure == measure), None)
+
+
+def labels(reports: Sequence[Report]) -> list[str]:
+    """Name each report by its model, with a letter in front where models repeat."""
+    specs = [report.run.model.spec for report in reports]
+    if len(set(specs)) == len(specs):
+        return specs
+    return [f"{chr(ord('A') + index)}: {spec}" for index, spec in enumerate(specs)]

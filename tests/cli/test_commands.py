@@ -242,10 +242,26 @@ def test_strict_fails_on_what_is_not_proven(audited):
     assert done.returncode == 6, done.stdout + done.stderr
 
 
-def test_a_comparison_shows_the_change_of_every_head(audited):
-    done = lipaudit("compare", "run/report.json", "run/report.json", cwd=audited)
-    assert done.returncode == 0
-    assert "bounds.exact, change of every head" in done.stdout
+def test_a_comparison_shows_the_change_of_every_head_in_every_format(audited):
+    report = json.loads((audited / "run/report.json").read_text())
+    section = next(s for s in report["sections"] if s["measure"] == "bounds")
+    count = section["arrays"]["exact"]["shape"][1]
+    for i in range(5 * count, 6 * count):  # layer 1, head 1
+        section["arrays"]["exact"]["data"][i] *= 1.25
+    (audited / "louder.json").write_text(json.dumps(report))
+    files = ("-o", "compared.html", "-o", "compared.md", "-f", "table")
+    done = lipaudit("compare", "run/report.json", "louder.json", *files, cwd=audited)
+    assert done.returncode == 0, done.stderr
+    pages = [done.stdout, *((audited / f"compared.{end}").read_text() for end in ("html", "md"))]
+    for page in pages:
+        assert "B: demo against A: demo" in page
+        assert "bounds.exact: change of every head" in page
+        assert "+25.0%" in page
+        assert "Jacobian norm" in page
+    found = strict(
+        lipaudit("compare", "louder.json", "louder.json", "-f", "json", cwd=audited).stdout
+    )
+    assert [pair["old"] for pair in found["pairs"]] == ["A: demo"]
 
 
 def test_learning_commands_print_something_useful(tmp_path):

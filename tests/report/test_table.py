@@ -77,17 +77,17 @@ def terminal(monkeypatch):
 
 
 def test_a_terminal_gets_its_width_and_its_colours(report, terminal):
-    render_terminal(report, terminal)
+    render_terminal(report, stream=terminal)
     assert terminal.getvalue().encode() == table.render(report, width=70, colour="256")
 
 
 def test_no_color_is_honoured(report, terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    render_terminal(report, terminal)
+    render_terminal(report, stream=terminal)
     assert terminal.getvalue().encode() == table.render(report, width=70)
 
 
 def test_a_file_gets_plain_text_of_full_width(report):
     file = io.StringIO()
-    render_terminal(report, file)
+    render_terminal(report, stream=file)
     assert file.getvalue().encode() == table.render(report)

@@ -1,0 +1,75 @@
+"""A comparison as the first parts of a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lipaudit.gate.comparison import Comparison, HeadRatios, Pair
+from lipaudit.gate.verdicts import Verdict, amount, number
+from lipaudit.report.blocks import Block, Heatmap, Notes, Paragraph, Part, Table
+from lipaudit.results import Column, Note
+
+CHANGE = Column(label="change", meaning="New over old, less one.", format="+.1%")
+HOW = (
+    "Changes are paired: each sample is compared with itself. Limits are those of a 95 % interval "
+    "for each figure by itself; figures without limits are compared as they are, on these samples."
+)
+
+
+def parts(found: Comparison) -> tuple[Part, ...]:
+    """Return a part for every model but the first: its figures, its heads, what else differs."""
+    return tuple(
+        Part(f"change-{i}", f"{pair.new} against {pair.old}", tuple(_blocks(pair)))
+        for i, pair in enumerate(found.pairs)
+    )
+
+
+def _blocks(pair: Pair) -> list[Block]:
+    judged = [verdict for verdict in pair.verdicts if not verdict.reason]
+    notes = [_note("differs", text) for text in pair.notes]
+    notes += [
+        _note("not-compared", f"{verdict.metric} is not compared: {verdict.reason}")
+        for verdict in pair.verdicts
+        if verdict.reason
+    ]
+    maps = map(_heatmap, pair.ratios)
+    return [Paragraph(HOW), _table(judged), *maps, *([Notes(tuple(notes))] if notes else [])]
+
+
+def _note(code: str, text: str) -> Note:
+    return Note(level="info", code=code, text=text)
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
+    labels = ("metric", "old", "new", "change", "verdict", "95 % limits", "samples")
+    return Table(
+        title="",
+        columns=tuple(Column(label=label, meaning="", format="s") for label in labels),
+        rows=tuple(map(_row, verdicts)),
+        strong=frozenset(
+            i for i, v in enumerate(verdicts) if v.status in ("regressed", "improved")
+        ),
+    )
+
+
+def _row(verdict: Verdict) -> tuple[str | None, ...]:
+    old, new = (None if v is None else number(v) for v in (verdict.old, verdict.new))
+    change = None if verdict.change is None else amount(verdict.change, verdict.unit)
+    limits = None
+    if verdict.low is not None and verdict.high is not None:
+        limits = f"{amount(verdict.low, verdict.unit)} to {amount(verdict.high, verdict.unit)}"
+    samples = str(verdict.samples) if verdict.samples else None
+    return (verdict.metric, old, new, change, verdict.status, limits, samples)
+
+
+def _heatmap(ratios: HeadRatios) -> Heatmap:
+    return Heatmap(
+        title=f"{ratios.metric}: change of every head",
+        values=tuple(
+            tuple(None if v is None else math.expm1(v) for v in line) for line in ratios.values
+        ),
+        rows=tuple(map(str, ratios.layers)),
+        columns=tuple(map(str, ratios.heads)),
+        column=CHANGE,
+    )

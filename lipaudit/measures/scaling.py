@@ -6,7 +6,6 @@ worst case (`measures.worst`) needs only the weights of a head and the radius of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -16,21 +15,21 @@ import torch
 from pydantic import Field
 
 from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
-from lipaudit.measures.base import Measure, Options, Part, Values, joined, notes, number
+from lipaudit.measures.base import Measure, Options, Part, Values, joined, notes
+from lipaudit.measures.exponents import bound_exponents, fit_of, groups, points, with_fit
 from lipaudit.measures.layers import HeadName
 from lipaudit.measures.lengths import cut, require_lengths
 from lipaudit.measures.worst import worst_case
 from lipaudit.models.net import Net
-from lipaudit.results import Note, ScalingFitRow, ScalingRow, ScalingSplitRow, Section
-from lipaudit.theory.scaling import PowerLaw, power_law
+from lipaudit.results import Note, ScalingRow, ScalingSplitRow, Section
+from lipaudit.theory.scaling import PowerLaw
 
 Mode = Literal["real", "adversarial", "radius", "ascent", "split"]
 BOUNDS = ("sharp", "theorem3", "castin")
 OF_HEADS = ("exact", "radius", "tokens", "splitting_gain", *BOUNDS)
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
-WELL_UNDER = 10
-"""The sqrt n law is fitted up to n_max over this."""
 
 
 class ScalingOptions(Options):
@@ -41,7 +40,8 @@ class ScalingOptions(Options):
         modes: what is measured.
         heads: LAYER.HEAD or all: of the worst case (None: the most amplifying head of each layer)
             and, on data, beside the layers.
-        radius: of the worst case, beside the layer's own; None puts n_max amid the lengths.
+        radius: of the worst case, beside the layer's own; None: where n_max is amid the lengths,
+            if that is smaller.
         mask: of the worst case: own, none, causal or both.
         tol: relative tolerance of the norms.
     """
@@ -72,36 +72,65 @@ def _first(net: Net, batch: Batch) -> Batch:
     return one if one.mask is None else cut(net, one, int(one.mask.sum()))[0]
 
 
+Cut = tuple[int, Batch, torch.Tensor]
+"""Index of a length, the samples at that length, and which of the batch they are."""
+
+
 def _on_data(
     net: Net, batch: Batch, options: ScalingOptions
 ) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
     """Return arrays (samples, lengths, heads or layers); NaN where a sample is too short."""
     if {"real", "split"}.isdisjoint(options.modes):
         return {}, {}, ()
-    require_lengths(net, batch, options.lengths)
-    # The longest first: the model is surveyed on it.
-    cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(options.lengths)])]
-    cuts = [(i, part, which) for i, part, which in cuts if len(part)]
-    how = {"seed": options.seed, "tol": options.tol}
-    parts = [
-        *bounds.run(
-            net, (c for _, c, _ in cuts), bounds.BoundsOptions(layers=options.layers, **how)
-        )
-    ]
+    cuts = _cuts(net, batch, options.lengths)
+    how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
+    of_heads = bounds.BoundsOptions(layers=options.layers, **how)
+    parts = list(bounds.run(net, (c for _, c, _ in cuts), of_heads))
+    found = [{n: part.values[n] for n in (*OF_HEADS, *OF_LAYERS)} for part in parts]
     facts = dict(parts[0].facts)
-    whole = jacobian.run(net, (c for _, c, _ in cuts), jacobian.JacobianOptions(**how))
-    found = [dict(part.values) for part in parts]
+    missed = sum(int(part.values["missed"].sum()) for part in parts)
     if "real" in options.modes:
+        whole = jacobian.run(net, (c for _, c, _ in cuts), jacobian.JacobianOptions(**how))
         for values, part in zip(found, whole, strict=True):
             values["model"] = part.values["norm"][:, None]
+            missed += int((~part.values["converged"]).sum())
             facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
-    shape = len(batch), len(options.lengths)
-    names = (*OF_HEADS, *OF_LAYERS, *(["model"] if "real" in options.modes else []))
-    arrays = {n: np.full((*shape, found[0][n].shape[1]), np.nan) for n in names}
+    arrays = _scattered(cuts, found, (len(batch), len(options.lengths)))
+    return arrays, facts, notes(parts) + _missed(missed)
+
+
+def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
+    """Cut the samples to every length; the longest first: the model is surveyed on it.
+
+    Raises:
+        InputError: no sample reaches the shortest length, or the model takes its own only.
+    """
+    if net.kind != "text":
+        require_lengths(net, batch, lengths)
+    cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(lengths)])]
+    kept = [(i, part, which) for i, part, which in cuts if len(part)]
+    if not kept:
+        raise InputError(
+            f"the samples {', '.join(batch.ids)} have fewer than {lengths[0]} tokens",
+            "Start --lengths lower, or give longer texts.",
+        )
+    return kept
+
+
+def _scattered(
+    cuts: Sequence[Cut], found: Sequence[Mapping[str, Values]], shape: tuple[int, int]
+) -> dict[str, Values]:
+    """Put what was found at each length where its samples and the length belong."""
+    arrays = {n: np.full((*shape, v.shape[1]), np.nan) for n, v in found[0].items()}
     for (i, _, which), values in zip(cuts, found, strict=True):
-        for name in names:
-            arrays[name][which.numpy(), i] = values[name]
-    return arrays, facts, notes(parts)
+        for name, array in arrays.items():
+            array[which.numpy(), i] = values[name]
+    return arrays
+
+
+def _missed(count: int) -> tuple[Note, ...]:
+    text = f"{count} norms did not converge to tol: they are lower estimates"
+    return (Note(level="warning", code="not-converged", text=text),) if count else ()
 
 
 @dataclass(frozen=True)
@@ -121,12 +150,12 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     facts = parts[0].facts
     rows, fits = [], []
     for curve in _curves(found, facts, options) if found else ():
-        law, fit = _fit(curve.name, curve.n, curve.norm, curve.radius)
+        law, fit = fit_of(curve.name, curve.n, curve.norm, curve.radius)
         rows += list(_rows(curve, law))
-        fits.append(fit.model_copy(update=_bound_exponents(curve)))
-    for name, group in _groups([ScalingRow(**cells) for cells in facts["rows"]]):
-        law, fit = _fit(name, *_points(group))
-        rows += [_with_fit(row, law) for row in group]
+        fits.append(fit.model_copy(update=bound_exponents(curve.n, curve.bounds)))
+    for name, group in groups([ScalingRow(**cells) for cells in facts["rows"]]):
+        law, fit = fit_of(name, *points(group))
+        rows += [with_fit(row, law) for row in group]
         fits += [fit] if fit.exponent is not None else []
     sections = [
         Section(
@@ -207,69 +236,12 @@ def _rows(curve: Curve, law: PowerLaw) -> Iterator[ScalingRow]:
             norm_high=float(norms.max()),
             **{f"bound_{k}": _middle(v[:, i], np.median) for k, v in curve.bounds.items()},
         )
-        yield _with_fit(row, law)
+        yield with_fit(row, law)
 
 
 def _middle(values: Values, middle: Callable[[Values], Any]) -> float | None:
     kept = values[~np.isnan(values)]
     return float(middle(kept)) if len(kept) else None
-
-
-def _groups(rows: Sequence[ScalingRow]) -> Iterator[tuple[dict[str, Any], list[ScalingRow]]]:
-    """Yield the rows of each head, mode and mask, in the order of modes and heads."""
-    keys = ("mode", "layer", "head", "masked")
-    groups: dict[tuple[Any, ...], list[ScalingRow]] = {}
-    for row in rows:
-        groups.setdefault(tuple(getattr(row, key) for key in keys), []).append(row)
-    for key, group in groups.items():
-        yield dict(zip(keys, key, strict=True)), group
-
-
-def _points(rows: Sequence[ScalingRow]) -> tuple[Values, Values, Values]:
-    kept = [row for row in rows if _in_law(row)]
-    columns = [[getattr(row, name) for row in kept] for name in ("n", "norm", "radius")]
-    n, norm, radius = np.array(columns, dtype=np.float64)
-    return n, norm, radius
-
-
-def _in_law(row: ScalingRow) -> bool:
-    """Whether a row is where a power law is expected."""
-    return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
-
-
-def _fit(
-    name: Mapping[str, Any], n: Values, norm: Values, radius: Values
-) -> tuple[PowerLaw, ScalingFitRow]:
-    """Fit the norms against n alone, and against n and R together."""
-    kept = np.isfinite(norm) & (norm > 0)
-    points = [torch.from_numpy(values[kept]) for values in (n, norm, radius)]
-    known = len(points[2]) > 0 and bool(points[2].isfinite().all())
-    alone = power_law(points[0], points[1])
-    joint = power_law(*points) if known else PowerLaw(*[math.nan] * 6)
-    row = ScalingFitRow(
-        **{key: value for key, value in name.items() if key != "module"},
-        exponent=number(alone.exponent),
-        exponent_se=number(alone.exponent_se),
-        r2=number(alone.r2),
-        joint_exponent=number(joint.exponent),
-        joint_exponent_se=number(joint.exponent_se),
-        radius_exponent=number(joint.radius_exponent),
-        radius_exponent_se=number(joint.radius_exponent_se),
-    )
-    return alone, row
-
-
-def _bound_exponents(curve: Curve) -> dict[str, float | None]:
-    return {
-        f"{name}_exponent": _fit({}, curve.n, bound, np.full_like(bound, np.nan))[1].exponent
-        for name, bound in curve.bounds.items()
-    }
-
-
-def _with_fit(row: ScalingRow, law: PowerLaw) -> ScalingRow:
-    if math.isnan(law.exponent) or row.mode == "ascent" or not _in_law(row):
-        return row
-    return row.model_copy(update={"fitted": law.constant * row.n**law.exponent})
 
 
 def _remarks(

@@ -67,9 +67,11 @@ class Case:
     options: ScalingOptions
 
     def radii(self) -> tuple[float, ...]:
-        """Return the layer's own R and the smaller one: by default n_max lies amid the lengths."""
+        """Return the layer's own R and another: if not given, where n_max is amid the lengths."""
+        if self.options.radius is not None:
+            return self.own, self.options.radius
         lengths = self.options.lengths
-        small = self.options.radius or self.found.radius(math.sqrt(lengths[0] * lengths[-1]))
+        small = self.found.radius(math.sqrt(lengths[0] * lengths[-1]))
         return (self.own, small) if small < self.own else (self.own,)
 
     def norm(self, n: int, radius: float, *, masked: bool) -> float:

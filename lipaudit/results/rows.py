@@ -186,7 +186,7 @@ class ScalingRow(Row):
     head: int | None = column("head", "Head; empty: the layer.", format="d")
     module: str = column("module", "Module.", "", format="s")
     mode: str = column("mode", "real, adversarial, radius, ascent or split.", "", format="s")
-    masked: bool = column("masked", "Whether later keys are masked.", False)
+    masked: bool | None = column("masked", "Worst case: whether later keys are masked.")
     n: int = column("n", "Tokens.", ..., format="d")
     radius: Float | None = column("R", "max_i ||x_i||, mean over the windows.")
     n_max: Float | None = column(
@@ -216,7 +216,7 @@ class ScalingFitRow(Row):
     layer: int | None = column("layer", "Attention layer; empty: the model.", format="d")
     head: int | None = column("head", "Head; empty: the layer.", format="d")
     mode: str = column("mode", "Which rows were fitted.", "", format="s")
-    masked: bool = column("masked", "Whether later keys are masked.", False)
+    masked: bool | None = column("masked", "Worst case: whether later keys are masked.")
     exponent: Float | None = column("exponent", "a of c n^a.", status="estimate")
     exponent_se: Float | None = column("s.e.", "Its standard error.", status="estimate")
     r2: Float | None = column("R2", "Share of variance that n explains.", status="estimate")

@@ -1,0 +1,77 @@
+"""Power laws of the measure `scaling`: which rows are fitted, and what the fits say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lipaudit.measures.base import Values, number
+from lipaudit.results import ScalingFitRow, ScalingRow
+from lipaudit.theory.scaling import PowerLaw, power_law
+
+WELL_UNDER = 10
+"""The sqrt n law is fitted up to n_max over this."""
+
+
+def groups(rows: Sequence[ScalingRow]) -> Iterator[tuple[dict[str, Any], list[ScalingRow]]]:
+    """Yield the rows of each head, mode and mask, in the order of modes and heads."""
+    keys = ("mode", "layer", "head", "masked")
+    groups: dict[tuple[Any, ...], list[ScalingRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple(getattr(row, key) for key in keys), []).append(row)
+    for key, group in groups.items():
+        yield dict(zip(keys, key, strict=True)), group
+
+
+def points(rows: Sequence[ScalingRow]) -> tuple[Values, Values, Values]:
+    """Return n, norm and R of the rows where a power law is expected."""
+    kept = [row for row in rows if _in_law(row)]
+    columns = [[getattr(row, name) for row in kept] for name in ("n", "norm", "radius")]
+    n, norm, radius = np.array(columns, dtype=np.float64)
+    return n, norm, radius
+
+
+def _in_law(row: ScalingRow) -> bool:
+    """Whether a row is where a power law is expected."""
+    return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
+
+
+def fit_of(
+    name: Mapping[str, Any], n: Values, norm: Values, radius: Values
+) -> tuple[PowerLaw, ScalingFitRow]:
+    """Fit the norms against n alone, and against n and R together."""
+    kept = np.isfinite(norm) & (norm > 0)
+    lengths, norms, radii = (torch.from_numpy(values[kept]) for values in (n, norm, radius))
+    alone = power_law(lengths, norms)
+    known = bool(radii.isfinite().all())
+    joint = power_law(lengths, norms, radii) if known else PowerLaw(*[math.nan] * 6)
+    row = ScalingFitRow(
+        **{key: value for key, value in name.items() if key != "module"},
+        exponent=number(alone.exponent),
+        exponent_se=number(alone.exponent_se),
+        r2=number(alone.r2),
+        joint_exponent=number(joint.exponent),
+        joint_exponent_se=number(joint.exponent_se),
+        radius_exponent=number(joint.radius_exponent),
+        radius_exponent_se=number(joint.radius_exponent_se),
+    )
+    return alone, row
+
+
+def bound_exponents(n: Values, bounds: Mapping[str, Values]) -> dict[str, float | None]:
+    """Return the exponent of every bound, as columns of the fit."""
+    return {
+        f"{name}_exponent": fit_of({}, n, bound, np.full_like(bound, np.nan))[1].exponent
+        for name, bound in bounds.items()
+    }
+
+
+def with_fit(row: ScalingRow, law: PowerLaw) -> ScalingRow:
+    """Return a row with what the fit says there, where it is expected to hold."""
+    if math.isnan(law.exponent) or row.mode == "ascent" or not _in_law(row):
+        return row
+    return row.model_copy(update={"fitted": law.constant * row.n**law.exponent})

@@ -21,24 +21,34 @@ SUFFIXES = {
     ".html": "html",
     ".htm": "html",
     ".txt": "table",
+    ".png": "png",
 }
 
 
-def check_outputs(common: Common) -> None:
+def check_outputs(common: Common, *, drawn: bool = False) -> None:
     """Refuse an unknown format or an unwritable file before any work is done.
 
+    Args:
+        common: the shared options.
+        drawn: whether there will be an attention map, which is what a PNG shows.
+
     Raises:
-        UsageError: for an unknown format or file name extension.
+        UsageError: for an unknown format or file name extension, or a PNG of nothing.
         EvaluationError: for a file that cannot be written.
     """
     from lipaudit.report import RENDERERS
 
+    formats = {common.format, *map(renderer_of, common.output or ())}
+    if "png" in formats and not drawn:
+        raise UsageError(
+            "a PNG shows one attention map",
+            "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws one.",
+        )
     if common.format is not None and common.format not in RENDERERS:
         raise UsageError(
             f"unknown format {common.format!r}", f"Choose one of: {', '.join(RENDERERS)}."
         )
     for path in common.output or ():
-        renderer_of(path)
         folder = path.resolve().parent
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")

@@ -56,6 +56,14 @@ def attention(
     p_norm_tokens: Annotated[
         int, typer.Option(help="Leave ||P|| out above this many tokens.")
     ] = 2048,
+    map: Annotated[
+        str | None,
+        typer.Option(help="Draw the map of LAYER.HEAD on the first sample; -o map.png too."),
+    ] = None,
+    query: Annotated[
+        int | None,
+        typer.Option(help="With --map: draw this row of it, the mean over the samples."),
+    ] = None,
 ) -> None:
     """How each head distributes its attention, and which heads are in the fragile regime.
 
@@ -63,13 +71,16 @@ def attention(
 
     [dim]Examples:[/]
       [cyan]lipaudit attention demo[/]
-      [cyan]lipaudit attention ./my-bert --data reviews.csv --layers 0,5-7[/]
+      [cyan]lipaudit attention demo --map 1.3 -o map.png[/]
+      [cyan]lipaudit attention ./my-bert --data reviews.csv --map 3.1 --query 0[/]
     """
     from lipaudit.measures import parse_layers
     from lipaudit.measures.attention import AttentionOptions
 
-    given = {"layers": parse_layers(layers), "gamma": gamma, "k": k}
-    given["p_norm_tokens"] = p_norm_tokens
+    if query is not None and map is None:
+        raise UsageError("--query needs --map", "Example: --map 3.1 --query 0")
+    given: dict[str, object] = {"layers": parse_layers(layers), "gamma": gamma, "k": k}
+    given |= {"p_norm_tokens": p_norm_tokens, "map": map, "query": query}
     run_measures(model, common, attention=options_of(AttentionOptions, common, given))
 
 

@@ -89,7 +89,7 @@ class Common:
         _option(
             "--output",
             "-o",
-            help="Also write FILE (.json, .md, .html, .txt); repeatable.",
+            help="Also write FILE (.json, .md, .html, .txt; .png: a map); repeatable.",
             panel=OUTPUT,
         ),
     ] = None

@@ -55,7 +55,7 @@ def run(
         LipauditError: whatever goes wrong, with the exit code it deserves.
     """
     common = common.resolved()
-    check_outputs(common)
+    check_outputs(common, drawn=any(getattr(o, "map", None) for o in measures.values()))
     net = load(spec, _load_options(common))
     wanted = {name: _count(name, common, counts or {}) for name in measures}
     samples = _samples(net, common, measures, wanted, skip_unlabelled)

@@ -7,14 +7,26 @@ histograms are kept: a map of 8192 x 8192 is never held.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.base import Measure, Options, Part, joined, notes, number, sample_ids
+from lipaudit.errors import UsageError
+from lipaudit.measures import maps
+from lipaudit.measures.base import (
+    Measure,
+    Options,
+    Part,
+    Values,
+    joined,
+    notes,
+    number,
+    sample_ids,
+)
 from lipaudit.measures.layers import Reduced, by_layer, head_names, summed
 from lipaudit.models.capture import Layer
 from lipaudit.models.net import Net
@@ -49,22 +61,57 @@ class AttentionOptions(Options):
         gamma: rows with g_1 above it are intermediate.
         k: the k of g_1 / g_k.
         p_norm_tokens: ||P|| is left out above this many tokens.
+        map: LAYER.HEAD of a head whose map is kept, of the first sample. Neither this nor `query`
+            is a setting: they change no number.
+        query: keep this row of it in place of the map, the mean over all samples.
     """
 
     gamma: float = Field(0.1, gt=0, lt=0.25)
     k: int = Field(10, gt=1)
     p_norm_tokens: int = 2048
+    map: str | None = Field(None, exclude=True)
+    query: int | None = Field(None, ge=0, exclude=True)
+
+    @field_validator("map")
+    @classmethod
+    def _named(cls, text: str | None) -> str | None:
+        return None if text is None else "{}.{}".format(*maps.parse_head(text))
 
 
 def run(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:
-    """Yield the sums, maxima and histograms of every head, per sample."""
+    """Yield the sums, maxima and histograms of every head, per sample, and what is to be drawn.
+
+    Raises:
+        UsageError: the head to be drawn is not there.
+    """
+    layer_drawn, head_drawn = maps.parse_head(options.map) if options.map else (None, 0)
+    drawn: dict[str, Values] = {}
 
     def reduce(layer: Layer, batch: Batch) -> Reduced:
+        if layer.site.index == layer_drawn:
+            drawn.update(maps.draw(layer, head_drawn, options.query))
         return layer_statistics(layer, options)
 
-    yield from by_layer(
+    parts = by_layer(
         net, batches, options.layers, reduce, lambda sites: {"heads": head_names(sites)}
     )
+    if options.map is None:
+        yield from parts
+    for part in parts:
+        yield _with_drawn(part, drawn, options)
+
+
+def _with_drawn(part: Part, drawn: dict[str, Values], options: AttentionOptions) -> Part:
+    """Add the map to the facts (it is one sample's), or the rows to the values."""
+    if not drawn:
+        last = part.facts["heads"][-1].layer
+        raise UsageError(
+            f"layer {str(options.map).partition('.')[0]} is not measured: no map of it",
+            f"Layers are counted from 0; the last one here is {last} (see --layers).",
+        )
+    if options.query is None:
+        return replace(part, facts={**part.facts, "drawn": dict(drawn)})
+    return replace(part, values={**part.values, **drawn})
 
 
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
@@ -171,7 +218,10 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     ids = {"ids": sample_ids(parts)}
     settings = options.model_dump()
     found = Section(measure="attention", settings=settings, rows=rows, samples=ids)
-    return [found.model_copy(update={"arrays": _arrays(parts), "notes": notes(parts)})]
+    arrays = _arrays(parts)
+    if options.map is not None:
+        arrays |= maps.arrays(parts, options.map, options.query)
+    return [found.model_copy(update={"arrays": arrays, "notes": notes(parts)})]
 
 
 def _arrays(parts: Sequence[Part]) -> dict[str, Array]:

@@ -16,12 +16,26 @@ def describe(block: Heatmap | Histogram | Scatter | Curve | Density) -> str:
             ends = f"{number(block.edges[0], '.3g')} to {number(block.edges[-1], '.3g')}"
             return f"{block.title}: histogram of {pretty(block.x.label)} from {ends}."
         case Density():
-            return _density(block)
+            return f"{block.title}: {extent(block)}"
         case Scatter() | Curve():
             names = ", ".join(series.label for series in block.series)
             return (
                 f"{block.title}: {pretty(block.y.label)} over {pretty(block.x.label)} for {names}."
             )
+
+
+def extent(block: Density) -> str:
+    """Describe a density without its title."""
+    height, width = len(block.values), len(block.values[0])
+    value, y, x = max(
+        (v or 0.0, y, x) for y, row in enumerate(block.values) for x, v in enumerate(row)
+    )
+    at_x = _centre(block.x_range, x, width)
+    at_y = _centre(block.y_range, y, height)
+    return (
+        f"{height} x {width} entries, largest {text(value, block.value)} at "
+        f"{pretty(block.x.label)} {at_x}, {pretty(block.y.label)} {at_y}."
+    )
 
 
 def _peak(block: Heatmap) -> str:
@@ -35,19 +49,6 @@ def _peak(block: Heatmap) -> str:
         return ""
     value, row, column = max(cells)
     return f", largest {text(value, block.column)} at {row}.{column}"
-
-
-def _density(block: Density) -> str:
-    height, width = len(block.values), len(block.values[0])
-    value, y, x = max(
-        (v or 0.0, y, x) for y, row in enumerate(block.values) for x, v in enumerate(row)
-    )
-    at_x = _centre(block.x_range, x, width)
-    at_y = _centre(block.y_range, y, height)
-    return (
-        f"{block.title}: {height} x {width} entries, largest {text(value, block.value)} at "
-        f"{pretty(block.x.label)} {at_x}, {pretty(block.y.label)} {at_y}."
-    )
 
 
 def _centre(ends: tuple[float, float], index: int, bins: int) -> str:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lipaudit.report.blocks import Curve, Histogram, Scatter
+from lipaudit.report.blocks import Curve, Density, Histogram, Scatter
 from lipaudit.report.cells import number, plain, pretty
 
 LEVELS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉"
 POINTS = "o+x*#@%&"
+SHADES = " ░▒▓█"
 
 
 def level(share: float) -> str:
@@ -64,6 +65,36 @@ def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
         column = round((x - x0) / (x1 - x0) * (width - 1))
         grid[round((y1 - y) / (y1 - y0) * (height - 1))][column] = glyph
     return _framed(block, grid, (x0, x1, y0, y1), log)
+
+
+def pixels(block: Density, width: int) -> list[list[float]]:
+    """Lay a density out as shares of 0 to 1, two lines of them per line of text.
+
+    Entries become squares of equal size, or squares of entries become their mean. Shares are
+    roots, as in the picture: small entries stay visible.
+    """
+    import numpy as np
+
+    values = np.array(block.values, dtype=np.float64)
+    join = -(-values.shape[1] // width)
+    rows, columns = (range(0, size, join) for size in values.shape)
+    sums = np.add.reduceat(np.add.reduceat(values, rows, 0), columns, 1)
+    counts = np.add.reduceat(np.add.reduceat(np.ones_like(values), rows, 0), columns, 1)
+    shares = np.sqrt(sums / counts / (float((sums / counts).max()) or 1.0))
+    shares = shares if block.down else shares[::-1]
+    times = next((t for t in (4, 2) if t * shares.shape[1] <= width), 1)
+    large = shares.repeat(times, 0).repeat(times, 1)
+    found: list[list[float]] = np.pad(large, ((0, len(large) % 2), (0, 0))).tolist()
+    return found
+
+
+def density(block: Density, width: int) -> list[str]:
+    """Draw a density in shades."""
+    shares = pixels(block, width)
+    return [
+        "".join(SHADES[round((a + b) / 2 * (len(SHADES) - 1))] for a, b in zip(*pair, strict=True))
+        for pair in zip(shares[::2], shares[1::2], strict=True)
+    ]
 
 
 def legend(block: Scatter | Curve) -> str:

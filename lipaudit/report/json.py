@@ -16,6 +16,7 @@ def render(*reports: Report) -> bytes:
     if len(reports) != 1:
         raise UsageError(
             f"{len(reports)} reports do not fit one JSON file",
-            "Choose table, markdown or html to set them side by side.",
+            "lipaudit compare A.json B.json -f json writes what changed; table, markdown and html "
+            "set reports side by side.",
         )
     return schema.dumps(reports[0]).encode()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from lipaudit.report import cells, glyphs
-from lipaudit.report.alt import describe
+from lipaudit.report.alt import extent
 from lipaudit.report.blocks import (
     Block,
     Curve,
@@ -67,7 +67,7 @@ def _block(block: Block) -> Iterator[str]:
         case Scatter() | Curve():
             yield from _drawn(block.title, glyphs.plot(block, PLOT), glyphs.legend(block))
         case Density():
-            yield f"*{escape(describe(block))}*"
+            yield from _drawn(block.title, glyphs.density(block, PLOT), extent(block))
         case Paragraph():
             yield escape(block.text)
         case Notes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
+import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ Picture = Heatmap | Histogram | Scatter | Curve | Density
 
 INK = "#010203"
 """Stands for the page's own colour of text, which the browser fills in: light or dark."""
+MOST_MARKED = 64
+"""A line of more points is drawn without marks."""
 MANY = 500
 """Above this many marks the marks are a PNG inside the SVG."""
 WIDTH, HEIGHT = 4.9, 3.3
@@ -53,6 +56,16 @@ STYLE: dict[Any, Any] = {
 
 def svg(block: Picture) -> str:
     """Draw a picture as an SVG element with an alternative text; equal blocks give equal bytes."""
+    look = {"format": "svg", "transparent": True, "dpi": 160, "metadata": {"Date": None}}
+    return _inline(_drawn(block, look).decode(), describe(block))
+
+
+def png(block: Picture) -> bytes:
+    """Draw a picture with its title as a PNG file, dark on white."""
+    return _drawn(block, {"format": "png", "dpi": 200}, titled=True)
+
+
+def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -61,11 +74,12 @@ def svg(block: Picture) -> str:
         mpl.rcParams.update(STYLE)
         mpl.rcParams["svg.hashsalt"] = f"{type(block).__name__} {block.title}"
         figure = Figure(figsize=_size(block), layout="constrained")
-        axes = figure.add_subplot()
-        DRAW[type(block)](axes, block)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, dpi=160, metadata={"Date": None})
-    return _inline(file.getvalue(), describe(block))
+        if titled:
+            figure.suptitle(textwrap.fill(plain(block.title), 44), fontsize=10)
+        DRAW[type(block)](figure.add_subplot(), block)
+        file = io.BytesIO()
+        figure.savefig(file, **look)
+    return file.getvalue()
 
 
 def _size(block: Picture) -> tuple[float, float]:
@@ -226,7 +240,7 @@ def _line(axes: Axes, series: Series, index: int) -> None:
     if series.guide:
         axes.plot(series.x, series.y, label=plain(series.label), linewidth=0.7, **look)
         return
-    marker = MARKERS[index % len(MARKERS)]
+    marker = MARKERS[index % len(MARKERS)] if len(series.x) <= MOST_MARKED else ""
     if series.fit:
         axes.plot(series.x, _array(series.fit), linewidth=1.0, **look)
         look["linestyle"] = ""

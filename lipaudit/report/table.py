@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from lipaudit.report import cells, glyphs
-from lipaudit.report.alt import describe
+from lipaudit.report.alt import extent
 from lipaudit.report.blocks import (
     Block,
     Curve,
@@ -33,6 +33,7 @@ from lipaudit.results import Report
 
 FULL = 100_000
 PROSE = 100
+MAP = 64
 STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": "dim"}
 
 
@@ -113,7 +114,9 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield _title(block.title, width)
             yield Text("\n".join(_drawing(block, width)))
         case Density():
-            yield Text("\n".join(["", *wrap(describe(block), min(width, PROSE))]))
+            yield _title(block.title, width)
+            yield from _density(block, min(width - 1, MAP), colour)
+            yield Text("\n".join(wrap(extent(block), min(width, PROSE))), STYLES["note"])
         case Paragraph():
             yield Text("\n".join(wrap(block.text, min(width, PROSE))))
         case Notes():
@@ -126,6 +129,20 @@ def _drawing(block: Histogram | Scatter | Curve, width: int) -> list[str]:
         return [*glyphs.histogram(block, min(40, width - 30)), cells.standing(block.x)]
     plot = glyphs.plot(block, min(60, width - 12))
     return [*plot, *wrap(glyphs.legend(block), min(width, PROSE))]
+
+
+def _density(block: Density, width: int, colour: bool) -> Iterator[Text]:
+    """Draw a density in shades, or in colours with two of its lines in a line of half blocks."""
+    if not colour:
+        yield from map(Text, glyphs.density(block, width))
+        return
+    shares = glyphs.pixels(block, width)
+    for above, below in zip(shares[::2], shares[1::2], strict=True):
+        line = Text()
+        for pair in zip(above, below, strict=True):
+            upper, lower = (f"rgb{viridis(share)}".replace(" ", "") for share in pair)
+            line.append("▀", Style(color=upper, bgcolor=lower))
+        yield line
 
 
 def _title(title: str, width: int) -> Text:

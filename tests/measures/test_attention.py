@@ -7,6 +7,7 @@ import transformers
 from torch import nn
 
 from lipaudit.data.batch import Batch
+from lipaudit.errors import UsageError
 from lipaudit.measures.attention import MEANS, AttentionOptions, run, summarise
 from lipaudit.models.assembly import assemble
 from lipaudit.models.spec import LoadOptions, ModelSpec
@@ -146,3 +147,67 @@ def test_a_batch_in_pieces_gives_the_same_section():
             assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-9)
     assert whole.arrays["g1_ratio_hist"].data == parts.arrays["g1_ratio_hist"].data
     assert sum(whole.arrays["p1p2_hist"].data) == 4 * 12 * 8
+
+
+def section_of(net, batches, **given):
+    options = AttentionOptions(**given)
+    return summarise(list(run(net, batches, options)), options)[0]
+
+
+def ragged():
+    torch.manual_seed(2)
+    module = bert()
+    mask = torch.ones(3, 14, dtype=torch.bool)
+    mask[0, 9:] = mask[2, 11:] = False
+    x = torch.randint(1, 60, (3, 14))
+    batch = Batch(x, None, ("aa", "bb", "cc"), mask)
+    net = text_net(module)
+    with torch.no_grad():
+        maps = module(input_ids=x, attention_mask=mask.long(), output_attentions=True).attentions
+    return net, batch, maps
+
+
+@pytest.mark.parametrize("pieces", [3, 1])
+def test_the_map_is_the_models_own_without_its_padding(pieces):
+    net, batch, maps = ragged()
+    section = section_of(net, batch.split(pieces), map="1.2")
+    expected = maps[1][0, 2, :9, :9].double().numpy()
+    assert section.arrays["map@1.2"].numpy() == pytest.approx(expected, rel=2e-5, abs=1e-9)
+    assert section.arrays["map_tokens@1.2"].data == (9, 9)
+    assert "map" not in section.settings
+
+
+@pytest.mark.parametrize("pieces", [3, 1])
+def test_a_row_is_the_mean_over_the_samples_that_have_it(pieces):
+    net, batch, maps = ragged()
+    arrays = section_of(net, batch.split(pieces), map="0.3", query=9).arrays
+    rows = maps[0][[1, 2], 3, 9].double().numpy()  # sample 0 has nine tokens only
+    assert arrays["row@0.3,9"].numpy() == pytest.approx(rows.mean(0), rel=2e-5, abs=1e-9)
+    jacobians = [np.diag(p) - np.outer(p, p) for p in rows]
+    norm = np.mean([np.linalg.norm(m, 2) for m in jacobians])
+    top = -np.sort(-rows, 1)
+    g1 = (top[:, 0] * (1 - top[:, 0] + top[:, 1])).mean()
+    assert arrays["row_norms@0.3,9"].numpy() == pytest.approx([norm, g1], rel=2e-5)
+
+
+def test_a_long_map_is_kept_as_means_of_blocks(monkeypatch):
+    net, batch, maps = ragged()
+    monkeypatch.setattr("lipaudit.measures.maps.SIDE", 4)
+    drawn = section_of(net, [batch], map="1.0").arrays["map@1.0"].numpy()
+    p = maps[1][0, 0, :9, :9].double().numpy()  # blocks of 3, as 9 tokens make 3 of them
+    assert drawn == pytest.approx(p.reshape(3, 3, 3, 3).mean((1, 3)), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"map": "0.4"}, "no head 0.4"),
+        ({"map": "2.0"}, "layer 2"),
+        ({"map": "1.0", "layers": (0,)}, "layer 1"),
+        ({"map": "1.0", "query": 14}, "query 14"),
+    ],
+)
+def test_a_head_or_query_that_is_not_there_is_refused(given, says):
+    net, batch, _ = ragged()
+    with pytest.raises(UsageError, match=says):
+        section_of(net, [batch], **given)

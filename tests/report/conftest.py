@@ -144,14 +144,17 @@ def _attention() -> Section:
     weights = np.exp(-np.abs(np.arange(17)[:, None] - np.arange(17)) / 2.0)
     return Section(
         measure="attention",
-        settings={"samples": 8, "gamma": 0.1, "k": 10, "map": "1.2"},
+        settings={"samples": 8, "gamma": 0.1, "k": 10},
         rows=tuple(_attention_row(layer, head) for layer in range(3) for head in range(4)),
         arrays={
             "g1_ratio_hist": Array.of(np.tile(ratio, (12, 1))),
             "g1_ratio_edges": Array.of(np.linspace(1.0, 1.5, 11)),
             "p1p2_hist": Array.of(joint),
             "p1p2_edges": Array.of(np.linspace(0.0, 1.0, 21)),
-            "map": Array.of(weights / weights.sum(axis=1, keepdims=True)),
+            "map@1.2": Array.of(weights / weights.sum(axis=1, keepdims=True)),
+            "map_tokens@1.2": Array.of(np.array([17, 17])),
+            "row@0.1,3": Array.of(weights[3] / weights[3].sum()),
+            "row_norms@0.1,3": Array.of(np.array([0.1725, 0.1811])),
         },
     )
 

@@ -8,15 +8,17 @@ import sys
 import numpy as np
 import pytest
 
+from lipaudit.errors import UsageError
 from lipaudit.report import RENDERERS
 from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Table
 from lipaudit.report.document import document, labels
-from lipaudit.report.glyphs import bar, coarse
+from lipaudit.report.glyphs import bar, coarse, density, pixels
 from lipaudit.report.views import TITLES, VIEWS, blocks
 from lipaudit.results import ROWS
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)
-SIDE_BY_SIDE = sorted(RENDERERS.keys() - {"json"})
+PAGES = sorted(RENDERERS.keys() - {"png"})
+SIDE_BY_SIDE = sorted(RENDERERS.keys() - {"json", "png"})
 
 
 def _of(report, measure, kind):
@@ -24,19 +26,19 @@ def _of(report, measure, kind):
 
 
 @pytest.mark.parametrize("measure", ROWS)
-@pytest.mark.parametrize("name", RENDERERS)
+@pytest.mark.parametrize("name", PAGES)
 def test_every_section_in_every_format(report, name, measure):
     alone = report.model_copy(update={"sections": (report.section(measure),)})
     text = RENDERERS[name](alone).decode()
     assert measure in text if name == "json" else TITLES[measure] in text
 
 
-@pytest.mark.parametrize("name", RENDERERS)
+@pytest.mark.parametrize("name", PAGES)
 def test_rows_without_values_in_every_format(blank_report, name):
     assert RENDERERS[name](blank_report)
 
 
-@pytest.mark.parametrize("name", RENDERERS)
+@pytest.mark.parametrize("name", PAGES)
 def test_sections_without_rows_in_every_format(report, name):
     empty = tuple(s.model_copy(update={"rows": (), "arrays": {}}) for s in report.sections)
     assert RENDERERS[name](report.model_copy(update={"sections": empty}))
@@ -128,6 +130,39 @@ def test_ratio_histogram_ends_with_its_last_row(report):
     assert block.edges[-1] == pytest.approx(1.4)
 
 
+def test_several_models_show_their_rows_side_by_side(report, other):
+    """Figs. 1, 2 and 3 of Yudin et al., a model beside the other."""
+    names = labels([report, other])
+    part = next(p for p in document(report, other).parts if p.name == "attention")
+    titles = [b.title for b in part.blocks if isinstance(b, Curve | Density)]
+    for name in names:
+        assert [t.removeprefix(f"{name}: ")[:7] for t in titles if t.startswith(f"{name}: ")] == [
+            "Largest", "Attenti", "Query 3",
+        ]  # fmt: skip
+    ratio = next(b for b in part.blocks if isinstance(b, Histogram) and "exact" in b.title)
+    assert list(ratio.counts) == names
+    stored = other.section("attention").arrays["g1_ratio_hist"].numpy()
+    assert sum(ratio.counts[names[1]]) == stored.sum()
+
+
+def test_row_says_its_norms_and_keeps_every_entry(report):
+    (curve,) = _of(report, "attention", Curve)
+    assert curve.title == "Query 3 of head 0.1, mean over samples: ‖M‖ = 0.172, g1 = 0.181"
+    assert curve.series[0].y == report.section("attention").arrays["row@0.1,3"].data
+
+
+def test_picture_is_the_one_map_of_a_report(report):
+    section = report.section("attention")
+    arrays = {k: v for k, v in section.arrays.items() if not k.startswith("row")}
+    one = section.model_copy(update={"arrays": arrays})
+    image = RENDERERS["png"](report.model_copy(update={"sections": (one,)}))
+    assert image.startswith(b"\x89PNG")
+    bare = section.model_copy(update={"arrays": {}})
+    for sections in ((bare,), (), (section,)):
+        with pytest.raises(UsageError, match="one attention map"):
+            RENDERERS["png"](report.model_copy(update={"sections": sections}))
+
+
 @pytest.mark.parametrize("bins", [1, 7, 20, 21, 50])
 def test_coarser_bins_keep_every_count(bins):
     rng = np.random.default_rng(bins)
@@ -139,6 +174,24 @@ def test_coarser_bins_keep_every_count(bins):
     assert len(joined.counts["a"]) == len(joined.edges) - 1 <= 20
     assert joined.edges[0] == 0
     assert joined.edges[-1] == bins
+
+
+@pytest.mark.parametrize(("side", "width", "shown"), [(3, 64, 12), (20, 64, 40), (100, 64, 50)])
+@pytest.mark.parametrize("down", [True, False])
+def test_pixels_are_roots_of_the_means_of_equal_squares(side, width, shown, down):
+    values = np.random.default_rng(side).random((side, side)) ** 4
+    column = next(iter(ROWS["bounds"].columns().values()))
+    ends = (0.0, float(side))
+    block = Density("d", column, column, tuple(map(tuple, values)), ends, ends, column, down)
+    drawn = np.array(pixels(block, width))
+    assert drawn.shape == (shown, shown)
+    if side > width:
+        values = values.reshape(50, 2, 50, 2).mean((1, 3))
+    expected = np.sqrt(np.kron(values, np.ones(2 * (shown // len(values),))) / values.max())
+    assert drawn == pytest.approx(expected if down else expected[::-1])
+    lines = density(block, width)
+    assert len(lines) == shown // 2
+    assert {len(line) for line in lines} == {shown}
 
 
 @pytest.mark.parametrize(

@@ -251,5 +251,5 @@ def _split(case: Case) -> Cells:
         "norm": float(exact),
         "gain": float(splitting_gain(at, exact, seeds=seeds)),
         "moved": float(moved),
-        "split": float(split),
+        "split": float(torch.maximum(moved, split)),  # copies may also move alike
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +17,9 @@ from lipaudit.cli.measure import MEASURE
 from lipaudit.cli.options import Common, ModelSpec
 
 if TYPE_CHECKING:
+    from lipaudit.cli.run import Job
     from lipaudit.measures import Options
-    from lipaudit.results import Report
+    from lipaudit.results import BoundsRow, Report, Section
 
 RUNS = Path("lipaudit-runs")
 QUICK = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64}
@@ -37,16 +40,17 @@ def audit(
         Path | None, typer.Option(help="Where report.json and report.html go.")
     ] = None,
 ) -> None:
-    """Everything about a checkpoint: attention, bounds, Jacobian, attacks, one report.
+    """Everything about a checkpoint: bounds, attention, Jacobian, attacks, one report.
 
-    Writes report.json and report.html to a run directory. Quick is the default on the demo.
+    Writes report.json and report.html to a run directory, with the attention map of the most
+    amplifying head. Quick is the default on the demo.
 
     [dim]Examples:[/]
       [cyan]lipaudit audit demo[/]
       [cyan]lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255 --full[/]
     """
     from lipaudit.cli.emit import emit, write
-    from lipaudit.cli.run import run
+    from lipaudit.cli.run import execute, prepare
     from lipaudit.errors import UsageError
     from lipaudit.report import RENDERERS
 
@@ -57,8 +61,9 @@ def audit(
     radii = tuple((eps or (DEMO_EPS if demo else EPS)).split(","))
     measures = _measures(common, radii, "fgsm,pgd,quick" if small else "fgsm,pgd,autoattack")
     counts = QUICK if small else FULL if full else {}
-    _announce(model, common, measures, counts)
-    report = run(model, common, measures, skip_unlabelled=True, counts=counts)
+    job = prepare(model, common, measures, skip_unlabelled=True, counts=counts)
+    _announce(job)
+    report = execute(job, adapt=_with_strongest)
     folder = run_dir or RUNS / _name(model, report)
     folder.mkdir(parents=True, exist_ok=True)
     if run_dir is None:
@@ -80,26 +85,37 @@ def _measures(common: Common, radii: tuple[str, ...], attack: str) -> dict[str, 
     attacks = AttackOptions(seed=seed, eps=radii, attack=attack)
     plan(attacks)  # refuse bad radii before anything is loaded
     return {
-        "attention": AttentionOptions(seed=seed),
         "bounds": BoundsOptions(seed=seed),
+        "attention": AttentionOptions(seed=seed),
         "jacobian": JacobianOptions(seed=seed),
         "attack": attacks,
     }
 
 
-def _announce(
-    model: str, common: Common, measures: dict[str, Options], counts: dict[str, int]
-) -> None:
-    from lipaudit.measures import MEASURES
+def _announce(job: Job) -> None:
+    from lipaudit.cli.estimate import takes
 
-    if common.quiet:
-        return
-    number = {
-        name: common.samples or counts.get(name, MEASURES[name].samples) for name in measures
-    }
-    parts = ", ".join(f"{name} ({count} samples)" for name, count in number.items())
-    takes = "about half a minute" if model.startswith("demo") else "minutes to hours"
-    typer.echo(f"audit of {model}: {parts}; {takes}", err=True)
+    if not job.common.quiet:
+        parts = ", ".join(f"{name} ({count} samples)" for name, count in job.counts.items())
+        typer.echo(f"audit of {job.spec}: {parts}; {takes(job)}", err=True)
+
+
+def _with_strongest(options: Options, sections: Sequence[Section]) -> Options:
+    """Let the measure of attention keep the map of the most amplifying head."""
+    from lipaudit.measures.attention import AttentionOptions
+
+    head = _strongest(sections)
+    if head is None or not isinstance(options, AttentionOptions):
+        return options
+    return options.model_copy(update={"map": f"{head.layer}.{head.head}"})
+
+
+def _strongest(sections: Sequence[Section]) -> BoundsRow | None:
+    from lipaudit.report.views.common import largest, typed
+    from lipaudit.results import BoundsRow
+
+    rows = [row for section in sections for row in typed(section, BoundsRow)]
+    return next(iter(largest(rows, "exact", 1)), None)
 
 
 def _name(model: str, report: Report) -> str:
@@ -112,28 +128,35 @@ def _name(model: str, report: Report) -> str:
 
 def _conclude(model: str, report: Report, folder: Path) -> None:
     """Say what was found in three numbers, where it is, and what to type next."""
-    lines = [""]
-    if bounds := report.section("bounds"):
-        top = max(bounds.rows, key=lambda row: row.cells()["exact"] or 0.0).cells()
-        lines.append(
-            f"{top['exact']:8.3g}  the most amplifying head ({top['layer']}.{top['head']}): how "
-            "much it can magnify a small change of its input"
-        )
-    if jacobian := report.section("jacobian"):
-        lines.append(
-            f"{jacobian.rows[0].cells()['median']:8.3g}  median Jacobian norm: how much the "
-            "model magnifies the worst small change of a sample"
-        )
-    if attack := report.section("attack"):
-        worst = [row.cells() for row in attack.rows if row.cells()["attack"] == "worst"][-1]
-        lines.append(
-            f"{worst['robust']:8.1%}  of samples stand the attacks at eps {worst['eps_text']} "
-            f"({worst['clean']:.1%} are right without)"
-        )
-    report_json = folder / "report.json"
-    lines += ["", f"report: {folder / 'report.html'}", f"data:   {report_json}", "next:"]
-    lines += [
-        f"  lipaudit baseline save {report_json}",
-        f"  lipaudit gate {model} --baseline lipaudit-baseline.json",
+    saved = folder / "report.json"
+    lines = [
+        "",
+        *(f"{value:>8}  {meaning}" for value, meaning in _found(report)),
+        "",
+        f"report: {folder / 'report.html'}",
+        f"data:   {saved}",
+        "next:",
+        f"  lipaudit baseline save {saved}",
+        f"  lipaudit gate {shlex.quote(model)} --baseline lipaudit-baseline.json",
     ]
     typer.echo("\n".join(lines), err=True)
+
+
+def _found(report: Report) -> Iterator[tuple[str, str]]:
+    from lipaudit.report.cells import text
+    from lipaudit.report.views.common import typed
+    from lipaudit.results import AttackRow, JacobianRow
+
+    top = _strongest(report.sections)
+    if top is not None:
+        name = f"{top.layer}.{top.head}"
+        meaning = f"is how much head {name} can magnify a small change of its input"
+        yield text(top.exact, top.columns()["exact"]) + "×", meaning
+    for row in (r for s in report.sections for r in typed(s, JacobianRow) if not r.module):
+        meaning = "is how much the model can magnify a small change of a median sample"
+        yield text(row.median, row.columns()["median"]) + "×", meaning
+    attacks = [r for s in report.sections for r in typed(s, AttackRow) if r.attack == "worst"]
+    for worst in attacks[-1:]:
+        clean = text(worst.clean, worst.columns()["clean"])
+        meaning = f"of samples stand attacks at eps {worst.eps_text}; {clean} are right without"
+        yield text(worst.robust, worst.columns()["robust"]), meaning

@@ -6,8 +6,8 @@ import hashlib
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -30,6 +30,20 @@ PACKAGES = ("lipaudit", "torch", "timm", "transformers", "numpy", "pyautoattack"
 
 
 Keep = Callable[[str, list[Part], Samples], None]
+Adapt = Callable[[Options, Sequence[Section]], Options]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A loaded model, its samples, and what is to be measured on how many of them."""
+
+    spec: str
+    common: Common
+    net: Net
+    samples: Samples
+    measures: Mapping[str, Options]
+    counts: Mapping[str, int]
+    notes: tuple[Note, ...]
 
 
 def run(
@@ -38,16 +52,26 @@ def run(
     measures: Mapping[str, Options],
     *,
     keep: Keep = lambda *_: None,
-    skip_unlabelled: bool = False,
     counts: Mapping[str, int] | None = None,
 ) -> Report:
-    """Run measures on one load of a model and one set of samples.
+    """Run measures on one load of a model and one set of samples: `prepare` and `execute`."""
+    return execute(prepare(spec, common, measures, counts=counts), keep=keep)
+
+
+def prepare(
+    spec: str,
+    common: Common,
+    measures: Mapping[str, Options],
+    *,
+    skip_unlabelled: bool = False,
+    counts: Mapping[str, int] | None = None,
+) -> Job:
+    """Load a model and its samples.
 
     Args:
         spec: the MODEL argument.
         common: the shared options.
         measures: which measures, with their options.
-        keep: gets the parts of each measure before they are summarised.
         skip_unlabelled: leave out, with a note, what needs labels where there are none.
         counts: how many samples each measure takes when --samples is not given.
 
@@ -56,22 +80,41 @@ def run(
     """
     common = common.resolved()
     check_outputs(common, drawn=any(getattr(o, "map", None) for o in measures.values()))
-    net = load(spec, _load_options(common))
+    net = load(spec, load_options(common))
     wanted = {name: _count(name, common, counts or {}) for name in measures}
     samples = _samples(net, common, measures, wanted, skip_unlabelled)
     notes = net.info.notes + samples.notes
     if skip_unlabelled and samples.batch.y is None:
         notes += tuple(_skipped(name) for name in measures if MEASURES[name].labelled)
         measures = {name: o for name, o in measures.items() if not MEASURES[name].labelled}
-    _tell(common, notes)
+    most = len(samples.batch)
+    found = {name: min(wanted[name], most) for name in measures}
+    return Job(spec, common, net, samples, measures, found, notes)
+
+
+def execute(
+    job: Job, *, keep: Keep = lambda *_: None, adapt: Adapt = lambda options, _: options
+) -> Report:
+    """Run the measures of a job.
+
+    Args:
+        job: from `prepare`.
+        keep: gets the parts of each measure before they are summarised.
+        adapt: changes the options of a measure by the sections of those before it.
+
+    Raises:
+        LipauditError: whatever goes wrong, with the exit code it deserves.
+    """
+    tell(job.common, job.notes)
     sections: list[Section] = []
-    for name, options in measures.items():
-        part = replace(samples, batch=samples.batch[: wanted[name]])
-        parts = _measure(name, options, net, part, common)
+    for name, given in job.measures.items():
+        options = adapt(given, sections)
+        part = replace(job.samples, batch=job.samples.batch[: job.counts[name]])
+        parts = _measure(name, options, job.net, part, job.common)
         keep(name, parts, part)
         made = MEASURES[name].summarise(parts, options)
-        sections += [made[0].model_copy(update={"notes": notes + made[0].notes}), *made[1:]]
-    return Report(run=_run(spec, common, net, samples), sections=tuple(sections))
+        sections += [made[0].model_copy(update={"notes": job.notes + made[0].notes}), *made[1:]]
+    return Report(run=_run(job), sections=tuple(sections))
 
 
 def _count(name: str, common: Common, counts: Mapping[str, int]) -> int:
@@ -134,18 +177,23 @@ def _samples(
         raise UsageError(
             "an attack needs labelled samples", "Name them with --data (a folder, .npz, .csv...)."
         )
-    options = DataOptions(
-        samples=max(wanted.values()),
+    return load_data(spec, net, data_options(common, max(wanted.values())))
+
+
+def data_options(common: Common, samples: int) -> DataOptions:
+    """Return how to read so many samples."""
+    return DataOptions(
+        samples=samples,
         seed=common.seed or 0,
         max_tokens=common.max_tokens or DataOptions.max_tokens,
         text_column=common.text_column,
         label_column=common.label_column,
         offline=common.offline,
     )
-    return load_data(spec, net, options)
 
 
-def _load_options(common: Common) -> LoadOptions:
+def load_options(common: Common) -> LoadOptions:
+    """Return how to load the model."""
     return LoadOptions(
         arch=common.arch,
         model_kwargs=_keywords(common.model_kwargs),
@@ -197,7 +245,7 @@ def _batch_size(common: Common, measure: Measure) -> int:
     return int(text)
 
 
-def _tell(common: Common, notes: tuple[Note, ...]) -> None:
+def tell(common: Common, notes: tuple[Note, ...]) -> None:
     """Print remarks on stderr as they arise; they are also in the report."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     for note in () if common.quiet else notes:
@@ -205,8 +253,8 @@ def _tell(common: Common, notes: tuple[Note, ...]) -> None:
         console.print(f"[{colour}]note:[/] {escape(note.text)}")
 
 
-def _run(spec: str, common: Common, net: Net, samples: Samples) -> Run:
-    info = net.info
+def _run(job: Job) -> Run:
+    common, net, samples, info = job.common, job.net, job.samples, job.net.info
     digest = hashlib.sha256("\n".join(sorted(samples.batch.ids)).encode()).hexdigest()
     return Run(
         lipaudit=__version__,
@@ -217,7 +265,7 @@ def _run(spec: str, common: Common, net: Net, samples: Samples) -> Run:
         dtype=str(net.dtype).removeprefix("torch."),
         versions=versions(),
         model=Model(
-            spec=spec,
+            spec=job.spec,
             source=info.source,
             architecture=info.architecture,
             parameters=info.parameters,

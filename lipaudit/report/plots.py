@@ -74,9 +74,10 @@ def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> byt
         mpl.rcParams.update(STYLE)
         mpl.rcParams["svg.hashsalt"] = f"{type(block).__name__} {block.title}"
         figure = Figure(figsize=_size(block), layout="constrained")
+        axes = figure.add_subplot()
+        DRAW[type(block)](axes, block)
         if titled:
-            figure.suptitle(textwrap.fill(plain(block.title), 44), fontsize=10)
-        DRAW[type(block)](figure.add_subplot(), block)
+            axes.set_title(textwrap.fill(plain(block.title), 44), fontsize=10)
         file = io.BytesIO()
         figure.savefig(file, **look)
     return file.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,77 @@ def test_what_cannot_be_drawn_is_refused(args, says, tmp_path, monkeypatch):
     assert says in done.stderr
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A folder with a small audit of the demo in `run/`, and what it said on stderr."""
+    folder = tmp_path_factory.mktemp("audited")
+    command = (sys.executable, "-m", "lipaudit", "audit", "demo", "-n", "8", "--run-dir", "run")
+    done = subprocess.run(
+        [*command, "-o", "run.md"], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("lipaudit: demo\n")
+    return folder, done.stderr.splitlines()
+
+
+def test_the_first_line_says_what_will_run_and_how_long(audited):
+    first = audited[1][0]
+    for name in ("bounds", "attention", "jacobian", "attack"):
+        assert f"{name} (8 samples)" in first
+    assert re.search(r"; roughly \d+ s( to \d+ s)? \(estimate; a forward of a sample takes", first)
+
+
+def test_the_last_lines_are_three_numbers_the_files_and_what_to_type(audited):
+    folder, lines = audited
+    saved = json.loads((folder / "run/report.json").read_text())
+    bounds, _, _, jacobian, attack = (s["rows"] for s in saved["sections"])
+    top = max(bounds, key=lambda row: row["exact"])
+    ends = lines[lines.index("") + 1 :]
+    assert ends[0].split()[0] == f"{top['exact']:.3g}×"
+    assert f"head {top['layer']}.{top['head']} " in ends[0]
+    assert float(ends[1].split("×")[0]) == pytest.approx(jacobian[0]["median"], rel=5e-3)
+    assert float(ends[2].split("%")[0]) == pytest.approx(100 * attack[-1]["robust"], abs=0.05)
+    assert all(len(line) <= 80 for line in ends)
+    assert ends[4:] == [
+        "report: run/report.html",
+        "data:   run/report.json",
+        "next:",
+        "  lipaudit baseline save run/report.json",
+        "  lipaudit gate demo --baseline lipaudit-baseline.json",
+    ]
+
+
+def test_the_page_shows_the_map_of_the_most_amplifying_head(audited):
+    folder = audited[0]
+    saved = json.loads((folder / "run/report.json").read_text())
+    bounds, attention = saved["sections"][0], saved["sections"][2]
+    top = max(bounds["rows"], key=lambda row: row["exact"])
+    name = f"{top['layer']}.{top['head']}"
+    assert f"map@{name}" in attention["arrays"]
+    for page in ("run/report.html", "run.md"):
+        assert f"Attention map of head {name}, first sample" in (folder / page).read_text()
+
+
+def test_several_reports_as_json_are_refused_with_what_to_type(drawn, monkeypatch):
+    monkeypatch.chdir(drawn[0])
+    done = CliRunner().invoke(build(), ["report", "map.json", "map.json", "-f", "json"])
+    assert done.exit_code == 2
+    assert "lipaudit compare A.json B.json -f json" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("attack", "least", "most"),
+    [
+        ("fgsm", 3, 3),
+        ("pgd", 120, 120),
+        ("fgsm,pgd", 123, 123),
+        ("quick", 60, 240),
+        ("custom:apgd-ce,square", 300, 5300),
+    ],
+)
+def test_attacks_cost_a_pass_a_step(attack, least, most):
+    from lipaudit.cli.estimate import attack_costs
+    from lipaudit.measures.attack import AttackOptions
+
+    assert attack_costs(AttackOptions(attack=attack, eps=("0.1",))) == (least, most)

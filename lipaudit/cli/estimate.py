@@ -1,0 +1,73 @@
+"""Roughly how long a job takes: timed forwards, times what each measure costs in forwards."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from lipaudit.attacks.plan import Attack
+from lipaudit.cli.run import Job
+from lipaudit.measures.attack import AttackOptions, plan
+
+SURVEY = 30.0
+"""Forwards that finding out what a model is costs, before the first sample is read."""
+READ = {"attention": 5.0, "bounds": 75.0}
+"""Forwards per sample of what is computed layer by layer; docs/performance.md has measurements."""
+MOST_PRODUCTS = 60.0
+"""Forwards of the Jacobian norm of a sample, when its steps do not depend on the classes."""
+PASS = 3.0
+"""Forwards that a forward with its backward costs."""
+TIMED = 8
+
+
+def takes(job: Job) -> str:
+    """Say how long the measures of a job take, and by what measurement."""
+    alone, together = _forward(job, 1), _forward(job, TIMED)
+    count = job.counts
+    sure = alone * sum(SURVEY + cost * count[name] for name, cost in READ.items() if name in count)
+    if "jacobian" in count:
+        classes = job.net.classes or MOST_PRODUCTS
+        sure += together * min(1.5 * classes, MOST_PRODUCTS) * count["jacobian"]
+    least = most = 0.0
+    if "attack" in count:
+        options = cast("AttackOptions", job.measures["attack"])
+        least, most = (together * count["attack"] * cost for cost in attack_costs(options))
+    shown = dict.fromkeys((_time(sure + least), _time(sure + most)))
+    return f"roughly {' to '.join(shown)} (estimate; a forward of a sample takes {_short(alone)})"
+
+
+def attack_costs(options: AttackOptions) -> tuple[float, float]:
+    """Forwards per sample: where the first attack of a trial breaks it, and where none does."""
+    costs = [[_cost(attack) for attack in trial.attacks] for trial in plan(options)]
+    return sum(each[0] for each in costs), sum(map(sum, costs))
+
+
+def _cost(attack: Attack) -> float:
+    if attack.name == "square":
+        return float(attack.queries * attack.restarts)
+    return PASS * (1 if attack.name == "fgsm" else attack.steps) * attack.turns
+
+
+def _forward(job: Job, samples: int) -> float:
+    """Time a forward per sample, after one that is not timed."""
+    import torch
+
+    batch = job.samples.batch[:samples].to(job.net.device, job.net.dtype)
+    seconds = 0.0
+    with torch.no_grad():
+        for _ in range(2):
+            start = time.perf_counter()
+            job.net.output(batch).sum().item()  # waits for the device
+            seconds = time.perf_counter() - start
+    return seconds / len(batch)
+
+
+def _short(seconds: float) -> str:
+    return f"{1e3 * seconds:.2g} ms" if seconds < 1 else f"{seconds:.2g} s"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 1):.0f} s"

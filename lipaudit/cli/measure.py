@@ -13,6 +13,8 @@ from lipaudit.cli.options import Common, ModelSpec
 from lipaudit.errors import UsageError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from lipaudit.measures import Options
     from lipaudit.measures.attack import AttackOptions
 
@@ -174,11 +176,11 @@ def _run_and_save(model: str, common: Common, options: AttackOptions, path: Path
     emit(report, common)
 
 
-Given = TypeVar("Given", bound="Options")
+Given = TypeVar("Given", bound="BaseModel")
 
 
 def options_of(kind: type[Given], common: Common, given: Mapping[str, object]) -> Given:
-    """Check the options of a measure.
+    """Check the options of a measure, or a recipe.
 
     Raises:
         UsageError: for a value that it does not take.
@@ -189,9 +191,8 @@ def options_of(kind: type[Given], common: Common, given: Mapping[str, object]) -
         return kind.model_validate({"seed": common.seed or 0, **given})
     except ValidationError as error:
         first = error.errors()[0]
-        option = {"start": "from", "target": "to", "modes": "mode"}.get(
-            str(first["loc"][0]), str(first["loc"][0])
-        )
+        name = str(first["loc"][0]).replace("_", "-")
+        option = {"start": "from", "target": "to", "modes": "mode"}.get(name, name)
         raise UsageError(f"--{option}: {first['input']!r}: {first['msg']}") from None
 
 

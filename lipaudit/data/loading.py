@@ -16,13 +16,18 @@ from lipaudit.data.synthetic import random_samples
 from lipaudit.data.text import TABLES, read_table, read_text
 from lipaudit.errors import InputError, UsageError
 
-FORMS = "demo, random, a folder of images, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, hf:NAME"
+DIGITS = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
+FORMS = (
+    "demo, demo:train, random, a folder of images, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, "
+    "hf:NAME"
+)
 
 
 def load_data(spec: str | None, net: Intake, options: DataOptions | None = None) -> Samples:
     """Load the samples that a --data argument names, in the form the model takes.
 
-    The forms: `demo` (360 handwritten digits); `random`; a folder of images, sub-folders being
+    The forms: `demo` (360 handwritten digits); `demo:train` (the 1437 that the demo models were
+    trained on); `random`; a folder of images, sub-folders being
     classes; `.npz` or `.safetensors` with x and perhaps y; `.csv`, `.tsv`, `.jsonl` with a text
     column; `.txt`; `hf:NAME[SPLIT]`. None is `demo` for the demo models and `random` for others.
 
@@ -47,8 +52,8 @@ def load_data(spec: str | None, net: Intake, options: DataOptions | None = None)
 def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
     if spec == "random":
         return random_samples(net, options)
-    if spec == "demo":
-        return _digits(net, options)
+    if spec in DIGITS:
+        return _digits(spec, net, options)
     if spec.startswith("hf:"):
         return read_dataset(spec.removeprefix("hf:"), net, options)
     path = Path(spec)
@@ -71,12 +76,12 @@ def _read_file(path: Path, net: Intake, options: DataOptions) -> Drawn:
     return (read_text if path.suffix == ".txt" else read_table)(path, net, options)
 
 
-def _digits(net: Intake, options: DataOptions) -> Drawn:
+def _digits(spec: str, net: Intake, options: DataOptions) -> Drawn:
     if net.kind != "image" or tuple(net.sample_shape) != (1, 8, 8):
         raise InputError(
-            f"--data demo is handwritten digits of 1x8x8 pixels; the model takes {net.kind} of "
+            f"--data {spec} is handwritten digits of 1x8x8 pixels; the model takes {net.kind} of "
             f"shape {tuple(net.sample_shape)}",
             "Give your own data, or --data random.",
         )
-    with as_file(files("lipaudit.data") / "assets" / "digits_test.npz") as path:
+    with as_file(files("lipaudit.data") / "assets" / DIGITS[spec]) as path:
         return read_arrays(path, net, options)

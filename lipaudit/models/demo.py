@@ -2,7 +2,7 @@
 
 They were trained on the 1437 training images of scikit-learn's `load_digits` (8x8 pixels; "Optical
 Recognition of Handwritten Digits", UCI machine learning repository, credit E. Alpaydin and
-C. Kaynak, CC BY 4.0) by `lipaudit.models.demo_training`. The 360 images held out are the data set
+C. Kaynak, CC BY 4.0) by `lipaudit.train.demos`. The 360 images held out are the data set
 `demo`. Parameters carry timm's names: timm's VisionTransformer loads the same files.
 """
 
@@ -21,6 +21,20 @@ from lipaudit.models.spec import ModelSpec
 
 WIDTH, HIDDEN, DEPTH, HEADS, PATCH, SIZE, CLASSES = 48, 96, 3, 4, 2, 8, 10
 MEAN, STD = 0.5, 0.5
+AS_TIMM = (
+    "vit_tiny_patch16_224",
+    {
+        "img_size": SIZE,
+        "patch_size": PATCH,
+        "in_chans": 1,
+        "num_classes": CLASSES,
+        "embed_dim": WIDTH,
+        "depth": DEPTH,
+        "num_heads": HEADS,
+        "mlp_ratio": HIDDEN / WIDTH,
+    },
+)
+"""The architecture of timm that the demos are, with its arguments."""
 
 DEMOS = {
     "standard": "trained without any defence",
@@ -125,6 +139,11 @@ def demo_model(name: str = "standard") -> ModelSpec:
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
         module.load_state_dict(load_file(path))
+    return described(module, DEMOS[name])
+
+
+def described(module: DigitsViT, history: str) -> ModelSpec:
+    """Say how a demo model is fed, and what became of it."""
     return ModelSpec(
         module,
         (1, SIZE, SIZE),
@@ -132,5 +151,5 @@ def demo_model(name: str = "standard") -> ModelSpec:
         std=(STD,),
         labels=tuple("0123456789"),
         entry=module.patch_embed,
-        architecture=f"DigitsViT ({DEMOS[name]})",
+        architecture=f"DigitsViT ({history})",
     )

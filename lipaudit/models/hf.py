@@ -31,7 +31,7 @@ def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
     """
     import transformers
 
-    with _quiet():
+    with quiet():
         config = _config(path, options)
         auto = _auto_class(config)
         kwargs = dict(options.model_kwargs)
@@ -175,7 +175,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the tables and bars of transformers while the block runs."""
     from transformers.utils import logging
 

@@ -1,0 +1,256 @@
+"""The training loop: an epoch at a time, each with all that is needed to go on from there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+
+from lipaudit.attacks.norms import Ball, random_start
+from lipaudit.attacks.pgd import pgd, usual_step
+from lipaudit.attacks.plan import parse_radius
+from lipaudit.data.batch import Batch
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.models.net import Net
+from lipaudit.train.augment import Mix, flipped, mixing, shifted
+from lipaudit.train.recipe import Recipe
+
+State = dict[str, Any]
+"""What a checkpoint holds: tensors, numbers, strings, and lists and dictionaries of them."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one pass over the data did.
+
+    Attributes:
+        number: from 1.
+        loss: mean cross-entropy over the samples as they were trained on.
+        penalty: mean of the penalty, not weighted; None without one.
+        accuracy: share of the held-out samples labelled rightly; None without any.
+        lr: learning rate at its end.
+        state: all that is needed to go on from here.
+    """
+
+    number: int
+    loss: float
+    penalty: float | None
+    accuracy: float | None
+    lr: float
+    state: State
+
+
+def train(
+    net: Net,
+    data: Batch,
+    recipe: Recipe,
+    *,
+    held_out: Batch | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Iterator[Epoch]:
+    """Fine-tune a classifier in place, and yield after every epoch.
+
+    Runs with the same recipe, data and start repeat to the last bit on a CPU, also when they are
+    cut in two by way of `state`. The caller's random state is left alone.
+
+    Args:
+        net: the model; its module is trained, and put back in eval mode with frozen parameters.
+        data: labelled samples; images in [0, 1].
+        recipe: how.
+        held_out: samples to measure the accuracy on.
+        state: of an earlier epoch, to go on from.
+
+    Raises:
+        UsageError: the data have no labels, or the recipe does not fit the model.
+        EvaluationError: the loss is not finite.
+    """
+    _require_fit(net, data, recipe)
+    with _trainable(net.module):
+        run = _Run.start(net, data, recipe)
+        first = run.restore(state) if state is not None else 0
+        for number in range(first, recipe.epochs):
+            with _seeded(recipe.seed, number):
+                loss, penalty = run.epoch(data)
+            accuracy = None if held_out is None else _accuracy(net, held_out, recipe.batch_size)
+            lr = float(run.optimizer.param_groups[0]["lr"])
+            yield Epoch(number + 1, loss, penalty, accuracy, lr, run.state(number + 1))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What moves along with training."""
+
+    net: Net
+    recipe: Recipe
+    optimizer: Optimizer
+    schedule: LRScheduler
+    mix: Mix
+    rng: torch.Generator
+
+    @classmethod
+    def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Run:
+        steps = recipe.epochs * math.ceil(len(data) / recipe.batch_size)
+        optimizer = _optimizer(net.module, recipe)
+        mixes = net.kind == "image" and recipe.adversarial is None
+        mix = mixing(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
+        rng = torch.Generator().manual_seed(recipe.seed)
+        return cls(net, recipe, optimizer, _schedule(optimizer, recipe, steps), mix, rng)
+
+    def state(self, epochs: int) -> State:
+        # Copies: the next epoch changes the tensors in place.
+        return {
+            "model": _copied(self.net.module.state_dict()),
+            "optimizer": _copied(self.optimizer.state_dict()),
+            "schedule": _copied(self.schedule.state_dict()),
+            "rng": self.rng.get_state(),
+            "epochs": epochs,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        self.net.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.rng.set_state(state["rng"])
+        return int(state["epochs"])
+
+    def epoch(self, data: Batch) -> tuple[float, float | None]:
+        """Train on all samples once; return the mean loss and the mean penalty."""
+        self.net.module.train()
+        sums = np.zeros(2)
+        for index in torch.split(
+            torch.randperm(len(data), generator=self.rng), self.recipe.batch_size
+        ):
+            batch = data.rows(index).to(self.net.device, self.net.dtype)
+            sums += len(batch) * np.array(self.step(batch))
+        loss, penalty = sums / len(data)
+        return float(loss), float(penalty) if self.recipe.penalty else None
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        """Take one step; return its loss and its penalty."""
+        x, target = self.mix(self.changed(batch), _labels(batch))
+        with self.watched() as penalty:
+            logits = self.net.read(self.net.call(x, batch.mask))
+        loss, extra = F.cross_entropy(logits, target), penalty()
+        total = loss + self.recipe.weight * extra
+        if not total.isfinite():
+            raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
+        self.optimizer.zero_grad()
+        torch.autograd.backward(total)
+        self.optimizer.step()
+        self.schedule.step()
+        return float(loss.detach()), float(extra.detach())
+
+    def changed(self, batch: Batch) -> Tensor:
+        """Return the samples, shifted, flipped and attacked as the recipe says."""
+        x = batch.x
+        if self.net.kind != "image":
+            return x
+        x = shifted(x, self.recipe.shift, self.rng) if self.recipe.shift else x
+        x = flipped(x, self.rng) if self.recipe.flip else x
+        return self.attacked(x, _labels(batch)) if self.recipe.adversarial else x
+
+    def attacked(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return adversarial examples for the model as it is used: in eval mode."""
+        net, steps = self.net, self.recipe.steps
+        ball = Ball("linf", float(parse_radius(self.recipe.eps)), net.box)
+        start = random_start(x, ball, self.rng)
+        net.module.eval()
+        try:
+            return pgd(
+                lambda z: net.read(net.call(z, None)),
+                x,
+                y,
+                ball,
+                start=start,
+                steps=steps,
+                step_size=usual_step(ball.eps, steps),
+            )
+        finally:
+            net.module.train()
+
+    def watched(self) -> AbstractContextManager[Callable[[], Tensor]]:
+        """Read the penalty of the forward pass in the block."""
+        name = self.recipe.penalty
+        if name is None:
+            return nullcontext(lambda: torch.zeros((), device=self.net.device))
+        from lipaudit.models.penalty import attention_penalty
+
+        more = {"k": self.recipe.k, "reduction": self.recipe.reduction} if name == "jasmin" else {}
+        return attention_penalty(self.net.module, name, **more)
+
+
+def _require_fit(net: Net, data: Batch, recipe: Recipe) -> None:
+    if net.classes is None or data.y is None or bool((data.y < 0).any()):
+        raise UsageError(
+            "training needs a classifier and a label for every sample",
+            "Name labelled --data (a folder of classes, .npz, .csv).",
+        )
+    if recipe.adversarial and net.kind != "image":
+        raise UsageError("adversarial training is for images", "Leave --adversarial out.")
+
+
+def _labels(batch: Batch) -> Tensor:
+    assert batch.y is not None
+    return batch.y
+
+
+def _optimizer(module: nn.Module, recipe: Recipe) -> Optimizer:
+    weights, decay = module.parameters(), recipe.weight_decay
+    if recipe.optimizer == "adamw":
+        return AdamW(weights, lr=recipe.lr, weight_decay=decay)
+    return SGD(weights, lr=recipe.lr, momentum=recipe.momentum, weight_decay=decay)
+
+
+def _schedule(optimizer: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
+    if recipe.schedule == "onecycle":
+        return OneCycleLR(optimizer, recipe.lr, total_steps=steps)
+    return CosineAnnealingLR(optimizer, steps)
+
+
+def _accuracy(net: Net, data: Batch, size: int) -> float:
+    net.module.eval()
+    right = 0
+    with torch.no_grad():
+        for part in data.split(size):
+            batch = part.to(net.device, net.dtype)
+            right += int((net.output(batch).argmax(1) == _labels(batch)).sum())
+    return right / len(data)
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list) else state
+
+
+@contextmanager
+def _trainable(module: nn.Module) -> Iterator[None]:
+    module.requires_grad_(True)
+    try:
+        yield
+    finally:
+        module.requires_grad_(False).eval()
+
+
+@contextmanager
+def _seeded(seed: int, epoch: int) -> Iterator[None]:
+    """Give dropout and timm's mixing a state that depends on the epoch alone."""
+    kept = np.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed * 100_003 + epoch)
+        np.random.seed((seed * 100_003 + epoch) % 2**32)
+        try:
+            yield
+        finally:
+            np.random.set_state(kept)

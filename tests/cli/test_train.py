@@ -1,0 +1,95 @@
+"""`lipaudit train` through a real process: killed, resumed, audited."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ARGS = ("demo", "-n", "256", "--epochs", "8", "--batch-size", "32", "--lr", "1e-3")
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "lipaudit", "train", *map(str, args)]
+
+
+def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    done = run(*ARGS, "--out", "whole", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "whole\n"
+    assert done.stderr.count("epoch ") == 8
+    return folder / "whole"
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path):
+    process = subprocess.Popen(
+        command(*ARGS, "--out", "cut", "-q"), cwd=tmp_path, env=dict(os.environ)
+    )
+    record = tmp_path / "cut/train.json"
+    while not record.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not json.loads(record.read_text())["finished"]
+    assert not (tmp_path / "cut/model.safetensors").exists()
+    again = run(*ARGS, "--out", "cut", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+    other = run(*ARGS, "--out", "cut", "--resume", "--lr", "2e-3", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "another recipe: lr" in other.stderr
+    done = run(*ARGS, "--out", "cut", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (json.loads((p / "train.json").read_text()) for p in (record.parent, whole))
+    assert ours["finished"]
+    assert ours["epochs"] == theirs["epochs"]
+    weights = [(p / "model.safetensors").read_bytes() for p in (record.parent, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_the_result_is_a_model_argument(whole):
+    done = subprocess.run(
+        [sys.executable, "-m", "lipaudit", "bounds", "whole", "--data", "demo", "-n", "2", "-q"],
+        cwd=whole.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["demo", "--data", "random"], 2, "labelled"),
+        (["demo", "--k", "1"], 2, "--k"),
+        (["demo", "--penalty", "l2"], 2, "--penalty"),
+        (["demo", "--eps", "two"], 2, "not a radius"),
+        (["demo", "-o", "x.json"], 2, "--out"),
+        (["demo", "--resume"], 2, "nothing to resume"),
+        (["no-such-model", "--data", "demo"], 4, "no model"),
+    ],
+)
+def test_bad_input(args, code, says, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from lipaudit.cli.app import build
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    done = CliRunner().invoke(build(), ["train", *args])
+    assert done.exit_code == code, done.output
+    assert says in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,196 @@
+"""Training: repeats to the last bit, also in two parts; leaves everything else as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.models.assembly import assemble
+from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.train import Recipe, train
+from lipaudit.train.augment import flipped, mixing, shifted
+from lipaudit.train.demos import RECIPES, shipped, untrained
+from lipaudit.train.loop import _Run
+
+QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
+
+
+class WithDropout(nn.Module):
+    """One attention layer between dropouts, for 8x8 images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(8, 16)
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+        self.drop = nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        rows = self.drop(self.read(x[:, 0]))
+        rows = rows + self.attention(rows, rows, rows, need_weights=False)[0]
+        return self.head(self.norm(rows.mean(1)))
+
+
+def net_with_dropout():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = WithDropout()
+    spec = ModelSpec(module, (1, 8, 8))
+    return assemble(spec, LoadOptions(), name="toy", source="py")
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return shipped("train")[:200]
+
+
+def weights(net):
+    return {name: t.clone() for name, t in net.module.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_in_two_parts_is_the_same_run(digits):
+    whole = net_with_dropout()
+    epochs = list(train(whole, digits, QUICK))
+    for cut in (1, 2):
+        again = net_with_dropout()
+        torch.rand(3)
+        np.random.rand(3)
+        rest = list(train(again, digits, QUICK, state=epochs[cut - 1].state))
+        assert [e.number for e in rest] == list(range(cut + 1, 4))
+        assert [e.loss for e in rest] == [e.loss for e in epochs[cut:]]
+        assert same(weights(again), weights(whole))
+
+
+def test_another_seed_is_another_run(digits):
+    runs = []
+    for seed in (0, 0, 1):
+        net = net_with_dropout()
+        list(train(net, digits, QUICK.model_copy(update={"seed": seed, "epochs": 1})))
+        runs.append(weights(net))
+    assert same(runs[0], runs[1])
+    assert not same(runs[0], runs[2])
+
+
+def test_the_callers_state_is_left_alone(digits):
+    net = net_with_dropout()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()
+    list(train(net, digits, QUICK))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(np.random.get_state()[1], numbers)
+    assert not any(m.training for m in net.module.modules())
+    assert not any(p.requires_grad for p in net.module.parameters())
+
+
+def test_an_abandoned_run_puts_the_model_back(digits):
+    net = net_with_dropout()
+    for _ in train(net, digits, QUICK):
+        break
+    assert not net.module.training
+    assert not any(p.requires_grad for p in net.module.parameters())
+
+
+def test_the_recipe_of_the_demo_learns():
+    net, recipe = untrained(0), RECIPES["standard"].model_copy(update={"epochs": 4})
+    epochs = list(train(net, shipped("train")[:600], recipe, held_out=shipped("test")))
+    assert epochs[-1].loss < epochs[0].loss
+    assert epochs[-1].accuracy > 0.15
+    assert epochs[-1].lr < max(e.lr for e in epochs)
+
+
+def test_adversarial_examples_are_in_the_ball_and_worse(digits):
+    net = net_with_dropout()
+    recipe = QUICK.model_copy(update={"adversarial": "pgd", "eps": "0.1"})
+    list(train(net, digits, QUICK))
+    run = _Run.start(net, digits, recipe)
+    net.module.train()
+    z = run.attacked(digits.x, digits.y)
+    assert net.module.training
+    net.module.eval()
+    assert (z - digits.x).abs().max() <= 0.1 + 1e-6
+    assert z.min() >= 0
+    assert z.max() <= 1
+    loss = nn.functional.cross_entropy
+    moved, still = (loss(net.read(net.call(x, None)), digits.y) for x in (z, digits.x))
+    assert moved > still
+
+
+def test_data_without_labels_and_losses_without_limit(digits):
+    net = net_with_dropout()
+    with pytest.raises(UsageError, match="label"):
+        next(train(net, Batch(digits.x, None, digits.ids), QUICK))
+    unknown = Batch(digits.x, digits.y - 1, digits.ids)
+    with pytest.raises(UsageError, match="label"):
+        next(train(net, unknown, QUICK))
+    with pytest.raises(EvaluationError, match="not finite"):
+        list(train(net, digits, QUICK.model_copy(update={"lr": 1e30})))
+
+
+def test_shifts_move_every_image_within_reach():
+    x = torch.zeros(50, 1, 5, 5)
+    x[:, :, 2, 2] = 1
+    moved = shifted(x, 1, torch.Generator().manual_seed(0))
+    places = {tuple(place) for place in moved.nonzero()[:, 2:].tolist()}
+    assert moved.sum() == 50
+    assert places == {(i, j) for i in (1, 2, 3) for j in (1, 2, 3)}
+
+
+def test_flips_mirror_about_half():
+    x = torch.rand(200, 2, 3, 4)
+    made = flipped(x, torch.Generator().manual_seed(0))
+    kept = (made == x).flatten(1).all(1)
+    assert torch.equal(made[~kept], x[~kept].flip(-1))
+    assert 70 < int(kept.sum()) < 130
+
+
+def test_mixing_shares_out_the_classes():
+    mix = mixing(0.8, 1.0, classes=10)
+    x, y = torch.rand(8, 1, 8, 8), torch.arange(8)
+    before = x.clone()
+    mixed, target = mix(x, y)
+    assert torch.equal(x, before)
+    assert not torch.equal(mixed, x)
+    torch.testing.assert_close(target.sum(1), torch.ones(8))
+    assert (target > 0).sum(1).max() == 2
+    odd = mix(x[:7], y[:7])
+    assert torch.equal(odd[0], x[:7])
+    assert torch.equal(odd[1], y[:7])
+
+
+def test_shipped_digits_have_the_ids_of_loading():
+    from lipaudit.data.loading import DataOptions, load_data
+
+    net = untrained(0)
+    loaded = load_data("demo", net, DataOptions(samples=360)).batch
+    assert set(shipped("test").ids) == set(loaded.ids)
+    assert sample_ids(list(shipped("test").x), shipped("test").y.tolist()) == shipped("test").ids
+
+
+def test_recipes_that_make_no_sense():
+    for wrong in ({"k": 1}, {"epochs": 0}, {"eps": "two"}, {"penalty": "none"}, {"epoch": 3}):
+        with pytest.raises((ValueError, UsageError)):
+            Recipe(**wrong)
+
+
+@pytest.mark.slow
+def test_the_shipped_demo_is_what_its_recipe_makes():
+    """To the last bit where it was made; elsewhere as good."""
+    from lipaudit.models.loading import load
+
+    net = untrained(0)
+    *_, last = train(net, shipped("train"), RECIPES["standard"], held_out=shipped("test"))
+    with torch.no_grad():
+        theirs = load("demo").output(shipped("test")).argmax(1)
+        mine = net.output(shipped("test")).argmax(1)
+    assert last.accuracy > 0.96
+    assert (mine == theirs).double().mean() > 0.95

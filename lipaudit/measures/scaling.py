@@ -262,7 +262,10 @@ def _remarks(
     ]
     reached = len({row.n for row in real})
     if reached < len(options.lengths):
-        text = f"{reached} of {len(options.lengths)} lengths were measured: samples are shorter"
+        text = (
+            f"{reached} of {len(options.lengths)} lengths were measured: samples are shorter, or "
+            "lengths make the same number of patches"
+        )
         remarks.append(Note(level="warning", code="fewer-lengths", text=text))
     return tuple(remarks)
 

@@ -14,6 +14,7 @@ from lipaudit.results.report import Note as Note
 from lipaudit.results.report import Report as Report
 from lipaudit.results.report import Run as Run
 from lipaudit.results.report import Section as Section
+from lipaudit.results.report import labels as labels
 from lipaudit.results.rows import ROWS as ROWS
 from lipaudit.results.rows import SAMPLES as SAMPLES
 from lipaudit.results.rows import AttackRow as AttackRow

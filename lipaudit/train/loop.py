@@ -21,6 +21,7 @@ from lipaudit.attacks.plan import parse_radius
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import Net
+from lipaudit.models.penalty import SpecformerPenalty, attention_penalty
 from lipaudit.train.augment import Mix, flipped, mixing, shifted
 from lipaudit.train.recipe import Recipe
 
@@ -95,6 +96,7 @@ class _Run:
     schedule: LRScheduler
     mix: Mix
     rng: torch.Generator
+    weights: SpecformerPenalty | None
 
     @classmethod
     def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Run:
@@ -103,7 +105,8 @@ class _Run:
         mixes = net.kind == "image" and recipe.adversarial is None
         mix = mixing(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
         rng = torch.Generator().manual_seed(recipe.seed)
-        return cls(net, recipe, optimizer, _schedule(optimizer, recipe, steps), mix, rng)
+        weights = SpecformerPenalty(net, data[:2]) if recipe.penalty == "specformer" else None
+        return cls(net, recipe, optimizer, _schedule(optimizer, recipe, steps), mix, rng, weights)
 
     def state(self, epochs: int) -> State:
         # Copies: the next epoch changes the tensors in place.
@@ -112,6 +115,7 @@ class _Run:
             "optimizer": _copied(self.optimizer.state_dict()),
             "schedule": _copied(self.schedule.state_dict()),
             "rng": self.rng.get_state(),
+            "vectors": [] if self.weights is None else list(self.weights.vectors),
             "epochs": epochs,
         }
 
@@ -120,6 +124,8 @@ class _Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.rng.set_state(state["rng"])
+        if self.weights is not None:
+            self.weights.vectors = state["vectors"]
         return int(state["epochs"])
 
     def epoch(self, data: Batch) -> tuple[float, float | None]:
@@ -137,7 +143,7 @@ class _Run:
     def step(self, batch: Batch) -> tuple[float, float]:
         """Take one step; return its loss and its penalty."""
         x, target = self.mix(self.changed(batch), _labels(batch))
-        with self.watched() as penalty:
+        with self.watched(batch.mask) as penalty:
             logits = self.net.read(self.net.call(x, batch.mask))
         loss, extra = F.cross_entropy(logits, target), penalty()
         total = loss + self.recipe.weight * extra
@@ -177,15 +183,15 @@ class _Run:
         finally:
             net.module.train()
 
-    def watched(self) -> AbstractContextManager[Callable[[], Tensor]]:
+    def watched(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
         """Read the penalty of the forward pass in the block."""
-        name = self.recipe.penalty
-        if name is None:
+        if self.weights is not None:
+            return nullcontext(self.weights)
+        if self.recipe.penalty is None:
             return nullcontext(lambda: torch.zeros((), device=self.net.device))
-        from lipaudit.models.penalty import attention_penalty
-
-        more = {"k": self.recipe.k, "reduction": self.recipe.reduction} if name == "jasmin" else {}
-        return attention_penalty(self.net.module, name, **more)
+        return attention_penalty(
+            self.net.module, k=self.recipe.k, reduction=self.recipe.reduction, mask=mask
+        )
 
 
 def _require_fit(net: Net, data: Batch, recipe: Recipe) -> None:

@@ -70,6 +70,21 @@ def test_a_run_in_two_parts_is_the_same_run(digits):
         assert same(weights(again), weights(whole))
 
 
+@pytest.mark.parametrize("name", ["jasmin", "specformer"])
+def test_a_penalty_goes_down_and_is_resumed(name):
+    recipe = RECIPES["standard"].model_copy(update={"epochs": 3, "penalty": name, "weight": 0.05})
+    runs = {}
+    for weight in (0.0, 0.05):
+        net = untrained(0)
+        with_weight = recipe.model_copy(update={"weight": weight})
+        runs[weight] = list(train(net, shipped("train")[:300], with_weight))
+    assert runs[0.05][-1].penalty < runs[0.0][-1].penalty
+    again = untrained(0)
+    rest = list(train(again, shipped("train")[:300], recipe, state=runs[0.05][0].state))
+    assert [e.penalty for e in rest] == [e.penalty for e in runs[0.05][1:]]
+    assert same(weights(again), runs[0.05][-1].state["model"])
+
+
 def test_another_seed_is_another_run(digits):
     runs = []
     for seed in (0, 0, 1):

@@ -1,0 +1,125 @@
+"""Training penalties: JaSMin on attention maps, Specformer's on projection weights.
+
+[Y25] Yudin et al., Pay Attention to Attention Distribution, arXiv 2507.07814. [H24] Hu et al.,
+Specformer, ECCV 2024, as [Y25] states it. Everything is differentiable almost everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+EPS = 1e-6
+"""Both logarithms are cut off here: a one-hot row has g_1 = 0."""
+
+Reduction = Literal["max", "mean"]
+
+
+def jasmin(
+    attention: Float[Tensor, "batch heads queries keys"],
+    *,
+    k: int = 0,
+    reduction: Reduction = "max",
+    mask: Bool[Tensor, "batch queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Return the JaSMin penalty of one layer ([Y25] section 5).
+
+    Of each map: the largest, or mean, of log g_1(P_i) over its rows for k = 0, of
+    log g_1(P_i)/g_k(P_i) for k > 1; summed over heads, averaged over the batch. A model's penalty
+    is the sum over its layers. The second one is 0 exactly where the k + 1 largest entries of a
+    row are equal, and log(k/(k-1)) where k entries are and the others are 0.
+
+    Args:
+        attention: maps P; rows sum to one.
+        k: 0, or more than 1.
+        reduction: over the rows of a map.
+        mask: rows that count (no padding); rows of zeros never count, and for k > 1 neither do
+            those with at most k keys: the first rows of a causal map would own the maximum.
+
+    Example:
+        >>> uniform = torch.full((1, 2, 8, 8), 1 / 8)
+        >>> jasmin(uniform), jasmin(uniform, k=4).abs() < 1e-4
+        (tensor(-4.1589), tensor(True))
+    """
+    values, counted = jasmin_rows(attention, k)
+    counted = counted if mask is None else counted & mask[:, None]
+    return over_rows(values, counted, reduction).sum() / len(attention)
+
+
+def jasmin_rows(
+    p: Float[Tensor, "*rows keys"], k: int
+) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
+    """Return the penalty of each row, and whether it counts; in float32 at least.
+
+    Raises:
+        ValueError: k is 1 or negative.
+
+    Example:
+        >>> jasmin_rows(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]), 0)
+        (tensor([ -0.6931, -13.8155]), tensor([ True, False]))
+    """
+    if k == 1 or k < 0:
+        raise ValueError(f"k is 0 or more than 1, not {k}")
+    p = p.float() if p.dtype in (torch.float16, torch.bfloat16) else p
+    size = max(2, k + 1)
+    top = (p if p.shape[-1] >= size else F.pad(p, (0, size - p.shape[-1]))).topk(size, -1).values
+    value = _g(top, 1).clamp_min(EPS).log()
+    if k:
+        value = value - (_g(top, k) + EPS).log()
+    return value, p.detach().count_nonzero(-1) > k
+
+
+def _g(top: Tensor, k: int) -> Tensor:
+    """g_k out of the k + 1 largest entries; its error of a rounding is nothing beside EPS."""
+    return top[..., k - 1] * (1 - top[..., k - 1] + top[..., k])
+
+
+def over_rows(
+    values: Float[Tensor, "*maps rows"], counted: Bool[Tensor, "*maps rows"], reduction: Reduction
+) -> Float[Tensor, "*maps"]:
+    """Return the largest or the mean value of the rows that count; 0 where none does.
+
+    Example:
+        >>> over_rows(torch.tensor([1.0, 3.0]), torch.tensor([True, False]), "mean")
+        tensor(1.)
+    """
+    if reduction == "mean":
+        return values.where(counted, 0.0).sum(-1) / counted.sum(-1).clamp_min(1)
+    return values.where(counted, -torch.inf).amax(-1).where(counted.any(-1), 0.0)
+
+
+def specformer(
+    weight: Float[Tensor, "heads D d"], vector: Float[Tensor, "heads d"], steps: int = 1
+) -> tuple[Float[Tensor, ""], Float[Tensor, "heads d"]]:
+    """Return sum_h sigma_1(W_h)^2 of the heads of one projection ([H24]), by power iteration.
+
+    The gradient is that of sigma_1^2 at the vectors reached: 2 sigma u v^T. Kept from step to
+    step of the training, the vectors follow the weights.
+
+    Args:
+        weight: W of each head: its own columns of the projection.
+        vector: where the iteration stands; random at first.
+        steps: products with W^T W.
+
+    Returns:
+        The sum, and the vectors for the next call.
+
+    Example:
+        >>> value, _ = specformer(torch.diag(torch.tensor([3.0, 1.0]))[None], torch.ones(1, 2), 20)
+        >>> value
+        tensor(9.)
+    """
+    v = vector[..., None]
+    with torch.no_grad():
+        for _ in range(steps):
+            v = F.normalize(weight.mT @ (weight @ v), dim=-2)
+    return (weight @ v).square().sum(), v[..., 0]
+
+
+PENALTIES: dict[str, Callable[..., object]] = {"jasmin": jasmin, "specformer": specformer}
+"""The penalties by name."""

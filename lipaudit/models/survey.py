@@ -27,6 +27,7 @@ from lipaudit.models.structure import LAYOUTS
 from lipaudit.models.trace import Address, Frame, Tracer, origins, undisturbed
 
 FEWEST_TOKENS = 16  # one token says nothing: a rotary position of 0 is no rotation
+MOST_TOKENS = 1024  # autograd keeps whole maps: a layer is what it is at this length too
 
 
 def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
@@ -65,13 +66,13 @@ def _companions(net: Net, batch: Batch) -> tuple[Batch, Batch]:
 
 
 def _longest(net: Net, batch: Batch) -> Tensor:
-    """Return the longest sample without its padding, repeated until it has enough tokens."""
+    """Return the longest sample without its padding, repeated or cut to a useful length."""
     ids = batch.x[:1]
     if batch.mask is not None:
         i = int(batch.mask.sum(1).argmax())
         ids = batch.x[i : i + 1, batch.mask[i]]
     wanted = max(ids.shape[1], min(FEWEST_TOKENS, net.sample_shape[0]))
-    return ids.repeat(1, -(-wanted // ids.shape[1]))[:, :wanted]
+    return ids.repeat(1, -(-wanted // ids.shape[1]))[:, : min(wanted, MOST_TOKENS)]
 
 
 def _no_attention(net: Net, passed_over: Sequence[str]) -> InputError:

@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
 from lipaudit.measures.attention import MEANS, AttentionOptions, run, summarise
 from lipaudit.models.assembly import assemble
+from lipaudit.models.loading import load
 from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.theory.softmax import row_statistics
 
@@ -211,3 +214,107 @@ def test_a_head_or_query_that_is_not_there_is_refused(given, says):
     net, batch, _ = ragged()
     with pytest.raises(UsageError, match=says):
         section_of(net, [batch], **given)
+
+
+def demo_maps(net, batch):
+    """P of every layer from the output of its qkv layer: (samples, heads, n, n)."""
+    found = []
+
+    def meet(_module, _args, out):
+        q, k, _ = out.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        found.append(torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1))
+
+    hooks = [block.attn.qkv.register_forward_hook(meet) for block in net.module.blocks]
+    with torch.no_grad():
+        net.output(batch)
+    for hook in hooks:
+        hook.remove()
+    return [[p[i : i + 1] for i in range(len(batch))] for p in found]
+
+
+def swin_maps(net, batch):
+    """P of every layer as timm computes it without a fused kernel: (windows, heads, n, n)."""
+    found, hooks = [], []
+    layers = [m for m in net.module.modules() if hasattr(m, "fused_attn")]
+    for layer in layers:
+        layer.fused_attn = False
+        hooks.append(layer.attn_drop.register_forward_hook(lambda _m, _a, out: found.append(out)))
+    with torch.no_grad():
+        net.output(batch)
+    for layer, hook in zip(layers, hooks, strict=True):
+        layer.fused_attn = True
+        hook.remove()
+    return [list(p.chunk(len(batch))) for p in found]  # windows of a sample follow each other
+
+
+def demo():
+    return load("demo", LoadOptions(dtype="float64"))
+
+
+def swin():
+    kwargs = {"pretrained": False, "img_size": 64, "window_size": 4, "depths": (2, 2, 1, 1)}
+    net = load(
+        "timm:swin_tiny_patch4_window7_224", LoadOptions(dtype="float64", model_kwargs=kwargs)
+    )
+    for name, p in net.module.named_parameters():
+        if name.endswith("qkv.weight"):
+            p.data.mul_(3.0)  # spread the attention
+    return net
+
+
+@pytest.mark.parametrize(("make", "maps_of"), [(demo, demo_maps), (swin, swin_maps)])
+def test_every_statistic_of_an_image_model_is_that_of_its_maps(make, maps_of):
+    torch.manual_seed(3)
+    net = make()
+    batch = Batch(torch.rand(2, *net.sample_shape, dtype=torch.float64), None, ("aa", "bb"))
+    options = AttentionOptions()
+    section = section_of(net, [batch])
+    layers = maps_of(net, batch)
+    assert len(section.rows) == sum(layer[0].shape[1] for layer in layers)
+    for row, ratios in zip(section.rows, section.arrays["g1_ratio_hist"].numpy(), strict=True):
+        samples = [p[:, row.head].numpy() for p in layers[row.layer]]  # (windows, n, n) each
+        rows = torch.from_numpy(np.concatenate(samples).reshape(-1, samples[0].shape[-1]))
+        expected = by_hand(rows, options) | sums_by_hand(samples, rows.numpy())
+        assert row.tokens == rows.shape[1]
+        for name, value in expected.items():
+            known = value if value is None else pytest.approx(value, rel=1e-6, abs=1e-9)
+            assert getattr(row, name) == known, name
+        assert ratios.sum() == np.isfinite(row.g1_ratio) * len(rows)
+    total = sum(p[:, 0].numel() // p.shape[-1] * p.shape[1] for lay in layers for p in lay)
+    assert sum(section.arrays["p1p2_hist"].data) == total
+
+
+def sums_by_hand(samples, rows):
+    """What is no mean over rows: maxima, masses on keys, norms of maps."""
+    top = -np.sort(-rows, 1)
+    masses = [p.sum((0, 1)) / p.sum() for p in samples]
+    return {
+        "g1_max": (top[:, 0] * (1 - top[:, 0] + top[:, 1])).max(),
+        "softmax_norm_max": max(np.linalg.norm(np.diag(p) - np.outer(p, p), 2) for p in rows),
+        "sink_first": np.mean([mass[0] for mass in masses]),
+        "sink_max": np.mean([mass.max() for mass in masses]),
+        "short_rows": 0,
+        "p_norm": np.mean([max(np.linalg.norm(w, 2) for w in p) for p in samples]),
+    }
+
+
+def test_long_maps_have_no_norm_unless_asked():
+    net, batch, _ = ragged()
+    assert all(row.p_norm is None for row in section_of(net, [batch], p_norm_tokens=13).rows)
+    assert all(row.p_norm > 0 for row in section_of(net, [batch], p_norm_tokens=14).rows)
+    assert AttentionOptions().p_norm_tokens == 2048
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(-60, 60), min_size=2, max_size=30),
+    st.sampled_from([1.0, 30.0]),
+    st.integers(0, 4),
+)
+def test_g1_is_never_below_the_norm_of_the_softmax(logits, sharpness, ties):
+    """Near one-hot rows, and rows with ties at the top, included."""
+    row = torch.tensor(logits + [max(logits)] * ties, dtype=torch.float64) * sharpness
+    found = row_statistics(torch.softmax(row, -1)[None], k=10, gamma=0.1)
+    ratio = float(found["g1_ratio"])
+    assert np.isnan(ratio) == (float(found["softmax_norm"]) == 0)
+    assert np.isnan(ratio) or ratio >= 1 - 1e-12

@@ -119,11 +119,18 @@ class AttentionRow(HeadRow):
     sink_first: Float | None = column("sink first", "Mass on the first key.")
     sink_max: Float | None = column("sink max", "Mass on the most attended key.")
     sink_token: int | None = column("sink at", "Position of the most attended key.", format="d")
-    uniform: Float | None = column("uniform", "Share of rows in the uniform-like regime.")
-    intermediate: Float | None = column(
-        "intermediate", "Share of rows in the fragile regime, g1 > gamma.", better="lower"
+    uniform: Float | None = column(
+        "uniform", "Share of rows in the uniform-like regime.", format=".1%"
     )
-    categorical: Float | None = column("categorical", "Share of rows close to one-hot.")
+    intermediate: Float | None = column(
+        "intermediate",
+        "Share of rows in the fragile regime, g1 > gamma.",
+        better="lower",
+        format=".1%",
+    )
+    categorical: Float | None = column(
+        "categorical", "Share of rows close to one-hot.", format=".1%"
+    )
     short_rows: int = column("short rows", "Rows with fewer than 3 keys, left out.", 0, format="d")
     p_norm: Float | None = column("||P||", "Spectral norm of the attention matrix.")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.models.assembly import assemble
 from lipaudit.models.demo import DigitsViT, described
+from lipaudit.models.loading import load
 from lipaudit.models.net import Net
 from lipaudit.models.spec import LoadOptions
 from lipaudit.train.loop import Epoch, train
@@ -42,10 +43,12 @@ STANDARD = Recipe(
 )
 RECIPES = {
     "standard": STANDARD,
-    "jasmin": STANDARD.model_copy(update={"penalty": "jasmin", "weight": 1e-2}),
-    "robust": STANDARD.model_copy(update={"adversarial": "pgd", "eps": "0.1"}),
+    "jasmin": STANDARD.model_copy(update={"penalty": "jasmin", "k": 10, "weight": 1e-2}),
+    "robust": STANDARD.model_copy(
+        update={"adversarial": "pgd", "eps": "0.1", "epochs": 40, "lr": 2e-3}
+    ),
 }
-"""What trains each of the demos: the same budget, and one change."""
+"""What trains each of the demos: from random weights, robust on from those of standard."""
 
 
 def untrained(seed: int) -> Net:
@@ -58,9 +61,9 @@ def untrained(seed: int) -> Net:
     return assemble(described(model, "untrained"), LoadOptions(), name="demo", source="demo")
 
 
-def trained(recipe: Recipe) -> Iterator[tuple[Net, Epoch]]:
-    """Train a demo model from scratch on the training digits, and yield it after every epoch."""
-    net = untrained(recipe.seed)
+def trained(recipe: Recipe, net: Net | None = None) -> Iterator[tuple[Net, Epoch]]:
+    """Train a demo model on the training digits, from scratch or on, and yield every epoch."""
+    net = net or untrained(recipe.seed)
     for epoch in train(net, shipped("train"), recipe, held_out=shipped("test")):
         yield net, epoch
 
@@ -109,7 +112,7 @@ def main() -> None:
     if asked.digits:
         write_digits(folders["data"])
     for name in asked.names:
-        *_, (net, last) = trained(RECIPES[name])
+        *_, (net, last) = trained(RECIPES[name], load("demo") if name == "robust" else None)
         facts = {"held_out_accuracy": f"{last.accuracy:.4f}", "data": CREDIT}
         facts["recipe"] = RECIPES[name].model_dump_json()
         save_file(net.module.state_dict(), folders["models"] / f"demo_{name}.safetensors", facts)

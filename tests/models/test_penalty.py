@@ -1,0 +1,142 @@
+"""The penalty that a model's run gives: capture's maps, the gradients of written-out attention."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError, UsageError
+from lipaudit.models import penalty
+from lipaudit.models.capture import capture
+from lipaudit.models.penalty import SpecformerPenalty, attention_penalty
+from lipaudit.theory.penalties import jasmin
+
+NAMES = ["timm-vit", "timm-swin", "bert", "bert-eager", "gpt2", "llama", "torch-encoder"]
+NAMES += ["handwritten", "t5"]
+
+
+def from_capture(net, sites, batch, **how):
+    found = []
+    capture(net, sites, batch, lambda layer: found.append(layer.attention.attention()))
+    return sum(jasmin(p, **how) * len(p) / len(batch) for p in found)
+
+
+@pytest.mark.parametrize("entries", [2**22, 100], ids=["whole", "chunks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_penalty_is_that_of_captures_maps(zoo, monkeypatch, name, entries):
+    monkeypatch.setattr(penalty, "ENTRIES", entries)
+    net, sites, batch = zoo(name)
+    for how in ({"k": 0, "reduction": "max"}, {"k": 3, "reduction": "mean"}):
+        expected = from_capture(net, sites, batch, **how)
+        with attention_penalty(net.module, mask=batch.mask, **how) as read:
+            net.module.requires_grad_(True)
+            output = net.output(batch)
+            found = read()
+        net.module.requires_grad_(False)
+        torch.testing.assert_close(found, expected.to(found), rtol=2e-4, atol=2e-5)
+        assert found.requires_grad
+        with torch.no_grad():
+            torch.testing.assert_close(output.detach(), net.output(batch))
+
+
+def gradients(module, x, **how):
+    module.zero_grad()
+    with attention_penalty(module, **how) as read:
+        loss = module(x).square().sum() + 0.1 * read()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("how", [{"k": 0, "reduction": "max"}, {"k": 3, "reduction": "mean"}])
+def test_gradients_are_those_of_written_out_attention(zoo, how):
+    net, _, batch = zoo("timm-vit")
+    fused = deepcopy(net.module).double().requires_grad_(True)
+    written = deepcopy(fused)
+    for module in written.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    ours, theirs = (gradients(m, batch.x.double(), **how) for m in (fused, written))
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-6, atol=1e-9)
+
+
+def test_dropout_and_autocast_are_no_obstacle():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
+    x = torch.randn(3, 7, 16)
+    with (
+        attention_penalty(model, k=2, reduction="mean") as read,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model(x)
+        value = read()
+    value.backward()
+    assert value.dtype == torch.float32
+    assert value.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_every_reading_begins_anew(zoo):
+    net, _, batch = zoo("timm-vit")
+    with attention_penalty(net.module) as read:
+        net.output(batch)
+        one = read()
+        net.output(batch)
+        net.output(batch)
+        two = read()
+        with pytest.raises(InputError, match="no attention"):
+            read()
+    torch.testing.assert_close(two, 2 * one)
+    assert not net.module._forward_pre_hooks
+
+
+def test_other_penalties_are_named(zoo):
+    net, _, _ = zoo("timm-vit")
+    with (
+        pytest.raises(UsageError, match="no penalty of attention"),
+        attention_penalty(net.module, "x"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "bert", "gpt2", "torch-encoder", "llama"])
+def test_specformer_takes_each_head_its_own_columns(zoo, name):
+    net, sites, batch = zoo(name)
+    found = []
+    capture(net, sites, batch, lambda layer: found.append(layer.heads()))
+    exact = 0.0
+    for heads in found:
+        for factor, projection in zip(
+            (1, 2, 3), (heads.to_q, heads.to_k, heads.to_v), strict=True
+        ):
+            each = {tuple(w.flatten().tolist()): w for w in projection.weight}  # grouped: once
+            exact += factor * sum(
+                float(torch.linalg.matrix_norm(w, 2)) ** 2 for w in each.values()
+            )
+    read = SpecformerPenalty(net, batch, (1.0, 2.0, 3.0))
+    for _ in range(400):
+        value = read()
+    assert float(value) == pytest.approx(exact, rel=1e-3)
+    net.module.requires_grad_(True)
+    read().backward()
+    touched = [n for n, p in net.module.named_parameters() if p.grad is not None]
+    net.module.requires_grad_(False)
+    assert touched
+
+
+def test_specformer_follows_the_weights(zoo):
+    net, _, batch = zoo("timm-vit")
+    read = SpecformerPenalty(net, Batch(batch.x[:1], None, batch.ids[:1]))
+    for _ in range(200):
+        before = read()
+    weight = net.module.blocks[0].attn.qkv.weight
+    with torch.no_grad():
+        weight *= 2
+        after = read()
+        weight /= 2
+    assert after > before

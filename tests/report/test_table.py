@@ -7,6 +7,7 @@ import pytest
 from rich.cells import cell_len
 
 from lipaudit.report import render_terminal, table
+from lipaudit.report.colours import viridis
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -91,3 +92,13 @@ def test_a_file_gets_plain_text_of_full_width(report):
     file = io.StringIO()
     render_terminal(report, stream=file)
     assert file.getvalue().encode() == table.render(report)
+
+
+def test_a_map_in_colour_has_two_of_its_lines_in_each_line_of_half_blocks(report):
+    text = table.render(report, width=80, colour="truecolor").decode()
+    drawn = text[text.index("Attention map of head 1.2") :].splitlines()[1:18]
+    assert all(re.sub(r"\x1b\[[\d;]*m", "", line) == "▀" * 34 for line in drawn)
+    stored = report.section("attention").arrays["map@1.2"].numpy()
+    brightest = ";".join(map(str, viridis(1.0)))
+    top = drawn[int(stored.argmax() // 17)]  # every entry is two lines high: both halves alike
+    assert f"38;2;{brightest};48;2;{brightest}m" in top

@@ -98,6 +98,9 @@ def jacobian(
     ] = None,
     norm: Annotated[str, typer.Option(help="2 (spectral), or inf (largest L1 row norm).")] = "2",
     tol: Annotated[float, typer.Option(help="Relative tolerance of the norms.")] = 1e-4,
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Also the norm of every block, input to output.")
+    ] = False,
 ) -> None:
     """The exact norm of the whole model's Jacobian, sample by sample.
 
@@ -106,12 +109,14 @@ def jacobian(
 
     [dim]Examples:[/]
       [cyan]lipaudit jacobian demo[/]
+      [cyan]lipaudit jacobian demo --per-layer[/]
       [cyan]lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings[/]
       [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features -o jacobian.json[/]
     """
     from lipaudit.measures.jacobian import JacobianOptions
 
-    given = {"start": start, "target": target, "norm": norm, "tol": tol}
+    given: dict[str, object] = {"start": start, "target": target, "norm": norm, "tol": tol}
+    given["per_layer"] = per_layer
     run_measures(model, common, jacobian=options_of(JacobianOptions, common, given))
 
 

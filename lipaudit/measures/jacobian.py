@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import model_validator
 
 from lipaudit.data.batch import Batch
+from lipaudit.errors import UsageError
 from lipaudit.measures.base import (
     Measure,
     Options,
@@ -20,11 +22,15 @@ from lipaudit.measures.base import (
     sample_ids,
     seed_of,
 )
+from lipaudit.models.blocks import Block, attention_blocks, block_norms
 from lipaudit.models.jacobian import Margins, jacobian_norms, margins
 from lipaudit.models.linearize import Linearization, linearize
 from lipaudit.models.maps import From, To, sample_map
 from lipaudit.models.net import Net
-from lipaudit.results import JacobianRow, Note, Section
+from lipaudit.models.survey import survey
+from lipaudit.results import Array, JacobianRow, Note, Section
+
+CONVERGED = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 
 
 class JacobianOptions(Options):
@@ -37,6 +43,7 @@ class JacobianOptions(Options):
         norm: 2 (spectral) or inf (largest l_1 norm of a row, from l_inf to l_inf).
         tol: relative tolerance of the norms.
         max_steps: most Lanczos steps per sample.
+        per_layer: whether also the norm of every block around an attention layer is taken.
     """
 
     start: From | None = None
@@ -44,10 +51,20 @@ class JacobianOptions(Options):
     norm: Literal["2", "inf"] = "2"
     tol: float = 1e-4
     max_steps: int = 300
+    per_layer: bool = False
+
+    @model_validator(mode="after")
+    def _spectral(self) -> JacobianOptions:
+        if self.per_layer and self.norm != "2":
+            raise UsageError(
+                "the norms of blocks are spectral", "Leave out --norm or --per-layer."
+            )
+        return self
 
 
 def run(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
     """Yield the norms, margins and first-order radii of every sample."""
+    blocks: Blocks | None = None
     for batch in batches:
         at = sample_map(net, batch, start=options.start, target=options.target)
         linear = linearize(at.f, at.x)
@@ -66,8 +83,43 @@ def run(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterato
             "converged": found.converged.numpy(),
             **decision,
         }
-        facts = {"from": at.start, "to": at.target, "method": found.method}
-        yield Part(batch.ids, values, facts)
+        facts: dict[str, Any] = {"from": at.start, "to": at.target, "method": found.method}
+        if options.per_layer:
+            blocks = blocks or _blocks(net, batch)
+            values |= _block_values(net, batch, blocks.found, options)
+            facts["blocks"] = [block.module for block in blocks.found]
+        yield Part(batch.ids, values, facts, () if blocks is None else blocks.notes)
+
+
+class Blocks(NamedTuple):
+    """The blocks of a model, and what is said of layers without one."""
+
+    found: tuple[Block, ...]
+    notes: tuple[Note, ...]
+
+
+def _blocks(net: Net, batch: Batch) -> Blocks:
+    sites = survey(net, batch)
+    around = attention_blocks(net, batch, sites)
+    alone = [str(s.index) for s, block in zip(sites, around, strict=True) if block is None]
+    text = f"attention layers {', '.join(alone)} have no block: nothing leads past them"
+    remarks = (Note(level="info", code="no-block", text=text),) if alone else ()
+    return Blocks(tuple(dict.fromkeys(b for b in around if b is not None)), remarks)
+
+
+def _block_values(
+    net: Net, batch: Batch, blocks: Sequence[Block], options: JacobianOptions
+) -> dict[str, Values]:
+    """Norms of the blocks, their products and whether they converged, (samples, blocks)."""
+    seeds = [seed_of(i, options.seed) for i in batch.ids]
+    how: dict[str, Any] = {"seeds": seeds, "tol": options.tol, "max_steps": options.max_steps}
+    found = [norms for _, norms in block_norms(net, batch, blocks, **how)]
+    if not found:
+        return {}
+    return {
+        f"block_{name}": torch.stack([getattr(norms, name) for norms in found], 1).numpy()
+        for name in ("norm", "products", "converged")
+    } | {"block_lanczos": np.array([[n.method == "lanczos" for n in found]] * len(batch))}
 
 
 def _decision(linear: Linearization, batch: Batch, options: JacobianOptions) -> dict[str, Values]:
@@ -87,50 +139,70 @@ def _decision(linear: Linearization, batch: Batch, options: JacobianOptions) -> 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
-    norm, converged = joined(parts, "norm"), joined(parts, "converged")
-    row = JacobianRow(
-        from_=parts[0].facts["from"],
-        to=parts[0].facts["to"],
+    facts, found = parts[0].facts, {name: joined(parts, name) for name in parts[0].values}
+    whole = {name: values for name, values in found.items() if not name.startswith("block_")}
+    ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
+    rows = [_row(options, whole, ends)]
+    for i, module in enumerate(facts.get("blocks", ())):
+        method = "lanczos" if found["block_lanczos"][0, i] else "dense"
+        ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
+        mine = {name: found[f"block_{name}"][:, i] for name in ("norm", "products", "converged")}
+        rows.append(_row(options, mine, ends))
+    blocks = {"per_layer": Array.of(found["block_norm"].T)} if "block_norm" in found else {}
+    columns = {name: _cells(name, values) for name, values in whole.items()}
+    return [
+        Section(
+            measure="jacobian",
+            settings=options.model_dump(),
+            rows=tuple(rows),
+            samples={"ids": sample_ids(parts), **columns},
+            arrays=blocks,
+            notes=notes(parts) + _remarks(found),
+        )
+    ]
+
+
+def _row(
+    options: JacobianOptions, found: Mapping[str, Values], ends: Mapping[str, str]
+) -> JacobianRow:
+    """Reduce the norms of one map over the samples."""
+    norm = found["norm"].astype(float)
+    return JacobianRow(
+        **ends,
         norm=options.norm,
         samples=len(norm),
         mean=float(norm.mean()),
         median=float(np.median(norm)),
         p95=float(np.quantile(norm, 0.95)),
         max=float(norm.max()),
-        method=parts[0].facts["method"],
         tol=options.tol,
-        products=float(joined(parts, "products").mean()),
-        converged=int(converged.sum()),
+        products=float(found["products"].mean()),
+        converged=int(found["converged"].sum()),
     )
-    columns = {name: _cells(joined(parts, name)) for name in parts[0].values}
-    return [
-        Section(
-            measure="jacobian",
-            settings=options.model_dump(),
-            rows=(row,),
-            samples={"ids": sample_ids(parts), **columns},
-            notes=notes(parts) + _remarks(parts, converged),
-        )
-    ]
 
 
-def _cells(values: Values) -> tuple[bool | int | float | None, ...]:
-    """Return plain values, None for NaN."""
-    if values.dtype.kind == "f":
+def _cells(name: str, values: Values) -> tuple[bool | int | float | None, ...]:
+    """Return plain values; NaN is None where it says "not given", and itself in a norm."""
+    if values.dtype.kind == "f" and name not in ("norm", "upper"):
         return tuple(number(v) for v in values)
     return tuple(values.tolist())
 
 
-def _remarks(parts: Sequence[Part], converged: Values) -> tuple[Note, ...]:
-    found = []
-    if "radius_first_order" in parts[0].values:
+def _remarks(found: Mapping[str, Values]) -> tuple[Note, ...]:
+    remarks = []
+    if "radius_first_order" in found:
         text = "radius_first_order is a first-order estimate at a point, never a certificate"
-        found.append(Note(level="info", code="indicative", text=text))
-    missed = int((~converged).sum())
-    if missed:
-        text = f"{missed} samples did not converge to tol: their norms are lower estimates"
-        found.append(Note(level="warning", code="not-converged", text=text))
-    return tuple(found)
+        remarks.append(Note(level="info", code="indicative", text=text))
+    missed = {name: int((~found[name]).sum()) for name in CONVERGED if name in found}
+    for name, count in missed.items():
+        if count:
+            text = f"{count} {CONVERGED[name]} did not converge to tol: they are lower estimates"
+            remarks.append(Note(level="warning", code="not-converged", text=text))
+    undefined = int(np.isnan(found["norm"]).sum())
+    if undefined:
+        text = f"the norms of {undefined} samples are not numbers: the model overflows there"
+        remarks.append(Note(level="warning", code="not-finite", text=text))
+    return tuple(remarks)
 
 
 JACOBIAN = Measure(run, summarise, JacobianOptions, samples=64, batch=16)

@@ -1,0 +1,78 @@
+"""The measure `jacobian`: blocks beside the model, and norms that are not numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lipaudit import schema
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import UsageError
+from lipaudit.measures.base import Part
+from lipaudit.measures.jacobian import JacobianOptions, run, summarise
+from lipaudit.models.loading import LoadOptions, load
+from lipaudit.results import Data, Model, Report, Run
+
+
+def test_blocks_are_measured_beside_the_model():
+    net = load("demo", LoadOptions(dtype="float64"))
+    batch = load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
+    options = JacobianOptions(tol=1e-8, per_layer=True)
+    parts = list(run(net, [batch[:2], batch[2:]], options))
+    section = summarise(parts, options)[0]
+    assert [row.module for row in section.rows] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    inputs = []
+    for block in net.module.blocks:
+        block.register_forward_pre_hook(lambda _m, args: inputs.append(args[0]))
+    net.output(batch)
+    assert section.arrays["per_layer"].shape == (3, 3)
+    for i, block in enumerate(net.module.blocks):
+        exact = []
+        for x in list(inputs[i]):
+            jacobian = torch.autograd.functional.jacobian(block, x[None])
+            exact.append(float(torch.linalg.matrix_norm(jacobian.reshape(x.numel(), -1), 2)))
+        row = section.rows[i + 1]
+        assert row.median == pytest.approx(np.median(exact), rel=1e-8)
+        assert row.max == pytest.approx(max(exact), rel=1e-8)
+        assert section.arrays["per_layer"].numpy()[i] == pytest.approx(exact, rel=1e-5)
+        assert row.converged == row.samples == 3
+
+
+def test_without_blocks_there_is_one_row():
+    net = load("demo")
+    batch = load_data("demo", net, DataOptions(samples=1)).batch
+    section = summarise(list(run(net, [batch], JacobianOptions())), JacobianOptions())[0]
+    assert len(section.rows) == 1
+    assert section.arrays == {}
+
+
+def test_blocks_are_spectral():
+    with pytest.raises(UsageError, match="spectral"):
+        JacobianOptions(norm="inf", per_layer=True)
+
+
+def test_a_norm_that_is_not_a_number_says_so():
+    values = {
+        "norm": np.array([1.0, math.nan]),
+        "upper": np.array([1.0, math.nan]),
+        "products": np.array([3, 3]),
+        "converged": np.array([True, False]),
+        "radius_first_order": np.array([0.5, math.nan]),
+    }
+    part = Part(("a", "b"), values, {"from": "pixels", "to": "logits", "method": "lanczos"})
+    section = summarise([part], JacobianOptions())[0]
+    empty = {"created": "", "seed": 0, "device": "cpu", "dtype": "float32", "versions": {}}
+    model = Model(spec="m", source="py", architecture="m", parameters=1, weights_sha256="")
+    data = Data(spec="d", samples=2, suite_id="")
+    report = Report(
+        run=Run(lipaudit="0", command="", model=model, data=data, **empty), sections=(section,)
+    )
+    written = json.loads(schema.dumps(report))["sections"][0]
+    assert written["samples"]["norm"] == [1.0, "NaN"]
+    assert written["samples"]["radius_first_order"] == [0.5, None]
+    assert written["rows"][0]["median"] == "NaN"
+    assert {note["code"] for note in written["notes"]} >= {"not-finite", "not-converged"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures.base import (
@@ -82,18 +83,23 @@ def _closed_form(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> 
         gain = splitting_gain(heads, exact.norm, seeds=seeds)
     found["splitting_gain"] = gain
     found |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}
+    found["layer_missed"] = _missed(whole.concat)[:, None]
     found["layer_out"] = torch.full_like(found["layer_exact"], torch.nan)
     found["out_norm"] = torch.full_like(found["layer_exact"], torch.nan)
     if heads.out is not None and whole.out is not None:
         found["layer_out"] = whole.out.norm[:, None]
+        found["layer_missed"] += _missed(whole.out)[:, None]
         found["out_norm"].fill_(float(spectral_norm(heads.out.double().flatten(0, 1))))
     found["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
     return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in found.items()}
 
 
 def _norms(exact: Norms) -> Reduced:
-    missed = (~exact.converged).to(exact.norm.dtype)
-    return {"exact": exact.norm, "upper": exact.upper, "missed": missed}
+    return {"exact": exact.norm, "upper": exact.upper, "missed": _missed(exact)}
+
+
+def _missed(norms: Norms) -> Tensor:
+    return (~norms.converged).to(norms.norm.dtype)
 
 
 def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
@@ -103,6 +109,7 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     found |= dict.fromkeys((*BOUNDS, *MADE_OF, "g1_max", "splitting_gain"), open_head)
     open_layer = open_head[:, :1]
     found |= dict.fromkeys(("layer_exact", "layer_out", "out_norm"), open_layer)
+    found["layer_missed"] = torch.zeros_like(open_layer)
     found["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
     return found
 
@@ -193,10 +200,11 @@ def _log10(value: float | None) -> float | None:
 def _remarks(found: dict[str, Values]) -> tuple[Note, ...]:
     """Say what is missing and what did not converge."""
     remarks = []
-    missed = int(found["missed"].sum())
-    if missed:
-        text = f"{missed} head norms did not converge to tol: they are lower estimates"
-        remarks.append(Note(level="warning", code="not-converged", text=text))
+    for name, what in (("missed", "head"), ("layer_missed", "layer")):
+        missed = int(found[name].sum())
+        if missed:
+            text = f"{missed} {what} norms did not converge to tol: they are lower estimates"
+            remarks.append(Note(level="warning", code="not-converged", text=text))
     for name, bound in BOUNDS.items():
         absent = int(np.isnan(found[name]).all(0).sum())
         if absent:

@@ -38,6 +38,8 @@ AS_TIMM = (
 
 DEMOS = {
     "standard": "trained without any defence",
+    "jasmin": "trained with the JaSMin penalty, k = 10",
+    "robust": "trained on adversarial examples, L-inf 0.1",
 }
 """Every demo checkpoint by name, with what distinguishes it."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from lipaudit.data.batch import Batch, sample_ids
@@ -115,7 +115,8 @@ def main() -> None:
         *_, (net, last) = trained(RECIPES[name], load("demo") if name == "robust" else None)
         facts = {"held_out_accuracy": f"{last.accuracy:.4f}", "data": CREDIT}
         facts["recipe"] = RECIPES[name].model_dump_json()
-        save_file(net.module.state_dict(), folders["models"] / f"demo_{name}.safetensors", facts)
+        stored = save(net.module.state_dict(), facts)
+        (folders["models"] / f"demo_{name}.safetensors").write_bytes(stored)
 
 
 if __name__ == "__main__":

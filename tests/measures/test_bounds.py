@@ -55,6 +55,16 @@ def test_exact_norms_are_those_of_the_dense_jacobian(demo, found):
             np.testing.assert_allclose(exact[b, 4 * layer : 4 * layer + 4], dense, rtol=1e-6)
 
 
+def test_norms_that_did_not_converge_are_counted(demo):
+    net, batch = demo
+    options = BoundsOptions(tol=1e-12, max_steps=2)
+    heads = summarise(list(run(net, [batch], options)), options)[0]
+    texts = [note.text for note in heads.notes if note.code == "not-converged"]
+    assert texts[0].startswith("36 head norms did not converge")
+    assert texts[1].startswith("18 layer norms did not converge")
+    assert not any(row.converged for row in heads.rows)
+
+
 def test_layer_norms_are_those_of_the_dense_jacobian(demo, found):
     net, batch = demo
     x = layer_inputs(net, batch)[1][0]

@@ -143,12 +143,16 @@ def _fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[T
     def rows(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         logits = q @ keys.mT
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        logits = logits if mask is None else logits + mask
-        unseen = logits.isneginf().all(-1, keepdim=True)
-        p = torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
-        return jasmin_rows(p, k)
+        return jasmin_rows(torch.softmax(logits, -1) if mask is None else _masked(logits, mask), k)
 
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
+
+
+def _masked(logits: Tensor, mask: Tensor) -> Tensor:
+    """Return P; rows without any key are zero."""
+    logits = logits + mask
+    unseen = logits.isneginf().all(-1, keepdim=True)
+    return torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
 
 
 class _Slices(NamedTuple):

@@ -71,7 +71,7 @@ def jasmin_rows(
     value = _g(top, 1).clamp_min(EPS).log()
     if k:
         value = value - (_g(top, k) + EPS).log()
-    return value, p.detach().count_nonzero(-1) > k
+    return value, top[..., k].detach() > 0
 
 
 def _g(top: Tensor, k: int) -> Tensor:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from lipaudit.gate.comparison import Comparison, HeadRatios, Pair
 from lipaudit.gate.verdicts import Verdict, amount, number
 from lipaudit.report.blocks import Block, Heatmap, Notes, Paragraph, Part, Table
-from lipaudit.results import Column, Note
+from lipaudit.results import ROWS, Column, Note
 
-CHANGE = Column(label="change", meaning="New over old, less one.", format="+.1%")
 HOW = (
     "Changes are paired: each sample is compared with itself. Limits are those of a 95 % interval "
     "for each figure by itself; figures without limits are compared as they are, on these samples."
@@ -64,6 +63,9 @@ def _row(verdict: Verdict) -> tuple[str | None, ...]:
 
 
 def _heatmap(ratios: HeadRatios) -> Heatmap:
+    measure, _, name = ratios.metric.rpartition(".")
+    status = ROWS[measure].columns()[name].status
+    change = {"label": "change", "meaning": "New over old, less one.", "format": "+.1%"}
     return Heatmap(
         title=f"{ratios.metric}: change of every head",
         values=tuple(
@@ -71,5 +73,5 @@ def _heatmap(ratios: HeadRatios) -> Heatmap:
         ),
         rows=tuple(map(str, ratios.layers)),
         columns=tuple(map(str, ratios.heads)),
-        column=CHANGE,
+        column=Column(**change, status=status),
     )

@@ -64,7 +64,8 @@ def models(
 
 SUPPORTED = """\
 MODEL is one of
-  demo, demo:NAME           the embedded vision transformers on handwritten digits
+  demo                      a vision transformer on handwritten digits that comes along;
+                            demo:jasmin and demo:robust are its trained defences
   timm:NAME[.TAG]           a model of timm with its pretrained weights
   hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers or timm)
   DIRECTORY                 config.json and weights, of transformers or timm

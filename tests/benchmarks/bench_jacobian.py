@@ -24,12 +24,13 @@ import timm
 import torch
 import torch.nn.functional as F
 from scipy.sparse.linalg import LinearOperator, svds
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipaudit.models.demo import MEAN, STD, WIDTH, demo_model
 from lipaudit.models.jacobian import DENSE, jacobian_norms
 from lipaudit.models.linearize import linearize
+from lipaudit.train.demos import shipped
 
 
 @dataclass
@@ -56,28 +57,11 @@ class Problem:
         return (linear + 2 * attention) / (linear + attention)
 
 
-def digits(samples: int) -> Problem:
-    """A 32 x 32 ViT with ten classes, trained for some minutes on scikit-learn's digits."""
-    images, labels = load_digits(return_X_y=True)
-    images = torch.tensor(images / 16).float().view(-1, 1, 8, 8)
-    images, labels = F.interpolate(images, 32).repeat(1, 3, 1, 1), torch.tensor(labels)
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=4, depth=6, num_classes=10
-    )
-    train(model, images[:1400], labels[:1400], epochs=6)
-    right = model.eval()(images[1400:]).argmax(1) == labels[1400:]
-    print(f"digits: {100 * float(right.float().mean()):.0f} % of the test images are right")
-    return image_problem("digits ViT, C=10", model, images[-samples:])
-
-
-def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(epochs):
-        for index in torch.randperm(len(x)).split(64):
-            loss = F.cross_entropy(model(x[index]), y[index])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+def demo(samples: int) -> Problem:
+    """The demo on held-out digits: ten classes."""
+    model = demo_model().module.eval().requires_grad_(False)
+    x = (shipped("test").x[:samples] - MEAN) / STD
+    return Problem("demo, C=10", model, copy.deepcopy(model).double(), x, 17, WIDTH)
 
 
 def vit_tiny(samples: int) -> Problem:
@@ -261,7 +245,7 @@ def peak_memory(problem: Problem, tol: float) -> None:
     print(f"{problem.name}: +{grown / len(problem.x):.0f} MB per sample")
 
 
-PROBLEMS = {"digits": digits, "vit_tiny": vit_tiny, "minilm": minilm}
+PROBLEMS = {"demo": demo, "vit_tiny": vit_tiny, "minilm": minilm}
 
 
 def main() -> None:

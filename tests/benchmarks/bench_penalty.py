@@ -1,19 +1,21 @@
 """Cost of a training step with JaSMin, beside the same step without, one thread.
 
 Run by hand: python tests/benchmarks/bench_penalty.py [--tokens 197 1025] [--repeats 5]
-Ratios of CPU time within one process, medians over interleaved repeats; memory in a process each.
+CPU time, interleaved within one process: medians, and medians of the ratios to fused and to math.
+Memory: what two steps add to a process of their own (Linux).
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import timm
 import torch
@@ -50,11 +52,40 @@ def seconds(run: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def peak(kind: str, tokens: int, batch: int) -> float:
-    """Peak memory of two steps in a process of its own, in MB."""
+def resident(which: str) -> float:
+    """Memory of this process in MB: VmRSS now, VmHWM at its peak.
+
+    Not ru_maxrss, which begins at the peak of the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{which}:\s+(\d+) kB", status)[1]) / 1024
+
+
+def added(kind: str, tokens: int, batch: int) -> float:
+    """Return what two steps add at their peak to a process that holds the model."""
+    run = step(kind, tokens, batch)
+    before = resident("VmRSS")
+    run()
+    run()
+    return resident("VmHWM") - before
+
+
+def elsewhere(kind: str, tokens: int, batch: int) -> float:
+    """Return `added` of a process of its own."""
     command = [sys.executable, __file__, "--one", kind, "--tokens", str(tokens)]
     done = subprocess.run([*command, "--batch", str(batch)], capture_output=True, check=True)
     return float(done.stdout)
+
+
+def measured(tokens: int, batch: int, repeats: int) -> Iterator[str]:
+    """Yield a line per kind of step: seconds, ratios to fused and math, MB."""
+    runs = {kind: step(kind, tokens, batch) for kind in STEPS}
+    rounds = [{kind: seconds(run) for kind, run in runs.items()} for _ in range(repeats + 1)][1:]
+    for kind in STEPS:
+        median = statistics.median(each[kind] for each in rounds)
+        ratios = [statistics.median(e[kind] / e[base] for e in rounds) for base in STEPS[:2]]
+        facts = f"{median:7.2f} s {ratios[0]:5.2f} {ratios[1]:5.2f}"
+        yield f"{tokens:5d} {kind:14s} {facts} {elsewhere(kind, tokens, batch):7.0f} MB"
 
 
 def main() -> None:
@@ -63,26 +94,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[197, 1025])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--one", choices=STEPS)
+    parser.add_argument("--one", choices=STEPS, help="print the memory of this step alone")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.one:
-        run = step(asked.one, asked.tokens[0], asked.batch)
-        run()
-        run()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(added(asked.one, asked.tokens[0], asked.batch))
         return
     for tokens in asked.tokens:
-        runs = {kind: step(kind, tokens, asked.batch) for kind in STEPS}
-        times = {kind: [] for kind in STEPS}
-        for _ in range(asked.repeats + 1):
-            for kind, run in runs.items():
-                times[kind].append(seconds(run))
-        base = statistics.median(times["fused"][1:])
-        for kind in STEPS:
-            median = statistics.median(times[kind][1:])
-            memory = peak(kind, tokens, asked.batch)
-            print(f"{tokens:5d} {kind:14s} {median:7.2f} s {median / base:5.2f} {memory:7.0f} MB")
+        for line in measured(tokens, asked.batch, asked.repeats):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

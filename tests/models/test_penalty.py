@@ -6,7 +6,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
@@ -63,6 +64,47 @@ def test_gradients_are_those_of_written_out_attention(zoo, how):
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", [{"k": 0, "reduction": "max"}, {"k": 3, "reduction": "mean"}])
+def test_distributed_data_parallel_changes_nothing(zoo, one_process, how):
+    net, _, batch = zoo("timm-vit")
+    alone = deepcopy(net.module).requires_grad_(True)
+    parallel = DistributedDataParallel(deepcopy(alone))
+    for model in (alone, parallel):
+        with attention_penalty(model, **how) as read:
+            loss = model(batch.x).square().sum() + read()
+        loss.backward()
+    for (name, mine), theirs in zip(
+        alone.named_parameters(), parallel.module.parameters(), strict=True
+    ):
+        assert torch.equal(mine.grad, theirs.grad), name
+    with attention_penalty(parallel, **how) as read:
+        parallel(batch.x)
+        inside = read()
+    with attention_penalty(alone, **how) as read:
+        alone(batch.x)
+        assert torch.equal(read(), inside)
+
+
+def test_autocast_gives_the_penalty_of_its_own_maps(zoo):
+    net, _, batch = zoo("timm-vit")
+    values = []
+    for dtype in (torch.float32, torch.bfloat16):
+        context = torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
+        with attention_penalty(net.module, k=3, reduction="mean") as read, context:
+            net.output(batch)
+            values.append(read())
+    assert values[1].dtype == torch.float32
+    assert values[1] != values[0]
+    torch.testing.assert_close(values[1], values[0], rtol=2e-2, atol=0)
 
 
 def test_dropout_and_autocast_are_no_obstacle():

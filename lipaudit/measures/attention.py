@@ -116,12 +116,16 @@ def _with_drawn(part: Part, drawn: dict[str, Values], options: AttentionOptions)
 
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     """Return the sums, maxima and histograms of a layer, per (sample, head)."""
-    heads = layer.attention.to(torch.float64)
-    parts = [_statistics(heads.pick(some), layer.samples, options) for some in _groups(heads)]
-    reduced = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    heads, samples = layer.attention.to(torch.float64), layer.samples
+    parts = [_read(heads.pick(some), options) for some in _groups(heads)]
+    read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    mass, p_norm = read.pop("mass"), read.pop("p_norm")
+    found = softmax.row_statistics(softmax.Rows(**read), k=options.k, gamma=options.gamma)
+    rows = torch.stack([found[name] for name in MEANS], -1)
+    reduced = _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
+    tokens = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
     reduced["joint_hist"] = reduced["joint_hist"].sum(1, keepdim=True)
-    tokens = torch.full((layer.samples, heads.q.shape[1]), heads.k.shape[2])
-    return reduced | {"tokens": tokens}
+    return reduced | {"p_norm": per_sample(p_norm, heads.sample), "tokens": tokens}
 
 
 def _groups(heads: Heads) -> Iterator[slice]:
@@ -131,8 +135,8 @@ def _groups(heads: Heads) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def _statistics(heads: Heads, samples: int, options: AttentionOptions) -> Reduced:
-    """Meet the rows of P in chunks, and reduce them per (sample, head)."""
+def _read(heads: Heads, options: AttentionOptions) -> Reduced:
+    """Meet the rows of P in chunks: what `softmax.Rows` holds, the mass on each key, ||P||."""
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
@@ -143,12 +147,11 @@ def _statistics(heads: Heads, samples: int, options: AttentionOptions) -> Reduce
         stop = min(queries, start + size)
         p = heads.rows(start, stop) if whole is None else whole[:, :, start:stop]
         mass += p.sum(-2)
-        found = softmax.row_statistics(p, k=options.k, gamma=options.gamma)
-        chunks.append(torch.stack([found[name] for name in MEANS], -1))
-    rows = torch.cat(chunks, 2)
+        chunks.append(softmax.read_rows(p, options.k))
+    columns = zip(*chunks, strict=True)
+    rows = {n: torch.cat(c, 2) for n, c in zip(softmax.Rows._fields, columns, strict=True)}
     p_norm = mass.new_full((batch, count), torch.nan) if whole is None else map_norm(whole, 1e-7)
-    found = _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
-    return found | {"p_norm": per_sample(p_norm, heads.sample)}
+    return rows | {"mass": mass, "p_norm": p_norm}
 
 
 def _reduced(rows: Tensor, sample: Tensor, samples: int) -> Reduced:

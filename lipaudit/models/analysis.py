@@ -11,7 +11,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.models import checks, probes
 from lipaudit.models.events import AttentionCall, Explicit
-from lipaudit.models.layers import assemble, canonical, distribution
+from lipaudit.models.layers import assemble, canonical, product
 from lipaudit.models.linears import Linear
 from lipaudit.models.logits import scale_and_bias
 from lipaudit.models.probes import Source
@@ -81,7 +81,7 @@ def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     q, k, v = (_kind(part) for part in parts.values())
     try:
         structure = _structure(call, arranged, parts)
-        attention = distribution(call, layout, batch, None)
+        attention = product(call, layout, batch, None)
         heads, made = assemble(structure, attention, arranged, batch)
         if not checks.jacobian_agrees(heads, made, arranged):
             raise NotClosedForm("wrong", "its closed form disagrees with autograd")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError
 from lipaudit.models.events import AttentionCall
-from lipaudit.models.layers import assemble, canonical, distribution
+from lipaudit.models.layers import assemble, canonical, distribution, product
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sites import Site
@@ -31,8 +31,8 @@ class Layer:
 
     Attributes:
         site: which one.
-        attention: its P, for every kind of layer, without X and projections. Where the logits
-            are not scale q k^T + bias, q, k and v are empty and `bias` holds the captured logits.
+        attention: its P, for every kind of layer, without X and projections. Where the model
+            writes its softmax out, q, k and v are empty and `bias` holds the captured logits.
         output: O of every head, (windows, heads, tokens, d_v).
         samples: number of samples in the batch.
         frame: the module call that it is part of (`site.scope`); None where that is not known.
@@ -132,7 +132,8 @@ def observe(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Fram
         assert structure is not None
         with torch.enable_grad():
             arranged = canonical(call, site.layout, len(batch))
-            return assemble(structure, attention, arranged, batch)[0]
+            whole = product(call, site.layout, batch, rows)
+            return assemble(structure, whole, arranged, batch)[0]
 
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
     number = 0 if frame is None else frame.attentions

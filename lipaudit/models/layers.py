@@ -11,8 +11,11 @@ from lipaudit.data.batch import Batch
 from lipaudit.models.events import AttentionCall, Explicit, Fused, additive
 from lipaudit.models.logits import scale_and_bias
 from lipaudit.models.sites import Structure
-from lipaudit.models.structure import LAYOUTS, NotClosedForm, Projected, Rows, project
+from lipaudit.models.structure import LAYOUTS, Projected, Rows, project
 from lipaudit.theory.attention import Heads
+
+_Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""q, k, v, scale and bias."""
 
 
 def canonical(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
@@ -23,7 +26,7 @@ def canonical(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
 
 
 def distribution(call: AttentionCall, layout: str, batch: Batch, rows: Rows | None) -> Heads:
-    """Return q, k, v and P of a layer, without X and projections.
+    """Return P of a layer, without X and projections; of a written-out softmax, by its logits.
 
     Args:
         call: the attention call, as the model made it.
@@ -31,13 +34,27 @@ def distribution(call: AttentionCall, layout: str, batch: Batch, rows: Rows | No
         batch: the samples, for their padding.
         rows: which tokens the queries are, where that is known.
     """
+    if isinstance(call.form, Fused):
+        return product(call, layout, batch, rows)
+    parts = _from_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
+    return _heads(parts, False, batch, rows)
+
+
+def product(call: AttentionCall, layout: str, batch: Batch, rows: Rows | None) -> Heads:
+    """Return q, k and v of a layer with P = softmax(scale q k^T + bias), as `distribution` does.
+
+    Raises:
+        NotClosedForm: the logits are not of this form.
+    """
     arranged = canonical(call, layout, len(batch))
-    try:
-        scale, bias = _scale_and_bias(call, layout, len(batch))
-        q, k, v = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
-    except NotClosedForm:
-        q, k, v, scale, bias = _from_logits(call, layout, len(batch))
-    windows, tokens, device = q.shape[0], q.shape[2], q.device
+    scale, bias = _scale_and_bias(call, layout, len(batch))
+    parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach(), scale, bias
+    return _heads(parts, isinstance(call.form, Fused) and call.form.causal, batch, rows)
+
+
+def _heads(parts: _Parts, causal: bool, batch: Batch, rows: Rows | None) -> Heads:
+    q, k, v, scale, bias = parts
+    windows, tokens = q.shape[0], q.shape[2]
     return Heads(
         x=q.new_zeros(windows, tokens, 0),
         x_kv=None,
@@ -46,13 +63,13 @@ def distribution(call: AttentionCall, layout: str, batch: Batch, rows: Rows | No
         v=v,
         scale=scale,
         bias=bias,
-        causal=isinstance(call.form, Fused) and call.form.causal,
+        causal=causal,
         valid=_valid(batch, windows, tokens, rows),
         to_q=None,
         to_k=None,
         to_v=None,
         out=None,
-        sample=torch.arange(windows, device=device) * len(batch) // windows,
+        sample=torch.arange(windows, device=q.device) * len(batch) // windows,
     )
 
 
@@ -101,19 +118,15 @@ def _scale_and_bias(
     return scale, LAYOUTS[layout](bias.expand(*call.q.shape[:-1], call.k.shape[-2]), samples)
 
 
-def _from_logits(
-    call: AttentionCall, layout: str, samples: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _from_logits(logits: Tensor, axes: int, layout: str, samples: int) -> _Parts:
     """Return q, k, v of width 0 and scale 0: all of P is in the bias, the captured logits."""
-    assert isinstance(call.form, Explicit)
-    logits = call.form.logits.detach()
-    if logits.ndim == call.q.ndim:
+    if logits.ndim == axes:
         logits = LAYOUTS[layout](logits, samples)
     elif logits.ndim != 4:
         logits = logits.flatten(0, -4) if logits.ndim > 4 else logits[:, None]
     windows, heads, queries, keys = logits.shape
-    empty = [logits.new_zeros(windows, heads, n, 0) for n in (queries, keys, keys)]
-    return empty[0], empty[1], empty[2], logits.new_zeros(1, 1), logits
+    q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (queries, keys, keys))
+    return q, k, v, logits.new_zeros(1, 1), logits
 
 
 def _valid(batch: Batch, windows: int, tokens: int, rows: Rows | None) -> Tensor | None:

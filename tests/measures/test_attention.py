@@ -14,7 +14,7 @@ from lipaudit.measures.attention import MEANS, AttentionOptions, run, summarise
 from lipaudit.models.assembly import assemble
 from lipaudit.models.loading import load
 from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.theory.softmax import row_statistics
+from lipaudit.theory.softmax import read_rows, row_statistics
 
 SMALL = {
     "vocab_size": 60,
@@ -130,7 +130,7 @@ def test_known_rows_have_the_regimes_of_the_theory():
     two[:2] = 0.5
     wide = torch.full((40,), 1e-12, dtype=torch.float64)
     peaked = wide + (1 - 40e-12) * one_hot
-    found = row_statistics(torch.stack([uniform, two, peaked]), k=10, gamma=0.1)
+    found = row_statistics(read_rows(torch.stack([uniform, two, peaked])), k=10, gamma=0.1)
     assert found["g1"].tolist() == pytest.approx([1 / 40, 0.5, 40e-12], rel=1e-2)
     assert found["uniform"].tolist()[0] == 1.0
     assert found["categorical"].tolist()[2] == 1.0
@@ -314,7 +314,7 @@ def test_long_maps_have_no_norm_unless_asked():
 def test_g1_is_never_below_the_norm_of_the_softmax(logits, sharpness, ties):
     """Near one-hot rows, and rows with ties at the top, included."""
     row = torch.tensor(logits + [max(logits)] * ties, dtype=torch.float64) * sharpness
-    found = row_statistics(torch.softmax(row, -1)[None], k=10, gamma=0.1)
+    found = row_statistics(read_rows(torch.softmax(row, -1)[None]), k=10, gamma=0.1)
     ratio = float(found["g1_ratio"])
     assert np.isnan(ratio) == (float(found["softmax_norm"]) == 0)
     assert np.isnan(ratio) or ratio >= 1 - 1e-12

@@ -59,7 +59,8 @@ def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
     if not points:
         return ["(no points)"]
     x0, x1 = _ends([x for x, _, _ in points])
-    y0, y1 = _ends([y for _, y, _ in points])
+    shares = block.y.format.endswith("%")
+    y0, y1 = (0.0, 1.0) if shares else _ends([y for _, y, _ in points])
     grid = [[" "] * width for _ in range(height)]
     for x, y, glyph in points:
         column = round((x - x0) / (x1 - x0) * (width - 1))
@@ -134,6 +135,9 @@ def _framed(
     left = [number(y1, block.y.format), *[""] * (len(grid) - 2), number(y0, block.y.format)]
     pad = max(map(len, left))
     rows = [f"{tick:>{pad}} │{''.join(row)}" for tick, row in zip(left, grid, strict=True)]
-    first, last = number(x0, block.x.format), number(x1, block.x.format)
+    names = (
+        {place: name for name, place in block.ticks.items()} if isinstance(block, Curve) else {}
+    )
+    first, last = (names.get(end) or number(end, block.x.format) for end in (x0, x1))
     axis = first + last.rjust(len(grid[0]) - len(first))
     return [*rows, " " * pad + " └" + "─" * len(grid[0]), " " * (pad + 2) + axis]

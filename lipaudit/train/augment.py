@@ -28,7 +28,8 @@ def flipped(x: Tensor, rng: torch.Generator) -> Tensor:
 def mixing(mixup: float, cutmix: float, classes: int) -> Mix:
     """Return timm's MixUp and CutMix of a batch with its labels; they draw from numpy's state.
 
-    Labels become shares of the classes. A batch of odd size (the last one, perhaps) is not mixed.
+    Labels become shares of the classes. Samples are mixed in pairs: in a batch of odd size the
+    last one stays whole.
     """
     if not mixup and not cutmix:
         return lambda x, y: (x, y)
@@ -37,6 +38,11 @@ def mixing(mixup: float, cutmix: float, classes: int) -> Mix:
     mix = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=classes)
 
     def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return mix(x.clone(), y) if len(x) % 2 == 0 else (x, y)
+        pairs = len(x) // 2 * 2
+        whole = F.one_hot(y[pairs:], classes).to(x.dtype)
+        if not pairs:
+            return x, whole
+        images, shares = mix(x[:pairs].clone(), y[:pairs])
+        return torch.cat([images, x[pairs:]]), torch.cat([shares, whole])
 
     return mixed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -71,10 +70,13 @@ def train(
         state: of an earlier epoch, to go on from.
 
     Raises:
-        UsageError: the data have no labels, or the recipe does not fit the model.
+        UsageError: the samples have no labels, or the recipe does not fit the model.
         EvaluationError: the loss is not finite.
     """
-    _require_fit(net, data, recipe)
+    _require_fit(net, recipe)
+    _require_labels(net, data, "the data")
+    if held_out is not None:
+        _require_labels(net, held_out, "the held-out data")
     with _trainable(net.module):
         run = _Run.start(net, data, recipe)
         first = run.restore(state) if state is not None else 0
@@ -100,7 +102,7 @@ class _Run:
 
     @classmethod
     def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Run:
-        steps = recipe.epochs * math.ceil(len(data) / recipe.batch_size)
+        steps = recipe.epochs * len(_batches(torch.arange(len(data)), recipe.batch_size))
         optimizer = _optimizer(net.module, recipe)
         mixes = net.kind == "image" and recipe.adversarial is None
         mix = mixing(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
@@ -125,20 +127,31 @@ class _Run:
         self.schedule.load_state_dict(state["schedule"])
         self.rng.set_state(state["rng"])
         if self.weights is not None:
-            self.weights.vectors = state["vectors"]
+            self.weights.vectors = [vector.to(self.net.device) for vector in state["vectors"]]
         return int(state["epochs"])
 
     def epoch(self, data: Batch) -> tuple[float, float | None]:
         """Train on all samples once; return the mean loss and the mean penalty."""
         self.net.module.train()
         sums = np.zeros(2)
-        for index in torch.split(
-            torch.randperm(len(data), generator=self.rng), self.recipe.batch_size
-        ):
+        order = torch.randperm(len(data), generator=self.rng)
+        for index in _batches(order, self.recipe.batch_size):
             batch = data.rows(index).to(self.net.device, self.net.dtype)
             sums += len(batch) * np.array(self.step(batch))
+        self.net.module.eval()
         loss, penalty = sums / len(data)
+        self.require_sense(penalty)
         return float(loss), float(penalty) if self.recipe.penalty else None
+
+    def require_sense(self, penalty: float) -> None:
+        """Refuse to go on after an epoch that destroyed the weights or never met the penalty."""
+        if not all(bool(p.isfinite().all()) for p in self.net.module.parameters()):
+            raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
+        if self.recipe.penalty == "jasmin" and self.recipe.k and penalty == 0:
+            raise UsageError(
+                f"no query sees more than k = {self.recipe.k} keys, so that JaSMin is 0",
+                "Give a smaller --k.",
+            )
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Take one step; return its loss and its penalty."""
@@ -194,14 +207,29 @@ class _Run:
         )
 
 
-def _require_fit(net: Net, data: Batch, recipe: Recipe) -> None:
-    if net.classes is None or data.y is None or bool((data.y < 0).any()):
-        raise UsageError(
-            "training needs a classifier and a label for every sample",
-            "Name labelled --data (a folder of classes, .npz, .csv).",
-        )
+def _require_fit(net: Net, recipe: Recipe) -> None:
+    if net.classes is None:
+        raise UsageError(f"training needs a classifier, and {net.info.spec} is none")
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training is for images", "Leave --adversarial out.")
+
+
+def _require_labels(net: Net, data: Batch, name: str) -> None:
+    classes = net.classes or 0
+    known = data.y is not None and bool(((data.y >= 0) & (data.y < classes)).all())
+    if not known or not len(data):
+        raise UsageError(
+            f"{name} should have samples, each with a label from 0 to {classes - 1}",
+            "Name labelled ones (a folder of classes, .npz, .csv).",
+        )
+
+
+def _batches(order: Tensor, size: int) -> list[Tensor]:
+    """Cut into batches; a sample left over, a batch without variance, joins the last of them."""
+    *full, last = torch.split(order, size)
+    if len(last) > 1 or size == 1 or not full:
+        return [*full, last]
+    return [*full[:-1], torch.cat([full[-1], last])]
 
 
 def _labels(batch: Batch) -> Tensor:
@@ -223,7 +251,6 @@ def _schedule(optimizer: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
 
 
 def _accuracy(net: Net, data: Batch, size: int) -> float:
-    net.module.eval()
     right = 0
     with torch.no_grad():
         for part in data.split(size):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.train import Recipe, train
 from lipaudit.train.augment import flipped, mixing, shifted
 from lipaudit.train.demos import RECIPES, shipped, untrained
-from lipaudit.train.loop import _Run
+from lipaudit.train.loop import _batches, _Run
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
 
@@ -147,8 +149,43 @@ def test_data_without_labels_and_losses_without_limit(digits):
     unknown = Batch(digits.x, digits.y - 1, digits.ids)
     with pytest.raises(UsageError, match="label"):
         next(train(net, unknown, QUICK))
-    with pytest.raises(EvaluationError, match="not finite"):
+    with pytest.raises(UsageError, match="held-out data should have samples"):
+        next(train(net, digits, QUICK, held_out=unknown))
+    with pytest.raises(UsageError, match="should have samples"):
+        next(train(net, digits[:0], QUICK))
+    features = replace(net, classes=None)
+    with pytest.raises(UsageError, match="classifier"):
+        next(train(features, digits, QUICK))
+    with pytest.raises(EvaluationError, match="loss is not finite"):
         list(train(net, digits, QUICK.model_copy(update={"lr": 1e30})))
+
+
+def test_the_last_step_may_not_destroy_the_weights(digits):
+    wild = {"lr": 1e38, "weight_decay": 100.0}
+    one_step = QUICK.model_copy(update={"epochs": 1, "batch_size": 200, **wild})
+    with pytest.raises(EvaluationError, match="weights are not finite"):
+        list(train(net_with_dropout(), digits, one_step))
+
+
+def test_a_sample_left_over_is_trained_on_with_others(digits):
+    sizes = [len(part) for part in _batches(torch.arange(129), 64)]
+    assert sizes == [64, 65]
+    assert torch.equal(torch.cat(_batches(torch.arange(129), 64)), torch.arange(129))
+    assert [len(part) for part in _batches(torch.arange(3), 1)] == [1, 1, 1]
+    assert len(list(train(net_with_dropout(), digits[:129], QUICK))) == 3
+
+
+def test_a_penalty_that_no_row_can_have_is_refused(digits):
+    recipe = QUICK.model_copy(update={"penalty": "jasmin", "k": 17, "epochs": 1})
+    with pytest.raises(UsageError, match="k = 17"):
+        list(train(untrained(0), digits, recipe))
+    list(train(untrained(0), digits, recipe.model_copy(update={"k": 16})))
+
+
+def test_between_epochs_the_model_is_as_it_is_used(digits):
+    net = net_with_dropout()
+    for _ in train(net, digits, QUICK):
+        assert not any(m.training for m in net.module.modules())
 
 
 def test_shifts_move_every_image_within_reach():
@@ -177,9 +214,12 @@ def test_mixing_shares_out_the_classes():
     assert not torch.equal(mixed, x)
     torch.testing.assert_close(target.sum(1), torch.ones(8))
     assert (target > 0).sum(1).max() == 2
-    odd = mix(x[:7], y[:7])
-    assert torch.equal(odd[0], x[:7])
-    assert torch.equal(odd[1], y[:7])
+    for size in (7, 1):
+        odd, shares = mix(x[:size], y[:size])
+        assert odd.shape == x[:size].shape
+        assert torch.equal(odd[-1], x[size - 1])
+        assert torch.equal(shares[-1], torch.eye(10)[size - 1])
+        torch.testing.assert_close(shares.sum(1), torch.ones(size))
 
 
 def test_shipped_digits_have_the_ids_of_loading():

@@ -80,9 +80,17 @@ def guarded(body: Callable[..., None]) -> Callable[..., None]:
             signal.signal(signal.SIGTERM, _terminate)
             body(**options)
 
+    call.__doc__ = _unwrapped(inspect.getdoc(body) or "")
     hints = get_type_hints(body, include_extras=True)
     parameters = inspect.signature(body).parameters.values()
     return _resigned(call, [p.replace(annotation=hints[p.name]) for p in parameters])
+
+
+def _unwrapped(text: str) -> str:
+    """Let the terminal wrap the paragraphs; lists and examples keep their lines."""
+    paragraphs = text.split("\n\n")
+    joined = (p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
+    return "\n\n".join(joined)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def audit(
 
     [dim]Examples:[/]
       [cyan]lipaudit audit demo[/]
-      [cyan]lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255 --full[/]
+      [cyan]lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 2/255 --full[/]
     """
     from lipaudit.cli.emit import emit, write
     from lipaudit.cli.run import execute, prepare

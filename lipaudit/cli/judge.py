@@ -34,6 +34,8 @@ DEFAULT_BASE = Path("lipaudit-baseline.json")  # gate.DEFAULT_PATH, which costs 
 def report(reports: Reports, format: Format = None, output: Outputs = None) -> None:
     """Render a saved report again, or several side by side.
 
+    It needs no model and no torch: the figures are those of the run.
+
     [dim]Examples:[/]
       [cyan]lipaudit report audit.json -o audit.html[/]
       [cyan]lipaudit report before.json after.json -f markdown[/]
@@ -83,6 +85,8 @@ def _publish_pages(
 def compare(reports: Reports, format: Format = None, output: Outputs = None) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
+    Changes carry 95 % limits, and what the gate would say of each; nothing fails here.
+
     [dim]Examples:[/]
       [cyan]lipaudit compare before.json after.json[/]
       [cyan]lipaudit compare standard.json jasmin.json robust.json -o compared.html[/]
@@ -99,7 +103,9 @@ def compare(reports: Reports, format: Format = None, output: Outputs = None) -> 
 
 @command("gate", panel=COMPARE)
 def gate(
-    current: Annotated[str, typer.Argument(help="A report, or a MODEL to measure now.")],
+    current: Annotated[
+        str, typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")
+    ],
     baseline: Base = DEFAULT_BASE,
     fail_on: Annotated[
         list[str] | None, typer.Option(help="A rule, in place of the configured ones; repeatable.")
@@ -125,7 +131,7 @@ def gate(
 
     [dim]Examples:[/]
       [cyan]lipaudit gate audit.json --baseline lipaudit-baseline.json[/]
-      [cyan]lipaudit gate ./checkpoint -b base.json --fail-on 'jacobian.norm:median <= +5%'[/]
+      [cyan]lipaudit gate ./model -b base.json --fail-on 'attack.robust >= -2pp'[/]
     """
     from lipaudit.cli.config import read
     from lipaudit.gate import configure, judge, load_baseline

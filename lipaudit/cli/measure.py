@@ -111,7 +111,7 @@ def jacobian(
       [cyan]lipaudit jacobian demo[/]
       [cyan]lipaudit jacobian demo --per-layer[/]
       [cyan]lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings[/]
-      [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features -o jacobian.json[/]
+      [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features[/]
     """
     from lipaudit.measures.jacobian import JacobianOptions
 

@@ -96,6 +96,8 @@ def explain(
 ) -> None:
     """What a number means, where it holds, and what it does not mean.
 
+    NAME is a bound, a column, a section, or SECTION.COLUMN.
+
     [dim]Examples:[/]
       [cyan]lipaudit explain sharp[/]
       [cyan]lipaudit explain jacobian.norm[/]

@@ -23,9 +23,28 @@ from lipaudit.errors import EvaluationError, InputError, UsageError
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
+    from lipaudit.models.spec import LoadOptions
     from lipaudit.train import Epoch, Recipe
 
 CHECKPOINT, RECORD = "checkpoint.pt", "train.json"
+TAKEN = (CHECKPOINT, RECORD, "config.json", "model.safetensors")
+NEEDS = {
+    "k": ("penalty", ("jasmin",)),
+    "reduction": ("penalty", ("jasmin",)),
+    "weight": ("penalty", ("jasmin", "specformer")),
+    "eps": ("adversarial", ("pgd",)),
+    "steps": ("adversarial", ("pgd",)),
+    "momentum": ("optimizer", ("sgd",)),
+}
+"""Options that do nothing unless another one has a certain value."""
+
+
+def _option(help: str, panel: str) -> Any:
+    return typer.Option(help=help, rich_help_panel=panel)
+
+
+PENALTY, ADVERSARIAL = "Penalty", "Adversarial training"
+DESCENT, IMAGES = "Optimization", "Augmentation of images"
 
 
 @command("train", panel="Improve a checkpoint")
@@ -37,36 +56,39 @@ def train(
     held_out: Annotated[
         str | None, typer.Option(help="Data to measure the accuracy on after every epoch.")
     ] = None,
-    penalty: Annotated[str | None, typer.Option(help="jasmin or specformer.")] = None,
-    k: Annotated[int | None, typer.Option(help="Of JaSMin: 0, or more than 1.")] = None,
-    weight: Annotated[float | None, typer.Option(help="Factor of the penalty.")] = None,
-    reduction: Annotated[str | None, typer.Option(help="Over rows: mean or max.")] = None,
-    adversarial: Annotated[
-        str | None, typer.Option(help="pgd: train on adversarial examples.")
+    penalty: Annotated[
+        str | None, _option("jasmin or specformer; none if not given.", PENALTY)
     ] = None,
-    eps: Annotated[str | None, typer.Option(help="Their L-inf radius: 2/255.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Their PGD steps.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd or adamw.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of the optimizer.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="cosine or onecycle.")] = None,
-    flip: Annotated[bool | None, typer.Option(help="Mirror images at random.")] = None,
-    shift: Annotated[int | None, typer.Option(help="Move images by up to so many pixels.")] = None,
-    mixup: Annotated[float | None, typer.Option(help="Alpha of MixUp; 0 for none.")] = None,
-    cutmix: Annotated[float | None, typer.Option(help="Alpha of CutMix; 0 for none.")] = None,
+    k: Annotated[int | None, _option("Of JaSMin: 0, or more than 1 (0).", PENALTY)] = None,
+    weight: Annotated[float | None, _option("Factor in the loss (0.01).", PENALTY)] = None,
+    reduction: Annotated[
+        str | None, _option("Of JaSMin over rows: mean or max (mean).", PENALTY)
+    ] = None,
+    adversarial: Annotated[
+        str | None, _option("pgd: train on adversarial examples.", ADVERSARIAL)
+    ] = None,
+    eps: Annotated[str | None, _option("Their L-inf radius (2/255).", ADVERSARIAL)] = None,
+    steps: Annotated[int | None, _option("Their PGD steps (5).", ADVERSARIAL)] = None,
+    epochs: Annotated[int | None, _option("Passes over the data (40).", DESCENT)] = None,
+    optimizer: Annotated[str | None, _option("sgd or adamw (sgd).", DESCENT)] = None,
+    lr: Annotated[float | None, _option("Highest learning rate (0.01).", DESCENT)] = None,
+    momentum: Annotated[float | None, _option("Of sgd (0.9).", DESCENT)] = None,
+    weight_decay: Annotated[float | None, _option("Of the optimizer (1e-4).", DESCENT)] = None,
+    schedule: Annotated[str | None, _option("cosine or onecycle (cosine).", DESCENT)] = None,
+    flip: Annotated[bool | None, _option("Mirror at random (on).", IMAGES)] = None,
+    shift: Annotated[int | None, _option("Move by up to so many pixels (0).", IMAGES)] = None,
+    mixup: Annotated[float | None, _option("Alpha of MixUp, 0 for none (0.8).", IMAGES)] = None,
+    cutmix: Annotated[float | None, _option("Alpha of CutMix, 0 for none (1).", IMAGES)] = None,
 ) -> None:
     """Fine-tune a classifier with the JaSMin or Specformer penalty, or against attacks.
 
-    The defaults are the recipe of Yudin 2025: 40 epochs of SGD (momentum 0.9, weight decay 1e-4,
-    cosine schedule, batches of 512), flips, CutMix and MixUp. Every epoch is kept: after an
-    interruption the same command with --resume goes on, to the same result.
+    The defaults, in brackets, are the recipe of Yudin 2025, in batches of 512. Every epoch is
+    kept: after an interruption the same command with --resume goes on, to the same result.
 
     [dim]Examples:[/]
       [cyan]lipaudit train demo --penalty jasmin --epochs 5 --lr 1e-3 --no-flip[/]
       [cyan]lipaudit train ./vit --data train/ --penalty jasmin --k 10 --weight 1e-2[/]
-      [cyan]lipaudit train ./vit --data train/ --adversarial pgd --eps 2/255 --out robust[/]
+      [cyan]lipaudit train ./vit --data train/ --adversarial pgd --eps 2/255[/]
     """
     given: dict[str, object] = {"penalty": penalty, "k": k, "weight": weight}
     given |= {"reduction": reduction, "adversarial": adversarial, "eps": eps, "steps": steps}
@@ -91,16 +113,24 @@ def _recipe(common: Common, given: Mapping[str, object]) -> Recipe:
     size = common.batch_size or "auto"
     if size != "auto":
         said["batch_size"] = size
-    return options_of(Recipe, common, said)
+    recipe = options_of(Recipe, common, said)
+    for name in NEEDS.keys() & said.keys():
+        other, values = NEEDS[name]
+        if getattr(recipe, other) not in values:
+            raise UsageError(f"--{name} goes with --{other} {' or '.join(values)}")
+    return recipe
 
 
 def _check_target(out: Path, *, resume: bool) -> None:
-    """Refuse to write over another run, or to go on where there is nothing."""
-    there = (out / RECORD).exists()
-    if there and not resume:
-        raise UsageError(f"{out} holds a training run", "Add --resume to go on, or give --out.")
+    """Refuse to write over another run or a model, or to go on where there is nothing."""
     if resume and not (out / CHECKPOINT).exists():
         raise UsageError(f"{out} holds nothing to resume", "Leave --resume out.")
+    held = next((name for name in TAKEN if (out / name).exists()), None)
+    if held and not resume:
+        raise UsageError(
+            f"{out} holds {held} already",
+            "Give another --out, or --resume to go on with the run in it.",
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -108,52 +138,77 @@ def _check_target(out: Path, *, resume: bool) -> None:
 
 
 def _train(model: str, common: Common, recipe: Recipe, held_out: str | None, out: Path) -> None:
-    from lipaudit.cli.emit import write
     from lipaudit.cli.run import load_options, tell
     from lipaudit.models.loading import load
-    from lipaudit.models.saving import save
     from lipaudit.train import train as run
 
     options = load_options(common)
     net = load(model, options)
     demo = net.info.source == "demo"
-    data = _samples(common.data or ("demo:train" if demo else None), net, common)
+    data = _samples(common.data or ("demo:train" if demo else None), net, common, "--data")
     check = held_out or ("demo" if demo else None)
-    tested = None if check is None else _samples(check, net, common).batch
+    tested = None if check is None else _samples(check, net, common, "--held-out")
     tell(common, net.info.notes + data.notes)
-    record = _Record(out, model, net, data, recipe)
-    epochs = run(net, data.batch, recipe, held_out=tested, state=record.resumed())
+    record = _Record(out, net, data, tested, recipe)
+    state = record.resumed()
+    if state is not None and not common.quiet:
+        typer.echo(f"Going on after epoch {state['epochs']} of {recipe.epochs}.", err=True)
+    batch = None if tested is None else tested.batch
+    epochs = run(net, data.batch, recipe, held_out=batch, state=state)
     for epoch in _told(epochs, recipe.epochs, quiet=common.quiet):
         record.keep(epoch)
-    with tempfile.TemporaryDirectory(dir=out) as folder:
-        complete = save(net, Path(folder), options)
-        for path in Path(folder).iterdir():
-            write(out / path.name, path.read_bytes())
+    complete = _saved(net, out, options)
     record.finish()
     _farewell(out, complete, quiet=common.quiet)
 
 
-def _samples(spec: str | None, net: Net, common: Common) -> Samples:
+def _samples(spec: str | None, net: Net, common: Common, option: str) -> Samples:
     from dataclasses import replace
 
     from lipaudit.cli.run import data_options
     from lipaudit.data.loading import load_data
 
     if spec in (None, "random"):
-        raise UsageError("training needs labelled samples", "Name them with --data.")
-    samples = load_data(spec, net, data_options(common, common.samples or sys.maxsize))
+        raise UsageError("training needs labelled samples", f"Name them with {option}.")
+    most = common.samples if option == "--data" else None
+    samples = load_data(spec, net, data_options(common, most or sys.maxsize))
     kept = tuple(note for note in samples.notes if note.code != "fewer-samples")
     return replace(samples, notes=kept)
+
+
+def _saved(net: Net, out: Path, options: LoadOptions) -> bool:
+    """Write the model, each file whole or not at all; return whether `out` is now a MODEL."""
+    from lipaudit.models.saving import save
+
+    try:
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            complete = save(net, Path(folder), options)
+            for path in [p for p in Path(folder).rglob("*") if p.is_file()]:
+                target = out / path.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
+    except OSError as error:
+        raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None
+    return complete
 
 
 class _Record:
     """The directory of a run: a checkpoint after every epoch, and a record beside it."""
 
-    def __init__(self, out: Path, model: str, net: Net, data: Samples, recipe: Recipe) -> None:
-        self.out = out
-        self.same: dict[str, dict[str, Any]] = {
-            "model": {"spec": model, "weights_sha256": net.info.weights_sha256},
-            "data": {"spec": data.spec, "samples": len(data.batch), "suite_id": data.suite_id},
+    def __init__(
+        self, out: Path, net: Net, data: Samples, held_out: Samples | None, recipe: Recipe
+    ) -> None:
+        self.out, self.device = out, str(net.device)
+        self.notes = [note.text for note in net.info.notes + data.notes]
+        self.same: dict[str, dict[str, Any] | None] = {
+            "model": {
+                "spec": net.info.spec,
+                "weights_sha256": net.info.weights_sha256,
+                "preprocess": dict(net.info.preprocess),
+                "dtype": str(net.dtype).removeprefix("torch."),
+            },
+            "data": _described(data),
+            "held_out": None if held_out is None else _described(held_out),
             "recipe": recipe.model_dump(),
         }
         self.epochs: list[dict[str, Any]] = []
@@ -171,18 +226,16 @@ class _Record:
             return None
         try:
             stored = torch.load(self.out / CHECKPOINT, weights_only=True, map_location="cpu")
-            kept = stored["run"]
+            kept, self.epochs = stored["run"], stored["epochs"]
         except Exception as error:  # pickle, zip and torch have exceptions of their own
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
         for name, value in self.same.items():
-            for key in value:
-                if kept[name].get(key) != value[key]:
-                    raise UsageError(
-                        f"{self.out} was trained with another {name}: {key} "
-                        f"{kept[name].get(key)}, not {value[key]}",
-                        "Repeat the command of the run, or give another --out.",
-                    )
-        self.epochs = stored["epochs"]
+            if kept.get(name) != value:
+                raise UsageError(
+                    f"{self.out} was trained with another {name}: "
+                    f"{_difference(kept.get(name) or {}, value or {})}",
+                    "Repeat the command of the run, or give another --out.",
+                )
         return dict(stored["state"])
 
     def keep(self, epoch: Epoch) -> None:
@@ -215,11 +268,26 @@ class _Record:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "lipaudit": __version__,
             "versions": versions(),
+            "device": self.device,
+            "notes": self.notes,
             **self.same,
             "finished": finished,
             "epochs": self.epochs,
         }
         write(self.out / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _described(samples: Samples) -> dict[str, Any]:
+    return {
+        "spec": samples.spec,
+        "samples": len(samples.batch),
+        "suite_id": samples.suite_id,
+    }
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+    return f"{key} {before.get(key)}, not {now.get(key)}"
 
 
 def _told(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Iterator[Epoch]:
@@ -238,7 +306,10 @@ def _told(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Iterator[Epoch
 
 
 def _farewell(out: Path, complete: bool, *, quiet: bool) -> None:
-    how = f"lipaudit audit {out}" if complete else f"load {out}/model.safetensors in a py: factory"
     typer.echo(str(out))
-    if not quiet:
-        typer.echo(f"Trained. What changed: {how}", err=True)
+    if quiet:
+        return
+    if complete:
+        typer.echo(f"Trained. Measure it: lipaudit audit {shlex.quote(str(out))}", err=True)
+    else:
+        typer.echo(f"Trained. Load {out}/model.safetensors in your py: factory.", err=True)

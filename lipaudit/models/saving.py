@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,7 @@ def save(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
     if hasattr(module, "save_pretrained"):
         source = Path(module.config._name_or_path)
         if source.is_dir():
-            shutil.copytree(
-                source, folder, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True
-            )
+            shutil.copytree(source, folder, ignore=_ignored(folder), dirs_exist_ok=True)
         with quiet():
             module.save_pretrained(folder)
         return True
@@ -50,6 +49,18 @@ def save(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return config is not None
+
+
+def _ignored(folder: Path) -> Callable[[str, list[str]], set[str]]:
+    """Leave out weights, and the copy itself where it lies inside what is copied."""
+    weights = shutil.ignore_patterns(*WEIGHTS)
+    around = {folder.resolve(), *folder.resolve().parents}
+
+    def ignored(directory: str, names: list[str]) -> set[str]:
+        own = {name for name in names if Path(directory, name).resolve() in around}
+        return own | weights(directory, names)
+
+    return ignored
 
 
 def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str, Any] | None:

@@ -10,6 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+from typer.testing import CliRunner
+
+from lipaudit.cli.app import build
+from lipaudit.cli.trained import save_model
+from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.saving import save
 
 ARGS = ("demo", "-n", "256", "--epochs", "8", "--batch-size", "32", "--lr", "1e-3")
 
@@ -49,9 +57,12 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path):
     assert "--resume" in again.stderr
     other = run(*ARGS, "--out", "cut", "--resume", "--lr", "2e-3", cwd=tmp_path)
     assert other.returncode == 2
-    assert "another recipe: lr" in other.stderr
+    assert "another recipe: lr 0.001, not 0.002" in other.stderr
+    other = run(*ARGS, "--out", "cut", "--resume", "--dtype", "float64", cwd=tmp_path)
+    assert "another model: dtype float32, not float64" in other.stderr
     done = run(*ARGS, "--out", "cut", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "Going on after epoch" in done.stderr
     ours, theirs = (json.loads((p / "train.json").read_text()) for p in (record.parent, whole))
     assert ours["finished"]
     assert ours["epochs"] == theirs["epochs"]
@@ -70,6 +81,32 @@ def test_the_result_is_a_model_argument(whole):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_model_is_not_written_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(load("demo"), tmp_path / "vit")
+    before = (tmp_path / "vit/model.safetensors").read_bytes()
+    done = CliRunner().invoke(build(), ["train", "vit", "--data", "demo:train", "--out", "vit"])
+    assert done.exit_code == 2
+    assert "vit holds config.json already" in done.stderr
+    assert (tmp_path / "vit/model.safetensors").read_bytes() == before
+
+
+def test_a_model_of_transformers_brings_its_folders_along(tmp_path):
+    config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=16)
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit/notes").mkdir()
+    (tmp_path / "vit/notes/data.md").write_text("cats\n")
+    out = tmp_path / "vit/tuned"
+    out.mkdir()
+    net = load(str(tmp_path / "vit"))
+    assert save_model(net, out, LoadOptions())
+    assert (out / "notes/data.md").read_text() == "cats\n"
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "notes"}
+    again = load(str(out))
+    x = torch.rand(2, 3, 16, 16)
+    torch.testing.assert_close(again.read(again.call(x, None)), net.read(net.call(x, None)))
+
+
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
@@ -79,14 +116,13 @@ def test_the_result_is_a_model_argument(whole):
         (["demo", "--eps", "two"], 2, "not a radius"),
         (["demo", "-o", "x.json"], 2, "--out"),
         (["demo", "--resume"], 2, "nothing to resume"),
+        (["demo", "--eps", "0.1"], 2, "--eps goes with --adversarial pgd"),
+        (["demo", "--penalty", "specformer", "--k", "10"], 2, "--k goes with --penalty jasmin"),
+        (["demo", "--held-out", "random"], 2, "--held-out"),
         (["no-such-model", "--data", "demo"], 4, "no model"),
     ],
 )
 def test_bad_input(args, code, says, tmp_path, monkeypatch):
-    from typer.testing import CliRunner
-
-    from lipaudit.cli.app import build
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
     done = CliRunner().invoke(build(), ["train", *args])

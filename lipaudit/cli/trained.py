@@ -1,0 +1,155 @@
+"""The directory of a training run: a checkpoint after every epoch, a record, the model."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lipaudit import __version__
+from lipaudit.errors import EvaluationError, InputError, UsageError
+
+if TYPE_CHECKING:
+    from lipaudit.data.loading import Samples
+    from lipaudit.models.net import Net
+    from lipaudit.models.spec import LoadOptions
+    from lipaudit.train import Epoch, Recipe
+
+CHECKPOINT, RECORD = "checkpoint.pt", "train.json"
+TAKEN = (CHECKPOINT, RECORD, "config.json", "model.safetensors")
+
+
+def check_target(out: Path, *, resume: bool) -> None:
+    """Refuse to write over another run or a model, or to go on where there is nothing."""
+    if resume and not (out / CHECKPOINT).exists():
+        raise UsageError(f"{out} holds nothing to resume", "Leave --resume out.")
+    held = next((name for name in TAKEN if (out / name).exists()), None)
+    if held and not resume:
+        raise UsageError(
+            f"{out} holds {held} already",
+            "Give another --out, or --resume to go on with the run in it.",
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None
+
+
+class Record:
+    """The directory of a run: a checkpoint after every epoch, and a record beside it."""
+
+    def __init__(
+        self, out: Path, net: Net, data: Samples, held_out: Samples | None, recipe: Recipe
+    ) -> None:
+        self.out, self.device = out, str(net.device)
+        self.notes = [note.text for note in net.info.notes + data.notes]
+        self.same: dict[str, dict[str, Any] | None] = {
+            "model": {
+                "spec": net.info.spec,
+                "weights_sha256": net.info.weights_sha256,
+                "preprocess": dict(net.info.preprocess),
+                "dtype": str(net.dtype).removeprefix("torch."),
+            },
+            "data": _described(data),
+            "held_out": None if held_out is None else _described(held_out),
+            "recipe": recipe.model_dump(),
+        }
+        self.epochs: list[dict[str, Any]] = []
+
+    def resumed(self) -> dict[str, Any] | None:
+        """Return the state of an interrupted run, None for a new one.
+
+        Raises:
+            UsageError: the run was another one.
+            InputError: the checkpoint is damaged.
+        """
+        import torch
+
+        if not (self.out / CHECKPOINT).exists():
+            return None
+        try:
+            stored = torch.load(self.out / CHECKPOINT, weights_only=True, map_location="cpu")
+            kept, self.epochs = stored["run"], stored["epochs"]
+        except Exception as error:  # pickle, zip and torch have exceptions of their own
+            raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
+        for name, value in self.same.items():
+            if kept.get(name) != value:
+                raise UsageError(
+                    f"{self.out} was trained with another {name}: "
+                    f"{_difference(kept.get(name) or {}, value or {})}",
+                    "Repeat the command of the run, or give another --out.",
+                )
+        return dict(stored["state"])
+
+    def keep(self, epoch: Epoch) -> None:
+        """Write an epoch: the record, and all that is needed to go on."""
+        import torch
+
+        from lipaudit.cli.emit import write
+
+        facts = {
+            name: getattr(epoch, name) for name in ("number", "loss", "penalty", "accuracy", "lr")
+        }
+        self.epochs.append(facts)
+        stored = {"run": self.same, "epochs": self.epochs, "state": epoch.state}
+        buffer = io.BytesIO()
+        torch.save(stored, buffer)
+        write(self.out / CHECKPOINT, buffer.getvalue())
+        self._write(finished=False)
+
+    def finish(self) -> None:
+        """Write that the run is complete."""
+        self._write(finished=True)
+
+    def _write(self, *, finished: bool) -> None:
+        from lipaudit.cli.emit import write
+        from lipaudit.cli.run import versions
+
+        record = {
+            "schema": "lipaudit.train",
+            "command": shlex.join(["lipaudit", *sys.argv[1:]]),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "lipaudit": __version__,
+            "versions": versions(),
+            "device": self.device,
+            "notes": self.notes,
+            **self.same,
+            "finished": finished,
+            "epochs": self.epochs,
+        }
+        write(self.out / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _described(samples: Samples) -> dict[str, Any]:
+    return {
+        "spec": samples.spec,
+        "samples": len(samples.batch),
+        "suite_id": samples.suite_id,
+    }
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+    return f"{key} {before.get(key)}, not {now.get(key)}"
+
+
+def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
+    """Write the model, each file whole or not at all; return whether `out` is now a MODEL."""
+    from lipaudit.models.saving import save
+
+    try:
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            complete = save(net, Path(folder), options)
+            for path in [p for p in Path(folder).rglob("*") if p.is_file()]:
+                target = out / path.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
+    except OSError as error:
+        raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None
+    return complete

@@ -31,7 +31,7 @@ app = typer.Typer(
 
 def build() -> typer.Typer:
     """Return the application with every command registered."""
-    from lipaudit.cli import audit, judge, measure, scaling, tools, train  # noqa: F401  (importing registers the commands)
+    from lipaudit.cli import audit, explain, judge, measure, scaling, tools, train  # noqa: F401  (importing registers the commands)
 
     return app
 

@@ -1,8 +1,7 @@
-"""The commands that explain: models, env, schema, explain."""
+"""The commands on lipaudit itself: env, models, schema."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from typing import Annotated
@@ -88,48 +87,3 @@ def schema() -> None:
     from lipaudit.schema import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
-
-
-@command("explain", panel=LEARN)
-def explain(
-    name: Annotated[str, typer.Argument(help="A measure or a column: bounds, bounds.sharp, g1.")],
-) -> None:
-    """What a number means, where it holds, and what it does not mean.
-
-    NAME is a bound, a column, a section, or SECTION.COLUMN.
-
-    [dim]Examples:[/]
-      [cyan]lipaudit explain sharp[/]
-      [cyan]lipaudit explain jacobian.norm[/]
-    """
-    found = [entry for key, entry in _entries().items() if name in (key, key.rpartition(".")[2])]
-    section = [entry for key, entry in _entries().items() if key.rpartition(".")[0] == name]
-    if not found and not section:
-        names = sorted({key.rpartition(".")[2] for key in _entries()} | set(_entries()))
-        near = difflib.get_close_matches(name, names, 3)
-        advice = f"Did you mean {' or '.join(near)}?" if near else "Try: lipaudit explain bounds"
-        raise UsageError(f"nothing is called {name!r}", advice)
-    typer.echo("\n\n".join(found or section))
-
-
-def _entries() -> dict[str, str]:
-    """Return the explanation of every column by `section.column`."""
-    from lipaudit.results import ROWS, SAMPLES
-
-    columns = {
-        f"{section}.{name}": column
-        for section, row in ROWS.items()
-        for name, column in row.columns().items()
-    }
-    columns |= {
-        f"{section}.{name}": column
-        for section, own in SAMPLES.items()
-        for name, column in own.items()
-    }
-    return {
-        key: f"{key}: {c.meaning}"
-        + (f"\n  holds: {c.domain}; status: {c.status}" if c.domain else "\n  a plain figure")
-        + (f"; unit: {c.unit}" if c.unit else "")
-        + (f"; better: {c.better}" if c.better else "")
-        for key, c in columns.items()
-    }

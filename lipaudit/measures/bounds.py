@@ -27,7 +27,8 @@ from lipaudit.models.numeric import numeric_norms
 from lipaudit.models.sites import Site
 from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
 from lipaudit.theory.attention import Heads, per_sample
-from lipaudit.theory.bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds import head_bounds
+from lipaudit.theory.catalogue import BOUNDS
 from lipaudit.theory.jacobian import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.lanczos import Norms
 from lipaudit.theory.norms import spectral_norm

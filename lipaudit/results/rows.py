@@ -28,7 +28,10 @@ class BoundsRow(HeadRow):
         "exact max", "Largest ||J|| over the samples.", better="lower"
     )
     sharp: Float | None = column(
-        "sharp", "lipaudit's own bound: min(S2, theorem3).", better="lower", status="bound"
+        "sharp",
+        "lipaudit's own bound, from the norms of the Jacobian's blocks.",
+        better="lower",
+        status="bound",
     )
     theorem3: Float | None = column(
         "theorem 3", "Yudin et al. 2025, Theorem 3, exact ||M(P_i)||.", status="bound"

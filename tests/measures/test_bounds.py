@@ -7,7 +7,7 @@ import torch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.measures.bounds import BoundsOptions, run, summarise
 from lipaudit.models.loading import LoadOptions, load
-from lipaudit.theory.bounds import BOUNDS
+from lipaudit.theory.catalogue import BOUNDS
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory import sharp
-from lipaudit.theory.bounds import BOUNDS, affine_only, head_bounds
+from lipaudit.theory.bounds import affine_only, head_bounds
+from lipaudit.theory.catalogue import BOUNDS
 from lipaudit.theory.sharp import (
     affine_query_term,
     affine_rows,

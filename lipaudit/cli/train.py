@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +47,10 @@ def train(
     common: Common,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("trained"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on in --out.")] = False,
+    classes: Annotated[
+        int | None,
+        typer.Option(help="Of the data: a model of another number gets a new, random classifier."),
+    ] = None,
     held_out: Annotated[
         str | None, typer.Option(help="Data to measure the accuracy on after every epoch.")
     ] = None,
@@ -81,6 +86,7 @@ def train(
     [dim]Examples:[/]
       [cyan]lipaudit train demo --penalty jasmin --epochs 5 --lr 1e-3 --no-flip[/]
       [cyan]lipaudit train ./vit --data train/ --penalty jasmin --k 10 --weight 1e-2[/]
+      [cyan]lipaudit train timm:vit_small_patch16_224 --data flowers/ --classes 17[/]
       [cyan]lipaudit train ./vit --data train/ --adversarial pgd --eps 2/255[/]
     """
     given: dict[str, object] = {"penalty": penalty, "k": k, "weight": weight}
@@ -90,8 +96,10 @@ def train(
     given |= {"flip": flip, "shift": shift, "mixup": mixup, "cutmix": cutmix}
     common = common.resolved()
     recipe = _recipe(common, given)
+    if classes is not None and classes < 2:
+        raise UsageError(f"--classes {classes}: a classifier has 2 at least")
     check_target(out, resume=resume)
-    _train(model, common, recipe, held_out, out)
+    _train(model, common, recipe, Task(classes, held_out, out))
 
 
 def _recipe(common: Common, given: Mapping[str, object]) -> Recipe:
@@ -114,19 +122,28 @@ def _recipe(common: Common, given: Mapping[str, object]) -> Recipe:
     return recipe
 
 
-def _train(model: str, common: Common, recipe: Recipe, held_out: str | None, out: Path) -> None:
+@dataclass(frozen=True)
+class Task:
+    """What a run is for, besides its recipe."""
+
+    classes: int | None
+    held_out: str | None
+    out: Path
+
+
+def _train(model: str, common: Common, recipe: Recipe, task: Task) -> None:
     from lipaudit.cli.run import load_options, tell
     from lipaudit.models.loading import load
     from lipaudit.train import train as run
 
-    options = load_options(common)
+    options = replace(load_options(common), classes=task.classes)
     net = load(model, options)
     demo = net.info.source == "demo"
     data = _samples(common.data or ("demo:train" if demo else None), net, common, "--data")
-    check = held_out or ("demo" if demo else None)
+    check = task.held_out or ("demo" if demo else None)
     tested = None if check is None else _samples(check, net, common, "--held-out")
     tell(common, net.info.notes + data.notes)
-    record = Record(out, net, data, tested, recipe)
+    record = Record(task.out, net, data, tested, recipe)
     state = record.resumed()
     if state is not None and not common.quiet:
         typer.echo(f"Going on after epoch {state['epochs']} of {recipe.epochs}.", err=True)
@@ -134,14 +151,12 @@ def _train(model: str, common: Common, recipe: Recipe, held_out: str | None, out
     epochs = run(net, data.batch, recipe, held_out=batch, state=state)
     for epoch in _told(epochs, recipe.epochs, quiet=common.quiet):
         record.keep(epoch)
-    complete = save_model(net, out, options)
+    complete = save_model(net, task.out, options)
     record.finish()
-    _farewell(out, complete, quiet=common.quiet)
+    _farewell(task.out, complete, quiet=common.quiet)
 
 
 def _samples(spec: str | None, net: Net, common: Common, option: str) -> Samples:
-    from dataclasses import replace
-
     from lipaudit.cli.run import data_options
     from lipaudit.data.loading import load_data
 

@@ -72,7 +72,8 @@ def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tu
     raise InputError(
         f"the data have a class {stranger!r}; the model has {has}, and {net.classes} classes for "
         f"the data's {len(names)}",
-        "Rename the classes to the model's, or give as many as the model has, in its order.",
+        "Rename the classes to the model's, or give as many as the model has, in its order; "
+        "`lipaudit train --classes` trains a new classifier.",
     )
 
 

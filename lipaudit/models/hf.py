@@ -13,8 +13,8 @@ import torch
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError
 from lipaudit.models.files import few, half_precision
-from lipaudit.models.hf_calls import HEADS, describe, has_head
-from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec
+from lipaudit.models.hf_calls import CLASSIFIERS, HEADS, describe, has_head
+from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.results import Note
 
 FEATURES = "AutoModel"
@@ -33,16 +33,16 @@ def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
 
     with quiet():
         config = _config(path, options)
-        auto = _auto_class(config)
+        auto, added = _with_classes(config, options.classes)
         kwargs = dict(options.model_kwargs)
         notes: tuple[Note, ...] = (RANDOM,)
         if not kwargs.pop("pretrained", True):
             module = _random(getattr(transformers, auto), config)
         else:
-            module, notes = _trained(getattr(transformers, auto), path, config)
+            module, notes = _trained(getattr(transformers, auto), path, config, new=bool(added))
             notes += _stored_half(path)
         spec = describe(module, options, path=path)
-    return replace(spec, notes=notes + spec.notes)
+    return replace(spec, notes=added + notes + spec.notes)
 
 
 def _config(path: Path, options: LoadOptions) -> Any:
@@ -67,8 +67,24 @@ def _auto_class(config: Any) -> str:
     return next((auto for head, auto in HEADS.items() if name.endswith(head)), FEATURES)
 
 
-def _trained(auto: Any, path: Path, config: Any) -> tuple[Any, tuple[Note, ...]]:
-    """Load the weights, and refuse any part that would be random."""
+def _with_classes(config: Any, classes: int | None) -> tuple[str, tuple[Note, ...]]:
+    """Return what loads the model, as a classifier of so many classes where that is asked for."""
+    from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING as IMAGES
+
+    auto = _auto_class(config)
+    own = config.num_labels if auto in CLASSIFIERS.values() else None
+    if classes in (None, own):
+        return auto, ()
+    config.id2label = {i: f"LABEL_{i}" for i in range(classes)}
+    config.label2id = {label: i for i, label in config.id2label.items()}
+    if own is None:
+        kind = "Image" if type(config) in IMAGES else "Sequence"
+        auto = f"AutoModelFor{kind}Classification"
+    return auto, (new_classifier(classes),)
+
+
+def _trained(auto: Any, path: Path, config: Any, *, new: bool) -> tuple[Any, tuple[Note, ...]]:
+    """Load the weights, and refuse any part that would be random, but for a new classifier."""
     try:
         module, report = _from_pretrained(auto, path, config)
     except (ValueError, OSError, RuntimeError, KeyError) as error:
@@ -81,8 +97,8 @@ def _trained(auto: Any, path: Path, config: Any) -> tuple[Any, tuple[Note, ...]]
             f"the weights in {path} cannot be read ({type(error).__name__}: {_first_line(error)})",
             "Copy or download them again; pickled files may hold tensors only.",
         ) from error
-    notes = _require_complete(module, report, path)
-    if any(_part_of(key, POOLER) for key in report["missing_keys"]):
+    notes = _require_complete(module, _backbone(module, report) if new else report, path)
+    if not new and any(_part_of(key, POOLER) for key in report["missing_keys"]):
         module.pooler = None  # random, and not read
     return module, notes
 
@@ -142,6 +158,19 @@ def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[
         )
     text = f"not read: {few(unused)} (the output is features)"
     return (remark("features", text),) if unused else ()
+
+
+def _backbone(module: Any, report: dict[str, Any]) -> dict[str, Any]:
+    """Return what a report says of the weights below the classifier and its pooler."""
+
+    def below(key: str) -> bool:
+        return _inside(module.base_model, key) and not _part_of(key, POOLER)
+
+    return {
+        "missing_keys": [key for key in report["missing_keys"] if below(key)],
+        "unexpected_keys": [key for key in report["unexpected_keys"] if below(key)],
+        "mismatched_keys": [m for m in report.get("mismatched_keys", ()) if below(str(m[0]))],
+    }
 
 
 def _unread(module: Any, key: str) -> bool:

@@ -90,4 +90,5 @@ def _arguments(source: Path, options: LoadOptions) -> dict[str, Any]:
     """Return what the model was built with: by its directory, then by the options."""
     described = source / "config.json"
     own = json.loads(described.read_text()).get("model_args", {}) if described.is_file() else {}
-    return own | {k: v for k, v in options.model_kwargs.items() if k != "pretrained"}
+    arguments = own | dict(options.model_kwargs)
+    return {k: v for k, v in arguments.items() if k not in ("pretrained", "num_classes")}

@@ -21,6 +21,13 @@ RANDOM = warning(
 """The note on a model whose weights are random, as was asked for."""
 
 
+def new_classifier(classes: int) -> Note:
+    """Return the note on a model whose classifier is random, as was asked for."""
+    return warning(
+        "new-classifier", f"the classifier is new and random, for {classes} classes: train it"
+    )
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model and what one must know to feed it; a `py:` factory may return one.
@@ -87,6 +94,8 @@ class LoadOptions:
         device: where to run; "auto" is the first accelerator, else the CPU.
         dtype: precision of the parameters.
         offline: never open a connection; only what is on this machine.
+        classes: number of classes; a model that has another number gets a random classifier in
+            place of its own (to be trained; timm and transformers).
     """
 
     arch: str | None = None
@@ -97,6 +106,7 @@ class LoadOptions:
     device: str = "auto"
     dtype: Literal["float32", "float64"] = "float32"
     offline: bool = False
+    classes: int | None = None
 
     def image_shape(self, own: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width), given what the source of the model says.

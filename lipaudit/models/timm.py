@@ -15,7 +15,7 @@ from lipaudit.data.images import resized
 from lipaudit.data.intake import remark, warning
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.files import State, find_weights, load_strictly, mismatches, read_weights
-from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec
+from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.results import Note
 
 if typing.TYPE_CHECKING:
@@ -63,7 +63,8 @@ def pretrained(name: str, options: LoadOptions) -> ModelSpec:
         raise UsageError(
             f"num_classes={own} would replace the head of {name} ({weights} classes) by a random "
             "one",
-            "Leave num_classes out, or pass your own file of weights with --arch.",
+            "Leave num_classes out (`lipaudit train --classes` trains a new head), or pass your "
+            "own file of weights with --arch.",
         )
     return describe(module, options)
 
@@ -108,9 +109,15 @@ def describe(
     notes: tuple[Note, ...] = (),
     own_labels: bool = True,
 ) -> ModelSpec:
-    """Say how a timm model is fed: size, normalisation, resizing, labels."""
+    """Say how a timm model is fed: size, normalisation, resizing, labels.
+
+    Its classifier is replaced first where another number of classes is asked for.
+    """
     import timm.data
 
+    if options.classes not in (None, module.num_classes):
+        module.reset_classifier(options.classes)
+        notes, own_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
     shape = options.image_shape(_image_shape(module, config))
     config["input_size"] = shape

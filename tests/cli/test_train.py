@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
+from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lipaudit.cli.app import build
+from lipaudit.cli.train import train
 from lipaudit.cli.trained import save_model
 from lipaudit.models.loading import LoadOptions, load
 from lipaudit.models.saving import save
+from lipaudit.train import Recipe
 
+RECIPE = Recipe().model_dump()
 ARGS = ("demo", "-n", "256", "--epochs", "8", "--batch-size", "32", "--lr", "1e-3")
 
 
@@ -107,6 +113,49 @@ def test_a_model_of_transformers_brings_its_folders_along(tmp_path):
     torch.testing.assert_close(again.read(again.call(x, None)), net.read(net.call(x, None)))
 
 
+def test_the_defaults_in_the_help_are_those_of_the_recipe():
+    shown = {}
+    for name, hint in get_type_hints(train, include_extras=True).items():
+        help = str(getattr(hint, "__metadata__", [None])[0].help if name in RECIPE else "")
+        if found := re.search(r"\((\S+)\)\.$", help):
+            shown[name] = {"on": "True"}.get(found[1], found[1])
+    assert shown.keys() == RECIPE.keys() - {"penalty", "adversarial", "batch_size", "seed"}
+    for name, text in shown.items():
+        assert type(RECIPE[name])(text) == RECIPE[name], name
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    """Three classes of flat colours, four pictures of each."""
+    for i, name in enumerate(("blue", "green", "red")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for shade in range(4):
+            pixel = [0, 0, 0]
+            pixel[2 - i] = 150 + 30 * shade
+            image = Image.new("RGB", (16, 16), tuple(pixel))
+            image.save(tmp_path / "photos" / name / f"{shade}.png")
+    return tmp_path / "photos"
+
+
+def test_a_new_classifier_is_trained_resumed_and_read_back(photos, monkeypatch):
+    monkeypatch.chdir(photos.parent)
+    config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=16)
+    ViTForImageClassification(config).save_pretrained("vit")
+    args = ["vit", "--data", "photos", "--held-out", "photos", "--classes", "3", "--epochs", "2"]
+    done = CliRunner().invoke(build(), ["train", *args])
+    assert done.exit_code == 0, done.output
+    assert "the classifier is new and random, for 3 classes" in done.stderr
+    record = json.loads(Path("trained/train.json").read_text())
+    assert any("new and random" in note for note in record["notes"])
+    done = CliRunner().invoke(build(), ["train", *args, "--resume"])
+    assert "Going on after epoch 2 of 2" in done.stderr
+    done = CliRunner().invoke(build(), ["attack", "trained", "--data", "photos", "--eps", "0.01"])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(build(), ["train", *args[:5], "--out", "other"])
+    assert done.exit_code == 4
+    assert "--classes" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
@@ -119,6 +168,8 @@ def test_a_model_of_transformers_brings_its_folders_along(tmp_path):
         (["demo", "--eps", "0.1"], 2, "--eps goes with --adversarial pgd"),
         (["demo", "--penalty", "specformer", "--k", "10"], 2, "--k goes with --penalty jasmin"),
         (["demo", "--held-out", "random"], 2, "--held-out"),
+        (["demo", "--classes", "1"], 2, "2 at least"),
+        (["demo", "--classes", "3"], 2, "has its own classes"),
         (["no-such-model", "--data", "demo"], 4, "no model"),
     ],
 )

@@ -46,6 +46,8 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return None, *ctx.derivative.vjp(ctx.saved_tensors, u.contiguous())
         # Detached: J^T u is differentiated with respect to u alone.
         saved = [None if t is None else t.detach() for t in ctx.saved_tensors]
         return None, *_Pullback.apply(ctx.derivative, u, *saved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 
 import torch
@@ -15,6 +15,10 @@ from lipaudit.models.precision import exact_arithmetic
 
 Map = Callable[[Tensor, Tensor], Tensor]
 """f(x, index) -> y: row i of x and of y is sample index[i] of the batch, whose mask applies."""
+
+TOGETHER = 2**20
+"""Entries of the Jacobian that are formed at a time: in a small model most of the cost of a
+backward pass is that of calling its operations, not theirs."""
 
 AGREEMENT = 1e-4
 """Largest relative difference between two evaluations of the same samples: far above rounding."""
@@ -77,7 +81,10 @@ class Linearization:
     @cached_property
     def rows(self) -> Tensor:
         """The dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
-        return torch.stack([self.row(i) for i in range(self.outputs)], 1)
+        units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
+        units = units.view(-1, 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
+        parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
+        return torch.cat([self._vjps(part) for part in parts]).flatten(2).transpose(0, 1)
 
     @cached_property
     def columns(self) -> Tensor:
@@ -112,6 +119,14 @@ class Linearization:
             u = u.detach().clone().requires_grad_()
             (pullback,) = torch.autograd.grad(value, leaf, u, create_graph=True)
         return u, pullback
+
+    def _vjps(self, u: Tensor) -> Tensor:
+        """J^T u of several u, in one backward pass where every operation can be mapped over."""
+        if len(u) > 1:
+            leaf, value = self._graph
+            with exact_arithmetic(self.x.device), suppress(RuntimeError):
+                return torch.autograd.grad(value, leaf, u, True, is_grads_batched=True)[0]
+        return torch.stack([self.vjp(each) for each in u])
 
     def _gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
         with exact_arithmetic(self.x.device), _explained():

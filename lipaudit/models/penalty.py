@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -54,18 +54,20 @@ def attention_penalty(
         name: jasmin, the penalty of attention maps (that of weights is `SpecformerPenalty`).
         k: 0, or more than 1.
         reduction: over the rows of a map.
-        mask: True at real tokens, (batch, tokens), where a batch is padded: only they count.
+        mask: nonzero at real tokens, (batch, tokens), where a batch is padded: only they count.
 
     Raises:
-        UsageError: for another name.
-        InputError: by `penalty()`, when no attention was seen.
+        UsageError: for another name, k or reduction.
+        InputError: by `penalty()`, when no attention was seen, or none that the mask fits.
     """
     if name != "jasmin":
         raise UsageError(
             f"{name!r} is no penalty of attention maps",
             "Use jasmin; the penalty of weights is SpecformerPenalty(net, batch).",
         )
-    watch = _Watch(k, reduction, mask)
+    if k == 1 or k < 0 or reduction not in get_args(Reduction):
+        raise UsageError(f"k = {k}, reduction = {reduction!r}", "k: 0, 2, 3...; max or mean.")
+    watch = _Watch(k, reduction, None if mask is None else mask.bool())
     hook = model.register_forward_pre_hook(watch.enter, with_kwargs=True)
     try:
         with AttentionMode(watch.attention):
@@ -82,6 +84,7 @@ class _Watch:
     reduction: Reduction
     mask: Tensor | None
     batch: int = 1
+    masked: bool = False
     found: list[Tensor] = field(default_factory=list)
 
     def enter(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -93,10 +96,18 @@ class _Watch:
         """Add a layer, and let the model go on."""
         with torch.autocast(call.q.device.type, enabled=False):
             values, counted = _row_values(call, self.k)
-        if self.mask is not None and values.ndim == 3 and values.shape[::2] == self.mask.shape:
-            counted = counted & self.mask[:, None]
+        if self.mask is not None:
+            counted = self.real(counted, self.mask)
         self.found.append(over_rows(values, counted, self.reduction).sum() / self.batch)
         return call.output
+
+    def real(self, counted: Tensor, mask: Tensor) -> Tensor:
+        """Leave padding out of the rows of a layer; its heads may be folded into the batch."""
+        batch, tokens = mask.shape
+        if counted.shape[-1] != tokens or len(counted) % batch:
+            return counted
+        self.masked = True
+        return (counted.reshape(batch, -1, tokens) & mask[:, None]).reshape(counted.shape)
 
     def total(self) -> Tensor:
         """Return the sum since the last call."""
@@ -105,7 +116,12 @@ class _Watch:
                 "no attention was seen",
                 "Run the model inside the block, uncompiled, before calling penalty().",
             )
-        found, self.found = self.found, []
+        if self.mask is not None and not self.masked:
+            raise InputError(
+                f"a mask of shape {tuple(self.mask.shape)} fits the queries of no attention layer",
+                "Give (batch, tokens) as the layers see them, or no mask.",
+            )
+        found, self.found, self.masked = self.found, [], False
         return torch.stack([each.to(found[0].device) for each in found]).sum()
 
 

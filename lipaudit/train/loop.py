@@ -107,7 +107,9 @@ class _Run:
         mixes = net.kind == "image" and recipe.adversarial is None
         mix = mixing(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
         rng = torch.Generator().manual_seed(recipe.seed)
-        weights = SpecformerPenalty(net, data[:2]) if recipe.penalty == "specformer" else None
+        weights = None
+        if recipe.penalty == "specformer":
+            weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
         return cls(net, recipe, optimizer, _schedule(optimizer, recipe, steps), mix, rng, weights)
 
     def state(self, epochs: int) -> State:

@@ -137,12 +137,61 @@ def test_every_reading_begins_anew(zoo):
     assert not net.module._forward_pre_hooks
 
 
+def test_a_mask_may_be_of_numbers_and_has_to_fit(zoo):
+    net, _, batch = zoo("bert")
+    values = []
+    for mask in (batch.mask, batch.mask.long()):
+        with attention_penalty(net.module, reduction="mean", mask=mask) as read:
+            net.output(batch)
+            values.append(read())
+    assert values[0] == values[1]
+    with attention_penalty(net.module, mask=batch.mask[:, 1:]) as read:
+        net.output(batch)
+        with pytest.raises(InputError, match="fits the queries of no attention"):
+            read()
+
+
+class Attention(nn.Module):
+    """Attention of three heads, in an axis of their own or folded into the batch."""
+
+    def __init__(self, folded):
+        super().__init__()
+        self.read, self.folded = nn.Linear(6, 36), folded
+
+    def forward(self, x):
+        q, k, v = self.read(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        if not self.folded:
+            return torch.softmax(q @ k.mT, -1) @ v
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        return torch.bmm(torch.softmax(torch.bmm(q, k.mT), -1), v)
+
+
+@pytest.mark.parametrize("reduction", ["max", "mean"])
+def test_a_mask_fits_heads_folded_into_the_batch(reduction):
+    apart, folded = Attention(False), Attention(True)
+    folded.load_state_dict(apart.state_dict())
+    x, mask = torch.randn(2, 5, 6), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    values = []
+    for model in (apart, folded):
+        with attention_penalty(model, reduction=reduction, mask=mask) as read:
+            model(x)
+            values.append(read())
+    torch.testing.assert_close(*values)
+
+
 def test_other_penalties_are_named(zoo):
     net, _, _ = zoo("timm-vit")
     with (
         pytest.raises(UsageError, match="no penalty of attention"),
         attention_penalty(net.module, "x"),
     ):
+        pass
+
+
+@pytest.mark.parametrize("how", [{"k": 1}, {"k": -2}, {"reduction": "sum"}])
+def test_other_ways_are_refused_at_once(zoo, how):
+    net, _, _ = zoo("timm-vit")
+    with pytest.raises(UsageError, match="reduction"), attention_penalty(net.module, **how):
         pass
 
 

@@ -87,6 +87,17 @@ def test_a_penalty_goes_down_and_is_resumed(name):
     assert same(weights(again), runs[0.05][-1].state["model"])
 
 
+@pytest.mark.parametrize("changes", [{"penalty": "specformer"}, {"penalty": "jasmin", "k": 3}])
+def test_double_precision_trains_alike(changes, digits):
+    recipe = RECIPES["standard"].model_copy(update={"epochs": 1, "weight": 0.05, **changes})
+    nets = untrained(0), untrained(0)
+    nets[1].module.double()
+    single, double = (next(train(net, digits, recipe)) for net in nets)
+    assert double.state["model"]["cls_token"].dtype == torch.float64
+    assert single.penalty == pytest.approx(double.penalty, rel=1e-4)
+    assert single.loss == pytest.approx(double.loss, rel=1e-4)
+
+
 def test_another_seed_is_another_run(digits):
     runs = []
     for seed in (0, 0, 1):

@@ -96,6 +96,8 @@ def _positive_steps(b: Tensor, steps: int) -> Tensor:
     turned = single.mT.contiguous()  # a row times a contiguous matrix is several times faster
     u = single.new_ones(*b.shape[:-2], 1, b.shape[-1])
     for _ in range(steps):
-        u = (u @ turned) @ single
+        before, u = u, (u @ turned) @ single
         u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
+        if float((u - before).abs().amax()) < 1e-6:
+            break
     return u.to(b)

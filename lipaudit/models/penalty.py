@@ -19,7 +19,14 @@ from lipaudit.models.linears import Linear
 from lipaudit.models.net import Net
 from lipaudit.models.survey import survey
 from lipaudit.models.trace import Address, Tracer, undisturbed
-from lipaudit.theory.penalties import Reduction, jasmin_rows, over_rows, specformer
+from lipaudit.theory.penalties import (
+    Reduction,
+    jasmin_of_largest,
+    jasmin_rows,
+    needed,
+    over_rows,
+    specformer,
+)
 
 ENTRIES = 2**22
 """Entries of the attention maps that are held at a time; more rows wait their turn."""
@@ -155,17 +162,23 @@ def _seen(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
 
 def _fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """Return the penalty of some rows; nothing of size queries x keys stays for the backward."""
+    places: list[Tensor] = []
 
     def rows(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        logits = q @ keys.mT
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        return jasmin_rows(torch.softmax(logits, -1) if mask is None else _masked(logits, mask), k)
+        p = _probabilities(q, keys, mask)
+        if not places:  # they need not be looked for again in the backward pass
+            places.append(p.detach().topk(needed(p.shape[-1], k)).indices)
+        return jasmin_of_largest(p.gather(-1, places[0]), k)
 
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
 
 
-def _masked(logits: Tensor, mask: Tensor) -> Tensor:
+def _probabilities(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
     """Return P; rows without any key are zero."""
+    logits = q @ keys.mT
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    if mask is None:
+        return torch.softmax(logits, -1)
     logits = logits + mask
     unseen = logits.isneginf().all(-1, keepdim=True)
     return torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)

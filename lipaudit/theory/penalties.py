@@ -63,11 +63,35 @@ def jasmin_rows(
         >>> jasmin_rows(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]), 0)
         (tensor([ -0.6931, -13.8155]), tensor([ True, False]))
     """
+    p = p.float() if p.dtype in (torch.float16, torch.bfloat16) else p
+    return jasmin_of_largest(p.topk(needed(p.shape[-1], k)).values, k)
+
+
+def needed(keys: int, k: int) -> int:
+    """Return how many of the largest entries of a row the penalty depends on.
+
+    Example:
+        >>> needed(200, 0), needed(200, 10), needed(7, 10)
+        (2, 11, 7)
+    """
+    return min(keys, max(2, k + 1))
+
+
+def jasmin_of_largest(
+    top: Float[Tensor, "*rows largest"], k: int
+) -> tuple[Float[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
+    """Return `jasmin_rows` of rows by their largest entries, in descending order.
+
+    Raises:
+        ValueError: k is 1 or negative.
+
+    Example:
+        >>> jasmin_of_largest(torch.tensor([[0.5, 0.5]]), 0)
+        (tensor([-0.6931]), tensor([True]))
+    """
     if k == 1 or k < 0:
         raise ValueError(f"k is 0 or more than 1, not {k}")
-    p = p.float() if p.dtype in (torch.float16, torch.bfloat16) else p
-    size = max(2, k + 1)
-    top = (p if p.shape[-1] >= size else F.pad(p, (0, size - p.shape[-1]))).topk(size, -1).values
+    top = F.pad(top, (0, max(0, max(2, k + 1) - top.shape[-1])))
     value = _g(top, 1).clamp_min(EPS).log()
     if k:
         value = value - (_g(top, k) + EPS).log()

@@ -211,7 +211,10 @@ class _Run:
 
 def _require_fit(net: Net, recipe: Recipe) -> None:
     if net.classes is None:
-        raise UsageError(f"training needs a classifier, and {net.info.spec} is none")
+        raise UsageError(
+            f"training needs a classifier, and {net.info.spec} is none",
+            "--classes gives a model of timm or transformers a new one.",
+        )
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training is for images", "Leave --adversarial out.")
 

@@ -14,7 +14,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.models import penalty
 from lipaudit.models.capture import capture
 from lipaudit.models.penalty import SpecformerPenalty, attention_penalty
-from lipaudit.theory.penalties import jasmin
+from lipaudit.theory.penalties import jasmin, jasmin_rows
 
 NAMES = ["timm-vit", "timm-swin", "bert", "bert-eager", "gpt2", "llama", "torch-encoder"]
 NAMES += ["handwritten", "t5"]
@@ -105,6 +105,28 @@ def test_autocast_gives_the_penalty_of_its_own_maps(zoo):
     assert values[1].dtype == torch.float32
     assert values[1] != values[0]
     torch.testing.assert_close(values[1], values[0], rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("seen", ["all", "some"])
+@pytest.mark.parametrize("k", [0, 3, 7])
+def test_gradients_reach_queries_keys_and_a_learned_mask(k, seen):
+    generator = torch.Generator().manual_seed(0)
+    q, keys = torch.randn(2, 2, 3, 5, 4, dtype=torch.float64, generator=generator)
+    mask = torch.randn(3, 1, 5, dtype=torch.float64, generator=generator)
+    if seen == "some":
+        mask[0, 0, :4] = mask[1] = -torch.inf
+    inputs = [t.requires_grad_(True) for t in (q, keys, mask)]
+    ours, _ = penalty._fused_rows(*inputs, k)
+    theirs, _ = jasmin_rows(torch.softmax(q @ keys.mT + mask, -1).nan_to_num(0.0), k)
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.randn(ours.shape, dtype=torch.float64, generator=generator)
+    for mine, other in zip(
+        torch.autograd.grad(ours, inputs, upstream),
+        torch.autograd.grad(theirs, inputs, upstream),
+        strict=True,
+    ):
+        assert mine.abs().max() > 0
+        torch.testing.assert_close(mine, other.nan_to_num(0.0))
 
 
 def test_dropout_and_autocast_are_no_obstacle():

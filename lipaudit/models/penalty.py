@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
@@ -65,7 +66,8 @@ def attention_penalty(
 
     Raises:
         UsageError: for another name, k or reduction.
-        InputError: by `penalty()`, when no attention was seen, or none that the mask fits.
+        InputError: by `penalty()`, when no attention was seen, or none that the mask fits; by the
+            model's run, when the size of its batch is not known.
     """
     if name != "jasmin":
         raise UsageError(
@@ -90,17 +92,22 @@ class _Watch:
     k: int
     reduction: Reduction
     mask: Tensor | None
-    batch: int = 1
+    batch: int | None = None
     masked: bool = False
     found: list[Tensor] = field(default_factory=list)
 
     def enter(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Learn the size of the batch from what the model is given."""
-        first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
-        self.batch = 1 if first is None else len(first)
+        first = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+        self.batch = None if first is None else len(first)
 
     def attention(self, call: AttentionCall) -> Tensor:
         """Add a layer, and let the model go on."""
+        if self.batch is None:
+            raise InputError(
+                "the size of the batch is not known, over which the penalty is averaged",
+                "Call the module itself that attention_penalty was given, on tensors.",
+            )
         with torch.autocast(call.q.device.type, enabled=False):
             values, counted = _row_values(call, self.k)
         if self.mask is not None:
@@ -121,7 +128,7 @@ class _Watch:
         if not self.found:
             raise InputError(
                 "no attention was seen",
-                "Run the model inside the block, uncompiled, before calling penalty().",
+                "Run the model inside the block, with gradients and uncompiled, before penalty().",
             )
         if self.mask is not None and not self.masked:
             raise InputError(

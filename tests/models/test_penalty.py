@@ -201,6 +201,34 @@ def test_a_mask_fits_heads_folded_into_the_batch(reduction):
     torch.testing.assert_close(*values)
 
 
+def test_the_batch_has_to_be_known(zoo):
+    net, _, batch = zoo("timm-vit")
+    with (
+        pytest.raises(InputError, match="size of the batch"),
+        attention_penalty(net.module),
+    ):
+        net.module.forward_features(batch.x)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, sample):
+        return self.module(sample["pixels"])
+
+
+def test_the_batch_is_found_inside_of_what_a_model_is_given(zoo):
+    net, _, batch = zoo("timm-vit")
+    values = []
+    for model, sample in ((net.module, batch.x), (Wrapped(net.module), {"pixels": batch.x})):
+        with attention_penalty(model) as read:
+            model(sample)
+            values.append(read())
+    assert values[0] == values[1]
+
+
 def test_other_penalties_are_named(zoo):
     net, _, _ = zoo("timm-vit")
     with (

@@ -111,7 +111,7 @@ class _Watch:
         with torch.autocast(call.q.device.type, enabled=False):
             values, counted = _row_values(call, self.k)
         if self.mask is not None:
-            counted = self.real(counted, self.mask)
+            counted = self.real(counted, self.mask.to(counted.device))
         self.found.append(over_rows(values, counted, self.reduction).sum() / self.batch)
         return call.output
 

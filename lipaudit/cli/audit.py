@@ -17,7 +17,7 @@ from lipaudit.cli.measure import MEASURE
 from lipaudit.cli.options import Common, ModelSpec
 
 if TYPE_CHECKING:
-    from lipaudit.cli.run import Job
+    from lipaudit.cli.job import Job
     from lipaudit.measures import Options
     from lipaudit.results import BoundsRow, Report, Section
 
@@ -50,7 +50,8 @@ def audit(
       [cyan]lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 2/255 --full[/]
     """
     from lipaudit.cli.emit import emit, write
-    from lipaudit.cli.run import execute, prepare
+    from lipaudit.cli.job import prepare
+    from lipaudit.cli.run import execute
     from lipaudit.errors import UsageError
     from lipaudit.report import RENDERERS
 

@@ -6,7 +6,7 @@ import time
 from typing import cast
 
 from lipaudit.attacks.plan import Attack
-from lipaudit.cli.run import Job
+from lipaudit.cli.job import Job
 from lipaudit.measures.attack import AttackOptions, plan
 
 SURVEY = 30.0

@@ -109,6 +109,10 @@ class Common:
     batch_size: Annotated[
         str | None, _option("--batch-size", help="auto, or samples at a time.", panel=RUN)
     ] = None
+    resume: Annotated[
+        bool,
+        _option("--resume", help="Go on with an interrupted run of the same command.", panel=RUN),
+    ] = False
     offline: Annotated[
         bool, _option("--offline", help="Never reach for the network.", panel=RUN)
     ] = False

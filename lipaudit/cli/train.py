@@ -46,7 +46,6 @@ def train(
     model: ModelSpec,
     common: Common,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("trained"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on in --out.")] = False,
     classes: Annotated[
         int | None,
         typer.Option(help="Of the data: a model of another number gets a new, random classifier."),
@@ -98,7 +97,7 @@ def train(
     recipe = _recipe(common, given)
     if classes is not None and classes < 2:
         raise UsageError(f"--classes {classes}: a classifier has 2 at least")
-    check_target(out, resume=resume)
+    check_target(out, resume=common.resume)
     _train(model, common, recipe, Task(classes, held_out, out))
 
 
@@ -132,7 +131,7 @@ class Task:
 
 
 def _train(model: str, common: Common, recipe: Recipe, task: Task) -> None:
-    from lipaudit.cli.run import load_options, tell
+    from lipaudit.cli.job import load_options, tell
     from lipaudit.models.loading import load
     from lipaudit.train import train as run
 
@@ -157,7 +156,7 @@ def _train(model: str, common: Common, recipe: Recipe, task: Task) -> None:
 
 
 def _samples(spec: str | None, net: Net, common: Common, option: str) -> Samples:
-    from lipaudit.cli.run import data_options
+    from lipaudit.cli.job import data_options
     from lipaudit.data.loading import load_data
 
     if spec in (None, "random"):

@@ -1,0 +1,128 @@
+"""Interrupted measures: what was finished is kept, and --resume gives what one run gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lipaudit.cli.journal import Journal
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.measures import MEASURES
+from lipaudit.measures.base import Part, sample_ids
+from lipaudit.models.loading import load
+
+ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "130", "--steps", "30")
+NORMS = ("jacobian", "demo", "-n", "32", "--batch-size", "1", "--per-layer")
+SMALL = {
+    "attack": {"eps": ("0.05",), "attack": "fgsm"},
+    "scaling": {"lengths": (8, 16), "modes": ("real",)},
+}
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "lipaudit", *args, "-f", "json"]
+
+
+def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"XDG_CACHE_HOME": str(cwd)}
+    return subprocess.run(command(*args), cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def stopped(*args: str, cwd: Path, by: signal.Signals) -> tuple[int, str]:
+    """Start a command and stop it once a part of it is kept."""
+    env = os.environ | {"XDG_CACHE_HOME": str(cwd)}
+    process = subprocess.Popen(
+        command(*args), cwd=cwd, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    while not kept(cwd):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(by)
+    said = process.communicate()[1]
+    return process.returncode, said
+
+
+def kept(cwd: Path) -> list[Path]:
+    return list((cwd / "lipaudit").rglob("*.part"))
+
+
+def numbers(text: str) -> list[dict]:
+    """The sections of a report without what is measured with a clock."""
+    sections = json.loads(text)["sections"]
+    for row in sections[0]["rows"]:
+        row.pop("seconds", None)
+    return sections
+
+
+@pytest.mark.parametrize("args", [ATTACK, NORMS], ids=["attack", "jacobian"])
+def test_a_killed_run_goes_on_to_the_same_report(args, tmp_path):
+    status, _ = stopped(*args, cwd=tmp_path, by=signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    resumed = run(*args, "--resume", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on from there" in resumed.stderr
+    assert not kept(tmp_path)
+    assert numbers(resumed.stdout) == numbers(run(*args, cwd=tmp_path).stdout)
+
+
+@pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_how_to_go_on(by, code, tmp_path):
+    status, said = stopped(*NORMS, cwd=tmp_path, by=by)
+    assert status == code
+    assert "--resume goes on" in said
+    assert "Traceback" not in said
+    other = run(*NORMS, "--seed", "1", "--resume", cwd=tmp_path)
+    assert other.returncode == 0
+    assert "interrupted" not in other.stderr  # another run is not mixed up with this one
+    anew = run(*NORMS, cwd=tmp_path)
+    assert "add --resume to go on" in anew.stderr
+    assert anew.returncode == 0
+    assert not kept(tmp_path)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
+    net = load("demo")
+    measure = MEASURES[name]
+    batch = load_data("demo", net, DataOptions(samples=4)).batch
+    options = measure.options.model_validate(SMALL.get(name, {}))
+    if measure.chunk is not None:
+        options = options.model_copy(update={"batch_size": 4, "first_chunk": 0})
+    parts = list(measure.run(net, batch.split(2), options))
+    journal = Journal({"measure": name}, tmp_path)
+    assert list(journal.recorded(parts)) == parts
+    found = Journal({"measure": name}, tmp_path).parts()
+    assert sample_ids(found) == batch.ids
+    assert measure.summarise(found, options) == measure.summarise(parts, options)
+    assert Journal({"measure": name, "seed": 1}, tmp_path).parts() == []
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+def test_a_damaged_or_foreign_file_ends_the_journal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    journal = Journal({}, tmp_path)
+    parts = [Part((str(i),), {"x": np.array([float(i)])}) for i in range(4)]
+    list(journal.recorded(parts))
+    third = sorted(journal.folder.iterdir())[2]
+    for content in (third.read_bytes()[:-9], b"", pickle.dumps(Harmful()), pickle.dumps([1])):
+        third.write_bytes(content)
+        assert sample_ids(journal.parts()) == ("0", "1")
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_run_without_a_cache_directory_goes_on(tmp_path):
+    (tmp_path / "lipaudit").write_text("a file where the cache would be")
+    assert run("attention", "demo", "-n", "2", cwd=tmp_path).returncode == 0

@@ -80,7 +80,7 @@ def _closed_form(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> 
     exact, whole = head_norms(heads, **how), layer_norms(heads, **how)
     found = {name: values for name, values in head_bounds(heads).items() if name != "tokens"}
     gain = torch.full_like(exact.norm, torch.nan)
-    if not heads.causal:
+    if not heads.is_causal():
         gain = splitting_gain(heads, exact.norm, seeds=seeds)
     found["splitting_gain"] = gain
     found |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}

@@ -161,7 +161,7 @@ def _cases(layer: Layer, options: ScalingOptions) -> Iterator[tuple[str, Case | 
             yield name, "no real eigenvalue"
             continue
         where = {"layer": site.index, "head": h, "module": site.module}
-        mask = masks.get(options.mask, (_masked(heads),))
+        mask = masks.get(options.mask, (heads.is_causal(),))
         yield name, Case(where, head, found, own, mask, options)
 
 
@@ -173,11 +173,6 @@ def _unfit(heads: Heads) -> str | None:
     if heads.bias is not None and float(heads.bias.expand_as(p)[p > 0].abs().max()) > ROUNDING:
         return "it knows no position bias"
     return None
-
-
-def _masked(heads: Heads) -> bool:
-    """Whether no query sees a later key."""
-    return heads.x.shape[1] > 1 and not bool(heads.attention().triu(1).any())
 
 
 def _chosen_heads(heads: Heads, site: Site, options: ScalingOptions) -> list[int]:

@@ -93,6 +93,12 @@ class Heads:
         """Return P, all of it: memory for batch x heads x n x m numbers."""
         return self.rows(0, self.q.shape[-2])
 
+    def is_causal(self) -> bool:
+        """Say whether no query sees a later key: by the flag, or by what the bias masks."""
+        if self.causal or self.bias is None or self.x_kv is not None or self.x.shape[1] == 1:
+            return self.causal
+        return not bool(self.attention().triu(1).any())
+
     def to(self, dtype: torch.dtype) -> Heads:
         """Return the same heads with every floating-point tensor in another precision."""
         return _cast(self, dtype)

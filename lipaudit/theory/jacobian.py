@@ -120,7 +120,7 @@ def splitting_gain(
     >>> splitting_gain(heads, head_norms(heads, seeds=[0]).norm, seeds=[0])
     tensor([[1.]], dtype=torch.float64)
     """
-    if heads.causal:
+    if heads.is_causal():
         raise ValueError("splitting_gain needs attention without a causal mask")
     if heads.x_kv is not None:
         return torch.ones_like(exact)  # J J^T is the blocks' R R^T plus the part of X_kv

@@ -234,3 +234,15 @@ def test_causal_attention_has_no_splitting_gain(random_layer):
     heads = random_layer("causal").heads
     with pytest.raises(ValueError, match="causal"):
         splitting_gain(heads, torch.ones(2, 2), seeds=SEEDS)
+
+
+def test_a_causal_mask_is_one_however_it_comes(random_layer):
+    heads = random_layer("causal", samples=1).heads
+    future = torch.ones(heads.q.shape[2], heads.k.shape[2], dtype=torch.bool).triu(1)
+    mask = torch.zeros(1, 1, *future.shape, dtype=torch.float64).masked_fill(future, -torch.inf)
+    by_bias = replace(heads, causal=False, bias=mask)
+    assert by_bias.is_causal()
+    assert not replace(heads, causal=False).is_causal()
+    for each in (heads, by_bias):
+        with pytest.raises(ValueError, match="causal"):
+            splitting_gain(each, torch.ones(1, heads.q.shape[1]), seeds=[0])

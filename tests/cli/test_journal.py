@@ -41,7 +41,14 @@ def stopped(*args: str, cwd: Path, by: signal.Signals) -> tuple[int, str]:
     """Start a command and stop it once a part of it is kept."""
     env = os.environ | {"XDG_CACHE_HOME": str(cwd)}
     process = subprocess.Popen(
-        command(*args), cwd=cwd, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command(*args),
+        cwd=cwd,
+        env=env,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Shells start what runs in the background with SIGINT ignored, and children inherit it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not kept(cwd):
         assert process.poll() is None

@@ -14,20 +14,20 @@ def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
         >>> spectral_norm(torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
         tensor(5.)
     """
-    return torch.linalg.eigvalsh(_gram(a))[..., -1].clamp_min(0.0).sqrt()
+    gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt()
 
 
-def upper_norm(a: Float[Tensor, "*batch n m"], tol: float = 1e-6) -> Float[Tensor, "*batch"]:
-    """Return the largest singular value, at most `tol` relatively too large; for large matrices.
+def gram_norm(gram: Float[Tensor, "*batch n n"], tol: float = 1e-6) -> Float[Tensor, "*batch"]:
+    """Return ||A||, at most `tol` relatively too large, given A A^T; for large matrices.
 
     Power steps guess it, a Cholesky factorisation proves the guess: several times cheaper than
     the eigenvalues, which are computed only where the proof fails.
 
     Example:
-        >>> upper_norm(torch.tensor([[3.0, 0.0], [4.0, 0.0]], dtype=torch.float64))
+        >>> gram_norm(torch.tensor([[9.0, 12.0], [12.0, 16.0]], dtype=torch.float64))
         tensor(5.0000, dtype=torch.float64)
     """
-    gram = _gram(a)
     largest, longest = gram.diagonal(0, -2, -1).max(-1, keepdim=True)
     single = (gram / largest[..., None]).float()
     u = single.take_along_dim(longest[..., None], -2)
@@ -66,12 +66,9 @@ def map_norm(p: Float[Tensor, "*batch n m"], tol: float = 1e-6) -> Float[Tensor,
     image = p @ u.mT
     norm = ((image.mT @ p) / u).amax((-2, -1)).sqrt()
     apart = norm > (1 + tol) * torch.linalg.matrix_norm(image)
-    norm[apart] = _proven(p[apart].mT @ p[apart], u[apart], tol)
+    if apart.any():
+        norm[apart] = _proven(p[apart].mT @ p[apart], u[apart], tol)
     return norm
-
-
-def _gram(a: Tensor) -> Tensor:
-    return a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
 
 
 def _proven(gram: Tensor, u: Tensor, tol: float) -> Tensor:

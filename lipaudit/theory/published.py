@@ -7,15 +7,20 @@ Everything here is in float64; `bounds` says where each bound holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
-from lipaudit.theory.norms import spectral_norm, upper_norm
-from lipaudit.theory.sharp import Centred, factor, local_map, maps, value_norms
+from lipaudit.theory.norms import gram_norm, spectral_norm
+from lipaudit.theory.sharp import Centred, factor, local_map, maps, tiles, value_norms
+
+SINGLE = 128
+"""Keys from which on single precision pays."""
+TOLERANCE = 0.005
+"""Share of `appendix_c` that rounding to single precision may cost."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +38,29 @@ class Tokens:
 def tokens_of(heads: Heads) -> Tokens:
     """Measure the tokens of a layer; with any bias as [X 1], without padding."""
     x = heads.x
-    valid = x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x)
-    count = valid.sum(-1, keepdim=True)
-    off = (x - x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)) * valid[..., None]
-    radius = torch.linalg.vector_norm(x, dim=-1).amax(-1, keepdim=True)
-    if any(p is not None and p.bias is not None for p in (heads.to_q, heads.to_k, heads.to_v)):
-        x = torch.cat([x, valid[..., None]], -1)
-    lengths = torch.linalg.vector_norm(x, dim=-1)
+    valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
+    count = valid.sum(-2)
+    mean = x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)
+    off = (x - mean) * valid
+    gram = off @ off.mT
+    # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
+    beside = off @ mean.mT + 0.5 * (mean.square().sum(-1, keepdim=True) + _ones(heads)) * valid
+    ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
+    lengths = (x.square().sum(-1) + _ones(heads) * valid[..., 0]).sqrt()
     return Tokens(
         count=count,
-        radius=radius,
-        norm=upper_norm(x)[:, None],
+        radius=torch.linalg.vector_norm(x, dim=-1).amax(-1, keepdim=True),
+        norm=gram_norm(torch.baddbmm(gram, ends[0], ends[1].mT))[:, None],
         frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
         longest=lengths.amax(-1, keepdim=True),
-        gram=off @ off.mT,
+        gram=gram,
     )
+
+
+def _ones(heads: Heads) -> int:
+    """Whether a bias makes [X 1] of X."""
+    maps = (heads.to_q, heads.to_k, heads.to_v)
+    return int(any(projection is not None and projection.bias is not None for projection in maps))
 
 
 def affine_bounds(
@@ -103,18 +116,17 @@ def general_bounds(
 def _weight_norms(heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ||W_Q|| max(1, s), ||W_K||, ||W_V|| and ||A||, with biases as [Y25] Remark 2 says."""
     q, k, v = (_augmented(projection) for projection in maps(heads))
-    norms = [spectral_norm(projection.weight) for projection in (q, k, v)]
+    norms = [spectral_norm(weight) for weight in (q, k, v)]
     scale = heads.scale.abs()
-    a = scale * spectral_norm(factor(q)[:, 0] @ factor(k)[:, 0].mT)
+    a = scale * spectral_norm(q @ torch.linalg.qr(k, mode="r").R.mT)
     return norms[0] * scale.clamp_min(1.0), norms[1], norms[2], a
 
 
-def _augmented(projection: Projection) -> Projection:
+def _augmented(projection: Projection) -> Tensor:
     """W becomes [W; b^T]."""
     if projection.bias is None:
-        return projection
-    weight = torch.cat([projection.weight, projection.bias[:, None]], 1)
-    return replace(projection, weight=weight, bias=None)
+        return projection.weight
+    return torch.cat([projection.weight, projection.bias[:, None]], 1)
 
 
 def _unmasked(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
@@ -132,20 +144,57 @@ def _row_spread(p: Tensor, gram: Tensor) -> Float[Tensor, "batch heads"]:
 
     Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. With w_j = P_ij^2 and
     c_j = <x_j, m> - ||m||^2 / 2 the fourth power of its Schatten-4 norm is
-    sum_jl w_j w_l (<x_j, x_l> - c_j - c_l)^2, raised by its rounding error: three products with
-    the Gram matrix for all rows, within 1 % of the spectral norm on trained heads.
+    sum_jl w_j w_l (<x_j, x_l> - c_j - c_l)^2: three products with the Gram matrix for all rows,
+    within 1 % of the spectral norm on trained heads. Maps of SINGLE keys or more are met in
+    single precision first, and again where its rounding costs more than TOLERANCE.
     """
-    rows = p.flatten(1, 2)
-    w, c = rows.square(), rows @ gram
-    c -= 0.5 * (rows * c).sum(-1, keepdim=True)
-    total = w.sum(-1, keepdim=True)
-    inner = (w @ gram).mul_(-4).addcmul_(c, total, value=2).mul_(c)
-    inner += w @ gram.square()
-    powers = inner.mul_(w).sum(-1) + 2 * c.mul_(w).sum(-1).square()
-    largest = total[..., 0] * gram.diagonal(0, -2, -1).amax(-1, keepdim=True)
-    rounding = 64 * p.shape[-1] * torch.finfo(p.dtype).eps * largest.square()
-    norms = (powers.clamp_min(0.0) + rounding) ** 0.25
-    return norms.reshape(p.shape[:3]).amax(-1)
+    largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
+    unit = gram / largest[:, None, None]
+    if p.shape[-1] < SINGLE or not _single_is_exact(p.device):
+        square = _squared_spread(p, unit)[0]
+    else:
+        square, below = _squared_spread(p.float(), unit.float())
+        apart = square > (1 + TOLERANCE) ** 2 * below
+        if apart.any():
+            square = torch.where(apart, _squared_spread(p, unit)[0], square)
+    return (square * largest[:, None]).sqrt()
+
+
+def _single_is_exact(device: torch.device) -> bool:
+    """Whether products in single precision keep all its digits, whatever the caller allows."""
+    if device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:  # before torch 2.9
+        return torch.get_float32_matmul_precision() == "highest"
+    return matmul.fp32_precision in ("none", "ieee")
+
+
+def _squared_spread(p: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Bound the largest root of the sums S of `_row_spread` from both sides; gram <= 1.
+
+    S = A - 4 B + 2 C + 2 R^2 with A = sum_jl w_j w_l g_jl^2, B = sum_jl w_j w_l c_j g_jl,
+    C = sum_j w_j sum_j w_j c_j^2 and R = sum_j w_j c_j: B^2 <= A C and R^2 <= C. Sums of N terms
+    of sums have relative errors of at most e / 2, e = 2 (N + 16) eps, so that of S is below
+    3 e (A + 2 C); that of c is below e / 2, which moves the root of S by at most e sum_j w_j.
+    """
+    tails = gram.square()
+    sums = p.new_empty(5, *p.shape[:3])
+    for tile in tiles(p):
+        flat, mine = p[tile].flatten(1, 2), gram[tile[0]]
+        w, c = flat.square(), flat @ mine
+        c -= 0.5 * (flat * c).sum(-1, keepdim=True)
+        wc = w * c
+        b = (w @ mine).mul_(wc).sum(-1)
+        a = (w @ tails[tile[0]]).mul_(w).sum(-1)
+        parts = torch.stack([a, b, c.mul_(wc).sum(-1), wc.sum(-1), w.sum(-1)])
+        sums[:, *tile] = parts.view(5, len(flat), -1, p.shape[2])
+    a, b, q, r, total = sums.double()
+    e = 2 * (p.shape[-1] + 16) * torch.finfo(p.dtype).eps
+    fourth, error = a - 4 * b + 2 * total * q + 2 * r.square(), 3 * e * (a + 2 * total * q)
+    upper = (1 + e) * ((fourth + error).clamp_min(0.0).sqrt() + e * total)
+    lower = (fourth - error).clamp_min(0.0).sqrt() - e * total
+    return upper.amax(-1), lower.amax(-1)
 
 
 def _largest_image(rows: Tensor, projection: Projection, used: Tensor) -> Tensor:

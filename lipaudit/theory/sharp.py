@@ -9,7 +9,8 @@ keys that are seen: M(P_i) 1 = 0, so no constant matters, and less cancels.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -26,6 +27,13 @@ SMALL = 2**18
 """Entries of a head's dense Jacobian up to which its blocks are formed."""
 
 
+TILE = 2**16
+"""Entries of attention maps that chains of operations meet together: 0.5 MB stay in the cache."""
+
+Tile = tuple[slice, slice]
+"""Some batch rows, some heads."""
+
+
 @dataclass(frozen=True)
 class Centred:
     """What the bounds of a layer share, centred as the module says; unseen keys are zero rows."""
@@ -35,7 +43,11 @@ class Centred:
     k: Float[Tensor, "batch heads m d"]
     v: Float[Tensor, "batch heads m dv"]
     o: Float[Tensor, "batch heads n dv"]
-    s: Float[Tensor, "#batch #heads 1 1"]
+    s: Float[Tensor, "batch heads 1 1"]
+
+    def tile(self, tile: Tile) -> Centred:
+        """Return some of the maps."""
+        return Centred(*(getattr(self, field.name)[tile] for field in fields(self)))
 
 
 def centred(heads: Heads) -> Centred:
@@ -44,7 +56,17 @@ def centred(heads: Heads) -> Centred:
     seen = (p.amax(-2) > 0).to(p)[..., None]
     share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
     k, v = (seen * (rows - (share * rows).sum(-2, keepdim=True)) for rows in (heads.k, heads.v))
-    return Centred(p, seen, k, v, p @ v, heads.scale[..., None, None])
+    scale = heads.scale.expand(p.shape[:2])[..., None, None]
+    return Centred(p, seen, k, v, p @ v, scale)
+
+
+def tiles(maps: Float[Tensor, "batch heads n m"]) -> Iterator[Tile]:
+    """Cut the maps of a layer into a few at a time, TILE entries of them where one has less."""
+    batch, heads, n, m = maps.shape
+    rows, some = (max(1, TILE // count) for count in (heads * n * m, n * m))
+    for b in range(0, batch, rows):
+        for h in range(0, heads, some):
+            yield slice(b, b + rows), slice(h, h + some)
 
 
 def maps(heads: Heads) -> tuple[Projection, Projection, Projection]:
@@ -93,11 +115,9 @@ def block_bound(heads: Heads, at: Centred, *, steps: int = 10) -> Float[Tensor, 
     if heads.x_kv is None and at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1] <= SMALL:
         return nonnegative_norm(exact_blocks(heads), steps)
     if is_affine(heads):
-        rows = affine_rows(heads, at)
-        t, beta = affine_query_term(heads, at, rows), _affine_beta(at, rows)
+        t, blocks = _affine_blocks(heads, at)
     else:
-        t, beta = _local_query_term(heads, at), _local_beta(heads, at)
-    blocks = beta.mul_(at.p)
+        t, blocks = _local_query_term(heads, at), _local_beta(heads, at).mul_(at.p)
     if heads.x_kv is not None:
         return nonnegative_norm(torch.cat([blocks, torch.diag_embed(t)], -1), steps)
     blocks.diagonal(0, -2, -1).add_(t)
@@ -117,22 +137,53 @@ def exact_blocks(heads: Heads) -> Float[Tensor, "batch heads n n"]:
 
 @dataclass(frozen=True)
 class AffineRows:
-    """Block norms of affine heads: ||W_V||, ||u_i||, a_i = W_V^T u_i and ||w||^2 rounded up."""
+    """What the block norms of affine heads are made of."""
 
-    wv: Float[Tensor, "heads 1 1"]
-    u: Float[Tensor, "batch heads n 1"]
-    a: Float[Tensor, "batch heads n dv"]
-    w2: Float[Tensor, "batch heads n m"]
+    wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
+    u: Float[Tensor, "batch heads n 1"]  # ||u_i||
+    a: Float[Tensor, "batch heads n dv"]  # W_V^T u_i
+    along: Float[Tensor, "batch heads n 1"]  # ||a_i / ||u_i||||^2 - 2 <a_i, o_i>
+    images: Float[Tensor, "batch heads m d"]  # k_j W_Q^T W_Q
+    o: Float[Tensor, "batch heads n dv"]
+    v: Float[Tensor, "batch heads m dv"]
+
+    @cached_property
+    def w2(self) -> Float[Tensor, "batch heads n m"]:
+        """||v_j - o_i||^2 rounded up."""
+        return squared_distances(self.o, self.v)
+
+    def tile(self, tile: Tile) -> AffineRows:
+        """Return those of some of the maps."""
+        return AffineRows(*(getattr(self, field.name)[tile] for field in fields(self)))
 
 
 def affine_rows(heads: Heads, at: Centred) -> AffineRows:
     """Return what the block norms of affine heads are made of."""
-    _, to_k, to_v = maps(heads)
+    to_q, to_k, to_v = maps(heads)
     q = at.s * heads.q
-    wv = spectral_norm(to_v.weight)[:, None, None]
     u = torch.linalg.vector_norm(q @ factor(to_k)[:, 0].mT, dim=-1, keepdim=True)
     a = q @ (to_k.weight.mT @ to_v.weight)
-    return AffineRows(wv, u, a, squared_distances(at.o, at.v))
+    along = (a / u).square().sum(-1, keepdim=True).nan_to_num(0.0)
+    return AffineRows(
+        wv=spectral_norm(to_v.weight)[:, None, None].expand_as(at.s),
+        u=u,
+        a=a,
+        along=along - 2 * (a * at.o).sum(-1, keepdim=True),
+        images=at.k @ (to_q.weight.mT @ to_q.weight),
+        o=at.o,
+        v=at.v,
+    )
+
+
+def _affine_blocks(heads: Heads, at: Centred) -> tuple[Tensor, Tensor]:
+    """Return t and P∘beta of affine heads."""
+    rows = affine_rows(heads, at)
+    t, blocks = torch.empty_like(at.o[..., 0]), torch.empty_like(at.p)
+    for tile in tiles(at.p):
+        some, mine = at.tile(tile), rows.tile(tile)
+        t[tile] = _image_norms(some, mine)
+        torch.mul(_affine_beta(some, mine), some.p, out=blocks[tile])
+    return heads.scale.abs()[..., None] * t, blocks
 
 
 def squared_distances(
@@ -146,9 +197,7 @@ def squared_distances(
 
 def split_excess(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n m"]:
     """Return ||a/||u|| + ||u|| w||^2 - ||u||^2 ||w||^2."""
-    along = (rows.a / rows.u).square().sum(-1, keepdim=True).nan_to_num(0.0)
-    along = along - 2 * (rows.a * at.o).sum(-1, keepdim=True)
-    return ((2 * rows.a) @ at.v.mT).add_(along)
+    return ((2 * rows.a) @ at.v.mT).add_(rows.along)
 
 
 def affine_query_term(
@@ -159,16 +208,19 @@ def affine_query_term(
     With kappa_jl = k_j W_Q^T W_Q k_l^T and ||v_j - v_l||^2 = 2 h_jl the square is
     s^2 sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl), raised by its rounding error.
     """
-    weight = maps(heads)[0].weight
-    images = at.k @ (weight.mT @ weight)
-    kappa = images @ at.k.mT
+    return heads.scale.abs()[..., None] * _image_norms(at, rows)
+
+
+def _image_norms(at: Centred, rows: AffineRows) -> Tensor:
+    """Return ||T_i W_Q^T||_F."""
+    kappa = rows.images @ at.k.mT
     v2 = at.v.square().sum(-1, keepdim=True).mT
     largest = v2.amax(-1) * kappa.diagonal(0, -2, -1).amax(-1, keepdim=True)
     rounding = 16 * kappa.shape[-1] * torch.finfo(kappa.dtype).eps * largest
     inner = at.p @ (at.v @ at.v.mT).sub_(v2).mul_(kappa)
-    inner.addcmul_((at.p @ at.k) @ images.mT, rows.w2)
+    inner.addcmul_((at.p @ at.k) @ rows.images.mT, rows.w2)
     squares = inner.mul_(at.p).sum(-1).clamp_min(0.0) + rounding * at.p.sum(-1)
-    return at.s[..., 0] * squares.sqrt()
+    return squares.sqrt()
 
 
 def _affine_beta(at: Centred, rows: AffineRows) -> Tensor:

@@ -1,0 +1,91 @@
+"""The ingredient of Appendix C against singular values, in both precisions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lipaudit.theory import bounds, published, sharp
+from lipaudit.theory.bounds import head_bounds
+from lipaudit.theory.catalogue import BOUNDS
+from lipaudit.theory.softmax import row_maxima
+
+N, D = 24, 10
+
+
+def maps_and_tokens(spread, outlier):
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, N, N, dtype=torch.float64, generator=gen)
+    x = torch.randn(2, N, D, dtype=torch.float64, generator=gen)
+    x[:, 0] *= outlier
+    return (spread * logits).softmax(-1), x - x.mean(1, keepdim=True)
+
+
+def dense_spread(p, x):
+    m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    return torch.linalg.svdvals(x[:, None, None].mT @ m)
+
+
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
+    p, x = maps_and_tokens(spread, outlier)
+    values = dense_spread(p, x)
+    gram = x @ x.mT
+    unit = gram.diagonal(0, -2, -1).amax(-1)[:, None]
+    upper, lower = published._squared_spread(p.to(dtype), (gram / unit[..., None]).to(dtype))
+    truth = values.pow(4).sum(-1).sqrt().amax(-1) / unit
+    assert (lower <= truth).all()
+    assert (truth <= upper).all()
+
+
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
+def test_single_precision_costs_no_more_than_its_tolerance(monkeypatch, spread, outlier):
+    p, x = maps_and_tokens(spread, outlier)
+    double = published._row_spread(p, x @ x.mT)
+    monkeypatch.setattr(published, "SINGLE", 1)
+    single = published._row_spread(p, x @ x.mT)
+    assert (single >= dense_spread(p, x)[..., 0].amax(-1) * (1 - 1e-12)).all()
+    assert (single <= double * (1 + published.TOLERANCE)).all()
+
+
+def test_single_precision_is_left_alone_where_products_may_be_rounded_further(monkeypatch):
+    monkeypatch.setattr(published, "SINGLE", 1)
+    p, x = maps_and_tokens(1.0, 1.0)
+    single = published._row_spread(p, x @ x.mT)
+    monkeypatch.setattr(published, "_single_is_exact", lambda device: False)
+    assert (published._row_spread(p, x @ x.mT) < single).all()
+
+
+def test_the_precision_of_products_is_read():
+    assert published._single_is_exact(torch.device("cpu"))
+    assert not published._single_is_exact(torch.device("cuda"))
+    with torch.autocast("cpu"):
+        assert not published._single_is_exact(torch.device("cpu"))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not published._single_is_exact(torch.device("cpu"))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0, 50.0])
+def test_the_row_maxima_need_only_the_rows_that_are_looked_at(spread):
+    p = maps_and_tokens(spread, 1.0)[0]
+    p[0, 0, 3:] = 0  # padded queries
+    p[1, 2] = torch.eye(N, dtype=torch.float64)
+    for found, truth in zip(bounds._row_maxima(p), row_maxima(p), strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=0)
+
+
+def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer, monkeypatch):
+    heads = random_layer("causal", n=7, samples=3).heads
+    monkeypatch.setattr(sharp, "SMALL", 0)
+    whole = head_bounds(heads)
+    monkeypatch.setattr(sharp, "TILE", 50)
+    monkeypatch.setattr(bounds, "MAPS", 1)
+    for name in BOUNDS:
+        torch.testing.assert_close(head_bounds(heads)[name], whole[name], rtol=1e-9, atol=0)

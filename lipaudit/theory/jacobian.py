@@ -61,8 +61,9 @@ def head_norms(
     """
     batch, count = heads.q.shape[:2]
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
-    select = head_products(heads).select
-    norms = spectral_norms(select, start, tol=tol, max_steps=max_steps)
+    products = head_products(heads)
+    guess = products.value_path()
+    norms = spectral_norms(products.select, start, guess=guess, tol=tol, max_steps=max_steps)
     return norms.map(lambda values: values.view(batch, count))
 
 
@@ -78,7 +79,8 @@ def layer_norms(
     """
     layer, count, dv = layer_products(heads), heads.q.shape[1], heads.v.shape[3]
     start = _starts(heads, seeds, count * dv)
-    concat = spectral_norms(layer.select, start, tol=tol, max_steps=max_steps)
+    guess = layer.value_path()
+    concat = spectral_norms(layer.select, start, guess=guess, tol=tol, max_steps=max_steps)
     if heads.out is None:
         return LayerNorms(concat=concat, out=None)
     wo = heads.out.flatten(0, 1)
@@ -88,7 +90,8 @@ def layer_norms(
         return lambda u: _through(wo, inner, u)
 
     start = _starts(heads, seeds, wo.shape[1])
-    out = spectral_norms(projected, start, tol=tol, max_steps=max_steps)
+    guess = (guess.view(len(guess), -1, len(wo)) @ wo).flatten(1)
+    out = spectral_norms(projected, start, guess=guess, tol=tol, max_steps=max_steps)
     return LayerNorms(concat=concat, out=out)
 
 

@@ -74,6 +74,7 @@ def spectral_norms(
     select: Select,
     start: Float[Tensor, "problems size"],
     *,
+    guess: Float[Tensor, "problems size"] | None = None,
     tol: float = 1e-4,
     max_steps: int = 300,
     guard: float = 0.05,
@@ -88,6 +89,10 @@ def spectral_norms(
             for those still running when enough others are done.
         start: Gaussian vectors (`random_starts`) in the precision and on the device of the
             products, exactly zero on coordinates where A is known to vanish (padding).
+        guess: vectors that may be near the singular vectors, added to the start vectors at the
+            same length; or zeros. A norm close to the second one is then rarely missed, and the
+            probabilistic limit stays what it is: a shift of a symmetric unimodal density puts no
+            more of it near zero.
         tol: relative accuracy of the norm.
         max_steps: most products per problem; a problem that needs more has `converged` False.
         guard: how far the probabilistic limit may lie above the norm, relatively.
@@ -106,7 +111,7 @@ def spectral_norms(
     >>> norms.norm, norms.products
     (tensor([3.], dtype=torch.float64), tensor([3]))
     """
-    running, found = _begin(start), _blank(len(start))
+    running, found = _begin(start, guess), _blank(len(start))
     products = select(running.index)
     for _ in range(max_steps):
         running.advance(products(running.last))
@@ -212,11 +217,15 @@ class _Running:
         return self.blocks[k // _BLOCK][:, k % _BLOCK, None]
 
 
-def _begin(start: Tensor) -> _Running:
+def _begin(start: Tensor, guess: Tensor | None) -> _Running:
     count, size = start.shape
-    block = start.new_zeros(count, _BLOCK, size)
-    block[:, 0] = torch.nn.functional.normalize(start, dim=1, eps=torch.finfo(start.dtype).tiny)
     dimension = start.ne(0).sum(1).cpu()
+    block, length = start.new_zeros(count, _BLOCK, size), torch.ones(count, dtype=torch.float64)
+    block[:, 0] = _normalized(start)
+    if guess is not None:
+        mixed = block[:, 0] + _normalized(guess)
+        length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
+        block[:, 0] = _normalized(mixed)
     empty = torch.zeros(count, 0, dtype=torch.float64)
     return _Running(
         index=torch.arange(count),
@@ -225,10 +234,14 @@ def _begin(start: Tensor) -> _Running:
         blocks=[block],
         t=empty[:, :, None].expand(-1, -1, 0),
         beta=empty.sum(1),
-        level=-_log_delta(dimension),
+        level=length.log() - _log_delta(dimension),
         ritz=empty,
         shorter=empty,
     )
+
+
+def _normalized(vectors: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(vectors, dim=1, eps=torch.finfo(vectors.dtype).tiny)
 
 
 def _log_delta(size: Tensor) -> Tensor:

@@ -104,6 +104,13 @@ class HeadProducts:
             tangents |= side.push(side.pull(rows) @ gram)
         return self.attend.push(tangents).flatten(1)
 
+    def value_path(self) -> Tensor:
+        """Return the leading singular vector of u -> P u W_V^T, (problems, n dv).
+
+        It is J's own where the tokens act through the values alone, and often near it elsewhere.
+        """
+        return _value_path(self.attend, self.sides).flatten(1)
+
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of these problems alone."""
         if len(index) == len(self.attend.p):
@@ -144,6 +151,10 @@ class LayerProducts:
             tangents |= side.push(y.transpose(1, 2).flatten(0, 1))
         return self._split(self.attend.push(tangents))
 
+    def value_path(self) -> Tensor:
+        """Return those of the heads side by side, each as long as its singular value."""
+        return self._split(_value_path(self.attend, self.sides)).transpose(1, 2).flatten(1)
+
     def select(self, rows: Tensor) -> LayerProducts:
         """Return the products of these batch rows alone."""
         if len(rows) * self.heads == len(self.attend.p):
@@ -168,6 +179,20 @@ def layer_products(heads: Heads) -> LayerProducts:
     sides = _sides(heads)
     weights = [side.weight.transpose(0, 1).flatten(1) for side in sides]
     return LayerProducts(_attend(heads), sides, weights, heads.q.shape[1])
+
+
+def _value_path(attend: _Attend, sides: list[_Side]) -> Tensor:
+    """The left singular vector of P kron W_V^T times its singular value; 0 where v is local."""
+    p, side, dv = attend.p, sides[-1], attend.v.shape[2]
+    if side.local.get("v", p) is not None:
+        return torch.zeros_like(attend.o)
+    rows = p.new_ones(len(p), 1, p.shape[1])
+    for _ in range(4):
+        rows = torch.nn.functional.normalize(rows @ p, dim=-1) @ p.mT
+    weight = side.weight[..., -dv:]
+    values, vectors = torch.linalg.eigh(weight.mT @ weight)
+    channels = values[:, -1:].clamp_min(0.0).sqrt() * vectors[..., -1]
+    return rows.mT * channels.repeat(len(p) // len(channels), 1)[:, None]
 
 
 def _names(sides: list[_Side]) -> list[str]:

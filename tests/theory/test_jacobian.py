@@ -246,3 +246,16 @@ def test_a_causal_mask_is_one_however_it_comes(random_layer):
     for each in (heads, by_bias):
         with pytest.raises(ValueError, match="causal"):
             splitting_gain(each, torch.ones(1, heads.q.shape[1]), seeds=[0])
+
+
+@pytest.mark.parametrize("name", ["affine", "causal", "cross-attention"])
+def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
+    """W_V of a random model has singular values close together, and J is nearly P kron W_V^T."""
+    heads = random_layer(name, gain=0.05, samples=1, n=24, width=48, dv=24).heads
+    truth = head_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).norm
+    whole = layer_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).concat.norm
+    for seed in range(60):
+        found = head_norms(heads, seeds=[seed]).norm
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=0)
+        together = layer_norms(heads, seeds=[seed]).concat.norm
+        torch.testing.assert_close(together, whole, rtol=1e-4, atol=0)

@@ -120,11 +120,13 @@ def test_too_few_steps_are_marked():
     assert norms.upper.isfinite().all()
 
 
+@pytest.mark.parametrize("misled", [False, True])
 @pytest.mark.parametrize("steps", [2, 4])
-def test_the_limit_fails_no_more_often_than_it_says(steps):
-    matrix, _ = with_spectrum([4.0, 3.6, *torch.linspace(0, 3, 38).tolist()])
+def test_the_limit_fails_no_more_often_than_it_says(steps, misled):
+    matrix, basis = with_spectrum([4.0, 3.6, *torch.linspace(0, 3, 38).tolist()])
     start = random_starts(range(4000), 40)
-    norms = spectral_norms(lambda _: lambda u: u @ matrix, start, max_steps=steps)
+    guess = (5 * basis[:, 1]).expand_as(start) if misled else None
+    norms = spectral_norms(lambda _: lambda u: u @ matrix, start, guess=guess, max_steps=steps)
     failures = int((norms.upper < 2.0).sum())
     # The count is binomial with mean <= 4000 ETA = 4; more than 13 has probability < 1e-4.
     assert failures <= 13
@@ -147,6 +149,24 @@ def test_the_second_singular_value_does_not_pass_for_the_first():
     start = (basis[:, 1] + 1e-3 * basis[:, 0] + 1e-2 * basis[:, 2:].sum(1))[None]
     norms = spectral_norms(lambda _: lambda u: u @ matrix, start, tol=1e-3)
     assert norms.norm[0] == pytest.approx(math.sqrt(1.5), rel=1e-3)
+
+
+def test_a_guess_tells_the_first_singular_value_from_one_close_to_it():
+    size = 1000
+    values = torch.linspace(0, 0.9, size, dtype=torch.float64)
+    values[:2] = torch.tensor([1.016, 1.0])
+    start = random_starts(range(300), size)
+    near = torch.zeros(size, dtype=torch.float64)
+    near[0], near[5:] = 0.5, 0.02
+
+    def short(guess):
+        norms = spectral_norms(lambda _: lambda u: u * values, start, guess=guess)
+        assert norms.converged.all()
+        return int((norms.norm < math.sqrt(1.016) * (1 - 1e-4)).sum())
+
+    assert short(None) > 3
+    assert short(torch.zeros_like(start)) == short(None)
+    assert short(near.expand_as(start)) == 0
 
 
 def test_no_copies_of_a_converged_value_appear():

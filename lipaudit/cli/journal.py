@@ -9,14 +9,19 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 from lipaudit.cli.emit import write
 from lipaudit.errors import EvaluationError
-from lipaudit.measures.base import Part
+from lipaudit.measures.base import Part, sample_ids
+
+try:
+    import fcntl
+except ImportError:  # Windows: two equal runs at once would share a journal there
+    fcntl = None  # type: ignore[assignment]
 
 KEPT_DAYS = 30
 """An interrupted run that nobody went on with is forgotten after so long."""
@@ -31,7 +36,10 @@ _ARRAYS = {"_frombuffer", "_reconstruct", "ndarray", "dtype", "scalar"}
 
 
 class Journal:
-    """The finished parts of one measure on one list of samples.
+    """The finished parts of one measure on one list of samples, for one run at a time.
+
+    To be entered: where another run holds the same journal, or there is no cache directory, this
+    one is empty and keeps nothing.
 
     Args:
         facts: everything that decides the numbers; another run with the same facts finds them.
@@ -41,30 +49,66 @@ class Journal:
     def __init__(self, facts: Mapping[str, Any], root: Path | None = None) -> None:
         text = json.dumps(facts, sort_keys=True, default=str)
         self.folder = (root or _cache()) / hashlib.sha256(text.encode()).hexdigest()[:32]
+        self._lock: IO[str] | None = None
 
-    def parts(self) -> list[Part]:
-        """Return what an earlier run finished, in order, up to a damaged file."""
+    def __enter__(self) -> Self:
+        self._lock = _locked(self.folder.with_suffix(".lock"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def paths(self) -> list[Path]:
+        """Return the files of the parts, in order."""
+        return [] if self._lock is None else sorted(self.folder.glob("*.part"))
+
+    def parts(self, ids: Sequence[str]) -> list[Part]:
+        """Return what an earlier run finished of these samples, up to a file that does not fit."""
         found: list[Part] = []
         with suppress(OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
-            found.extend(_read(path) for path in sorted(self.folder.glob("*.part")))
+            for path in self.paths():
+                part, done = _read(path), len(sample_ids(found))
+                if part.ids != tuple(ids[done : done + len(part.ids)]):
+                    break
+                found.append(part)
         return found
 
     def recorded(self, parts: Iterable[Part], *, after: int = 0) -> Iterator[Part]:
         """Yield the parts, each once it is kept behind the first `after`."""
         for number, part in enumerate(parts, after):
-            with suppress(
-                OSError, EvaluationError
-            ):  # without a cache the run goes on all the same
-                if number == 0:
-                    self.clear()
-                    _forget_old(self.folder.parent)
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write(self.folder / f"{number:06}.part", pickle.dumps(part, protocol=5))
+            if self._lock is not None:
+                with suppress(OSError, EvaluationError):  # a full disk does not end the run
+                    self._keep(number, part)
             yield part
+
+    def _keep(self, number: int, part: Part) -> None:
+        if number == 0:
+            self.clear()
+            _forget_old(self.folder.parent)
+        self.folder.mkdir(exist_ok=True)
+        write(self.folder / f"{number:06}.part", pickle.dumps(part, protocol=5))
 
     def clear(self) -> None:
         """Forget the parts."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _locked(path: Path) -> IO[str] | None:
+    """Open a file that no other process holds; the system lets go of it when this one ends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError:
+        return None
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
 
 
 def _read(path: Path) -> Part:
@@ -90,6 +134,6 @@ def _cache() -> Path:
 
 
 def _forget_old(root: Path) -> None:
-    for folder in root.glob("*"):
-        if time.time() - folder.stat().st_mtime > KEPT_DAYS * 86400:
-            shutil.rmtree(folder, ignore_errors=True)
+    for path in root.glob("*"):
+        if time.time() - path.stat().st_mtime > KEPT_DAYS * 86400:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -61,18 +61,18 @@ def execute(
     tell(job.common, job.notes)
     sections: list[Section] = []
     journals: list[Journal] = []
-    with _telling_what_is_kept(job.common, journals):
+    with ExitStack() as held, _telling_what_is_kept(job.common, journals):
         for name, given in job.measures.items():
             options = adapt(given, sections)
             part = replace(job.samples, batch=job.samples.batch[: job.counts[name]])
-            journals.append(Journal(_identity(name, options, job, part)))
+            journals.append(held.enter_context(Journal(_identity(name, options, job, part))))
             parts = _measure(name, options, job, part, journals[-1])
             keep(name, parts, part)
             made = MEASURES[name].summarise(parts, options)
             head = made[0].model_copy(update={"notes": job.notes + made[0].notes})
             sections += [head, *made[1:]]
-    for journal in journals:
-        journal.clear()
+        for journal in journals:
+            journal.clear()
     return Report(run=_run(job), sections=tuple(sections))
 
 
@@ -81,7 +81,7 @@ def _telling_what_is_kept(common: Common, journals: Sequence[Journal]) -> Iterat
     try:
         yield
     except KeyboardInterrupt:
-        if any(journal.parts() for journal in journals):
+        if any(journal.paths() for journal in journals):
             text = "what is finished is kept: the same command with --resume goes on"
             tell(common, (Note(level="info", code="kept", text=text),))
         raise
@@ -92,7 +92,7 @@ def _measure(
 ) -> list[Part]:
     """Return the parts of a measure, with --resume those of an interrupted run among them."""
     measure, common, total = MEASURES[name], job.common, len(samples.batch)
-    kept = journal.parts()
+    kept = journal.parts(samples.batch.ids)
     if kept:
         tell(common, (_kept(name, len(sample_ids(kept)), total, common.resume),))
     kept = kept if common.resume else []

@@ -105,12 +105,14 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     if measure.chunk is not None:
         options = options.model_copy(update={"batch_size": 4, "first_chunk": 0})
     parts = list(measure.run(net, batch.split(2), options))
-    journal = Journal({"measure": name}, tmp_path)
-    assert list(journal.recorded(parts)) == parts
-    found = Journal({"measure": name}, tmp_path).parts()
+    with Journal({"measure": name}, tmp_path) as journal:
+        assert list(journal.recorded(parts)) == parts
+    with Journal({"measure": name}, tmp_path) as journal:
+        found = journal.parts(batch.ids)
     assert sample_ids(found) == batch.ids
     assert measure.summarise(found, options) == measure.summarise(parts, options)
-    assert Journal({"measure": name, "seed": 1}, tmp_path).parts() == []
+    with Journal({"measure": name, "seed": 1}, tmp_path) as other:
+        assert other.parts(batch.ids) == []
 
 
 class Harmful:
@@ -118,16 +120,33 @@ class Harmful:
         return os.mkdir, ("harm",)
 
 
+def numbered(count: int) -> list[Part]:
+    return [Part((str(i),), {"x": np.array([float(i)])}) for i in range(count)]
+
+
 def test_a_damaged_or_foreign_file_ends_the_journal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    journal = Journal({}, tmp_path)
-    parts = [Part((str(i),), {"x": np.array([float(i)])}) for i in range(4)]
-    list(journal.recorded(parts))
-    third = sorted(journal.folder.iterdir())[2]
-    for content in (third.read_bytes()[:-9], b"", pickle.dumps(Harmful()), pickle.dumps([1])):
-        third.write_bytes(content)
-        assert sample_ids(journal.parts()) == ("0", "1")
+    bad = [b"", pickle.dumps(Harmful()), pickle.dumps([1]), pickle.dumps(numbered(1)[0])]
+    with Journal({}, tmp_path) as journal:
+        list(journal.recorded(numbered(4)))
+        third = journal.paths()[2]
+        for content in (third.read_bytes()[:-9], *bad):
+            third.write_bytes(content)
+            assert sample_ids(journal.parts("0123")) == ("0", "1")
+        assert journal.parts("103") == []
     assert not (tmp_path / "harm").exists()
+
+
+def test_two_equal_runs_at_once_do_not_share_a_journal(tmp_path):
+    with Journal({}, tmp_path) as first:
+        list(first.recorded(numbered(2)))
+        with Journal({}, tmp_path) as second:
+            assert second.parts("01") == []
+            assert list(second.recorded(numbered(1))) == numbered(1)
+            second.clear()
+        assert sample_ids(first.parts("01")) == ("0", "1")
+    with Journal({}, tmp_path) as third:
+        assert sample_ids(third.parts("01")) == ("0", "1")
 
 
 def test_a_run_without_a_cache_directory_goes_on(tmp_path):

@@ -96,7 +96,7 @@ def _chunks(heads: Heads) -> Iterator[slice]:
 def _bounds(heads: Heads, tokens: Tokens, r: float) -> dict[str, Tensor]:
     at = centred(heads)
     p_norm = map_norm(at.p)
-    g1_max, norm_max = _row_maxima(at.p)
+    g1_max, norm_max = row_maxima(at.p)
     found = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
     found |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
     if affine_only(heads) is None:
@@ -106,18 +106,3 @@ def _bounds(heads: Heads, tokens: Tokens, r: float) -> dict[str, Tensor]:
     bounds["sharp"] = torch.minimum(block_bound(heads, at), bounds["theorem3"])
     found |= {name: bounds[name] * (1 + ROUNDING) for name in bounds}
     return {name: value.expand_as(p_norm) for name, value in found.items()}
-
-
-def _row_maxima(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return max_i g_1(P_i) and max_i ||M(P_i)||, from the rows that can attain them.
-
-    p_(1) (1 - p_(1)) <= ||M|| <= g_1 <= p_(1) min(1, 2 (1 - p_(1))), for p_(2) <= 1 - p_(1).
-    """
-    first = p.amax(-1)
-    lower = first * (1 - first)
-    upper = torch.minimum(first, 2 * lower)
-    close = upper >= lower.amax(-1, keepdim=True) - ROUNDING
-    rows = upper.topk(int(close.sum(-1).amax()), -1).indices
-    starts = p.shape[2] * torch.arange(first[..., 0].numel(), device=p.device)
-    places = (rows + starts.view(*rows.shape[:2], 1)).flatten()
-    return row_maxima(p.flatten(0, 2).index_select(0, places).view(*rows.shape, -1))

@@ -20,6 +20,7 @@ from lipaudit.errors import UsageError
 LEFT_OUT, UNIFORM, INTERMEDIATE, CATEGORICAL = -1, 0, 1, 2
 SHARES = {"uniform": UNIFORM, "intermediate": INTERMEDIATE, "categorical": CATEGORICAL}
 _MIN_SUPPORT = 3  # g_1 of two visible keys tells nothing of how attention is spread
+_ROUNDING = 1e-12
 _SINGLE_STEPS = 3
 _SECULAR_STEPS = 4
 _SECULAR_CLOSE = 1e-6
@@ -69,19 +70,31 @@ def row_maxima(
 ) -> tuple[Float[Tensor, "*maps"], Float[Tensor, "*maps"]]:
     """Return max_i g_1(P_i) and max_i ||M(P_i)|| over the rows of each map.
 
-    The secular equation is solved only for rows whose g_1 reaches every row's p_(2) and
-    p_(1) (1 - p_(1)), which ||M|| cannot fall under: a few rows of each map.
+    p_(1) (1 - p_(1)) <= ||M|| <= g_1 <= p_(1) min(1, 2 (1 - p_(1))), for p_(2) <= 1 - p_(1). By
+    these ends few rows can attain the maxima and are looked at; fewer have their equation solved.
 
     Example:
         >>> row_maxima(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]], dtype=torch.float64))
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
-    top = _top(p)
+    top = _top(_strongest(p))
     g1 = top.g1
     lower = torch.maximum(top.second, top.first * top.others).amax(-1, keepdim=True)
     left, norm = g1 >= lower, g1.clone()
     norm[left] = _secular_root(_Top(*(value[left] for value in top)))
     return g1.amax(-1), norm.masked_fill(~left, 0.0).amax(-1)
+
+
+def _strongest(p: Tensor) -> Tensor:
+    """Return the rows that can attain a maximum of their map, the same number of every map."""
+    first = p.amax(-1)
+    lower = first * (1 - first)
+    upper = torch.minimum(first, 2 * lower)
+    close = upper >= lower.amax(-1, keepdim=True) - _ROUNDING
+    rows = upper.topk(int(close.sum(-1).amax()), -1).indices
+    starts = p.shape[-2] * torch.arange(first[..., 0].numel(), device=p.device)
+    places = (rows + starts.view(*rows.shape[:-1], 1)).flatten()
+    return p.flatten(0, -2).index_select(0, places).view(*rows.shape, -1)
 
 
 def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:

@@ -8,7 +8,6 @@ import torch
 from lipaudit.theory import bounds, published, sharp
 from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.catalogue import BOUNDS
-from lipaudit.theory.softmax import row_maxima
 
 N, D = 24, 10
 
@@ -70,15 +69,6 @@ def test_the_precision_of_products_is_read():
         assert not published._single_is_exact(torch.device("cpu"))
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0, 50.0])
-def test_the_row_maxima_need_only_the_rows_that_are_looked_at(spread):
-    p = maps_and_tokens(spread, 1.0)[0]
-    p[0, 0, 3:] = 0  # padded queries
-    p[1, 2] = torch.eye(N, dtype=torch.float64)
-    for found, truth in zip(bounds._row_maxima(p), row_maxima(p), strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-12, atol=0)
 
 
 def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer, monkeypatch):

@@ -198,7 +198,8 @@ def options_of(kind: type[Given], common: Common, given: Mapping[str, object]) -
         first = error.errors()[0]
         name = str(first["loc"][0]).replace("_", "-")
         option = {"start": "from", "target": "to", "modes": "mode"}.get(name, name)
-        raise UsageError(f"--{option}: {first['input']!r}: {first['msg']}") from None
+        wrong = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"--{option}: {first['input']!r}: {wrong}") from None
 
 
 def run_measures(model: str, common: Common, **measures: Options) -> None:

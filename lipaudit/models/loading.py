@@ -79,7 +79,11 @@ def _bare(name: str, options: LoadOptions) -> Source:
     if timm.is_timm(name):
         return _noted(_timm(name, options), f"{name!r} taken as the timm model timm:{name}")
     if name.count("/") == 1:
-        found = _hub(name, options)
+        try:
+            found = _hub(name, options)
+        except InputError as error:
+            message = f"there is no file or directory {name}; as a repository, {error.message}"
+            raise InputError(message, error.advice) from error
         return _noted(found, f"{name!r} taken as the Hugging Face repository hf:{name}")
     return _unknown(name)
 

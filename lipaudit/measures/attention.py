@@ -27,9 +27,10 @@ from lipaudit.measures.base import (
     number,
     sample_ids,
 )
-from lipaudit.measures.layers import Reduced, by_layer, head_names, summed
+from lipaudit.measures.layers import Facts, Reduced, by_layer, head_names, summed
 from lipaudit.models.capture import Layer
 from lipaudit.models.net import Net
+from lipaudit.models.sites import Site
 from lipaudit.results import Array, AttentionRow, Section
 from lipaudit.theory import softmax
 from lipaudit.theory.attention import Heads, per_sample
@@ -92,9 +93,10 @@ def run(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterat
             drawn.update(maps.draw(layer, head_drawn, options.query))
         return layer_statistics(layer, options)
 
-    parts = by_layer(
-        net, batches, options.layers, reduce, lambda sites: {"heads": head_names(sites)}
-    )
+    def facts(sites: Sequence[Site]) -> Facts:
+        return {"heads": head_names(sites)}
+
+    parts = by_layer(net, batches, options.layers, reduce, facts, projections=False)
     if options.map is None:
         yield from parts
     for part in parts:
@@ -114,14 +116,16 @@ def _with_drawn(part: Part, drawn: dict[str, Values], options: AttentionOptions)
     return replace(part, values={**part.values, **drawn})
 
 
+@torch.inference_mode()
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     """Return the sums, maxima and histograms of a layer, per (sample, head)."""
-    heads, samples = layer.attention.to(torch.float64), layer.samples
+    whole, samples = layer.attention, layer.samples
+    heads = replace(whole, v=whole.v[..., :0]).to(torch.float64)  # q and k make P
     parts = [_read(heads.pick(some), options) for some in _groups(heads)]
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
     found = softmax.row_statistics(softmax.Rows(**read), k=options.k, gamma=options.gamma)
-    rows = torch.stack([found[name] for name in MEANS], -1)
+    rows = torch.stack([found[name] for name in MEANS], 2)
     reduced = _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
     tokens = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
     reduced["joint_hist"] = reduced["joint_hist"].sum(1, keepdim=True)
@@ -155,25 +159,25 @@ def _read(heads: Heads, options: AttentionOptions) -> Reduced:
 
 
 def _reduced(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
-    """Reduce statistics per row, (batch, heads, rows, statistics), to sums and histograms."""
+    """Reduce statistics per row, (batch, heads, statistics, rows), to sums and histograms."""
+    column = dict(zip(MEANS, rows.unbind(2), strict=True))
     counts = ~rows.isnan()
-    visible = counts[..., MEANS.index("top1")]
-    short = visible & ~counts[..., MEANS.index("uniform")]
-    largest = rows[..., [MEANS.index("g1"), MEANS.index("softmax_norm")]].nan_to_num(0.0)
-    ratio = rows[..., MEANS.index("g1_ratio")]
+    first, second, ratio = (column[name] for name in ("top1", "top2", "g1_ratio"))
+    visible = counts[:, :, MEANS.index("top1")]
+    short = visible & ~counts[:, :, MEANS.index("uniform")]
     position = (ratio - RATIO[0]) / (RATIO[1] - RATIO[0]) * BINS
-    first, second = (rows[..., MEANS.index(name)] for name in ("top1", "top2"))
     joint = (first * BINS).nan_to_num(-1.0).clamp_max(BINS - 1).floor() * BINS
     joint += (2 * second * BINS).clamp_max(BINS - 1).floor()
     sums = {
-        "total": rows.nan_to_num(0.0).sum(2),
-        "count": counts.sum(2).to(rows.dtype),
-        "short": short.sum(2).to(rows.dtype),
+        "total": rows.nan_to_num(0.0).sum(-1),
+        "count": counts.sum(-1).to(rows.dtype),
+        "short": short.sum(-1).to(rows.dtype),
         "ratio_hist": _histogram(position.clamp(0, BINS - 1), ~ratio.isnan(), BINS),
         "joint_hist": _histogram(joint, visible, BINS * BINS),
     }
     reduced = {name: summed(value, sample, samples) for name, value in sums.items()}
-    return reduced | {"largest": per_sample(largest.amax(2), sample)}
+    bounded = [column[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
+    return reduced | {"largest": per_sample(torch.stack(bounded, -1), sample)}
 
 
 def _histogram(position: Tensor, counts: Tensor, bins: int) -> Tensor:

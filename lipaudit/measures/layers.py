@@ -58,8 +58,10 @@ def by_layer(
     layers: Sequence[int] | None,
     reduce: Callable[[Layer, Batch], Reduced],
     facts: Callable[[Sequence[Site]], Facts],
+    *,
+    projections: bool = True,
 ) -> Iterator[Part]:
-    """Yield a Part per batch: `reduce` of every layer, joined along the heads."""
+    """Yield a Part per batch: `reduce` of every layer, joined along the heads; see `capture`."""
     sites: tuple[Site, ...] = ()
     for batch in batches:
         sites = sites or chosen(survey(net, batch), layers)
@@ -68,7 +70,8 @@ def by_layer(
         def visit(layer: Layer, batch: Batch = batch, found: list[Reduced] = found) -> None:
             found.append({k: v.cpu() for k, v in reduce(layer, batch).items()})
 
-        capture(net, sites, batch, visit, layers={site.index for site in sites})
+        wanted = {site.index for site in sites}
+        capture(net, sites, batch, visit, layers=wanted, projections=projections)
         joined = {name: torch.cat([layer[name] for layer in found], 1) for name in found[0]}
         values = {name: t.numpy() for name, t in joined.items()}
         yield Part(batch.ids, values, facts(sites), open_notes(sites))

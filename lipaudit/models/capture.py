@@ -76,6 +76,7 @@ def capture(
     visit: Visit,
     *,
     layers: Collection[int] | None = None,
+    projections: bool = True,
 ) -> Tensor:
     """Run the unmodified model on a batch and visit its attention layers in call order.
 
@@ -86,6 +87,7 @@ def capture(
         visit: called with each selected layer while the model runs; what it does not keep is
             freed before the next one.
         layers: indices of the layers to visit; None for all.
+        projections: whether visits call `Layer.heads`; the pass is cheaper where none does.
 
     Returns:
         The model's output, (batch, ...).
@@ -94,7 +96,7 @@ def capture(
         EvaluationError: a selected layer was not met.
     """
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
-    read = [site for site in sites if site.explicit or site.address in chosen]
+    read = [s for s in sites if s.explicit or (projections and s.address in chosen)]
 
     def meet(call: AttentionCall, address: Address) -> None:
         site = chosen.pop(address, None)

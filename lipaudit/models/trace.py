@@ -15,6 +15,9 @@ from lipaudit.models.events import AttentionCall, AttentionMode
 from lipaudit.models.graph import leaves
 from lipaudit.models.linears import Linear
 
+_QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
+"""Modules by the dozen in which nothing happens that is looked for."""
+
 
 class Address(NamedTuple):
     """Which op of a forward pass: the innermost module, the kind of op, its running number there.
@@ -65,6 +68,8 @@ class Place:
         """Keep `frames` up to date while the model runs."""
         with ExitStack() as hooks:
             for name, part in module.named_modules():
+                if isinstance(part, _QUIET):
+                    continue
                 enter = part.register_forward_pre_hook(self._enter(name), with_kwargs=True)
                 leave = part.register_forward_hook(self._leave, always_call=True)
                 hooks.callback(enter.remove)

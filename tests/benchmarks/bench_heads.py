@@ -60,8 +60,8 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
     """One round: seconds of a forward and of each measure."""
     sites = survey(net, batch)
 
-    def visiting(visit: Callable[[Layer], object]) -> Callable[[], object]:
-        return lambda: capture(net, sites, batch, lambda layer: (visit(layer), None)[1])
+    def visiting(visit: Callable[[Layer], object], **how: bool) -> Callable[[], object]:
+        return lambda: capture(net, sites, batch, lambda layer: (visit(layer), None)[1], **how)
 
     seeds = list(range(len(batch)))
     with torch.no_grad():
@@ -71,7 +71,9 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
     together = cpu_seconds(visiting(lambda layer: layer_norms(layer.heads(), seeds=seeds)))
     bounds = cpu_seconds(visiting(lambda layer: head_bounds(layer.heads())))
     rows = AttentionOptions()
-    attention = cpu_seconds(visiting(lambda layer: layer_statistics(layer, rows)))
+    attention = cpu_seconds(
+        visiting(lambda layer: layer_statistics(layer, rows), projections=False)
+    )
     surveyed = cpu_seconds(lambda: survey(net, batch))
     written_out(net)
     with torch.no_grad():

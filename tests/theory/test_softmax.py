@@ -23,6 +23,7 @@ from lipaudit.theory.softmax import (
 )
 
 ROUNDING = 1e-14
+SECULAR = 5e-13  # what `softmax_norm` promises, relative
 
 
 def dense(p: Tensor) -> Tensor:
@@ -122,7 +123,8 @@ def test_equal_entries_and_the_ratio(k):
 def test_order_and_masked_keys_do_not_matter():
     p = torch.randn(6, 9, dtype=torch.float64).mul(3).softmax(-1)
     other = torch.cat([torch.zeros(6, 5), p[:, torch.randperm(9)]], -1)
-    for function in (g, softmax_norm, entropy, support):
+    torch.testing.assert_close(softmax_norm(p), softmax_norm(other), rtol=SECULAR, atol=0)
+    for function in (g, entropy, support):
         torch.testing.assert_close(function(p), function(other), rtol=1e-14, atol=1e-16)
     assert torch.equal(regimes(p), regimes(other))
 
@@ -136,8 +138,8 @@ def test_largest_norm_of_a_map(seed, spread):
     maps[0, 0, 4:] = 0
     expected = softmax_norm(maps).amax(-1)
     g1_max, norm_max = row_maxima(maps)
-    torch.testing.assert_close(norm_max, expected, rtol=1e-14, atol=0)
-    assert torch.equal(g1_max, g(maps).amax(-1))
+    torch.testing.assert_close(norm_max, expected, rtol=SECULAR, atol=0)
+    torch.testing.assert_close(g1_max, g(maps).amax(-1), rtol=1e-14, atol=0)
 
 
 def test_g_is_differentiable():

@@ -19,6 +19,7 @@ from lipaudit.models.survey import survey
 from lipaudit.results import Note
 from lipaudit.theory.ascent import largest_shift, steepest_tokens
 from lipaudit.theory.attention import Heads
+from lipaudit.theory.centred import is_affine
 from lipaudit.theory.jacobian import head_norms, splitting_gain
 from lipaudit.theory.scaling import (
     Adversary,
@@ -27,7 +28,6 @@ from lipaudit.theory.scaling import (
     mean_field_norm,
     relocated,
 )
-from lipaudit.theory.sharp import is_affine
 
 if TYPE_CHECKING:
     from lipaudit.measures.scaling import ScalingOptions

@@ -169,7 +169,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         }
         return replace(value, **changes)
     floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if floating else value
+    # Contiguous: a model's q, k and v are views of one tensor, which each product would copy.
+    return value.to(dtype, memory_format=torch.contiguous_format) if floating else value
 
 
 def _row(value: Any, b: int) -> Any:

@@ -14,20 +14,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.errors import UsageError
-from lipaudit.theory.attention import Heads
-from lipaudit.theory.norms import nonnegative_norm, spectral_norm
-from lipaudit.theory.sharp import (
+from lipaudit.theory.affine import (
     AffineRows,
-    Centred,
-    affine_query_term,
     affine_rows,
+    query_term,
+    split_excess,
+)
+from lipaudit.theory.attention import Heads
+from lipaudit.theory.centred import (
+    Centred,
     centred,
     factor,
     is_affine,
     maps,
-    split_excess,
     squared_distances,
 )
+from lipaudit.theory.norms import nonnegative_norm, spectral_norm
 
 ROUNDING = 1e-12
 """The bound is raised by this share: more than float64 rounding can take from it."""
@@ -78,19 +80,24 @@ def _moves(heads: Heads, at: Centred, r: float) -> _Moves:
     key, value = (r * spectral_norm(to.weight)[:, None, None] for to in (to_k, to_v))
     product = spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]
     means = at.p @ at.k
-    along = squared_distances(means @ to_q.weight.mT, at.k @ to_q.weight.mT).sqrt()
+    along = _distances(means @ to_q.weight.mT, at.k @ to_q.weight.mT)
     queries = torch.linalg.vector_norm(heads.q @ to_k.weight.mT, dim=-1, keepdim=True)
     upper, change = _attention_range(at.p, at.s.abs() * r * (along + queries + r * product))
-    w = squared_distances(at.o, at.v).sqrt()
+    w = at.w2.sqrt()
     return _Moves(
         upper=upper,
         p=change,
         w=w,
-        keys=squared_distances(means, at.k).sqrt(),
+        keys=_distances(means, at.k),
         key=key,
         u=at.s.abs() * r * product,
         shift=2 * value + (change * w).sum(-1, keepdim=True),
     )
+
+
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    a2, b2 = (rows.square().sum(-1, keepdim=True) for rows in (a, b))
+    return squared_distances(a, b, a2, b2).sqrt()
 
 
 def _attention_range(p: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +123,7 @@ def _beta(at: Centred, rows: AffineRows, move: _Moves) -> Tensor:
     """Bound the block norms over the ball: the split, or the triangle inequality."""
     u = rows.u + move.u
     turned = (2 * move.u / rows.u).nan_to_num(2.0).clamp_max(2.0)
-    split = (split_excess(at, rows) + rows.u.square() * rows.w2).clamp_min(0.0).sqrt()
+    split = (split_excess(at, rows) + rows.u.square() * at.w2).clamp_min(0.0).sqrt()
     split = split + rows.wv * turned + move.u * move.w + u * move.shift
     triangle = rows.wv + (move.w + move.shift) * u
     return torch.minimum(torch.hypot(rows.wv, split), triangle)
@@ -127,5 +134,5 @@ def _query_term(heads: Heads, at: Centred, rows: AffineRows, move: _Moves) -> Te
     changed = move.p * move.w * move.keys
     moved = move.upper * (move.shift * (move.keys + move.key) + move.w * move.key)
     norm = spectral_norm(maps(heads)[0].weight)[:, None]
-    start = affine_query_term(heads, at, rows)
+    start, _ = query_term(at, rows)
     return start + at.s[..., 0].abs() * norm * (changed + moved).sum(-1)

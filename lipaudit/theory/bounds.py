@@ -14,10 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
+from lipaudit.theory.affine import Weights, weights_of
 from lipaudit.theory.attention import Heads
+from lipaudit.theory.centred import centred, is_affine
 from lipaudit.theory.norms import map_norm
 from lipaudit.theory.published import Tokens, affine_bounds, general_bounds, tokens_of
-from lipaudit.theory.sharp import block_bound, centred, is_affine
+from lipaudit.theory.sharp import block_bound
 from lipaudit.theory.softmax import row_maxima
 
 ROUNDING = 1e-12
@@ -72,7 +74,11 @@ def head_bounds(heads: Heads, *, r: float = 0.0) -> dict[str, Float[Tensor, "bat
     heads = heads.to(torch.float64)
     _require_finite(heads)
     tokens = tokens_of(heads)
-    parts = [_bounds(heads.pick(chunk), tokens, r) for chunk in _chunks(heads)]
+    weights = weights_of(heads) if is_affine(heads) else None
+    parts = [
+        _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, r)
+        for chunk in _chunks(heads)
+    ]
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
 
@@ -93,16 +99,16 @@ def _chunks(heads: Heads) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def _bounds(heads: Heads, tokens: Tokens, r: float) -> dict[str, Tensor]:
+def _bounds(heads: Heads, weights: Weights | None, tokens: Tokens, r: float) -> dict[str, Tensor]:
     at = centred(heads)
-    p_norm = map_norm(at.p)
+    p_norm = map_norm(at.p, single=at.single.p)
     g1_max, norm_max = row_maxima(at.p)
     found = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
     found |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
-    if affine_only(heads) is None:
-        bounds = affine_bounds(heads, at, tokens, found, r=r)
+    if weights is not None and affine_only(heads) is None:
+        bounds = affine_bounds(heads, at, weights, tokens, found, r=r)
     else:
         bounds = general_bounds(heads, at, found)
-    bounds["sharp"] = torch.minimum(block_bound(heads, at), bounds["theorem3"])
+    bounds["sharp"] = torch.minimum(block_bound(heads, at, weights), bounds["theorem3"])
     found |= {name: bounds[name] * (1 + ROUNDING) for name in bounds}
     return {name: value.expand_as(p_norm) for name, value in found.items()}

@@ -6,6 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+SINGLE = 128
+"""Keys from which on single precision pays."""
+
 
 def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
     """Return the largest singular value of each matrix, from the smaller of its Gram matrices.
@@ -16,6 +19,20 @@ def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
     """
     gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
     return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt()
+
+
+def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
+    """Return R with ||R y|| >= ||A y||, equal but for rounding: a Cholesky factor of A^T A.
+
+    Example:
+        >>> gram_root(torch.tensor([[3.0], [4.0]]))
+        tensor([[5.0000]])
+    """
+    gram = a.mT @ a
+    trace = gram.diagonal(0, -2, -1).sum(-1, keepdim=True)
+    info = torch.finfo(a.dtype)
+    gram.diagonal(0, -2, -1).add_(2 * sum(a.shape[-2:]) * info.eps * trace + info.tiny)
+    return torch.linalg.cholesky_ex(gram, upper=True).L
 
 
 def gram_norm(gram: Float[Tensor, "*batch n n"], tol: float = 1e-6) -> Float[Tensor, "*batch"]:
@@ -31,8 +48,11 @@ def gram_norm(gram: Float[Tensor, "*batch n n"], tol: float = 1e-6) -> Float[Ten
     largest, longest = gram.diagonal(0, -2, -1).max(-1, keepdim=True)
     single = (gram / largest[..., None]).float()
     u = single.take_along_dim(longest[..., None], -2)
-    for _ in range(6):
+    for _ in range(24):
+        before = u
         u = torch.nn.functional.normalize(u @ single @ single @ single @ single, dim=-1)
+        if float((u - before).abs().amax()) < 1e-4:
+            break
     return _proven(gram, u.to(gram), tol)
 
 
@@ -41,27 +61,35 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
 
     ||B||^2 <= max_j (B^T B u)_j / u_j for every u > 0 (Collatz-Wielandt); u comes from `steps`
     power steps, so the bound falls towards ||B|| and never below it: 0.3 % above it after 10
-    steps on attention maps, rarely 1 %.
+    steps on attention maps, rarely 1 %. It is raised by its rounding error.
 
     Example:
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         tensor(3.)
     """
-    u = _positive_steps(b, steps)
-    return ((u @ b.mT @ b) / u).amax((-2, -1)).sqrt()
+    u = _positive_steps(b.float(), steps).to(b)
+    rounding = (sum(b.shape[-2:]) + 16) * torch.finfo(b.dtype).eps
+    return ((u @ b.mT @ b) / u).amax((-2, -1)).sqrt() * (1 + rounding)
 
 
-def map_norm(p: Float[Tensor, "*batch n m"], tol: float = 1e-6) -> Float[Tensor, "*batch"]:
+def map_norm(
+    p: Float[Tensor, "*batch n m"],
+    tol: float = 1e-6,
+    single: Float[Tensor, "*batch n m"] | None = None,
+) -> Float[Tensor, "*batch"]:
     """Return ||P|| of attention maps, never too small and at most `tol` relatively too large.
 
     The certificate of `nonnegative_norm` is compared with ||P u|| / ||u||; where the two do not
-    meet, as on one map in ten of a trained model, another one proves the norm.
+    meet, as on one map in ten of a trained model, another one proves the norm. `single` is P in
+    single precision where the caller has it.
 
     Example:
         >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))
         tensor(1., dtype=torch.float64)
     """
-    u = _positive_steps(p, 11) @ p.mT @ p  # a last step wipes out single precision
+    u = (
+        _positive_steps(p.float() if single is None else single, 11).to(p) @ p.mT @ p
+    )  # a last step wipes out single precision
     u = (u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
     image = u @ p.mT
     norm = ((image @ p) / u).amax((-2, -1)).sqrt()
@@ -69,6 +97,16 @@ def map_norm(p: Float[Tensor, "*batch n m"], tol: float = 1e-6) -> Float[Tensor,
     if apart.any():
         norm[apart] = _proven(p[apart].mT @ p[apart], u[apart], tol)
     return norm
+
+
+def single_pays(maps: Float[Tensor, "*batch n m"]) -> bool:
+    """Whether the maps are large, and products in single precision keep all its digits here."""
+    if maps.shape[-1] < SINGLE or maps.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return False
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:  # before torch 2.9
+        return torch.get_float32_matmul_precision() == "highest"
+    return matmul.fp32_precision in ("none", "ieee")
 
 
 def _proven(gram: Tensor, u: Tensor, tol: float) -> Tensor:
@@ -87,13 +125,11 @@ def _proven(gram: Tensor, u: Tensor, tol: float) -> Tensor:
 
 
 def _positive_steps(b: Tensor, steps: int) -> Tensor:
-    """Return u > 0 near the leading singular vector: (..., 1, m)."""
-    # Any u > 0 will do: single precision for the steps, and hold up what decays to nothing.
-    single = b.float()
-    u = single.new_ones(*b.shape[:-2], 1, b.shape[-1])
+    """Return u > 0 near the leading singular vector: (..., 1, m). Any u > 0 will do."""
+    u = b.new_ones(*b.shape[:-2], 1, b.shape[-1])
     for _ in range(steps):
-        before, u = u, u @ single.mT @ single
-        u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
+        before, u = u, u @ b.mT @ b
+        u = (u / u.amax(-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)  # hold up what decays
         if float((u - before).abs().amax()) < 1e-6:
             break
-    return u.to(b)
+    return u

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lipaudit.theory.affine import Weights
 from lipaudit.theory.attention import Heads, Projection
-from lipaudit.theory.norms import gram_norm, spectral_norm
-from lipaudit.theory.sharp import Centred, factor, local_map, maps, tiles, value_norms
+from lipaudit.theory.centred import Centred, factor, local_map, maps, tiles
+from lipaudit.theory.norms import gram_norm, single_pays, spectral_norm
+from lipaudit.theory.sharp import value_norms
 
-SINGLE = 128
-"""Keys from which on single precision pays."""
 TOLERANCE = 0.005
 """Share of `appendix_c` that rounding to single precision may cost."""
 
@@ -64,23 +64,31 @@ def _ones(heads: Heads) -> int:
 
 
 def affine_bounds(
-    heads: Heads, at: Centred, tokens: Tokens, found: Mapping[str, Tensor], *, r: float
+    heads: Heads,
+    at: Centred,
+    weights: Weights,
+    tokens: Tokens,
+    found: Mapping[str, Tensor],
+    *,
+    r: float,
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return hu, castin, mean_field, theorem3, theorem3_g1 and appendix_c of affine heads.
 
     Args:
         heads: affine self-attention.
         at: its map, and its keys and values less their mean.
+        weights: norms of its weights.
         tokens: norms of its tokens.
         found: `p_norm`, `softmax_norm_max` and `g1_max`.
         r: radius of the ball of `hu`.
     """
-    q, k, v, a = _weight_norms(heads)
+    scale = heads.scale.abs()
+    q, k, v, a = weights.q * scale.clamp_min(1.0), weights.k, weights.v, scale * weights.a
     n, root, reach = tokens.count, tokens.count.sqrt(), a * tokens.longest.square()
     size = n * (n + 1) * (tokens.frobenius + r).square()
     crowd = torch.where(_unmasked(heads), reach.exp().minimum(root), root)
     growth = 2 * tokens.norm * a
-    spread = torch.minimum(_row_spread(at.p, tokens.gram), tokens.norm * found["softmax_norm_max"])
+    spread = torch.minimum(_row_spread(at, tokens.gram), tokens.norm * found["softmax_norm_max"])
     return {
         "hu": (size * v * (q * k + 1)).masked_fill(size < root, torch.nan),
         "castin": 3**0.5 * v * torch.hypot(reach * (4 * n + 1).sqrt(), root),
@@ -113,22 +121,6 @@ def general_bounds(
     }
 
 
-def _weight_norms(heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ||W_Q|| max(1, s), ||W_K||, ||W_V|| and ||A||, with biases as [Y25] Remark 2 says."""
-    q, k, v = (_augmented(projection) for projection in maps(heads))
-    norms = [spectral_norm(weight) for weight in (q, k, v)]
-    scale = heads.scale.abs()
-    a = scale * spectral_norm(q @ torch.linalg.qr(k, mode="r").R.mT)
-    return norms[0] * scale.clamp_min(1.0), norms[1], norms[2], a
-
-
-def _augmented(projection: Projection) -> Tensor:
-    """W becomes [W; b^T]."""
-    if projection.bias is None:
-        return projection.weight
-    return torch.cat([projection.weight, projection.bias[:, None]], 1)
-
-
 def _unmasked(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
     """Whether every token sees every other one and no position bias acts."""
     if heads.causal or heads.bias is None:
@@ -139,35 +131,25 @@ def _unmasked(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
     return free.all(-1).all(-1)
 
 
-def _row_spread(p: Tensor, gram: Tensor) -> Float[Tensor, "batch heads"]:
+def _row_spread(at: Centred, gram: Tensor) -> Float[Tensor, "batch heads"]:
     """Bound max_i ||X^T M(P_i)||, with the Gram matrix of the tokens less their mean.
 
     Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. With w_j = P_ij^2 and
     c_j = <x_j, m> - ||m||^2 / 2 the fourth power of its Schatten-4 norm is
     sum_jl w_j w_l (<x_j, x_l> - c_j - c_l)^2: three products with the Gram matrix for all rows,
-    within 1 % of the spectral norm on trained heads. Maps of SINGLE keys or more are met in
+    within 1 % of the spectral norm on trained heads. Where it pays, the maps are met in
     single precision first, and again where its rounding costs more than TOLERANCE.
     """
     largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
     unit = gram / largest[:, None, None]
-    if p.shape[-1] < SINGLE or not _single_is_exact(p.device):
-        square = _squared_spread(p, unit)[0]
+    if not single_pays(at.p):
+        square = _squared_spread(at.p, unit)[0]
     else:
-        square, below = _squared_spread(p.float(), unit.float())
+        square, below = _squared_spread(at.single.p, unit.float())
         apart = square > (1 + TOLERANCE) ** 2 * below
         if apart.any():
-            square = torch.where(apart, _squared_spread(p, unit)[0], square)
+            square = torch.where(apart, _squared_spread(at.p, unit)[0], square)
     return (square * largest[:, None]).sqrt()
-
-
-def _single_is_exact(device: torch.device) -> bool:
-    """Whether products in single precision keep all its digits, whatever the caller allows."""
-    if device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-        return False
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    if matmul is None:  # before torch 2.9
-        return torch.get_float32_matmul_precision() == "highest"
-    return matmul.fp32_precision in ("none", "ieee")
 
 
 def _squared_spread(p: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

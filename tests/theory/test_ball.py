@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
 from lipaudit.theory import ball
+from lipaudit.theory.affine import affine_rows, query_term
 from lipaudit.theory.ball import ball_sharp
+from lipaudit.theory.centred import centred
 from lipaudit.theory.norms import nonnegative_norm
-from lipaudit.theory.sharp import affine_query_term, affine_rows, centred
 
 AFFINE = ("affine", "biases", "causal", "position-bias", "padding", "padding-causal", "windows")
 AFFINE += ("learned-query-same-length", "wide-values", "one-token")
@@ -119,7 +120,7 @@ def test_an_attention_entry_is_limited_from_above(small_heads):
 def test_the_query_term_stays_within_its_limit(small_heads):
     at = centred(small_heads)
     rows, move = affine_rows(small_heads, at), ball._moves(small_heads, at, R)
-    t = affine_query_term(small_heads, at, rows)
+    t = query_term(at, rows)[0]
     limit = ball._query_term(small_heads, at, rows, move)
     growth = largest_growth(
         small_heads, lambda head: head["t"].flatten(1).norm(dim=-1)[:, None], R
@@ -137,7 +138,7 @@ def test_a_ball_of_radius_zero_is_the_point(random_layer, name):
     gap = at.v[..., None, :, :] - at.o[..., :, None, :]
     split = torch.hypot(rows.wv, (turn + rows.u[..., None] * gap).norm(dim=-1))
     beta = torch.minimum(split, rows.wv + gap.norm(dim=-1) * rows.u)
-    blocks = at.p * beta + torch.diag_embed(affine_query_term(heads, at, rows))
+    blocks = at.p * beta + torch.diag_embed(query_term(at, rows)[0])
     torch.testing.assert_close(ball_sharp(heads, 0.0), nonnegative_norm(blocks), rtol=1e-7, atol=0)
 
 

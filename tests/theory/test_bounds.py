@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory import sharp
+from lipaudit.theory.affine import affine_beta, affine_rows, query_term
 from lipaudit.theory.bounds import affine_only, head_bounds
 from lipaudit.theory.catalogue import BOUNDS
-from lipaudit.theory.sharp import (
-    affine_query_term,
-    affine_rows,
-    centred,
-    exact_blocks,
-)
+from lipaudit.theory.centred import centred
+from lipaudit.theory.sharp import exact_blocks
 
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")
 
@@ -96,9 +93,7 @@ def test_the_formula_bounds_every_block(random_layer):
     heads = random_layer("biases").heads
     at = centred(heads)
     rows = affine_rows(heads, at)
-    blocks = at.p * sharp._affine_beta(at, rows) + torch.diag_embed(
-        affine_query_term(heads, at, rows)
-    )
+    blocks = at.p * affine_beta(at, rows)[0] + torch.diag_embed(query_term(at, rows)[0])
     assert (blocks >= exact_blocks(heads) * (1 - 1e-12)).all()
 
 
@@ -109,7 +104,7 @@ def test_the_query_term_is_the_frobenius_norm(random_layer):
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     t = torch.einsum("bhija,bhjd->bhiad", c, k) @ heads.to_q.weight.mT[:, None]
     truth = heads.scale[..., None] * torch.linalg.matrix_norm(t)
-    found = affine_query_term(heads, at, affine_rows(heads, at))
+    found = query_term(at, affine_rows(heads, at))[0]
     torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-9)
 
 

@@ -37,7 +37,7 @@ def test_the_norm_of_a_map_is_never_too_small(spread):
     assert (map_norm(torch.eye(7, dtype=torch.float64).roll(1, 0)) - 1).abs() < 1e-12
 
 
-@pytest.mark.parametrize("decay", [0.2, 0.98])
+@pytest.mark.parametrize("decay", [0.2, 0.995])
 def test_the_gram_norm_is_never_too_small(monkeypatch, decay):
     """With slow decay the power steps fall short, and eigenvalues have to take over."""
     taken = []

@@ -1,0 +1,150 @@
+"""The norms of the Jacobian's blocks of affine heads, from N x N kernels.
+
+u_i = s W_K q_i, w = v_j - o_i, a_i = W_V^T u_i; beta_ij and t_i are as in `lipaudit.theory.sharp`.
+Everything holds in any precision: what is returned is raised by its rounding error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.theory.attention import Heads, Projection
+from lipaudit.theory.centred import Centred, Stack, factor, maps, rounding, tiles
+from lipaudit.theory.norms import gram_root, spectral_norm
+
+
+@dataclass(frozen=True)
+class Weights(Stack):
+    """What comes of the weights of affine heads alone.
+
+    Attributes:
+        q, k, v, a: ||W_Q||, ||W_K||, ||W_V|| and ||W_Q W_K^T|| with their biases, [W; b^T] for W.
+        value: ||W_V|| without.
+        to_u: to what has the norm of W_K q.
+        to_a: W_K^T W_V.
+        to_z: to what has the inner products of W_Q k.
+    """
+
+    q: Float[Tensor, " heads"]
+    k: Float[Tensor, " heads"]
+    v: Float[Tensor, " heads"]
+    a: Float[Tensor, " heads"]
+    value: Float[Tensor, " heads"]
+    to_u: Float[Tensor, "heads d d"]
+    to_a: Float[Tensor, "heads d dv"]
+    to_z: Float[Tensor, "heads d d"]
+
+
+def weights_of(heads: Heads) -> Weights:
+    """Meet the weights of affine heads, once for all samples."""
+    to_q, to_k, to_v = maps(heads)
+    q, k, v = (_augmented(projection) for projection in (to_q, to_k, to_v))
+    return Weights(
+        q=spectral_norm(q),
+        k=spectral_norm(k),
+        v=spectral_norm(v),
+        a=spectral_norm(q @ gram_root(k).mT),
+        value=spectral_norm(to_v.weight),
+        to_u=factor(to_k)[:, 0].mT,
+        to_a=to_k.weight.mT @ to_v.weight,
+        to_z=factor(to_q)[:, 0].mT,
+    )
+
+
+def _augmented(projection: Projection) -> Tensor:
+    """W becomes [W; b^T]."""
+    if projection.bias is None:
+        return projection.weight
+    return torch.cat([projection.weight, projection.bias[:, None]], 1)
+
+
+@dataclass(frozen=True)
+class AffineRows(Stack):
+    """What the block norms of affine heads are made of."""
+
+    wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
+    u: Float[Tensor, "batch heads n 1"]  # ||u_i||
+    a: Float[Tensor, "batch heads n dv"]  # W_V^T u_i
+    turn: Float[Tensor, "batch heads n 1"]  # ||a_i||^2 / ||u_i||^2
+    z: Float[Tensor, "batch heads m d"]  # s W_Q k_j, in coordinates that keep inner products
+
+
+def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> AffineRows:
+    """Return what the block norms of affine heads are made of."""
+    weights = weights or weights_of(heads)
+    s = heads.scale[..., None, None]
+    u = torch.linalg.vector_norm(heads.q @ (s * weights.to_u), dim=-1, keepdim=True)
+    a = heads.q @ (s * weights.to_a)
+    return AffineRows(
+        wv=weights.value[:, None, None].expand_as(at.s),
+        u=u,
+        a=a,
+        turn=(torch.linalg.vector_norm(a, dim=-1, keepdim=True) / u).square().nan_to_num(0.0),
+        z=at.k @ (s * weights.to_z),
+    )
+
+
+def affine_blocks(
+    at: Centred, rows: AffineRows
+) -> tuple[
+    Float[Tensor, "batch heads n"], Float[Tensor, "batch heads n m"], Float[Tensor, "batch heads"]
+]:
+    """Return t and P∘beta of affine heads, and the share of ||B|| that rounding may have cost."""
+    t, cost = torch.empty_like(at.o[..., 0]), torch.empty_like(at.o[..., 0])
+    blocks = torch.empty_like(at.p)
+    for tile in tiles(at.p):
+        some, mine = at.pick(tile), rows.pick(tile)
+        t[tile], query = query_term(some, mine)
+        beta, block = affine_beta(some, mine)
+        cost[tile] = (query + block) / mine.wv[..., 0]  # ||B|| >= ||W_V|| ||P||, ||P|| >= 1
+        torch.mul(beta, some.p, out=blocks[tile])
+    return t, blocks, cost.amax(-1)
+
+
+def split_excess(
+    at: Centred, rows: AffineRows, error: Float[Tensor, "batch heads n 1"] | float = 0.0
+) -> Float[Tensor, "batch heads n m"]:
+    """Return ||a/||u|| + ||u|| w||^2 - ||u||^2 ||w||^2 + error."""
+    fixed = rows.turn - 2 * (rows.a * at.o).sum(-1, keepdim=True) + error
+    return ((2 * rows.a) @ at.v.mT).add_(fixed)
+
+
+def query_term(
+    at: Centred, rows: AffineRows
+) -> tuple[Float[Tensor, "batch heads n"], Float[Tensor, "batch heads n"]]:
+    """Return s ||T_i W_Q^T||_F from N x N kernels, no T_i formed, and what rounding cost.
+
+    With kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square is
+    sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl). With m_k = sum_j P_ij ||z_j|| ||v_j||^k its
+    terms add up to at most m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has
+    relative errors below those of sums of N terms of products.
+    """
+    inner = at.p @ (at.v @ at.v.mT).sub_(at.v2.mT).mul_(rows.z @ rows.z.mT)
+    inner.addcmul_((at.p @ rows.z) @ rows.z.mT, at.w2)
+    squares = inner.mul_(at.p).sum(-1)
+    z, v2 = torch.linalg.vector_norm(rows.z, dim=-1), at.v2[..., 0]
+    m0, m1, m2 = (torch.stack([z, z * v2.sqrt(), z * v2], -2) @ at.p.mT).unbind(-2)
+    o2 = at.o2[..., 0]
+    terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
+    error = (rounding(at.p) + 2 * rounding(at.v)) * terms
+    upper = (squares + error).clamp_min(0.0).sqrt()
+    return upper, upper - (squares - error).clamp_min(0.0).sqrt()
+
+
+def affine_beta(
+    at: Centred, rows: AffineRows
+) -> tuple[Float[Tensor, "batch heads n m"], Float[Tensor, "batch heads n"]]:
+    """Return beta, and what rounding cost in any entry of a row."""
+    u, wv, longest = rows.u, rows.wv, at.v2.amax(-2, keepdim=True)
+    share = rounding(at.v)
+    error = share * (u * rows.turn.sqrt() * (longest.sqrt() + at.o2.sqrt()) + rows.turn)
+    excess = split_excess(at, rows, error)
+    triangle = at.w2.sqrt().mul_(2 * wv * u)
+    torch.minimum(excess, triangle, out=excess)
+    squares = excess.addcmul_(at.w2, u.square()).add_(wv.square() * (1 + share))
+    cost = (2 * error + 2 * share * u.square() * (longest + at.o2)) / wv
+    return squares.sqrt_(), cost[..., 0]

@@ -7,6 +7,7 @@ Everything holds in any precision: what is returned is raised by its rounding er
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -88,35 +89,35 @@ def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> Af
     )
 
 
-def affine_blocks(
-    at: Centred, rows: AffineRows
-) -> tuple[
-    Float[Tensor, "batch heads n"], Float[Tensor, "batch heads n m"], Float[Tensor, "batch heads"]
-]:
-    """Return t and P∘beta of affine heads, and the share of ||B|| that rounding may have cost."""
-    t, cost = torch.empty_like(at.o[..., 0]), torch.empty_like(at.o[..., 0])
-    blocks = torch.empty_like(at.p)
+class Blocks(NamedTuple):
+    """B = P∘beta + diag t, bounded from above; in single precision also what it is at least."""
+
+    t: Float[Tensor, "batch heads n"]
+    blocks: Float[Tensor, "batch heads n m"]
+
+
+def affine_blocks(at: Centred, rows: AffineRows) -> tuple[Blocks, Blocks]:
+    """Bound the norms of all blocks of affine heads from both sides, some maps at a time."""
+    ends = [Blocks(torch.empty_like(at.o[..., 0]), torch.empty_like(at.p)) for _ in range(2)]
     for tile in tiles(at.p):
         some, mine = at.pick(tile), rows.pick(tile)
-        t[tile], query = query_term(some, mine)
-        beta, block = affine_beta(some, mine)
-        cost[tile] = (query + block) / mine.wv[..., 0]  # ||B|| >= ||W_V|| ||P||, ||P|| >= 1
-        torch.mul(beta, some.p, out=blocks[tile])
-    return t, blocks, cost.amax(-1)
+        for end, t, beta in zip(
+            ends, query_term(some, mine), affine_beta(some, mine), strict=True
+        ):
+            end.t[tile] = t
+            torch.mul(beta, some.p, out=end.blocks[tile])
+    return ends[0], ends[1]
 
 
-def split_excess(
-    at: Centred, rows: AffineRows, error: Float[Tensor, "batch heads n 1"] | float = 0.0
-) -> Float[Tensor, "batch heads n m"]:
-    """Return ||a/||u|| + ||u|| w||^2 - ||u||^2 ||w||^2 + error."""
-    fixed = rows.turn - 2 * (rows.a * at.o).sum(-1, keepdim=True) + error
-    return ((2 * rows.a) @ at.v.mT).add_(fixed)
+def split_excess(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n m"]:
+    """Return ||a/||u|| + ||u|| w||^2 - ||u||^2 ||w||^2."""
+    return ((2 * rows.a) @ at.v.mT).add_(rows.turn - 2 * (rows.a * at.o).sum(-1, keepdim=True))
 
 
 def query_term(
     at: Centred, rows: AffineRows
 ) -> tuple[Float[Tensor, "batch heads n"], Float[Tensor, "batch heads n"]]:
-    """Return s ||T_i W_Q^T||_F from N x N kernels, no T_i formed, and what rounding cost.
+    """Bound s ||T_i W_Q^T||_F from both sides by N x N kernels, no T_i formed.
 
     With kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square is
     sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl). With m_k = sum_j P_ij ||z_j|| ||v_j||^k its
@@ -131,20 +132,24 @@ def query_term(
     o2 = at.o2[..., 0]
     terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
     error = (rounding(at.p) + 2 * rounding(at.v)) * terms
-    upper = (squares + error).clamp_min(0.0).sqrt()
-    return upper, upper - (squares - error).clamp_min(0.0).sqrt()
+    upper, lower = ((squares + e).clamp_min(0.0).sqrt() for e in (error, -error))
+    return upper, lower
 
 
 def affine_beta(
     at: Centred, rows: AffineRows
-) -> tuple[Float[Tensor, "batch heads n m"], Float[Tensor, "batch heads n"]]:
-    """Return beta, and what rounding cost in any entry of a row."""
-    u, wv, longest = rows.u, rows.wv, at.v2.amax(-2, keepdim=True)
-    share = rounding(at.v)
-    error = share * (u * rows.turn.sqrt() * (longest.sqrt() + at.o2.sqrt()) + rows.turn)
-    excess = split_excess(at, rows, error)
-    triangle = at.w2.sqrt().mul_(2 * wv * u)
+) -> tuple[Float[Tensor, "batch heads n m"], Float[Tensor, "batch heads n m"]]:
+    """Bound beta from both sides."""
+    share, longest = rounding(at.v), at.v2.amax(-2, keepdim=True)
+    error = share * (rows.u * rows.turn.sqrt() * (longest.sqrt() + at.o2.sqrt()) + rows.turn)
+    least = (at.w2 - 2 * share * (longest + at.o2)).clamp_min_(0.0)
+    excess = split_excess(at, rows)
+    lower = _beta(rows, excess - error, least, 1 - share)
+    return _beta(rows, excess.add_(error), at.w2, 1 + share), lower
+
+
+def _beta(rows: AffineRows, excess: Tensor, w2: Tensor, raised: float) -> Tensor:
+    triangle = w2.sqrt().mul_(2 * rows.wv * rows.u)
     torch.minimum(excess, triangle, out=excess)
-    squares = excess.addcmul_(at.w2, u.square()).add_(wv.square() * (1 + share))
-    cost = (2 * error + 2 * share * u.square() * (longest + at.o2)) / wv
-    return squares.sqrt_(), cost[..., 0]
+    squares = excess.addcmul_(w2, rows.u.square()).add_(raised * rows.wv.square())
+    return squares.clamp_min_(0.0).sqrt_()

@@ -67,9 +67,31 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         tensor(3.)
     """
-    u = _positive_steps(b.float(), steps).to(b)
-    rounding = (sum(b.shape[-2:]) + 16) * torch.finfo(b.dtype).eps
-    return ((u @ b.mT @ b) / u).amax((-2, -1)).sqrt() * (1 + rounding)
+    return _collatz_wielandt(b, _positive_steps(b.float(), steps).to(b))
+
+
+def nonnegative_limits(
+    upper: Float[Tensor, "*batch n m"], lower: Float[Tensor, "*batch n m"], steps: int = 10
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    """Return what the norm of a matrix is at most and at least, given limits of its entries.
+
+    Example:
+        >>> nonnegative_limits(torch.full((2, 2), 2.0), torch.full((2, 2), 1.5))
+        (tensor(4.0000), tensor(3.0000))
+    """
+    u = _positive_steps(upper.float(), steps).to(upper)
+    image = torch.linalg.vector_norm(u @ lower.mT, dim=(-2, -1))
+    least = image / torch.linalg.vector_norm(u, dim=(-2, -1))
+    return _collatz_wielandt(upper, u), least * (1 - _rounding(lower))
+
+
+def _collatz_wielandt(b: Tensor, u: Tensor) -> Tensor:
+    return ((u @ b.mT @ b) / u).amax((-2, -1)).sqrt() * (1 + _rounding(b))
+
+
+def _rounding(b: Tensor) -> float:
+    """Return more than the relative error of products with a non-negative matrix."""
+    return (sum(b.shape[-2:]) + 16) * torch.finfo(b.dtype).eps
 
 
 def map_norm(

@@ -18,7 +18,7 @@ from lipaudit.theory.affine import AffineRows, Weights, affine_blocks, affine_ro
 from lipaudit.theory.attention import Heads
 from lipaudit.theory.centred import Centred, factor, is_affine, local_map, maps
 from lipaudit.theory.jacobian import dense_jacobian
-from lipaudit.theory.norms import nonnegative_norm, single_pays, spectral_norm
+from lipaudit.theory.norms import nonnegative_limits, nonnegative_norm, single_pays, spectral_norm
 
 ENTRIES = 2**22
 """Numbers that a temporary may hold: 32 MB in float64."""
@@ -27,7 +27,7 @@ SMALL = 2**18
 """Entries of a head's dense Jacobian up to which its blocks are formed."""
 
 
-TOLERANCE = 0.002
+TOLERANCE = 0.005
 """Share of the bound that rounding to single precision may cost."""
 
 
@@ -46,32 +46,30 @@ def block_bound(
     joint = heads.x_kv is None
     if is_affine(heads):
         return _affine_bound(at, affine_rows(heads, at, weights), joint, steps)
-    return _matrix_norm(
-        _local_query_term(heads, at), _local_beta(heads, at).mul_(at.p), joint, steps
-    )
+    blocks = _local_beta(heads, at).mul_(at.p)
+    return nonnegative_norm(_matrix(_local_query_term(heads, at), blocks, joint), steps)
 
 
 def _affine_bound(at: Centred, rows: AffineRows, joint: bool, steps: int) -> Tensor:
     """Meet the maps in single precision first where that pays, and again where it costs."""
     if not single_pays(at.p):
-        return _matrix_norm(*affine_blocks(at, rows)[:2], joint, steps)
-    t, blocks, cost = affine_blocks(at.single, rows.to_single())
-    norm = _matrix_norm(t, blocks, joint, steps).double()
-    apart = ~(cost <= TOLERANCE)
+        return nonnegative_norm(_matrix(*affine_blocks(at, rows)[0], joint), steps)
+    upper, lower = (_matrix(*end, joint) for end in affine_blocks(at.single, rows.to_single()))
+    norm, least = (end.double() for end in nonnegative_limits(upper, lower, steps))
+    apart = ~(norm <= (1 + TOLERANCE) * least)
     if apart.any():
-        maps_apart = (*apart.nonzero(as_tuple=True), None)
-        again = affine_blocks(at.pick(maps_apart), rows.pick(maps_apart))[:2]
-        norm[apart] = _matrix_norm(*again, joint, steps)[:, 0]
+        these = (*apart.nonzero(as_tuple=True), None)
+        again, _ = affine_blocks(at.pick(these), rows.pick(these))
+        norm[apart] = nonnegative_norm(_matrix(*again, joint), steps)[:, 0]
     return norm
 
 
-def _matrix_norm(t: Tensor, blocks: Tensor, joint: bool, steps: int) -> Tensor:
-    """Return ||B||, where queries and keys read one input or two."""
-    if joint:
-        blocks.diagonal(0, -2, -1).add_(t)
-    else:
-        blocks = torch.cat([blocks, torch.diag_embed(t)], -1)
-    return nonnegative_norm(blocks, steps)
+def _matrix(t: Tensor, blocks: Tensor, joint: bool) -> Tensor:
+    """Return B, where queries and keys read one input or two."""
+    if not joint:
+        return torch.cat([blocks, torch.diag_embed(t)], -1)
+    blocks.diagonal(0, -2, -1).add_(t)
+    return blocks
 
 
 def exact_blocks(heads: Heads) -> Float[Tensor, "batch heads n n"]:

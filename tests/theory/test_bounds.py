@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory import sharp
+from lipaudit.theory import norms, sharp
 from lipaudit.theory.affine import affine_beta, affine_rows, query_term
 from lipaudit.theory.bounds import affine_only, head_bounds
 from lipaudit.theory.catalogue import BOUNDS
@@ -20,13 +20,23 @@ from lipaudit.theory.sharp import exact_blocks
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")
 
 
-@pytest.fixture(params=[0, sharp.SMALL], ids=["formula", "small"])
+@pytest.fixture(params=["small", "formula"])
 def _both_ways(request, monkeypatch):
     """Small layers take exact block norms: go through the formula too."""
-    monkeypatch.setattr(sharp, "SMALL", request.param)
+    if request.param == "formula":
+        monkeypatch.setattr(sharp, "SMALL", 0)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.fixture(params=["small", "formula", "single"])
+def _every_way(request, monkeypatch):
+    """The formula in single precision as well."""
+    if request.param != "small":
+        monkeypatch.setattr(sharp, "SMALL", 0)
+    if request.param == "single":
+        monkeypatch.setattr(norms, "SINGLE", 1)
+
+
+@pytest.mark.usefixtures("_every_way")
 def test_every_bound_is_above_the_exact_norm(layer):
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
     found = head_bounds(layer.heads)

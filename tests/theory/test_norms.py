@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from lipaudit.theory import norms
-from lipaudit.theory.norms import gram_norm, map_norm, nonnegative_norm, spectral_norm
+from lipaudit.theory.norms import (
+    gram_norm,
+    map_norm,
+    nonnegative_limits,
+    nonnegative_norm,
+    spectral_norm,
+)
 
 
 def test_the_certificate_of_a_nonnegative_matrix_is_an_upper_bound():
@@ -60,3 +66,15 @@ def test_the_gram_norm_is_never_too_small(monkeypatch, decay):
     assert (found >= exact * (1 - 1e-14)).all()
     assert (found <= exact * (1 + 1e-6)).all()
     assert sum(taken) == (1 if decay == 0.2 else 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_limits_of_entries_limit_the_norm(dtype):
+    generator = torch.Generator().manual_seed(3)
+    b = torch.rand(5, 20, 30, dtype=torch.float64, generator=generator)
+    b[1], b[2, :, 3:] = 0.0, 0.0
+    exact = torch.linalg.matrix_norm(b, 2)
+    upper, lower = nonnegative_limits((1.01 * b).to(dtype), (0.99 * b).to(dtype))
+    assert (upper >= 1.01 * exact * (1 - 1e-6)).all()
+    assert (lower <= 0.99 * exact * (1 + 1e-6)).all()
+    assert (lower >= 0.97 * exact * (1 - 1e-3)).all()

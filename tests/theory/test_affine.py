@@ -1,0 +1,66 @@
+"""Single precision in the blocks of affine heads: never too small, and given up where it costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lipaudit.theory import norms, sharp
+from lipaudit.theory.affine import affine_beta, affine_blocks, affine_rows, query_term
+from lipaudit.theory.bounds import head_bounds
+from lipaudit.theory.centred import centred
+
+GAINS = [0.1, 1.0, 5.0, 20.0]  # one-hot rows at the end, where differences cancel
+POWER_STEPS = 1e-4  # what ten of them leave differs between matrices that differ by rounding
+NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attention"]
+
+
+def both(heads):
+    """The ingredients of a layer in both precisions."""
+    at = centred(heads)
+    rows = affine_rows(heads, at)
+    return (at, rows), (at.single, rows.to_single())
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ends", [query_term, affine_beta])
+def test_single_precision_bounds_both_sides(random_layer, ends, name, gain):
+    for seed in range(5):
+        double, single = both(random_layer(name, seed=seed, gain=gain).heads)
+        upper, lower = ends(*single)
+        above, below = ends(*double)
+        assert upper.dtype == torch.float32
+        assert (upper >= below * (1 - 1e-6)).all()
+        assert (lower <= above * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("gain", GAINS)
+def test_blocks_of_tiles_are_those_of_the_whole(random_layer, monkeypatch, gain):
+    double, _ = both(random_layer("biases", n=6, samples=3, gain=gain).heads)
+    whole = affine_blocks(*double)
+    monkeypatch.setattr("lipaudit.theory.centred.TILE", 1)
+    for a, b in zip(whole, affine_blocks(*double), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def bounds_in(monkeypatch, heads, keys):
+    monkeypatch.setattr(sharp, "SMALL", 0)
+    monkeypatch.setattr(norms, "SINGLE", keys)
+    return head_bounds(heads)["sharp"]
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bound_loses_no_more_than_its_tolerance(random_layer, monkeypatch, name, gain):
+    heads = random_layer(name, gain=gain).heads
+    single, double = (bounds_in(monkeypatch, heads, keys) for keys in (1, 10**6))
+    assert (single <= double * (1 + sharp.TOLERANCE + POWER_STEPS)).all()
+
+
+def test_double_precision_takes_over_where_single_costs_too_much(random_layer, monkeypatch):
+    heads = random_layer("biases", n=9).heads
+    double = bounds_in(monkeypatch, heads, 10**6)
+    assert (bounds_in(monkeypatch, heads, 1) != double).any()
+    monkeypatch.setattr(sharp, "TOLERANCE", 0.0)
+    torch.testing.assert_close(bounds_in(monkeypatch, heads, 1), double, rtol=1e-12, atol=0)

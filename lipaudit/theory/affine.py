@@ -6,6 +6,7 @@ Everything holds in any precision: what is returned is raised by its rounding er
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,23 +91,24 @@ def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> Af
 
 
 class Blocks(NamedTuple):
-    """B = P∘beta + diag t, bounded from above; in single precision also what it is at least."""
+    """Limits of the entries of B = P∘beta + diag t, from one side."""
 
     t: Float[Tensor, "batch heads n"]
     blocks: Float[Tensor, "batch heads n m"]
 
 
-def affine_blocks(at: Centred, rows: AffineRows) -> tuple[Blocks, Blocks]:
-    """Bound the norms of all blocks of affine heads from both sides, some maps at a time."""
-    ends = [Blocks(torch.empty_like(at.o[..., 0]), torch.empty_like(at.p)) for _ in range(2)]
+def affine_blocks(at: Centred, rows: AffineRows, *, both: bool = False) -> list[Blocks]:
+    """Bound the norms of all blocks of affine heads from above, or from both sides."""
+    ends = [
+        Blocks(torch.empty_like(at.o[..., 0]), torch.empty_like(at.p)) for _ in range(1 + both)
+    ]
     for tile in tiles(at.p):
         some, mine = at.pick(tile), rows.pick(tile)
-        for end, t, beta in zip(
-            ends, query_term(some, mine), affine_beta(some, mine), strict=True
-        ):
+        found = query_term(some, mine), affine_beta(some, mine)
+        for end, t, beta in zip(ends, *found, strict=False):
             end.t[tile] = t
             torch.mul(beta, some.p, out=end.blocks[tile])
-    return ends[0], ends[1]
+    return ends
 
 
 def split_excess(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n m"]:
@@ -136,16 +138,14 @@ def query_term(
     return upper, lower
 
 
-def affine_beta(
-    at: Centred, rows: AffineRows
-) -> tuple[Float[Tensor, "batch heads n m"], Float[Tensor, "batch heads n m"]]:
-    """Bound beta from both sides."""
+def affine_beta(at: Centred, rows: AffineRows) -> Iterator[Float[Tensor, "batch heads n m"]]:
+    """Bound beta from above, then from below."""
     share, longest = rounding(at.v), at.v2.amax(-2, keepdim=True)
     error = share * (rows.u * rows.turn.sqrt() * (longest.sqrt() + at.o2.sqrt()) + rows.turn)
-    least = (at.w2 - 2 * share * (longest + at.o2)).clamp_min_(0.0)
     excess = split_excess(at, rows)
-    lower = _beta(rows, excess - error, least, 1 - share)
-    return _beta(rows, excess.add_(error), at.w2, 1 + share), lower
+    yield _beta(rows, excess + error, at.w2, 1 + share)
+    least = (at.w2 - 2 * share * (longest + at.o2)).clamp_min_(0.0)
+    yield _beta(rows, excess.sub_(error), least, 1 - share)
 
 
 def _beta(rows: AffineRows, excess: Tensor, w2: Tensor, raised: float) -> Tensor:

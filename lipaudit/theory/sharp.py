@@ -26,7 +26,6 @@ ENTRIES = 2**22
 SMALL = 2**18
 """Entries of a head's dense Jacobian up to which its blocks are formed."""
 
-
 TOLERANCE = 0.005
 """Share of the bound that rounding to single precision may cost."""
 
@@ -54,12 +53,13 @@ def _affine_bound(at: Centred, rows: AffineRows, joint: bool, steps: int) -> Ten
     """Meet the maps in single precision first where that pays, and again where it costs."""
     if not single_pays(at.p):
         return nonnegative_norm(_matrix(*affine_blocks(at, rows)[0], joint), steps)
-    upper, lower = (_matrix(*end, joint) for end in affine_blocks(at.single, rows.to_single()))
+    ends = affine_blocks(at.single, rows.to_single(), both=True)
+    upper, lower = (_matrix(*end, joint) for end in ends)
     norm, least = (end.double() for end in nonnegative_limits(upper, lower, steps))
     apart = ~(norm <= (1 + TOLERANCE) * least)
     if apart.any():
         these = (*apart.nonzero(as_tuple=True), None)
-        again, _ = affine_blocks(at.pick(these), rows.pick(these))
+        [again] = affine_blocks(at.pick(these), rows.pick(these))
         norm[apart] = nonnegative_norm(_matrix(*again, joint), steps)[:, 0]
     return norm
 

@@ -38,9 +38,9 @@ def test_single_precision_bounds_both_sides(random_layer, ends, name, gain):
 @pytest.mark.parametrize("gain", GAINS)
 def test_blocks_of_tiles_are_those_of_the_whole(random_layer, monkeypatch, gain):
     double, _ = both(random_layer("biases", n=6, samples=3, gain=gain).heads)
-    whole = affine_blocks(*double)
+    whole = affine_blocks(*double, both=True)
     monkeypatch.setattr("lipaudit.theory.centred.TILE", 1)
-    for a, b in zip(whole, affine_blocks(*double), strict=True):
+    for a, b in zip(whole, affine_blocks(*double, both=True), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 

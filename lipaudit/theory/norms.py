@@ -65,7 +65,7 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
 
     Example:
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
-        tensor(3.)
+        tensor(3.0000)
     """
     return _collatz_wielandt(b, _positive_steps(b.float(), steps).to(b))
 

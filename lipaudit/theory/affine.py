@@ -53,7 +53,7 @@ def weights_of(heads: Heads) -> Weights:
         value=spectral_norm(to_v.weight),
         to_u=factor(to_k)[:, 0].mT,
         to_a=to_k.weight.mT @ to_v.weight,
-        to_z=factor(to_q)[:, 0].mT,
+        to_z=gram_root(to_q.weight).mT,
     )
 
 

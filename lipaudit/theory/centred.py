@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
-from lipaudit.theory.norms import gram_root
 
 TILE = 2**20
 """Bytes of attention maps that chains of operations meet together: they stay in the cache."""
@@ -138,5 +137,5 @@ def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d 
 
 
 def factor(projection: Projection) -> Float[Tensor, "heads 1 r e"]:
-    """Return R with ||R y|| >= ||W y||, equal but for rounding: D leaves the computation."""
-    return gram_root(projection.weight)[:, None]
+    """Return R with R^T R = W^T W: ||R y|| = ||W y||, and the width D leaves the computation."""
+    return torch.linalg.qr(projection.weight, mode="r").R[:, None]

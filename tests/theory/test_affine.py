@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,3 +66,14 @@ def test_double_precision_takes_over_where_single_costs_too_much(random_layer, m
     assert (bounds_in(monkeypatch, heads, 1) != double).any()
     monkeypatch.setattr(sharp, "TOLERANCE", 0.0)
     torch.testing.assert_close(bounds_in(monkeypatch, heads, 1), double, rtol=1e-12, atol=0)
+
+
+def test_a_nearly_singular_key_projection_keeps_its_images(random_layer):
+    """||a_i||^2 / ||u_i||^2 falls with ||u_i||: a norm that is only an upper bound will not do."""
+    heads = random_layer("affine").heads
+    weight = heads.to_k.weight * torch.tensor([1.0, 1.0, 1e-8], dtype=torch.float64)
+    weak = replace(heads, to_k=replace(heads.to_k, weight=weight), k=heads.x[:, None] @ weight)
+    weak = replace(weak, q=heads.q * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
+    u = torch.linalg.vector_norm(weak.scale[..., None, None] * weak.q @ weight.mT, dim=-1)
+    found = affine_rows(weak, centred(weak)).u[..., 0]
+    torch.testing.assert_close(found, u, rtol=1e-6, atol=0)

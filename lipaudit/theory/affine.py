@@ -6,7 +6,6 @@ Everything holds in any precision: what is returned is raised by its rounding er
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,24 +90,27 @@ def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> Af
 
 
 class Blocks(NamedTuple):
-    """Limits of the entries of B = P∘beta + diag t, from one side."""
+    """Upper limits of the entries of P∘beta and diag t, and how far above the truth they can be.
+
+    Row i of P∘beta keeps at least the share `kept` of its limits; t_i is less by at most `gap`.
+    """
 
     t: Float[Tensor, "batch heads n"]
     blocks: Float[Tensor, "batch heads n m"]
+    kept: Float[Tensor, "batch heads n"]
+    gap: Float[Tensor, "batch heads n"]
 
 
-def affine_blocks(at: Centred, rows: AffineRows, *, both: bool = False) -> list[Blocks]:
-    """Bound the norms of all blocks of affine heads from above, or from both sides."""
-    ends = [
-        Blocks(torch.empty_like(at.o[..., 0]), torch.empty_like(at.p)) for _ in range(1 + both)
-    ]
+def affine_blocks(at: Centred, rows: AffineRows) -> Blocks:
+    """Bound the norms of all blocks of affine heads."""
+    shape = at.p.shape
+    found = Blocks(*(at.p.new_empty(size) for size in (shape[:3], shape, shape[:3], shape[:3])))
     for tile in tiles(at.p):
         some, mine = at.pick(tile), rows.pick(tile)
-        found = query_term(some, mine), affine_beta(some, mine)
-        for end, t, beta in zip(ends, *found, strict=False):
-            end.t[tile] = t
-            torch.mul(beta, some.p, out=end.blocks[tile])
-    return ends
+        found.t[tile], found.gap[tile] = query_term(some, mine)
+        beta, found.kept[tile] = affine_beta(some, mine)
+        torch.mul(beta, some.p, out=found.blocks[tile])
+    return found
 
 
 def split_excess(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n m"]:
@@ -119,7 +121,7 @@ def split_excess(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n 
 def query_term(
     at: Centred, rows: AffineRows
 ) -> tuple[Float[Tensor, "batch heads n"], Float[Tensor, "batch heads n"]]:
-    """Bound s ||T_i W_Q^T||_F from both sides by N x N kernels, no T_i formed.
+    """Bound s ||T_i W_Q^T||_F by N x N kernels, no T_i formed; and by how much it can be less.
 
     With kappa_jl = <z_j, z_l> and ||v_j - v_l||^2 = 2 h_jl the square is
     sum_jl P_ij P_il kappa_jl (||w_ij||^2 - h_jl). With m_k = sum_j P_ij ||z_j|| ||v_j||^k its
@@ -135,21 +137,25 @@ def query_term(
     terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
     error = (rounding(at.p) + 2 * rounding(at.v)) * terms
     upper, lower = ((squares + e).clamp_min(0.0).sqrt() for e in (error, -error))
-    return upper, lower
+    return upper, upper - lower
 
 
-def affine_beta(at: Centred, rows: AffineRows) -> Iterator[Float[Tensor, "batch heads n m"]]:
-    """Bound beta from above, then from below."""
-    share, longest = rounding(at.v), at.v2.amax(-2, keepdim=True)
-    error = share * (rows.u * rows.turn.sqrt() * (longest.sqrt() + at.o2.sqrt()) + rows.turn)
-    excess = split_excess(at, rows)
-    yield _beta(rows, excess + error, at.w2, 1 + share)
-    least = (at.w2 - 2 * share * (longest + at.o2)).clamp_min_(0.0)
-    yield _beta(rows, excess.sub_(error), least, 1 - share)
+def affine_beta(
+    at: Centred, rows: AffineRows
+) -> tuple[Float[Tensor, "batch heads n m"], Float[Tensor, "batch heads n"]]:
+    """Bound beta, and what share of the bound it has at least in each row.
 
-
-def _beta(rows: AffineRows, excess: Tensor, w2: Tensor, raised: float) -> Tensor:
-    triangle = w2.sqrt().mul_(2 * rows.wv * rows.u)
-    torch.minimum(excess, triangle, out=excess)
-    squares = excess.addcmul_(w2, rows.u.square()).add_(raised * rows.wv.square())
-    return squares.clamp_min_(0.0).sqrt_()
+    ||w||^2 is at most `moved` below its limit, so ||w|| at most moved / ||w||, and the split at
+    most 2 `error`; beta itself is at least ||W_V||.
+    """
+    share, wv2 = rounding(at.v), rows.wv.square()
+    reach = at.v2.amax(-2, keepdim=True) + at.o2
+    moved = 2 * share * reach
+    error = share * (rows.u * (2 * rows.turn * reach).sqrt() + rows.turn)
+    triangle = 2 * rows.wv * rows.u
+    shift = torch.minimum(moved / at.w2.amin(-1, keepdim=True).sqrt(), moved.sqrt())
+    loss = torch.maximum(2 * error, triangle * shift) + rows.u.square() * moved + 2 * share * wv2
+    excess = torch.minimum(split_excess(at, rows).add_(error), at.w2.sqrt().mul_(triangle))
+    squares = excess.addcmul_(at.w2, rows.u.square()).add_((1 + share) * wv2)
+    kept = (1 - share) * (1 - loss / wv2).clamp_min(0.0).sqrt()
+    return squares.clamp_min_(0.0).sqrt_(), kept[..., 0]

@@ -67,26 +67,33 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         tensor(3.0000)
     """
-    return _collatz_wielandt(b, _positive_steps(b.float(), steps).to(b))
+    u = _positive_steps(b.float(), steps).to(b)
+    return _collatz_wielandt(b, u, u @ b.mT)
 
 
 def nonnegative_limits(
-    upper: Float[Tensor, "*batch n m"], lower: Float[Tensor, "*batch n m"], steps: int = 10
+    b: Float[Tensor, "*batch n m"],
+    kept: Float[Tensor, "*batch n"],
+    gap: Float[Tensor, "*batch n"],
+    steps: int = 10,
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """Return what the norm of a matrix is at most and at least, given limits of its entries.
+    """Return what ||B|| is at most, and ||A|| at least for A >= diag(kept) B - [0, diag gap].
 
     Example:
-        >>> nonnegative_limits(torch.full((2, 2), 2.0), torch.full((2, 2), 1.5))
+        >>> nonnegative_limits(torch.full((2, 2), 2.0), torch.full((2,), 0.75), torch.zeros(2))
         (tensor(4.0000), tensor(3.0000))
     """
-    u = _positive_steps(upper.float(), steps).to(upper)
-    image = torch.linalg.vector_norm(u @ lower.mT, dim=(-2, -1))
-    least = image / torch.linalg.vector_norm(u, dim=(-2, -1))
-    return _collatz_wielandt(upper, u), least * (1 - _rounding(lower))
+    u = _positive_steps(b.float(), steps).to(b)
+    image = u @ b.mT
+    least = (image * kept[..., None, :] - u[..., -b.shape[-2] :] * gap[..., None, :]).clamp_min(
+        0.0
+    )
+    length, unit = (torch.linalg.vector_norm(rows, dim=(-2, -1)) for rows in (least, u))
+    return _collatz_wielandt(b, u, image), length / unit * (1 - _rounding(b))
 
 
-def _collatz_wielandt(b: Tensor, u: Tensor) -> Tensor:
-    return ((u @ b.mT @ b) / u).amax((-2, -1)).sqrt() * (1 + _rounding(b))
+def _collatz_wielandt(b: Tensor, u: Tensor, image: Tensor) -> Tensor:
+    return ((image @ b) / u).amax((-2, -1)).sqrt() * (1 + _rounding(b))
 
 
 def _rounding(b: Tensor) -> float:

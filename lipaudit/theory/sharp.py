@@ -52,15 +52,16 @@ def block_bound(
 def _affine_bound(at: Centred, rows: AffineRows, joint: bool, steps: int) -> Tensor:
     """Meet the maps in single precision first where that pays, and again where it costs."""
     if not single_pays(at.p):
-        return nonnegative_norm(_matrix(*affine_blocks(at, rows)[0], joint), steps)
-    ends = affine_blocks(at.single, rows.to_single(), both=True)
-    upper, lower = (_matrix(*end, joint) for end in ends)
-    norm, least = (end.double() for end in nonnegative_limits(upper, lower, steps))
+        t, blocks, *_ = affine_blocks(at, rows)
+        return nonnegative_norm(_matrix(t, blocks, joint), steps)
+    t, blocks, kept, gap = affine_blocks(at.single, rows.to_single())
+    limits = nonnegative_limits(_matrix(t, blocks, joint), kept, gap, steps)
+    norm, least = (end.double() for end in limits)
     apart = ~(norm <= (1 + TOLERANCE) * least)
     if apart.any():
         these = (*apart.nonzero(as_tuple=True), None)
-        [again] = affine_blocks(at.pick(these), rows.pick(these))
-        norm[apart] = nonnegative_norm(_matrix(*again, joint), steps)[:, 0]
+        t, blocks, *_ = affine_blocks(at.pick(these), rows.pick(these))
+        norm[apart] = nonnegative_norm(_matrix(t, blocks, joint), steps)[:, 0]
     return norm
 
 

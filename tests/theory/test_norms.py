@@ -68,13 +68,20 @@ def test_the_gram_norm_is_never_too_small(monkeypatch, decay):
     assert sum(taken) == (1 if decay == 0.2 else 8)
 
 
+@pytest.mark.parametrize("extra", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_limits_of_entries_limit_the_norm(dtype):
+def test_limits_of_entries_limit_the_norm(dtype, extra):
+    """Of B, and of the least matrix that `kept` and `gap` allow."""
     generator = torch.Generator().manual_seed(3)
-    b = torch.rand(5, 20, 30, dtype=torch.float64, generator=generator)
-    b[1], b[2, :, 3:] = 0.0, 0.0
-    exact = torch.linalg.matrix_norm(b, 2)
-    upper, lower = nonnegative_limits((1.01 * b).to(dtype), (0.99 * b).to(dtype))
-    assert (upper >= 1.01 * exact * (1 - 1e-6)).all()
-    assert (lower <= 0.99 * exact * (1 + 1e-6)).all()
-    assert (lower >= 0.97 * exact * (1 - 1e-3)).all()
+    b, kept = torch.rand(5, 20, 20 + extra, dtype=torch.float64, generator=generator), 0.99
+    b[1], b[2, :, 3:-20] = 0.0, 0.0
+    gap = 0.5 * b.diagonal(extra, -2, -1)
+    least = kept * b
+    least.diagonal(extra, -2, -1).sub_(gap)
+    assert (least >= 0).all()
+    shares = torch.full((5, 20), kept, dtype=dtype)
+    upper, lower = nonnegative_limits(b.to(dtype), shares, gap.to(dtype))
+    exact, reached = (torch.linalg.matrix_norm(a, 2) for a in (b, least))
+    assert (upper >= exact * (1 - 1e-6)).all()
+    assert (lower <= reached * (1 + 1e-6)).all()
+    assert (lower >= 0.99 * reached * (1 - 1e-3)).all()

@@ -283,8 +283,10 @@ def _affine(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Pr
     if not _is_identity(mix):
         made, weight = made @ mix.mT, weight @ mix.mT
         bias = None if bias is None else (mix @ bias[..., None])[..., 0]
-    rest = (made + offset[:, None]).sub_(t).abs_().amax()
-    if rest > probes.LINEAR_TOLERANCE * t.abs().amax():
+    if offset.any():
+        made = made + offset[:, None]
+    rest = (made - t).abs_().amax()
+    if rest > 0 and rest > probes.LINEAR_TOLERANCE * t.abs().amax():
         raise NotClosedForm("changed", "is no longer an affine function of its input")
     return Projection(weight, offset if bias is None else offset + bias, None, "affine")
 

@@ -153,15 +153,19 @@ def origins(t: Tensor) -> list[tuple[Tensor, Origin]]:
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Run in eval mode with frozen parameters; put flags and random state back afterwards."""
-    training = {part: part.training for part in module.modules()}
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    training = [part for part in module.modules() if part.training]
+    parameters = list(module.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
+    devices = {p.device for p in parameters if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         try:
-            module.eval().requires_grad_(False)
+            if training:
+                module.eval()
+            for p in trainable:
+                p.requires_grad_(False)
             yield
         finally:
-            for part, flag in training.items():
-                part.training = flag
+            for part in training:
+                part.training = True
             for p in trainable:
                 p.requires_grad_(True)

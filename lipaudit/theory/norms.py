@@ -7,7 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 SINGLE = 128
-"""Keys from which on single precision pays."""
+"""Keys from which on single precision pays, and eigenvalues cost too much."""
+
+SQUARINGS = 3
+"""How often a Gram matrix is squared to tell its leading eigenvector from the others."""
+
+SEPARATE = 0.95
+"""What the others may reach of the leading eigenvalue then."""
 
 
 def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
@@ -18,7 +24,7 @@ def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
         tensor(5.)
     """
     gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
-    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt()
+    return _largest_eigenvalue(gram).sqrt()
 
 
 def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
@@ -36,24 +42,76 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
 
 
 def gram_norm(gram: Float[Tensor, "*batch n n"], tol: float = 1e-6) -> Float[Tensor, "*batch"]:
-    """Return ||A||, at most `tol` relatively too large, given A A^T; for large matrices.
+    """Return ||A||, at most `tol` relatively too large, given G = A A^T.
 
-    Power steps guess it, a Cholesky factorisation proves the guess: several times cheaper than
-    the eigenvalues, which are computed only where the proof fails.
+    With u nearly the leading eigenvector, rho = <u, G u>, r = ||G u / rho - u|| and q ||G|| no
+    less than the norm of G across u, ||G|| <= rho (1/2 + (1/4 + r^2 / (1 - q))^1/2).
+    A power of G gives both u and q, several times cheaper than the eigenvalues, which are
+    computed only of small matrices and where this does not reach `tol`.
 
     Example:
         >>> gram_norm(torch.tensor([[9.0, 12.0], [12.0, 16.0]], dtype=torch.float64))
-        tensor(5.0000, dtype=torch.float64)
+        tensor(5., dtype=torch.float64)
     """
-    largest, longest = gram.diagonal(0, -2, -1).max(-1, keepdim=True)
-    single = (gram / largest[..., None]).float()
-    u = single.take_along_dim(longest[..., None], -2)
-    for _ in range(24):
-        before = u
-        u = torch.nn.functional.normalize(u @ single @ single @ single @ single, dim=-1)
-        if float((u - before).abs().amax()) < 1e-4:
+    if gram.shape[-1] < SINGLE:
+        return _largest_eigenvalue(gram).sqrt()
+    flat = gram.flatten(0, -3)
+    u, q = _leading(flat)
+    image = torch.bmm(u, flat)
+    rho = (image * u).sum(-1, keepdim=True)
+    r2 = (image / rho - u).square().sum((1, 2))
+    square = rho[:, 0, 0] * (0.5 + (0.25 + r2 / (1 - q)).sqrt())
+    apart = ~(square <= (1 + 2 * tol) * rho[:, 0, 0])
+    if apart.any():
+        square[apart] = _largest_eigenvalue(flat[apart])
+    return square.sqrt().view(gram.shape[:-2]) * (1 + _rounding(gram))
+
+
+def _largest_eigenvalue(gram: Tensor) -> Tensor:
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0)
+
+
+def _leading(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a unit vector u (b, 1, n) and q: G is at most q ||G|| on the complement of u.
+
+    By Jensen's inequality <v, G v>^m <= <v, G^m v> for a unit vector v, which across u is at most
+    the Frobenius norm of G^m there; and ||G^m|| >= <u, G^m u>. `error` follows the rounding of
+    the powers.
+    """
+    largest, longest = gram.diagonal(0, -2, -1).max(-1)
+    power = gram / largest[:, None, None]
+    power = power.float() if keeps_single(gram.device) else power
+    rounding = _rounding(power)
+    u = power.take_along_dim(longest[:, None, None], 1)
+    size = torch.linalg.vector_norm(power, dim=(1, 2))
+    error = rounding * size
+    root = 1.0
+    for _ in range(SQUARINGS):
+        root *= 0.5
+        error = (2 * error + rounding * size) * size + error.square()
+        power = torch.bmm(power, power)
+        size = torch.linalg.vector_norm(power, dim=(1, 2))
+        u = _unit_steps(power, u)
+        image = torch.bmm(u, power)
+        along = (image * u).sum((1, 2))
+        across = (1 + 4 * rounding) * size.square() + along.square()
+        across = (across - 2 * image.square().sum((1, 2))).clamp_min(0.0).sqrt()
+        share = (across + error) / (along - error)
+        if not (share > SEPARATE).any():
             break
-    return _proven(gram, u.to(gram), tol)
+    u = u.to(gram)
+    q = share.to(gram).clamp_max(1.0) ** root
+    return u / torch.linalg.vector_norm(u, dim=-1, keepdim=True), q
+
+
+def _unit_steps(a: Tensor, u: Tensor, tol: float = 3e-4) -> Tensor:
+    """Return a unit vector near the leading eigenvector."""
+    for _ in range(12):
+        before, u = u, torch.bmm(torch.bmm(torch.bmm(u, a), a), a)
+        u = u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+        if not ((u - before).abs() > tol).any():
+            break
+    return u
 
 
 def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[Tensor, "*batch"]:
@@ -123,33 +181,23 @@ def map_norm(
     norm = ((image @ p) / u).amax((-2, -1)).sqrt()
     apart = norm > (1 + tol) * torch.linalg.matrix_norm(image)
     if apart.any():
-        norm[apart] = _proven(p[apart].mT @ p[apart], u[apart], tol)
+        norm[apart] = gram_norm(p[apart].mT @ p[apart], tol)
     return norm
 
 
 def single_pays(maps: Float[Tensor, "*batch n m"]) -> bool:
     """Whether the maps are large, and products in single precision keep all its digits here."""
-    if maps.shape[-1] < SINGLE or maps.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    return maps.shape[-1] >= SINGLE and keeps_single(maps.device)
+
+
+def keeps_single(device: torch.device) -> bool:
+    """Whether products in single precision keep all its digits, and cost less, on this device."""
+    if device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return False
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if matmul is None:  # before torch 2.9
         return torch.get_float32_matmul_precision() == "highest"
     return matmul.fp32_precision in ("none", "ieee")
-
-
-def _proven(gram: Tensor, u: Tensor, tol: float) -> Tensor:
-    """Return the root of the largest eigenvalue, given nearly its eigenvector.
-
-    Its Rayleigh quotient raised by `tol` is an upper bound where lambda I - G has a Cholesky
-    factor; raising it twice covers the rounding of the factorisation.
-    """
-    rayleigh = ((u @ gram) * u).sum((-2, -1)) / u.square().sum((-2, -1))
-    shifted = -gram
-    shifted.diagonal(0, -2, -1).add_((1 + tol) * rayleigh[..., None])
-    failed = torch.linalg.cholesky_ex(shifted).info != 0
-    square = (1 + 2 * tol) * rayleigh
-    square[failed] = torch.linalg.eigvalsh(gram[failed])[..., -1].clamp_min(0.0)
-    return square.sqrt()
 
 
 def _positive_steps(b: Tensor, steps: int) -> Tensor:

@@ -47,6 +47,7 @@ def affine_only(heads: Heads) -> str | None:
     return None
 
 
+@torch.inference_mode()
 def head_bounds(heads: Heads, *, r: float = 0.0) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return every bound of every head, and what the bounds are made of, in float64.
 

@@ -37,19 +37,20 @@ class Tokens:
 
 def tokens_of(heads: Heads) -> Tokens:
     """Measure the tokens of a layer; with any bias as [X 1], without padding."""
-    x = heads.x
+    x, one = heads.x, _ones(heads)
     valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
     count = valid.sum(-2)
     mean = x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)
-    off = (x - mean) * valid
+    off = x - mean if heads.valid is None else (x - mean) * valid
     gram = off @ off.mT
     # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
-    beside = off @ mean.mT + 0.5 * (mean.square().sum(-1, keepdim=True) + _ones(heads)) * valid
+    beside = off @ mean.mT + 0.5 * (mean.square().sum(-1, keepdim=True) + one) * valid
     ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
-    lengths = (x.square().sum(-1) + _ones(heads) * valid[..., 0]).sqrt()
+    squares = x.square().sum(-1)
+    lengths = (squares + one * valid[..., 0]).sqrt()
     return Tokens(
         count=count,
-        radius=torch.linalg.vector_norm(x, dim=-1).amax(-1, keepdim=True),
+        radius=squares.amax(-1, keepdim=True).sqrt(),
         norm=gram_norm(torch.baddbmm(gram, ends[0], ends[1].mT))[:, None],
         frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
         longest=lengths.amax(-1, keepdim=True),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError
-from lipaudit.models.events import AttentionCall
+from lipaudit.models.events import AttentionCall, Fused
 from lipaudit.models.layers import assemble, canonical, distribution, product
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
@@ -128,18 +128,19 @@ def observe(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Fram
     structure = site.structure
     rows = structure.q.rows if structure is not None and structure.q is not None else None
     attention = distribution(call, site.layout, batch, rows)
-    output = canonical(call, site.layout, len(batch)).output.detach()
+    with torch.enable_grad():
+        arranged = canonical(call, site.layout, len(batch))
 
     def project() -> Heads:
         assert structure is not None
         with torch.enable_grad():
-            arranged = canonical(call, site.layout, len(batch))
-            whole = product(call, site.layout, batch, rows)
+            written_out = not isinstance(call.form, Fused)
+            whole = product(call, site.layout, batch, rows) if written_out else attention
             return assemble(structure, whole, arranged, batch)[0]
 
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
     number = 0 if frame is None else frame.attentions
-    return Layer(site, attention, output, len(batch), frame, number, project)
+    return Layer(site, attention, arranged.output.detach(), len(batch), frame, number, project)
 
 
 @contextmanager

@@ -76,8 +76,9 @@ class Recipe:
         rows: which of its rows.
         columns: which of its columns feed each head, (heads, e).
         repeat: how often each head is repeated (grouped queries).
-        mix: constant map from these columns to the channels of the head, (heads, d, e), if affine.
-        offset: what is added after the linear map, (heads, d), if affine.
+        mix: constant map from these columns to the channels of the head, (heads, d, e), where it
+            is affine and not the identity.
+        offset: what is added after the linear map, (heads, d), if anything is.
         shared: whether the local Jacobian is the same in every head and window.
     """
 
@@ -245,7 +246,12 @@ def _refine(source: Source, index: Tensor, recipe: Recipe) -> Recipe:
     """Tell affine, rotation, linear-pos and local apart."""
     affine = probes.affine_map(source, index, recipe.columns)
     if affine is not None:
-        return replace(recipe, mix=affine[0], offset=affine[1])
+        mix, offset = affine
+        return replace(
+            recipe,
+            mix=None if _is_identity(mix) else mix,
+            offset=offset if offset.any() else None,
+        )
     local = probes.position_map(source, index, recipe.columns)
     shared = local is not None
     if local is None:
@@ -275,20 +281,19 @@ def _rows_on(recipe: Recipe, source: Source, samples: int, total: int) -> Rows:
 
 def _affine(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Projection:
     mix, offset, columns = recipe.mix, recipe.offset, recipe.columns
-    assert mix is not None
-    assert offset is not None
     t, made = source.t.detach(), source.values(index, columns)
     weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
     bias = None if linear.bias is None else linear.bias[columns]
-    if not _is_identity(mix):
+    if mix is not None:
         made, weight = made @ mix.mT, weight @ mix.mT
         bias = None if bias is None else (mix @ bias[..., None])[..., 0]
-    if offset.any():
+    if offset is not None:
         made = made + offset[:, None]
+        bias = offset if bias is None else offset + bias
     rest = (made - t).abs_().amax()
     if rest > 0 and rest > probes.LINEAR_TOLERANCE * t.abs().amax():
         raise NotClosedForm("changed", "is no longer an affine function of its input")
-    return Projection(weight, offset if bias is None else offset + bias, None, "affine")
+    return Projection(weight, bias, None, "affine")
 
 
 def _is_identity(mix: Tensor) -> bool:

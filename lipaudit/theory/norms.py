@@ -175,6 +175,7 @@ def map_norm(
         tensor(1., dtype=torch.float64)
     """
     u = _positive_steps(p.float() if single is None else single, 11).to(p)
+    u = u @ p.mT @ p  # a last step wipes out single precision
     u = (u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
     image = u @ p.mT
     norm = ((image @ p) / u).amax((-2, -1)).sqrt()

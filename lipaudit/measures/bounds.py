@@ -26,6 +26,7 @@ from lipaudit.models.net import Net
 from lipaudit.models.numeric import numeric_norms
 from lipaudit.models.sites import Site
 from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
+from lipaudit.theory.affine import KnownWeights, Weights
 from lipaudit.theory.attention import Heads, per_sample
 from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.catalogue import BOUNDS
@@ -51,12 +52,19 @@ class BoundsOptions(Options):
 
 def run(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
     """Yield the norms and bounds of every head, per sample."""
+    known = KnownWeights()
+    out_norms: dict[int, float] = {}
 
     def reduce(layer: Layer, batch: Batch) -> Reduced:
         seeds = [seed_of(sample, options.seed) for sample in batch.ids]
         if not layer.site.closed_form:
             return _numeric(layer, seeds, options)
-        return _closed_form(layer.heads(), seeds, options)
+        heads = layer.heads()
+        found = _closed_form(heads, seeds, options, known.of(layer.site.index, heads))
+        if heads.out is not None and layer.site.index not in out_norms:
+            out_norms[layer.site.index] = float(spectral_norm(heads.out.double().flatten(0, 1)))
+        out_norm = out_norms.get(layer.site.index, torch.nan)
+        return found | {"out_norm": torch.full_like(found["layer_exact"], out_norm)}
 
     yield from by_layer(net, batches, options.layers, reduce, _facts)
 
@@ -74,11 +82,13 @@ def _kind(site: Site) -> str:
     return kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
 
 
-def _closed_form(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
+def _closed_form(
+    heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
+) -> Reduced:
     """Return everything about a closed-form layer, per (sample, head) or (sample, 1)."""
     how: dict[str, Any] = {"seeds": seeds, "tol": options.tol, "max_steps": options.max_steps}
     exact, whole = head_norms(heads, **how), layer_norms(heads, **how)
-    found = {name: values for name, values in head_bounds(heads).items() if name != "tokens"}
+    found = head_bounds(heads, weights=weights)
     gain = torch.full_like(exact.norm, torch.nan)
     if not heads.is_causal():
         gain = splitting_gain(heads, exact.norm, seeds=seeds)
@@ -86,11 +96,9 @@ def _closed_form(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> 
     found |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}
     found["layer_missed"] = _missed(whole.concat)[:, None]
     found["layer_out"] = torch.full_like(found["layer_exact"], torch.nan)
-    found["out_norm"] = torch.full_like(found["layer_exact"], torch.nan)
     if heads.out is not None and whole.out is not None:
         found["layer_out"] = whole.out.norm[:, None]
         found["layer_missed"] += _missed(whole.out)[:, None]
-        found["out_norm"].fill_(float(spectral_norm(heads.out.double().flatten(0, 1))))
     found["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
     return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in found.items()}
 

@@ -283,7 +283,7 @@ def _affine(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Pr
     mix, offset, columns = recipe.mix, recipe.offset, recipe.columns
     t, made = source.t.detach(), source.values(index, columns)
     weight = probes.take(linear.weight, columns, 1).transpose(0, 1)
-    bias = None if linear.bias is None else linear.bias[columns]
+    bias = None if linear.bias is None else probes.take(linear.bias, columns, 0)
     if mix is not None:
         made, weight = made @ mix.mT, weight @ mix.mT
         bias = None if bias is None else (mix @ bias[..., None])[..., 0]

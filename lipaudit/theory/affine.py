@@ -7,14 +7,14 @@ Everything holds in any precision: what is returned is raised by its rounding er
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
-from lipaudit.theory.centred import Centred, Stack, factor, maps, rounding, tiles
+from lipaudit.theory.centred import Centred, Stack, factor, is_affine, maps, rounding, tiles
 from lipaudit.theory.norms import gram_root, spectral_norm
 
 
@@ -41,8 +41,8 @@ class Weights(Stack):
 
 
 def weights_of(heads: Heads) -> Weights:
-    """Meet the weights of affine heads, once for all samples."""
-    to_q, to_k, to_v = maps(heads)
+    """Meet the weights of affine heads, in float64, once for all samples."""
+    to_q, to_k, to_v = (projection.to(torch.float64) for projection in maps(heads))
     q, k, v = (_augmented(projection) for projection in (to_q, to_k, to_v))
     return Weights(
         q=spectral_norm(q),
@@ -54,6 +54,26 @@ def weights_of(heads: Heads) -> Weights:
         to_a=to_k.weight.mT @ to_v.weight,
         to_z=gram_root(to_q.weight).mT,
     )
+
+
+class KnownWeights:
+    """Weights of a model's layers, met once for as long as they are the same memory, unchanged."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[list[Tensor], list[Any], Weights]] = {}
+
+    def of(self, layer: int, heads: Heads) -> Weights | None:
+        """Return those of a layer, in float64; None where its heads are not affine."""
+        if not is_affine(heads):
+            return None
+        projections = [p for p in (heads.to_q, heads.to_k, heads.to_v) if p is not None]
+        parts = [t for p in projections for t in (p.weight, p.bias) if t is not None]
+        if any(t.is_inference() for t in parts):  # they keep no record of changes
+            return weights_of(heads)
+        memory = [(t.data_ptr(), t._version, t.shape, t.stride()) for t in parts]
+        if layer not in self._met or self._met[layer][1] != memory:
+            self._met[layer] = parts, memory, weights_of(heads)  # what is held is not reused
+        return self._met[layer][2]
 
 
 def _augmented(projection: Projection) -> Tensor:

@@ -31,6 +31,11 @@ class Projection:
     local: Float[Tensor, "#batch #heads tokens d e"] | None
     kind: str
 
+    def to(self, dtype: torch.dtype) -> Projection:
+        """Return the same projection in another precision."""
+        cast: Projection = _cast(self, dtype)
+        return cast
+
 
 @dataclass(frozen=True)
 class Heads:

@@ -48,7 +48,9 @@ def affine_only(heads: Heads) -> str | None:
 
 
 @torch.inference_mode()
-def head_bounds(heads: Heads, *, r: float = 0.0) -> dict[str, Float[Tensor, "batch heads"]]:
+def head_bounds(
+    heads: Heads, *, r: float = 0.0, weights: Weights | None = None
+) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return every bound of every head, and what the bounds are made of, in float64.
 
     The ingredients: `p_norm` ||P||, `softmax_norm_max` and `g1_max` over the rows of P, `x_norm`
@@ -58,6 +60,7 @@ def head_bounds(heads: Heads, *, r: float = 0.0) -> dict[str, Float[Tensor, "bat
     Args:
         heads: all heads of a layer, any kind, any precision.
         r: radius of the ball of `hu`.
+        weights: what comes of the weights alone, where it is known; see `KnownWeights`.
 
     Raises:
         EvaluationError: tokens, queries, keys or values are not finite.
@@ -75,7 +78,7 @@ def head_bounds(heads: Heads, *, r: float = 0.0) -> dict[str, Float[Tensor, "bat
     heads = heads.to(torch.float64)
     _require_finite(heads)
     tokens = tokens_of(heads)
-    weights = weights_of(heads) if is_affine(heads) else None
+    weights = weights or (weights_of(heads) if is_affine(heads) else None)
     parts = [
         _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, r)
         for chunk in _chunks(heads)

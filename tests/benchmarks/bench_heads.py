@@ -21,6 +21,7 @@ from lipaudit.models.capture import Layer, capture
 from lipaudit.models.loading import LoadOptions, load
 from lipaudit.models.net import Net
 from lipaudit.models.survey import survey
+from lipaudit.theory.affine import KnownWeights
 from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.jacobian import head_norms, layer_norms
 
@@ -69,7 +70,14 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
     empty = cpu_seconds(visiting(lambda layer: layer.heads()))
     norms = cpu_seconds(visiting(lambda layer: head_norms(layer.heads(), seeds=seeds)))
     together = cpu_seconds(visiting(lambda layer: layer_norms(layer.heads(), seeds=seeds)))
-    bounds = cpu_seconds(visiting(lambda layer: head_bounds(layer.heads())))
+    known = KnownWeights()
+    weights = cpu_seconds(visiting(lambda layer: known.of(layer.site.index, layer.heads())))
+
+    def bound(layer: Layer) -> object:
+        heads = layer.heads()
+        return head_bounds(heads, weights=known.of(layer.site.index, heads))
+
+    bounds = cpu_seconds(visiting(bound))
     rows = AttentionOptions()
     attention = cpu_seconds(
         visiting(lambda layer: layer_statistics(layer, rows), projections=False)
@@ -84,6 +92,7 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
         "exact head norms, tol 1e-4": norms / forward,
         "exact layer norms, before and after W_O": together / forward,
         "all bounds, float64": bounds / forward,
+        "norms of the weights, once per model": (weights - empty) / forward,
         "attention statistics": attention / forward,
         "attention statistics, in eager forwards": attention / eager,
         "survey, once per model": surveyed / forward,

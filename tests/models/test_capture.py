@@ -13,6 +13,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError
 from lipaudit.models.capture import Layer, capture
 from lipaudit.models.sites import Site
+from lipaudit.theory.affine import KnownWeights
 from lipaudit.theory.attention import Heads
 from lipaudit.theory.jacobian import dense_jacobian
 
@@ -152,6 +153,20 @@ def test_weights_of_grouped_queries_are_repeated(zoo):
     for made, linear in ((heads.to_k, attention.k_proj), (heads.to_v, attention.v_proj)):
         assert torch.equal(made.weight, parts(linear.weight, 2).repeat_interleave(2, 0))
     assert torch.equal(heads.k[:, 0], heads.k[:, 1])
+
+
+def test_a_projection_without_bias_stays_without(zoo):
+    heads = heads_of(*zoo("t5"))[0]
+    assert heads.to_q.bias is heads.to_k.bias is heads.to_v.bias is None
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "bert", "gpt2", "t5"])
+def test_weights_are_views_that_are_met_once(zoo, name):
+    known = KnownWeights()
+    first, again = (
+        [known.of(i, heads) for i, heads in enumerate(heads_of(*zoo(name)))] for _ in range(2)
+    )
+    assert all(a is b for a, b in zip(first, again, strict=True))
 
 
 def test_weights_of_a_shared_layer(zoo):

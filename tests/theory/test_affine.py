@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from lipaudit.theory import norms, sharp
-from lipaudit.theory.affine import affine_beta, affine_blocks, affine_rows, query_term
+from lipaudit.theory.affine import (
+    KnownWeights,
+    affine_beta,
+    affine_blocks,
+    affine_rows,
+    query_term,
+)
 from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.centred import centred
 
@@ -81,3 +87,15 @@ def test_a_nearly_singular_key_projection_keeps_its_images(random_layer):
     u = torch.linalg.vector_norm(weak.scale[..., None, None] * weak.q @ weight.mT, dim=-1)
     found = affine_rows(weak, centred(weak)).u[..., 0]
     torch.testing.assert_close(found, u, rtol=1e-6, atol=0)
+
+
+def test_weights_are_met_again_only_when_they_change(random_layer):
+    heads, known = random_layer("biases").heads, KnownWeights()
+    before = known.of(0, heads)
+    assert known.of(0, heads) is before
+    assert known.of(1, heads) is not before
+    heads.to_v.weight.mul_(2.0)
+    torch.testing.assert_close(known.of(0, heads).value, 2 * before.value)
+    other = replace(heads, to_v=replace(heads.to_v, weight=3 * heads.to_v.weight))
+    torch.testing.assert_close(known.of(0, other).value, 6 * before.value)
+    assert known.of(2, random_layer("rotary").heads) is None

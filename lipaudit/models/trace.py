@@ -153,19 +153,20 @@ def origins(t: Tensor) -> list[tuple[Tensor, Origin]]:
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Run in eval mode with frozen parameters; put flags and random state back afterwards."""
-    training = [part for part in module.modules() if part.training]
+    training = {part: part.training for part in module.modules()}
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     devices = {p.device for p in parameters if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         try:
-            if training:
+            if any(training.values()):
                 module.eval()
             for p in trainable:
                 p.requires_grad_(False)
             yield
         finally:
-            for part in training:
-                part.training = True
+            for part, flag in training.items():
+                if part.training != flag:
+                    part.training = flag
             for p in trainable:
                 p.requires_grad_(True)

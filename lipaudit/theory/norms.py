@@ -143,9 +143,8 @@ def nonnegative_limits(
     """
     u = _positive_steps(b.float(), steps).to(b)
     image = u @ b.mT
-    least = (image * kept[..., None, :] - u[..., -b.shape[-2] :] * gap[..., None, :]).clamp_min(
-        0.0
-    )
+    lost = u[..., -b.shape[-2] :] * gap[..., None, :]
+    least = (image * kept[..., None, :] - lost).clamp_min(0.0)
     length, unit = (torch.linalg.vector_norm(rows, dim=(-2, -1)) for rows in (least, u))
     return _collatz_wielandt(b, u, image), length / unit * (1 - _rounding(b))
 

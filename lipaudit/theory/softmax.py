@@ -45,8 +45,8 @@ def g(p: Float[Tensor, "*rows n"], k: int = 1) -> Float[Tensor, "*rows"]:
         return p.new_zeros(p.shape[:-1])
     top, index = p.topk(min(k + 1, p.shape[-1]), -1)
     others = p.scatter(-1, index[..., k - 1 : k], 0.0).sum(-1)
-    following = top[..., k] if k < p.shape[-1] else 0.0
-    return top[..., k - 1] * (others + following)
+    following = top[..., k] if k < p.shape[-1] else torch.zeros_like(others)
+    return _g(top[..., k - 1], others, following)
 
 
 def softmax_norm(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -78,10 +78,13 @@ def row_maxima(
     """
     rows = _ordered(_strongest(p))
     g1 = rows.g1
+    # Rounding is monotone: no row's g_1 falls below its own p_(1) (1 - p_(1)), nor, by its last
+    # step, below p_(2). So the row that attains `lower` is left, on ties too.
     lower = torch.maximum(rows.second, rows.first * rows.others).amax(-1, keepdim=True)
-    left, norm = g1 >= lower, g1.clone()
+    left = g1 >= lower
+    norm = torch.zeros_like(g1)
     norm[left] = _secular_root(_Ordered(*(value[left] for value in rows)))
-    return g1.amax(-1), norm.masked_fill(~left, 0.0).amax(-1)
+    return g1.amax(-1), norm.amax(-1)
 
 
 def _strongest(p: Tensor) -> Tensor:
@@ -158,12 +161,12 @@ class Rows(NamedTuple):
     @property
     def g1(self) -> Float[Tensor, "*rows"]:
         """g_1."""
-        return self.first * (self.others + self.second)
+        return _g(self.first, self.others, self.second)
 
     @property
     def gk(self) -> Float[Tensor, "*rows"]:
         """g_k for k > 1, where p_(k) <= 1/2: its difference from 1 keeps its digits."""
-        return self.kth * (self.first + self.others - self.kth + self.following)
+        return _g(self.kth, self.first + self.others - self.kth, self.following)
 
 
 def read_rows(p: Float[Tensor, "*rows n"], k: int = 10) -> Rows:
@@ -232,6 +235,14 @@ def _regimes(first: Tensor, g1: Tensor, keys: Tensor, gamma: float) -> Tensor:
     return kind
 
 
+def _g(kth: Tensor, others: Tensor, following: Tensor) -> Tensor:
+    """p_(k) (1 - p_(k) + p_(k+1)), and p_(k+1) where rounding would put it below.
+
+    g_k >= sigma_k >= p_(k+1), with equality on a tie: there the product may lack its last digit.
+    """
+    return torch.maximum(kth * (others + following), following)
+
+
 class _Ordered(NamedTuple):
     """Rows in ascending order."""
 
@@ -248,7 +259,7 @@ class _Ordered(NamedTuple):
 
     @property
     def g1(self) -> Tensor:
-        return self.first * (self.others + self.second)
+        return _g(self.first, self.others, self.second)
 
     @property
     def keys(self) -> Tensor:
@@ -279,7 +290,8 @@ def _secular_root(rows: _Ordered) -> Tensor:
     start = rows.others * gap
     t = _secular_steps([each.float() for each in terms], start.float(), close=1e-2)
     t = _secular_steps(terms, torch.where(t.isfinite(), t.to(start), start), close=1e-6)
-    return torch.where(start > 0, rows.second + t, rows.second)
+    root = torch.where(start > 0, rows.second + t, rows.second)
+    return torch.minimum(root, rows.g1)  # ||M|| <= g_1: the last digit of the sum may say else
 
 
 def _secular_steps(terms: Sequence[Tensor], t: Tensor, *, close: float) -> Tensor:

@@ -16,8 +16,10 @@ from lipaudit.theory.softmax import (
     UNIFORM,
     entropy,
     g,
+    read_rows,
     regimes,
     row_maxima,
+    row_statistics,
     softmax_norm,
     support,
 )
@@ -140,6 +142,29 @@ def test_largest_norm_of_a_map(seed, spread):
     g1_max, norm_max = row_maxima(maps)
     torch.testing.assert_close(norm_max, expected, rtol=SECULAR, atol=0)
     torch.testing.assert_close(g1_max, g(maps).amax(-1), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("n", range(2, 60))
+def test_uniform_maps_of_every_length(n):
+    """A tie of all keys: ||M|| = g_1 = p_(1) = 1/n, and no rounding may lose the row."""
+    p = torch.zeros(3, n, dtype=torch.float64).softmax(-1)
+    g1_max, norm_max = row_maxima(p)
+    assert norm_max == p.max()
+    assert g1_max >= norm_max
+    assert (g(p) >= softmax_norm(p)).all()
+    assert (row_statistics(read_rows(p), k=2)["g1_ratio"] >= 1).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 5.0, 50.0]), st.integers(1, 9))
+def test_doubled_keys_keep_the_norm_of_a_map(seed, spread, n):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, n, n, generator=generator, dtype=torch.float64) * spread
+    maps = logits.repeat(1, 2, 2).softmax(-1)
+    g1_max, norm_max = row_maxima(maps)
+    truth = torch.linalg.eigvalsh(torch.stack([dense(p) for p in maps.flatten(0, 1)]))[:, -1]
+    torch.testing.assert_close(norm_max, truth.view(4, -1).amax(-1), rtol=1e-12, atol=0)
+    assert (g1_max >= norm_max).all()
 
 
 def test_g_is_differentiable():

@@ -13,6 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+MASK = 9e3
+"""How far below the others an entry of a bias hides its key: conventions are -inf, the most
+negative number and -1e4, while position biases and windows of Swin (-100) stay far from it."""
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -82,11 +86,9 @@ class Heads:
         """
         logits = (self.scale[..., None, None] * self.q[..., start:stop, :]) @ self.k.mT
         if self.causal:
-            future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
-            logits = logits.masked_fill(future.triu(start + 1), -torch.inf)
+            logits = logits.masked_fill(self._future(start, stop), -torch.inf)
         if self.bias is not None:
-            one = self.bias.shape[-2] == 1
-            logits = logits + (self.bias if one else self.bias[..., start:stop, :])
+            logits = logits + self._bias_rows(start, stop)
             # Not nan_to_num: a NaN in q or k has to stay one.
             masked = logits.amax(-1, keepdim=True) == -torch.inf
             p = torch.softmax(logits, -1).masked_fill(masked, 0.0)
@@ -98,11 +100,35 @@ class Heads:
         """Return P, all of it: memory for batch x heads x n x m numbers."""
         return self.rows(0, self.q.shape[-2])
 
+    def visible(self, start: int, stop: int) -> Bool[Tensor, "#batch #heads rows m"]:
+        """Return which keys the queries start..stop-1 can see, whatever P makes of them.
+
+        An entry of the bias is a mask where it is `MASK` or more below the largest of its row.
+        P cannot tell: where logits are far apart a key that is seen has P = 0 too.
+        """
+        shape = (1, 1, stop - start, self.k.shape[2])
+        seen = torch.ones(shape, dtype=torch.bool, device=self.q.device)
+        if self.causal:
+            seen = seen & ~self._future(start, stop)
+        if self.bias is not None:
+            bias = self._bias_rows(start, stop).masked_fill(~seen, -torch.inf)
+            seen = bias > bias.amax(-1, keepdim=True) - MASK
+        return seen if self.valid is None else seen & self.valid[:, None, start:stop, None]
+
     def is_causal(self) -> bool:
         """Say whether no query sees a later key: by the flag, or by what the bias masks."""
         if self.causal or self.bias is None or self.x_kv is not None or self.x.shape[1] == 1:
             return self.causal
-        return not bool(self.attention().triu(1).any())
+        return not bool(self.visible(0, self.q.shape[2]).triu(1).any())
+
+    def _bias_rows(self, start: int, stop: int) -> Tensor:
+        assert self.bias is not None
+        return self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
+
+    def _future(self, start: int, stop: int) -> Tensor:
+        """Which keys are later than the queries start..stop-1."""
+        shape = (stop - start, self.k.shape[2])
+        return torch.ones(shape, dtype=torch.bool, device=self.q.device).triu(start + 1)
 
     def to(self, dtype: torch.dtype) -> Heads:
         """Return the same heads with every floating-point tensor in another precision."""

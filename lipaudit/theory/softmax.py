@@ -169,12 +169,16 @@ class Rows(NamedTuple):
         return _g(self.kth, self.first + self.others - self.kth, self.following)
 
 
-def read_rows(p: Float[Tensor, "*rows n"], k: int = 10) -> Rows:
+def read_rows(
+    p: Float[Tensor, "*rows n"], k: int = 10, *, keys: Int[Tensor, "*rows"] | None = None
+) -> Rows:
     """Meet the entries of each row, once.
 
     Args:
         p: rows of probabilities.
         k: the k of g_k, >= 1.
+        keys: how many keys each query can see; by default those with p > 0, too few where a row
+            is so peaked that others have p = 0 by rounding.
 
     Example:
         >>> read_rows(torch.tensor([[0.5, 0.25, 0.25]]), k=2).gk
@@ -183,7 +187,8 @@ def read_rows(p: Float[Tensor, "*rows n"], k: int = 10) -> Rows:
     rows = _ordered(p, k)
     kth, following = rows.p[..., -k], rows.p[..., -k - 1]
     norm = _secular_root(rows)
-    return Rows(rows.first, rows.second, kth, following, rows.others, norm, entropy(p), rows.keys)
+    keys = rows.keys if keys is None else keys
+    return Rows(rows.first, rows.second, kth, following, rows.others, norm, entropy(p), keys)
 
 
 def row_statistics(rows: Rows, *, k: int = 10, gamma: float = 0.1) -> dict[str, Tensor]:
@@ -191,7 +196,7 @@ def row_statistics(rows: Rows, *, k: int = 10, gamma: float = 0.1) -> dict[str, 
 
     p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, that of a uniform row as its unit,
     exp of it (the effective support), and 0 or 1 for each regime. A row of zeros (a padded query)
-    counts nowhere; rows with ||M|| = 0 have no ratio, rows with at most k keys no g_1/g_k, rows
+    counts nowhere; rows with ||M|| = 0 have no ratio, rows with at most k entries no g_1/g_k, rows
     with one key no normalised entropy, rows with fewer than 3 no regime.
 
     Args:
@@ -212,7 +217,7 @@ def row_statistics(rows: Rows, *, k: int = 10, gamma: float = 0.1) -> dict[str, 
         "g1": g1,
         "softmax_norm": rows.norm,
         "g1_ratio": _where(rows.norm > 0, g1 / rows.norm),
-        "gk_ratio": _where(keys > k, g1 / rows.gk),
+        "gk_ratio": _where(rows.following > 0, g1 / rows.gk),
         "entropy": rows.entropy,
         "entropy_normalized": _where(keys > 1, rows.entropy / keys.to(g1).log()),
         "support": rows.entropy.exp(),

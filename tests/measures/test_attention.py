@@ -137,6 +137,35 @@ def test_known_rows_have_the_regimes_of_the_theory():
     assert torch.isnan(found["intermediate"][1])  # two visible keys have no regime
 
 
+def test_one_hot_rows_are_categorical_as_far_as_their_keys_are_seen():
+    """Their other entries are 0 by rounding, which is no mask."""
+    rows = torch.eye(5, dtype=torch.float64)[:3]
+    keys = torch.tensor([5, 2, 0])  # all seen; two seen; a padded query
+    found = row_statistics(read_rows(rows, keys=keys), k=2)
+    assert found["categorical"].tolist()[0] == 1.0
+    assert found["entropy_normalized"].tolist()[:2] == [0.0, 0.0]
+    assert found["categorical"][1:].isnan().all()
+    assert found["g1_ratio"].isnan().all()
+    assert found["gk_ratio"].isnan().all()
+
+
+@pytest.mark.parametrize(("attention", "gain"), [("eager", 1e4), ("sdpa", 1e6)])
+def test_a_head_of_one_hot_rows_has_a_regime(attention, gain):
+    torch.manual_seed(0)
+    module = bert()
+    module.set_attn_implementation(attention)
+    for layer in module.encoder.layer:
+        layer.attention.self.query.weight.data.mul_(gain / 64)
+    ids = torch.stack([torch.randperm(57)[:16] + 3 for _ in range(2)])  # no tie of equal tokens
+    batch = Batch(ids, None, ("a1" * 8, "b2" * 8))
+    options = AttentionOptions()
+    (section,) = summarise([*run(text_net(module), [batch], options)], options)
+    for row in section.rows:
+        assert row.short_rows == 0
+        assert row.categorical + row.intermediate == 1
+        assert row.categorical > 0.5
+
+
 def test_a_batch_in_pieces_gives_the_same_section():
     torch.manual_seed(1)
     net = text_net(bert())

@@ -110,3 +110,34 @@ def test_shapes_are_checked():
         replace(heads, k=heads.k[:, :, :, :3])
     assert isinstance(heads, Heads)
     assert isinstance(heads.to_q, Projection)
+
+
+@pytest.mark.parametrize(
+    "name", ["affine", "causal", "position-bias", "padding", "padding-causal"]
+)
+@pytest.mark.parametrize("gain", [1.0, 1e4])
+def test_visible_keys_are_those_that_nothing_masks(random_layer, name, gain):
+    """Whatever P makes of them: with giant logits most keys that are seen have P = 0."""
+    heads, calm = (random_layer(name, gain=g).heads for g in (gain, 1e-3))
+    counts = heads.visible(0, 5).sum(-1).expand(heads.q.shape[:3])
+    assert torch.equal(counts, calm.attention().count_nonzero(-1))
+    assert torch.equal(heads.visible(2, 4), heads.visible(0, 5)[..., 2:4, :])
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
+def test_every_convention_of_a_mask_hides_its_keys(random_layer, mask):
+    heads = random_layer("affine").heads
+    bias = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
+    bias[..., 2:] = mask
+    assert replace(heads, bias=bias).visible(0, 5).sum(-1).unique().tolist() == [2]
+    hidden = replace(heads, bias=bias + torch.full((5, 5), mask).nan_to_num().triu(1))
+    assert hidden.is_causal()
+
+
+def test_one_hot_rows_do_not_look_causal(random_layer):
+    """Giant logits leave P = 0 above the diagonal, where nothing is masked."""
+    heads = random_layer("position-bias").heads
+    peaked = 500.0 * torch.eye(5, dtype=torch.float64)[None, None] + heads.bias
+    peaked = replace(heads, bias=peaked, scale=0 * heads.scale)
+    assert not replace(peaked, bias=4 * peaked.bias).attention().triu(1).any()
+    assert not replace(peaked, bias=4 * peaked.bias).is_causal()

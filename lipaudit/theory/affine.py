@@ -6,7 +6,7 @@ Everything holds in any precision: what is returned is raised by its rounding er
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,12 @@ class Weights(Stack):
     to_u: Float[Tensor, "heads d d"]
     to_a: Float[Tensor, "heads d dv"]
     to_z: Float[Tensor, "heads d d"]
+
+    def per_value(self, size: Float[Tensor, " heads"]) -> Weights:
+        """Return those of the heads with W_V divided by a number each."""
+        factor = 1 / size.to(self.v)
+        to_a = factor[:, None, None] * self.to_a
+        return replace(self, v=factor * self.v, value=factor * self.value, to_a=to_a)
 
 
 def weights_of(heads: Heads) -> Weights:

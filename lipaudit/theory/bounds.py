@@ -16,9 +16,11 @@ from torch import Tensor
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.affine import Weights, weights_of
 from lipaudit.theory.attention import Heads
+from lipaudit.theory.catalogue import BOUNDS
 from lipaudit.theory.centred import centred, is_affine
 from lipaudit.theory.norms import map_norm
 from lipaudit.theory.published import Tokens, affine_bounds, general_bounds, tokens_of
+from lipaudit.theory.scale import unit_values
 from lipaudit.theory.sharp import block_bound
 from lipaudit.theory.softmax import row_maxima
 
@@ -79,11 +81,15 @@ def head_bounds(
     _require_finite(heads)
     tokens = tokens_of(heads)
     weights = weights or (weights_of(heads) if is_affine(heads) else None)
+    heads, size = unit_values(heads)
+    weights = weights and weights.per_value(size)
     parts = [
         _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, r)
         for chunk in _chunks(heads)
     ]
-    return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    size = size.to(heads.v.device)
+    return {name: whole[name] * size if name in BOUNDS else whole[name] for name in whole}
 
 
 def _require_finite(heads: Heads) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from lipaudit.theory.attention import Heads
 from lipaudit.theory.lanczos import Norms, Products, random_starts, spectral_norms
 from lipaudit.theory.products import head_products, layer_products
+from lipaudit.theory.scale import unit_matrices, unit_values
 
 _SCREEN = 6  # products after which most heads are known to gain nothing from splitting tokens
 
@@ -60,11 +61,12 @@ def head_norms(
     tensor([[2.]], dtype=torch.float64)
     """
     batch, count = heads.q.shape[:2]
+    heads, size = unit_values(heads)
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
     products = head_products(heads)
     guess = products.value_path()
     norms = spectral_norms(products.select, start, guess=guess, tol=tol, max_steps=max_steps)
-    return norms.map(lambda values: values.view(batch, count))
+    return norms.map(lambda values: values.view(batch, count)).times(size)
 
 
 def layer_norms(
@@ -77,22 +79,23 @@ def layer_norms(
     >>> layer_norms(affine_heads(x, eye, eye, eye), seeds=[0]).concat.norm
     tensor([1.4142], dtype=torch.float64)
     """
-    layer, count, dv = layer_products(heads), heads.q.shape[1], heads.v.shape[3]
-    start = _starts(heads, seeds, count * dv)
+    heads, size = unit_values(heads)
+    layer, how = layer_products(heads), {"tol": tol, "max_steps": max_steps}
     guess = layer.value_path()
-    concat = spectral_norms(layer.select, start, guess=guess, tol=tol, max_steps=max_steps)
+    # All values are of size one: each head is given its own size back, relative to the largest.
+    gains = (size / size.amax()).to(heads.v).repeat_interleave(heads.v.shape[3])
+    start = _starts(heads, seeds, len(gains))
+    concat = spectral_norms(
+        lambda rows: _scaled(gains, layer.select(rows)), start, guess=_times(gains, guess), **how
+    ).times(size.amax())
     if heads.out is None:
         return LayerNorms(concat=concat, out=None)
-    wo = heads.out.flatten(0, 1)
-
-    def projected(rows: Tensor) -> Products:
-        inner = layer.select(rows)
-        return lambda u: _through(wo, inner, u)
-
+    wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])
+    wo = wo.to(heads.v).flatten(0, 1)
     start = _starts(heads, seeds, wo.shape[1])
     guess = (guess.view(len(guess), -1, len(wo)) @ wo).flatten(1)
-    out = spectral_norms(projected, start, guess=guess, tol=tol, max_steps=max_steps)
-    return LayerNorms(concat=concat, out=out)
+    out = spectral_norms(lambda rows: _through(wo, layer.select(rows)), start, guess=guess, **how)
+    return LayerNorms(concat=concat, out=out.times(length))
 
 
 def splitting_gain(
@@ -127,6 +130,8 @@ def splitting_gain(
         raise ValueError("splitting_gain needs attention without a causal mask")
     if heads.x_kv is not None:
         return torch.ones_like(exact)  # J J^T is the blocks' R R^T plus the part of X_kv
+    heads, size = unit_values(heads)
+    exact = exact / size
     blocks = _largest_block(heads, exact.flatten(), seeds, tol).view_as(exact)
     return torch.where(blocks <= exact, 1.0, blocks / exact)
 
@@ -190,11 +195,24 @@ def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float
     return first.norm.index_put((left,), torch.where(more.converged, more.norm, torch.nan))
 
 
-def _through(wo: Tensor, inner: Products, u: Tensor) -> Tensor:
-    """W_O^T A W_O u token by token, for A on the heads side by side."""
-    before = u.view(len(u), -1, wo.shape[1]) @ wo.mT
-    after = inner(before.flatten(1)).view_as(before)
-    return (after @ wo).flatten(1)
+def _scaled(gains: Tensor, inner: Products) -> Products:
+    """G A G channel by channel, for A on the heads side by side."""
+    return lambda u: _times(gains, inner(_times(gains, u)))
+
+
+def _times(gains: Tensor, u: Tensor) -> Tensor:
+    return (u.view(len(u), -1, len(gains)) * gains).flatten(1)
+
+
+def _through(wo: Tensor, inner: Products) -> Products:
+    """W_O^T A W_O token by token, for A on the heads side by side."""
+
+    def apply(u: Tensor) -> Tensor:
+        before = u.view(len(u), -1, wo.shape[1]) @ wo.mT
+        after = inner(before.flatten(1)).view_as(before)
+        return (after @ wo).flatten(1)
+
+    return apply
 
 
 def _token_jacobians(heads: Heads) -> list[Tensor]:

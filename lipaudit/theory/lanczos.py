@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -47,6 +47,10 @@ class Norms:
     upper: Float[Tensor, "*problems"]
     products: Int[Tensor, "*problems"]
     converged: Bool[Tensor, "*problems"]
+
+    def times(self, factor: Tensor | float) -> Norms:
+        """Return the norms of the same problems times a factor, one or one for each."""
+        return replace(self, norm=self.norm * factor, upper=self.upper * factor)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Norms:
         """Return the same norms with every tensor passed through `change`."""

@@ -1,0 +1,85 @@
+"""Heads whose values are of size one, and their sizes apart.
+
+The Jacobian of a head and every bound of it are homogeneous in W_V, and depend on the size of
+nothing else. A head that weight decay has shrunk to 1e-20 has squares that single precision takes
+for 0: so all is computed for W_V / c with a power of two c, and multiplied by c. Powers of two
+change no digit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lipaudit.theory.attention import Heads, Projection
+
+_SWAMPED = 16
+"""Times the values that their bias may be: it drops out of J, but it costs them their digits."""
+
+
+def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
+    """Return the heads with values divided by c, and c of every head, float64 on the CPU.
+
+    c is the power of two next to the largest entry of Phi^v, or of v where that is constant.
+
+    >>> from lipaudit.theory.attention import affine_heads
+    >>> heads = affine_heads(torch.ones(1, 2, 3), *torch.full((3, 2, 3, 4), 1e-30))
+    >>> unit, c = unit_values(heads)
+    >>> unit.v[0, 0, 0], c[0] < 1e-29, torch.equal(unit.v * c[0].float(), heads.v)
+    (tensor([1.9015, 1.9015, 1.9015, 1.9015]), tensor(True), True)
+    """
+    to_v = heads.to_v
+    if to_v is None:
+        exponents = _exponents(heads.v.abs().amax((0, 2, 3)))
+        return replace(heads, v=_shifted(heads.v, -exponents[:, None, None])), _sizes(exponents)
+    # An expanded weight stays one: heads that are normalised together share it.
+    weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
+    own = _exponents(weight.abs().amax((1, 2)))
+    weight = _shifted(weight, -own[:, None, None]).expand_as(to_v.weight)
+    bias = None if to_v.bias is None else _shifted(to_v.bias, -own[:, None])
+    unit, exponents = replace(to_v, weight=weight, bias=bias), own.expand(len(to_v.weight))
+    if to_v.local is not None:
+        behind = _exponents(to_v.local.abs().amax((0, 2, 3, 4)))
+        unit = replace(unit, local=_shifted(to_v.local, -behind[:, None, None, None]))
+        exponents = exponents + behind
+    return replace(heads, v=_values(heads, unit, exponents), to_v=unit), _sizes(exponents)
+
+
+def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "heads n m"], float]:
+    """Return matrices divided by c, the power of two next to the largest entry of all, and c.
+
+    >>> unit_matrices(torch.full((2, 1, 1), 12.0))[1]
+    16.0
+    """
+    exponent = _exponents(stack.abs().amax())
+    return _shifted(stack, -exponent), 2.0 ** int(exponent)
+
+
+def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
+    """Return v / c; without their bias, by X W_V again, where it is most of affine values."""
+    v = _shifted(heads.v, -exponents[:, None, None])
+    if unit.local is not None or unit.bias is None:
+        return v
+    bias = unit.bias[:, None]
+    if (bias.abs().amax((1, 2)) <= _SWAMPED * (v - bias).abs().amax((0, 2, 3))).all():
+        return v
+    source = heads.x if heads.x_kv is None else heads.x_kv
+    return source[:, None] @ unit.weight
+
+
+def _exponents(largest: Float[Tensor, "*heads"]) -> Int[Tensor, "*heads"]:
+    """The exponents of positive numbers; 0 for 0."""
+    return torch.frexp(largest).exponent
+
+
+def _shifted(t: Tensor, exponents: Tensor) -> Tensor:
+    """Return t 2^e in two steps: 2^e alone may be out of range."""
+    half = exponents // 2
+    return torch.ldexp(torch.ldexp(t, half), exponents - half)
+
+
+def _sizes(exponents: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones(len(exponents), dtype=torch.float64), exponents.cpu())

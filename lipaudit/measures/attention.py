@@ -151,8 +151,8 @@ def _read(heads: Heads, options: AttentionOptions) -> Reduced:
         stop = min(queries, start + size)
         p = heads.rows(start, stop) if whole is None else whole[:, :, start:stop]
         mass += p.sum(-2)
-        keys = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
-        chunks.append(softmax.read_rows(p, options.k, keys=keys))
+        seen = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
+        chunks.append(softmax.read_rows(p, options.k, keys=seen))
     columns = zip(*chunks, strict=True)
     rows = {n: torch.cat(c, 2) for n, c in zip(softmax.Rows._fields, columns, strict=True)}
     p_norm = mass.new_full((batch, count), torch.nan) if whole is None else map_norm(whole, 1e-7)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -80,13 +81,14 @@ def layer_norms(
     tensor([1.4142], dtype=torch.float64)
     """
     heads, size = unit_values(heads)
-    layer, how = layer_products(heads), {"tol": tol, "max_steps": max_steps}
+    layer = layer_products(heads)
+    solve = partial(spectral_norms, tol=tol, max_steps=max_steps)
     guess = layer.value_path()
     # All values are of size one: each head is given its own size back, relative to the largest.
     gains = (size / size.amax()).to(heads.v).repeat_interleave(heads.v.shape[3])
     start = _starts(heads, seeds, len(gains))
-    concat = spectral_norms(
-        lambda rows: _scaled(gains, layer.select(rows)), start, guess=_times(gains, guess), **how
+    concat = solve(
+        lambda rows: _scaled(gains, layer.select(rows)), start, guess=_times(gains, guess)
     ).times(size.amax())
     if heads.out is None:
         return LayerNorms(concat=concat, out=None)
@@ -94,7 +96,7 @@ def layer_norms(
     wo = wo.to(heads.v).flatten(0, 1)
     start = _starts(heads, seeds, wo.shape[1])
     guess = (guess.view(len(guess), -1, len(wo)) @ wo).flatten(1)
-    out = spectral_norms(lambda rows: _through(wo, layer.select(rows)), start, guess=guess, **how)
+    out = solve(lambda rows: _through(wo, layer.select(rows)), start, guess=guess)
     return LayerNorms(concat=concat, out=out.times(length))
 
 

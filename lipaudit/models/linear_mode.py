@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipaudit.errors import InputError
 from lipaudit.models import adjoints
+from lipaudit.models.graph import leaves
 
 
 def _refuse_dropout(probability: float) -> None:
@@ -58,12 +59,22 @@ def _batch_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    if training:
+    if training and _mixes_samples(input):
         raise InputError(
             "a BatchNorm layer uses the statistics of the batch: its samples depend on each other",
             "call model.eval() first; a BatchNorm without running statistics is not supported",
         )
     return NotImplemented
+
+
+def _mixes_samples(input: Tensor) -> bool:
+    """Say whether statistics over axis 0 and those from 2 on may be taken over several samples.
+
+    A weight that is standardised is made of parameters alone. One row with every sample's
+    channels side by side is an instance norm; should the samples lie in the other axes, the check
+    of their gradients finds it.
+    """
+    return len(input) > 1 and not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
 
 
 _ACTIVATIONS = (F.gelu, F.silu, F.mish, F.hardswish, torch.tanh, torch.sigmoid)

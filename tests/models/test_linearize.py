@@ -8,7 +8,9 @@ import gc
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import transformers as hf
+from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2dSame
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,7 +70,36 @@ def convnet():
     return nn.Sequential(*layers), (3, 6, 6)
 
 
+def hybrid():
+    sizes = {"embed_dim": 24, "depth": 1, "num_heads": 3, "num_classes": 20}
+    return timm.create_model("vit_tiny_r_s16_p8_224", img_size=32, **sizes), (3, 32, 32)
+
+
+def weight_standardised():
+    convs = (
+        StdConv2dSame(3, 6, 3, stride=2),
+        ScaledStdConv2d(6, 6, 3),
+        ScaledStdConv2dSame(6, 6, 2),
+    )
+    layers = convs[0], nn.GroupNorm(2, 6), nn.GELU(), convs[1], nn.GELU(), convs[2]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(96, 9)), (3, 8, 8)
+
+
+class InstanceNorm(nn.Module):
+    """Statistics per sample and channel, by a batch norm of one row."""
+
+    def forward(self, x):
+        row = x.flatten(0, 1)[None]
+        return F.batch_norm(row, None, None, training=True).view_as(x)
+
+
+def instance_normalised():
+    layers = nn.Conv2d(3, 4, 3), InstanceNorm(), nn.GELU(), nn.Flatten(), nn.Linear(64, 9)
+    return nn.Sequential(*layers), (3, 6, 6)
+
+
 MODELS = [vit, swin, eva02, bert, gpt2, llama, encoder, convnet]
+MODELS += [hybrid, weight_standardised, instance_normalised]
 
 
 def call(model, z):
@@ -231,6 +262,12 @@ UNSUITABLE = {
 def test_unsuitable_models_are_refused(f, error, message, samples):
     with pytest.raises(error, match=message):
         linearize(lambda z, _: f(z), torch.randn(samples, 3, 4))
+
+
+def test_weights_that_are_standardised_may_be_trainable():
+    conv = StdConv2dSame(3, 4, 3)
+    x = torch.randn(2, 3, 5, 5)
+    assert linearize(lambda z, _: conv(z), x).output.shape == (2, 4, 5, 5)
 
 
 def test_half_precision_is_refused():

@@ -45,6 +45,25 @@ class EvaluationError(LipauditError):
     exit_code = ExitCode.INTERNAL
 
 
+class StructureError(EvaluationError):
+    """An attention layer is not, on these data, what it was when the model was surveyed.
+
+    Args:
+        layer: its index.
+        module: its path.
+        reason: in what it differs.
+    """
+
+    def __init__(self, layer: int, module: str, reason: str) -> None:
+        super().__init__(
+            f"attention layer {layer} ({module}) {reason}",
+            "its structure depends on the data: leave it out with --layers",
+        )
+        self.layer = layer
+        self.module = module
+        self.reason = reason
+
+
 class InputError(LipauditError):
     """A model or data set is missing, damaged or not supported."""
 

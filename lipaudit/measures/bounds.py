@@ -36,6 +36,8 @@ from lipaudit.theory.norms import spectral_norm
 
 MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 WITH_LOGARITHM = ("castin", "mean_field", "hu")
+NUMERICAL = "numerical"
+"""The kind of heads without a closed form."""
 
 
 class BoundsOptions(Options):
@@ -78,7 +80,7 @@ def _facts(sites: Sequence[Site]) -> Facts:
 
 
 def _kind(site: Site) -> str:
-    kinds = site.kinds if site.closed_form else ("numerical",)
+    kinds = site.kinds if site.closed_form else (NUMERICAL,)
     return kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
 
 
@@ -100,6 +102,7 @@ def _closed_form(
         found["layer_out"] = whole.out.norm[:, None]
         found["layer_missed"] += _missed(whole.out)[:, None]
     found["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
+    found["numerical"] = torch.zeros_like(exact.norm)
     return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in found.items()}
 
 
@@ -112,7 +115,10 @@ def _missed(norms: Norms) -> Tensor:
 
 
 def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
-    """Return what can be said of a layer without a closed form: exact norms, numerically."""
+    """Return what can be said of a layer without a closed form: exact norms, numerically.
+
+    NaN where it was surveyed with a closed form and its module cannot be run on its own.
+    """
     found = _norms(numeric_norms(layer, seeds=seeds, tol=options.tol, max_steps=options.max_steps))
     open_head = torch.full_like(found["exact"], torch.nan)
     found |= dict.fromkeys((*BOUNDS, *MADE_OF, "g1_max", "splitting_gain"), open_head)
@@ -120,13 +126,14 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     found |= dict.fromkeys(("layer_exact", "layer_out", "out_norm"), open_layer)
     found["layer_missed"] = torch.zeros_like(open_layer)
     found["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
+    found["numerical"] = torch.ones_like(open_head)
     return found
 
 
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     """Make the sections `bounds`, a row per head, and `bounds.layers`, a row per layer."""
     facts = parts[0].facts
-    found = {name: joined(parts, name) for name in parts[0].values}
+    found = _downgraded({name: joined(parts, name) for name in parts[0].values})
     rows = tuple(
         _row(head, kind, {name: values[:, i] for name, values in found.items() if _per_head(name)})
         for i, (head, kind) in enumerate(zip(facts["heads"], facts["kinds"], strict=True))
@@ -145,6 +152,16 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     return [heads, _layer_section(facts, found, options)]
 
 
+def _downgraded(found: dict[str, Values]) -> dict[str, Values]:
+    """Leave the bounds out of heads that lost their closed form on some sample.
+
+    There the structure depends on the data: no bound for all inputs holds, and medians of bounds
+    would be over other samples than those of the norms.
+    """
+    lost = found["numerical"].any(0)
+    return found | {name: np.where(lost, np.nan, found[name]) for name in BOUNDS}
+
+
 def _per_head(name: str) -> bool:
     return not name.startswith("layer_") and name != "out_norm"
 
@@ -158,7 +175,7 @@ def _row(head: HeadName, kind: str, found: dict[str, Values]) -> BoundsRow:
         ratio = np.where(found["exact"] > 0, found["sharp"] / found["exact"], np.nan)
     return BoundsRow(
         **head._asdict(),
-        kind=kind,
+        kind=_kind_of(kind, found["numerical"]),
         tokens=int(found["tokens"].max()),
         exact=_median(found["exact"]),
         exact_max=_largest(found["exact"]),
@@ -169,6 +186,12 @@ def _row(head: HeadName, kind: str, found: dict[str, Values]) -> BoundsRow:
         upper=_median(found["upper"]),
         converged=not found["missed"].any(),
     )
+
+
+def _kind_of(kind: str, numerical: Values) -> str:
+    """Return the kind of a head, with what it became where its structure changed."""
+    mixed = kind != NUMERICAL and numerical.any()
+    return f"{kind}, {NUMERICAL}" if mixed else kind
 
 
 def _layer_section(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import UsageError
+from lipaudit.errors import StructureError, UsageError
 from lipaudit.measures.base import Part
 from lipaudit.models.capture import Layer, capture
 from lipaudit.models.net import Net
@@ -61,20 +62,61 @@ def by_layer(
     *,
     projections: bool = True,
 ) -> Iterator[Part]:
-    """Yield a Part per batch: `reduce` of every layer, joined along the heads; see `capture`."""
+    """Yield a Part per batch: `reduce` of every layer, joined along the heads; see `capture`.
+
+    On a sample on which a layer is not what it was surveyed to be, `reduce` takes it without
+    closed form, and a note says so. The other samples of the batch keep theirs.
+    """
     sites: tuple[Site, ...] = ()
+
+    def measure(batch: Batch, sites: tuple[Site, ...]) -> tuple[Reduced, tuple[Note, ...]]:
+        try:
+            return _joined(net, sites, batch, reduce, projections=projections), ()
+        except StructureError as error:
+            if len(batch) == 1:
+                values, more = measure(batch, tuple(_opened(site, error) for site in sites))
+                return values, (_reopened(error), *more)
+        parts = [measure(one, sites) for one in batch.split(1)]
+        whole = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
+        return whole, tuple(note for _, more in parts for note in more)
+
     for batch in batches:
         sites = sites or chosen(survey(net, batch), layers)
-        found: list[Reduced] = []
+        found, remarks = measure(batch, sites)
+        values = {name: t.numpy() for name, t in found.items()}
+        yield Part(batch.ids, values, facts(sites), open_notes(sites) + remarks)
 
-        def visit(layer: Layer, batch: Batch = batch, found: list[Reduced] = found) -> None:
-            found.append({k: v.cpu() for k, v in reduce(layer, batch).items()})
 
-        wanted = {site.index for site in sites}
-        capture(net, sites, batch, visit, layers=wanted, projections=projections)
-        joined = {name: torch.cat([layer[name] for layer in found], 1) for name in found[0]}
-        values = {name: t.numpy() for name, t in joined.items()}
-        yield Part(batch.ids, values, facts(sites), open_notes(sites))
+def _joined(
+    net: Net,
+    sites: Sequence[Site],
+    batch: Batch,
+    reduce: Callable[[Layer, Batch], Reduced],
+    *,
+    projections: bool,
+) -> Reduced:
+    found: list[Reduced] = []
+
+    def visit(layer: Layer) -> None:
+        found.append({k: v.cpu() for k, v in reduce(layer, batch).items()})
+
+    wanted = {site.index for site in sites}
+    capture(net, sites, batch, visit, layers=wanted, projections=projections)
+    return {name: torch.cat([layer[name] for layer in found], 1) for name in found[0]}
+
+
+def _opened(site: Site, error: StructureError) -> Site:
+    """Return the layer that an error is about without its closed form; others as they are."""
+    same = site.index != error.layer
+    return site if same else replace(site, structure=None, reason=error.reason)
+
+
+def _reopened(error: StructureError) -> Note:
+    text = (
+        f"layer {error.layer} ({error.module}) {error.reason} on some samples: it has no closed "
+        "form there, and so no bounds on any sample"
+    )
+    return Note(level="warning", code="structure-changed", text=text)
 
 
 def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import UsageError
+from lipaudit.errors import StructureError, UsageError
 from lipaudit.measures.layers import chosen
 from lipaudit.models.capture import Layer, capture
 from lipaudit.models.net import Net
@@ -146,7 +146,11 @@ def _cases(layer: Layer, options: ScalingOptions) -> Iterator[tuple[str, Case | 
     """Yield the chosen heads of a layer, or why they have no worst case."""
     site = layer.site
     reason = site.reason
-    heads = layer.heads().row(0).to(torch.float64) if reason is None else None
+    heads = None
+    try:
+        heads = layer.heads().row(0).to(torch.float64) if reason is None else None
+    except StructureError as error:
+        reason = error.reason
     if heads is not None:
         reason = _unfit(heads)
     if heads is None or reason is not None:

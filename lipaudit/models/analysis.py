@@ -11,6 +11,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.models import checks, probes
 from lipaudit.models.events import AttentionCall, Explicit
+from lipaudit.models.graph import is_affine
 from lipaudit.models.layers import assemble, canonical, product
 from lipaudit.models.linears import Linear
 from lipaudit.models.logits import scale_and_bias
@@ -53,14 +54,15 @@ def output_map(linear: Linear, source: Source) -> OutputMap | None:
         index = token_rows(source)
     except NotClosedForm:
         return None
-    found = probes.affine_map(source, index, columns) if index.numel() == rows else None
+    plain = index.numel() == rows and is_affine(source.t)
+    found = probes.affine_map(source, index, columns) if plain else None
     if found is None:
         return None
     mix = found[0][0]
     order = mix.abs().argmax(0)
-    plain = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
     gain = mix.gather(0, order[None])[0]
-    return OutputMap(linear.weight.detach(), order, gain) if plain else None
+    single = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
+    return OutputMap(linear.weight.detach(), order, gain) if single else None
 
 
 def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:

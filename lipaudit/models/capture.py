@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError
+from lipaudit.errors import EvaluationError, StructureError
 from lipaudit.models.events import AttentionCall, Fused
+from lipaudit.models.generic import token_embeddings
 from lipaudit.models.layers import assemble, canonical, distribution, product
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
@@ -53,17 +54,14 @@ class Layer:
 
         Raises:
             ValueError: `site.closed_form` is False.
-            EvaluationError: the layer is not what it was when the model was surveyed.
+            StructureError: the layer is not what it was when the model was surveyed.
         """
         if not self.site.closed_form:
             raise ValueError(f"layer {self.site.index} has no closed form: {self.site.reason}")
         try:
             return self.project()
         except NotClosedForm as found:
-            raise EvaluationError(
-                f"attention layer {self.site.index} ({self.site.module}) {found.reason}",
-                "its structure depends on the data: leave it out with --layers",
-            ) from found
+            raise StructureError(self.site.index, self.site.module, found.reason) from found
 
 
 Visit = Callable[[Layer], None]
@@ -147,17 +145,7 @@ def observe(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Fram
 def _entered(net: Net, tracer: Tracer) -> Iterator[None]:
     """Cut a text model at its token embedding and at every module that shares its weight."""
     with ExitStack() as hooks:
-        for module in _token_embeddings(net):
+        for module in token_embeddings(net):
             hook = module.register_forward_hook(lambda _module, _args, out: tracer.input(out))
             hooks.callback(hook.remove)
         yield
-
-
-def _token_embeddings(net: Net) -> list[nn.Module]:
-    if net.kind != "text" or net.entry is None:
-        return []
-    table = getattr(net.entry, "weight", None)
-    tied: list[nn.Module] = [
-        m for m in net.module.modules() if isinstance(m, nn.Embedding) and m.weight is table
-    ]
-    return tied or [net.entry]

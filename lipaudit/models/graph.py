@@ -8,6 +8,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+SHAPE_OPS = {"Alias", "AsStrided", "Cat", "Clone", "Expand", "Permute", "Reshape", "Select"}
+SHAPE_OPS |= {"ReshapeAlias", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "Unsqueeze"}
+SHAPE_OPS |= {"UnsafeView", "View"}
+"""They move numbers; names are autograd's."""
+
+_SUMS = {"Add", "Cat", "Rsub", "Stack", "Sub"}
+"""Affine in all their operands together."""
+
+_AFFINE_OPS = SHAPE_OPS | _SUMS
+_AFFINE_OPS |= {"Addmm", "Baddbmm", "Bmm", "Complex", "ConstantPadNd", "Convolution", "Copy"}
+_AFFINE_OPS |= {"CudnnBatchNorm", "Div", "Flip", "Gather", "Index", "IndexSelect", "Mm", "Mul"}
+_AFFINE_OPS |= {"MiopenBatchNorm", "Mv", "NativeBatchNorm", "Neg", "Repeat", "Roll", "Split"}
+_AFFINE_OPS |= {"SplitWithSizes", "Unbind", "Unfold", "UnsafeSplit", "UnsafeSplitWithSizes"}
+_AFFINE_OPS |= {"ViewAsComplex", "ViewAsReal"}
+"""Affine in one operand. Not Where, Clamp or MaskedFill: they may choose by the values."""
+
 
 def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | None:
     """Return J^T u of `out` with respect to `inp`; None where nothing leads there."""
@@ -29,6 +45,24 @@ def leaves(t: Tensor, stop: Collection[Node] = ()) -> tuple[list[Tensor], list[N
             found.append(node.variable)
             hit += [past for past in getattr(node.variable, "_past", ()) if past in stop]
     return found, hit
+
+
+def op(node: Node) -> str:
+    """Return the name of an op: `Mul` of `MulBackward0`."""
+    return node.name().partition("Backward")[0]
+
+
+def is_affine(t: Tensor) -> bool:
+    """Say whether t is an affine function of its leaves by the ops it is made of.
+
+    Values cannot prove that: of tokens that are all alike every function looks affine.
+    """
+    return all(hasattr(node, "variable") or _is_affine_op(node) for node in nodes(t))
+
+
+def _is_affine_op(node: Node) -> bool:
+    operands = sum(parent is not None for parent, _ in node.next_functions)
+    return op(node) in (_AFFINE_OPS if operands == 1 else _SUMS)
 
 
 def remember(t: Tensor, past: Collection[Node]) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from lipaudit.models.events import AttentionCall, Explicit
-from lipaudit.models.graph import nodes, vjp
+from lipaudit.models.graph import SHAPE_OPS, nodes, op, vjp
 from lipaudit.models.structure import NotClosedForm
 
-_SHAPE_OPS = {"Alias", "AsStrided", "Cat", "Clone", "Expand", "Permute", "Reshape", "Select"}
-_SHAPE_OPS |= {"ReshapeAlias", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "Unsqueeze"}
-_SHAPE_OPS |= {"UnsafeView", "View"}
 _AFFINE_OPS = {
     "Add",
     "Clamp",
@@ -65,18 +61,14 @@ def _close(a: Tensor, b: Tensor, relative: float, absolute: float) -> bool:
 
 
 def _check_ops(form: Explicit) -> None:
-    ops = {_op(node) for node in nodes(form.logits, (form.product.node,))}
-    if unknown := sorted(ops - _AFFINE_OPS - _SHAPE_OPS - {_op(form.product.node)}):
+    ops = {op(node) for node in nodes(form.logits, (form.product.node,))}
+    if unknown := sorted(ops - _AFFINE_OPS - SHAPE_OPS - {op(form.product.node)}):
         raise NotClosedForm("nonlinear-logits", f"its logits pass through {', '.join(unknown)}")
     p, weights = form.p.detach(), form.weights.detach()
     if p.numel() != weights.numel() or not torch.equal(
         p.reshape(weights.shape).to(weights), weights
     ):
         raise NotClosedForm("post-softmax-op", "P is changed between the softmax and the values")
-
-
-def _op(node: Node) -> str:
-    return node.name().partition("Backward")[0]
 
 
 def _slope(form: Explicit, cotangent: Tensor, product: Tensor) -> Tensor:

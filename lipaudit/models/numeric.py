@@ -27,17 +27,14 @@ def numeric_norms(
     layer and its projections takes from the rest of the model. That module is run again.
 
     Args:
-        layer: a layer while its visit lasts; NaN where `site.inputs` is empty.
+        layer: a layer while its visit lasts; NaN where there is an `obstacle`.
         seeds: of the start vectors, one per sample.
         tol: relative accuracy of the norms.
         max_steps: most products per head.
-
-    Raises:
-        EvaluationError: the module gives something else when it is run again.
     """
-    if not layer.site.inputs:
+    linear = _runnable(layer)
+    if isinstance(linear, str):
         return _unknown(layer)
-    linear = _linearized(layer)
     start = _starts(layer, seeds)
     found = [
         # The samples share one graph: those that are done ride along.
@@ -57,16 +54,23 @@ def numeric_norms(
 
 def obstacle(layer: Layer) -> str | None:
     """Say why the norms of a layer cannot be computed numerically; None where they can."""
-    if not layer.site.inputs or len(layer.output) % layer.samples:
-        return "its module cannot be run on its own"
+    linear = _runnable(layer)
+    return linear if isinstance(linear, str) else None
+
+
+def _runnable(layer: Layer) -> Linearization | str:
+    """Linearise the module of a layer, or say why it cannot be run on its own."""
+    outside = "its module cannot be run on its own"
+    if not layer.site.inputs or layer.frame is None or len(layer.output) % layer.samples:
+        return outside
     try:
         linear = _linearized(layer)
         linear.outer(torch.ones_like(linear.output))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the model's own code says of being run again
-        return str(error).partition("\n")[0]
-    return None
+        return str(error).partition("\n")[0] or outside
+    return linear
 
 
 def _linearized(layer: Layer) -> Linearization:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipaudit.models.graph import vjp
 
-AFFINE_TOLERANCE = 2e-5  # of the largest |q|: rounding of float32, and nothing else
+AFFINE_TOLERANCE = 2e-5  # of the head's largest |q|: rounding of float32, and nothing else
 LINEAR_TOLERANCE = 1e-4
 
 
@@ -109,12 +109,13 @@ def affine_map(source: Source, rows: Tensor, columns: Tensor) -> tuple[Tensor, T
     mix = t.new_zeros(heads, width, columns.shape[1])
     for channel, g in _probe(source, rows, columns, slot.expand(t.shape[:-1])):
         mix[:, channel[:, 0].flatten()] = g.transpose(0, 1).flatten(1, 2)
-    rest = t - torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
+    made = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
+    rest = t - made
     offset = rest.mean((0, 2))
-    if _largest(rest - offset[:, None]) > AFFINE_TOLERANCE * _largest(t):
+    if not within(rest - offset[:, None], AFFINE_TOLERANCE, t, made):
         return None
-    exact = _largest(offset) <= AFFINE_TOLERANCE * _largest(t)
-    return mix, torch.zeros_like(offset) if exact else offset
+    zero = _per_head(offset[None, :, None]) <= AFFINE_TOLERANCE * _per_head(t)
+    return mix, offset.masked_fill(zero[:, None], 0.0)
 
 
 def position_map(source: Source, rows: Tensor, columns: Tensor) -> Tensor | None:
@@ -146,7 +147,19 @@ def is_linear(source: Source, local: Tensor, rows: Tensor, columns: Tensor) -> b
         made = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
     else:
         made = (local @ y[..., None])[..., 0]
-    return bool(_largest(t - made) <= LINEAR_TOLERANCE * _largest(t))
+    return within(t - made, LINEAR_TOLERANCE, t)
+
+
+def within(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:
+    """Say whether a difference is rounding in every head: a large head hides no small one.
+
+    Args:
+        rest: the difference, (windows, heads, tokens, width).
+        tolerance: relative to the largest entry of the head in any of `sizes`.
+        sizes: what the difference was taken of.
+    """
+    size = torch.stack([_per_head(t) for t in sizes]).amax(0)
+    return bool((_per_head(rest) <= tolerance * size + torch.finfo(rest.dtype).tiny).all())
 
 
 def is_orthogonal(local: Tensor) -> bool:
@@ -175,3 +188,7 @@ def _probe(
 
 def _largest(t: Tensor) -> Tensor:
     return t.abs().amax()
+
+
+def _per_head(t: Tensor) -> Tensor:
+    return t.abs().amax((0, 2, 3))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.models import probes
+from lipaudit.models.graph import is_affine
 from lipaudit.models.linears import Linear
 from lipaudit.models.probes import Source
 from lipaudit.models.trace import Address, origins
@@ -153,11 +154,14 @@ def decode(t: Tensor, samples: int) -> Recipe | None:
     leaf, origin = found[0]
     if origin.linear is None:
         raise NotClosedForm("unprojected", "is not the output of a linear map")
-    unique, repeat = _undo_repeat(t)
-    source = Source(unique, leaf, origin.linear.outputs)
+    source = Source(t, leaf, origin.linear.outputs)
     index = token_rows(source)
+    columns, repeat = _head_columns(source), 1
+    if columns is None:
+        unique, repeat = _undo_repeat(t)
+        source = replace(source, t=unique)
+        columns = None if repeat == 1 else _head_columns(source)
     rows = _by_sample(index, samples, origin.linear.inputs.shape[0])
-    columns = _head_columns(source)
     if columns is not None:
         return _refine(source, index, Recipe("affine", origin.address, rows, columns, repeat))
     columns = (source.pull(source.random()) != 0).any(0).nonzero().T
@@ -191,7 +195,10 @@ def project(recipe: Recipe, t: Tensor, samples: int) -> Projected:
 
 
 def _undo_repeat(t: Tensor) -> tuple[Tensor, int]:
-    """Return the distinct heads of grouped keys or values, and how often each is repeated."""
+    """Return the distinct heads of grouped keys or values, and how often each is repeated.
+
+    Only for heads that share what they read: others may be equal by accident, or be zero.
+    """
     heads = t.shape[1]
     for repeat in range(heads, 1, -1):
         unique = t[:, ::repeat]
@@ -244,6 +251,9 @@ def _head_columns(source: Source) -> Tensor | None:
 
 def _refine(source: Source, index: Tensor, recipe: Recipe) -> Recipe:
     """Tell affine, rotation, linear-pos and local apart."""
+    if not is_affine(source.t):
+        _refuse_large(source, recipe)
+        return replace(recipe, kind="local")
     affine = probes.affine_map(source, index, recipe.columns)
     if affine is not None:
         mix, offset = affine
@@ -257,8 +267,8 @@ def _refine(source: Source, index: Tensor, recipe: Recipe) -> Recipe:
     if local is None:
         _refuse_large(source, recipe)
         local = probes.local_map(source, index, recipe.columns)
-    if not probes.is_linear(source, local, index, recipe.columns):
-        return replace(recipe, kind="local")
+        if not probes.is_linear(source, local, index, recipe.columns):
+            return replace(recipe, kind="local")
     kind = "rotation" if probes.is_orthogonal(local) else "linear-pos"
     return replace(recipe, kind=kind, shared=shared)
 
@@ -290,8 +300,7 @@ def _affine(recipe: Recipe, source: Source, linear: Linear, index: Tensor) -> Pr
     if offset is not None:
         made = made + offset[:, None]
         bias = offset if bias is None else offset + bias
-    rest = (made - t).abs_().amax()
-    if rest > 0 and rest > probes.LINEAR_TOLERANCE * t.abs().amax():
+    if not probes.within(made - t, probes.LINEAR_TOLERANCE, t):
         raise NotClosedForm("changed", "is no longer an affine function of its input")
     return Projection(weight, bias, None, "affine")
 

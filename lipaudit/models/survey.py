@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
@@ -16,6 +15,7 @@ from lipaudit.models import checks
 from lipaudit.models.analysis import analyse, output_map
 from lipaudit.models.capture import observe, run
 from lipaudit.models.events import AttentionCall, Explicit
+from lipaudit.models.generic import generic
 from lipaudit.models.layers import canonical
 from lipaudit.models.linears import Linear
 from lipaudit.models.net import Net
@@ -26,25 +26,23 @@ from lipaudit.models.sites import Site
 from lipaudit.models.structure import LAYOUTS
 from lipaudit.models.trace import Address, Frame, Tracer, origins, undisturbed
 
-FEWEST_TOKENS = 16  # one token says nothing: a rotary position of 0 is no rotation
-MOST_TOKENS = 1024  # autograd keeps whole maps: a layer is what it is at this length too
-
 
 def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
     """Analyse every attention layer of a model, and check that the analysis can be trusted.
 
-    One sample of the batch is used, beside a companion made from it. Before anything is returned:
-    two passes give the same output, a sample does not depend on its companion, observing the
-    model does not change its output, and in every closed-form layer J^T u agrees to 1e-4 with
-    autograd through the model's own attention, for one random u. A layer that fails, or that
-    cannot be read, has no closed form and says why.
+    What a layer is, is decided at two generic points near a sample (see `generic`), never by the
+    data: of a black image everything looks affine. Before anything is returned: two passes give
+    the same output, a sample does not depend on its companion, observing the model does not
+    change its output, and in every closed-form layer J^T u agrees to 1e-4 with autograd through
+    the model's own attention, for one random u. A layer that fails, or that cannot be read, has
+    no closed form and says why.
 
     Raises:
         InputError: no attention was seen, or the model is randomised, mixes samples or changes
             when it is observed.
         EvaluationError: its output is not finite.
     """
-    pair, other = _companions(net, batch)
+    net, pair, other = generic(net, batch)
     with undisturbed(net.module), exact_arithmetic(net.device):
         output = checks.fixed_output(net, pair)
         checks.require_isolation(net, pair, other, output)
@@ -56,23 +54,6 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
             raise _no_attention(net, tracer.passed_over)
         run(net, other, Tracer(surveyor.compare))
     return tuple(found.site for found in surveyor.found.values())
-
-
-def _companions(net: Net, batch: Batch) -> tuple[Batch, Batch]:
-    """Return one sample beside a companion, and beside another."""
-    x = _longest(net, batch) if net.kind == "text" else batch.x[:1]
-    ids = (batch.ids[0], batch.ids[0] + "-companion")
-    return Batch(torch.cat([x, x.flip(-1)]), None, ids), Batch(torch.cat([x, x]), None, ids)
-
-
-def _longest(net: Net, batch: Batch) -> Tensor:
-    """Return the longest sample without its padding, repeated or cut to a useful length."""
-    ids = batch.x[:1]
-    if batch.mask is not None:
-        i = int(batch.mask.sum(1).argmax())
-        ids = batch.x[i : i + 1, batch.mask[i]]
-    wanted = max(ids.shape[1], min(FEWEST_TOKENS, net.sample_shape[0]))
-    return ids.repeat(1, -(-wanted // ids.shape[1]))[:, : min(wanted, MOST_TOKENS)]
 
 
 def _no_attention(net: Net, passed_over: Sequence[str]) -> InputError:

@@ -116,7 +116,10 @@ class Heads:
         return seen if self.valid is None else seen & self.valid[:, None, start:stop, None]
 
     def is_causal(self) -> bool:
-        """Say whether no query sees a later key: by the flag, or by what the bias masks."""
+        """Say whether no query sees a later key: by the flag, or by what the bias masks.
+
+        Not by P: keys that are out of reach at X alone are not masked.
+        """
         if self.causal or self.bias is None or self.x_kv is not None or self.x.shape[1] == 1:
             return self.causal
         return not bool(self.visible(0, self.q.shape[2]).triu(1).any())

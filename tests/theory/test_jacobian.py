@@ -259,3 +259,13 @@ def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=0)
         together = layer_norms(heads, seeds=[seed]).concat.norm
         torch.testing.assert_close(together, whole, rtol=1e-4, atol=0)
+
+
+def test_keys_out_of_reach_are_not_masked(random_layer):
+    """Logits so large that every later key gets nothing at X: a bias still masks none of them."""
+    heads = random_layer("position-bias", samples=1).heads
+    n = heads.q.shape[2]
+    by_position = 1e4 * torch.eye(n, dtype=heads.q.dtype).expand(*heads.q.shape[:2], -1, -1)
+    sharp = replace(heads, q=by_position, k=by_position / 1e4, scale=heads.scale * 0 + 1)
+    assert not sharp.attention().triu(1).any()
+    assert not sharp.is_causal()

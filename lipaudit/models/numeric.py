@@ -43,7 +43,6 @@ def numeric_norms(
             start,
             tol=tol,
             max_steps=max_steps,
-            guard=0.01,  # nothing is known of where the singular vector may be
             rebuild=2.0,
         )
         for head in range(layer.site.heads)

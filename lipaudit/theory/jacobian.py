@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads
-from lipaudit.theory.lanczos import Norms, Products, random_starts, spectral_norms
+from lipaudit.theory.lanczos import WITHIN, Norms, Products, random_starts, spectral_norms
 from lipaudit.theory.products import head_products, layer_products
 from lipaudit.theory.scale import unit_matrices, unit_values
 
@@ -40,7 +40,12 @@ class LayerNorms:
 
 
 def head_norms(
-    heads: Heads, *, seeds: Sequence[int], tol: float = 1e-4, max_steps: int = 300
+    heads: Heads,
+    *,
+    seeds: Sequence[int],
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    within: float = WITHIN,
 ) -> Norms:
     """Return ||J|| of every head at every batch row, shape (batch, heads).
 
@@ -50,8 +55,9 @@ def head_norms(
     Args:
         heads: one layer.
         seeds: one per sample: start vectors, and so results, depend on nothing else.
-        tol: relative accuracy of the norms.
-        max_steps: most products per head; beyond it `converged` is False.
+        tol: relative accuracy of the norms, estimated.
+        max_steps: most steps per head; beyond it `converged` is False.
+        within: how far `upper` may lie above a norm, relatively: what is proven.
 
     Raises:
         EvaluationError: a product is not finite.
@@ -66,12 +72,18 @@ def head_norms(
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
     products = head_products(heads)
     guess = products.value_path()
-    norms = spectral_norms(products.select, start, guess=guess, tol=tol, max_steps=max_steps)
+    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
+    norms = solve(products.select, start, guess=guess)
     return norms.map(lambda values: values.view(batch, count)).times(size)
 
 
 def layer_norms(
-    heads: Heads, *, seeds: Sequence[int], tol: float = 1e-4, max_steps: int = 300
+    heads: Heads,
+    *,
+    seeds: Sequence[int],
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    within: float = WITHIN,
 ) -> LayerNorms:
     """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
 
@@ -82,7 +94,7 @@ def layer_norms(
     """
     heads, size = unit_values(heads)
     layer = layer_products(heads)
-    solve = partial(spectral_norms, tol=tol, max_steps=max_steps)
+    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
     guess = layer.value_path()
     # All values are of size one: each head is given its own size back, relative to the largest.
     gains = (size / size.amax()).to(heads.v).repeat_interleave(heads.v.shape[3])

@@ -1,10 +1,13 @@
 """Spectral norms of many Jacobians at once: the Lanczos process on A = J J^T.
 
 Only products A u = J (J^T u) are needed, in the space of outputs. Vectors live in the precision of
-the products, fully reorthogonalised; the small tridiagonal algebra is float64 on the CPU. A
-problem ends when the Kato-Temple estimate puts the largest Ritz value within `tol`, and the
-probabilistic limit says that nothing above (1 + guard) times the norm was missed: Kato-Temple
-alone can settle on the second singular value.
+the products, fully reorthogonalised; the small tridiagonal algebra is float64 on the CPU. Powers
+of two keep A near one, so that norms of any size are met alike.
+
+A norm is always a lower estimate. A problem ends when the estimate of its error is at most `tol`
+and what can be proven, that with probability 1 - ETA the truth is at most `upper`, is at most
+`within` above it; or once `tol` itself is proven. `theory.ritz` derives both, and why the first
+is no proof.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
+from lipaudit.theory.ritz import below, kato_temple, log_delta, probabilistic_limit
 
 Products = Callable[[Tensor], Tensor]
 """u -> A u for every problem, (problems, size) to (problems, size)."""
@@ -28,6 +33,10 @@ Select = Callable[[Tensor], Products]
 ETA = 1e-3
 """Probability, over the random start, that a norm exceeds its `upper`."""
 
+WITHIN = 0.03
+"""How far `upper` may lie above a norm that has converged, relatively, unless told otherwise."""
+
+_ROOM = 100  # a power of two by which a vector may be scaled, in any precision
 _BLOCK = 8  # basis vectors per allocation: memory grows with the steps that are taken
 
 
@@ -37,10 +46,13 @@ class Norms:
 
     Attributes:
         norm: root of the largest Ritz value: never above the truth, beyond rounding.
-        upper: the truth is at most this with probability 1 - ETA; `norm` itself where the Krylov
-            space was exhausted.
+        upper: the truth is at most this with probability 1 - ETA over the start, whatever the
+            matrix; `norm` itself where the Krylov space was exhausted.
         products: products A u that were spent.
-        converged: whether the stop rule was met.
+        converged: whether the stop rule was met: `upper` is at most (1 + within) norm, and either
+            the error is estimated at most tol or `upper` is at most (1 + tol) norm. The estimate
+            is no proof: where singular values crowd below the first, a norm may lie anywhere
+            below `upper`.
     """
 
     norm: Float[Tensor, "*problems"]
@@ -48,9 +60,10 @@ class Norms:
     products: Int[Tensor, "*problems"]
     converged: Bool[Tensor, "*problems"]
 
-    def times(self, factor: Tensor | float) -> Norms:
-        """Return the norms of the same problems times a factor, one or one for each."""
-        return replace(self, norm=self.norm * factor, upper=self.upper * factor)
+    @property
+    def within(self) -> Float[Tensor, "*problems"]:
+        """How far the truth may lie above norm, with probability 1 - ETA: upper / norm - 1."""
+        return torch.where(self.upper == self.norm, 0.0, self.upper / self.norm - 1)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Norms:
         """Return the same norms with every tensor passed through `change`."""
@@ -81,7 +94,7 @@ def spectral_norms(
     guess: Float[Tensor, "problems size"] | None = None,
     tol: float = 1e-4,
     max_steps: int = 300,
-    guard: float = 0.05,
+    within: float = WITHIN,
     rebuild: float = 0.5,
 ) -> Norms:
     """Return the largest singular value of J for every problem, from products with A = J J^T.
@@ -97,9 +110,10 @@ def spectral_norms(
             same length; or zeros. A norm close to the second one is then rarely missed, and the
             probabilistic limit stays what it is: a shift of a symmetric unimodal density puts no
             more of it near zero.
-        tol: relative accuracy of the norm.
-        max_steps: most products per problem; a problem that needs more has `converged` False.
-        guard: how far the probabilistic limit may lie above the norm, relatively.
+        tol: relative accuracy of the norm, estimated.
+        max_steps: most steps per problem; a problem that needs more has `converged` False.
+        within: how far `upper` may lie above the norm, relatively; as small as `tol` it proves
+            tol, for 1.4 to 2.4 times the products.
         rebuild: share of finished problems at which `select` is asked again; above 1 never.
 
     Raises:
@@ -118,8 +132,8 @@ def spectral_norms(
     running, found = _begin(start, guess), _blank(len(start))
     products = select(running.index)
     for _ in range(max_steps):
-        running.advance(products(running.last))
-        fresh = running.settled(tol, guard) & ~running.done
+        running.advance(running.image(products))
+        fresh = running.settled(tol, within) & ~running.done
         if not fresh.any():
             continue
         _record(found, running, fresh)
@@ -144,9 +158,11 @@ class _Running:
     blocks: list[Tensor]  # the orthonormal basis U, (problems, _BLOCK, size) each
     t: Tensor  # T = U^T A U, tridiagonal, lower triangle; on the CPU, float64
     beta: Tensor  # what couples the newest basis vector to T
-    level: Tensor  # log of beta_1 ... beta_k / delta, see `_log_delta`
+    level: Tensor  # log of beta_1 ... beta_k / delta
     ritz: Tensor  # eigenvalues of T, ascending
     shorter: Tensor  # eigenvalues of T one step earlier
+    exponent: Tensor  # A stands for the caller's times 2^exponent, which is even
+    repeated: Tensor  # products that were met again because of their size
 
     @property
     def steps(self) -> int:
@@ -156,6 +172,10 @@ class _Running:
     def last(self) -> Tensor:
         """The newest basis vector."""
         return self._vector(self.steps).squeeze(1)
+
+    def image(self, products: Products) -> Tensor:
+        """Return A times the newest basis vector."""
+        return self._product(products) if self.steps else self._first(products)
 
     def advance(self, product: Tensor) -> None:
         """Extend basis and T, given A times the newest basis vector."""
@@ -176,19 +196,23 @@ class _Running:
         tiny = torch.finfo(w.dtype).tiny
         torch.div(w, beta.clamp_min(tiny), out=self._vector(self.steps))
 
-    def settled(self, tol: float, guard: float) -> Tensor:
+    def settled(self, tol: float, within: float) -> Tensor:
         """Which problems meet the stop rule."""
-        top = self.ritz[:, -1:]
-        margin = ((1 + tol) ** 2 - 1) * top[:, 0]
-        close = _kato_temple(self.ritz, self.shorter, self.beta) <= margin
-        if not close.any():
-            return self.exhausted()
-        seen = ((1 + guard) ** 2 * top - self.ritz).log().sum(1) >= self.level
-        return (close & seen) | self.exhausted()
+        reached = below(self.ritz, self.level, (1 + within) ** 2)
+        if within > tol and reached.any():
+            proven = below(self.ritz, self.level, (1 + tol) ** 2)
+            error = kato_temple(self.ritz, self.shorter, self.beta)
+            reached &= proven | (error <= (1 + tol) ** 2 - 1)
+        return reached | self.exhausted()
 
     def norm(self) -> Tensor:
         """The estimate of sigma_1."""
-        return self.ritz[:, -1].clamp_min(0.0).sqrt()
+        return self._scaled(self.ritz[:, -1])
+
+    def upper(self) -> Tensor:
+        """What sigma_1 exceeds with probability ETA."""
+        limit = self._scaled(probabilistic_limit(self.ritz, self.level))
+        return torch.where(self.exhausted(), self.norm(), limit)
 
     def exhausted(self) -> Tensor:
         """Where the Krylov space is invariant: T has every eigenvalue that the start can see."""
@@ -197,8 +221,36 @@ class _Running:
     def keep(self, mask: Tensor) -> None:
         """Drop the other problems."""
         self.blocks = [block[mask] for block in self.blocks]
-        for name in ("index", "size", "done", "t", "beta", "level", "ritz", "shorter"):
+        for name in (f.name for f in fields(self) if f.name != "blocks"):
             setattr(self, name, getattr(self, name)[mask])
+
+    def _first(self, products: Products) -> Tensor:
+        """The first product, after scaling A such that it is of about the size of one."""
+        image = self._product(products)
+        change = _towards_one(image)
+        far = change.abs() > _ROOM // 2
+        if far.any():  # it overflowed or lost its digits, or nearly so
+            self.exponent += change.where(far, 0)
+            self.repeated += far
+            image = self._product(products)
+            change = _towards_one(image)
+            self.exponent[image.eq(0).all(1).cpu()] = 0
+            change[image.eq(0).all(1).cpu()] = 0
+        self.exponent += change
+        return image * _powers_of_two(change, image)
+
+    def _product(self, products: Products) -> Tensor:
+        """A times the newest basis vector; what a vector cannot carry goes to its image."""
+        if not self.exponent.any():
+            return products(self.last)
+        before = self.exponent.clamp(-_ROOM, _ROOM)
+        image = products(self.last * _powers_of_two(before, self.last))
+        return image * _powers_of_two(self.exponent - before, image)
+
+    def _scaled(self, square: Tensor) -> Tensor:
+        """The root of an eigenvalue, in the caller's units."""
+        unit = _powers_of_two(-self.exponent // 2, square)[:, 0]
+        return square.clamp_min(0.0).sqrt() * unit
 
     def _couple(self, entries: Tensor) -> None:
         """Append a row (alpha, next beta) to T."""
@@ -238,24 +290,32 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
         blocks=[block],
         t=empty[:, :, None].expand(-1, -1, 0),
         beta=empty.sum(1),
-        level=length.log() - _log_delta(dimension),
+        level=length.log() - log_delta(dimension, ETA),
         ritz=empty,
         shorter=empty,
+        exponent=torch.zeros(count, dtype=torch.int64),
+        repeated=torch.zeros(count, dtype=torch.int64),
     )
 
 
 def _normalized(vectors: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(vectors, dim=1, eps=torch.finfo(vectors.dtype).tiny)
+    """Unit vectors; 0 stays 0. Squares of small numbers underflow: a power of two goes first."""
+    exponent = torch.frexp(vectors.abs().amax(1).to("cpu", torch.float64))[1]
+    return torch.nn.functional.normalize(vectors * _powers_of_two(-exponent, vectors), dim=1)
 
 
-def _log_delta(size: Tensor) -> Tensor:
-    """Log of delta with P(|<u, v>| >= delta) >= 1 - ETA for u uniform on the sphere, v fixed.
+def _towards_one(image: Tensor) -> Tensor:
+    """Even exponents by which products of unit vectors come to about one; 0 within 2^+-20."""
+    size = image.abs().amax(1).to("cpu", torch.float64)
+    even = -2 * (size.log2() / 2).round().clamp(-450, 450)
+    even = even.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
+    return even.where(even.abs() > 20, 0).long()
 
-    For size >= 3 the density of <u, v> is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
-    """
-    half = size.double() / 2
-    density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
-    return math.log(ETA / 2) - density
+
+def _powers_of_two(exponent: Tensor, like: Tensor) -> Tensor:
+    """2^exponent without rounding, (problems, 1), in the precision of `like`."""
+    powers = [[math.ldexp(1.0, k)] for k in exponent.tolist()]
+    return torch.tensor(powers, dtype=torch.float64).to(like)
 
 
 def _blank(count: int) -> Norms:
@@ -264,38 +324,7 @@ def _blank(count: int) -> Norms:
 
 
 def _record(found: Norms, running: _Running, mask: Tensor) -> None:
-    which, norm = running.index[mask], running.norm()[mask]
-    limit = _probabilistic_limit(running.ritz[mask], running.level[mask])
-    found.norm[which] = norm
-    found.upper[which] = torch.where(running.exhausted()[mask], norm, limit)
-    found.products[which] = running.steps
-
-
-def _kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
-    """Estimate lambda_1 - theta_1; `shorter` are the Ritz values one step earlier."""
-    top = ritz[:, -1:]
-    gaps = (top - ritz[:, :-1]).clamp_min(1e-300)
-    # The squared last entry of T's top eigenvector, in terms of the interlacing eigenvalues.
-    residual = beta.square() * ((top - shorter).clamp_min(0.0) / gaps).prod(1)
-    if ritz.shape[1] == 1:
-        return residual.sqrt()
-    return torch.minimum(residual.sqrt(), residual / gaps[:, -1])
-
-
-def _probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
-    """Solve log det(t - T) = level for t above theta_1 and return sqrt(t).
-
-    Newton's method in y = log(t - theta_1), where the left side is convex and increasing: started
-    to the right it only descends, so every iterate is a limit too.
-    """
-    top = ritz[:, -1].clamp_min(0.0)
-    gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
-    y = torch.minimum(level / ritz.shape[1], level - gaps.sum(1))
-    for _ in range(60):
-        value = y + torch.logaddexp(y[:, None], gaps).sum(1)
-        slope = 1 + torch.sigmoid(y[:, None] - gaps).sum(1)
-        step = (value - level).clamp_min(0.0) / slope
-        y = y - step
-        if not (step * y.exp() > 1e-6 * top).any():
-            break
-    return (top + y.exp()).sqrt()
+    which = running.index[mask]
+    found.norm[which] = running.norm()[mask]
+    found.upper[which] = running.upper()[mask]
+    found.products[which] = running.steps + running.repeated[mask]

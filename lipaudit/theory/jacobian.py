@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads
-from lipaudit.theory.lanczos import WITHIN, Norms, Products, random_starts, spectral_norms
-from lipaudit.theory.products import head_products, layer_products
+from lipaudit.theory.double import norms_in_double
+from lipaudit.theory.lanczos import WITHIN, Norms, random_starts, spectral_norms
+from lipaudit.theory.products import SideBySide, Through, head_products, layer_products
 from lipaudit.theory.scale import unit_matrices, unit_values
 
 _SCREEN = 6  # products after which most heads are known to gain nothing from splitting tokens
@@ -73,7 +74,8 @@ def head_norms(
     products = head_products(heads)
     guess = products.value_path()
     solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
-    norms = solve(products.select, start, guess=guess)
+    families = products.select, lambda: head_products(heads.to(torch.float64))
+    norms = norms_in_double(solve, families, start, guess, tol)
     return norms.map(lambda values: values.view(batch, count)).times(size)
 
 
@@ -93,23 +95,21 @@ def layer_norms(
     tensor([1.4142], dtype=torch.float64)
     """
     heads, size = unit_values(heads)
-    layer = layer_products(heads)
+    layer, double = layer_products(heads), cache(lambda: layer_products(heads.to(torch.float64)))
     solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
-    guess = layer.value_path()
-    # All values are of size one: each head is given its own size back, relative to the largest.
-    gains = (size / size.amax()).to(heads.v).repeat_interleave(heads.v.shape[3])
-    start = _starts(heads, seeds, len(gains))
-    concat = solve(
-        lambda rows: _scaled(gains, layer.select(rows)), start, guess=_times(gains, guess)
-    ).times(size.amax())
+
+    def norms(family: type[SideBySide] | type[Through], weights: Tensor) -> Norms:
+        single = family(layer, weights.to(heads.v))
+        start = _starts(heads, seeds, single.channels)
+        families = single.select, lambda: family(double(), weights)
+        return norms_in_double(solve, families, start, single.value_path(), tol)
+
+    # All values are of size one: each head gets its own size back, relative to the largest.
+    concat = norms(SideBySide, size / size.amax()).times(size.amax())
     if heads.out is None:
         return LayerNorms(concat=concat, out=None)
     wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])
-    wo = wo.to(heads.v).flatten(0, 1)
-    start = _starts(heads, seeds, wo.shape[1])
-    guess = (guess.view(len(guess), -1, len(wo)) @ wo).flatten(1)
-    out = solve(lambda rows: _through(wo, layer.select(rows)), start, guess=guess)
-    return LayerNorms(concat=concat, out=out.times(length))
+    return LayerNorms(concat=concat, out=norms(Through, wo).times(length))
 
 
 def splitting_gain(
@@ -207,26 +207,6 @@ def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float
         return first.norm
     more = spectral_norms(lambda index: products.select(left[index]), start[left], tol=tol)
     return first.norm.index_put((left,), torch.where(more.converged, more.norm, torch.nan))
-
-
-def _scaled(gains: Tensor, inner: Products) -> Products:
-    """G A G channel by channel, for A on the heads side by side."""
-    return lambda u: _times(gains, inner(_times(gains, u)))
-
-
-def _times(gains: Tensor, u: Tensor) -> Tensor:
-    return (u.view(len(u), -1, len(gains)) * gains).flatten(1)
-
-
-def _through(wo: Tensor, inner: Products) -> Products:
-    """W_O^T A W_O token by token, for A on the heads side by side."""
-
-    def apply(u: Tensor) -> Tensor:
-        before = u.view(len(u), -1, wo.shape[1]) @ wo.mT
-        after = inner(before.flatten(1)).view_as(before)
-        return (after @ wo).flatten(1)
-
-    return apply
 
 
 def _token_jacobians(heads: Heads) -> list[Tensor]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -53,12 +52,28 @@ class Norms:
             the error is estimated at most tol or `upper` is at most (1 + tol) norm. The estimate
             is no proof: where singular values crowd below the first, a norm may lie anywhere
             below `upper`.
+        vector: the u with the largest |J^T u| / |u| that was met, in the precision of the
+            products; None unless asked for.
     """
 
     norm: Float[Tensor, "*problems"]
     upper: Float[Tensor, "*problems"]
     products: Int[Tensor, "*problems"]
     converged: Bool[Tensor, "*problems"]
+    vector: Float[Tensor, "problems size"] | None = None
+
+    def times(self, factor: Tensor | float) -> Norms:
+        """Return the norms of the same problems times a factor, one or one for each."""
+        return replace(self, norm=self.norm * factor, upper=self.upper * factor)
+
+    def updated(self, index: Int[Tensor, " some"], rest: Norms) -> Norms:
+        """Return the same with some problems solved anew; their products add up."""
+        return Norms(
+            self.norm.index_put((index,), rest.norm),
+            self.upper.index_put((index,), rest.upper),
+            self.products.index_put((index,), rest.products, accumulate=True),
+            self.converged.index_put((index,), rest.converged),
+        )
 
     @property
     def within(self) -> Float[Tensor, "*problems"]:
@@ -66,7 +81,7 @@ class Norms:
         return torch.where(self.upper == self.norm, 0.0, self.upper / self.norm - 1)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Norms:
-        """Return the same norms with every tensor passed through `change`."""
+        """Return the same norms with every tensor but the vectors passed through `change`."""
         return Norms(
             change(self.norm), change(self.upper), change(self.products), change(self.converged)
         )
@@ -96,6 +111,7 @@ def spectral_norms(
     max_steps: int = 300,
     within: float = WITHIN,
     rebuild: float = 0.5,
+    vectors: bool = False,
 ) -> Norms:
     """Return the largest singular value of J for every problem, from products with A = J J^T.
 
@@ -115,6 +131,7 @@ def spectral_norms(
         within: how far `upper` may lie above the norm, relatively; as small as `tol` it proves
             tol, for 1.4 to 2.4 times the products.
         rebuild: share of finished problems at which `select` is asked again; above 1 never.
+        vectors: whether to return the leading vectors too.
 
     Raises:
         EvaluationError: a product is not finite.
@@ -129,7 +146,7 @@ def spectral_norms(
     >>> norms.norm, norms.products
     (tensor([3.], dtype=torch.float64), tensor([3]))
     """
-    running, found = _begin(start, guess), _blank(len(start))
+    running, found = _begin(start, guess), _blank(start, vectors=vectors)
     products = select(running.index)
     for _ in range(max_steps):
         running.advance(running.image(products))
@@ -213,6 +230,15 @@ class _Running:
         """What sigma_1 exceeds with probability ETA."""
         limit = self._scaled(probabilistic_limit(self.ritz, self.level))
         return torch.where(self.exhausted(), self.norm(), limit)
+
+    def vector(self) -> Tensor:
+        """The combination of basis vectors that belongs to the largest Ritz value."""
+        weights = torch.linalg.eigh(self.t)[1][:, :, -1].to(self.blocks[0])
+        parts = torch.split(weights, _BLOCK, 1)
+        vector = torch.zeros_like(self._vector(0))
+        for part, block in zip(parts, self.blocks, strict=False):
+            vector.baddbmm_(part[:, None], block[:, : part.shape[1]])
+        return vector.squeeze(1)
 
     def exhausted(self) -> Tensor:
         """Where the Krylov space is invariant: T has every eigenvalue that the start can see."""
@@ -318,9 +344,11 @@ def _powers_of_two(exponent: Tensor, like: Tensor) -> Tensor:
     return torch.tensor(powers, dtype=torch.float64).to(like)
 
 
-def _blank(count: int) -> Norms:
+def _blank(start: Tensor, *, vectors: bool) -> Norms:
+    count, vector = len(start), torch.zeros_like(start) if vectors else None
     numbers, steps = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
-    return Norms(numbers, numbers.clone(), steps, torch.zeros(count, dtype=torch.bool))
+    done = torch.zeros(count, dtype=torch.bool)
+    return Norms(numbers, numbers.clone(), steps, done, vector)
 
 
 def _record(found: Norms, running: _Running, mask: Tensor) -> None:
@@ -328,3 +356,5 @@ def _record(found: Norms, running: _Running, mask: Tensor) -> None:
     found.norm[which] = running.norm()[mask]
     found.upper[which] = running.upper()[mask]
     found.products[which] = running.steps + running.repeated[mask]
+    if found.vector is not None and len(which):
+        found.vector[which] = running.vector()[mask]

@@ -83,6 +83,10 @@ class _Side:
             for (name, g), part in parts
         }
 
+    def per_problem(self, problems: int) -> Tensor:
+        """W of every problem, (problems, D, sum of e): heads within batch rows."""
+        return self.weight.repeat(problems // len(self.weight), 1, 1)
+
     def select(self, index: Tensor) -> _Side:
         local = {n: g if g is None or len(g) == 1 else g[index] for n, g in self.local.items()}
         return replace(self, local=local)
@@ -103,6 +107,12 @@ class HeadProducts:
         for side, gram in zip(self.sides, self.grams, strict=True):
             tangents |= side.push(side.pull(rows) @ gram)
         return self.attend.push(tangents).flatten(1)
+
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T u|| of every problem; by W itself, whose Gram matrix loses digits."""
+        rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
+        inputs = (side.pull(rows) @ side.per_problem(len(u)).mT for side in self.sides)
+        return torch.stack([x.square().sum((1, 2)) for x in inputs]).sum(0).sqrt()
 
     def value_path(self) -> Tensor:
         """Return the leading singular vector of u -> P u W_V^T, (problems, n dv).
@@ -151,6 +161,12 @@ class LayerProducts:
             tangents |= side.push(y.transpose(1, 2).flatten(0, 1))
         return self._split(self.attend.push(tangents))
 
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T u|| of every problem, u as in a call."""
+        n, dv = self.attend.o.shape[1:]
+        inputs = self.pull(u.view(-1, n, self.heads, dv).transpose(1, 2))
+        return torch.stack([x.square().sum((1, 2)) for x in inputs]).sum(0).sqrt()
+
     def value_path(self) -> Tensor:
         """Return those of the heads side by side, each as long as its singular value."""
         return self._split(_value_path(self.attend, self.sides)).transpose(1, 2).flatten(1)
@@ -165,6 +181,80 @@ class LayerProducts:
 
     def _split(self, rows: Tensor) -> Tensor:
         return rows.view(-1, self.heads, *rows.shape[1:])
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """A layer's heads side by side, each times its gain."""
+
+    layer: LayerProducts
+    gains: Tensor  # (heads,)
+
+    @property
+    def channels(self) -> int:
+        """Of one token's output."""
+        return len(self._gains)
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Return G A G u, for A on the plain heads."""
+        return self._times(self.layer(self._times(u)))
+
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T G u|| of every problem."""
+        return self.layer.pulled_norm(self._times(u))
+
+    def value_path(self) -> Tensor:
+        """Return those of the heads, each as long as its singular value."""
+        return self._times(self.layer.value_path())
+
+    def select(self, rows: Tensor) -> SideBySide:
+        """Return the products of these batch rows alone."""
+        return replace(self, layer=self.layer.select(rows))
+
+    @property
+    def _gains(self) -> Tensor:
+        return self.gains.repeat_interleave(self.layer.attend.v.shape[2])
+
+    def _times(self, u: Tensor) -> Tensor:
+        return (u.view(len(u), -1, self.channels) * self._gains).flatten(1)
+
+
+@dataclass(frozen=True)
+class Through:
+    """A layer's output, sum_h O_h W_O,h."""
+
+    layer: LayerProducts
+    weight: Tensor  # W_O, (heads, d_v, D_out)
+
+    @property
+    def channels(self) -> int:
+        """Of one token's output."""
+        return self.weight.shape[2]
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Return W_O^T A W_O u token by token, for A on the heads side by side."""
+        after = self.layer(self._back(u)).view(len(u), -1, len(self._flat))
+        return (after @ self._flat).flatten(1)
+
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T W_O u|| of every problem."""
+        return self.layer.pulled_norm(self._back(u))
+
+    def value_path(self) -> Tensor:
+        """Return what W_O makes of those of the heads."""
+        rows = self.layer.value_path()
+        return (rows.view(len(rows), -1, len(self._flat)) @ self._flat).flatten(1)
+
+    def select(self, rows: Tensor) -> Through:
+        """Return the products of these batch rows alone."""
+        return replace(self, layer=self.layer.select(rows))
+
+    @property
+    def _flat(self) -> Tensor:
+        return self.weight.flatten(0, 1)
+
+    def _back(self, u: Tensor) -> Tensor:
+        return (u.view(len(u), -1, self.channels) @ self._flat.mT).flatten(1)
 
 
 def head_products(heads: Heads) -> HeadProducts:

@@ -1,0 +1,46 @@
+"""The last check of every head: no bound may lie below the exact norm that it bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from lipaudit.errors import EvaluationError
+from lipaudit.models.sites import Site
+from lipaudit.theory.catalogue import BOUNDS
+
+ROUNDING = 1e-9
+"""What rounding in float64 may take from a bound, or add to a norm, relatively."""
+
+
+def require_bounds_hold(site: Site, ids: Sequence[str], values: Mapping[str, Tensor]) -> None:
+    """Stop the run where a bound of a head, or of a layer, is below the exact norm.
+
+    Args:
+        site: the layer.
+        ids: of the samples.
+        values: `exact` and every bound that is given, (samples, heads); `layer_out`, `out_norm`,
+            (samples, 1). NaN is not given.
+
+    Raises:
+        EvaluationError: one is below; it names the head and the bound.
+    """
+    for name in BOUNDS:
+        _require(name, values[name], values["exact"], site, ids)
+    heads = values["out_norm"] * values["sharp"].square().sum(1, keepdim=True).sqrt()
+    _require("sharp_rss", heads, values["layer_out"], site, ids)
+
+
+def _require(name: str, bound: Tensor, exact: Tensor, site: Site, ids: Sequence[str]) -> None:
+    below = (bound < exact * (1 - ROUNDING)).nonzero()
+    if not len(below):
+        return
+    sample, head = below[0].tolist()
+    where = f"head {site.index}.{head}" if bound.shape[1] == site.heads else f"layer {site.index}"
+    raise EvaluationError(
+        f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
+        f"{ids[sample]}, below the exact norm {float(exact[sample, head]):.9g}: one of them is "
+        "wrong, and no figure of this run can be relied on",
+        "This is a bug in lipaudit. Please report it with the model, the data and this line.",
+    )

@@ -20,11 +20,16 @@ from lipaudit.theory.jacobian import vjp_x
 
 SAME = 1e-5  # of the largest entry: rounding of float32
 AGREES = 1e-4
+_DEAD = 1e-30  # heads with smaller gradients are zero: float32 ends at 1e-38
 
 
-def agree(a: Tensor, b: Tensor, tolerance: float = SAME) -> bool:
-    """Compare two tensors, relative to the largest entry of the first."""
-    return _largest(a - b) <= tolerance * _largest(a)
+def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
+    """Compare two tensors, relative to the largest entry of the first.
+
+    With `each`, every slice along that axis by itself: a large head must not hide a small one.
+    """
+    pairs = ((a, b),) if each is None else zip(a.unbind(each), b.unbind(each), strict=True)
+    return all(_largest(x - y) <= tolerance * _largest(x) for x, y in pairs)
 
 
 def fixed_output(net: Net, batch: Batch) -> Tensor:
@@ -41,7 +46,7 @@ def fixed_output(net: Net, batch: Batch) -> Tensor:
             "the model's output is not finite",
             "check the weights, and try --dtype float64",
         )
-    if not agree(first, second):
+    if not agree(first, second, each=0):
         where = _first_difference(net.module, lambda: net.output(batch), lambda: net.output(batch))
         raise InputError(
             f"the model is randomised: two passes over the same samples differ, first in {where}",
@@ -73,7 +78,7 @@ def require_same(captured: Tensor, output: Tensor) -> None:
     Raises:
         InputError: it did.
     """
-    if not agree(output, captured, AGREES):
+    if not agree(output, captured, AGREES, each=0):
         gap = (captured - output).abs().amax() / output.abs().amax()
         raise InputError(
             f"the model's output changes by {gap:.1e} (relative) when it is observed",
@@ -82,30 +87,51 @@ def require_same(captured: Tensor, output: Tensor) -> None:
 
 
 def jacobian_agrees(heads: Heads, made: dict[str, Projected], call: AttentionCall) -> bool:
-    """Compare the closed form of J^T u with one backward pass through the model's own attention.
+    """Compare the closed form of J^T u with a backward pass through the model's own attention.
+
+    u is drawn at random, and scaled in each head so that its share of J^T u has largest entry 1:
+    heads with small values or small logits count as much as the others.
 
     Args:
         heads: the layer.
         made: its q, k and v.
         call: the canonical attention call.
     """
-    samples = int(heads.sample[-1]) + 1
     generator = torch.Generator(call.output.device).manual_seed(0)
     shape, dtype, device = call.output.shape, call.output.dtype, call.output.device
     u = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+    one_by_one = [heads.pick(slice(h, h + 1)) for h in range(u.shape[1])]
+    shares = [_closed(head, made, u[:, h : h + 1]) for h, head in enumerate(one_by_one)]
+    groups = _by_input(made.values())
+    sizes = torch.tensor([[_size(share, parts) for share in shares] for parts in groups])
+    # With two inputs one gradient may vanish beside the other, down to rounding.
+    sizes = (sizes + SAME / AGREES * sizes.amax(0)).clamp_min(_DEAD).to(u)
+    return all(
+        _apart(heads, made, call.output, parts, u / size[:, None, None]) <= AGREES
+        for parts, size in zip(groups, sizes, strict=True)
+    )
+
+
+def _closed(heads: Heads, made: dict[str, Projected], u: Tensor) -> list[tuple[Projected, Tensor]]:
+    """J^T u by the closed form: what reads each input, and its gradient."""
     dx, dx_kv = vjp_x(heads, u)
     closed = [(made["q"], dx)] if "q" in made else []
-    closed += [] if dx_kv is None else [(made["k"], dx_kv)]
-    pairs = []
-    for parts in _by_input(made.values()):
-        true = [_pulled(part, call.output, u) for part in parts]
-        mine = [_scattered(part, d, samples) for part, d in closed if _same(part, parts[0])]
-        pairs.append((torch.stack(true).sum(0), torch.stack(mine).sum(0)))
-    largest = max(_largest(true) for true, _ in pairs)
-    # With two inputs one gradient may vanish beside the other, down to rounding.
-    return all(
-        _largest(true - mine) <= AGREES * _largest(true) + SAME * largest for true, mine in pairs
-    )
+    return closed if dx_kv is None else [*closed, (made["k"], dx_kv)]
+
+
+def _size(closed: list[tuple[Projected, Tensor]], group: list[Projected]) -> float:
+    return max((_largest(d) for part, d in closed if _same(part, group[0])), default=0.0)
+
+
+def _apart(
+    heads: Heads, made: dict[str, Projected], output: Tensor, group: list[Projected], u: Tensor
+) -> float:
+    """Return how far the closed form is from autograd in what a group of linear maps reads."""
+    samples = int(heads.sample[-1]) + 1
+    true = [_pulled(part, output, u) for part in group]
+    closed = _closed(heads, made, u)
+    mine = [_scattered(part, d, samples) for part, d in closed if _same(part, group[0])]
+    return _largest(torch.stack(true).sum(0) - torch.stack(mine).sum(0))
 
 
 def _largest(t: Tensor) -> float:

@@ -84,7 +84,8 @@ def _linearized(layer: Layer) -> Linearization:
         return _output(layer, moved).flatten()[None]
 
     linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))
-    if not checks.agree(layer.output.flatten(), linear.output[0], checks.AGREES):
+    again = linear.output[0].view_as(layer.output)
+    if not checks.agree(layer.output, again, checks.AGREES, each=1):
         raise EvaluationError(
             f"{layer.site.scope} gives something else when it is run on its own",
             "it keeps state between calls: leave its layers out with --layers",

@@ -129,7 +129,7 @@ class _Surveyor:
         """Check in a second pass that a layer's rows belong to the samples they are given to."""
         found = self.found[address]
         pairs = zip(found.first, _first_sample(call, found.site), strict=True)
-        if not all(checks.agree(a, b) for a, b in pairs):
+        if not all(checks.agree(a, b, each=1) for a, b in pairs):
             reason = "its rows cannot be attributed to samples"
             found.site = replace(found.site, structure=None, reason=reason, inputs=())
 

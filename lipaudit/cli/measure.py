@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lipaudit.measures.attack import AttackOptions
 
 MEASURE = "Measure a checkpoint"
+Within = Annotated[
+    float, typer.Option(help="Proven relative accuracy of the norms (probability 0.999).")
+]
 Layers = Annotated[
     str | None, typer.Option("--layers", help="Only these attention layers, e.g. 0,5-7.")
 ]
@@ -29,7 +32,8 @@ def bounds(
     model: ModelSpec,
     common: Common,
     layers: Layers = None,
-    tol: Annotated[float, typer.Option(help="Relative tolerance of the exact norms.")] = 1e-4,
+    tol: Annotated[float, typer.Option(help="Estimated relative accuracy of the norms.")] = 1e-4,
+    within: Within = 0.03,
 ) -> None:
     """Lipschitz bounds of every attention head beside its exact Jacobian norm.
 
@@ -44,7 +48,7 @@ def bounds(
     from lipaudit.measures import parse_layers
     from lipaudit.measures.bounds import BoundsOptions
 
-    given = {"layers": parse_layers(layers), "tol": tol}
+    given = {"layers": parse_layers(layers), "tol": tol, "within": within}
     run_measures(model, common, bounds=options_of(BoundsOptions, common, given))
 
 
@@ -97,7 +101,8 @@ def jacobian(
         str | None, typer.Option("--to", help="logits, probabilities, features or tokens.")
     ] = None,
     norm: Annotated[str, typer.Option(help="2 (spectral), or inf (largest L1 row norm).")] = "2",
-    tol: Annotated[float, typer.Option(help="Relative tolerance of the norms.")] = 1e-4,
+    tol: Annotated[float, typer.Option(help="Estimated relative accuracy of the norms.")] = 1e-4,
+    within: Within = 0.03,
     per_layer: Annotated[
         bool, typer.Option("--per-layer", help="Also the norm of every block, input to output.")
     ] = False,
@@ -116,7 +121,7 @@ def jacobian(
     from lipaudit.measures.jacobian import JacobianOptions
 
     given: dict[str, object] = {"start": start, "target": target, "norm": norm, "tol": tol}
-    given["per_layer"] = per_layer
+    given |= {"within": within, "per_layer": per_layer}
     run_measures(model, common, jacobian=options_of(JacobianOptions, common, given))
 
 

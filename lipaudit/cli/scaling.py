@@ -34,7 +34,7 @@ def scaling(
     mask: Annotated[
         str, typer.Option(help="Mask of the worst case: own, none, causal or both.")
     ] = "own",
-    tol: Annotated[float, typer.Option(help="Relative tolerance of the norms.")] = 1e-4,
+    tol: Annotated[float, typer.Option(help="Estimated relative accuracy of the norms.")] = 1e-4,
 ) -> None:
     """How the norms of attention layers and of the model grow with the number of tokens.
 

@@ -87,6 +87,15 @@ def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
     return tuple(dict.fromkeys(note for part in parts for note in part.notes))
 
 
+def lower_estimates(within: float) -> tuple[Note, ...]:
+    """Say what is proven of norms that are met from below; nothing where they are complete."""
+    text = (
+        "norms are lower estimates: with probability 0.999 each is at most "
+        f"{100 * within:.2g} % higher"
+    )
+    return (Note(level="info", code="lower-estimates", text=text),) if within > 0 else ()
+
+
 def number(value: float) -> float | None:
     """Return a plain float, None for NaN (not given)."""
     return None if np.isnan(value) else float(value)

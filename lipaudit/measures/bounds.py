@@ -16,6 +16,7 @@ from lipaudit.measures.base import (
     Part,
     Values,
     joined,
+    lower_estimates,
     notes,
     sample_ids,
     seed_of,
@@ -31,7 +32,7 @@ from lipaudit.theory.attention import Heads, per_sample
 from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.catalogue import BOUNDS
 from lipaudit.theory.jacobian import head_norms, layer_norms, splitting_gain
-from lipaudit.theory.lanczos import Norms
+from lipaudit.theory.lanczos import WITHIN, Norms
 from lipaudit.theory.norms import spectral_norm
 
 MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
@@ -44,12 +45,19 @@ class BoundsOptions(Options):
     """Options of `lipaudit bounds`.
 
     Attributes:
-        tol: relative tolerance of the exact norms.
+        tol: relative accuracy of the exact norms, estimated.
         max_steps: most Lanczos steps per head.
+        within: how far the probabilistic limit may lie above a norm: what is proven.
     """
 
     tol: float = 1e-4
     max_steps: int = 300
+    within: float = WITHIN
+
+    @property
+    def accuracy(self) -> dict[str, Any]:
+        """What the solver is asked for."""
+        return {"tol": self.tol, "max_steps": self.max_steps, "within": self.within}
 
 
 def run(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
@@ -88,8 +96,8 @@ def _closed_form(
     heads: Heads, seeds: Sequence[int], options: BoundsOptions, weights: Weights | None
 ) -> Reduced:
     """Return everything about a closed-form layer, per (sample, head) or (sample, 1)."""
-    how: dict[str, Any] = {"seeds": seeds, "tol": options.tol, "max_steps": options.max_steps}
-    exact, whole = head_norms(heads, **how), layer_norms(heads, **how)
+    exact = head_norms(heads, seeds=seeds, **options.accuracy)
+    whole = layer_norms(heads, seeds=seeds, **options.accuracy)
     found = head_bounds(heads, weights=weights)
     gain = torch.full_like(exact.norm, torch.nan)
     if not heads.is_causal():
@@ -97,17 +105,20 @@ def _closed_form(
     found["splitting_gain"] = gain
     found |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}
     found["layer_missed"] = _missed(whole.concat)[:, None]
+    found["layer_within"] = whole.concat.within[:, None]
     found["layer_out"] = torch.full_like(found["layer_exact"], torch.nan)
     if heads.out is not None and whole.out is not None:
         found["layer_out"] = whole.out.norm[:, None]
         found["layer_missed"] += _missed(whole.out)[:, None]
+        found["layer_within"] = found["layer_within"].maximum(whole.out.within[:, None])
     found["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
     found["numerical"] = torch.zeros_like(exact.norm)
     return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in found.items()}
 
 
 def _norms(exact: Norms) -> Reduced:
-    return {"exact": exact.norm, "upper": exact.upper, "missed": _missed(exact)}
+    found = {"exact": exact.norm, "upper": exact.upper, "within": exact.within}
+    return found | {"missed": _missed(exact)}
 
 
 def _missed(norms: Norms) -> Tensor:
@@ -119,11 +130,11 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
 
     NaN where it was surveyed with a closed form and its module cannot be run on its own.
     """
-    found = _norms(numeric_norms(layer, seeds=seeds, tol=options.tol, max_steps=options.max_steps))
+    found = _norms(numeric_norms(layer, seeds=seeds, **options.accuracy))
     open_head = torch.full_like(found["exact"], torch.nan)
     found |= dict.fromkeys((*BOUNDS, *MADE_OF, "g1_max", "splitting_gain"), open_head)
     open_layer = open_head[:, :1]
-    found |= dict.fromkeys(("layer_exact", "layer_out", "out_norm"), open_layer)
+    found |= dict.fromkeys(("layer_exact", "layer_out", "layer_within", "out_norm"), open_layer)
     found["layer_missed"] = torch.zeros_like(open_layer)
     found["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
     found["numerical"] = torch.ones_like(open_head)
@@ -184,6 +195,7 @@ def _row(head: HeadName, kind: str, found: dict[str, Values]) -> BoundsRow:
         sharp_ratio_max=_largest(ratio),
         splitting_gain=_median(found["splitting_gain"]),
         upper=_median(found["upper"]),
+        within=_largest(found["within"]),
         converged=not found["missed"].any(),
     )
 
@@ -209,6 +221,7 @@ def _layer_section(
                 module=module,
                 exact=_median(found["layer_exact"][:, i]),
                 exact_out=_median(found["layer_out"][:, i]),
+                within=_largest(found["layer_within"][:, i]),
                 sharp_sum=_median(out * sharp.sum(1)),
                 sharp_rss=_median(out * np.sqrt((sharp**2).sum(1))),
                 theorem3_sum=_median(out * theorem3.sum(1)),
@@ -231,7 +244,7 @@ def _log10(value: float | None) -> float | None:
 
 def _remarks(found: dict[str, Values]) -> tuple[Note, ...]:
     """Say what is missing and what did not converge."""
-    remarks = []
+    remarks = [*lower_estimates(float(np.nanmax(found["within"], initial=0.0)))]
     for name, what in (("missed", "head"), ("layer_missed", "layer")):
         missed = int(found[name].sum())
         if missed:

@@ -17,6 +17,7 @@ from lipaudit.measures.base import (
     Part,
     Values,
     joined,
+    lower_estimates,
     notes,
     number,
     sample_ids,
@@ -29,7 +30,9 @@ from lipaudit.models.maps import From, To, sample_map
 from lipaudit.models.net import Net
 from lipaudit.models.survey import survey
 from lipaudit.results import Array, JacobianRow, Note, Section
+from lipaudit.theory.lanczos import WITHIN
 
+OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGED = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 
 
@@ -41,8 +44,9 @@ class JacobianOptions(Options):
         target: logits, probabilities, features or tokens; None is logits, or features of a model
             without a head.
         norm: 2 (spectral) or inf (largest l_1 norm of a row, from l_inf to l_inf).
-        tol: relative tolerance of the norms.
+        tol: relative accuracy of the norms, estimated.
         max_steps: most Lanczos steps per sample.
+        within: how far the probabilistic limit may lie above a norm: what is proven.
         per_layer: whether also the norm of every block around an attention layer is taken.
     """
 
@@ -51,7 +55,13 @@ class JacobianOptions(Options):
     norm: Literal["2", "inf"] = "2"
     tol: float = 1e-4
     max_steps: int = 300
+    within: float = WITHIN
     per_layer: bool = False
+
+    @property
+    def accuracy(self) -> dict[str, Any]:
+        """What the solver is asked for."""
+        return {"tol": self.tol, "max_steps": self.max_steps, "within": self.within}
 
     @model_validator(mode="after")
     def _spectral(self) -> JacobianOptions:
@@ -72,13 +82,13 @@ def run(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterato
         found = jacobian_norms(
             linear,
             norm=options.norm,
-            tol=options.tol,
-            max_steps=options.max_steps,
             seeds=[seed_of(i, options.seed) for i in batch.ids],
+            **options.accuracy,
         )
         values = {
             "norm": found.norm.double().numpy(),
             "upper": found.upper.double().numpy(),
+            "within": found.within.double().numpy(),
             "products": found.products.numpy(),
             "converged": found.converged.numpy(),
             **decision,
@@ -110,15 +120,15 @@ def _blocks(net: Net, batch: Batch) -> Blocks:
 def _block_values(
     net: Net, batch: Batch, blocks: Sequence[Block], options: JacobianOptions
 ) -> dict[str, Values]:
-    """Norms of the blocks, their products and whether they converged, (samples, blocks)."""
+    """Norms of the blocks, what is proven of them and what they cost, (samples, blocks)."""
     seeds = [seed_of(i, options.seed) for i in batch.ids]
-    how: dict[str, Any] = {"seeds": seeds, "tol": options.tol, "max_steps": options.max_steps}
-    found = [norms for _, norms in block_norms(net, batch, blocks, **how)]
+    each = block_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
+    found = [norms for _, norms in each]
     if not found:
         return {}
     return {
         f"block_{name}": torch.stack([getattr(norms, name) for norms in found], 1).numpy()
-        for name in ("norm", "products", "converged")
+        for name in OF_BLOCKS
     } | {"block_lanczos": np.array([[n.method == "lanczos" for n in found]] * len(batch))}
 
 
@@ -141,15 +151,15 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
     facts, found = parts[0].facts, {name: joined(parts, name) for name in parts[0].values}
     whole = {name: values for name, values in found.items() if not name.startswith("block_")}
+    columns = {name: _cells(name, values) for name, values in whole.items() if name != "within"}
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
     rows = [_row(options, whole, ends)]
     for i, module in enumerate(facts.get("blocks", ())):
         method = "lanczos" if found["block_lanczos"][0, i] else "dense"
         ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
-        mine = {name: found[f"block_{name}"][:, i] for name in ("norm", "products", "converged")}
+        mine = {name: found[f"block_{name}"][:, i] for name in OF_BLOCKS}
         rows.append(_row(options, mine, ends))
     blocks = {"per_layer": Array.of(found["block_norm"].T)} if "block_norm" in found else {}
-    columns = {name: _cells(name, values) for name, values in whole.items()}
     return [
         Section(
             measure="jacobian",
@@ -176,6 +186,7 @@ def _row(
         p95=float(np.quantile(norm, 0.95)),
         max=float(norm.max()),
         tol=options.tol,
+        within=float(found["within"].max()),
         products=float(found["products"].mean()),
         converged=int(found["converged"].sum()),
     )
@@ -189,7 +200,8 @@ def _cells(name: str, values: Values) -> tuple[bool | int | float | None, ...]:
 
 
 def _remarks(found: Mapping[str, Values]) -> tuple[Note, ...]:
-    remarks = []
+    within = [found[name] for name in ("within", "block_within") if name in found]
+    remarks = [*lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))]
     if "radius_first_order" in found:
         text = "radius_first_order is a first-order estimate at a point, never a certificate"
         remarks.append(Note(level="info", code="indicative", text=text))

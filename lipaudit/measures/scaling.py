@@ -17,7 +17,7 @@ from pydantic import Field
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
-from lipaudit.measures.base import Measure, Options, Part, Values, joined, notes
+from lipaudit.measures.base import Measure, Options, Part, Values, joined, lower_estimates, notes
 from lipaudit.measures.exponents import bound_exponents, fit_of, groups, points, with_fit
 from lipaudit.measures.layers import HeadName
 from lipaudit.measures.lengths import cut, require_lengths
@@ -43,7 +43,7 @@ class ScalingOptions(Options):
         radius: of the worst case, beside the layer's own; None: where n_max is amid the lengths,
             if that is smaller.
         mask: of the worst case: own, none, causal or both.
-        tol: relative tolerance of the norms.
+        tol: relative accuracy of the norms, estimated.
     """
 
     lengths: tuple[int, ...] = (8, 13, 22, 35, 58, 95, 156, 256)
@@ -89,14 +89,16 @@ def _on_data(
     found = [{n: part.values[n] for n in (*OF_HEADS, *OF_LAYERS)} for part in parts]
     facts = dict(parts[0].facts)
     missed = sum(int(part.values["missed"].sum()) for part in parts)
+    within = [part.values[name] for part in parts for name in ("within", "layer_within")]
     if "real" in options.modes:
         whole = jacobian.run(net, (c for _, c, _ in cuts), jacobian.JacobianOptions(**how))
         for values, part in zip(found, whole, strict=True):
             values["model"] = part.values["norm"][:, None]
             missed += int((~part.values["converged"]).sum())
+            within.append(part.values["within"])
             facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
     arrays = _scattered(cuts, found, (len(batch), len(options.lengths)))
-    return arrays, facts, notes(parts) + _missed(missed)
+    return arrays, facts | {"within": _largest(within)}, notes(parts) + _missed(missed)
 
 
 def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
@@ -128,6 +130,11 @@ def _scattered(
     return arrays
 
 
+def _largest(within: Sequence[Values]) -> float:
+    """Return how far above a norm the truth may lie at most; layers without a norm say NaN."""
+    return float(np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0))
+
+
 def _missed(count: int) -> tuple[Note, ...]:
     text = f"{count} norms did not converge to tol: they are lower estimates"
     return (Note(level="warning", code="not-converged", text=text),) if count else ()
@@ -147,7 +154,8 @@ class Curve:
 def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     """Make the sections `scaling`, `scaling.fit` and, with the mode split, `scaling.split`."""
     found = {name: joined(parts, name) for name in parts[0].values}
-    facts = parts[0].facts
+    within = max(part.facts.get("within", 0.0) for part in parts)
+    facts = {**parts[0].facts, "within": within}
     rows, fits = [], []
     for curve in _curves(found, facts, options) if found else ():
         law, fit = fit_of(curve.name, curve.n, curve.norm, curve.radius)
@@ -258,7 +266,8 @@ def _remarks(
             text="layers are measured after W_O where they have one, the model from "
             f"{facts['model']}; windows of a text begin at the same places for every n, so "
             "standard errors are on the small side",
-        )
+        ),
+        *lower_estimates(facts["within"]),
     ]
     reached = len({row.n for row in real})
     if reached < len(options.lengths):

@@ -22,6 +22,7 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sites import Site
 from lipaudit.models.trace import Address, Tracer, undisturbed
+from lipaudit.theory.lanczos import WITHIN
 
 
 class Block(NamedTuple):
@@ -65,6 +66,7 @@ def block_norms(
     seeds: Sequence[int] | None = None,
     tol: float = 1e-4,
     max_steps: int = 300,
+    within: float = WITHIN,
 ) -> Iterator[tuple[Block, JacobianNorms]]:
     """Yield ||d output / d input|| of each block per sample, at the inputs it has in the model.
 
@@ -75,8 +77,9 @@ def block_norms(
         batch: the samples.
         blocks: from `attention_blocks`.
         seeds: of the start vectors, one per sample.
-        tol: relative accuracy of the norms.
+        tol: relative accuracy of the norms, estimated.
         max_steps: most products per sample.
+        within: how far `upper` may lie above a norm, relatively: what is proven.
 
     Raises:
         InputError, EvaluationError: as `linearize`, on a block.
@@ -93,7 +96,8 @@ def block_norms(
         call = calls.pop(block)
         with undisturbed(module):
             linear = linearize(call.without_padding(batch.mask), call.x)
-            norms = jacobian_norms(linear, seeds=seeds, tol=tol, max_steps=max_steps)
+            how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
+            norms = jacobian_norms(linear, seeds=seeds, **how)
         yield block, norms
 
 

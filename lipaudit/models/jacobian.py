@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lipaudit.errors import UsageError
 from lipaudit.models.linearize import Linearization, require_finite
-from lipaudit.theory.lanczos import Products, random_starts, spectral_norms
+from lipaudit.theory.lanczos import WITHIN, Products, random_starts, spectral_norms
 
 Norm = Literal["2", "inf"]
 Method = Literal["dense", "lanczos", "rows"]
@@ -30,6 +30,7 @@ class JacobianNorms:
     Attributes:
         norm: the operator norm; from lanczos not above the truth, beyond rounding.
         upper: from lanczos, the truth is at most this with probability `1 - lanczos.ETA`.
+        within: upper / norm - 1, which is what is proven of the norm; 0 where nothing is left out.
         products: products with J or its transpose that were spent.
         converged: whether the stop rule was met within the allowed steps.
         method: dense (all rows or columns), rows (one at a time) or lanczos.
@@ -37,6 +38,7 @@ class JacobianNorms:
 
     norm: Tensor
     upper: Tensor
+    within: Tensor
     products: Tensor
     converged: Tensor
     method: Method
@@ -67,6 +69,7 @@ def jacobian_norms(
     norm: Norm = "2",
     tol: float = 1e-4,
     max_steps: int = 300,
+    within: float = WITHIN,
     seeds: Sequence[int] | None = None,
 ) -> JacobianNorms:
     """Return the operator norm of every sample's Jacobian.
@@ -78,8 +81,9 @@ def jacobian_norms(
     Args:
         linear: the map, linearised at the samples; its graph may be dropped to save memory.
         norm: which operator norm.
-        tol: relative accuracy at which lanczos ends a sample.
+        tol: relative accuracy, estimated, at which lanczos ends a sample.
         max_steps: most products with J J^T per sample.
+        within: how far `upper` may lie above a norm, relatively.
         seeds: of the start vectors, one per sample; the same vector for all when None.
 
     Raises:
@@ -90,7 +94,8 @@ def jacobian_norms(
         return _row_norms(linear)
     if min(linear.inputs, linear.outputs) <= DENSE:
         return _dense_norms(linear)
-    return _lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, tol, max_steps)
+    how = {"tol": tol, "max_steps": max_steps, "within": within}
+    return _lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, how)
 
 
 def margins(linear: Linearization, y: Tensor, *, norm: Norm = "inf", rivals: int = 5) -> Margins:
@@ -162,11 +167,12 @@ def _exact(linear: Linearization, norm: Tensor, products: int, method: Method) -
     require_finite(norm)
     norm = norm.cpu()
     spent = torch.full((len(linear),), products)
-    return JacobianNorms(norm, norm, spent, torch.ones_like(spent, dtype=torch.bool), method)
+    converged = torch.ones_like(spent, dtype=torch.bool)
+    return JacobianNorms(norm, norm, torch.zeros_like(norm), spent, converged, method)
 
 
 def _lanczos_norms(
-    linear: Linearization, seeds: Sequence[int], tol: float, max_steps: int
+    linear: Linearization, seeds: Sequence[int], how: dict[str, Any]
 ) -> JacobianNorms:
     size = min(linear.outputs, linear.inputs)
     device = linear.x.device
@@ -178,9 +184,9 @@ def _lanczos_norms(
         linear.release()
         return _gram(linear.select(index.to(device)))
 
-    found = spectral_norms(select, start, tol=tol, max_steps=max_steps)
-    # J^T u comes with A u = J J^T u: two products each.
-    return JacobianNorms(found.norm, found.upper, 2 * found.products, found.converged, "lanczos")
+    found = spectral_norms(select, start, **how)
+    spent = 2 * found.products  # J^T u comes with A u = J J^T u
+    return JacobianNorms(found.norm, found.upper, found.within, spent, found.converged, "lanczos")
 
 
 def _gram(linear: Linearization) -> Products:

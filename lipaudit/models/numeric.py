@@ -15,11 +15,16 @@ from lipaudit.models.events import AttentionCall, AttentionMode
 from lipaudit.models.layers import canonical
 from lipaudit.models.linearize import Linearization
 from lipaudit.models.trace import Frame
-from lipaudit.theory.lanczos import Norms, Products, random_starts, spectral_norms
+from lipaudit.theory.lanczos import WITHIN, Norms, Products, random_starts, spectral_norms
 
 
 def numeric_norms(
-    layer: Layer, *, seeds: Sequence[int], tol: float = 1e-4, max_steps: int = 300
+    layer: Layer,
+    *,
+    seeds: Sequence[int],
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    within: float = WITHIN,
 ) -> Norms:
     """Return ||J|| of every head of a layer, (samples, heads), by differentiating its module.
 
@@ -29,8 +34,9 @@ def numeric_norms(
     Args:
         layer: a layer while its visit lasts; NaN where there is an `obstacle`.
         seeds: of the start vectors, one per sample.
-        tol: relative accuracy of the norms.
+        tol: relative accuracy of the norms, estimated.
         max_steps: most products per head.
+        within: how far `upper` may lie above a norm, relatively: what is proven.
     """
     linear = _runnable(layer)
     if isinstance(linear, str):
@@ -43,6 +49,7 @@ def numeric_norms(
             start,
             tol=tol,
             max_steps=max_steps,
+            within=within,
             rebuild=2.0,
         )
         for head in range(layer.site.heads)

@@ -15,7 +15,7 @@ MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰ"
 UNMEASURED = ("d", "s", "")
 STATUS = {
     "certified": "holds on its whole domain",
-    "exact": "converged to the tolerance, at the samples X",
+    "exact": "computed at the samples X; a norm is met from below, see within",
     "bound": "proven upper bound, at the samples X only",
     "estimate": "statistical, may err on either side",
     "empirical": "what the attacks tried achieved, never a guarantee",

@@ -48,7 +48,7 @@ class Column(Frozen):
         better: the direction of improvement, which the gate needs; None where there is none.
         domain: where the figure holds ("at X", "all inputs of norm <= R"); empty where it claims
             nothing (a cost, a tolerance).
-        status: certified (holds on its whole domain) | exact (converged to tol at X) | bound
+        status: certified (holds on its whole domain) | exact (computed at X) | bound
             (proven upper bound, at X only) | estimate | empirical.
     """
 

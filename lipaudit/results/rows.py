@@ -6,6 +6,12 @@ from typing import ClassVar, get_args
 
 from lipaudit.results.base import Column, Float, Row, column
 
+PROVEN = (
+    "With probability 0.999 the norm is at most this share above what is given (largest over the "
+    "samples)"
+)
+STOPPED = "The error was estimated at most tol and proven to stay within its limit"
+
 
 class HeadRow(Row):
     """What names a head."""
@@ -79,7 +85,8 @@ class BoundsRow(HeadRow):
     upper: Float | None = column(
         "upper", "Probabilistic upper limit of exact (eta 1e-3).", status="estimate"
     )
-    converged: bool = column("converged", "Whether every norm met the tolerance.", True)
+    within: Float | None = column("within", f"{PROVEN}.", status="estimate", format=".2g")
+    converged: bool = column("converged", f"{STOPPED}: every sample.", True)
 
 
 class LayerRow(Row):
@@ -92,6 +99,7 @@ class LayerRow(Row):
     exact_out: Float | None = column(
         "with W_O", "Norm after the output projection.", better="lower"
     )
+    within: Float | None = column("within", f"{PROVEN}.", status="estimate", format=".2g")
     sharp_sum: Float | None = column(
         "||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds.", status="bound"
     )
@@ -154,9 +162,10 @@ class JacobianRow(Row):
     p95: Float | None = column("p95", "95th percentile.", better="lower")
     max: Float | None = column("max", "Largest norm.", better="lower")
     method: str = column("method", "dense VJPs or Lanczos.", "", format="s")
-    tol: Float | None = column("tol", "Relative tolerance asked for.", domain="")
+    tol: Float | None = column("tol", "Estimated relative accuracy asked for.", domain="")
+    within: Float | None = column("within", f"{PROVEN}.", status="estimate", format=".2g")
     products: Float | None = column("products", "Mean number of products per sample.", domain="")
-    converged: int = column("converged", "Samples that met the tolerance.", 0, format="d")
+    converged: int = column("converged", f"{STOPPED}: samples.", 0, format="d")
 
 
 class AttackRow(Row):
@@ -286,7 +295,7 @@ SAMPLES: dict[str, dict[str, Column]] = {
             label="upper", meaning="Probabilistic upper limit of norm.", status="estimate"
         ),
         "products": Column(label="products", meaning="Products used.", format="d"),
-        "converged": Column(label="converged", meaning="Whether norm met tol.", format=""),
+        "converged": Column(label="converged", meaning=f"{STOPPED}.", format=""),
         "margin": Column(label="margin", meaning="f_y - max_(j != y) f_j.", better="higher"),
         "radius_first_order": Column(
             label="first-order radius",

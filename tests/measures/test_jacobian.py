@@ -8,13 +8,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lipaudit import schema
+from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures.base import Part
 from lipaudit.measures.jacobian import JacobianOptions, run, summarise
+from lipaudit.models.assembly import assemble
 from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.spec import ModelSpec
 from lipaudit.results import Data, Model, Report, Run
 
 
@@ -59,6 +63,7 @@ def test_a_norm_that_is_not_a_number_says_so():
     values = {
         "norm": np.array([1.0, math.nan]),
         "upper": np.array([1.0, math.nan]),
+        "within": np.array([0.0, math.nan]),
         "products": np.array([3, 3]),
         "converged": np.array([True, False]),
         "radius_first_order": np.array([0.5, math.nan]),
@@ -75,4 +80,33 @@ def test_a_norm_that_is_not_a_number_says_so():
     assert written["samples"]["norm"] == [1.0, "NaN"]
     assert written["samples"]["radius_first_order"] == [0.5, None]
     assert written["rows"][0]["median"] == "NaN"
+    assert written["rows"][0]["within"] == "NaN"
     assert {note["code"] for note in written["notes"]} >= {"not-finite", "not-converged"}
+
+
+def linear_net(layer, samples=6):
+    """A net of one linear layer on 4 tokens of width 12, and samples."""
+    spec = ModelSpec(nn.Sequential(nn.Flatten(), layer), (4, 12), kind="tokens")
+    net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
+    x = torch.randn(samples, 4, 12, generator=torch.Generator().manual_seed(0)).double()
+    return net, Batch(x, None, tuple(f"{i:012x}" for i in range(samples)))
+
+
+def test_a_lower_estimate_says_what_is_proven_of_it():
+    """Forty singular values crowd below the first: the estimate of the error means little."""
+    layer = nn.Linear(48, 40, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.diag(torch.linspace(0.99, 1.0, 48))[8:])
+    net, batch = linear_net(layer)
+    for within in (0.03, 1e-6):
+        options = JacobianOptions(within=within)
+        section = summarise(list(run(net, [batch], options)), options)[0]
+        row = section.rows[0]
+        norms = np.array(section.samples["norm"])
+        assert row.converged == 6
+        assert row.within <= within * (1 + 1e-6)
+        assert (norms <= 1 + 1e-12).all()
+        assert (norms * (1 + row.within) >= 1 - 1e-12).all()
+        assert f"at most {100 * row.within:.2g} % higher" in " ".join(
+            n.text for n in section.notes
+        )

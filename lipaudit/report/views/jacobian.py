@@ -20,6 +20,7 @@ QUANTILES = (
     "median",
     "p95",
     "max",
+    "within",
     "samples",
     "converged",
 )

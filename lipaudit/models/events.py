@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from lipaudit.models.graph import leaves, remember
+from lipaudit.models.graph import leaves, past_of, remember, vjp
 from lipaudit.models.linears import Linear, contraction, recognise
 
 
@@ -123,15 +123,21 @@ class AttentionMode(TorchFunctionMode):
         on_attention: takes the call, returns the output the model goes on with.
         on_linear: takes a recognised linear map and its result, returns the result the model goes
             on with; None leaves linear maps alone.
+        where: names the module that is running.
+
+    Attributes:
+        passed_over: what looked like attention and is not, with the module where it was first.
     """
 
     def __init__(
         self,
         on_attention: Callable[[AttentionCall], Tensor],
         on_linear: Callable[[Linear, Tensor], Tensor] | None = None,
+        where: Callable[[], str] = str,
     ) -> None:
         super().__init__()
-        self.passed_over: list[str] = []
+        self.passed_over: dict[str, str] = {}
+        self._where = where
         self._on_attention = on_attention
         self._on_linear = on_linear
         self._products: list[_Product] = []
@@ -156,11 +162,12 @@ class AttentionMode(TorchFunctionMode):
         self, linear: Linear, out: Tensor, on_linear: Callable[[Linear, Tensor], Tensor]
     ) -> Tensor:
         cut = on_linear(linear, out)
-        known = [product.edge.node for product in self._products]
-        known += [softmax.p.grad_fn for softmax in self._pending if softmax.p.grad_fn is not None]
-        # Talking heads: a linear map of logits or of P, behind which q k^T would be out of sight.
+        edges = [product.edge for product in self._products]
+        edges += [get_gradient_edge(s.p) for s in self._pending if s.p.grad_fn is not None]
+        known = {edge.node: edge for edge in edges}
+        # Talking heads: a map of logits or of P, behind which q k^T would be out of sight.
         if cut is not out and (past := leaves(linear.x, known)[1]):
-            remember(cut, past)
+            remember(cut, [node for node in past if _maps_logits(linear, known[node])])
         return cut
 
     def _fused(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -222,9 +229,8 @@ class AttentionMode(TorchFunctionMode):
         known = {product.edge.node: product for product in self._products}
         inputs, hits = leaves(logits, known)
         if not hits or dim not in (-1, logits.ndim - 1):
-            self.passed_over.append(
-                f"a softmax over axis {dim}" if hits else "a softmax without q k^T"
-            )
+            what = f"a softmax over axis {dim}" if hits else "a softmax without q k^T"
+            self.passed_over.setdefault(what, self._where())
             return p
         first = next(product for node, product in known.items() if node in hits)
         self._products.clear()
@@ -264,6 +270,30 @@ def _call(
 def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)
+
+
+def _maps_logits(linear: Linear, product: GradientEdge) -> bool:
+    """Say whether a linear map mixes the heads of logits entry by entry, or the keys of a row.
+
+    Any other map is a layer further on: linear attention and state-space mixers end in a product
+    too, which is no logits to the softmax of the next layer. Told by what one row of its input is
+    made from; a second map of the logits is judged by what it takes from the first.
+    """
+    spread = _spread(linear, product)
+    if not spread:
+        cuts = (leaf for leaf in leaves(linear.x)[0] if product.node in past_of(leaf))
+        return any(sum(n > 1 for n in _spread(linear, cut)) <= 1 for cut in cuts)
+    *heads, queries, keys = spread
+    return queries == 1 and (keys == 1 or max(heads) == 1)
+
+
+def _spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
+    """Count along each axis of `source` what one row of the input of a map is made from."""
+    x, row = linear.x, torch.zeros_like(linear.inputs)
+    row[len(row) // 2] = 1.0
+    channels_last = x.movedim(linear.axis, -1).shape
+    pulled = vjp(x, source, row.view(channels_last).movedim(-1, linear.axis))
+    return [] if pulled is None else [axis.unique().numel() for axis in pulled.nonzero().T]
 
 
 def _reaches(t: Tensor, target: Tensor) -> bool:

@@ -43,7 +43,7 @@ def leaves(t: Tensor, stop: Collection[Node] = ()) -> tuple[list[Tensor], list[N
             hit.append(node)
         elif hasattr(node, "variable"):
             found.append(node.variable)
-            hit += [past for past in getattr(node.variable, "_past", ()) if past in stop]
+            hit += [past for past in past_of(node.variable) if past in stop]
     return found, hit
 
 
@@ -69,6 +69,11 @@ def remember(t: Tensor, past: Collection[Node]) -> None:
     """Write down what t depended on before the graph was cut."""
     for leaf in leaves(t)[0]:
         leaf._past = past  # type: ignore[attr-defined]
+
+
+def past_of(leaf: Tensor) -> Collection[Node]:
+    """Return what `remember` wrote down."""
+    return getattr(leaf, "_past", ())
 
 
 def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:

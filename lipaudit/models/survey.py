@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any
@@ -56,14 +56,19 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
     return tuple(found.site for found in surveyor.found.values())
 
 
-def _no_attention(net: Net, passed_over: Sequence[str]) -> InputError:
-    seen = f" (only {', '.join(sorted(set(passed_over)))})" if passed_over else ""
+def _no_attention(net: Net, passed_over: Mapping[str, str]) -> InputError:
+    places = (
+        f"{what}, first in {module or 'the model itself'}"
+        for what, module in sorted(passed_over.items())
+    )
+    seen = f" (only {'; '.join(places)})" if passed_over else ""
     return InputError(
         f"no attention was seen in {net.info.architecture}: neither scaled_dot_product_attention "
         f"nor a softmax over q k^T was called{seen}",
         "flash and flex attention kernels, torch.compile and TorchScript cannot be observed: load "
         "the model uncompiled with attn_implementation='sdpa' or 'eager'; linear attention has no "
-        "softmax, and convolutional networks have no attention",
+        "softmax, and convolutional networks have no attention; lipaudit jacobian and lipaudit "
+        "attack need none",
     )
 
 

@@ -59,9 +59,13 @@ class Place:
 
     def address(self, op: str) -> Address:
         """Number an op of the innermost module."""
-        module = self.frames[-1].name if self.frames else ""
+        module = self.module()
         self.counts[module, op] += 1
         return Address(module, op, self.counts[module, op] - 1)
+
+    def module(self) -> str:
+        """Return the path of the innermost module."""
+        return self.frames[-1].name if self.frames else ""
 
     @contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
@@ -92,22 +96,22 @@ class Tracer:
         on_linear: takes each linear map of something that depends on the input.
         wanted: where to cut; None cuts whatever depends on the input.
         place: where the pass is.
-        passed_over: what looked like attention and is not.
+        passed_over: what looked like attention and is not, with the module where it was first.
     """
 
     on_attention: Callable[[AttentionCall, Address], None]
     on_linear: Callable[[Linear], None] = lambda _: None
     wanted: frozenset[Address] | None = None
     place: Place = field(default_factory=Place)
-    passed_over: list[str] = field(default_factory=list)
+    passed_over: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Observe `module` while the block runs it."""
-        mode = AttentionMode(self.attention, self.linear)
+        mode = AttentionMode(self.attention, self.linear, self.place.module)
         with torch.enable_grad(), self.place.following(module), mode:
             yield
-        self.passed_over.extend(mode.passed_over)
+        self.passed_over.update(mode.passed_over)
 
     def input(self, t: Tensor) -> Tensor:
         """Cut at the model's input."""

@@ -126,6 +126,77 @@ def test_softmax_that_is_no_attention_is_mentioned():
         sites_of(Gate())
 
 
+class StateSpace(nn.Module):
+    """The mixer of EfficientViM: a softmax over tokens weighs them into a state, which is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.bcd, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        b, c, step = self.bcd(x).mT.chunk(3, 1)
+        state = self.out(x.mT @ (step.softmax(-1) * b).mT)
+        return x + (state @ c).mT
+
+
+class Lambda(nn.Module):
+    """A lambda layer: softmax over the tokens of the keys, then q (k^T v)."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q = q.unflatten(-1, (2, -1)).transpose(1, 2)
+        lambdas = (k.mT.softmax(-1) @ v).unflatten(1, (2, -1))
+        return (q @ lambdas).mean(1)
+
+
+@pytest.mark.parametrize("mixer", [StateSpace, Lambda])
+def test_products_of_a_mixer_are_no_logits_to_the_next(mixer):
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match=r"only a softmax without q k\^T, first in 0"):
+        sites_of(nn.Sequential(mixer(), mixer(), mixer()))
+    (site,) = sites_of(nn.Sequential(mixer(), mixer(), Model()))
+    assert (site.module, site.closed_form) == ("2", True)
+
+
+class OverSamples(Model):
+    """Attention whose rows are samples."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x.flatten(1)[:, :WIDTH]).chunk(3, -1)
+        return (q @ k.T).softmax(-1) @ v
+
+
+def test_attention_over_samples_is_refused():
+    with pytest.raises(InputError, match="depends on the other samples of its batch"):
+        sites_of(OverSamples())
+
+
+class Mixed(Model):
+    """Talking heads: a linear map of the logits over heads or over keys, one or two of them."""
+
+    def __init__(self, axis, times=1):
+        super().__init__()
+        width = {-3: 2, -1: TOKENS}[axis]
+        self.maps, self.axis = nn.ModuleList(nn.Linear(width, width) for _ in range(times)), axis
+
+    def attend(self, q, k, v):
+        logits = (q @ k.mT).movedim(self.axis, -1)
+        for part in self.maps:
+            logits = part(logits)
+        return logits.movedim(-1, self.axis).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("axis", "times"), [(-3, 1), (-3, 2), (-1, 1)])
+def test_attention_is_seen_behind_a_map_of_its_logits(axis, times):
+    (site,) = sites_of(Mixed(axis, times))
+    assert "depend on the input beside" in site.reason
+    assert site.inputs
+
+
 # --- layers that have no closed form say why, and never break the survey
 
 

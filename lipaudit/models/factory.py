@@ -104,7 +104,7 @@ def _as_spec(made: Any, reference: str, options: LoadOptions) -> ModelSpec:
     if options.input_size is None:
         raise UsageError(
             f"py:{reference} returned a {type(made).__name__}: what does it take?",
-            "Give --input-size 3,224,224, or return lipaudit.models.spec.ModelSpec(module, "
+            "Give --input-size 224, or return lipaudit.models.spec.ModelSpec(module, "
             "input_shape, kind=..., mean=..., std=...).",
         )
     return ModelSpec(made, options.image_shape((3, 0, 0)))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lipaudit.data.images import resized
@@ -210,9 +211,22 @@ def _image_shape(module: Any, config: dict[str, Any]) -> tuple[int, int, int]:
     _, height, width = config["input_size"]
     size = getattr(getattr(module, "patch_embed", None), "img_size", None) or (height, width)
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    own = config["input_size"][0]
     conv = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
-    channels = config["input_size"][0] if conv is None else conv.in_channels
-    return channels, height, width
+    if conv is None or conv.in_channels == own or _takes(module, (own, height, width)):
+        return own, height, width
+    return conv.in_channels, height, width
+
+
+def _takes(module: Any, shape: tuple[int, int, int]) -> bool:
+    """Try an image: a stem may rearrange the pixels before its first convolution."""
+    like = next(module.parameters())
+    try:
+        with torch.no_grad():
+            module.eval()(like.new_zeros(1, *shape))
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return False
+    return True
 
 
 def _preparation(config: dict[str, Any], shape: tuple[int, int, int]) -> Any:

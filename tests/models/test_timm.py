@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.timm import describe
 
 timm = pytest.importorskip("timm")
 
@@ -226,3 +227,22 @@ def test_a_head_of_another_size_would_be_random(monkeypatch, tmp_path, weights):
 def _imagenet(weights):
     head = {"head.weight": torch.zeros(1000, 64), "head.bias": torch.zeros(1000)}
     return dict(weights) | head
+
+
+class Rearranged(torch.nn.Module):
+    """A stem that turns 2 x 2 pixels into channels, as space-to-depth and DCT stems do."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.pretrained_cfg = {"input_size": (3, 8, 8)}
+        self.stem, self.num_classes = torch.nn.Conv2d(4 * channels, 2, 1), 2
+
+    def forward(self, x):
+        return self.stem(torch.nn.functional.pixel_unshuffle(x, 2)).mean((2, 3))
+
+
+def test_channels_are_those_of_the_image_and_not_of_the_first_convolution():
+    assert describe(Rearranged(3), LoadOptions()).input_shape == (3, 8, 8)
+    kwargs = {"pretrained": False, "img_size": 32, "depth": 1, "in_chans": 1}
+    net = load("timm:test_vit", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
+    assert net.sample_shape == (1, 32, 32)

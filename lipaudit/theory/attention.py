@@ -1,7 +1,8 @@
 """One attention layer at one point: all that the theory needs to know of it.
 
 Notation of the theory: X (tokens x D) enters the projections, q_i, k_j, v_j enter the product,
-P = row-softmax(scale q k^T + bias), o_i = sum_j P_ij v_j, and Phi^q_i = dq_i / dx_i.
+P = row-softmax(S), o_i = sum_j P_ij v_j, and Phi^q_i = dq_i / dx_i. The logits S are
+scale q k^T + bias, or any function of the pairs (q_i, k_j): see `Pairs`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,25 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """How logits S_ij(q_i, k_j) that are not s <q_i, k_j> plus a constant depend on their pair.
+
+    dS_ij = <a_ij, dq_i> + <b_ij, dk_j>, a_ij = f_ij s k_j + r_ij, b_ij = f_ij s q_i + t_ij. A
+    soft cap S = c tanh(s q.k / c) has its slope as f; relative positions that meet the queries
+    (the keys) are r (t).
+
+    Attributes:
+        slope: f; None where it is 1.
+        with_q: r; None where it is 0.
+        with_k: t; None where it is 0.
+    """
+
+    slope: Float[Tensor, "#batch #heads n m"] | None = None
+    with_q: Float[Tensor, "#batch #heads n m d"] | None = None
+    with_k: Float[Tensor, "#batch #heads n m d"] | None = None
+
+
+@dataclass(frozen=True)
 class Heads:
     """All heads of one attention layer on a batch: everything the theory needs, nothing else.
 
@@ -62,6 +82,10 @@ class Heads:
         to_q, to_k, to_v: the projections; None for a constant (a learned query).
         out: W_O of every head (d_v x D_out) where the layer's output is sum_h O_h W_O,h; or None.
         sample: index of the sample that each batch row belongs to.
+        pairs: the derivatives of the logits where they are not scale q k^T plus a constant;
+            `bias` then holds the logits at X, all of them, and `scale` is that of the pairs.
+        sink: a logit beside those of the keys that depends on nothing, and whose value is 0:
+            the rows of P sum to less than 1. None without.
     """
 
     x: Float[Tensor, "batch n D"]
@@ -78,23 +102,43 @@ class Heads:
     to_v: Projection | None
     out: Float[Tensor, "heads dv Dout"] | None
     sample: Int[Tensor, " batch"]
+    pairs: Pairs | None = None
+    sink: Float[Tensor, "#batch #heads #n"] | None = None
 
-    def rows(self, start: int, stop: int) -> Float[Tensor, "batch heads rows m"]:
+    def rows(
+        self, start: int, stop: int, *, whole: bool = False
+    ) -> Float[Tensor, "batch heads rows m"]:
         """Return the rows of P for the queries start..stop-1, in the dtype of q.
 
         Rows of padded queries, and rows in which every key is masked, are zero.
+
+        Args:
+            start: the first query.
+            stop: the one behind the last.
+            whole: keep the sink as a last key, so that rows sum to 1 with sinks too.
         """
-        logits = (self.scale[..., None, None] * self.q[..., start:stop, :]) @ self.k.mT
+        width = self.q.shape[-1] if self.pairs is None else 0  # then all is in the bias
+        q, k = self.q[..., start:stop, :width], self.k[..., :width]
+        logits = (self.scale[..., None, None] * q) @ k.mT
         if self.causal:
             logits = logits.masked_fill(self._future(start, stop), -torch.inf)
         if self.bias is not None:
             logits = logits + self._bias_rows(start, stop)
             # Not nan_to_num: a NaN in q or k has to stay one.
             masked = logits.amax(-1, keepdim=True) == -torch.inf
-            p = torch.softmax(logits, -1).masked_fill(masked, 0.0)
+            p = self._softmax(logits, start).masked_fill(masked, 0.0)
         else:
-            p = torch.softmax(logits, -1)
+            p = self._softmax(logits, start)
+        p = p if whole or self.sink is None else p[..., :-1]
         return p if self.valid is None else p * self.valid[:, None, start:stop, None]
+
+    def _softmax(self, logits: Tensor, start: int) -> Tensor:
+        if self.sink is None:
+            return torch.softmax(logits, -1)
+        some = slice(start, start + logits.shape[-2])
+        sink = self.sink if self.sink.shape[-1] == 1 else self.sink[..., some]
+        sink = sink[..., None].expand(*logits.shape[:-1], 1)
+        return torch.softmax(torch.cat([logits, sink], -1), -1)
 
     def attention(self) -> Float[Tensor, "batch heads n m"]:
         """Return P, all of it: memory for batch x heads x n x m numbers."""
@@ -140,12 +184,13 @@ class Heads:
     def row(self, b: int) -> Heads:
         """Return one batch row (all heads)."""
         names = ("x", "x_kv", "q", "k", "v", "scale", "bias", "valid", "to_q", "to_k", "to_v")
+        names += ("pairs", "sink")
         changes: dict[str, Any] = {name: _row(getattr(self, name), b) for name in names}
         return replace(self, **changes, sample=self.sample[b : b + 1])
 
     def pick(self, index: slice) -> Heads:
         """Return some of the heads (all batch rows)."""
-        names = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v")
+        names = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink")
         changes: dict[str, Any] = {name: _pick(getattr(self, name), index) for name in names}
         return replace(self, **changes, out=None if self.out is None else self.out[index])
 
@@ -197,7 +242,7 @@ def per_sample(
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, (Heads, Projection)):
+    if isinstance(value, (Heads, Projection, Pairs)):
         changes: dict[str, Any] = {
             f.name: _cast(getattr(value, f.name), dtype) for f in fields(value)
         }
@@ -211,6 +256,8 @@ def _row(value: Any, b: int) -> Any:
     """Slice the batch axis, the first one; an axis of size 1 holds for every row."""
     if isinstance(value, Projection):
         return replace(value, local=_row(value.local, b))
+    if isinstance(value, Pairs):
+        return Pairs(*(_row(getattr(value, f.name), b) for f in fields(value)))
     return value if value is None or value.shape[0] == 1 else value[b : b + 1]
 
 
@@ -220,4 +267,6 @@ def _pick(value: Any, index: slice) -> Any:
         bias = None if value.bias is None else value.bias[index]
         local = _pick(value.local, index)
         return replace(value, weight=value.weight[index], bias=bias, local=local)
+    if isinstance(value, Pairs):
+        return Pairs(*(_pick(getattr(value, f.name), index) for f in fields(value)))
     return value if value is None or value.shape[1] == 1 else value[:, index]

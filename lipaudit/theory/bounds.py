@@ -35,6 +35,10 @@ def affine_only(heads: Heads) -> str | None:
 
     They are hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3.
     """
+    if heads.pairs is not None:
+        return "the logits are not linear in q k^T"
+    if heads.sink is not None:
+        return "a sink takes a part of the attention"
     if heads.x_kv is not None:
         return "keys and values come from another input than the queries"
     for name, projection in (
@@ -112,7 +116,9 @@ def _chunks(heads: Heads) -> Iterator[slice]:
 def _bounds(heads: Heads, weights: Weights | None, tokens: Tokens, r: float) -> dict[str, Tensor]:
     at = centred(heads)
     p_norm = map_norm(at.p, single=at.single.p)
-    g1_max, norm_max = row_maxima(at.p)
+    # M of the keys is a part of M with the sink: its norm is at most that.
+    whole = at.p if heads.sink is None else heads.rows(0, at.p.shape[-2], whole=True)
+    g1_max, norm_max = row_maxima(whole)
     found = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
     found |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
     if weights is not None and affine_only(heads) is None:

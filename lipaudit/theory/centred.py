@@ -35,7 +35,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Centred(Stack):
-    """Keys and values less their mean over the keys that are seen; unseen keys are zero rows."""
+    """Keys and values less their mean over the keys that are seen; unseen keys are zero rows.
+
+    With a sink neither has its mean taken off, with a slope the keys have not: see `centred`.
+    """
 
     p: Float[Tensor, "batch heads n m"]
     seen: Float[Tensor, "batch heads m 1"]
@@ -66,16 +69,25 @@ class Centred(Stack):
 
 
 def centred(heads: Heads) -> Centred:
-    """Return the attention map of the heads and their centred keys, values and outputs."""
+    """Return the attention map of the heads and their centred keys, values and outputs.
+
+    M(P_i) 1 = 0 where P_i sums to 1: then no constant matters in v, nor in a_ij. With a sink it
+    does not, and with a slope a constant in k is none in a_ij.
+    """
     p = heads.attention()
+    free = heads.sink is None
+    k_free = free and (heads.pairs is None or heads.pairs.slope is None)
     if heads.bias is None and heads.valid is None and not heads.causal:
         seen = torch.ones_like(p[..., :1, :].mT)
-        k, v = (rows - rows.mean(-2, keepdim=True) for rows in (heads.k, heads.v))
+        means = [rows.mean(-2, keepdim=True) for rows in (heads.k, heads.v)]
     else:
         seen = (p.amax(-2) > 0).to(p)[..., None]
         share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
-        means = ((share * rows).sum(-2, keepdim=True) for rows in (heads.k, heads.v))
-        k, v = (seen * (rows - mean) for rows, mean in zip((heads.k, heads.v), means, strict=True))
+        means = [(share * rows).sum(-2, keepdim=True) for rows in (heads.k, heads.v)]
+    k, v = (
+        seen * (rows - mean if shift else rows)
+        for rows, mean, shift in zip((heads.k, heads.v), means, (k_free, free), strict=True)
+    )
     scale = heads.scale.expand(p.shape[:2])[..., None, None]
     return Centred(p, seen, k, v, p @ v, scale)
 
@@ -122,7 +134,9 @@ def _zero(x: Tensor, rows: Tensor) -> Projection:
 
 
 def is_affine(heads: Heads) -> bool:
-    """Whether q, k and v are affine in the tokens (or constant): no rotation, no norm."""
+    """Whether the formulas for affine heads apply: no rotation, no norm, plain logits, no sink."""
+    if heads.pairs is not None or heads.sink is not None:
+        return False
     return all(projection.local is None for projection in maps(heads))
 
 

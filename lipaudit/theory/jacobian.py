@@ -4,8 +4,10 @@ With c_ij = P_ij (v_j - o_i) and T_i = sum_j c_ij k_j^T, block (i, j) of dO / dX
 
     J_ij = P_ij Phi^v_j + s c_ij (q_i^T Phi^k_j) + delta_ij s T_i Phi^q_i
 
-(Yudin et al., arXiv 2507.07814, eq. 12, for any token-wise projections). Only `dense_jacobian`
-forms it.
+(Yudin et al., arXiv 2507.07814, eq. 12, for any token-wise projections). Where the logits are any
+S_ij(q_i, k_j) with dS_ij = <a_ij, dq_i> + <b_ij, dk_j>, b_ij stands for s q_i and a_ij for s k_j.
+A sink has dS = 0 and the value 0: it drops out, with P its part on the keys. Only
+`dense_jacobian` forms J.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from lipaudit.theory.attention import Heads
 from lipaudit.theory.double import norms_in_double
 from lipaudit.theory.lanczos import WITHIN, Norms, random_starts, spectral_norms
+from lipaudit.theory.pairs import key_gradients, query_gradients
 from lipaudit.theory.products import SideBySide, Through, head_products, layer_products
 from lipaudit.theory.scale import unit_matrices, unit_values
 
@@ -123,7 +126,8 @@ def splitting_gain(
 
     With every token repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||),
     whatever m is (closed form of mass splitting, Castin et al., arXiv 2312.14820). Domain: at X,
-    attention that is not causal; the copies share the token's position bias.
+    attention that is not causal and has no sink, whose share would fall; the copies share the
+    token's position.
 
     Args:
         heads: one layer.
@@ -132,7 +136,8 @@ def splitting_gain(
         tol: relative accuracy of the second norm.
 
     Raises:
-        ValueError: the attention is causal: copies of a token do not see the same keys.
+        ValueError: the attention is causal: copies of a token do not see the same keys; or it
+            has a sink.
 
     >>> from lipaudit.theory.attention import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]), torch.eye(2)[None]
@@ -142,6 +147,8 @@ def splitting_gain(
     """
     if heads.is_causal():
         raise ValueError("splitting_gain needs attention without a causal mask")
+    if heads.sink is not None:
+        raise ValueError("splitting_gain needs attention without a sink")
     if heads.x_kv is not None:
         return torch.ones_like(exact)  # J J^T is the blocks' R R^T plus the part of X_kv
     heads, size = unit_values(heads)
@@ -179,14 +186,13 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     tensor([[[[2., 0.],
               [0., 2.]]]])
     """
-    p, v, k = heads.attention(), heads.v, heads.k
-    scale = heads.scale[..., None, None]
+    p, v = heads.attention(), heads.v
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     phi_q, phi_k, phi_v = _token_jacobians(heads)
     over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi_v)
-    u = torch.einsum("bhid,bhjdx->bhijx", scale * heads.q, phi_k)
+    u = torch.einsum("bhjid,bhjdx->bhijx", query_gradients(heads, slice(None)), phi_k)
     over_keys += torch.einsum("bhija,bhijx->bhiajx", c, u)
-    t = torch.einsum("bhija,bhjd->bhiad", c, scale * k)
+    t = torch.einsum("bhija,bhijd->bhiad", c, key_gradients(heads, slice(None)))
     diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi_q)
     over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)
     if heads.x_kv is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
+from lipaudit.theory.pairs import PairProducts, pair_products
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,24 @@ class _Attend:
     k: Tensor  # times s
     v: Tensor
     o: Tensor
+    pairs: PairProducts | None = None
 
     def pull(self, u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         """Cotangents of the named rows under the cotangent u of O."""
         # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
         ds = (u @ self.v.mT).sub_(inner).mul_(self.p)
+        plain = ds if self.pairs is None else self.pairs.scaled(ds)
         rules = {
-            "q": lambda: ds @ self.k,
-            "k": lambda: ds.mT @ self.q,
+            "q": lambda: plain @ self.k,
+            "k": lambda: plain.mT @ self.q,
             "v": lambda: self.p.mT @ u,
         }
-        return {name: rules[name]() for name in names}
+        rows = {name: rules[name]() for name in names}
+        if self.pairs is not None:
+            more = zip("qk", self.pairs.pull(ds), strict=True)
+            rows |= {name: rows[name] + r for name, r in more if r is not None and name in rows}
+        return rows
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Tangent of O under tangents of the rows; rows that are not named stand still."""
@@ -50,12 +57,16 @@ class _Attend:
         dp = left @ right.mT
         for left, right in others:
             dp.baddbmm_(left, right.mT)
+        if self.pairs is not None:
+            more = self.pairs.push(tangents.get("q"), tangents.get("k"))
+            dp = sum(more, start=self.pairs.scaled(dp))
         dp.mul_(self.p)
         out.baddbmm_(dp, self.v)
         return out.addcmul_(dp.sum(-1, keepdim=True), self.o, value=-1)
 
     def select(self, index: Tensor) -> _Attend:
-        return _Attend(*(tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o)))
+        rows = (tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o))
+        return _Attend(*rows, None if self.pairs is None else self.pairs.select(index))
 
 
 @dataclass(frozen=True)
@@ -292,7 +303,7 @@ def _names(sides: list[_Side]) -> list[str]:
 def _attend(heads: Heads) -> _Attend:
     p, scale = heads.attention(), heads.scale[..., None, None]
     tensors = (p, scale * heads.q, scale * heads.k, heads.v, p @ heads.v)
-    return _Attend(*(tensor.flatten(0, 1) for tensor in tensors))
+    return _Attend(*(tensor.flatten(0, 1) for tensor in tensors), pair_products(heads))
 
 
 def _sides(heads: Heads) -> list[_Side]:

@@ -17,7 +17,8 @@ from lipaudit.theory.affine import Weights
 from lipaudit.theory.attention import Heads, Projection
 from lipaudit.theory.centred import Centred, factor, local_map, maps, tiles
 from lipaudit.theory.norms import gram_norm, single_pays, spectral_norm
-from lipaudit.theory.sharp import value_norms
+from lipaudit.theory.pairs import key_gradients, query_gradients
+from lipaudit.theory.sharp import chunks, value_norms
 
 TOLERANCE = 0.005
 """Share of `appendix_c` that rounding to single precision may cost."""
@@ -105,21 +106,51 @@ def general_bounds(
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return theorem3 and theorem3_g1 in the form that holds for heads of every kind; else NaN.
 
-    max_j ||Phi^v_j|| ||P|| + s max_i ||M(P_i)|| ||V_c|| times
-    (max_j ||Q Phi^k_j|| + max_i ||K_c Phi^q_i||), with V_c, K_c the values and keys less their
-    mean (ours, after [Y25] Theorem 3).
+    max_j ||Phi^v_j|| ||P|| + max_i ||M(P_i)|| ||V_c|| times
+    (max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||), with V_c the values less their mean, A_i the
+    rows a_ij over j and B_j the rows b_ij over i; for plain logits s K_c, the keys less their
+    mean, and s Q (ours, after [Y25] Theorem 3).
+
+    In J dX = (P dV)_i + V^T M(P_i) (y_i + A_i dq_i), y_ij = <b_ij, dk_j>: ||P dV||_F is at most
+    ||P|| max_j ||Phi^v_j||. V^T M = V_c^T M, and sum_ij y_ij^2 = sum_j ||B_j Phi^k_j dx_j||^2, so
+    the second term is at most ||V_c|| max_i ||M(P_i)|| max_j ||B_j Phi^k_j||; the third acts
+    query by query. With a sink V^T M(P_i) is the same with P_i on the keys alone, V not centred.
     """
     to_q, to_k, _ = maps(heads)
     queries, keys = at.p.sum(-1) > 0, at.seen[..., 0] > 0
     values = (value_norms(heads) * keys).amax(-1)
-    reach = _largest_image(heads.q * queries[..., None], to_k, keys)
-    reach = reach + _largest_image(at.k, to_q, queries)
-    growth = heads.scale.abs() * spectral_norm(at.v) * reach
+    if heads.pairs is None:
+        reach = _largest_image(heads.q * queries[..., None], to_k, keys)
+        reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries))
+    else:
+        reach = _pair_reach(heads, at, queries, keys)
+    growth = spectral_norm(at.v) * reach
     nothing = torch.full_like(found["p_norm"], torch.nan)
     return dict.fromkeys(("hu", "castin", "mean_field", "appendix_c"), nothing) | {
         "theorem3": values * found["p_norm"] + growth * found["softmax_norm_max"],
         "theorem3_g1": values * found["p_norm"] + growth * found["g1_max"],
     }
+
+
+def _pair_reach(heads: Heads, at: Centred, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||; unseen pairs do not count."""
+    to_q, to_k, _ = maps(heads)
+    p, d = at.p, heads.q.shape[-1]
+    by_query, by_key = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0, :])
+    for i in chunks(p.shape[2], 2 * by_key.numel() * d):
+        rows = (p[:, :, i] > 0)[..., None] * key_gradients(heads, i)
+        by_query[..., i] = _images_norm(rows, to_q, i)
+    for j in chunks(p.shape[3], 2 * by_query.numel() * d):
+        rows = (p[..., j] > 0).mT[..., None] * query_gradients(heads, j)
+        by_key[..., j] = _images_norm(rows, to_k, j)
+    return (by_query * queries).amax(-1) + (by_key * keys).amax(-1)
+
+
+def _images_norm(rows: Tensor, projection: Projection, tokens: slice) -> Tensor:
+    """Return ||rows_i Phi_i|| of some tokens i, each with its own rows."""
+    local = local_map(projection)
+    local = local if local.shape[2] == 1 else local[:, :, tokens]
+    return spectral_norm(rows @ (local @ factor(projection).mT))
 
 
 def _unmasked(heads: Heads) -> Bool[Tensor, "#batch #heads"]:

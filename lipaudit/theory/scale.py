@@ -17,7 +17,10 @@ from torch import Tensor
 from lipaudit.theory.attention import Heads, Projection
 
 _SWAMPED = 16
-"""Times the values that their bias may be: it drops out of J, but it costs them their digits."""
+"""Times the values that their bias may be: it drops out of J, but it costs them their digits.
+
+Not with a sink, where the rows of P sum to less than 1: there the bias acts.
+"""
 
 
 def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
@@ -61,7 +64,7 @@ def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "hea
 def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
     """Return v / c; without their bias, by X W_V again, where it is most of affine values."""
     v = _shifted(heads.v, -exponents[:, None, None])
-    if unit.local is not None or unit.bias is None:
+    if unit.local is not None or unit.bias is None or heads.sink is not None:
         return v
     bias = unit.bias[:, None]
     if (bias.abs().amax((1, 2)) <= _SWAMPED * (v - bias).abs().amax((0, 2, 3))).all():

@@ -3,7 +3,8 @@
 Block (i, j) of the Jacobian is P_ij (Phi^v_j + w u^T), w = v_j - o_i, u = s Phi^k_j^T q_i, plus
 s T_i Phi^q_i on the diagonal. The bound is the norm of the non-negative matrix B of bounds of
 these blocks, B_ij = P_ij beta_ij + delta_ij t_i. Keys and values stand less their mean over the
-keys that are seen: M(P_i) 1 = 0, so no constant matters, and less cancels.
+keys that are seen: M(P_i) 1 = 0, so no constant matters, and less cancels. With other logits b_ij
+stands for s q_i, and a_ij for s k_j in s T_i = sum_j P_ij w a_ij^T: see `lipaudit.theory.pairs`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lipaudit.theory.attention import Heads
 from lipaudit.theory.centred import Centred, factor, is_affine, local_map, maps
 from lipaudit.theory.jacobian import dense_jacobian
 from lipaudit.theory.norms import nonnegative_limits, nonnegative_norm, single_pays, spectral_norm
+from lipaudit.theory.pairs import key_gradients, query_gradients
 
 ENTRIES = 2**22
 """Numbers that a temporary may hold: 32 MB in float64."""
@@ -97,10 +99,12 @@ def _local_beta(heads: Heads, at: Centred) -> Tensor:
     turn = local_map(to_v) @ (to_v.weight.mT @ to_k.weight)[:, None] @ local_map(to_k).mT
     norms = value_norms(heads)
     beta = torch.empty_like(at.p)
-    for j in _chunks(
-        at.p.shape[-1], at.p[..., 0].numel() * (along.shape[-2] + 3 * turn.shape[-2])
-    ):
-        u, a = (at.s[..., None] * _images(_some(m, j), heads.q) for m in (along, turn))
+    for j in chunks(at.p.shape[-1], at.p[..., 0].numel() * (along.shape[-2] + 3 * turn.shape[-2])):
+        if heads.pairs is None:
+            u, a = (at.s[..., None] * _images(_some(m, j), heads.q) for m in (along, turn))
+        else:
+            b = query_gradients(heads, j).mT
+            u, a = (_some(m, j) @ b for m in (along, turn))
         gap = at.v[..., j, :, None] - at.o.mT[:, :, None]
         beta[..., j] = _beta(u, a, gap, _some(norms, j)[..., None]).mT
     return beta
@@ -124,10 +128,12 @@ def _local_query_term(heads: Heads, at: Centred) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = maps(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
+    if heads.pairs is not None:
+        return _pair_query_term(heads, at, phi)
     outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
     means = at.p @ at.k
     t = torch.empty_like(at.p[..., 0])
-    for i in _chunks(t.shape[-1], 2 * t[..., 0].numel() * outer.shape[-1]):
+    for i in chunks(t.shape[-1], 2 * t[..., 0].numel() * outer.shape[-1]):
         offset = at.o[..., i, :, None] * means[..., i, None, :]
         products = (at.p[..., i, :] @ outer).reshape(offset.shape) - offset
         images = products @ _some(phi, i)
@@ -135,12 +141,24 @@ def _local_query_term(heads: Heads, at: Centred) -> Tensor:
     return at.s[..., 0] * t
 
 
+def _pair_query_term(heads: Heads, at: Centred, phi: Tensor) -> Tensor:
+    """The same of other logits, where the vectors a_ij of one query are its own."""
+    (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
+    t = torch.empty_like(at.p[..., 0])
+    for i in chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
+        w = at.v[:, :, None] - at.o[:, :, i, None]
+        weighted = at.p[:, :, i, :, None] * key_gradients(heads, i)
+        images = w.mT @ weighted @ _some(phi, i)
+        t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
+    return t
+
+
 def _some(per_token: Tensor, chunk: slice) -> Tensor:
     """Take some of the tokens (third axis), or the one that stands for all."""
     return per_token if per_token.shape[2] == 1 else per_token[:, :, chunk]
 
 
-def _chunks(total: int, entries: int) -> Iterator[slice]:
+def chunks(total: int, entries: int) -> Iterator[slice]:
     """Cut `total` items of `entries` numbers each so that a chunk stays within ENTRIES."""
     size = max(1, ENTRIES // max(1, entries))
     return (slice(start, start + size) for start in range(0, total, size))

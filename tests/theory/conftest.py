@@ -1,20 +1,20 @@
 """Random attention layers of every kind we support, and their Jacobians by autograd.
 
-Nothing here uses the package beyond the two containers: `Layer.output` is a plain softmax
+Nothing here uses the package beyond its containers: `Layer.output` is a plain softmax
 attention written out anew, so `Layer.jacobian` is an independent truth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lipaudit.theory.attention import Heads, Projection
+from lipaudit.theory.attention import Heads, Pairs, Projection
 
 HEADS = 2
 
@@ -39,6 +39,19 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped": {"grouped": True, "causal": True, "qk": "rotation"},
     "windows": {"windows": 2, "position_bias": True},
     "one-token": {"n": 1},
+    "softcap": {"cap": 1.5, "biases": True},
+    "softcap-rotary": {"cap": 2.0, "qk": "rotation", "causal": True, "grouped": True},
+    "softcap-padding": {"cap": 1.0, "padded": True, "position_bias": True},
+    "relative": {"relative": "qk", "biases": True},
+    "relative-queries": {"relative": "q", "windows": 2},
+    "relative-padding": {"relative": "qk", "padded": True, "causal": True},
+    "relative-own": {"relative": "qk", "own_positions": True, "qk": "local"},
+    "relative-cross-attention": {"relative": "qk", "keys": 7},
+    "relative-softcap": {"relative": "k", "cap": 1.5, "values": "local"},
+    "sink": {"sink": True, "biases": True},
+    "sink-rotary": {"sink": True, "qk": "rotation", "causal": True, "biases": True},
+    "sink-padding": {"sink": True, "padded": True, "qk": "local", "values": "local"},
+    "sink-softcap": {"sink": True, "cap": 1.0, "keys": 3, "biases": True},
 }
 
 
@@ -61,9 +74,38 @@ class Options:
     values: str = "affine"
     learned_query: bool = False
     grouped: bool = False
+    cap: float | None = None
+    relative: str = ""  # what meets relative positions: q, k or both
+    own_positions: bool = False  # other positions in every batch row
+    sink: bool = False
+    twins: bool = False  # the first two tokens are the same
+    value_gain: float = 1.0  # for the rows v, their bias and W_V
 
 
 RowMap = Callable[[int, Tensor], Tensor]  # (head, rows of x W + b) -> rows that enter attention
+
+
+@dataclass(frozen=True)
+class Logits:
+    """c tanh(s q k^T / c) + s (q_i . r_ij + k_j . t_ij), without the mask or bias."""
+
+    scale: float
+    cap: float | None
+    r: Tensor | None
+    t: Tensor | None
+
+    def __call__(self, b: int, h: int, q: Tensor, k: Tensor) -> Tensor:
+        logits = self.scale * q @ k.T
+        logits = logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+        if self.r is not None:
+            logits = logits + self.scale * torch.einsum(
+                "id,ijd->ij", q, self.r[b % len(self.r), h]
+            )
+        if self.t is not None:
+            logits = logits + self.scale * torch.einsum(
+                "jd,ijd->ij", k, self.t[b % len(self.t), h]
+            )
+        return logits
 
 
 @dataclass(frozen=True)
@@ -72,6 +114,8 @@ class Layer:
 
     heads: Heads
     maps: dict[str, RowMap]
+    logits: Logits | None = None  # with `bias` as what is added to them
+    bias: Tensor | None = None
 
     def output(self, b: int, h: int, x: Tensor, x_kv: Tensor) -> Tensor:
         """Plain softmax attention of head h on batch row b, as a function of its inputs."""
@@ -81,8 +125,7 @@ class Layer:
             projection = getattr(heads, f"to_{name}")
             if projection is not None:
                 rows[name] = self.maps[name](h, _linear(projection, h, source))
-        p = self._weights(b, h, rows["q"] @ rows["k"].T)
-        return p @ rows["v"]
+        return self._weights(b, h, rows["q"], rows["k"]) @ rows["v"]
 
     def jacobian(self) -> Tensor:
         """Dense Jacobians, (batch, heads, n dv, n D) or (..., n D + m Dkv) with another input."""
@@ -100,21 +143,28 @@ class Layer:
             return each.reshape(batch, count * n * dv, -1)
         return torch.einsum("bhndx,hde->bnex", each, heads.out).flatten(1, 2)
 
-    def _weights(self, b: int, h: int, products: Tensor) -> Tensor:
-        heads = self.heads
-        n, m = products.shape
-        logits = products * heads.scale.expand(*heads.q.shape[:2])[b, h]
-        if heads.bias is not None:
-            logits = logits + heads.bias.expand(*heads.q.shape[:2], n, m)[b, h]
+    def _weights(self, b: int, h: int, q: Tensor, k: Tensor) -> Tensor:
+        heads, n, m = self.heads, len(q), len(k)
+        if self.logits is None:
+            logits = q @ k.T * heads.scale.expand(*heads.q.shape[:2])[b, h]
+        else:
+            logits = self.logits(b, h, q, k)
+        bias = heads.bias if self.logits is None else self.bias
+        if bias is not None:
+            logits = logits + bias.expand(*heads.q.shape[:2], n, m)[b, h]
         if heads.causal:
             logits = logits.masked_fill(torch.arange(m) > torch.arange(n)[:, None], -torch.inf)
         if heads.valid is not None:
             logits = logits[heads.valid[b]]
-        weights = (logits - logits.detach().amax(1, keepdim=True)).exp()
-        weights = weights / weights.sum(1, keepdim=True)
+        largest = logits.detach().amax(1, keepdim=True)
+        weights = (logits - largest).exp()
+        total = weights.sum(1, keepdim=True)
+        if heads.sink is not None:
+            total = total + (heads.sink[0, h] - largest).exp()
+        weights = weights / total
         if heads.valid is None:
             return weights
-        return torch.zeros_like(products).index_put((heads.valid[b],), weights)
+        return weights.new_zeros(n, m).index_put((heads.valid[b],), weights)
 
     def _dense(self, b: int, h: int) -> Tensor:
         x, x_kv = self.heads.x[b], self.heads.x_kv
@@ -151,6 +201,7 @@ def _random_layer(name: str, *, seed: int = 0, gain: float = 1.5, **options) -> 
     q, to_q, map_q = _projection(o.qk, o.d, x, gen, o, gain)
     k, to_k, map_k = _projection(o.qk, o.d, source, gen, o, gain)
     v, to_v, map_v = _projection(o.values, o.dv, source, gen, o, gain)
+    v, to_v, map_v = _scaled(o.value_gain, v, to_v, map_v)
     heads = Heads(
         x=x,
         x_kv=x_kv,
@@ -167,7 +218,28 @@ def _random_layer(name: str, *, seed: int = 0, gain: float = 1.5, **options) -> 
         out=_randn(gen, HEADS, o.dv, o.width) / (HEADS * o.dv) ** 0.5,
         sample=torch.arange(o.samples).repeat_interleave(o.windows),
     )
-    return Layer(heads, {"q": map_q, "k": map_k, "v": map_v})
+    if o.sink:
+        heads = replace(heads, sink=_randn(gen, 1, HEADS, 1))
+    layer = Layer(heads, {"q": map_q, "k": map_k, "v": map_v})
+    return _with_logits(layer, o, gen) if o.cap or o.relative else layer
+
+
+def _with_logits(layer: Layer, o: Options, gen: torch.Generator) -> Layer:
+    """Give random heads other logits, with their derivatives by hand."""
+    heads, scale = layer.heads, o.d**-0.5
+    (batch, _, n, d), m = heads.q.shape, heads.k.shape[2]
+    sets = batch if o.own_positions else 1
+    r, t = (_randn(gen, sets, HEADS, n, m, d) if c in o.relative else None for c in "qk")
+    logits = Logits(scale, o.cap, r, t)
+    pairs = [(b, h) for b in range(batch) for h in range(HEADS)]
+    at_x = torch.stack([logits(b, h, heads.q[b, h], heads.k[b, h]) for b, h in pairs])
+    at_x = at_x.view(batch, HEADS, n, m) + (0 if heads.bias is None else heads.bias)
+    slope = None
+    if o.cap is not None:
+        slope = 1 - torch.tanh(scale * heads.q @ heads.k.mT / o.cap).square()
+    terms = (None if term is None else scale * term for term in (r, t))
+    made = replace(heads, bias=at_x, pairs=Pairs(slope, *terms))
+    return Layer(made, layer.maps, logits, heads.bias)
 
 
 def _inputs(
@@ -175,6 +247,8 @@ def _inputs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     batch, m = o.samples * o.windows, o.n if o.keys is None else o.keys
     x = _randn(gen, batch, o.n, o.width)
+    if o.twins:
+        x[:, 1] = x[:, 0]
     x_kv = None if o.keys is None else _randn(gen, batch, m, o.width + 1)
     bias = _randn(gen, 1, HEADS, o.n, m) if o.position_bias else None
     if not o.padded:
@@ -208,6 +282,16 @@ def _projection(
         )
         projection = Projection(weight=weight, bias=bias, local=local, kind=kind)
     return rows, projection, row_map
+
+
+def _scaled(
+    by: float, rows: Tensor, projection: Projection, row_map: RowMap
+) -> tuple[Tensor, Projection, RowMap]:
+    if projection.local is not None:
+        local = by * projection.local
+        return by * rows, replace(projection, local=local), lambda h, y: by * row_map(h, y)
+    bias = None if projection.bias is None else by * projection.bias
+    return by * rows, replace(projection, weight=by * projection.weight, bias=bias), row_map
 
 
 def _row_map(kind: str, d: int, tokens: int, gen: torch.Generator) -> RowMap:

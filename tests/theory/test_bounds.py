@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from lipaudit.errors import EvaluationError
 from lipaudit.theory import norms, sharp
 from lipaudit.theory.affine import affine_beta, affine_rows, query_term
+from lipaudit.theory.attention import Pairs
 from lipaudit.theory.bounds import affine_only, head_bounds
 from lipaudit.theory.catalogue import BOUNDS
 from lipaudit.theory.centred import centred
 from lipaudit.theory.sharp import exact_blocks
 
+OTHER = ("softcap", "relative", "relative-softcap", "sink", "sink-rotary")
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")
 
 
@@ -56,7 +58,8 @@ def test_bounds_for_affine_heads_are_missing_elsewhere_and_only_there(layer):
 @settings(deadline=None, max_examples=4)
 @given(seed=st.integers(0, 10**6), gain=st.sampled_from([0.1, 1.0, 5.0, 20.0]))
 def test_bounds_hold_for_random_weights_of_any_size(random_layer, seed, gain):
-    for name in ("biases", "causal", "position-bias", "qk-norm", "cross-attention"):
+    plain = ("biases", "causal", "position-bias", "qk-norm", "cross-attention")
+    for name in plain + OTHER:
         layer = random_layer(name, seed=seed, gain=gain)
         exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
         found = head_bounds(layer.heads)
@@ -195,6 +198,49 @@ def test_padding_changes_no_bound(random_layer):
         torch.testing.assert_close(
             padded[name], value, rtol=2e-6, atol=0, equal_nan=True, msg=name
         )
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("value_gain", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("gain", [1e-3, 1.0, 30.0])  # nearly uniform to nearly one-hot rows
+def test_bounds_of_other_logits_hold_at_the_edges(random_layer, name, value_gain, gain):
+    layer = random_layer(name, gain=gain, value_gain=value_gain, twins=True)
+    exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
+    found = head_bounds(layer.heads)
+    for bound in ("sharp", "theorem3", "theorem3_g1"):
+        assert (found[bound] >= exact * (1 - 1e-12)).all(), bound
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_theorem_3_of_other_logits_written_out(random_layer, name):
+    heads = random_layer(name, n=4).heads
+    found = head_bounds(heads)["theorem3"][0, 0].item()
+    whole = heads.rows(0, 4, whole=True)[0, 0]
+    p, s = heads.attention()[0, 0], heads.scale[0, 0]
+    q, k, v = (t[0, 0] for t in (heads.q, heads.k, heads.v))
+    pairs = Pairs() if heads.pairs is None else heads.pairs
+    plain = pairs.with_q is None and pairs.with_k is None and pairs.slope is None
+    slope = torch.ones_like(p) if pairs.slope is None else pairs.slope[0, 0]
+    if heads.sink is None:
+        v = v - v.mean(0)
+        k = k - k.mean(0) if plain else k
+    a, b = slope[..., None] * s * k, slope[..., None] * s * q[:, None]
+    a = a if pairs.with_q is None else a + pairs.with_q[0, 0]
+    b = b if pairs.with_k is None else b + pairs.with_k[0, 0]
+
+    def phi(projection):
+        weight = projection.weight[0].T.expand(4, -1, -1)
+        return weight if projection.local is None else projection.local[0, 0] @ weight
+
+    def norm(matrix):
+        return torch.linalg.svdvals(matrix)[..., 0].max()
+
+    seen = (p > 0)[..., None]
+    reach = norm(seen * a @ phi(heads.to_q)) + norm((seen * b).transpose(0, 1) @ phi(heads.to_k))
+    m = torch.diag_embed(whole) - whole[:, :, None] * whole[:, None]
+    expected = norm(phi(heads.to_v)) * norm(p) + norm(m) * norm(v) * reach
+    assert found == pytest.approx(expected.item(), rel=2e-6)
 
 
 @pytest.mark.parametrize("name", ["rotary", "qk-norm", "all-norm", "cross-attention"])

@@ -82,7 +82,10 @@ def test_vjp_is_the_transposed_jacobian(layer):
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["biases", "qk-norm", "windows"])
+KINDS = ["biases", "qk-norm", "windows", "softcap", "relative", "relative-own", "sink"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_a_row_does_not_depend_on_its_batch(random_layer, name):
     heads = random_layer(name, n=7, windows=1).heads
     together = head_norms(heads, seeds=(3, 4))
@@ -183,16 +186,24 @@ def duplicated(layer, times):
     heads = layer.heads
     rows = {name: getattr(heads, name).repeat_interleave(times, 2) for name in "qkv"}
     bias = heads.bias
-    if bias is not None:
-        bias = bias.repeat_interleave(times, 2).repeat_interleave(times, 3)
+
+    def split(t):
+        return None if t is None else t.repeat_interleave(times, 2).repeat_interleave(times, 3)
+
     x = heads.x.repeat_interleave(times, 1)
-    return replace(layer, heads=replace(heads, x=x, **rows, bias=bias))
+    layer = replace(layer, heads=replace(heads, x=x, **rows, bias=split(bias)))
+    if layer.logits is None:
+        return layer
+    logits = replace(layer.logits, r=split(layer.logits.r), t=split(layer.logits.t))
+    return replace(layer, logits=logits, bias=split(layer.bias))
 
 
 @settings(max_examples=25, deadline=None)
 @example(name="affine", seed=0, gain=6.0, times=2)
 @given(
-    name=st.sampled_from(["affine", "biases", "position-bias", "qk-norm", "wide-values"]),
+    name=st.sampled_from(
+        ["affine", "biases", "position-bias", "qk-norm", "wide-values", "softcap", "relative"]
+    ),
     seed=st.integers(0, 10_000),
     gain=st.sampled_from([0.5, 1.5, 3.0, 6.0]),
     times=st.sampled_from([2, 3]),
@@ -234,6 +245,23 @@ def test_causal_attention_has_no_splitting_gain(random_layer):
     heads = random_layer("causal").heads
     with pytest.raises(ValueError, match="causal"):
         splitting_gain(heads, torch.ones(2, 2), seeds=SEEDS)
+
+
+def test_a_sink_has_no_splitting_gain(random_layer):
+    """Copies of all tokens take from its share: no closed form."""
+    heads = random_layer("sink").heads
+    with pytest.raises(ValueError, match="sink"):
+        splitting_gain(heads, torch.ones(2, 2), seeds=SEEDS)
+
+
+def test_a_weak_sink_is_none_and_a_strong_one_takes_all(random_layer):
+    plain = random_layer("biases").heads
+    weak, strong = (replace(plain, sink=torch.full((1, 2, 1), s).double()) for s in (-1e3, 1e3))
+    torch.testing.assert_close(dense_jacobian(weak), dense_jacobian(plain), rtol=0, atol=1e-13)
+    assert not dense_jacobian(strong).any()
+    rows = replace(plain, sink=torch.randn(1, 2, 5).double()).rows(1, 4, whole=True)
+    assert rows.shape == (2, 2, 3, 6)
+    torch.testing.assert_close(rows.sum(-1), torch.ones(2, 2, 3).double())
 
 
 def test_a_causal_mask_is_one_however_it_comes(random_layer):

@@ -183,8 +183,8 @@ class Heads:
 
     def row(self, b: int) -> Heads:
         """Return one batch row (all heads)."""
-        names = ("x", "x_kv", "q", "k", "v", "scale", "bias", "valid", "to_q", "to_k", "to_v")
-        names += ("pairs", "sink")
+        rows = ("x", "x_kv", "q", "k", "v", "scale", "bias", "valid", "to_q", "to_k", "to_v")
+        names = (*rows, "pairs", "sink")
         changes: dict[str, Any] = {name: _row(getattr(self, name), b) for name in names}
         return replace(self, **changes, sample=self.sample[b : b + 1])
 

@@ -92,7 +92,7 @@ def pair_products(heads: Heads) -> PairProducts | None:
     if slope is not None:
         slope = slope.expand(*shape, -1, -1).flatten(0, 1)
     r, t = pairs.with_q, pairs.with_k
-    sets = tuple(_sets(term, shape, heads.q.device) for term in (r, t))
+    sets = _sets(r, shape, heads.q.device), _sets(t, shape, heads.q.device)
     with_k = None if t is None else t.transpose(2, 3).flatten(0, 1)
     return PairProducts(slope, None if r is None else r.flatten(0, 1), with_k, sets)
 
@@ -120,7 +120,7 @@ def _each(
     """Apply a product to the problems of each set at once: no vectors are copied."""
     if vectors is None:
         return None
-    used = sets.unique().tolist()
+    used = sorted(set(sets.tolist()))
     if len(used) == 1:
         return product(rows, vectors[used[0]])
     parts = [(sets == i).nonzero()[:, 0] for i in used]

@@ -65,8 +65,8 @@ class _Attend:
         return out.addcmul_(dp.sum(-1, keepdim=True), self.o, value=-1)
 
     def select(self, index: Tensor) -> _Attend:
-        rows = (tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o))
-        return _Attend(*rows, None if self.pairs is None else self.pairs.select(index))
+        p, q, k, v, o = (tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o))
+        return _Attend(p, q, k, v, o, None if self.pairs is None else self.pairs.select(index))
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,8 @@ def _names(sides: list[_Side]) -> list[str]:
 def _attend(heads: Heads) -> _Attend:
     p, scale = heads.attention(), heads.scale[..., None, None]
     tensors = (p, scale * heads.q, scale * heads.k, heads.v, p @ heads.v)
-    return _Attend(*(tensor.flatten(0, 1) for tensor in tensors), pair_products(heads))
+    p, q, k, v, o = (tensor.flatten(0, 1) for tensor in tensors)
+    return _Attend(p, q, k, v, o, pair_products(heads))
 
 
 def _sides(heads: Heads) -> list[_Side]:

@@ -236,7 +236,7 @@ def test_theorem_3_of_other_logits_written_out(random_layer, name):
     def norm(matrix):
         return torch.linalg.svdvals(matrix)[..., 0].max()
 
-    seen = (p > 0)[..., None]
+    seen = torch.ones_like(p[..., None]) if heads.pairs is None else (p > 0)[..., None]
     reach = norm(seen * a @ phi(heads.to_q)) + norm((seen * b).transpose(0, 1) @ phi(heads.to_k))
     m = torch.diag_embed(whole) - whole[:, :, None] * whole[:, None]
     expected = norm(phi(heads.to_v)) * norm(p) + norm(m) * norm(v) * reach

@@ -30,6 +30,10 @@ READING = {
     "What is proven, for each sample with probability 0.999 over the random start vector and "
     "whatever the model: the truth is at most this share higher. Ask for less with --within; as "
     "small as tol it costs 1.4 to 2.4 times as much. 0: nothing random is left out.",
+    "forward_error": "The model computes queries and keys with a relative error of its precision; "
+    "where logits are in the thousands, single precision cannot tell the attention map. This is "
+    "an estimate of how far ||J|| moves by it, largest over the samples. All figures of the head "
+    "are right for the rounded pass; --dtype float64 gives those of the model on paper.",
     "converged": "The stop rule was met: the error is estimated at most tol (no proof), and "
     "within is at most what --within asks for (proven). Otherwise the norm is a lower estimate of "
     "unknown quality: see upper.",

@@ -21,6 +21,7 @@ from lipaudit.measures.base import (
     sample_ids,
     seed_of,
 )
+from lipaudit.measures.guard import require_bounds_hold
 from lipaudit.measures.layers import Facts, HeadName, Reduced, by_layer, head_names
 from lipaudit.models.capture import Layer
 from lipaudit.models.net import Net
@@ -31,12 +32,15 @@ from lipaudit.theory.affine import KnownWeights, Weights
 from lipaudit.theory.attention import Heads, per_sample
 from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.catalogue import BOUNDS
+from lipaudit.theory.condition import forward_error
 from lipaudit.theory.jacobian import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.lanczos import WITHIN, Norms
 from lipaudit.theory.norms import spectral_norm
 
 MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 WITH_LOGARITHM = ("castin", "mean_field", "hu")
+NOTABLE = 1e-4
+"""What the rounding of the forward pass may move a norm by, relatively, without a warning."""
 NUMERICAL = "numerical"
 """The kind of heads without a closed form."""
 
@@ -67,14 +71,17 @@ def run(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[
 
     def reduce(layer: Layer, batch: Batch) -> Reduced:
         seeds = [seed_of(sample, options.seed) for sample in batch.ids]
-        if not layer.site.closed_form:
+        site = layer.site
+        if not site.closed_form:
             return _numeric(layer, seeds, options)
         heads = layer.heads()
-        found = _closed_form(heads, seeds, options, known.of(layer.site.index, heads))
-        if heads.out is not None and layer.site.index not in out_norms:
-            out_norms[layer.site.index] = float(spectral_norm(heads.out.double().flatten(0, 1)))
-        out_norm = out_norms.get(layer.site.index, torch.nan)
-        return found | {"out_norm": torch.full_like(found["layer_exact"], out_norm)}
+        values = _closed_form(heads, seeds, options, known.of(site.index, heads))
+        if heads.out is not None and site.index not in out_norms:
+            out_norms[site.index] = float(spectral_norm(heads.out.double().flatten(0, 1)))
+        out_norm = out_norms.get(site.index, torch.nan)
+        values["out_norm"] = torch.full_like(values["layer_exact"], out_norm)
+        require_bounds_hold(site, batch.ids, values)
+        return values
 
     yield from by_layer(net, batches, options.layers, reduce, _facts)
 
@@ -113,6 +120,7 @@ def _closed_form(
         found["layer_within"] = found["layer_within"].maximum(whole.out.within[:, None])
     found["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
     found["numerical"] = torch.zeros_like(exact.norm)
+    found["forward_error"] = forward_error(heads)
     return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in found.items()}
 
 
@@ -138,6 +146,8 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     found["layer_missed"] = torch.zeros_like(open_layer)
     found["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
     found["numerical"] = torch.ones_like(open_head)
+    attention = layer.attention
+    found["forward_error"] = per_sample(forward_error(attention).cpu(), attention.sample.cpu())
     return found
 
 
@@ -196,6 +206,7 @@ def _row(head: HeadName, kind: str, found: dict[str, Values]) -> BoundsRow:
         splitting_gain=_median(found["splitting_gain"]),
         upper=_median(found["upper"]),
         within=_largest(found["within"]),
+        forward_error=_largest(found["forward_error"]),
         converged=not found["missed"].any(),
     )
 
@@ -250,6 +261,14 @@ def _remarks(found: dict[str, Values]) -> tuple[Note, ...]:
         if missed:
             text = f"{missed} {what} norms did not converge to tol: they are lower estimates"
             remarks.append(Note(level="warning", code="not-converged", text=text))
+    lost = found["forward_error"].max(0)
+    if (lost > NOTABLE).any():
+        text = (
+            f"the logits of {int((lost > NOTABLE).sum())} heads are so large that the rounding of "
+            f"the forward pass may have moved their norms by up to {lost.max():.1g} of them (an "
+            "estimate): all their figures are those of the rounded pass; --dtype float64 helps"
+        )
+        remarks.append(Note(level="warning", code="forward-error", text=text))
     for name, bound in BOUNDS.items():
         absent = int(np.isnan(found[name]).all(0).sum())
         if absent:

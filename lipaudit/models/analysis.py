@@ -19,6 +19,7 @@ from lipaudit.models.probes import Source
 from lipaudit.models.sites import OutputMap, Structure
 from lipaudit.models.structure import NotClosedForm, Recipe, decode, layouts, token_rows
 from lipaudit.models.trace import origins
+from lipaudit.theory.condition import forward_error
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,14 @@ def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
         structure = _structure(call, arranged, parts)
         attention = product(call, layout, batch, None)
         heads, made = assemble(structure, attention, arranged, batch)
-        if not checks.jacobian_agrees(heads, made, arranged):
+        lost = float(forward_error(heads).amax())
+        if lost > checks.HOPELESS:
+            raise NotClosedForm(
+                "rounding",
+                f"its logits are so large that {arranged.q.dtype} cannot tell its attention map: "
+                "use --dtype float64",
+            )
+        if not checks.jacobian_agrees(heads, made, arranged, checks.AGREES + lost):
             raise NotClosedForm("wrong", "its closed form disagrees with autograd")
     except NotClosedForm as found:
         return Analysis(layout, (q, k, v), None, found.reason)

@@ -86,6 +86,12 @@ class BoundsRow(HeadRow):
         "upper", "Probabilistic upper limit of exact (eta 1e-3).", status="estimate"
     )
     within: Float | None = column("within", f"{PROVEN}.", status="estimate", format=".2g")
+    forward_error: Float | None = column(
+        "rounding",
+        "Share of ||J|| by which the rounding of the forward pass may have moved it.",
+        status="estimate",
+        format=".2g",
+    )
     converged: bool = column("converged", f"{STOPPED}: every sample.", True)
 
 

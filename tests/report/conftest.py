@@ -69,6 +69,7 @@ def _bound(layer: int, head: int) -> BoundsRow:
         splitting_gain=1.43 if (layer, head) == (1, 1) else 1.0,
         upper=exact and exact * 1.0004,
         within=exact and 0.0004,
+        forward_error=3e-6,
         converged=(layer, head) != (2, 1),
     )
 

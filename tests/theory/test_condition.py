@@ -1,0 +1,52 @@
+"""The estimate of what the rounding of the forward pass moves a norm by, against that move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lipaudit.theory.attention import affine_heads
+from lipaudit.theory.condition import forward_error
+from lipaudit.theory.jacobian import dense_jacobian
+
+GAINS = (1.0, 30.0, 300.0, 3e3, 3e4)
+
+
+def both(seed: int, gain: float):
+    """The same heads computed in single precision and in double."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 12, 16, generator=generator)
+    wq, wk, wv = torch.randn(3, 2, 16, 8, generator=generator) / 4
+    single = affine_heads(x, gain * wq, wk, wv)
+    return single, affine_heads(x.double(), gain * wq.double(), wk.double(), wv.double())
+
+
+def norms(heads):
+    return torch.linalg.matrix_norm(dense_jacobian(heads.to(torch.float64)), 2)
+
+
+@pytest.mark.parametrize("gain", GAINS)
+def test_rounding_moves_norms_by_no_more_than_estimated(gain):
+    for seed in range(5):
+        single, double = both(seed, gain)
+        moved = (norms(single) / norms(double) - 1).abs()
+        assert (moved <= forward_error(single)).all()
+
+
+def test_the_estimate_tells_ordinary_logits_from_giant_ones():
+    ordinary, giant = (forward_error(both(0, gain)[0]) for gain in (1.0, 3e4))
+    assert ordinary.amax() < 1e-5
+    assert giant.amin() > 1e-2
+    assert (forward_error(both(0, 3e4)[0], torch.float64) < 1e-6).all()
+
+
+def test_giant_entries_of_a_bias_count_and_masks_do_not():
+    single, _ = both(0, 1.0)
+    bias = torch.zeros(1, 1, 12, 12)
+    assert (forward_error(replace(single, bias=bias + 5e3)) > 1e-4).all()
+    for mask in (-torch.inf, -1e4, torch.finfo(torch.float32).min):
+        masked = replace(single, bias=bias + torch.full((12, 12), 1.0).triu(1) * mask)
+        masked = replace(masked, bias=masked.bias.nan_to_num(0.0, neginf=mask))
+        assert (forward_error(masked) < 1e-5).all()

@@ -14,7 +14,7 @@ from lipaudit.models.events import AttentionCall, Explicit
 from lipaudit.models.graph import is_affine
 from lipaudit.models.layers import assemble, canonical, product
 from lipaudit.models.linears import Linear
-from lipaudit.models.logits import scale_and_bias
+from lipaudit.models.logits import logit_form
 from lipaudit.models.probes import Source
 from lipaudit.models.sites import OutputMap, Structure
 from lipaudit.models.structure import NotClosedForm, Recipe, decode, layouts, token_rows
@@ -84,8 +84,8 @@ def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     q, k, v = (_kind(part) for part in parts.values())
     try:
         structure = _structure(call, arranged, parts)
-        attention = product(call, layout, batch, None)
-        heads, made = assemble(structure, attention, arranged, batch)
+        attention, relative = product(call, layout, batch, None)
+        heads, made = assemble(structure, attention, arranged, batch, relative)
         lost = float(forward_error(heads).amax())
         if lost > checks.HOPELESS:
             raise NotClosedForm(
@@ -135,10 +135,9 @@ def _structure(
 
 def _logit_problems(call: AttentionCall) -> list[str]:
     if not isinstance(call.form, Explicit):
-        moves = call.form.mask is not None and call.form.mask.requires_grad
-        return ["its logits depend on the input beside q k^T"] if moves else []
+        return []
     try:
-        scale_and_bias(call, call.form)
+        logit_form(call, call.form)
     except NotClosedForm as found:
         return [found.reason]
     return []

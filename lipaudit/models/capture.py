@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, StructureError
-from lipaudit.models.events import AttentionCall, Fused
+from lipaudit.models.events import AttentionCall
 from lipaudit.models.generic import token_embeddings
 from lipaudit.models.layers import assemble, canonical, distribution, product
 from lipaudit.models.net import Net
@@ -132,9 +132,8 @@ def observe(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Fram
     def project() -> Heads:
         assert structure is not None
         with torch.enable_grad():
-            written_out = not isinstance(call.form, Fused)
-            whole = product(call, site.layout, batch, rows) if written_out else attention
-            return assemble(structure, whole, arranged, batch)[0]
+            whole, relative = product(call, site.layout, batch, rows)
+            return assemble(structure, whole, arranged, batch, relative)[0]
 
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
     number = 0 if frame is None else frame.attentions

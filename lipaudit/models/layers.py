@@ -9,13 +9,14 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.events import AttentionCall, Explicit, Fused, additive
-from lipaudit.models.logits import scale_and_bias
+from lipaudit.models.logits import LogitForm, logit_form
+from lipaudit.models.positions import position_terms
 from lipaudit.models.sites import Structure
 from lipaudit.models.structure import LAYOUTS, Projected, Rows, project
-from lipaudit.theory.attention import Heads
+from lipaudit.theory.attention import Heads, Pairs
 
-_Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""q, k, v, scale and bias."""
+_Rows = tuple[Tensor, Tensor, Tensor]
+"""q, k and v."""
 
 
 def canonical(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
@@ -35,25 +36,29 @@ def distribution(call: AttentionCall, layout: str, batch: Batch, rows: Rows | No
         rows: which tokens the queries are, where that is known.
     """
     if isinstance(call.form, Fused):
-        return product(call, layout, batch, rows)
-    parts = _from_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
-    return _heads(parts, False, batch, rows)
+        return product(call, layout, batch, rows)[0]
+    parts, form = _from_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
+    return _heads(parts, form, False, batch, rows)
 
 
-def product(call: AttentionCall, layout: str, batch: Batch, rows: Rows | None) -> Heads:
-    """Return q, k and v of a layer with P = softmax(scale q k^T + bias), as `distribution` does.
+def product(
+    call: AttentionCall, layout: str, batch: Batch, rows: Rows | None
+) -> tuple[Heads, Tensor | None]:
+    """Return q, k, v and the logits of a layer; and, where q or k meet positions, with a graph.
 
     Raises:
-        NotClosedForm: the logits are not of this form.
+        NotClosedForm: a logit depends on the product of another pair.
     """
     arranged = canonical(call, layout, len(batch))
-    scale, bias = _scale_and_bias(call, layout, len(batch))
-    parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach(), scale, bias
-    return _heads(parts, isinstance(call.form, Fused) and call.form.causal, batch, rows)
+    form = _form(call, layout, len(batch))
+    parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
+    causal = isinstance(call.form, Fused) and call.form.causal
+    return _heads(parts, form, causal, batch, rows), form.relative
 
 
-def _heads(parts: _Parts, causal: bool, batch: Batch, rows: Rows | None) -> Heads:
-    q, k, v, scale, bias = parts
+def _heads(parts: _Rows, form: LogitForm, causal: bool, batch: Batch, rows: Rows | None) -> Heads:
+    q, k, v = parts
+    plain = form.slope is None and form.relative is None
     windows, tokens = q.shape[0], q.shape[2]
     return Heads(
         x=q.new_zeros(windows, tokens, 0),
@@ -61,8 +66,8 @@ def _heads(parts: _Parts, causal: bool, batch: Batch, rows: Rows | None) -> Head
         q=q,
         k=k,
         v=v,
-        scale=scale,
-        bias=bias,
+        scale=form.scale,
+        bias=form.bias,
         causal=causal,
         valid=_valid(batch, windows, tokens, rows),
         to_q=None,
@@ -70,13 +75,26 @@ def _heads(parts: _Parts, causal: bool, batch: Batch, rows: Rows | None) -> Head
         to_v=None,
         out=None,
         sample=torch.arange(windows, device=q.device) * len(batch) // windows,
+        pairs=None if plain else Pairs(form.slope),
+        sink=form.sink,
     )
 
 
 def assemble(
-    structure: Structure, attention: Heads, call: AttentionCall, batch: Batch
+    structure: Structure,
+    attention: Heads,
+    call: AttentionCall,
+    batch: Batch,
+    relative: Tensor | None,
 ) -> tuple[Heads, dict[str, Projected]]:
-    """Add X, the projections and W_O to the heads of a canonical call.
+    """Add X, the projections, what meets positions and W_O to the heads of a canonical call.
+
+    Args:
+        structure: how its tensors come about.
+        attention: its q, k, v and logits, from `product`.
+        call: the call.
+        batch: the samples.
+        relative: its logits with their graph, from `product`.
 
     Raises:
         NotClosedForm: the call is not what the structure says.
@@ -98,27 +116,41 @@ def assemble(
         to_v=made["v"].projection,
         out=None if structure.out is None else structure.out.per_head(call.q.shape[1]),
     )
+    if relative is not None:
+        heads = replace(heads, pairs=position_terms(heads, relative, made, recipes))
     return heads, made
 
 
-def _scale_and_bias(
-    call: AttentionCall, layout: str, samples: int
-) -> tuple[Tensor, Tensor | None]:
-    """Return s (#windows, #heads) and B (#windows, #heads, #queries, #keys)."""
+def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
+    """Return the logits with axes (#windows, #heads, #queries, #keys)."""
+
+    def arranged(t: Tensor | None) -> Tensor | None:
+        return None if t is None else LAYOUTS[layout](t, samples)
+
     if isinstance(call.form, Explicit):
-        scale, bias = scale_and_bias(call, call.form)
-        scale = LAYOUTS[layout](scale[..., None, None], samples)[..., 0, 0]
-        return scale, None if bias is None else LAYOUTS[layout](bias, samples)
-    scale = call.q.new_full((1, 1), call.form.scale)
-    if call.form.mask is None:
-        return scale, None
-    bias = additive(call.form.mask.detach(), call.q.dtype)
+        form = logit_form(call, call.form)
+        return LogitForm(
+            scale=LAYOUTS[layout](form.scale[..., None, None], samples)[..., 0, 0],
+            bias=arranged(form.bias),
+            slope=arranged(form.slope),
+            sink=None
+            if form.sink is None
+            else LAYOUTS[layout](form.sink[..., None], samples)[..., 0],
+            relative=arranged(form.relative),
+        )
+    scale, mask = call.q.new_full((1, 1), call.form.scale), call.form.mask
+    if mask is None:
+        return LogitForm(scale, None)
+    if mask.requires_grad:
+        logits = LAYOUTS[layout](call.form.scale * (call.q @ call.k.mT) + mask, samples)
+        return LogitForm(scale, logits.detach(), relative=logits)
+    bias = additive(mask, call.q.dtype)
     if layout == "batch heads tokens":
-        return scale, bias[(None,) * (4 - bias.ndim)]
-    return scale, LAYOUTS[layout](bias.expand(*call.q.shape[:-1], call.k.shape[-2]), samples)
+        return LogitForm(scale, bias[(None,) * (4 - bias.ndim)])
+    return LogitForm(scale, arranged(bias.expand(*call.q.shape[:-1], call.k.shape[-2])))
 
 
-def _from_logits(logits: Tensor, axes: int, layout: str, samples: int) -> _Parts:
+def _from_logits(logits: Tensor, axes: int, layout: str, samples: int) -> tuple[_Rows, LogitForm]:
     """Return q, k, v of width 0 and scale 0: all of P is in the bias, the captured logits."""
     if logits.ndim == axes:
         logits = LAYOUTS[layout](logits, samples)
@@ -126,7 +158,7 @@ def _from_logits(logits: Tensor, axes: int, layout: str, samples: int) -> _Parts
         logits = logits.flatten(0, -4) if logits.ndim > 4 else logits[:, None]
     windows, heads, queries, keys = logits.shape
     q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (queries, keys, keys))
-    return q, k, v, logits.new_zeros(1, 1), logits
+    return (q, k, v), LogitForm(logits.new_zeros(1, 1), logits)
 
 
 def _valid(batch: Batch, windows: int, tokens: int, rows: Rows | None) -> Tensor | None:

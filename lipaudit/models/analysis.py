@@ -13,11 +13,12 @@ from lipaudit.models import checks, probes
 from lipaudit.models.events import AttentionCall, Explicit
 from lipaudit.models.graph import is_affine
 from lipaudit.models.layers import assemble, canonical, product
+from lipaudit.models.layouts import layouts
 from lipaudit.models.linears import Linear
 from lipaudit.models.logits import logit_form
 from lipaudit.models.probes import Source
 from lipaudit.models.sites import OutputMap, Structure
-from lipaudit.models.structure import NotClosedForm, Recipe, decode, layouts, token_rows
+from lipaudit.models.structure import NotClosedForm, Recipe, decode, token_rows
 from lipaudit.models.trace import origins
 from lipaudit.theory.condition import forward_error
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.events import AttentionCall, Explicit, Fused, additive
+from lipaudit.models.layouts import arrange
 from lipaudit.models.logits import LogitForm, logit_form
 from lipaudit.models.positions import position_terms
 from lipaudit.models.sites import Structure
-from lipaudit.models.structure import LAYOUTS, Projected, Rows, project
+from lipaudit.models.structure import Projected, Rows, project
 from lipaudit.theory.attention import Heads, Pairs
 
 _Rows = tuple[Tensor, Tensor, Tensor]
@@ -22,7 +23,7 @@ _Rows = tuple[Tensor, Tensor, Tensor]
 def canonical(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
     """Return the call with q, k, v and output as (windows, heads, tokens, width)."""
     output = call.output.mT if call.transposed else call.output
-    q, k, v, o = (LAYOUTS[layout](t, samples) for t in (call.q, call.k, call.v, output))
+    q, k, v, o = (arrange(layout, t, samples) for t in (call.q, call.k, call.v, output))
     return replace(call, q=q, k=k, v=v, output=o, transposed=False)
 
 
@@ -99,11 +100,10 @@ def assemble(
     Raises:
         NotClosedForm: the call is not what the structure says.
     """
-    recipes = {"q": structure.q, "k": structure.k, "v": structure.v}
+    recipes = {"k": structure.k, "v": structure.v}
+    recipes |= {} if structure.q is None else {"q": structure.q}
     made = {
-        name: project(recipe, getattr(call, name), len(batch))
-        for name, recipe in recipes.items()
-        if recipe is not None
+        name: project(recipe, getattr(call, name), len(batch)) for name, recipe in recipes.items()
     }
     memory = _without_padding(made["k"], batch)
     width = (*call.q.shape[::2], memory.shape[2])
@@ -125,24 +125,24 @@ def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
     """Return the logits with axes (#windows, #heads, #queries, #keys)."""
 
     def arranged(t: Tensor | None) -> Tensor | None:
-        return None if t is None else LAYOUTS[layout](t, samples)
+        return None if t is None else arrange(layout, t, samples)
 
     if isinstance(call.form, Explicit):
         form = logit_form(call, call.form)
         return LogitForm(
-            scale=LAYOUTS[layout](form.scale[..., None, None], samples)[..., 0, 0],
+            scale=arrange(layout, form.scale[..., None, None], samples)[..., 0, 0],
             bias=arranged(form.bias),
             slope=arranged(form.slope),
             sink=None
             if form.sink is None
-            else LAYOUTS[layout](form.sink[..., None], samples)[..., 0],
+            else arrange(layout, form.sink[..., None], samples)[..., 0],
             relative=arranged(form.relative),
         )
     scale, mask = call.q.new_full((1, 1), call.form.scale), call.form.mask
     if mask is None:
         return LogitForm(scale, None)
     if mask.requires_grad:
-        logits = LAYOUTS[layout](call.form.scale * (call.q @ call.k.mT) + mask, samples)
+        logits = arrange(layout, call.form.scale * (call.q @ call.k.mT) + mask, samples)
         return LogitForm(scale, logits.detach(), relative=logits)
     bias = additive(mask, call.q.dtype)
     if layout == "batch heads tokens":
@@ -153,7 +153,7 @@ def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
 def _from_logits(logits: Tensor, axes: int, layout: str, samples: int) -> tuple[_Rows, LogitForm]:
     """Return q, k, v of width 0 and scale 0: all of P is in the bias, the captured logits."""
     if logits.ndim == axes:
-        logits = LAYOUTS[layout](logits, samples)
+        logits = arrange(layout, logits, samples)
     elif logits.ndim != 4:
         logits = logits.flatten(0, -4) if logits.ndim > 4 else logits[:, None]
     windows, heads, queries, keys = logits.shape

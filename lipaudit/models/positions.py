@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lipaudit.models import probes
 from lipaudit.models.graph import leaves
+from lipaudit.models.logits import BESIDE
 from lipaudit.models.probes import Source
 from lipaudit.models.structure import NotClosedForm, Projected, Recipe
 from lipaudit.theory.attention import Heads, Pairs
 
 LARGEST = 2**27  # numbers in r, or in t: 1 GiB in float64
 _ROUNDING = 64  # times the machine epsilon of the largest gradient
-_BESIDE = "its logits depend on the input beside q k^T"
 
 
 def position_terms(
@@ -45,7 +45,7 @@ def position_terms(
     sides = {name: made[name] for name in "qk" if name in made}
     known = {id(part.leaf) for part in sides.values()}
     if any(id(leaf) not in known for leaf in leaves(logits)[0]):
-        raise NotClosedForm("x-dependent-bias", _BESIDE)
+        raise NotClosedForm("x-dependent-bias", BESIDE)
     slope, live, s = heads.pairs.slope, heads.attention() > 0, heads.scale[..., None, None]
     terms: dict[str, Tensor | None] = {"q": None, "k": None}
     for name, part in sides.items():
@@ -70,10 +70,10 @@ def _source(logits: Tensor, part: Projected, recipe: Recipe) -> Source:
     """Return the logits as a function of the columns of one linear map that made q (or k)."""
     if part.projection.local is not None or recipe.repeat > 1:
         how = "shared keys" if recipe.repeat > 1 else "a rotation or norm"
-        raise NotClosedForm("x-dependent-bias", f"{_BESIDE}, behind {how}")
+        raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind {how}")
     mix = recipe.mix
     if mix is not None and mix.shape[-1] != mix.shape[-2]:
-        raise NotClosedForm("x-dependent-bias", f"{_BESIDE}, behind a map to another width")
+        raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind a map to another width")
     size = logits[0].numel() * recipe.columns.shape[1]
     if size > LARGEST:
         raise NotClosedForm("large", f"its queries or keys meet {size:.1e} numbers of positions")
@@ -116,7 +116,7 @@ class _Side:
             size = max(size, float(gradient.abs().amax()))
             parts.append(mean)
         if apart > probes.LINEAR_TOLERANCE * size:
-            raise NotClosedForm("x-dependent-bias", _BESIDE)
+            raise NotClosedForm("x-dependent-bias", BESIDE)
         r = torch.stack(parts, 3)
         rounding = _ROUNDING * torch.finfo(r.dtype).eps * size
         return r if float(r.abs().amax()) > rounding else None
@@ -143,7 +143,7 @@ class _Side:
         ):
             expected = None if labels is None else torch.full_like(labels, -1)
             if labels is None or expected is None:
-                raise NotClosedForm("x-dependent-bias", _BESIDE)
+                raise NotClosedForm("x-dependent-bias", BESIDE)
             expected[place.to(labels.device)] = want
             if not bool(((labels == expected) | (labels == -1)).all()):
-                raise NotClosedForm("x-dependent-bias", _BESIDE)
+                raise NotClosedForm("x-dependent-bias", BESIDE)

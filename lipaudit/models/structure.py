@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,31 +109,6 @@ class Projected:
     rows: Rows
     linear: Linear
     leaf: Tensor
-
-
-LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "batch heads tokens": lambda t, _: t,
-    "batch windows tokens": lambda t, _: t.flatten(0, 1).unsqueeze(1),
-    "batch heads windows tokens": lambda t, _: t.transpose(1, 2).flatten(0, 1),
-    "batch windows heads tokens": lambda t, _: t.flatten(0, 1),
-    "batch tokens": lambda t, _: t.unsqueeze(1),
-    "batch*heads tokens": lambda t, samples: t.reshape(samples, -1, *t.shape[1:]),
-    "heads*batch tokens": lambda t, samples: t.reshape(-1, samples, *t.shape[1:]).transpose(0, 1),
-    "windows windows heads tokens": lambda t, _: t.flatten(0, -4),
-}
-"""From the axes of q, k, v as a model has them to (windows, heads, tokens, width)."""
-
-_BY_AXES = {
-    3: ("batch*heads tokens", "heads*batch tokens", "batch tokens"),
-    4: ("batch heads tokens", "batch windows tokens"),
-    5: ("batch heads windows tokens", "batch windows heads tokens"),
-}
-
-
-def layouts(t: Tensor, samples: int) -> tuple[str, ...]:
-    """Return the layouts that q could have, most likely first."""
-    names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
-    return tuple(name for name in names if "*" not in name or t.shape[0] % samples == 0)
 
 
 def decode(t: Tensor, samples: int) -> Recipe | None:

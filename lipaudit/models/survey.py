@@ -17,13 +17,13 @@ from lipaudit.models.capture import observe, run
 from lipaudit.models.events import AttentionCall, Explicit
 from lipaudit.models.generic import generic
 from lipaudit.models.layers import canonical
+from lipaudit.models.layouts import arrange
 from lipaudit.models.linears import Linear
 from lipaudit.models.net import Net
 from lipaudit.models.numeric import obstacle
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.probes import Source
 from lipaudit.models.sites import Site
-from lipaudit.models.structure import LAYOUTS
 from lipaudit.models.trace import Address, Frame, Tracer, origins, undisturbed
 
 
@@ -83,7 +83,7 @@ class _Found:
 
     def as_rows(self, t: Tensor) -> Tensor:
         """Bring the model's O to (tokens, heads * d_v)."""
-        o = LAYOUTS[self.site.layout](t.mT if self.transposed else t, 2)
+        o = arrange(self.site.layout, t.mT if self.transposed else t, 2)
         return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
 

@@ -79,6 +79,34 @@ class Handwritten(nn.Module):
         return self.head(o.mean(1))
 
 
+def sam(*, fused: bool) -> ModelSpec:
+    """SAM's image encoder: windows, then global attention, with decomposed relative positions."""
+    spec = timm_model(
+        "samvit_base_patch16",
+        img_size=32,
+        patch_size=8,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        window_size=3,
+        global_attn_indexes=(1,),
+        neck_chans=8,
+    )
+    for part in spec.module.modules():
+        if hasattr(part, "fused_attn"):
+            part.fused_attn = fused
+    return spec
+
+
+def mvit() -> ModelSpec:
+    """MViTv2: q, k and v are pooled by convolutions, and q meets relative positions."""
+    from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+
+    strides = ((1, 1), (2, 2))
+    small = MultiScaleVitCfg(depths=(1, 1), embed_dim=16, num_heads=2, stride_q=strides)
+    return ModelSpec(MultiScaleVit(small, img_size=64, num_classes=5), (3, 64, 64))
+
+
 def tokens_model(module: nn.Module, width: int = 12) -> ModelSpec:
     return ModelSpec(module, (7, width), kind="tokens")
 
@@ -155,6 +183,27 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],
     ),
+    "deberta-v3": lambda: hf_model(
+        "DebertaV2Config",
+        "AutoModelForSequenceClassification",
+        "eager",
+        **HF,
+        num_labels=5,
+        relative_attention=True,
+        position_buckets=4,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        pos_att_type=["p2c", "c2p"],
+    ),
+    "deberta-v1": lambda: hf_model(
+        "DebertaConfig",
+        "AutoModelForSequenceClassification",
+        "eager",
+        **HF,
+        num_labels=5,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+    ),
     "gpt-oss": lambda: decoder(
         "GptOssConfig",
         "eager",
@@ -162,7 +211,11 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
         num_local_experts=2,
         num_experts_per_tok=1,
         sliding_window=8,
+        experts_implementation="eager",
     ),
+    "timm-sam": lambda: sam(fused=True),
+    "timm-sam-eager": lambda: sam(fused=False),
+    "timm-mvit": mvit,
     "torch-encoder": lambda: tokens_model(torch_encoder()),
     "handwritten": lambda: tokens_model(Handwritten()),
 }

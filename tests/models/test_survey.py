@@ -18,6 +18,7 @@ from lipaudit.models.capture import capture
 from lipaudit.models.numeric import numeric_norms
 from lipaudit.models.spec import LoadOptions, ModelSpec
 from lipaudit.models.survey import survey
+from lipaudit.theory.jacobian import dense_jacobian
 
 TOKENS, WIDTH = 6, 8
 
@@ -43,10 +44,10 @@ class Model(nn.Module):
         return self.noise(self.out(o.transpose(1, 2).flatten(2)))
 
 
-def net_and_batch(module: nn.Module):
+def net_and_batch(module: nn.Module, dtype: str = "float32"):
     spec = ModelSpec(module, (TOKENS, WIDTH), kind="tokens", classifier=False)
-    net = assemble(spec, LoadOptions(device="cpu"), name="model", source="test")
-    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    net = assemble(spec, LoadOptions(dtype=dtype, device="cpu"), name="model", source="test")
+    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).to(net.dtype)
     return net, Batch(x, None, ("a", "b"))
 
 
@@ -251,6 +252,66 @@ class Capped(Model):
         return torch.tanh(q @ k.mT).softmax(-1) @ v
 
 
+class Sunk(Model):
+    """A logit of its own in front of those of the keys, and the largest one taken off."""
+
+    def attend(self, q, k, v):
+        logits = F.pad(q @ k.mT, (1, 0), value=0.5)
+        logits = logits - logits.amax(-1, keepdim=True)
+        return logits.softmax(-1)[..., 1:] @ v
+
+
+class Placed(Model):
+    """Queries and keys that meet positions, under a soft cap."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(TOKENS, TOKENS, 4))
+
+    def attend(self, q, k, v):
+        r = torch.einsum("bhid,ijd->bhij", q, self.positions)
+        t = torch.einsum("bhjd,ijd->bhij", k, self.positions)
+        return (torch.tanh(q @ k.mT) + r + t).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("model", [Capped, Sunk, Placed])
+def test_logits_of_each_pair_have_a_closed_form(model):
+    net, batch = net_and_batch(model(), "float64")
+    (site,) = survey(net, batch)
+    assert site.closed_form
+    found = []
+    capture(net, (site,), batch, lambda layer: found.append(layer.heads()))
+    heads, module = found[0], net.module
+
+    def outputs(x):
+        return module.attend(*module.heads(x[None]))[0]
+
+    truth = torch.autograd.functional.jacobian(outputs, batch.x[0]).flatten(1, 2).flatten(2)
+    torch.testing.assert_close(dense_jacobian(heads)[0], truth, rtol=0, atol=1e-12)
+
+
+class Normed(Model):
+    """Logits that are divided by their size in the row."""
+
+    def attend(self, q, k, v):
+        return F.normalize(q @ k.mT, dim=-1).softmax(-1) @ v
+
+
+class MovingSink(Model):
+    """A sink that depends on the keys."""
+
+    def attend(self, q, k, v):
+        logits = q @ k.mT
+        return torch.cat([logits, logits[..., :1] * 0.5], -1).softmax(-1)[..., :-1] @ v
+
+
+class Bent(Model):
+    """Queries that move the logits in a way of their own."""
+
+    def attend(self, q, k, v):
+        return (q @ k.mT + torch.sin(q.sum(-1, keepdim=True)) * torch.ones(6)).softmax(-1) @ v
+
+
 class Talking(Model):
     """Logits that are mixed over the heads."""
 
@@ -293,7 +354,9 @@ class Crossing(Model):
         (Raw, "v is not the output of a linear map"),
         (Constant, "keys or values do not depend on the input"),
         (Biased, "its logits depend on the input beside"),
-        (Capped, "its logits pass through Tanh"),
+        (Normed, "its logits mix heads or keys"),
+        (MovingSink, "its logits mix heads or keys"),
+        (Bent, "its logits depend on the input beside"),
         (Talking, "its logits mix heads or keys"),
         (Dropped, "P is changed between the softmax and the values"),
         (Overwritten, "cannot be differentiated|P is changed"),
@@ -311,7 +374,7 @@ def test_layer_without_closed_form_says_why(model, reason):
 
 
 def test_layer_that_cannot_be_run_again_says_so():
-    class Stateful(Capped):
+    class Stateful(Dropped):
         """Keeps what it saw: a second run sees twice as much."""
 
         def forward(self, x):

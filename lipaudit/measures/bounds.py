@@ -107,7 +107,7 @@ def _closed_form(
     whole = layer_norms(heads, seeds=seeds, **options.accuracy)
     found = head_bounds(heads, weights=weights)
     gain = torch.full_like(exact.norm, torch.nan)
-    if not heads.is_causal():
+    if not heads.is_causal() and heads.sink is None:
         gain = splitting_gain(heads, exact.norm, seeds=seeds)
     found["splitting_gain"] = gain
     found |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}

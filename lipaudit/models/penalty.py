@@ -252,6 +252,11 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
             raise InputError(
                 f"layer {site.index} ({site.module}) {site.reason}: its weights are not known"
             )
+        if site.inner:
+            raise InputError(
+                f"layer {site.index} ({site.module}) makes its queries, keys or values by several "
+                "linear maps in a row: no weight is theirs alone"
+            )
         recipes = (site.structure.q, site.structure.k, site.structure.v)
         for recipe, factor in zip(recipes, factors, strict=True):
             if recipe is None:
@@ -268,12 +273,9 @@ def _weights(net: Net, batch: Batch) -> dict[Address, Tensor]:
     """Return the weight of every linear map that the model applies."""
     found: dict[Address, Tensor] = {}
 
-    def meet(linear: Linear) -> None:
-        module = tracer.place.frames[-1].name if tracer.place.frames else ""
-        number = tracer.place.counts[module, "linear"] - 1
-        found[Address(module, "linear", number)] = linear.weight
+    def meet(linear: Linear, address: Address) -> None:
+        found[address] = linear.weight
 
-    tracer = Tracer(lambda *_: None, meet)
     with undisturbed(net.module):
-        run(net, batch, tracer)
+        run(net, batch, Tracer(lambda *_: None, meet))
     return found

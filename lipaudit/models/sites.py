@@ -66,6 +66,7 @@ class Site:
         scope: path of the innermost module that holds the layer and its projections.
         inputs: the arguments of that module which depend on the model's input; empty where its
             Jacobian cannot be taken numerically.
+        inner: linear maps between what q, k and v read and what they are, beside the first ones.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Site:
     explicit: bool
     scope: str
     inputs: tuple[int | str, ...]
+    inner: frozenset[Address] = frozenset()
 
     @property
     def closed_form(self) -> bool:

@@ -14,6 +14,7 @@ from lipaudit.errors import InputError
 from lipaudit.models import checks
 from lipaudit.models.analysis import analyse, output_map
 from lipaudit.models.capture import observe, run
+from lipaudit.models.chains import Chains
 from lipaudit.models.events import AttentionCall, Explicit
 from lipaudit.models.generic import generic
 from lipaudit.models.layers import canonical
@@ -47,11 +48,13 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
         output = checks.fixed_output(net, pair)
         checks.require_isolation(net, pair, other, output)
         surveyor = _Surveyor(pair)
-        tracer = Tracer(surveyor.attention, surveyor.linear)
-        surveyor.frames = tracer.place.frames
-        checks.require_same(run(net, pair, tracer), output)
+        passed_over = surveyor.observe(net, output)
         if not surveyor.found:
-            raise _no_attention(net, tracer.passed_over)
+            raise _no_attention(net, passed_over)
+        if surveyor.inner:
+            deeper = _Surveyor(pair, uncut=frozenset(surveyor.inner))
+            deeper.observe(net, output)
+            surveyor.adopt(deeper)
         run(net, other, Tracer(surveyor.compare))
     return tuple(found.site for found in surveyor.found.values())
 
@@ -92,8 +95,26 @@ class _Surveyor:
     """Analyses the attention calls of a pass over two samples."""
 
     batch: Batch
+    uncut: frozenset[Address] = frozenset()
+    inner: set[Address] = field(default_factory=set)  # what a second pass should not cut
+    chains: Chains = field(default_factory=Chains)
     frames: list[Frame] = field(default_factory=list)
     found: dict[Address, _Found] = field(default_factory=dict)
+
+    def observe(self, net: Net, output: Tensor) -> Sequence[str]:
+        """Run the model; return what looked like attention and is not."""
+        tracer = Tracer(self.attention, self.linear, inner=self.uncut)
+        self.frames = tracer.place.frames
+        checks.require_same(run(net, self.batch, tracer), output)
+        return tracer.passed_over
+
+    def adopt(self, deeper: _Surveyor) -> None:
+        """Take over the layers that another pass, cut at fewer linear maps, could read."""
+        for address, again in deeper.found.items():
+            mine = self.found.get(address)
+            if mine is not None and not mine.site.closed_form and again.site.closed_form:
+                again.site = replace(again.site, index=mine.site.index, inner=deeper.uncut)
+                self.found[address] = again
 
     def attention(self, call: AttentionCall, address: Address) -> None:
         """Analyse a call."""
@@ -114,12 +135,15 @@ class _Surveyor:
         )
 
         if not site.closed_form:
+            made = [origin for t in (call.q, call.k, call.v) for _, origin in origins(t)]
+            self.inner |= self.chains.inner(made)
             site = self._with_obstacle(site, call)
         self.found[address] = _Found(site, _first_sample(call, site), call.transposed)
 
-    def linear(self, linear: Linear) -> None:
+    def linear(self, linear: Linear, address: Address) -> None:
         """See whether a linear map is the output projection of a layer."""
         made = origins(linear.x)
+        self.chains.note(address, linear, [origin for _, origin in made])
         if len(made) != 1 or made[0][1].address not in self.found:
             return
         leaf, origin = made[0]

@@ -93,15 +93,17 @@ class Tracer:
 
     Attributes:
         on_attention: takes each attention call and its address.
-        on_linear: takes each linear map of something that depends on the input.
+        on_linear: takes each linear map of something that depends on the input, and its address.
         wanted: where to cut; None cuts whatever depends on the input.
+        inner: linear maps at which the graph is not cut.
         place: where the pass is.
         passed_over: what looked like attention and is not, with the module where it was first.
     """
 
     on_attention: Callable[[AttentionCall, Address], None]
-    on_linear: Callable[[Linear], None] = lambda _: None
+    on_linear: Callable[[Linear, Address], None] = lambda *_: None
     wanted: frozenset[Address] | None = None
+    inner: frozenset[Address] = frozenset()
     place: Place = field(default_factory=Place)
     passed_over: dict[str, str] = field(default_factory=dict)
 
@@ -122,9 +124,10 @@ class Tracer:
     def linear(self, linear: Linear, output: Tensor) -> Tensor:
         """Cut at a linear map of something that depends on the input."""
         address = self.place.address("linear")
-        if linear.weight.requires_grad or not self._wants(address, linear.x):
+        kept = linear.weight.requires_grad or address in self.inner
+        if kept or not self._wants(address, linear.x):
             return output
-        self.on_linear(linear)
+        self.on_linear(linear, address)
         bias = None if linear.bias is None else linear.bias.detach()
         constant = Linear(linear.x.detach(), linear.weight.detach(), bias, linear.axis)
         return self._cut(output, address, constant)

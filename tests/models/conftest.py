@@ -121,6 +121,9 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
 T5 |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0}
 SWIN = {"embed_dim": 16, "depths": [2], "num_heads": [2], "image_size": 24, "patch_size": 2}
 SWIN |= {"window_size": 4, "num_labels": 5}
+MLA = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+MLA |= {"num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 2}
+MLA |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
 ROPE = {"head_dim": 8, "num_key_value_heads": 2}
 
 BUILDERS: dict[str, Callable[[], ModelSpec]] = {
@@ -212,6 +215,26 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
         num_experts_per_tok=1,
         sliding_window=8,
         experts_implementation="eager",
+    ),
+    "deepseek-v3": lambda: decoder("DeepseekV3Config", **MLA, q_lora_rank=12),
+    "deepseek-v2": lambda: decoder("DeepseekV2Config", **MLA, q_lora_rank=None),
+    "mobilebert": lambda: encoder(
+        "MobileBertConfig",
+        embedding_size=16,
+        intra_bottleneck_size=16,
+        true_hidden_size=16,
+        num_feedforward_networks=1,
+    ),
+    "cvt": lambda: hf_model(
+        "CvtConfig",
+        "AutoModelForImageClassification",
+        "eager",
+        embed_dim=[16, 16, 16],
+        num_heads=[1, 2, 2],
+        depth=[1, 1, 1],
+        drop_path_rate=[0.0, 0.0, 0.0],
+        image_size=32,
+        num_labels=5,
     ),
     "timm-sam": lambda: sam(fused=True),
     "timm-sam-eager": lambda: sam(fused=False),

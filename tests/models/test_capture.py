@@ -45,6 +45,9 @@ CLOSED = {
     "handwritten": [AFFINE],
     "gemma2": [ROTARY] * 2,
     "gpt-oss": [ROTARY] * 2,
+    "deepseek-v3": [("cross-head",) * 3] * 2,
+    "deepseek-v2": [("rotation", "cross-head", "cross-head")] * 2,
+    "mobilebert": [("cross-head", "cross-head", "affine")] * 2,
     "deberta": [AFFINE] * 2,
     "deberta-v3": [AFFINE] * 2,
     "deberta-v1": [AFFINE] * 2,
@@ -268,13 +271,26 @@ MODULES = {
     "t5": (2, "decoder.block.0.layer.0.SelfAttention", "o"),
     "gemma2": (1, "model.layers.1.self_attn", "o_proj"),
     "gpt-oss": (1, "model.layers.1.self_attn", "o_proj"),
+    "deepseek-v3": (1, "model.layers.1.self_attn", "o_proj"),
+    "deepseek-v2": (1, "model.layers.1.self_attn", "o_proj"),
     "deberta": (1, "deberta.encoder.layer.1.attention", "output.dense"),
     "deberta-v3": (0, "deberta.encoder.layer.0.attention", "output.dense"),
     "deberta-v1": (1, "deberta.encoder.layer.1.attention", "output.dense"),
     "timm-sam": (1, "blocks.1.attn", "proj"),
     "timm-sam-eager": (1, "blocks.1.attn", "proj"),
 }
-SINGLE = ("qwen3", "llama", "olmo2", "gemma2", "gpt-oss", "t5", "bert-eager", "timm-eva02")
+SINGLE = (
+    "deepseek-v3",
+    "deepseek-v2",
+    "qwen3",
+    "llama",
+    "olmo2",
+    "gemma2",
+    "gpt-oss",
+    "t5",
+    "bert-eager",
+    "timm-eva02",
+)
 """Models that compute a norm, a rotation or the softmax in float32 whatever their precision."""
 
 
@@ -304,6 +320,32 @@ def true_jacobian(net, batch: Batch, path: str, projection: str) -> torch.Tensor
         return seen[0][-1]
 
     return torch.autograd.functional.jacobian(concatenated, x[-1])
+
+
+def test_a_shared_bottleneck_is_part_of_queries_and_keys(zoo):
+    """The Jacobian is that in the layer's own input, which the values read as it is."""
+    net, sites, batch = zoo("mobilebert", "float64")
+    heads = heads_of(net, sites, batch)[1]
+    layer = net.module.mobilebert.encoder.layer[1]
+    q_linear, k_linear, v_linear = (
+        getattr(layer.attention.self, part) for part in ("query", "key", "value")
+    )
+
+    def concatenated(x: torch.Tensor) -> torch.Tensor:
+        shared = layer.bottleneck.attention(x)
+        q, k, v = (
+            linear(t).unflatten(1, (4, -1)).transpose(0, 1)
+            for linear, t in ((q_linear, shared), (k_linear, shared), (v_linear, x))
+        )
+        logits = q @ k.mT / q.shape[-1] ** 0.5
+        return logits.softmax(-1) @ v
+
+    x = heads.x[0]
+    assert heads.x_kv is None
+    assert x.shape[-1] == net.module.config.hidden_size
+    true = torch.autograd.functional.jacobian(concatenated, x).flatten(1, 2).flatten(2)
+    found = dense_jacobian(heads)[0]
+    torch.testing.assert_close(found, true, rtol=0, atol=1e-9 * float(true.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", *PAIRS])

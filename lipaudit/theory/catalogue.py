@@ -34,7 +34,7 @@ class Bound:
     null: str = ""
 
 
-AFFINE_ONLY = "needs self-attention with affine projections"
+AFFINE_ONLY = "needs self-attention with affine projections, logits s q k^T and no sink"
 
 BOUNDS: dict[str, Bound] = {
     bound.name: bound

@@ -231,7 +231,7 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
         "eager",
         embed_dim=[16, 16, 16],
         num_heads=[1, 2, 2],
-        depth=[1, 1, 1],
+        depth=[1, 2, 3],
         drop_path_rate=[0.0, 0.0, 0.0],
         image_size=32,
         num_labels=5,

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import EvaluationError
+from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.capture import Layer, capture
+from lipaudit.models.penalty import SpecformerPenalty
 from lipaudit.models.sites import Site
 from lipaudit.theory.affine import KnownWeights
 from lipaudit.theory.attention import Heads
@@ -54,7 +55,10 @@ CLOSED = {
     "timm-sam": [AFFINE] * 2,
     "timm-sam-eager": [AFFINE] * 2,
 }
-OPEN = {"timm-mvit": "q depends on several tokens"}
+OPEN = {
+    "timm-mvit": "q depends on several tokens",
+    "cvt": "its keys and values read different inputs",
+}
 PAIRS = {  # which terms the logits have beside s q k^T: a slope, r, t
     "gemma2": (True, False, False),
     "deberta": (False, True, True),
@@ -320,6 +324,13 @@ def true_jacobian(net, batch: Batch, path: str, projection: str) -> torch.Tensor
         return seen[0][-1]
 
     return torch.autograd.functional.jacobian(concatenated, x[-1])
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "mobilebert"])
+def test_weights_in_a_row_have_no_specformer_penalty(zoo, name):
+    net, _, batch = zoo(name)
+    with pytest.raises(InputError, match="several linear maps in a row"):
+        SpecformerPenalty(net, batch)
 
 
 def test_a_shared_bottleneck_is_part_of_queries_and_keys(zoo):

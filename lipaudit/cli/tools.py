@@ -76,7 +76,8 @@ Any attention that calls scaled_dot_product_attention or softmax(q k^T) is read,
 architecture. Layers whose q, k and v are token-wise functions of a linear map of X (plain,
 rotary, qk-norm, grouped, latent, windows, cross-attention), and whose logits are functions of each
 query and key (softcap, relative positions) beside a sink, get bounds and exact norms; others
-(talking heads, convolutions) get numerical exact norms and no bounds, with the reason. Flash and flex kernels, torch.compile and TorchScript cannot be read.
+(talking heads, convolutions) get numerical exact norms and no bounds, with the reason. Flash and
+flex kernels, torch.compile and TorchScript cannot be read.
 
 lipaudit models PART lists timm's names."""
 

@@ -28,7 +28,7 @@ _AFFINE_OPS = {
 }
 _ADDED = {"Add", "Clamp", "MaskedFill", "Maximum", "Rsub", "Sub", "Where"}
 """Ops that may put a bias into the logits."""
-_LARGEST_OPS = {"Amax", "Max"}  # taken off a row, which then sums to 0 in every product here
+_SINK_OPS = {"Amax", "ConstantPadNd", "Max"}  # the largest logit is taken off its row
 _ROUNDING = 4  # times the machine epsilon of the row's largest logit
 _NEGLIGIBLE = 1e-5  # in a logit: P moves by this share, far below every tolerance
 _OUT_OF_REACH = 1e9  # a level that logits are not cut off at: the end of float32 stands for -inf
@@ -79,10 +79,17 @@ def logit_form(call: AttentionCall, form: Explicit) -> LogitForm:
     if even and not form.others and _is_affine(form, with_sink=sink is not None):
         bias = _bias(form, logits, scale * product, masked)
         return LogitForm(scale[..., 0, 0], bias, sink=sink)
-    share = None if even else torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
+    share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
+    level = _close(
+        torch.where(seen, share, 1.0),
+        torch.ones_like(share),
+        _ROUNDING * torch.finfo(slope.dtype).eps,
+    )
     relative = form.logits.reshape(product.shape) if form.others else None
     bias = logits.masked_fill(masked, -torch.inf)
-    return LogitForm(scale[..., 0, 0], bias, share, sink, relative)
+    # Level slopes stay where an op may bend the logits elsewhere: they are not s q k^T + B.
+    bent = None if level and form.others else share
+    return LogitForm(scale[..., 0, 0], bias, bent, sink, relative)
 
 
 def _keys(form: Explicit, product: Tensor) -> slice:
@@ -176,7 +183,7 @@ def _is_cut_off(node: Node) -> bool:
 
 def _is_affine(form: Explicit, *, with_sink: bool) -> bool:
     """Say whether the logits pass through affine ops only: are what they are here everywhere."""
-    allowed = _AFFINE_OPS | SHAPE_OPS | (_LARGEST_OPS if with_sink else set())
+    allowed = _AFFINE_OPS | SHAPE_OPS | (_SINK_OPS if with_sink else set())
     return _ops(form) <= allowed and not any(_is_cut_off(node) for node in _path(form))
 
 

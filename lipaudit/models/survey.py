@@ -101,7 +101,7 @@ class _Surveyor:
     frames: list[Frame] = field(default_factory=list)
     found: dict[Address, _Found] = field(default_factory=dict)
 
-    def observe(self, net: Net, output: Tensor) -> Sequence[str]:
+    def observe(self, net: Net, output: Tensor) -> Mapping[str, str]:
         """Run the model; return what looked like attention and is not."""
         tracer = Tracer(self.attention, self.linear, inner=self.uncut)
         self.frames = tracer.place.frames

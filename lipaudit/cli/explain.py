@@ -39,6 +39,13 @@ READING = {
     "unknown quality: see upper.",
     "upper": "With probability 1 - eta over the random start vector the norm is not above it. Not "
     "a proof: the proven upper bounds are those of `lipaudit bounds`.",
+    "bounds.input": "one input: X, which queries, keys and values all read. queries apart: the "
+    "input of the queries and that of the keys and values, varied independently; where one is "
+    "made from the other, or both from one tensor (spatial reduction, class attention), they "
+    "cannot move so, and the norm in what the module takes is another one, larger or smaller. "
+    "keys and values: their input, the queries being constant. module input: all that the "
+    "innermost module around the layer takes; norms are numerical there. `lipaudit bounds "
+    "--input module` takes every norm so.",
     "g1": "Between 0 (one-hot, or spread over very many keys) and 1/2 (two keys share the row). "
     "The Jacobian of the softmax has norm at most g1, and nearly that.",
     "intermediate": "Rows that are neither near uniform nor near one-hot: small changes of the "
@@ -111,8 +118,8 @@ def _entry(key: str, column: Column) -> Iterator[str]:
         yield from _indented(f"{bound.meaning[0].upper()}{bound.meaning[1:]}.")
         if bound.null:
             yield from _indented(f"Not given everywhere: it {bound.null}.")
-    if name in READING and column.format != "s":
-        yield from _indented(READING[name])
+    if reading := READING.get(key) or (column.format != "s" and READING.get(name)):
+        yield from _indented(reading)
     if column.domain and column.format not in UNMEASURED:
         where = "" if column.domain == "at X" else f": {column.domain}"
         yield from _indented(f"{column.status.capitalize()}: {STATUS[column.status]}{where}.")

@@ -34,11 +34,18 @@ def bounds(
     layers: Layers = None,
     tol: Annotated[float, typer.Option(help="Estimated relative accuracy of the norms.")] = 1e-4,
     within: Within = 0.03,
+    input: Annotated[
+        str,
+        typer.Option(help="Norms in what the projections read, or what their module takes."),
+    ] = "projections",
 ) -> None:
     """Lipschitz bounds of every attention head beside its exact Jacobian norm.
 
     For each head: the exact norm ||J|| of its Jacobian on each sample, and the upper bounds of
     Hu 2024, Castin 2024, Yudin 2025 and lipaudit's own, far tighter one (sharp).
+
+    --input module takes the norms in what the module around each layer takes, where that is
+    something else than the projections read: numerically, and without bounds.
 
     [dim]Examples:[/]
       [cyan]lipaudit bounds demo[/]
@@ -48,7 +55,8 @@ def bounds(
     from lipaudit.measures import parse_layers
     from lipaudit.measures.bounds import BoundsOptions
 
-    given = {"layers": parse_layers(layers), "tol": tol, "within": within}
+    given: dict[str, object] = {"layers": parse_layers(layers), "tol": tol, "within": within}
+    given["input"] = input
     run_measures(model, common, bounds=options_of(BoundsOptions, common, given))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from lipaudit.measures.layers import Facts, HeadName, Reduced, by_layer, head_na
 from lipaudit.models.capture import Layer
 from lipaudit.models.net import Net
 from lipaudit.models.numeric import numeric_norms
-from lipaudit.models.sites import Site
+from lipaudit.models.sites import APART, MODULE_INPUT, Site
 from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
 from lipaudit.theory.affine import KnownWeights, Weights
 from lipaudit.theory.attention import Heads, per_sample
@@ -52,11 +52,14 @@ class BoundsOptions(Options):
         tol: relative accuracy of the exact norms, estimated.
         max_steps: most Lanczos steps per head.
         within: how far the probabilistic limit may lie above a norm: what is proven.
+        input: in what the norms are taken: what the projections read, or what the innermost
+            module around them takes.
     """
 
     tol: float = 1e-4
     max_steps: int = 300
     within: float = WITHIN
+    input: Literal["projections", "module"] = "projections"
 
     @property
     def accuracy(self) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def run(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[
     def reduce(layer: Layer, batch: Batch) -> Reduced:
         seeds = [seed_of(sample, options.seed) for sample in batch.ids]
         site = layer.site
-        if not site.closed_form:
+        if not _has_bounds(site, options):
             return _numeric(layer, seeds, options)
         heads = layer.heads()
         values = _closed_form(heads, seeds, options, known.of(site.index, heads))
@@ -83,20 +86,35 @@ def run(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[
         require_bounds_hold(site, batch.ids, values)
         return values
 
-    yield from by_layer(net, batches, options.layers, reduce, _facts)
+    def facts(sites: Sequence[Site]) -> Facts:
+        return _facts(sites, options)
+
+    yield from by_layer(net, batches, options.layers, reduce, facts)
 
 
-def _facts(sites: Sequence[Site]) -> Facts:
+def _has_bounds(site: Site, options: BoundsOptions) -> bool:
+    """Say whether the closed form is that of the norm that is asked for."""
+    return site.closed_form and (options.input == "projections" or site.direct)
+
+
+def _facts(sites: Sequence[Site], options: BoundsOptions) -> Facts:
+    closed = [site for site in sites if _has_bounds(site, options)]
     return {
         "heads": head_names(sites),
-        "kinds": [_kind(site) for site in sites for _ in range(site.heads)],
+        "kinds": [_kind(site, options) for site in sites for _ in range(site.heads)],
+        "inputs": [_input(site, options) for site in sites for _ in range(site.heads)],
         "layers": [(site.index, site.module) for site in sites],
+        "apart": [site.index for site in closed if site.input == APART and not site.direct],
     }
 
 
-def _kind(site: Site) -> str:
-    kinds = site.kinds if site.closed_form else (NUMERICAL,)
+def _kind(site: Site, options: BoundsOptions) -> str:
+    kinds = site.kinds if _has_bounds(site, options) else (NUMERICAL,)
     return kinds[0] if len(set(kinds)) == 1 else "/".join(kinds)
+
+
+def _input(site: Site, options: BoundsOptions) -> str:
+    return site.input if options.input == "projections" else MODULE_INPUT
 
 
 def _closed_form(
@@ -156,8 +174,10 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     facts = parts[0].facts
     found = _downgraded({name: joined(parts, name) for name in parts[0].values})
     rows = tuple(
-        _row(head, kind, {name: values[:, i] for name, values in found.items() if _per_head(name)})
-        for i, (head, kind) in enumerate(zip(facts["heads"], facts["kinds"], strict=True))
+        _row(*labels, {name: values[:, i] for name, values in found.items() if _per_head(name)})
+        for i, labels in enumerate(
+            zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True)
+        )
     )
     ids = sample_ids(parts)
     samples = {"ids": ids, "exact_max": tuple(np.nanmax(found["exact"], 1).tolist())}
@@ -168,7 +188,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         rows=rows,
         samples=samples,
         arrays=arrays,
-        notes=notes(parts) + _remarks(found),
+        notes=notes(parts) + _remarks(found, facts["apart"], options),
     )
     return [heads, _layer_section(facts, found, options)]
 
@@ -187,7 +207,7 @@ def _per_head(name: str) -> bool:
     return not name.startswith("layer_") and name != "out_norm"
 
 
-def _row(head: HeadName, kind: str, found: dict[str, Values]) -> BoundsRow:
+def _row(head: HeadName, kind: str, input: str, found: dict[str, Values]) -> BoundsRow:
     """Reduce one head over the samples: medians, and what is named a maximum."""
     medians = {name: _median(found[name]) for name in (*BOUNDS, *MADE_OF)}
     medians["softmax_norm_max"] = _largest(found["softmax_norm_max"])
@@ -196,7 +216,8 @@ def _row(head: HeadName, kind: str, found: dict[str, Values]) -> BoundsRow:
         ratio = np.where(found["exact"] > 0, found["sharp"] / found["exact"], np.nan)
     return BoundsRow(
         **head._asdict(),
-        kind=_kind_of(kind, found["numerical"]),
+        kind=_and(kind, NUMERICAL, found["numerical"]),
+        input=_and(input, MODULE_INPUT, found["numerical"]),
         tokens=int(found["tokens"].max()),
         exact=_median(found["exact"]),
         exact_max=_largest(found["exact"]),
@@ -211,10 +232,9 @@ def _row(head: HeadName, kind: str, found: dict[str, Values]) -> BoundsRow:
     )
 
 
-def _kind_of(kind: str, numerical: Values) -> str:
-    """Return the kind of a head, with what it became where its structure changed."""
-    mixed = kind != NUMERICAL and numerical.any()
-    return f"{kind}, {NUMERICAL}" if mixed else kind
+def _and(label: str, other: str, numerical: Values) -> str:
+    """Return what a head is, with what it is on samples on which its structure changed."""
+    return f"{label}, {other}" if label != other and numerical.any() else label
 
 
 def _layer_section(
@@ -253,9 +273,18 @@ def _log10(value: float | None) -> float | None:
     return None if value is None or value <= 0 else float(np.log10(value))
 
 
-def _remarks(found: dict[str, Values]) -> tuple[Note, ...]:
-    """Say what is missing and what did not converge."""
+def _remarks(
+    found: dict[str, Values], apart: Sequence[int], options: BoundsOptions
+) -> tuple[Note, ...]:
+    """Say what is missing, what did not converge, and which norms are not the module's."""
     remarks = [*lower_estimates(float(np.nanmax(found["within"], initial=0.0)))]
+    if apart:
+        text = (
+            f"layers {', '.join(map(str, apart))}: queries and keys/values read different inputs, "
+            "which are varied independently; in what the module takes the norms are others "
+            "(--input module)"
+        )
+        remarks.append(Note(level="info", code="inputs-apart", text=text))
     for name, what in (("missed", "head"), ("layer_missed", "layer")):
         missed = int(found[name].sum())
         if missed:
@@ -270,12 +299,15 @@ def _remarks(found: dict[str, Values]) -> tuple[Note, ...]:
         )
         remarks.append(Note(level="warning", code="forward-error", text=text))
     for name, bound in BOUNDS.items():
-        absent = int(np.isnan(found[name]).all(0).sum())
-        if absent:
-            text = (
-                f"{name} is not given for {absent} heads: it {bound.null or 'has no closed form'}"
-            )
-            remarks.append(Note(level="info", code="no-bound", text=text))
+        absent = np.isnan(found[name]).all(0)
+        elsewhere = absent & found["numerical"].all(0) & (options.input == "module")
+        for heads, why in (
+            (absent & ~elsewhere, bound.null or "has no closed form"),
+            (elsewhere, "bounds the norm in what the projections read, not the module"),
+        ):
+            if heads.any():
+                text = f"{name} is not given for {heads.sum()} heads: it {why}"
+                remarks.append(Note(level="info", code="no-bound", text=text))
     return tuple(remarks)
 
 

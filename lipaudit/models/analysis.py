@@ -149,9 +149,7 @@ def _same_reading(a: Tensor, recipe_a: Recipe, b: Tensor, recipe_b: Recipe) -> b
     ((_, one),), ((_, other),) = origins(a), origins(b)
     rows, others = recipe_a.rows, recipe_b.rows
     return (
-        one.linear is not None
-        and other.linear is not None
-        and checks.same_input(one.linear, other.linear)
+        one.reads_same(other)
         and rows.samples_first == others.samples_first
         and torch.equal(rows.tokens, others.tokens)
     )

@@ -12,7 +12,6 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.events import AttentionCall
 from lipaudit.models.graph import vjp
-from lipaudit.models.linears import Linear
 from lipaudit.models.net import Net
 from lipaudit.models.structure import Projected
 from lipaudit.theory.attention import Heads
@@ -156,7 +155,7 @@ def _by_input(made: Iterable[Projected]) -> list[list[Projected]]:
 
 
 def _same(a: Projected, b: Projected) -> bool:
-    return same_input(a.linear, b.linear)
+    return a.leaf is b.leaf or a.origin.reads_same(b.origin)
 
 
 def _pulled(part: Projected, output: Tensor, u: Tensor) -> Tensor:
@@ -196,8 +195,3 @@ def _outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str
                 hooks.callback(hook.remove)
         forward()
     return seen
-
-
-def same_input(a: Linear, b: Linear) -> bool:
-    """Say whether two linear maps read the same tensor."""
-    return a.inputs.shape == b.inputs.shape and torch.equal(a.inputs, b.inputs)

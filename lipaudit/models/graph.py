@@ -65,6 +65,18 @@ def _is_affine_op(node: Node) -> bool:
     return op(node) in (_AFFINE_OPS if operands == 1 else _SUMS)
 
 
+def root(t: Tensor) -> object:
+    """Return what t is a rearrangement of: the graph node, or the leaf, behind its views.
+
+    Two tensors with the same root are parts of one tensor, whatever its values are. Two results
+    of the same computation have two roots.
+    """
+    node = t.grad_fn
+    while node is not None and op(node) in SHAPE_OPS - {"Cat"}:
+        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+    return getattr(node, "variable", node or t)
+
+
 def remember(t: Tensor, past: Collection[Node]) -> None:
     """Write down what t depended on before the graph was cut."""
     for leaf in leaves(t)[0]:

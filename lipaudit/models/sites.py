@@ -9,6 +9,10 @@ from torch import Tensor
 from lipaudit.models.structure import Recipe
 from lipaudit.models.trace import Address
 
+ONE_INPUT, APART, KEYS = "one input", "queries apart", "keys and values"
+MODULE_INPUT = "module input"
+"""In what the norm of a layer is taken; the last one where nothing finer is known."""
+
 
 @dataclass(frozen=True)
 class OutputMap:
@@ -67,6 +71,8 @@ class Site:
         inputs: the arguments of that module which depend on the model's input; empty where its
             Jacobian cannot be taken numerically.
         inner: linear maps between what q, k and v read and what they are, beside the first ones.
+        direct: whether the projections read those arguments themselves: then the norm in the
+            inputs of the projections is the norm in the module's.
     """
 
     index: int
@@ -82,8 +88,18 @@ class Site:
     scope: str
     inputs: tuple[int | str, ...]
     inner: frozenset[Address] = frozenset()
+    direct: bool = False
 
     @property
     def closed_form(self) -> bool:
         """Whether the Jacobian has the closed form of the theory."""
         return self.structure is not None
+
+    @property
+    def input(self) -> str:
+        """In what the norm of its Jacobian is taken."""
+        if self.structure is None:
+            return MODULE_INPUT
+        if self.structure.q is None:
+            return KEYS
+        return ONE_INPUT if self.structure.joint else APART

@@ -11,7 +11,7 @@ from lipaudit.models import probes
 from lipaudit.models.graph import is_affine
 from lipaudit.models.linears import Linear
 from lipaudit.models.probes import Source
-from lipaudit.models.trace import Address, origins
+from lipaudit.models.trace import Address, Origin, origins
 from lipaudit.theory.attention import Projection
 
 LARGEST_LOCAL = 2**28  # numbers in a local Jacobian: 1 GiB in float32
@@ -102,6 +102,7 @@ class Projected:
         rows: which tokens of the linear map these are.
         linear: the linear map.
         leaf: its output, as q, k or v depends on it.
+        origin: what made that.
     """
 
     projection: Projection
@@ -109,6 +110,7 @@ class Projected:
     rows: Rows
     linear: Linear
     leaf: Tensor
+    origin: Origin
 
 
 def decode(t: Tensor, samples: int) -> Recipe | None:
@@ -165,7 +167,7 @@ def project(recipe: Recipe, t: Tensor, samples: int) -> Projected:
     else:
         projection = _local(recipe, source, linear, index)
     x = probes.take(linear.inputs, index, 0)
-    return Projected(_repeated(projection, recipe.repeat), x, rows, linear, leaf)
+    return Projected(_repeated(projection, recipe.repeat), x, rows, linear, leaf, origin)
 
 
 def _undo_repeat(t: Tensor) -> tuple[Tensor, int]:

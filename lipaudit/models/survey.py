@@ -17,6 +17,7 @@ from lipaudit.models.capture import observe, run
 from lipaudit.models.chains import Chains
 from lipaudit.models.events import AttentionCall, Explicit
 from lipaudit.models.generic import generic
+from lipaudit.models.graph import root
 from lipaudit.models.layers import canonical
 from lipaudit.models.layouts import arrange
 from lipaudit.models.linears import Linear
@@ -24,7 +25,7 @@ from lipaudit.models.net import Net
 from lipaudit.models.numeric import obstacle
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.probes import Source
-from lipaudit.models.sites import Site
+from lipaudit.models.sites import Site, Structure
 from lipaudit.models.trace import Address, Frame, Tracer, origins, undisturbed
 
 
@@ -131,9 +132,9 @@ class _Surveyor:
             sources=frozenset(o.address for t in (call.q, call.k, call.v) for _, o in origins(t)),
             explicit=isinstance(call.form, Explicit),
             scope=scope.name,
-            inputs=tuple(_inputs(scope)),
+            inputs=tuple(key for key, _ in _inputs(scope)),
+            direct=_direct(analysis.structure, call, scope),
         )
-
         if not site.closed_form:
             made = [origin for t in (call.q, call.k, call.v) for _, origin in origins(t)]
             self.inner |= self.chains.inner(made)
@@ -186,8 +187,18 @@ def _scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
     return next(inside, frames[0])
 
 
-def _inputs(frame: Frame) -> Iterator[int | str]:
+def _inputs(frame: Frame) -> Iterator[tuple[int | str, Tensor]]:
     given: list[tuple[int | str, Any]] = [*enumerate(frame.args), *frame.kwargs.items()]
     for key, value in given:
         if isinstance(value, Tensor) and value.requires_grad:
-            yield key
+            yield key, value
+
+
+def _direct(structure: Structure | None, call: AttentionCall, frame: Frame) -> bool:
+    """Say whether the projections read the inputs of a module, each side its own."""
+    if structure is None:
+        return False
+    given = [root(value) for _, value in _inputs(frame)]
+    read = [origin.root for t in (call.q, call.k) for _, origin in origins(t)]
+    apart = structure.joint or len({id(one) for one in read}) == len(read)
+    return apart and all(any(one is other for other in given) for one in read)

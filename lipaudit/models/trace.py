@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.models.events import AttentionCall, AttentionMode
-from lipaudit.models.graph import leaves
+from lipaudit.models.graph import leaves, root
 from lipaudit.models.linears import Linear
 
 _QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
@@ -33,10 +33,29 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """What made a leaf of the cut graph: a linear map, the model's input, or an attention."""
+    """What made a leaf of the cut graph: a linear map, the model's input, or an attention.
+
+    Attributes:
+        address: which op it was.
+        linear: the linear map.
+        root: the tensor whose tokens the linear map reads, see `root`; None in a pass that is not
+            the survey's.
+    """
 
     address: Address
     linear: Linear | None = None
+    root: object = None
+
+    def reads_same(self, other: Origin) -> bool:
+        """Say whether two linear maps of one pass read the same tokens of one tensor.
+
+        That it is one tensor is a matter of the graph, not of values: two layer norms may agree
+        today. The values, at a generic point, then tell that the tokens come in the same order.
+        """
+        if self.linear is None or other.linear is None or self.root is not other.root:
+            return False
+        x, y = self.linear.inputs, other.linear.inputs
+        return self.root is not None and x.shape == y.shape and torch.equal(x, y)
 
 
 @dataclass
@@ -119,7 +138,7 @@ class Tracer:
         """Cut at the model's input."""
         address = self.place.address("input")
         wanted = self.wanted is None or address in self.wanted
-        return self._cut(t, address) if wanted else t
+        return self._cut(t, Origin(address)) if wanted else t
 
     def linear(self, linear: Linear, output: Tensor) -> Tensor:
         """Cut at a linear map of something that depends on the input."""
@@ -130,7 +149,8 @@ class Tracer:
         self.on_linear(linear, address)
         bias = None if linear.bias is None else linear.bias.detach()
         constant = Linear(linear.x.detach(), linear.weight.detach(), bias, linear.axis)
-        return self._cut(output, address, constant)
+        source = root(linear.x) if self.wanted is None else None
+        return self._cut(output, Origin(address, constant, source))
 
     def attention(self, call: AttentionCall) -> Tensor:
         """Report an attention call, and cut after it."""
@@ -139,16 +159,16 @@ class Tracer:
         for frame in self.place.frames:
             frame.attentions += 1
         if self._wants(address, call.output):
-            return self._cut(call.output, address)
+            return self._cut(call.output, Origin(address))
         return call.output.detach()
 
     def _wants(self, address: Address, source: Tensor) -> bool:
         return source.requires_grad if self.wanted is None else address in self.wanted
 
-    def _cut(self, t: Tensor, address: Address, linear: Linear | None = None) -> Tensor:
+    def _cut(self, t: Tensor, origin: Origin) -> Tensor:
         """Return t as a leaf that knows its origin: a clone, since the model may write into it."""
         leaf = t.detach().requires_grad_()
-        leaf._origin = Origin(address, linear)  # type: ignore[attr-defined]
+        leaf._origin = origin  # type: ignore[attr-defined]
         return leaf.clone()
 
 

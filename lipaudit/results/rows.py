@@ -26,6 +26,7 @@ class BoundsRow(HeadRow):
 
     section: ClassVar[str] = "bounds"
     kind: str = column("kind", "How q, k and v come from X.", "", format="s")
+    input: str = column("input", "In what the norms and bounds are taken.", "", format="s")
     tokens: int = column("tokens", "Tokens of the longest sample.", 0, format="d")
     exact: Float | None = column(
         "exact", "||J||, the norm of the head's Jacobian.", better="lower"

@@ -65,16 +65,19 @@ def _amplifying(section: Section, rows: list[BoundsRow]) -> Table:
     columns = section.columns()
     top = largest(rows, "exact", TOP)
     shown = [name for name in BOUNDS if any(log10_ratio(row, name) is not None for row in rows)]
+    said = any(row.input not in ("", "one input") for row in rows)
     return Table(
         title="Most amplifying heads; each bound as a multiple of exact",
         columns=(
             HEAD,
+            *([columns["input"]] if said else []),
             columns["exact"],
             *(_times(columns[name]) for name in shown),
         ),
         rows=tuple(
             (
                 head(row),
+                *([row.input] if said else []),
                 row.exact,
                 *(_multiple(log10_ratio(row, name)) for name in shown),
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 from lipaudit.errors import UsageError
 from lipaudit.models.linearize import Linearization, require_finite
 from lipaudit.theory.lanczos import WITHIN, Products, random_starts, spectral_norms
+from lipaudit.theory.powers import powers_of_two, times_power
 
 Norm = Literal["2", "inf"]
 Method = Literal["dense", "lanczos", "rows"]
@@ -148,6 +149,7 @@ def _row_norms(linear: Linearization) -> JacobianNorms:
             f"the inf norm of {m} outputs takes {m} backward passes per sample",
             f"use norm 2, or an output of at most {MOST_ROWS} entries",
         )
+    linear.rows if m <= DENSE else linear.fit()  # either chooses the exponents
     rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
     sums = [row.abs().sum(1, dtype=_wide(row.device)) for row in rows]
     return _exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
@@ -165,7 +167,7 @@ def _dense_norms(linear: Linearization) -> JacobianNorms:
 
 def _exact(linear: Linearization, norm: Tensor, products: int, method: Method) -> JacobianNorms:
     require_finite(norm)
-    norm = norm.cpu()
+    norm = times_power(norm.cpu().double(), linear.exponent)
     spent = torch.full((len(linear),), products)
     converged = torch.ones_like(spent, dtype=torch.bool)
     return JacobianNorms(norm, norm, torch.zeros_like(norm), spent, converged, method)
@@ -184,7 +186,7 @@ def _lanczos_norms(
         linear.release()
         return _gram(linear.select(index.to(device)))
 
-    found = spectral_norms(select, start, **how)
+    found = spectral_norms(select, start, **how).times(powers_of_two(linear.exponent))
     spent = 2 * found.products  # J^T u comes with A u = J J^T u
     return JacobianNorms(found.norm, found.upper, found.within, spent, found.converged, "lanczos")
 

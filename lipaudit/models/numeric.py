@@ -16,6 +16,7 @@ from lipaudit.models.layers import canonical
 from lipaudit.models.linearize import Linearization
 from lipaudit.models.trace import Frame
 from lipaudit.theory.lanczos import WITHIN, Norms, Products, random_starts, spectral_norms
+from lipaudit.theory.powers import powers_of_two
 
 
 def numeric_norms(
@@ -42,18 +43,14 @@ def numeric_norms(
     if isinstance(linear, str):
         return _unknown(layer)
     start = _starts(layer, seeds)
-    found = [
+    how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
+
+    def of_head(head: int) -> Norms:
         # The samples share one graph: those that are done ride along.
-        spectral_norms(
-            lambda _, head=head: _products(linear, layer, head),  # type: ignore[misc]
-            start,
-            tol=tol,
-            max_steps=max_steps,
-            within=within,
-            rebuild=2.0,
-        )
-        for head in range(layer.site.heads)
-    ]
+        norms = spectral_norms(lambda _: _products(linear, layer, head), start, rebuild=2.0, **how)
+        return norms.times(powers_of_two(linear.exponent))
+
+    found = [of_head(head) for head in range(layer.site.heads)]
     parts = ("norm", "upper", "products", "converged")
     return Norms(*(torch.stack([getattr(norms, name) for norms in found], 1) for name in parts))
 
@@ -135,7 +132,8 @@ def _given(frame: Frame, keys: Sequence[int | str]) -> list[Any]:
 
 
 def _products(linear: Linearization, layer: Layer, head: int) -> Products:
-    """J_h J_h^T u of one head at every sample."""
+    """J_h J_h^T u of one head at every sample, in units of its own."""
+    linear.reset()
 
     def apply(u: Tensor) -> Tensor:
         whole = torch.zeros_like(layer.output)

@@ -12,7 +12,6 @@ is no proof.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -21,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
+from lipaudit.theory.powers import times_power
 from lipaudit.theory.ritz import below, kato_temple, log_delta, probabilistic_limit
 
 Products = Callable[[Tensor], Tensor]
@@ -263,20 +263,19 @@ class _Running:
             self.exponent[image.eq(0).all(1).cpu()] = 0
             change[image.eq(0).all(1).cpu()] = 0
         self.exponent += change
-        return image * _powers_of_two(change, image)
+        return times_power(image, change)
 
     def _product(self, products: Products) -> Tensor:
         """A times the newest basis vector; what a vector cannot carry goes to its image."""
         if not self.exponent.any():
             return products(self.last)
         before = self.exponent.clamp(-_ROOM, _ROOM)
-        image = products(self.last * _powers_of_two(before, self.last))
-        return image * _powers_of_two(self.exponent - before, image)
+        image = products(times_power(self.last, before))
+        return times_power(image, self.exponent - before)
 
     def _scaled(self, square: Tensor) -> Tensor:
         """The root of an eigenvalue, in the caller's units."""
-        unit = _powers_of_two(-self.exponent // 2, square)[:, 0]
-        return square.clamp_min(0.0).sqrt() * unit
+        return times_power(square.clamp_min(0.0).sqrt(), -self.exponent // 2)
 
     def _couple(self, entries: Tensor) -> None:
         """Append a row (alpha, next beta) to T."""
@@ -327,7 +326,7 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
 def _normalized(vectors: Tensor) -> Tensor:
     """Unit vectors; 0 stays 0. Squares of small numbers underflow: a power of two goes first."""
     exponent = torch.frexp(vectors.abs().amax(1).to("cpu", torch.float64))[1]
-    return torch.nn.functional.normalize(vectors * _powers_of_two(-exponent, vectors), dim=1)
+    return torch.nn.functional.normalize(times_power(vectors, -exponent), dim=1)
 
 
 def _towards_one(image: Tensor) -> Tensor:
@@ -336,12 +335,6 @@ def _towards_one(image: Tensor) -> Tensor:
     even = -2 * (size.log2() / 2).round().clamp(-450, 450)
     even = even.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
     return even.where(even.abs() > 20, 0).long()
-
-
-def _powers_of_two(exponent: Tensor, like: Tensor) -> Tensor:
-    """2^exponent without rounding, (problems, 1), in the precision of `like`."""
-    powers = [[math.ldexp(1.0, k)] for k in exponent.tolist()]
-    return torch.tensor(powers, dtype=torch.float64).to(like)
 
 
 def _blank(start: Tensor, *, vectors: bool) -> Norms:

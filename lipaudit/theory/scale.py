@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.theory.attention import Heads, Projection
+from lipaudit.theory.powers import powers_of_two, shifted
 
 _SWAMPED = 16
 """Times the values that their bias may be: it drops out of J, but it costs them their digits.
@@ -37,18 +38,20 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     to_v = heads.to_v
     if to_v is None:
         exponents = _exponents(heads.v.abs().amax((0, 2, 3)))
-        return replace(heads, v=_shifted(heads.v, -exponents[:, None, None])), _sizes(exponents)
+        return replace(heads, v=shifted(heads.v, -exponents[:, None, None])), powers_of_two(
+            exponents
+        )
     # An expanded weight stays one: heads that are normalised together share it.
     weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
     own = _exponents(weight.abs().amax((1, 2)))
-    weight = _shifted(weight, -own[:, None, None]).expand_as(to_v.weight)
-    bias = None if to_v.bias is None else _shifted(to_v.bias, -own[:, None])
+    weight = shifted(weight, -own[:, None, None]).expand_as(to_v.weight)
+    bias = None if to_v.bias is None else shifted(to_v.bias, -own[:, None])
     unit, exponents = replace(to_v, weight=weight, bias=bias), own.expand(len(to_v.weight))
     if to_v.local is not None:
         behind = _exponents(to_v.local.abs().amax((0, 2, 3, 4)))
-        unit = replace(unit, local=_shifted(to_v.local, -behind[:, None, None, None]))
+        unit = replace(unit, local=shifted(to_v.local, -behind[:, None, None, None]))
         exponents = exponents + behind
-    return replace(heads, v=_values(heads, unit, exponents), to_v=unit), _sizes(exponents)
+    return replace(heads, v=_values(heads, unit, exponents), to_v=unit), powers_of_two(exponents)
 
 
 def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "heads n m"], float]:
@@ -58,12 +61,12 @@ def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "hea
     16.0
     """
     exponent = _exponents(stack.abs().amax())
-    return _shifted(stack, -exponent), 2.0 ** int(exponent)
+    return shifted(stack, -exponent), 2.0 ** int(exponent)
 
 
 def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
     """Return v / c; without their bias, by X W_V again, where it is most of affine values."""
-    v = _shifted(heads.v, -exponents[:, None, None])
+    v = shifted(heads.v, -exponents[:, None, None])
     if unit.local is not None or unit.bias is None or heads.sink is not None:
         return v
     bias = unit.bias[:, None]
@@ -76,13 +79,3 @@ def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
 def _exponents(largest: Float[Tensor, "*heads"]) -> Int[Tensor, "*heads"]:
     """The exponents of positive numbers; 0 for 0."""
     return torch.frexp(largest).exponent
-
-
-def _shifted(t: Tensor, exponents: Tensor) -> Tensor:
-    """Return t 2^e in two steps: 2^e alone may be out of range."""
-    half = exponents // 2
-    return torch.ldexp(torch.ldexp(t, half), exponents - half)
-
-
-def _sizes(exponents: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones(len(exponents), dtype=torch.float64), exponents.cpu())

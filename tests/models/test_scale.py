@@ -1,0 +1,106 @@
+"""Norms of whole models of any size: squares of derivatives leave the range of floats first."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.models.capture import capture
+from lipaudit.models.jacobian import jacobian_norms
+from lipaudit.models.linearize import linearize
+from lipaudit.models.numeric import numeric_norms
+
+X = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
+
+
+def network(inputs, outputs, dtype):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Linear(inputs, 24), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, outputs)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def norms_of(model, x, norm="2"):
+    linear = linearize(lambda z, _: model(z), x)
+    return jacobian_norms(linear, norm=norm, tol=1e-6, within=1e-6)
+
+
+def scaled(model, powers):
+    """The model with its last layers times powers of ten."""
+    model = copy.deepcopy(model)
+    for layer, power in zip(reversed(model), powers, strict=False):
+        layer.weight.data *= 10.0**power
+        layer.bias.data *= 0
+    return model
+
+
+SHAPES = [(40, 5), (40, 20), (18, 30), (5, 30)]  # dense, J J^T, J^T J, dense by columns
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", ["2", "inf"])
+@settings(deadline=None, max_examples=8)
+@given(power=st.integers(-30, 30))
+def test_the_norm_scales_with_the_last_layer(inputs, outputs, dtype, norm, power):
+    model, x = network(inputs, outputs, dtype), X[:, :inputs].to(dtype)
+    want = norms_of(scaled(model, [0]), x, norm)
+    found = norms_of(scaled(model, [power]), x, norm)
+    rounding = 1e-12 if dtype == torch.float64 else 1e-5
+    for name in ("norm", "upper"):
+        value, unit = getattr(found, name).double(), getattr(want, name).double()
+        torch.testing.assert_close(value / 10.0**power, unit, rtol=rounding, atol=0)
+    assert found.converged.all()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("norm", ["2", "inf"])
+@pytest.mark.parametrize("powers", [(-24, -24), (-20, -35), (30, -30), (-30, 30), (18, 18)])
+def test_norms_that_float32_cannot_hold_itself(inputs, outputs, norm, powers):
+    model, x = network(inputs, outputs, torch.float32), X[:, :inputs]
+    want = norms_of(scaled(model, [0, 0]), x, norm).norm.double()
+    found = norms_of(scaled(model, powers), x, norm).norm.double()
+    torch.testing.assert_close(found / 10.0 ** sum(powers), want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("power", [-140, 140])
+def test_norms_whose_squares_float64_cannot_hold(power):
+    model, x = network(40, 20, torch.float64), X.double()
+    want = norms_of(scaled(model, [0]), x).norm
+    found = norms_of(scaled(model, [power]), x).norm
+    torch.testing.assert_close(found / 10.0**power, want, rtol=1e-12, atol=0)
+
+
+def test_samples_of_different_size_do_not_disturb_each_other():
+    factors = torch.tensor([1.0, 1e-25, 1e25])[:, None]
+    model = network(40, 20, torch.float32)
+    alone = norms_of(model, X).norm
+    beside = jacobian_norms(linearize(lambda z, i: model(z) * factors[i], X), tol=1e-6)
+    torch.testing.assert_close(beside.norm / factors[:, 0].double(), alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("power", [-30, 12, 25])
+def test_layers_without_a_closed_form(zoo, power):
+    net, sites, batch = zoo("deberta", "float32")
+    site, found = sites[0], []
+    values = net.module.get_submodule(site.module).value_proj
+    batch = Batch(batch.x[:1], None, batch.ids[:1])
+
+    def visit(layer) -> None:
+        found.append(numeric_norms(layer, seeds=[3]))
+
+    kept = copy.deepcopy(values.state_dict())
+    try:
+        for factor in (1.0, 10.0**power):
+            values.load_state_dict({name: factor * each for name, each in kept.items()})
+            capture(net, sites, batch, visit, layers=[0])
+    finally:
+        values.load_state_dict(kept)
+    assert found[1].converged.all()
+    torch.testing.assert_close(found[1].norm / 10.0**power, found[0].norm, rtol=1e-5, atol=0)

@@ -62,6 +62,9 @@ READING = {
     "Compare only figures of the same attack, radius and samples.",
     "radius_first_order": "Distance to the nearest class if the model were linear. An attack may "
     "succeed within it, or fail beyond it.",
+    "complete": "Classes are looked at by their margin, until the limit of the Jacobian norm "
+    "shows that none of the others can be nearer (probability 0.999, as `upper`) or --rivals are "
+    "done. If not complete, the radius given is the limit below which none of the others can lie.",
     "margin": "By how much the true class leads. Null for a misclassified sample's radius.",
     "exponent": "How fast the norm grows with the number of tokens: 0.5 is the worst that theory "
     "allows for long sequences in a fixed ball, 0 is no growth. A fit over the lengths measured.",

@@ -111,6 +111,9 @@ def jacobian(
     norm: Annotated[str, typer.Option(help="2 (spectral), or inf (largest L1 row norm).")] = "2",
     tol: Annotated[float, typer.Option(help="Estimated relative accuracy of the norms.")] = 1e-4,
     within: Within = 0.03,
+    rivals: Annotated[
+        int, typer.Option(help="Most classes to look at for the first-order radius.")
+    ] = 32,
     per_layer: Annotated[
         bool, typer.Option("--per-layer", help="Also the norm of every block, input to output.")
     ] = False,
@@ -129,7 +132,7 @@ def jacobian(
     from lipaudit.measures.jacobian import JacobianOptions
 
     given: dict[str, object] = {"start": start, "target": target, "norm": norm, "tol": tol}
-    given |= {"within": within, "per_layer": per_layer}
+    given |= {"rivals": rivals, "within": within, "per_layer": per_layer}
     run_measures(model, common, jacobian=options_of(JacobianOptions, common, given))
 
 

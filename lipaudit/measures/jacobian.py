@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
@@ -24,7 +24,7 @@ from lipaudit.measures.base import (
     seed_of,
 )
 from lipaudit.models.blocks import Block, attention_blocks, block_norms
-from lipaudit.models.jacobian import Margins, jacobian_norms, margins
+from lipaudit.models.jacobian import RIVALS, Margins, jacobian_norms, margins
 from lipaudit.models.linearize import Linearization, linearize
 from lipaudit.models.maps import From, To, sample_map
 from lipaudit.models.net import Net
@@ -47,6 +47,7 @@ class JacobianOptions(Options):
         tol: relative accuracy of the norms, estimated.
         max_steps: most Lanczos steps per sample.
         within: how far the probabilistic limit may lie above a norm: what is proven.
+        rivals: how many other classes the first-order radius looks at, at most.
         per_layer: whether also the norm of every block around an attention layer is taken.
     """
 
@@ -57,6 +58,7 @@ class JacobianOptions(Options):
     max_steps: int = 300
     within: float = WITHIN
     per_layer: bool = False
+    rivals: int = Field(RIVALS, ge=1)
 
     @property
     def accuracy(self) -> dict[str, Any]:
@@ -78,13 +80,13 @@ def run(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterato
     for batch in batches:
         at = sample_map(net, batch, start=options.start, target=options.target)
         linear = linearize(at.f, at.x)
-        decision = _decision(linear, batch, options) if at.target == "logits" else {}
         found = jacobian_norms(
             linear,
             norm=options.norm,
             seeds=[seed_of(i, options.seed) for i in batch.ids],
             **options.accuracy,
         )
+        decision = _decision(linear, batch, options, found.upper) if at.target == "logits" else {}
         values = {
             "norm": found.norm.double().numpy(),
             "upper": found.upper.double().numpy(),
@@ -132,17 +134,20 @@ def _block_values(
     } | {"block_lanczos": np.array([[n.method == "lanczos" for n in found]] * len(batch))}
 
 
-def _decision(linear: Linearization, batch: Batch, options: JacobianOptions) -> dict[str, Values]:
+def _decision(
+    linear: Linearization, batch: Batch, options: JacobianOptions, upper: torch.Tensor
+) -> dict[str, Values]:
     """Margins per sample; without labels, those of the predicted class."""
     if linear.output.ndim != 2 or linear.output.shape[1] < 2:
         return {}
     predicted = linear.output.argmax(1)
     y = predicted if batch.y is None else batch.y
-    found: Margins = margins(linear, y, norm=options.norm)
+    how: dict[str, Any] = {"norm": options.norm, "upper": upper, "rivals": options.rivals}
+    found: Margins = margins(linear, y, **how)
     right = (y < 0) | (predicted == y)
     radius = found.radius.masked_fill(~right.cpu(), torch.nan)
-    decision = {"margin": found.margin.double().numpy()}
-    decision["radius_first_order"] = radius.double().numpy()
+    decision = {"margin": found.margin.numpy(), "radius_first_order": radius.numpy()}
+    decision |= {"rivals": found.rivals.numpy(), "complete": found.complete.numpy()}
     known = batch.y is not None and bool((batch.y >= 0).any())
     return decision | ({"correct": right.cpu().numpy()} if known else {})
 
@@ -205,6 +210,7 @@ def _remarks(found: Mapping[str, Values]) -> tuple[Note, ...]:
     if "radius_first_order" in found:
         text = "radius_first_order is a first-order estimate at a point, never a certificate"
         remarks.append(Note(level="info", code="indicative", text=text))
+        remarks += _rivals(found)
     missed = {name: int((~found[name]).sum()) for name in CONVERGED if name in found}
     for name, count in missed.items():
         if count:
@@ -215,6 +221,18 @@ def _remarks(found: Mapping[str, Values]) -> tuple[Note, ...]:
         text = f"the norms of {undefined} samples are not numbers: the model overflows there"
         remarks.append(Note(level="warning", code="not-finite", text=text))
     return tuple(remarks)
+
+
+def _rivals(found: Mapping[str, Values]) -> tuple[Note, ...]:
+    """Say of how many radii a class that was not looked at may be the nearest."""
+    open_ = ~found["complete"]
+    if not open_.any():
+        return ()
+    text = (
+        f"{int(open_.sum())} first-order radii are lower limits: the nearest class may be none of "
+        f"the {int(found['rivals'][open_].max())} looked at. Raise --rivals."
+    )
+    return (Note(level="warning", code="radius-incomplete", text=text),)
 
 
 JACOBIAN = Measure(run, summarise, JacobianOptions, samples=64, batch=16)

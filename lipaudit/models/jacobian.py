@@ -20,6 +20,9 @@ Method = Literal["dense", "lanczos", "rows"]
 DENSE = 16
 """Up to this many rows or columns the whole Jacobian costs less than an iteration."""
 
+RIVALS = 32
+"""How many other classes are looked at for the first-order radius: about the cost of a norm."""
+
 MOST_ROWS = 1024
 """Largest output whose rows are formed one by one for the norm from l_inf to l_inf."""
 
@@ -52,16 +55,19 @@ class Margins:
     Attributes:
         margin: m = f_y - max_{j != y} f_j; negative where the sample is misclassified.
         gradient: ||grad(f_y - f_j)||_q for the runner-up j, q dual to the attack's norm.
-        radius: min_j (f_y - f_j) / ||grad(f_y - f_j)||_q, over the rivals considered.
-        closest: the class j that attains the radius.
-        complete: whether every other class was considered.
+        radius: min_j (f_y - f_j) / ||grad(f_y - f_j)||_q over all j != y; a lower limit of it
+            where not `complete`.
+        closest: the class j that attains the smallest among those looked at.
+        rivals: how many classes j were looked at.
+        complete: whether the others are known to be no nearer.
     """
 
     margin: Tensor
     gradient: Tensor
     radius: Tensor
     closest: Tensor
-    complete: bool
+    rivals: Tensor
+    complete: Tensor
 
 
 def jacobian_norms(
@@ -99,14 +105,26 @@ def jacobian_norms(
     return _lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, how)
 
 
-def margins(linear: Linearization, y: Tensor, *, norm: Norm = "inf", rivals: int = 5) -> Margins:
+def margins(
+    linear: Linearization,
+    y: Tensor,
+    *,
+    norm: Norm = "inf",
+    upper: Tensor | None = None,
+    rivals: int = RIVALS,
+) -> Margins:
     """Return margins, their gradients and the first-order radius of every sample.
+
+    Other classes j are looked at in the order of f_y - f_j, until none of the others can be
+    nearer: ||J^T (e_y - e_j)||_q is at most G = sqrt(2) ||J|| for q = 2, and
+    G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1, so their radii are at least (f_y - f_j) / G.
 
     Args:
         linear: the map to logits (batch, classes), linearised at the samples.
         y: class of each sample, (batch,); the predicted class stands in where it is negative.
         norm: of the attack: gradients are measured in the dual one (l_1 for inf).
-        rivals: how many other classes, by logit, are considered when there are more than `DENSE`.
+        upper: what the same norm of J is at most, from `jacobian_norms`; None: not known.
+        rivals: how many other classes are looked at, when there are more than `DENSE`.
 
     Raises:
         UsageError: the output is not (batch, classes) with at least two classes.
@@ -114,32 +132,60 @@ def margins(linear: Linearization, y: Tensor, *, norm: Norm = "inf", rivals: int
     logits = linear.output
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
-    classes = logits.shape[1]
     y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
-    count = classes - 1 if classes <= DENSE else min(rivals, classes - 1)
-    others = logits.scatter(1, y[:, None], -torch.inf).topk(count).indices
-    gaps = logits.gather(1, y[:, None]) - logits.gather(1, others)
-    gradients = _difference_norms(linear, y, others, 1 if norm == "inf" else 2)
-    radius, nearest = (gaps / gradients).where(gaps != 0, 0).min(1)
-    return Margins(
-        margin=gaps[:, 0].cpu(),
-        gradient=gradients[:, 0].cpu(),
-        radius=radius.cpu(),
-        closest=others.gather(1, nearest[:, None])[:, 0].cpu(),
-        complete=count == classes - 1,
-    )
+    order = logits.scatter(1, y[:, None], -torch.inf).argsort(1, descending=True)[:, :-1]
+    gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
+    if upper is None:
+        upper = torch.full((len(y),), torch.inf)
+    return _nearest(gaps, order.cpu(), _Slopes(linear, y, upper.cpu().double(), norm), rivals)
 
 
-def _difference_norms(linear: Linearization, y: Tensor, others: Tensor, order: int) -> Tensor:
-    """||grad(f_y - f_j)||_order for every j of `others`, (batch, rivals)."""
-    if linear.outputs <= DENSE:
-        each = torch.arange(len(linear), device=y.device)
-        own = linear.rows[each, y]
-        gradients = (own - linear.rows[each, j] for j in others.T)
-    else:
-        own = linear.row(y)
-        gradients = (own - linear.row(j) for j in others.T)
-    return torch.stack([torch.linalg.vector_norm(g, order, 1) for g in gradients], 1)
+class _Slopes:
+    """The norms ||grad(f_y - f_j)||_q."""
+
+    def __init__(self, linear: Linearization, y: Tensor, upper: Tensor, norm: Norm) -> None:
+        self.linear, self.dual, self.every = linear, 1 if norm == "inf" else 2, linear.outputs
+        if self.every > DENSE:
+            linear.fit()
+        self.own = self._row(y)
+        # Gradients are in units of 2^exponent, and so is what limits them.
+        self.most = 2**0.5 * upper if self.dual == 2 else upper + self._norm(self.own)
+
+    def of(self, j: Tensor) -> Tensor:
+        """Return those for one class j per sample, (batch,)."""
+        return self._norm(self.own - self._row(j.to(self.own.device)))
+
+    def _row(self, j: Tensor) -> Tensor:
+        if self.every > DENSE:
+            return self.linear.row(j)
+        return self.linear.rows[torch.arange(len(j), device=j.device), j]
+
+    def _norm(self, gradient: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(gradient.to(_wide(gradient.device)), self.dual, 1)
+        return times_power(norm.cpu().double(), self.linear.exponent)
+
+
+def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int) -> Margins:
+    """Look at the classes of `order`, (batch, classes - 1), as long as one may be the nearest."""
+    count = gaps.shape[1] if slopes.every <= DENSE else min(rivals, gaps.shape[1])
+    radius, closest = torch.full_like(gaps[:, 0], torch.inf), order[:, 0].clone()
+    looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
+    gradient = torch.zeros_like(radius)
+    for i in range(count):
+        slope = slopes.of(order[:, i])
+        gradient = slope if i == 0 else gradient
+        here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
+        nearer = ~complete & (here < radius)
+        radius, closest = here.where(nearer, radius), order[:, i].where(nearer, closest)
+        looked += ~complete
+        # Gaps only grow from here: a class that is no nearer at the largest slope ends the search.
+        later = gaps[:, i + 1] if i + 1 < gaps.shape[1] else torch.full_like(radius, torch.inf)
+        complete |= (later >= 0) & (later >= radius * slopes.most) | later.isinf()
+        if complete.all():
+            break
+    others = (later / slopes.most).where(later >= 0, -torch.inf)
+    limit = torch.where(complete, radius, torch.minimum(radius, others))
+    return Margins(gaps[:, 0], gradient, limit, closest, looked, complete)
 
 
 def _row_norms(linear: Linearization) -> JacobianNorms:
@@ -149,7 +195,8 @@ def _row_norms(linear: Linearization) -> JacobianNorms:
             f"the inf norm of {m} outputs takes {m} backward passes per sample",
             f"use norm 2, or an output of at most {MOST_ROWS} entries",
         )
-    linear.rows if m <= DENSE else linear.fit()  # either chooses the exponents
+    if m > DENSE:
+        linear.fit()
     rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
     sums = [row.abs().sum(1, dtype=_wide(row.device)) for row in rows]
     return _exact(linear, torch.stack(sums, 1).amax(1), m, "rows")

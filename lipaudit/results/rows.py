@@ -306,9 +306,16 @@ SAMPLES: dict[str, dict[str, Column]] = {
         "margin": Column(label="margin", meaning="f_y - max_(j != y) f_j.", better="higher"),
         "radius_first_order": Column(
             label="first-order radius",
-            meaning="min_j (f_y - f_j) / ||grad(f_y - f_j)||: indicative, never a certificate.",
+            meaning="min_j (f_y - f_j) / ||grad(f_y - f_j)|| over all other classes j, or a lower "
+            "limit of it (complete: no): indicative, never a certificate.",
             better="higher",
             status="estimate",
+        ),
+        "rivals": Column(
+            label="rivals", meaning="Other classes j looked at for the radius.", format="d"
+        ),
+        "complete": Column(
+            label="complete", meaning="Whether the other classes are no nearer.", format=""
         ),
         "correct": Column(label="correct", meaning="Whether the prediction is right.", format=""),
     },

@@ -67,6 +67,8 @@ def test_a_norm_that_is_not_a_number_says_so():
         "products": np.array([3, 3]),
         "converged": np.array([True, False]),
         "radius_first_order": np.array([0.5, math.nan]),
+        "rivals": np.array([1, 1]),
+        "complete": np.array([True, True]),
     }
     part = Part(("a", "b"), values, {"from": "pixels", "to": "logits", "method": "lanczos"})
     section = summarise([part], JacobianOptions())[0]
@@ -110,3 +112,24 @@ def test_a_lower_estimate_says_what_is_proven_of_it():
         assert f"at most {100 * row.within:.2g} % higher" in " ".join(
             n.text for n in section.notes
         )
+
+
+def test_a_radius_that_was_not_completed_says_so():
+    layer = nn.Linear(48, 40)
+    with torch.no_grad():
+        layer.weight.copy_(1e-2 * torch.eye(48)[:40])
+        layer.weight[-1] = 1e3
+        layer.bias.copy_(-torch.linspace(0, 1, 40))
+    net, batch = linear_net(layer)
+    batch = Batch(torch.zeros_like(batch.x), None, batch.ids)
+    truth = 1 / float(torch.linalg.vector_norm(layer.weight[0] - layer.weight[-1]))
+    for rivals, complete in ((5, False), (39, True)):
+        options = JacobianOptions(rivals=rivals)
+        section = summarise(list(run(net, [batch], options)), options)[0]
+        radius = section.samples["radius_first_order"]
+        assert section.samples["rivals"] == (rivals,) * 6
+        assert section.samples["complete"] == (complete,) * 6
+        assert max(radius) <= truth * (1 + 1e-6)
+        assert (min(radius) >= truth * (1 - 1e-6)) == complete
+        codes = {note.code for note in section.notes}
+        assert ("radius-incomplete" in codes) != complete

@@ -127,7 +127,7 @@ def test_margins_are_those_of_the_rows(classes, norm, seed):
         torch.testing.assert_close(found.gradient[i], slopes[gaps.argmin()])
         torch.testing.assert_close(found.radius[i], radii.min())
         assert int(found.closest[i]) == others[int(radii.argmin())]
-    assert found.complete
+    assert found.complete.all()
 
 
 def test_the_radius_of_a_linear_classifier_is_where_the_decision_turns():
@@ -144,18 +144,67 @@ def test_the_radius_of_a_linear_classifier_is_where_the_decision_turns():
             assert ((f(z, each).argmax(1) != y) == moved).all()
 
 
-def test_only_the_nearest_of_many_classes_are_rivals():
-    a, b = matrices(3, 40, 9), matrices(3, 40, 1)[:, :, 0]
+def radii(linear, y, dual):
+    """The radius of every class, without a short cut."""
+    rows, each = torch.stack([linear.row(i) for i in range(linear.outputs)], 1), range(len(y))
+    gaps = linear.output[each, y][:, None] - linear.output
+    slopes = torch.linalg.vector_norm(rows[each, y][:, None] - rows, dual, 2)
+    return (gaps / slopes).nan_to_num(torch.inf).scatter(1, y[:, None], torch.inf)
+
+
+@pytest.mark.parametrize("classes", [8, 60])
+@pytest.mark.parametrize("norm", ["2", "inf"])
+def test_the_nearest_boundary_may_be_that_of_the_last_class(classes, norm):
+    """The smallest logit belongs to the only class whose logit moves."""
+    a = torch.zeros(1, classes, 70, dtype=torch.float64)
+    a[:, :, :classes] = torch.eye(classes) * 1e-2
+    a[:, -1] = 1e3
+    b = -torch.linspace(0, 1, classes).double()
+    f = lambda z, _: (a @ z[:, :, None])[:, :, 0] + b  # noqa: E731
+    linear = linearize(f, torch.zeros(2, 70).double())
+    y = torch.zeros(2, dtype=torch.long)
+    upper = jacobian_norms(linear, norm=norm).upper
+    found = margins(linear, y, norm=norm, upper=upper, rivals=classes)
+    want = radii(linear, y, 1 if norm == "inf" else 2)
+    torch.testing.assert_close(found.radius, want.amin(1), rtol=1e-9, atol=0)
+    assert found.closest.tolist() == [classes - 1] * 2
+    assert found.complete.all()
+    assert found.rivals.tolist() == [classes - 1] * 2
+    few = margins(linear, y, norm=norm, upper=upper, rivals=5)
+    assert few.complete.tolist() == [classes == 8] * 2
+    assert (few.radius <= want.amin(1) * (1 + 1e-12)).all()
+    assert (few.radius > 0).all()
+
+
+@settings(deadline=None, max_examples=20)
+@given(norm=st.sampled_from(["2", "inf"]), seed=st.integers(0, 1000), rivals=st.integers(1, 39))
+def test_no_class_that_was_not_looked_at_is_nearer(norm, seed, rivals):
+    a, b = matrices(5, 40, 9, seed), 6 * matrices(5, 40, 1, seed + 1)[:, :, 0]
+    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
+    linear = linearize(f, torch.zeros(5, 9).double())
+    y = linear.output.argmax(1)
+    upper = jacobian_norms(linear, norm=norm).upper
+    found = margins(linear, y, norm=norm, upper=upper, rivals=rivals)
+    want = radii(linear, y, 1 if norm == "inf" else 2).amin(1)
+    done = found.complete
+    torch.testing.assert_close(found.radius[done], want[done], rtol=1e-9, atol=0)
+    assert (found.radius <= want * (1 + 1e-9)).all()
+    assert (found.rivals[~done] == rivals).all()
+    assert (found.rivals <= rivals).all()
+    # Without a limit of the norm every class has to be looked at.
+    unknown = margins(linear, y, norm=norm, rivals=rivals)
+    assert (unknown.complete == (rivals == 39)).all()
+
+
+def test_a_clear_decision_needs_few_classes():
+    a, b = matrices(3, 40, 9), torch.zeros(3, 40).double()
+    b[:, :2] = torch.tensor([100.0, 99.0])
     f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0] + b[index]  # noqa: E731
     linear = linearize(f, torch.zeros(3, 9).double())
-    few, every = (
-        margins(linear, -torch.ones(3).long(), rivals=3),
-        margins(linear, -torch.ones(3).long(), rivals=100),
-    )
-    assert not few.complete
-    assert every.complete
-    assert torch.equal(few.margin, every.margin)
-    assert (few.radius >= every.radius).all()
+    upper = jacobian_norms(linear).upper
+    found = margins(linear, torch.zeros(3).long(), norm="2", upper=upper)
+    assert found.complete.all()
+    assert found.rivals.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (3, 4, 5)])

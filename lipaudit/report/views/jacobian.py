@@ -24,7 +24,7 @@ QUANTILES = (
     "samples",
     "converged",
 )
-SHOWN = ("norm", "upper", "margin", "radius_first_order", "correct", "converged")
+SHOWN = ("norm", "upper", "margin", "radius_first_order", "complete", "correct", "converged")
 
 
 def view(section: Section) -> Iterator[Block]:

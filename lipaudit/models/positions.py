@@ -56,7 +56,7 @@ def position_terms(
             columns=torch.arange(recipes[name].columns.numel()).view_as(
                 recipes[name].columns.cpu()
             ),
-            mix=recipes[name].mix,
+            moves=_moves(part, recipes[name]),
             plain=s * (heads.q if turned else heads.k),
             slope=slope if slope is None or not turned else slope.mT,
             live=live.mT if turned else live,
@@ -81,6 +81,17 @@ def _source(logits: Tensor, part: Projected, recipe: Recipe) -> Source:
     return Source(logits, part.leaf, lambda y: part.linear.outputs(y)[:, columns])
 
 
+def _moves(part: Projected, recipe: Recipe) -> Tensor:
+    """Return the changes of a leaf, shaped to be expanded to it, that move one channel each."""
+    heads, width = recipe.columns.shape
+    unit = torch.eye(width, dtype=part.leaf.dtype, device=part.leaf.device)
+    inverse = unit.expand(heads, -1, -1) if recipe.mix is None else torch.linalg.inv(recipe.mix)
+    moves = inverse.new_zeros(width, part.linear.weight.shape[1])
+    moves[:, recipe.columns] = inverse.permute(2, 0, 1)
+    behind = 0 if part.linear.axis == -1 else part.leaf.ndim - 1 - part.linear.axis
+    return moves.view(*moves.shape, *(1,) * behind)
+
+
 @dataclass(frozen=True)
 class _Side:
     """The logits as a function of q (or, with queries and keys turned round, of k).
@@ -89,7 +100,8 @@ class _Side:
         source: S, (windows, heads, tokens, others), and what made its tokens.
         rows: where these stand in the linear map, (windows, tokens).
         columns: which of the columns of `source` each head reads, (heads, d).
-        mix: from these columns to the channels of q; None for the identity.
+        moves: of each channel of q, the change of all columns, the same at every token, that
+            moves this channel alone: (d, width of the linear map).
         plain: s k_j of all others, (windows, heads, others, d).
         slope: f, or None for 1.
         live: P_ij > 0; the other pairs do not matter.
@@ -98,7 +110,7 @@ class _Side:
     source: Source
     rows: Tensor
     columns: Tensor
-    mix: Tensor | None
+    moves: Tensor
     plain: Tensor
     slope: Tensor | None
     live: Tensor
@@ -106,29 +118,35 @@ class _Side:
     def term(self) -> Tensor | None:
         """Return r, (1, heads, tokens, others, d), or None for 0."""
         self._require_own_pairs()
-        parts, apart, size = [], 0.0, 0.0
-        for j, gradient in enumerate(self._gradients()):
-            live = self.live[..., j, None]
-            slope = 1.0 if self.slope is None else self.slope[..., j, None]
-            rest = (gradient - slope * self.plain[..., j, None, :]).where(live, 0.0)
-            mean = rest.sum(0, keepdim=True) / live.sum(0, keepdim=True).clamp_min(1)
-            apart = max(apart, float((rest - mean).where(live, 0.0).abs().amax()))
-            size = max(size, float(gradient.abs().amax()))
+        parts, live = [], self.live
+        apart = size = largest = self.plain.new_zeros(live.shape[1])
+        for c, gradient in enumerate(self._gradients()):
+            plain = self.plain[..., None, :, c]
+            plain = plain if self.slope is None else self.slope * plain
+            rest = (gradient - plain).where(live, 0.0)
+            mean = rest.sum(0) / live.sum(0).clamp_min(1)
+            apart = torch.maximum(apart, _largest((rest - mean).where(live, 0.0)))
+            size = torch.maximum(size, _largest(gradient))
+            largest = torch.maximum(largest, _largest(mean[None]))
             parts.append(mean)
-        if apart > probes.LINEAR_TOLERANCE * size:
+        if not bool((apart <= probes.LINEAR_TOLERANCE * size).all()):
             raise NotClosedForm("x-dependent-bias", BESIDE)
-        r = torch.stack(parts, 3)
-        rounding = _ROUNDING * torch.finfo(r.dtype).eps * size
-        return r if float(r.abs().amax()) > rounding else None
+        rounding = _ROUNDING * torch.finfo(size.dtype).eps * size
+        return torch.stack(parts, -1)[None] if bool((largest > rounding).any()) else None
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Yield dS_ij / dq_i of all i for one j after the other, (windows, heads, tokens, d)."""
-        inverse = None if self.mix is None else torch.linalg.inv(self.mix)
-        for j in range(self.source.t.shape[-1]):
-            unit = torch.zeros_like(self.source.t)
-            unit[..., j] = 1.0
-            gradient = self.source.pull(unit)[self.rows][..., self.columns].transpose(1, 2)
-            yield gradient if inverse is None else gradient @ inverse
+        """Yield dS_ij / dq_ic of all pairs, (windows, heads, tokens, others), channel by channel.
+
+        J^T u is linear in u: its own vector-Jacobian product with a move of all tokens is J times
+        that move. As S_ij depends on q_i alone, entry ij of it is the move of q_i: d products for
+        all pairs, where one key after the other would take as many as there are keys.
+        """
+        t, leaf = self.source.t, self.source.leaf
+        u = torch.zeros_like(t, requires_grad=True)
+        (pulled,) = torch.autograd.grad(t, leaf, u, create_graph=True)
+        for move in self.moves:
+            (image,) = torch.autograd.grad(pulled, u, move.expand_as(leaf), retain_graph=True)
+            yield image
 
     def _require_own_pairs(self) -> None:
         """Check by exact zeros that row i of the logits of a head depends on its q_i only."""
@@ -147,3 +165,8 @@ class _Side:
             expected[place.to(labels.device)] = want
             if not bool(((labels == expected) | (labels == -1)).all()):
                 raise NotClosedForm("x-dependent-bias", BESIDE)
+
+
+def _largest(t: Tensor) -> Tensor:
+    """Return the largest size of an entry of each head, the second axis."""
+    return t.abs().amax((0, 2, 3))

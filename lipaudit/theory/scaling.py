@@ -247,7 +247,7 @@ def _affine(heads: Heads) -> tuple[Projection, Projection, Projection]:
     projections = (heads.to_q, heads.to_k, heads.to_v)
     plain = [p for p in projections if p is not None and p.local is None]
     if heads.x_kv is not None or len(plain) < 3 or heads.pairs or heads.sink is not None:
-        raise ValueError("worst-case tokens need self-attention with affine projections")
+        raise ValueError("worst-case tokens need affine self-attention with plain logits")
     return plain[0], plain[1], plain[2]
 
 

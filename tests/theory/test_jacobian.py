@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.attention import affine_heads, per_sample
+from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.jacobian import (
     dense_jacobian,
     head_norms,
@@ -252,6 +253,19 @@ def test_a_sink_has_no_splitting_gain(random_layer):
     heads = random_layer("sink").heads
     with pytest.raises(ValueError, match="sink"):
         splitting_gain(heads, torch.ones(2, 2), seeds=SEEDS)
+
+
+def test_a_bias_of_the_values_acts_beside_a_sink(random_layer):
+    """It drops out of J only where the rows of P sum to 1; 1e4 times the values swamps them."""
+    layer = random_layer("sink")
+    to_v, v = layer.heads.to_v, layer.heads.v
+    more = 1e4 * to_v.bias
+    heads = replace(layer.heads, v=v + more[:, None], to_v=replace(to_v, bias=to_v.bias + more))
+    layer = replace(layer, heads=heads)
+    truth = spectral(layer.jacobian())
+    norms = head_norms(heads, seeds=SEEDS, tol=1e-11)
+    torch.testing.assert_close(norms.norm, truth, rtol=1e-10, atol=0)
+    assert (head_bounds(heads)["sharp"] >= truth * (1 - 1e-12)).all()
 
 
 def test_a_weak_sink_is_none_and_a_strong_one_takes_all(random_layer):

@@ -248,3 +248,10 @@ def test_rotations_have_no_real_eigenvalue():
     eye = torch.eye(2, dtype=torch.float64)[None]
     turn = torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]], dtype=torch.float64)
     assert adversary(affine_heads(eye, eye, turn, eye)) is None
+
+
+@pytest.mark.parametrize("name", ["softcap", "relative", "sink"])
+def test_other_logits_have_no_worst_case_tokens(random_layer, name):
+    heads = random_layer(name).heads
+    with pytest.raises(ValueError, match="affine"):
+        relocated(heads, heads.x)

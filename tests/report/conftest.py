@@ -48,6 +48,7 @@ def _bound(layer: int, head: int) -> BoundsRow:
         head=head,
         module=f"blocks.{layer}.attn",
         kind="affine",
+        input="one input",
         tokens=17,
         exact=exact,
         exact_max=exact and exact * 1.3,

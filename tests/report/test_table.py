@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from lipaudit.report import render_terminal, table
 from lipaudit.report.colours import viridis
+from lipaudit.report.views import bounds
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -102,3 +103,15 @@ def test_a_map_in_colour_has_two_of_its_lines_in_each_line_of_half_blocks(report
     brightest = ";".join(map(str, viridis(1.0)))
     top = drawn[int(stored.argmax() // 17)]  # every entry is two lines high: both halves alike
     assert f"38;2;{brightest};48;2;{brightest}m" in top
+
+
+def test_heads_say_in_what_their_norm_is_taken(report):
+    """A column that says the same of every head of most models is shown where it does not."""
+    section = report.section("bounds")
+    other = section.rows[0].model_copy(update={"input": "queries apart"})
+    mixed = section.model_copy(update={"rows": (other, *section.rows[1:])})
+    for part, shown in ((section, False), (mixed, True)):
+        (table,) = [b for b in bounds.view(part) if "amplifying" in getattr(b, "title", "")]
+        labels = [column.label for column in table.columns]
+        assert ("input" in labels) == shown
+        assert all(len(row) == len(labels) for row in table.rows)

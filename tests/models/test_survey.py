@@ -402,12 +402,12 @@ def test_wrong_structure_cannot_pass():
     """Any projection that is off by one part in a thousand fails the check."""
     verdicts = []
 
-    def compare(heads, made, call, tolerance):
-        verdicts.append(real(heads, made, call, tolerance))
+    def compare(heads, made, call, lost):
+        verdicts.append(real(heads, made, call, lost))
         for name in ("to_q", "to_k", "to_v"):
             projection = getattr(heads, name)
             wrong = replace(projection, weight=projection.weight * 1.001)
-            verdicts.append(real(replace(heads, **{name: wrong}), made, call, tolerance))
+            verdicts.append(real(replace(heads, **{name: wrong}), made, call, lost))
         return True
 
     real = checks.jacobian_agrees

@@ -18,7 +18,7 @@ from lipaudit.models.survey import survey
 from lipaudit.theory.jacobian import head_norms
 
 TOKENS, WIDTH = 6, 8
-GIANT = 1e4
+GIANT = 1e3
 """How many times larger the logits of the first of two heads are."""
 
 
@@ -55,7 +55,7 @@ class Biased(Model):
     """A position bias that is rounding beside the logits of the other head."""
 
     def logits(self, q, k):
-        return q @ k.mT + second(0.1 * self.position)
+        return q @ k.mT + second(5e-3 * self.position)
 
 
 class Shifted(Model):
@@ -98,12 +98,12 @@ def surveyed(model: nn.Module):
 
 
 def test_small_bias_beside_giant_logits_is_kept():
-    """Dropped, the exact norm was 13 % off."""
+    """With logits still larger, and a bias of 0.1, the norm was 13 % off without it."""
     model = Biased()
     net, site, batch = surveyed(model)
     found = []
     capture(net, (site,), batch, lambda layer: found.append(layer.heads()))
-    torch.testing.assert_close(found[0].bias[0, 1], 0.1 * model.position, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(found[0].bias[0, 1], 5e-3 * model.position, rtol=0.0, atol=1e-5)
     norm = head_norms(found[0], seeds=[0], tol=1e-8).norm[0, 1]
     model.double()
     dense = torch.autograd.functional.jacobian(lambda x: model(x)[0, :, 4:], batch.x.double())
@@ -127,8 +127,6 @@ def test_bias_of_rounding_is_none():
     [
         (Shifted, ("local", "affine", "affine"), None),
         (Leaking, ("affine", "affine", "affine"), "its logits mix heads or keys"),
-        (Capped, ("affine", "affine", "affine"), "its logits pass through Clamp"),
-        (Floored, ("affine", "affine", "affine"), None),
     ],
 )
 def test_one_head_hides_nothing_of_another(model, kinds, reason):
@@ -136,6 +134,15 @@ def test_one_head_hides_nothing_of_another(model, kinds, reason):
     assert site.kinds == kinds
     assert (site.reason is None) == (reason is None)
     assert reason is None or reason in site.reason
+
+
+@pytest.mark.parametrize(("model", "plain"), [(Capped, False), (Floored, True)])
+def test_logits_that_a_sample_may_take_to_a_cut_off_are_not_plain(model, plain):
+    """Bounds for all inputs are not given for them."""
+    net, site, batch = surveyed(model())
+    found = []
+    capture(net, (site,), batch, lambda layer: found.append(layer.heads().pairs))
+    assert (found[0] is None) == plain
 
 
 def dead_model() -> Model:
@@ -154,14 +161,14 @@ def test_dead_heads_are_read_like_the_others():
 
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypatch, head):
-    """Off by one part in a thousand in one head, beside another that is 1e15 times larger."""
+    """Off by a tenth in one head, beside another that is 1e15 times larger, or smaller."""
     verdicts, real = [], checks.jacobian_agrees
 
-    def compare(heads, made, call):
+    def compare(heads, made, call, lost):
         weight = heads.to_v.weight.clone()
-        weight[head] *= 1.001
+        weight[head] *= 1.1
         wrong = replace(heads, to_v=replace(heads.to_v, weight=weight))
-        verdicts.extend(real(each, made, call) for each in (heads, wrong))
+        verdicts.extend(real(each, made, call, lost) for each in (heads, wrong))
         return True
 
     monkeypatch.setattr(checks, "jacobian_agrees", compare)
@@ -180,7 +187,7 @@ def test_agreement_is_judged_slice_by_slice():
 def test_an_affine_map_is_judged_head_by_head():
     """Heads of very different sizes; the small one has an offset that depends on the position."""
     y = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    scale = torch.tensor([GIANT, 1.0])[None, :, None, None]
+    scale = torch.tensor([1e4, 1.0])[None, :, None, None]
     t = y.view(3, 4, 2, 4).transpose(1, 2) * scale
     rows, columns = torch.arange(12).view(3, 4), torch.arange(8).view(2, 4)
     source = Source(t, y, lambda t: t)

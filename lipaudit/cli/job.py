@@ -113,6 +113,7 @@ def load_options(common: Common) -> LoadOptions:
         device=common.device or "auto",
         dtype=common.dtype or "float32",  # type: ignore[arg-type]  # loading refuses others
         offline=common.offline,
+        tower=common.tower,
     )
 
 

@@ -17,7 +17,7 @@ OUTPUT = "Output"
 RUN = "Run"
 
 READING = frozenset(
-    {"arch", "model_kwargs", "mean", "std", "input_size"}
+    {"arch", "model_kwargs", "mean", "std", "input_size", "tower"}
     | {"max_tokens", "text_column", "label_column"}
 )
 
@@ -77,6 +77,10 @@ class Common:
     ] = None
     input_size: Annotated[
         int | None, _option("--input-size", help="Override the image size.", panel=MODEL)
+    ] = None
+    tower: Annotated[
+        str | None,
+        _option("--tower", help="Which tower of a model with two: image or text.", panel=MODEL),
     ] = None
     format: Annotated[
         str | None,

@@ -62,6 +62,10 @@ class Intake(Protocol):
         """The id that fills shorter samples."""
 
     @property
+    def end_id(self) -> int | None:
+        """The id that every text must end with, where the model needs one."""
+
+    @property
     def prepare(self) -> Callable[[Image], Tensor] | None:
         """PIL image -> pixels in [0, 1] of the sample's shape."""
 

@@ -57,4 +57,8 @@ def _text() -> str:
 
 def _token_ids(net: Intake, options: DataOptions, rng: torch.Generator) -> list[Tensor]:
     length = min(options.max_tokens, *net.sample_shape)
-    return list(torch.randint(net.vocabulary or 1, (options.samples, length), generator=rng))
+    ids = torch.randint(net.vocabulary or 1, (options.samples, length), generator=rng)
+    if net.end_id is not None:  # once, and at the end, as a tokenizer puts it
+        ids[ids == net.end_id] = (net.end_id + 1) % (net.vocabulary or 1)
+        ids[:, -1] = net.end_id
+    return list(ids)

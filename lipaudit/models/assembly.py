@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from lipaudit.data.images import resized
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.files import few, half_precision, require_finite, sha256
 from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.spec import LoadOptions, ModelSpec
@@ -64,6 +64,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         vocabulary=spec.vocabulary,
         tokenize=spec.tokenize,
         pad_id=spec.pad_id,
+        end_id=spec.end_id,
         prepare=_prepare(spec),
         aliases=spec.aliases,
     )
@@ -176,12 +177,15 @@ def _probe(
     try:
         with torch.no_grad(), _first_entry(module, spec.kind, x) as met:
             output = read(call(x, None))
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+    except (LipauditError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        check = "--input-size and --model-kwargs" if spec.kind == "image" else "--model-kwargs"
         raise InputError(
-            f"{type(module).__name__} cannot be run on one sample of shape "
+            f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
             f"{spec.input_shape} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
-            "Check --input-size and --model-kwargs; a py: factory may return a ModelSpec "
-            "with its own `call`.",
+            f"Check {check}; a py: factory may return a ModelSpec with its own `call`, which "
+            "gives a model whatever else it needs.",
         ) from error
     if not bool(torch.isfinite(output).all()):
         raise InputError(
@@ -194,6 +198,7 @@ def _blank(spec: ModelSpec, like: Tensor) -> Tensor:
     if spec.kind == "text":
         most = min(PROBE_TOKENS, *spec.input_shape)
         ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
+        ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
         return torch.tensor([ids], device=like.device)
     middle = 0.5 if spec.kind == "image" else 0.0
     return torch.full((1, *spec.input_shape), middle, device=like.device, dtype=like.dtype)

@@ -127,6 +127,7 @@ class AttentionMode(TorchFunctionMode):
 
     Attributes:
         passed_over: what looked like attention and is not, with the module where it was first.
+        chunked: the modules where P is laid out anew before it meets v, in chunks of the tokens.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.passed_over: dict[str, str] = {}
+        self.chunked: list[str] = []
         self._where = where
         self._on_attention = on_attention
         self._on_linear = on_linear
@@ -185,6 +187,9 @@ class AttentionMode(TorchFunctionMode):
             for weights, values, transposed in ((a, b, False), (b, a, True)):
                 if _reaches(weights, softmax.p):
                     del self._pending[i]
+                    if not _fits(softmax.product, weights, values, transposed):
+                        self.chunked.append(self._where())
+                        return func(a, b)
                     return self._on_attention(
                         _call(softmax, func(a, b), weights, values, transposed)
                     )
@@ -265,6 +270,16 @@ def _call(
     q, k, v = _broadcast(softmax.product.a, softmax.product.b.mT, values)
     form = Explicit(softmax.product.edge, softmax.logits, softmax.p, weights, softmax.others)
     return AttentionCall(q, k, v, form, output, transposed)
+
+
+def _fits(product: _Product, weights: Tensor, values: Tensor, transposed: bool) -> bool:
+    """Say whether P meets v in the axes in which q met k: not if chunks were laid out anew."""
+    p, v = (weights.mT, values.mT) if transposed else (weights, values)
+    try:
+        torch.broadcast_shapes(product.a.shape[:-2], product.b.shape[:-2], v.shape[:-2])  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return p.shape[-2] == product.a.shape[-2] and v.shape[-2] == product.b.shape[-1]
 
 
 def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:

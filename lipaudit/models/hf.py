@@ -13,12 +13,16 @@ import torch
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError
 from lipaudit.models.files import few, half_precision
-from lipaudit.models.hf_calls import CLASSIFIERS, HEADS, describe, has_head
+from lipaudit.models.hf_calls import describe
+from lipaudit.models.hf_heads import CLASSIFIERS, HEADS, has_head
+from lipaudit.models.hf_text import text_config
 from lipaudit.models.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.results import Note
 
 FEATURES = "AutoModel"
 ENCODER = "AutoModelForTextEncoding"
+SEQUENCES = "AutoModelForSequenceClassification"
+SOUNDS = "AutoModelForAudioClassification"
 POOLER, MASK = "pooler", "mask_token"
 HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -29,17 +33,15 @@ def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
     Raises:
         InputError: unsupported or incomplete; the message names the tensors that do not fit.
     """
-    import transformers
-
     with quiet():
         config = _config(path, options)
         auto, added = _with_classes(config, options.classes)
         kwargs = dict(options.model_kwargs)
         notes: tuple[Note, ...] = (RANDOM,)
         if not kwargs.pop("pretrained", True):
-            module = _random(getattr(transformers, auto), config)
+            module = _random(_loader(auto, config), config)
         else:
-            module, notes = _trained(getattr(transformers, auto), path, config, new=bool(added))
+            module, notes = _trained(_loader(auto, config), path, config, new=bool(added))
             notes += _stored_half(path)
         spec = describe(module, options, path=path)
     return replace(spec, notes=added + notes + spec.notes)
@@ -64,22 +66,39 @@ def _auto_class(config: Any) -> str:
     name = (config.architectures or [""])[0]
     if name.endswith("EncoderModel"):
         return ENCODER
-    return next((auto for head, auto in HEADS.items() if name.endswith(head)), FEATURES)
+    named = [auto for head, auto in HEADS.items() if name.endswith(head)]
+    if named == [SEQUENCES] and not _knows(SEQUENCES, config):
+        named = [SOUNDS]  # Wav2Vec2ForSequenceClassification is a classifier of sounds
+    return named[0] if named else FEATURES
+
+
+def _knows(auto: str, config: Any) -> bool:
+    import transformers
+
+    return type(config) in getattr(transformers, auto)._model_mapping
+
+
+def _loader(auto: str, config: Any) -> Any:
+    """Return what loads a model: the class the checkpoint names where no Auto class knows it."""
+    import transformers
+
+    own = getattr(transformers, (config.architectures or [""])[0], None)
+    if not _knows(auto, config) and isinstance(own, type):
+        return own
+    return getattr(transformers, auto)
 
 
 def _with_classes(config: Any, classes: int | None) -> tuple[str, tuple[Note, ...]]:
     """Return what loads the model, as a classifier of so many classes where that is asked for."""
-    from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING as IMAGES
-
     auto = _auto_class(config)
-    own = config.num_labels if auto in CLASSIFIERS.values() else None
+    own = len(config.id2label or ()) if auto in CLASSIFIERS.values() else None
     if classes in (None, own):
         return auto, ()
     config.id2label = {i: f"LABEL_{i}" for i in range(classes)}
     config.label2id = {label: i for i, label in config.id2label.items()}
     if own is None:
-        kind = "Image" if type(config) in IMAGES else "Sequence"
-        auto = f"AutoModelFor{kind}Classification"
+        known = (auto for auto in CLASSIFIERS.values() if _knows(auto, config))
+        auto = next(known, SEQUENCES)
     return auto, (new_classifier(classes),)
 
 
@@ -120,17 +139,16 @@ def _from_pretrained(auto: Any, path: Path, config: Any) -> tuple[Any, dict[str,
 
 
 def _random(auto: Any, config: Any) -> Any:
+    build = auto.from_config if hasattr(auto, "from_config") else auto._from_config
     return _with_attention(
         config,
-        lambda attention: auto.from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        ),
+        lambda attention: build(config, attn_implementation=attention, dtype=torch.float32),
     )
 
 
 def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
     """Build with fused attention, or eager where a model has no other or caps its logits."""
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+    if getattr(text_config(config), "attn_logit_softcapping", None):
         return build("eager")
     try:
         return build("sdpa")

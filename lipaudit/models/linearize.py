@@ -321,6 +321,11 @@ def _explained() -> Iterator[None]:
     """Turn what autograd says of an unsuitable model into advice."""
     try:
         yield
+    except AssertionError as error:  # in a backward pass of the model's own
+        raise InputError(
+            f"the model cannot be linearised: {str(error).partition(chr(10))[0]}",
+            "its own code forbids a backward pass in eval mode",
+        ) from error
     except RuntimeError as error:
         advice = next((text for cause, text in _CAUSES.items() if cause in str(error)), None)
         if advice is None:

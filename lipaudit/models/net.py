@@ -64,6 +64,7 @@ class Net:
         vocabulary: number of token ids, for text.
         tokenize: text -> list of token ids, with special tokens, cut to a number of tokens.
         pad_id: the id that fills shorter samples, for text.
+        end_id: the id that every text must end with, where the model needs one.
         prepare: PIL image -> (channels, height, width) in [0, 1], for images.
         aliases: further names of classes (ImageNet synsets, say) -> index.
     """
@@ -80,6 +81,7 @@ class Net:
     vocabulary: int | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
     pad_id: int = 0
+    end_id: int | None = None
     prepare: Callable[[Image], Tensor] | None = None
     aliases: Mapping[str, int] = field(default_factory=dict)
 

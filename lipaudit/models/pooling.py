@@ -16,14 +16,37 @@ Pooling = Callable[[Any, Tensor | None], Tensor]
 
 
 def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
-    """Average the last hidden state over its real tokens, or over space for feature maps."""
-    hidden = result.last_hidden_state
-    if hidden.ndim == 4:
-        hidden = hidden.flatten(2).transpose(1, 2)
+    """Average the last hidden state over its real tokens, or over space for feature maps.
+
+    Raises:
+        InputError: there is no last hidden state, or padding cannot be told apart in it.
+    """
+    hidden = getattr(result, "last_hidden_state", None)
+    if hidden is None:
+        raise InputError(
+            f"a {type(result).__name__} has no last hidden state to be read as features",
+            "Wrap it: a py: factory may return ModelSpec(..., read=lambda result: TENSOR).",
+        )
+    hidden = _as_tokens(hidden)
     if mask is None:
         return hidden.mean(1)
+    if mask.shape[1] != hidden.shape[1]:
+        raise InputError(
+            f"the last hidden state has {hidden.shape[1]} tokens for texts of {mask.shape[1]}: "
+            "which of them are padding is not known",
+            "Give texts of one length, as token ids in an .npz file.",
+        )
     weight = mask.to(hidden.dtype)[:, :, None]
     return (hidden * weight).sum(1) / weight.sum(1)
+
+
+def _as_tokens(hidden: Tensor) -> Tensor:
+    """Bring a feature map to (batch, places, channels); the two equal axes are those of space."""
+    if hidden.ndim != 4:
+        return hidden
+    if hidden.shape[1] == hidden.shape[2] != hidden.shape[3]:
+        return hidden.flatten(1, 2)
+    return hidden.flatten(2).transpose(1, 2)
 
 
 def first_pooling(result: Any, _mask: Tensor | None) -> Tensor:

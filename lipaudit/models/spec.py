@@ -35,8 +35,8 @@ class ModelSpec:
     Attributes:
         module: the model. Loading puts it in eval mode, freezes its parameters and may move it to
             another device or dtype: build a fresh one if you need it elsewhere.
-        input_shape: shape of one sample: (channels, height, width), (tokens, width), or
-            (most tokens,) for text.
+        input_shape: shape of one sample: (channels, height, width), (tokens, width) or
+            (samples,) of a waveform, or (most tokens,) for text.
         kind: image, tokens (a float sequence) or text (token ids).
         mean: what is subtracted from the pixels, per channel or one for all; images only.
         std: what they are then divided by.
@@ -47,6 +47,7 @@ class ModelSpec:
         vocabulary: number of token ids; text only.
         tokenize: text -> token ids with special tokens, cut to a number of tokens; text only.
         pad_id: the id that fills shorter samples; text only.
+        end_id: the id that every text must end with, where the model needs one; text only.
         prepare: PIL image -> (channels, height, width) in [0, 1]; by default resized and cropped
             to the input shape.
         call: runs the module on (x, mask), x normalised; by default `module(x)`, with the mask as
@@ -71,6 +72,7 @@ class ModelSpec:
     vocabulary: int | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
     pad_id: int = 0
+    end_id: int | None = None
     prepare: Callable[[Image], Tensor] | None = None
     call: Callable[[Tensor, Tensor | None], Any] | None = None
     read: Callable[[Any], Tensor] | None = None
@@ -96,6 +98,7 @@ class LoadOptions:
         offline: never open a connection; only what is on this machine.
         classes: number of classes; a model that has another number gets a random classifier in
             place of its own (to be trained; timm and transformers).
+        tower: which tower of a model with one for images and one for text: image or text.
     """
 
     arch: str | None = None
@@ -107,6 +110,7 @@ class LoadOptions:
     dtype: Literal["float32", "float64"] = "float32"
     offline: bool = False
     classes: int | None = None
+    tower: str | None = None
 
     def image_shape(self, own: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width), given what the source of the model says.

@@ -16,6 +16,7 @@ from lipaudit.models.analysis import analyse, output_map
 from lipaudit.models.capture import observe, run
 from lipaudit.models.chains import Chains
 from lipaudit.models.events import AttentionCall, Explicit
+from lipaudit.models.files import few
 from lipaudit.models.generic import generic
 from lipaudit.models.graph import root
 from lipaudit.models.layers import canonical
@@ -40,8 +41,8 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
     no closed form and says why.
 
     Raises:
-        InputError: no attention was seen, or the model is randomised, mixes samples or changes
-            when it is observed.
+        InputError: no attention was seen, or some that cannot be read, or the model is
+            randomised, mixes samples or changes when it is observed.
         EvaluationError: its output is not finite.
     """
     net, pair, other = generic(net, batch)
@@ -76,6 +77,16 @@ def _no_attention(net: Net, passed_over: Mapping[str, str]) -> InputError:
     )
 
 
+def _chunked(net: Net, modules: Sequence[str]) -> InputError:
+    """Some layers would be left out without a word, or read as what they are not."""
+    return InputError(
+        f"{net.info.architecture} lays its attention out anew between the softmax and the values, "
+        f"in chunks or sliding windows ({few(list(dict.fromkeys(modules)))}): its heads cannot be "
+        "read",
+        "`lipaudit jacobian` needs no heads",
+    )
+
+
 @dataclass
 class _Found:
     """A layer, and what is needed to go on with it."""
@@ -107,6 +118,8 @@ class _Surveyor:
         tracer = Tracer(self.attention, self.linear, inner=self.uncut)
         self.frames = tracer.place.frames
         checks.require_same(run(net, self.batch, tracer), output)
+        if tracer.chunked:
+            raise _chunked(net, tracer.chunked)
         return tracer.passed_over
 
     def adopt(self, deeper: _Surveyor) -> None:

@@ -117,6 +117,7 @@ class Tracer:
         inner: linear maps at which the graph is not cut.
         place: where the pass is.
         passed_over: what looked like attention and is not, with the module where it was first.
+        chunked: the modules whose P is laid out anew before it meets v.
     """
 
     on_attention: Callable[[AttentionCall, Address], None]
@@ -125,6 +126,7 @@ class Tracer:
     inner: frozenset[Address] = frozenset()
     place: Place = field(default_factory=Place)
     passed_over: dict[str, str] = field(default_factory=dict)
+    chunked: list[str] = field(default_factory=list)
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -133,6 +135,7 @@ class Tracer:
         with torch.enable_grad(), self.place.following(module), mode:
             yield
         self.passed_over.update(mode.passed_over)
+        self.chunked.extend(mode.chunked)
 
     def input(self, t: Tensor) -> Tensor:
         """Cut at the model's input."""
@@ -173,8 +176,12 @@ class Tracer:
 
 
 def origins(t: Tensor) -> list[tuple[Tensor, Origin]]:
-    """Return the leaves that t was made from, with what made them."""
-    return [(leaf, leaf._origin) for leaf in leaves(t)[0]]  # type: ignore[attr-defined]
+    """Return the leaves that t was made from, with what made them.
+
+    A constant for which the model itself asks gradients is none: it depends on nothing.
+    """
+    made = ((leaf, getattr(leaf, "_origin", None)) for leaf in leaves(t)[0])
+    return [(leaf, origin) for leaf, origin in made if origin is not None]
 
 
 @contextmanager

@@ -25,6 +25,7 @@ class Taker:
     vocabulary: int | None = None
     tokenize: object = None
     pad_id: int = 0
+    end_id: int | None = None
     prepare: object = None
     aliases: dict[str, int] = field(default_factory=dict)
 

@@ -351,16 +351,6 @@ class Payload:
         return (print, ("this code ran",))
 
 
-def test_models_of_sound_are_refused(tmp_path):
-    config = transformers.Wav2Vec2Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        conv_dim=(8,), conv_kernel=(4,), conv_stride=(4,), num_feat_extract_layers=1,
-        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
-    )  # fmt: skip
-    save(transformers.Wav2Vec2Model(config), tmp_path, tokenizer=False)
-    assert "takes input_values" in refused(tmp_path)
-
-
 def test_the_library_keeps_its_verbosity(tmp_path):
     from transformers.utils import logging
 

@@ -38,10 +38,16 @@ def fixed_output(net: Net, batch: Batch) -> Tensor:
 
     Raises:
         EvaluationError: it is not finite.
-        InputError: it is random.
+        InputError: it is random, or has not one row per sample.
     """
     with torch.no_grad():
         first, second = net.output(batch), net.output(batch)
+    if first.shape[:1] != (len(batch),):
+        raise InputError(
+            f"{len(batch)} samples give an output of shape {tuple(first.shape)}: the model joins "
+            "the samples of a batch",
+            "a py: factory may return a ModelSpec whose `call` gives one row per sample",
+        )
     if not first.isfinite().all():
         raise EvaluationError(
             "the model's output is not finite",

@@ -333,6 +333,14 @@ def test_a_constant_with_gradients_is_not_where_attention_comes_from(tmp_path):
         survey(load(str(tmp_path)), tokens(16))
 
 
+def test_a_model_that_joins_the_samples_of_a_batch_is_refused(tmp_path):
+    settings = SEEN | {"head_dim": 8}
+    saved(tmp_path, "PixtralVisionModel", config_of("PixtralVision", **settings))
+    net = load(str(tmp_path))
+    with pytest.raises(InputError, match=r"2 samples give an output of shape \(1, 16\)"):
+        survey(net, drawn(net))
+
+
 class Result:
     def __init__(self, hidden):
         self.last_hidden_state = hidden

@@ -68,10 +68,11 @@ def by_layer(
     closed form, and a note says so. The other samples of the batch keep theirs.
     """
     sites: tuple[Site, ...] = ()
+    visiting = _Visiting(reduce, layers, projections)
 
     def measure(batch: Batch, sites: tuple[Site, ...]) -> tuple[Reduced, tuple[Note, ...]]:
         try:
-            return _joined(net, sites, batch, reduce, projections=projections), ()
+            return _joined(net, sites, batch, visiting), ()
         except StructureError as error:
             if len(batch) == 1:
                 values, more = measure(batch, tuple(_opened(site, error) for site in sites))
@@ -81,27 +82,31 @@ def by_layer(
         return whole, tuple(note for _, more in parts for note in more)
 
     for batch in batches:
-        sites = sites or chosen(survey(net, batch), layers)
+        sites = sites or survey(net, batch)
+        picked = chosen(sites, layers)
         found, remarks = measure(batch, sites)
         values = {name: t.numpy() for name, t in found.items()}
-        yield Part(batch.ids, values, facts(sites), open_notes(sites) + remarks)
+        yield Part(batch.ids, values, facts(picked), open_notes(picked) + remarks)
 
 
-def _joined(
-    net: Net,
-    sites: Sequence[Site],
-    batch: Batch,
-    reduce: Callable[[Layer, Batch], Reduced],
-    *,
-    projections: bool,
-) -> Reduced:
+class _Visiting(NamedTuple):
+    """What is done with which layers."""
+
+    reduce: Callable[[Layer, Batch], Reduced]
+    layers: Sequence[int] | None
+    projections: bool
+
+
+def _joined(net: Net, sites: Sequence[Site], batch: Batch, visiting: _Visiting) -> Reduced:
     found: list[Reduced] = []
 
     def visit(layer: Layer) -> None:
-        found.append({k: v.cpu() for k, v in reduce(layer, batch).items()})
+        found.append({k: v.cpu() for k, v in visiting.reduce(layer, batch).items()})
 
-    wanted = {site.index for site in sites}
-    capture(net, sites, batch, visit, layers=wanted, projections=projections)
+    # All sites, since a layer is known by how many of its module come before it.
+    capture(
+        net, sites, batch, visit, layers=visiting.layers, projections=visiting.projections
+    )
     return {name: torch.cat([layer[name] for layer in found], 1) for name in found[0]}
 
 

@@ -106,7 +106,8 @@ def worst_case(
     Raises:
         UsageError: a layer or head does not exist.
     """
-    sites = chosen(survey(net, sample), options.layers)
+    every = survey(net, sample)
+    sites = chosen(every, options.layers)
     _require_heads(sites, options)
     if set(options.modes) == {"real"}:
         return [], [], ()
@@ -125,7 +126,7 @@ def worst_case(
             if "split" in options.modes and False in case.masks:
                 splits.append(_split(case))
 
-    capture(net, sites, sample, visit, layers={site.index for site in sites})
+    capture(net, every, sample, visit, layers={site.index for site in sites})
     notes = tuple(
         Note(level="info", code="no-worst-case", text=f"{', '.join(who)}: no worst case, {why}")
         for why, who in missing.items()

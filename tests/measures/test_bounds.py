@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.measures.bounds import BoundsOptions, run, summarise
+from lipaudit.models.assembly import assemble
 from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.spec import ModelSpec
 from lipaudit.theory.catalogue import BOUNDS
 
 
@@ -123,3 +126,27 @@ def test_the_sharp_bound_is_sharp_on_minilm():
     ratios = [row.sharp / row.exact for row in rows]
     assert np.median(ratios) <= 1.8
     assert max(row.sharp_ratio_max for row in rows) <= 3
+
+
+class Cascade(torch.nn.Module):
+    """Two attentions in one module, their softmax written out, the second after the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 24), torch.nn.Linear(8, 24)
+
+    def forward(self, x):
+        for part in (self.first, self.second):
+            q, k, v = part(x)[:, None].chunk(3, -1)
+            x = x + ((q @ k.mT).softmax(-1) @ v)[:, 0]
+        return x
+
+
+def test_a_layer_alone_has_the_norms_that_it_has_among_all():
+    spec = ModelSpec(Cascade(), (5, 8), kind="tokens", classifier=False)
+    net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
+    batch = Batch(torch.randn(2, 5, 8, dtype=torch.float64), None, ("a", "b"))
+    (every,) = run(net, [batch], BoundsOptions())
+    (second,) = run(net, [batch], BoundsOptions(layers=(1,)))
+    assert [head.layer for head in second.facts["heads"]] == [1]
+    np.testing.assert_array_equal(second.values["exact"][:, 0], every.values["exact"][:, 1])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from lipaudit.attacks.plan import Attack
 from lipaudit.cli.job import Job
 from lipaudit.measures.attack import AttackOptions, plan
+from lipaudit.models.sites import Site
+from lipaudit.results import Note
 
 SURVEY = 30.0
 """Forwards that finding out what a model is costs, before the first sample is read."""
@@ -15,6 +18,11 @@ READ = {"attention": 5.0, "bounds": 75.0}
 """Forwards per sample of what is computed layer by layer; docs/performance.md has measurements."""
 MOST_PRODUCTS = 60.0
 """Forwards of the Jacobian norm of a sample, when its steps do not depend on the classes."""
+PER_HEAD = 10.0, 300.0
+"""Forwards per sample of the norm of a head without closed form, where it settles soon and where
+it takes every step it may."""
+LONG = 60.0
+"""Seconds that nobody minds."""
 PASS = 3.0
 """Forwards that a forward with its backward costs."""
 TIMED = 8
@@ -34,6 +42,21 @@ def takes(job: Job) -> str:
         least, most = (together * count["attack"] * cost for cost in attack_costs(options))
     shown = dict.fromkeys((_time(sure + least), _time(sure + most)))
     return f"roughly {' to '.join(shown)} (estimate; a forward of a sample takes {_short(alone)})"
+
+
+def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
+    """Say how long the exact norms of layers without a closed form take, if it is long."""
+    heads = sum(site.heads for site in sites if not site.closed_form and site.inputs)
+    samples = job.counts["bounds"]
+    costs = [cost * heads * samples * _forward(job, 1) for cost in PER_HEAD] if heads else [0.0]
+    if costs[-1] < LONG:
+        return ()
+    shown = " to ".join(dict.fromkeys(map(_time, costs)))
+    text = (
+        f"{heads} heads have no closed form: their exact norms take roughly {shown} on "
+        f"{samples} samples (estimate); --layers and --samples choose fewer"
+    )
+    return (Note(level="info", code="long", text=text),)
 
 
 def attack_costs(options: AttackOptions) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from lipaudit import __version__
+from lipaudit.cli.estimate import numerical
 from lipaudit.cli.job import Job, prepare, tell
 from lipaudit.cli.journal import Journal
 from lipaudit.cli.options import Common
@@ -23,6 +24,7 @@ from lipaudit.data.loading import Samples
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import MEASURES, Measure, Options, Part
 from lipaudit.measures.base import sample_ids
+from lipaudit.measures.layers import SURVEYED
 from lipaudit.models.net import Net
 from lipaudit.results import Data, Model, Note, Report, Run, Section
 
@@ -100,7 +102,21 @@ def _measure(
     parts = _parts(measure, options, job.net, samples, _batch_size(common, measure), done)
     parts = journal.recorded(parts, after=len(kept))
     label = f"{name} {job.net.info.spec}"
-    return kept + list(tracked(parts, total=total - done, label=label, quiet=common.quiet))
+    with _forewarning(name, job):
+        return kept + list(tracked(parts, total=total - done, label=label, quiet=common.quiet))
+
+
+@contextmanager
+def _forewarning(name: str, job: Job) -> Iterator[None]:
+    """Say before it begins what will take long, once the layers are known."""
+    if name != "bounds" or job.common.quiet:
+        yield
+        return
+    token = SURVEYED.set(lambda sites: tell(job.common, numerical(job, sites)))
+    try:
+        yield
+    finally:
+        SURVEYED.reset(token)
 
 
 def _kept(name: str, done: int, total: int, resumed: bool) -> Note:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,11 @@ from lipaudit.models.net import Net
 from lipaudit.models.sites import Site
 from lipaudit.models.survey import survey
 from lipaudit.results import Note
+
+SURVEYED: ContextVar[Callable[[Sequence[Site]], None]] = ContextVar(
+    "SURVEYED", default=lambda _: None
+)
+"""Is told which layers are about to be measured, once that is known and before it takes time."""
 
 Facts = dict[str, Any]
 Reduced = dict[str, Tensor]
@@ -82,7 +88,9 @@ def by_layer(
         return whole, tuple(note for _, more in parts for note in more)
 
     for batch in batches:
-        sites = sites or survey(net, batch)
+        if not sites:
+            sites = survey(net, batch)
+            SURVEYED.get()(chosen(sites, layers))
         picked = chosen(sites, layers)
         found, remarks = measure(batch, sites)
         values = {name: t.numpy() for name, t in found.items()}
@@ -104,9 +112,7 @@ def _joined(net: Net, sites: Sequence[Site], batch: Batch, visiting: _Visiting) 
         found.append({k: v.cpu() for k, v in visiting.reduce(layer, batch).items()})
 
     # All sites, since a layer is known by how many of its module come before it.
-    capture(
-        net, sites, batch, visit, layers=visiting.layers, projections=visiting.projections
-    )
+    capture(net, sites, batch, visit, layers=visiting.layers, projections=visiting.projections)
     return {name: torch.cat([layer[name] for layer in found], 1) for name in found[0]}
 
 

@@ -1,0 +1,57 @@
+"""What takes long is said before it begins."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from lipaudit.cli import estimate
+from lipaudit.cli.app import build
+
+MODEL = '''
+import torch
+from torch import nn
+from lipaudit.models.spec import ModelSpec
+
+class Attention(nn.Module):
+    """Two heads; gated logits have no closed form."""
+
+    def __init__(self, gated):
+        super().__init__()
+        self.qkv, self.gated = nn.Linear(8, 24), gated
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        logits = q @ k.mT
+        p = (logits * x.mean((1, 2))[:, None, None, None] if self.gated else logits).softmax(-1)
+        return (p @ v).transpose(1, 2).flatten(2)
+
+def make(gated=True):
+    layers = nn.Sequential(Attention(gated), Attention(False))
+    return ModelSpec(layers, (5, 8), kind="tokens", classifier=False)
+'''
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "told"),
+    [
+        (["-n", "3"], 10.0, "2 heads have no closed form.* roughly 10 min to 5 h on 3 samples"),
+        (["-n", "3", "-q"], 10.0, None),
+        (["-n", "3", "--layers", "1"], 10.0, None),
+        (["-n", "3", "--model-kwargs", "gated=false"], 10.0, None),
+        (["-n", "3"], 0.01, None),
+    ],
+    ids=["long", "quiet", "other layers", "closed form", "short"],
+)
+def test_heads_without_a_closed_form_are_announced(options, forward, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(estimate, "_forward", lambda _job, _samples: forward)
+    (tmp_path / "own.py").write_text(MODEL)
+    command = ["bounds", f"py:{tmp_path / 'own.py'}:make", "--data", "random", *options]
+    done = CliRunner().invoke(build(), command)
+    assert done.exit_code == 0, done.stderr
+    if told is None:
+        assert "roughly" not in done.stderr
+    else:
+        assert len(re.findall(told, done.stderr)) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def describe(
         module.reset_classifier(options.classes)
         notes, own_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
-    shape = options.image_shape(_image_shape(module, config))
+    shape = options.image_shape(_image_shape(module, config, options.model_kwargs))
     config["input_size"] = shape
     labels, aliases = _labels(module) if own_labels else (None, {})
     return ModelSpec(
@@ -206,10 +206,12 @@ def _count_classes(arch: str, state: State) -> int | None:
     return None if weight is None else weight.shape[0]
 
 
-def _image_shape(module: Any, config: dict[str, Any]) -> tuple[int, int, int]:
+def _image_shape(
+    module: Any, config: dict[str, Any], kwargs: Mapping[str, Any]
+) -> tuple[int, int, int]:
     """Read channels and size off the built model, where --model-kwargs may have changed them."""
-    _, height, width = config["input_size"]
-    size = getattr(getattr(module, "patch_embed", None), "img_size", None) or (height, width)
+    size = getattr(getattr(module, "patch_embed", None), "img_size", None)
+    size = size or kwargs.get("img_size") or config["input_size"][1:]
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     own = config["input_size"][0]
     conv = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)

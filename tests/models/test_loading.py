@@ -9,6 +9,7 @@ import lipaudit.models.demo as demo
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, LipauditError, UsageError
+from lipaudit.models.assembly import assemble
 from lipaudit.models.loading import LoadOptions, ModelSpec, load
 
 PLAIN = """
@@ -297,3 +298,16 @@ def test_labels_must_be_as_many_as_outputs(tmp_path):
 
 def test_the_public_description_is_importable_from_loading():
     assert ModelSpec.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("odd"), NotImplementedError("odd"), ArithmeticError("odd")]
+)
+def test_a_model_that_refuses_its_sample_is_refused(error):
+    class Picky(torch.nn.Linear):
+        def forward(self, x):
+            raise error
+
+    spec = ModelSpec(Picky(4, 4), (3, 4), kind="tokens")
+    with pytest.raises(InputError, match=f"cannot be run .*{type(error).__name__}: odd"):
+        assemble(spec, LoadOptions(device="cpu"), name="m", source="test")

@@ -246,3 +246,9 @@ def test_channels_are_those_of_the_image_and_not_of_the_first_convolution():
     kwargs = {"pretrained": False, "img_size": 32, "depth": 1, "in_chans": 1}
     net = load("timm:test_vit", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
     assert net.sample_shape == (1, 32, 32)
+
+
+def test_a_size_that_was_asked_for_is_that_of_the_samples():
+    kwargs = {"pretrained": False, "img_size": 64, "num_classes": 3}
+    net = load("timm:gcvit_xxtiny", LoadOptions(model_kwargs=kwargs))
+    assert net.sample_shape == (3, 64, 64)

@@ -1,0 +1,297 @@
+"""Run lipaudit's measures on a model and set every number against the truth."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import LipauditError
+from lipaudit.measures import MEASURES
+from lipaudit.models.net import Net
+from lipaudit.models.survey import survey
+from lipaudit.theory.catalogue import BOUNDS
+from tests.reference import loaded, truth
+
+GAINS = (1.3, 0.6, 0.2)
+"""How large the weights are; smaller ones where the larger overflow."""
+EXACT = {"narrow": 1e-3, "mixed": 1e-4, "wide": 1e-6}
+"""How far a norm may be from the truth: tol 1e-4 and rounding of float32; steps that a model takes
+in single precision whatever its own; tol 1e-7 in float64."""
+BELOW = {"narrow": 1e-4, "mixed": 1e-5, "wide": 1e-12}
+"""How far a bound may be below the truth, by rounding alone."""
+STATISTICS = {"narrow": 1e-3, "mixed": 1e-4, "wide": 1e-6}
+SEVERITY = ("ok", "numerical", "refused", "wrong", "crash")
+
+
+@dataclass
+class Outcome:
+    """What came of one model.
+
+    Attributes:
+        name: of the family or the type.
+        library: timm or transformers.
+        outcome: ok, numerical, refused, wrong, crash, or unbuilt (no model, no verdict).
+        reasons: why it is not ok.
+        layers: number of attention layers.
+        closed: how many of them have a closed form.
+        checked: numbers that were set against a truth.
+        worst: largest relative error of an exact norm in float64.
+        tightest: smallest ratio of a bound to the truth in float64.
+        unchecked: why a truth is missing.
+        seconds: taken.
+    """
+
+    name: str
+    library: str
+    outcome: str = "ok"
+    reasons: list[str] = field(default_factory=list)
+    layers: int = 0
+    closed: int = 0
+    checked: int = 0
+    worst: float = 0.0
+    tightest: float = math.inf
+    unchecked: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def meet(self, outcome: str, reason: str) -> None:
+        """Keep the worst outcome, and every reason once."""
+        self.outcome = max(self.outcome, outcome, key=SEVERITY.index)
+        text = f"{outcome}: {reason}"
+        if text not in self.reasons:
+            self.reasons.append(text)
+
+    def plain(self) -> dict[str, Any]:
+        """Return plain values for a line of JSON."""
+        return asdict(self)
+
+
+def compare(name: str, library: str, loader: loaded.Loader) -> Outcome:
+    """Load a model, measure it in both precisions, and compare."""
+    outcome, start = Outcome(name, library), time.perf_counter()
+    for gain in GAINS:
+        nets = _guarded(outcome, "load", lambda gain=gain: loaded.pair(loader, gain))  # type: ignore[misc]
+        if nets is None:
+            break
+        if _finite(nets[0]) or gain == GAINS[-1]:
+            _compare(outcome, *nets)
+            break
+    outcome.seconds = round(time.perf_counter() - start, 1)
+    return outcome
+
+
+def _finite(net: Net) -> bool:
+    with torch.no_grad():
+        try:
+            out = net.output(loaded.batch_for(net))
+        except Exception:
+            return True  # for lipaudit to say
+    return bool(out.isfinite().all())
+
+
+def _guarded(outcome: Outcome, what: str, work: Callable[[], Any]) -> Any:
+    """Return what lipaudit gives; note a refusal, or a crash with its last frames."""
+    try:
+        return work()
+    except LipauditError as error:
+        outcome.meet("refused", f"{what}: {type(error).__name__}: {error.message}")
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[-4:]]
+        text = str(error).partition("\n")[0][:200]
+        outcome.meet("crash", f"{what}: {type(error).__name__}: {text} ({' > '.join(own)})")
+    return None
+
+
+def _compare(outcome: Outcome, narrow: Net, wide: Net) -> None:
+    batch = _fair(wide, loaded.batch_for(wide))
+    ones = [loaded.alone(batch, i) for i in range(len(batch))]
+    kind = "mixed" if truth.computes_in_single(wide, ones[0]) else "wide"
+    _whole_model(outcome, wide, batch, ones, kind, {"tol": 1e-7})
+    _whole_model(outcome, narrow, batch.to(narrow.device, narrow.dtype), ones, "narrow", {}, wide)
+    sites = _guarded(outcome, "survey", lambda: survey(wide, batch))
+    if not sites:
+        return
+    outcome.layers, outcome.closed = len(sites), sum(site.closed_form for site in sites)
+    for site in sites:
+        if not site.closed_form:
+            outcome.meet("numerical", str(site.reason))
+    chosen = sorted({0, len(sites) // 2, len(sites) - 1})
+    known = [_truths(outcome, wide, one, sites, chosen) for one in ones]
+    runs = (
+        (wide, batch, kind, {"tol": 1e-7, "max_steps": 600}),
+        (narrow, batch.to(narrow.device, narrow.dtype), "narrow", {}),
+    )
+    for net, samples, precision, options in runs:
+        _heads(outcome, net, samples, known, precision, {"layers": tuple(chosen)} | options)
+
+
+def _fair(net: Net, batch: Batch) -> Batch:
+    """Return the batch, or one without padding if the model itself is not blind to padding."""
+    if batch.mask is None:
+        return batch
+    with torch.no_grad():
+        try:
+            both = net.output(batch)
+            single = torch.cat([net.output(loaded.alone(batch, i)) for i in range(len(batch))])
+            blind = torch.allclose(both, single, rtol=1e-4, atol=1e-5 * float(both.abs().max()))
+        except Exception:
+            blind = False  # it takes no mask, or no batch of two
+    if blind:
+        return batch
+    length = int(batch.mask.sum(1).min())
+    return Batch(batch.x[:, :length], None, batch.ids)
+
+
+def _truths(
+    outcome: Outcome, net: Net, one: Batch, sites: Sequence[Any], chosen: Sequence[int]
+) -> truth.Truths:
+    try:
+        return truth.truths(net, one, sites, chosen)
+    except Exception as error:  # of the truth's own, which is then missing
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = str(error).partition("\n")[0][:150]
+        place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        return dict.fromkeys(chosen, f"{type(error).__name__}: {text} ({place})")
+
+
+def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:
+    measure = MEASURES[name]
+    parts = list(measure.run(net, [batch], measure.options(**options)))
+    measure.summarise(parts, measure.options(**options))
+    return parts[0]
+
+
+def _whole_model(
+    outcome: Outcome,
+    net: Net,
+    batch: Batch,
+    ones: Sequence[Batch],
+    precision: str,
+    options: dict[str, Any],
+    reference: Net | None = None,
+) -> None:
+    part = _guarded(outcome, "jacobian", lambda: _measure(net, batch, "jacobian", options))
+    if part is None:
+        return
+    for i, one in enumerate(ones):
+        try:
+            true = truth.norm(truth.whole(reference or net, one))
+        except Exception as error:
+            outcome.unchecked.append(f"model: {type(error).__name__}: {str(error)[:100]}")
+            return
+        value, missed = float(part.values["norm"][i]), not bool(part.values["converged"][i])
+        _exact(outcome, f"jacobian[{i}]", value, true, precision, missed=missed)
+
+
+def _heads(
+    outcome: Outcome,
+    net: Net,
+    batch: Batch,
+    known: Sequence[truth.Truths],
+    precision: str,
+    options: dict[str, Any],
+) -> None:
+    layers = {"layers": options["layers"]}
+    rows = _guarded(outcome, "attention", lambda: _rows(net, batch, layers))
+    if rows is not None:
+        _statistics(outcome, rows, known, precision)
+    part = _guarded(outcome, "bounds", lambda: _measure(net, batch, "bounds", options))
+    if part is None:
+        return
+    names = part.facts["heads"]
+    for i, one in enumerate(known):
+        for place, (layer, _) in enumerate(part.facts["layers"]):
+            columns = [c for c, head in enumerate(names) if head.layer == layer]
+            found = {key: part.values[key][i] for key in part.values}
+            _layer(outcome, found, columns, place, (layer, one[layer]), precision)
+
+
+def _rows(net: Net, batch: Batch, options: dict[str, Any]) -> list[dict[tuple[int, int], Any]]:
+    """Return the rows of `attention`, by (layer, head), of every sample alone."""
+    measure, found = MEASURES["attention"], []
+    for i in range(len(batch)):
+        given = measure.options(**options)
+        parts = list(measure.run(net, [batch[i : i + 1]], given))
+        section = measure.summarise(parts, given)[0]
+        found.append({(row.layer, row.head): row for row in section.rows})
+    return found
+
+
+def _statistics(
+    outcome: Outcome, rows: Any, known: Sequence[truth.Truths], precision: str
+) -> None:
+    for sample, one in zip(rows, known, strict=True):
+        for (layer, head), row in sample.items():
+            true = one[layer]
+            if isinstance(true, str):
+                continue
+            for name, values in true.statistics.items():
+                value, want = getattr(row, name), float(values[head])
+                outcome.checked += 1
+                if value is None or abs(value - want) > STATISTICS[precision] * max(want, 1e-3):
+                    text = f"{name} of P {value!r} for {want:.9g} [{precision}]"
+                    outcome.meet("wrong", f"layer {layer} head {head}: {text}")
+
+
+def _layer(
+    outcome: Outcome,
+    found: dict[str, Any],
+    columns: Sequence[int],
+    place: int,
+    true: tuple[int, truth.LayerTruth | str],
+    precision: str,
+) -> None:
+    layer, expected = true
+    if isinstance(expected, str):
+        text = f"layer {layer}: {expected}"
+        if text not in outcome.unchecked:
+            outcome.unchecked.append(text)
+        return
+    for head, column in enumerate(columns):
+        where, sigma = f"layer {layer} head {head}", float(expected.heads[head])
+        value, missed = float(found["exact"][column]), bool(found["missed"][column])
+        _exact(outcome, where, value, sigma, precision, missed=missed)
+        for name in BOUNDS:
+            _bound(outcome, f"{where} {name}", float(found[name][column]), sigma, precision)
+    joined, missed = float(found["layer_exact"][place]), bool(found["layer_missed"][place])
+    if not math.isnan(joined):
+        _exact(outcome, f"layer {layer}", joined, expected.joined, precision, missed=missed)
+
+
+def _exact(
+    outcome: Outcome, what: str, value: float, true: float, precision: str, *, missed: bool
+) -> None:
+    if math.isnan(value):
+        outcome.meet("refused", f"{what.partition(' head')[0]}: no norm is given")
+        return
+    outcome.checked += 1
+    error = abs(value - true) / max(true, 1e-300)
+    if abs(value - true) <= 1e-9 or (missed and value <= true):
+        return
+    if precision == "wide":
+        outcome.worst = max(outcome.worst, error)
+    if not error <= EXACT[precision]:
+        outcome.meet("wrong", f"{what}: {value:.9g} for {true:.9g} ({error:.1e}) [{precision}]")
+
+
+def _bound(outcome: Outcome, what: str, value: float, true: float, precision: str) -> None:
+    if math.isnan(value):
+        return
+    outcome.checked += 1
+    if true > 1e-9 and precision == "wide":
+        outcome.tightest = min(outcome.tightest, value / true)
+    if value < true * (1 - BELOW[precision]) - 1e-15:
+        gap = (true - value) / max(true, 1e-300)
+        outcome.meet("wrong", f"{what}: {value:.9g} below {true:.9g} by {gap:.1e} [{precision}]")
+
+
+def worst_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Sort: crashes first."""
+    return sorted(outcomes, key=lambda o: (-SEVERITY.index(o.outcome), o.name))

@@ -1,0 +1,206 @@
+"""The truth, from dense float64 Jacobians by autograd through the model's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lipaudit.data.batch import Batch
+from lipaudit.models.net import Net
+from tests.reference.watching import Attention, Watch, variables
+
+CHUNK = 128
+LARGEST = 6e7
+"""Most numbers in a dense Jacobian: half a gigabyte."""
+
+
+class TooLarge(Exception):
+    """A dense Jacobian would not fit."""
+
+
+@dataclass(frozen=True)
+class LayerTruth:
+    """One layer on one sample.
+
+    Attributes:
+        heads: norm of every head's Jacobian.
+        joined: norm with the heads concatenated.
+        statistics: of P, per head, by the names of the measure `attention`.
+    """
+
+    heads: Tensor
+    joined: float
+    statistics: dict[str, Tensor]
+
+
+def jacobian(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Return the dense Jacobian, (numbers of output, numbers of all inputs)."""
+    rows, columns = output.numel(), sum(t.numel() for t in inputs)
+    if rows * columns > LARGEST:
+        raise TooLarge(f"{rows} x {columns}")
+    eye = torch.eye(rows, dtype=output.dtype).view(rows, *output.shape)
+    parts = [_pulled(output, inputs, eye[i : i + CHUNK]) for i in range(0, rows, CHUNK)]
+    return torch.cat(parts)
+
+
+def _pulled(output: Tensor, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    try:
+        found = torch.autograd.grad(output, inputs, rows, is_grads_batched=True, **how)
+    except RuntimeError:
+        each = [torch.autograd.grad(output, inputs, row, **how) for row in rows]
+        found = tuple(None if c[0] is None else torch.stack(c) for c in zip(*each, strict=True))
+    return torch.cat(
+        [
+            t.new_zeros(len(rows), t.numel()) if g is None else g.flatten(1)
+            for g, t in zip(found, inputs, strict=True)
+        ],
+        1,
+    ).double()
+
+
+def norm(matrix: Tensor) -> float:
+    """Return the spectral norm, from the smaller of the two Gram matrices."""
+    gram = matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
+    return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
+
+
+def by_head(t: Tensor, heads: int, layout: str) -> Tensor:
+    """Bring what the model calls O or P of one sample to (heads, windows * rows, columns)."""
+    lead = t.shape[:-2]
+    axes = [i for i, size in enumerate(lead) if size == heads and not (i == 0 and len(lead) > 1)]
+    if heads == 1 and not axes:
+        return t.reshape(1, -1, *t.shape[-2:])
+    if len(axes) > 1:
+        first = "heads windows" in layout or "heads tokens" not in layout
+        axes = axes[:1] if first else axes[-1:]
+    return t.movedim(axes[0], 0).reshape(heads, -1, *t.shape[-2:])
+
+
+def run(net: Net, one: Batch, watch: Watch) -> Tensor:
+    """Run the model on one sample under observation, from a leaf in the attacked space."""
+    with torch.enable_grad(), watch.running(net.module):
+        return from_leaf(net, one)[1]
+
+
+def from_leaf(net: Net, one: Batch) -> tuple[Tensor, Tensor]:
+    """Return a leaf in the attacked space, and the output that it leads to."""
+    if net.kind != "text":
+        x = one.x.clone().requires_grad_()
+        return x, net.read(net.call(x, one.mask))
+    seen: list[Tensor] = []
+
+    def enter(_module: Any, _args: Any, out: Tensor) -> Tensor:
+        if not seen:
+            seen.append(out.detach().clone().requires_grad_())
+            return seen[0].clone()
+        return out.detach().clone().requires_grad_()
+
+    assert net.entry is not None
+    with net.entry.register_forward_hook(enter):
+        output = net.read(net.call(one.x, one.mask))
+    return seen[0], output
+
+
+def whole(net: Net, one: Batch) -> Tensor:
+    """Return the dense Jacobian of the whole model at one sample."""
+    with torch.enable_grad():
+        x, output = from_leaf(net, one)
+        return jacobian(output, [x])
+
+
+def layer_truth(call: Attention, site: Any) -> LayerTruth:
+    """Differentiate O of every head in the leaves that it was made from, in any case all."""
+    frame = next((f for f in reversed(call.frames) if f.leaves), None)
+    own = {id(v): v for v in variables(call.output)}
+    inputs = list(own.values()) if frame is None else list(frame.leaves.values())
+    o = by_head(call.output.mT if _transposed(call) else call.output, site.heads, site.layout)
+    rows = [jacobian(head, inputs) for head in o]
+    norms = torch.tensor([norm(j) for j in rows], dtype=torch.float64)
+    joined = norm(torch.cat(rows)) if len(rows) > 1 else float(norms[0])
+    return LayerTruth(norms, joined, statistics(by_head(call.p, site.heads, site.layout)))
+
+
+def _transposed(call: Attention) -> bool:
+    queries = call.p.shape[-2]
+    return call.output.shape[-2] != queries and call.output.shape[-1] == queries
+
+
+def statistics(p: Tensor) -> dict[str, Tensor]:
+    """Return what `attention` says of P, (heads, windows, n, m), by its plain definitions."""
+    p = p.double()
+    seen = p.sum(-1) > 0
+    count = seen.flatten(1).sum(1)
+    first = p.amax(-1)
+    entropy = -(p * p.clamp_min(1e-300).log()).sum(-1)
+    softmax = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    norms = torch.linalg.eigvalsh(softmax)[..., -1].clamp_min(0) * seen
+    return {
+        "top1": (first * seen).flatten(1).sum(1) / count,
+        "entropy": (entropy * seen).flatten(1).sum(1) / count,
+        "softmax_norm": norms.flatten(1).sum(1) / count,
+        "softmax_norm_max": norms.flatten(1).amax(1),
+        "p_norm": torch.linalg.matrix_norm(p, 2).amax(1),
+    }
+
+
+class _Casts(TorchDispatchMode):
+    """See whether a float64 model computes a part of it in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            self.narrow |= out.dtype.is_floating_point and out.dtype.itemsize < 8
+        return out
+
+
+def computes_in_single(net: Net, one: Batch) -> bool:
+    """Say whether a float64 model casts to a narrower type somewhere."""
+    casts = _Casts()
+    with torch.no_grad(), casts:
+        net.output(one)
+    return casts.narrow
+
+
+Truths = dict[int, LayerTruth | str]
+
+
+def truths(net: Net, one: Batch, sites: Sequence[Any], chosen: Sequence[int]) -> Truths:
+    """Return the truth of some layers on one sample, or why there is none."""
+    cut = Watch()
+    run(net, one, cut)
+    found: Truths = {}
+    for index in chosen:
+        site = sites[index]
+        watch = cut
+        if not site.closed_form:
+            watch = Watch(cut=False, scopes=frozenset({site.scope}))
+            run(net, one, watch)
+        found[index] = _tried(lambda: layer_truth(_matching(watch, sites, index), site))
+    return found
+
+
+def _matching(watch: Watch, sites: Sequence[Any], index: int) -> Attention:
+    module = sites[index].module
+    same = [call for call in watch.calls if call.module == module]
+    place = sum(site.module == module for site in sites[:index])
+    wanted = sum(site.module == module for site in sites)
+    if len(same) != wanted:
+        raise TooLarge(f"{module} has {len(same)} attention calls, lipaudit says {wanted}")
+    return same[place]
+
+
+def _tried(work: Callable[[], LayerTruth]) -> LayerTruth | str:
+    try:
+        return work()
+    except TooLarge as reason:
+        return str(reason)

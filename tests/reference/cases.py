@@ -9,11 +9,12 @@ from pathlib import Path
 
 from tests.reference.comparison import Outcome, compare
 from tests.reference.limits import OutOfTime, time_limit
-from tests.reference.loaded import timm_loader
+from tests.reference.loaded import timm_loader, transformers_loader
 from tests.reference.timm_models import TIMM
+from tests.reference.transformers_models import small_config, types
 
-SECONDS = 60
-"""What a model may take."""
+SECONDS = 40
+"""Of the processor that a model may take."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,29 @@ class Case:
     name: str
 
 
-CASES = tuple(Case("timm", name) for name in TIMM)
+def cases() -> tuple[Case, ...]:
+    """Return every family of timm and every type of transformers."""
+    named = {"timm": tuple(TIMM), "transformers": types()}
+    return tuple(Case(library, name) for library, names in named.items() for name in names)
 
 
 def outcome_of(case: Case) -> Outcome:
     """Compare one model, in its time."""
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         with time_limit(SECONDS), tempfile.TemporaryDirectory() as folder:
             return _compare(case, Path(folder))
     except OutOfTime:
-        spent = round(time.perf_counter() - start, 1)
+        spent = round(time.process_time() - start, 1)
         reasons = [f"not finished in {SECONDS} s"]
         return Outcome(case.name, case.library, "unfinished", reasons, seconds=spent)
 
 
 def _compare(case: Case, folder: Path) -> Outcome:
-    return compare(case.name, "timm", timm_loader(TIMM[case.name]))
+    if case.library == "timm":
+        return compare(case.name, case.library, timm_loader(TIMM[case.name]))
+    try:
+        config = small_config(case.name)
+    except Exception as error:  # transformers' own: there is no small model by our rules
+        return Outcome(case.name, case.library, "unbuilt", [str(error)])
+    return compare(case.name, case.library, transformers_loader(config, folder))

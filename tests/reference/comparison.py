@@ -74,7 +74,7 @@ class Outcome:
 
 def compare(name: str, library: str, loader: loaded.Loader) -> Outcome:
     """Load a model, measure it in both precisions, and compare."""
-    outcome, start = Outcome(name, library), time.perf_counter()
+    outcome, start = Outcome(name, library), time.process_time()
     for gain in GAINS:
         nets = _guarded(outcome, "load", lambda gain=gain: loaded.pair(loader, gain))  # type: ignore[misc]
         if nets is None:
@@ -82,7 +82,7 @@ def compare(name: str, library: str, loader: loaded.Loader) -> Outcome:
         if _finite(nets[0]) or gain == GAINS[-1]:
             _compare(outcome, *nets)
             break
-    outcome.seconds = round(time.perf_counter() - start, 1)
+    outcome.seconds = round(time.process_time() - start, 1)
     return outcome
 
 
@@ -201,7 +201,7 @@ def _heads(
     layers = {"layers": options["layers"]}
     rows = _guarded(outcome, "attention", lambda: _rows(net, batch, layers))
     if rows is not None:
-        _statistics(outcome, rows, known, precision)
+        _statistics(outcome, rows, known[-1], precision)
     part = _guarded(outcome, "bounds", lambda: _measure(net, batch, "bounds", options))
     if part is None:
         return
@@ -213,31 +213,25 @@ def _heads(
             _layer(outcome, found, columns, place, (layer, one[layer]), precision)
 
 
-def _rows(net: Net, batch: Batch, options: dict[str, Any]) -> list[dict[tuple[int, int], Any]]:
-    """Return the rows of `attention`, by (layer, head), of every sample alone."""
-    measure, found = MEASURES["attention"], []
-    for i in range(len(batch)):
-        given = measure.options(**options)
-        parts = list(measure.run(net, [batch[i : i + 1]], given))
-        section = measure.summarise(parts, given)[0]
-        found.append({(row.layer, row.head): row for row in section.rows})
-    return found
+def _rows(net: Net, batch: Batch, options: dict[str, Any]) -> dict[tuple[int, int], Any]:
+    """Return the rows of `attention`, by (layer, head), of the last sample, in its padding."""
+    measure = MEASURES["attention"]
+    given = measure.options(**options)
+    section = measure.summarise(list(measure.run(net, [batch[-1:]], given)), given)[0]
+    return {(row.layer, row.head): row for row in section.rows}
 
 
-def _statistics(
-    outcome: Outcome, rows: Any, known: Sequence[truth.Truths], precision: str
-) -> None:
-    for sample, one in zip(rows, known, strict=True):
-        for (layer, head), row in sample.items():
-            true = one[layer]
-            if isinstance(true, str):
-                continue
-            for name, values in true.statistics.items():
-                value, want = getattr(row, name), float(values[head])
-                outcome.checked += 1
-                if value is None or abs(value - want) > STATISTICS[precision] * max(want, 1e-3):
-                    text = f"{name} of P {value!r} for {want:.9g} [{precision}]"
-                    outcome.meet("wrong", f"layer {layer} head {head}: {text}")
+def _statistics(outcome: Outcome, rows: Any, known: truth.Truths, precision: str) -> None:
+    for (layer, head), row in rows.items():
+        true = known[layer]
+        if isinstance(true, str):
+            continue
+        for name, values in true.statistics.items():
+            value, want = getattr(row, name), float(values[head])
+            outcome.checked += 1
+            if value is None or abs(value - want) > STATISTICS[precision] * max(want, 1e-3):
+                text = f"{name} of P {value!r} for {want:.9g} [{precision}]"
+                outcome.meet("wrong", f"layer {layer} head {head}: {text}")
 
 
 def _layer(

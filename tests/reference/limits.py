@@ -1,4 +1,4 @@
-"""A time limit that the code under test cannot catch by accident."""
+"""A limit of processor time that the code under test cannot catch by accident."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise OutOfTime in the block after so many seconds."""
+    """Raise OutOfTime in the block after so many seconds of the processor."""
 
     def stop(*_: Any) -> None:
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -53,6 +53,7 @@ def pair(loader: Loader, gain: float) -> tuple[Net, Net]:
     """Return the model in single and in double precision, with the same generic weights."""
     narrow, wide = loader(NARROW), loader(WIDE)
     perturb(narrow.module, gain)
+    _calibrate(narrow)
     wide.module.load_state_dict(narrow.module.state_dict())
     return narrow, wide
 
@@ -78,6 +79,25 @@ def perturb(module: nn.Module, gain: float) -> None:
                 b.add_(0.2 * noise(b))
             elif name.endswith("running_var"):
                 b.mul_((0.3 * noise(b)).exp())
+
+
+def _calibrate(net: Net) -> None:
+    """Let batch norms see some images, so that activations neither vanish nor overflow."""
+    norms = [m for m in net.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not norms or net.kind != "image":
+        return
+    generator = torch.Generator().manual_seed(SEED + 1)
+    images = torch.rand(4, *net.sample_shape, generator=generator)
+    with torch.random.fork_rng(), torch.no_grad():
+        for norm in norms:
+            norm.train()
+            norm.momentum = 0.8
+        try:
+            net.call(images, None)
+        except ValueError:
+            pass  # one value per channel: no statistics to take
+        for norm in norms:
+            norm.eval()
 
 
 def _perturb_one(name: str, p: Tensor, noise: Tensor, gain: float, *, table: bool) -> None:

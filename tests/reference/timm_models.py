@@ -34,19 +34,21 @@ def vit(name: str, **kwargs: Any) -> Small:
 ATTENTION: dict[str, Small] = {
     "beit": vit("beit_base_patch16_224"),
     "beitv2": vit("beitv2_base_patch16_224"),
-    "botnet": Small("eca_botnext26ts_256", 64, {"img_size": 64}),
-    "halonet": Small("halonet_h1"),
-    "lambdanet": Small("lambda_resnet26t", 64),
-    "bat": Small("bat_resnext26ts"),
-    "clip-resnet": Small("resnet50_clip", 64),
+    "botnet": Small("py:tests.reference.timm_factories:convolutional", 32, {"layer": "bottleneck", "num_heads": 2}),
+    "halonet": Small("py:tests.reference.timm_factories:convolutional", 64, {"side": 64, "layer": "halo", "num_heads": 2}
+                     | {"block_size": 4, "halo_size": 1}),
+    "lambdanet": Small("py:tests.reference.timm_factories:convolutional", 32, {"layer": "lambda", "num_heads": 2, "r": 3}
+                       | {"dim_head": 8}),
+    "bat": Small("py:tests.reference.timm_factories:convolutional", 64, {"layer": "bat", "side": 64}),
+    "clip-resnet": Small("py:tests.reference.timm_factories:pooled", 64),
     "cait": Small(
         "cait_xxs24_224", 32, {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2}
         | {"num_heads": 4},
     ),
-    "coat": Small("py:timm.models.coat:CoaT", 64, {"img_size": 64, "embed_dims": (16, 16, 16, 16)}
+    "coat": Small("py:timm.models.coat:CoaT", 64, {"img_size": 64, "patch_size": 4, "embed_dims": (16, 16, 16, 16)}
         | {"num_heads": 2, "crpe_window": {3: 1, 5: 1}, "mlp_ratios": (2, 2, 2, 2)}
         | {"serial_depths": (1, 1, 1, 1), "parallel_depth": 1}),
-    "coat-lite": Small("py:timm.models.coat:CoaT", 64, {"img_size": 64, "embed_dims": (16, 16, 16, 16)}
+    "coat-lite": Small("py:timm.models.coat:CoaT", 64, {"img_size": 64, "patch_size": 4, "embed_dims": (16, 16, 16, 16)}
         | {"num_heads": 2, "crpe_window": {3: 1, 5: 1}, "mlp_ratios": (2, 2, 2, 2)}
         | {"serial_depths": (1, 1, 1, 1)}),
     "convit": vit("convit_tiny", depth=3, local_up_to_layer=2),

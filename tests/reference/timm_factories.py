@@ -1,0 +1,42 @@
+"""Models of timm whose registered names cannot be made small: factories for `py:`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def convolutional(layer: str, side: int = 32, **attention: Any) -> nn.Module:
+    """Return a residual network whose last two blocks hold a layer of attention."""
+    from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+
+    plain = {"d": 1, "gs": 0, "br": 0.5}
+    blocks = (
+        ByoBlockCfg(type="bottle", c=16, s=2, **plain),
+        ByoBlockCfg(type="self_attn", c=32, s=2, **plain),
+        ByoBlockCfg(type="self_attn", c=32, s=1, **plain),
+    )
+    config = ByoModelCfg(
+        blocks=blocks,
+        stem_chs=8,
+        stem_type="3x3",
+        fixed_input_size=True,
+        self_attn_layer=layer,
+        self_attn_kwargs=attention,
+    )
+    return ByobNet(config, num_classes=5, img_size=side)
+
+
+def pooled(side: int = 64) -> nn.Module:
+    """Return a residual network that ends in attention pooling, as those of CLIP do."""
+    from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+
+    blocks = (
+        ByoBlockCfg(type="bottle", d=1, c=16, s=2, gs=0, br=0.5),
+        ByoBlockCfg(type="bottle", d=1, c=32, s=2, gs=0, br=0.5),
+    )
+    config = ByoModelCfg(
+        blocks=blocks, stem_chs=8, stem_type="3x3", head_type="attn_abs", head_hidden_size=16
+    )
+    return ByobNet(config, num_classes=5, img_size=side)

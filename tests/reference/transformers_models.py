@@ -1,0 +1,262 @@
+"""A small member of every model type of transformers, by rules on the names of its settings."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+MOST_PARAMETERS = 3e7
+VOCABULARY, CLASSES = 60, 5
+HEADS, WIDTH = 4, 32
+
+LAYERS = (
+    "num_hidden_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers "
+    "num_encoder_layers depth num_layers num_self_attends_per_block"
+).split()
+NUMBERS: dict[str, int] = (
+    dict.fromkeys(LAYERS, 2)
+    | dict.fromkeys(
+        (
+            "hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size "
+            "projection_dim out_hidden_size text_hidden_size word_embed_proj_dim embedding_size "
+            "emb_dim hidden_dim d_latents encoder_hidden_dim text_embed_dim backbone_dim "
+            "cross_attention_hidden_size true_hidden_size intra_bottleneck_size input_embedding_size "
+            "embedding_dim bottleneck_dim channels latent_dim feature_size projector_hidden_size "
+            "output_hidden_size text_config_hidden_size lru_width attention_hidden_size "
+            "hidden_act_dim fpn_hidden_size pooler_output_size vision_hidden_size"
+        ).split(),
+        WIDTH,
+    )
+    | dict.fromkeys(
+        (
+            "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner mlp_dim "
+            "moe_intermediate_size shared_expert_intermediate_size hidden_dim_ff n_inner "
+            "moe_shared_expert_intermediate_size ffn_hidden_size expert_ffn_hidden_size "
+            "intermediate_size_mlp dense_intermediate_size shared_intermediate_size"
+        ).split(),
+        48,
+    )
+    | dict.fromkeys(
+        (
+            "num_attention_heads num_heads n_head n_heads encoder_attention_heads "
+            "decoder_attention_heads num_cross_attention_heads num_self_attention_heads "
+            "index_n_heads linear_num_heads swa_num_attention_heads num_attention_heads_per_layer"
+        ).split(),
+        HEADS,
+    )
+    | dict.fromkeys(
+        (
+            "num_key_value_heads linear_num_key_heads linear_num_value_heads num_kv_heads "
+            "swa_num_key_value_heads multi_query_group_num num_global_key_value_heads"
+        ).split(),
+        2,
+    )
+    | dict.fromkeys(
+        (
+            "head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim "
+            "attention_head_dim index_head_dim linear_key_head_dim linear_value_head_dim "
+            "linear_head_dim global_head_dim swa_head_dim attention_head_size qkv_channels "
+            "swa_v_head_dim mamba_d_state ssm_state_size state_size query_pre_attn_scalar "
+            "sliding_window local_attention mamba_d_head mamba_head_dim chunk_size mamba_chunk_size "
+            "hidden_size_per_layer_input attention_chunk_size"
+        ).split(),
+        8,
+    )
+    | dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_head_dim", "num_mel_bins"), 16)
+    | dict.fromkeys(
+        (
+            "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts "
+            "zero_expert_num ffn_num_experts"
+        ).split(),
+        4,
+    )
+    | dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 2)
+    | dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_global_layers"), 1)
+    | dict.fromkeys(
+        (
+            "max_position_embeddings n_positions max_source_positions max_target_positions n_ctx "
+            "max_2d_position_embeddings num_position_embeddings max_seq_len block_size "
+            "max_encoder_position_embeddings max_decoder_position_embeddings"
+        ).split(),
+        64,
+    )
+    | {"vocab_size": VOCABULARY, "image_size": 32, "patch_size": 8, "rotary_dim": 4}
+    | {"relative_attention_num_buckets": 8, "index_topk": 4, "num_kv_shared_layers": 0}
+    | {"vocab_size_per_layer_input": VOCABULARY, "num_nextn_predict_layers": 0}
+    | {"mamba_n_heads": 8, "mamba_num_heads": 8, "n_mamba_heads": 2, "mamba_expand": 2}
+    | {"mamba_n_groups": 1, "n_groups": 1, "num_queries": 8, "num_latents": 8, "max_cache": 64}
+)
+"""What a number becomes by its name; settings that are None stay so."""
+
+LISTS: dict[str, Any] = {
+    "depths": 1,
+    "num_heads": 2,
+    "hidden_sizes": (16, 16, 32, 32, 32, 32, 32),
+    "embed_dims": (16, 16, 32, 32),
+    "embed_dim": (16, 16, 32, 32),
+    "encoder_layers": 1,
+    "num_attention_heads": 2,
+    "mrope_section": (2, 1, 1),
+    "neck_hidden_sizes": (8, 16, 16, 32, 32, 32, 64),
+}
+"""What each entry of a list becomes, by its name."""
+
+TYPES: dict[str, dict[str, Any]] = {
+    "swin": {"embed_dim": 16, "window_size": 4, "patch_size": 2},
+    "swinv2": {"embed_dim": 16, "window_size": 4, "patch_size": 2},
+    "donut-swin": {"embed_dim": 16, "window_size": 4, "patch_size": 2},
+    "maskformer-swin": {"embed_dim": 16, "window_size": 4, "patch_size": 2},
+    "dinat": {"embed_dim": 16},
+    "focalnet": {"embed_dim": 16, "patch_size": 2},
+    "gptj": {"rotary_dim": 4},
+    "xlm": {"emb_dim": WIDTH},
+    "ctrl": {"n_embd": WIDTH, "dff": 48},
+    "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 8},
+    "xlnet": {"d_head": 8},
+    "big_bird": {"attention_type": "original_full"},
+    "longformer": {"attention_window": [4, 4]},
+    "led": {"attention_window": [4, 4]},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
+    "canine": {"num_hash_buckets": 64, "downsampling_rate": 2, "local_transformer_stride": 4},
+    "perceiver": {"num_blocks": 1, "num_self_attends_per_block": 2},
+    "mobilebert": {"embedding_size": 16},
+    "albert": {"embedding_size": 16},
+    "electra": {"embedding_size": 16},
+    "segformer": {"patch_sizes": [7, 3, 3, 3]},
+    "levit": {"hidden_sizes": [16, 16, 32], "key_dim": [8, 8, 8], "num_attention_heads": [2, 2, 2]},
+    "hiera": {"embed_dim": 16, "image_size": [64, 64], "num_heads": [1, 2, 2, 4]},
+    "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 1, 2]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "mpt": {},
+    "rwkv": {"attention_hidden_size": WIDTH},
+}
+"""What a type needs beyond the rules."""
+
+
+def types() -> tuple[str, ...]:
+    """Return every model type of transformers that has a model without a head."""
+    from transformers.models.auto import modeling_auto
+
+    return tuple(sorted(modeling_auto.MODEL_MAPPING_NAMES))
+
+
+def architecture(name: str) -> str:
+    """Return the class whose output lipaudit reads: a classifier where there is one."""
+    from transformers.models.auto import modeling_auto as auto
+
+    for heads in (
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_MAPPING_NAMES,
+    ):
+        if name in heads:
+            return heads[name] if isinstance(heads[name], str) else heads[name][0]
+    raise KeyError(name)
+
+
+def small_config(name: str) -> dict[str, Any]:
+    """Return the content of config.json of a small model of a type.
+
+    Raises:
+        Exception: whatever transformers raises where the rules do not give a model.
+        ValueError: it is not small.
+    """
+    from transformers import CONFIG_MAPPING
+
+    full = CONFIG_MAPPING[name]().to_dict()
+    reasons = []
+    for rules in (NUMBERS, NUMBERS | {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 4}):
+        small = shrunk(full, rules) | TYPES.get(name, {})
+        small |= {"architectures": [architecture(name)], "model_type": name}
+        small["id2label"] = {str(i): f"LABEL_{i}" for i in range(CLASSES)}
+        small["label2id"] = {label: int(i) for i, label in small["id2label"].items()}
+        try:
+            require_small(name, small)
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {str(error).strip()[:160]}")
+        else:
+            return small
+    raise ValueError(reasons[0])
+
+
+def require_small(name: str, config: dict[str, Any]) -> None:
+    """Build the model without memory, and count its parameters."""
+    import transformers
+
+    made = transformers.CONFIG_MAPPING[name].from_dict(config)
+    with torch.device("meta"):
+        module = getattr(transformers, architecture(name))(made)
+    size = sum(p.numel() for p in module.parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size} parameters are left")
+
+
+def shrunk(config: dict[str, Any], rules: dict[str, int]) -> dict[str, Any]:
+    """Apply the rules to a configuration and to those inside it."""
+    depth = next((config[k] for k in LAYERS if isinstance(config.get(k), int)), None)
+    kept = _kept_layers(config, depth)
+    made = {key: _setting(key, value, rules, depth, kept) for key, value in config.items()}
+    for key in LAYERS:
+        if isinstance(config.get(key), int) and config[key] == depth:
+            made[key] = len(kept)
+    made |= _tokens(config)
+    return made
+
+
+def _kept_layers(config: dict[str, Any], depth: int | None) -> list[int]:
+    """Return one layer of each type, two at least."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if not isinstance(kinds, list) or depth is None or len(kinds) != depth:
+        return [0, 1]
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    return sorted(first)[:4] if len(first) > 1 else [0, min(1, depth - 1)]
+
+
+def _setting(
+    key: str, value: Any, rules: dict[str, int], depth: int | None, kept: list[int]
+) -> Any:
+    if isinstance(value, dict):
+        return shrunk(value, rules) if key.endswith("config") or "rope" in key else value
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int) and key in rules:
+        return min(value, rules[key]) if value > 0 else value
+    if isinstance(value, list):
+        return _list(key, value, depth, kept)
+    return value
+
+
+def _list(key: str, value: list[Any], depth: int | None, kept: list[int]) -> list[Any]:
+    if key in LISTS:
+        rule = LISTS[key]
+        return [rule[i] if isinstance(rule, tuple) else rule for i in range(len(value))]
+    if depth is not None and len(value) == depth > 4 and key != "architectures":
+        return [value[i] for i in kept]
+    if key == "image_size":
+        return [32] * len(value)
+    if key.endswith(("_indexes", "_indices", "_index")) and all(isinstance(v, int) for v in value):
+        return [1] if key != "out_indices" else value
+    return value
+
+
+@cache
+def _ids() -> dict[str, int]:
+    return {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+def _tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """Bring special tokens into the vocabulary, each to a place of its own at its end."""
+    names = [k for k in config if k.endswith(("_token_id", "_token_index"))]
+    made: dict[str, Any] = {}
+    if config.get("is_encoder_decoder"):
+        made |= {"pad_token_id": 0, "decoder_start_token_id": 1}
+    for number, name in enumerate(names):
+        value = config[name]
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if isinstance(value, int) and value >= 0:
+            made[name] = _ids().get(name, VOCABULARY - 1 - number % 20)
+    return made

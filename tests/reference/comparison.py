@@ -180,9 +180,12 @@ def _whole_model(
     part = _guarded(outcome, "jacobian", lambda: _measure(net, batch, "jacobian", options))
     if part is None:
         return
+    dtype = (reference or net).dtype
+    pair = batch.to(net.device, dtype)
     for i, one in enumerate(ones):
+        at = (one, 0) if one.mask is None and net.kind == "text" else (pair, i)
         try:
-            true = truth.norm(truth.whole(reference or net, one))
+            true = truth.norm(truth.whole(reference or net, *at))
         except Exception as error:
             outcome.unchecked.append(f"model: {type(error).__name__}: {str(error)[:100]}")
             return

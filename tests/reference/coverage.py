@@ -61,8 +61,9 @@ def main() -> None:
     for row in run(chosen, options.kept):
         facts = f"{row['closed']}/{row['layers']} {row['checked']} {row['worst']:.0e}"
         print(f"{row['name']:32s} {row['outcome']:10s} {facts} {row['seconds']} s", flush=True)
+        shown = sorted(row["reasons"], key=lambda reason: not reason.startswith("crash"))[:5]
         if row["outcome"] in ("wrong", "crash", "unfinished") or options.only:
-            print(*(f"    {reason[:300]}" for reason in row["reasons"][:5]), sep="\n", flush=True)
+            print(*(f"    {reason[:300]}" for reason in shown), sep="\n", flush=True)
             print(*(f"    unchecked {reason[:200]}" for reason in row["unchecked"]), sep="\n")
 
 

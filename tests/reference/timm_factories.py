@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 
-def convolutional(layer: str, side: int = 32, **attention: Any) -> nn.Module:
+def convolutional(layer: str, side: int = 32, num_classes: int = 5, **attention: Any) -> nn.Module:
     """Return a residual network whose last two blocks hold a layer of attention."""
     from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
 
@@ -25,10 +25,10 @@ def convolutional(layer: str, side: int = 32, **attention: Any) -> nn.Module:
         self_attn_layer=layer,
         self_attn_kwargs=attention,
     )
-    return ByobNet(config, num_classes=5, img_size=side)
+    return ByobNet(config, num_classes=num_classes, img_size=side)
 
 
-def pooled(side: int = 64) -> nn.Module:
+def pooled(side: int = 64, num_classes: int = 5) -> nn.Module:
     """Return a residual network that ends in attention pooling, as those of CLIP do."""
     from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
 
@@ -37,6 +37,21 @@ def pooled(side: int = 64) -> nn.Module:
         ByoBlockCfg(type="bottle", d=1, c=32, s=2, gs=0, br=0.5),
     )
     config = ByoModelCfg(
-        blocks=blocks, stem_chs=8, stem_type="3x3", head_type="attn_abs", head_hidden_size=16
+        blocks=blocks, stem_chs=8, stem_type="3x3", fixed_input_size=True, head_type="attn_abs", head_hidden_size=128
     )
-    return ByobNet(config, num_classes=5, img_size=side)
+    return ByobNet(config, num_classes=num_classes, img_size=side)
+
+
+def bilinear(side: int = 64, num_classes: int = 5) -> nn.Module:
+    """Return a residual network with bilinear attentional transforms."""
+    from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+
+    config = ByoModelCfg(
+        blocks=(ByoBlockCfg(type="bottle", d=1, c=32, s=2, gs=0, br=0.5),),
+        stem_chs=8,
+        stem_type="3x3",
+        fixed_input_size=True,
+        attn_layer="bat",
+        attn_kwargs={"block_size": 4},
+    )
+    return ByobNet(config, num_classes=num_classes, img_size=side)

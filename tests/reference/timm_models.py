@@ -39,7 +39,7 @@ ATTENTION: dict[str, Small] = {
                      | {"block_size": 4, "halo_size": 1}),
     "lambdanet": Small("py:tests.reference.timm_factories:convolutional", 32, {"layer": "lambda", "num_heads": 2, "r": 3}
                        | {"dim_head": 8}),
-    "bat": Small("py:tests.reference.timm_factories:convolutional", 64, {"layer": "bat", "side": 64}),
+    "bat": Small("py:tests.reference.timm_factories:bilinear", 64),
     "clip-resnet": Small("py:tests.reference.timm_factories:pooled", 64),
     "cait": Small(
         "cait_xxs24_224", 32, {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2}
@@ -65,7 +65,7 @@ ATTENTION: dict[str, Small] = {
     "deit-distilled": vit("deit_tiny_distilled_patch16_224"),
     "deit3": vit("deit3_small_patch16_224"),
     "edgenext": Small("edgenext_xx_small", 64, {"dims": (8, 16, 24, 32), "depths": (1, 2, 2, 2)}),
-    "efficientformer": Small("py:timm.models.efficientformer:EfficientFormer", 224, {"num_vit": 1}
+    "efficientformer": Small("py:timm.models.efficientformer:EfficientFormer", 64, {"num_vit": 1, "img_size": 64}
                              | {"embed_dims": (8, 16, 16, 32), "depths": (1, 1, 1, 2)}),
     "efficientformer_v2": Small(
         "py:timm.models.efficientformer_v2:EfficientFormerV2", 64, {"img_size": 64, "num_vit": 1}
@@ -73,7 +73,6 @@ ATTENTION: dict[str, Small] = {
         | {"downsamples": (False, True, True, True)},
     ),
     "efficientvit_mit": Small("efficientvit_b0", 64),
-    "efficientvit_mit-large": Small("efficientvit_l1", 64),
     "efficientvit_msra": Small("efficientvit_m0", 64, {"img_size": 64}),
     "eva02": Small("eva02_tiny_patch14_224", 32, EVA),
     "eva": Small("eva_giant_patch14_224", 32, EVA),
@@ -214,7 +213,7 @@ OTHERS: dict[str, Small] = {
     "sknet": Small("skresnet18", 64),
     "starnet": Small("starnet_s050", 64),
     "tresnet": Small("tresnet_m", 64, {"layers": (1, 1, 1, 1)}),
-    "vgg": Small("vgg11", 32),
+    "vgg": Small("py:timm.models.vgg:VGG", 32, {"cfg": (16, "M", 16, "M"), "mlp_ratio": 0.05}),
     "vovnet": Small("vovnet39a", 64),
     "xception": Small("legacy_xception", 64),
     "xception_aligned": Small("xception41", 64),

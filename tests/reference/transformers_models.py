@@ -113,7 +113,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "xlm": {"emb_dim": WIDTH},
     "ctrl": {"n_embd": WIDTH, "dff": 48},
-    "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 8},
+    "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1], "num_decoder_layers": 1, "d_head": 8},
     "xlnet": {"d_head": 8},
     "big_bird": {"attention_type": "original_full"},
     "longformer": {"attention_window": [4, 4]},
@@ -127,10 +127,25 @@ TYPES: dict[str, dict[str, Any]] = {
     "segformer": {"patch_sizes": [7, 3, 3, 3]},
     "levit": {"hidden_sizes": [16, 16, 32], "key_dim": [8, 8, 8], "num_attention_heads": [2, 2, 2]},
     "hiera": {"embed_dim": 16, "image_size": [64, 64], "num_heads": [1, 2, 2, 4]},
-    "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 1, 2]},
+    "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
-    "mpt": {},
     "rwkv": {"attention_hidden_size": WIDTH},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
+    "glm5_next_text": {"num_key_value_heads": HEADS},
+    "glm5_next": {},
+    "bit": {"num_groups": 4},
+    "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "mamba2": {"num_heads": 8},
+    "efficientnet": {"width_coefficient": 0.2, "depth_coefficient": 0.3, "hidden_dim": 1280},
+    "autoformer": {"prediction_length": 8},
+    "informer": {"prediction_length": 8},
+    "time_series_transformer": {"prediction_length": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "llama4": {"pad_token_id": 0},
+    "emu3": {"pad_token_id": 0},
 }
 """What a type needs beyond the rules."""
 
@@ -187,8 +202,12 @@ def require_small(name: str, config: dict[str, Any]) -> None:
     import transformers
 
     made = transformers.CONFIG_MAPPING[name].from_dict(config)
-    with torch.device("meta"):
-        module = getattr(transformers, architecture(name))(made)
+    build = getattr(transformers, architecture(name))
+    try:
+        with torch.device("meta"):
+            module = build(made)
+    except TypeError:
+        module = build(made)
     size = sum(p.numel() for p in module.parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size} parameters are left")
@@ -198,7 +217,11 @@ def shrunk(config: dict[str, Any], rules: dict[str, int]) -> dict[str, Any]:
     """Apply the rules to a configuration and to those inside it."""
     depth = next((config[k] for k in LAYERS if isinstance(config.get(k), int)), None)
     kept = _kept_layers(config, depth)
-    made = {key: _setting(key, value, rules, depth, kept) for key, value in config.items()}
+    made = {
+        key: _setting(key, value, rules, depth, kept)
+        for key, value in config.items()
+        if key not in ("stage_names", "out_features", "out_indices") or depth is None
+    }
     for key in LAYERS:
         if isinstance(config.get(key), int) and config[key] == depth:
             made[key] = len(kept)
@@ -218,9 +241,14 @@ def _kept_layers(config: dict[str, Any], depth: int | None) -> list[int]:
 def _setting(
     key: str, value: Any, rules: dict[str, int], depth: int | None, kept: list[int]
 ) -> Any:
+    if key == "per_layer_config" and isinstance(value, dict):
+        return {str(i): value[str(k)] for i, k in enumerate(kept) if str(k) in value}
     if isinstance(value, dict):
-        return shrunk(value, rules) if key.endswith("config") or "rope" in key else value
-    if isinstance(value, bool) or value is None:
+        nested = key.endswith("config") or "rope" in key or "model_type" in value
+        return shrunk(value, rules) if nested else value
+    if value is None:
+        return {"vocab_size": VOCABULARY, "head_dim": rules["head_dim"]}.get(key)
+    if isinstance(value, bool):
         return value
     if isinstance(value, int) and key in rules:
         return min(value, rules[key]) if value > 0 else value

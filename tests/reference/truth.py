@@ -44,24 +44,40 @@ def jacobian(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     if rows * columns > LARGEST:
         raise TooLarge(f"{rows} x {columns}")
     eye = torch.eye(rows, dtype=output.dtype).view(rows, *output.shape)
-    parts = [_pulled(output, inputs, eye[i : i + CHUNK]) for i in range(0, rows, CHUNK)]
-    return torch.cat(parts)
-
-
-def _pulled(output: Tensor, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
-    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
     try:
-        found = torch.autograd.grad(output, inputs, rows, is_grads_batched=True, **how)
-    except RuntimeError:
-        each = [torch.autograd.grad(output, inputs, row, **how) for row in rows]
-        found = tuple(None if c[0] is None else torch.stack(c) for c in zip(*each, strict=True))
-    return torch.cat(
-        [
-            t.new_zeros(len(rows), t.numel()) if g is None else g.flatten(1)
-            for g, t in zip(found, inputs, strict=True)
-        ],
-        1,
-    ).double()
+        parts = [_batched(output, inputs, eye[i : i + CHUNK]) for i in range(0, rows, CHUNK)]
+        found = torch.cat(parts)
+    except RuntimeError:  # an op that vmap does not know
+        return _row_by_row(output, inputs, eye)
+    # vmap is not always right: one plain backward pass has the last word.
+    u = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=output.dtype)
+    plain = _row_by_row(output, inputs, u[None])[0]
+    known = u.flatten().double() @ found
+    right = torch.allclose(known, plain, rtol=1e-6, atol=1e-6 * float(plain.abs().max()))
+    return found if right else _row_by_row(output, inputs, eye)
+
+
+def _batched(output: Tensor, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    return _joined(torch.autograd.grad(output, inputs, rows, is_grads_batched=True, **how), inputs)
+
+
+def _row_by_row(output: Tensor, inputs: Sequence[Tensor], rows: Tensor) -> Tensor:
+    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    each = [torch.autograd.grad(output, inputs, row, **how) for row in rows]
+    stacked = [None if c[0] is None else torch.stack(c) for c in zip(*each, strict=True)]
+    return _joined(stacked, inputs, len(rows))
+
+
+def _joined(
+    found: Sequence[Tensor | None], inputs: Sequence[Tensor], rows: int | None = None
+) -> Tensor:
+    count = rows or next(len(g) for g in found if g is not None)
+    parts = [
+        t.new_zeros(count, t.numel()) if g is None else g.flatten(1)
+        for g, t in zip(found, inputs, strict=True)
+    ]
+    return torch.cat(parts, 1).double()
 
 
 def norm(matrix: Tensor) -> float:
@@ -107,11 +123,14 @@ def from_leaf(net: Net, one: Batch) -> tuple[Tensor, Tensor]:
     return seen[0], output
 
 
-def whole(net: Net, one: Batch) -> Tensor:
-    """Return the dense Jacobian of the whole model at one sample."""
+def whole(net: Net, batch: Batch, sample: int) -> Tensor:
+    """Return the dense Jacobian of the whole model at a sample: its output in the whole batch.
+
+    Not alone: torch's batch norm gives wrong gradients of a batch of one whose channels are split.
+    """
     with torch.enable_grad():
-        x, output = from_leaf(net, one)
-        return jacobian(output, [x])
+        x, output = from_leaf(net, batch)
+        return jacobian(output[sample], [x])
 
 
 def layer_truth(call: Attention, site: Any) -> LayerTruth:

@@ -42,12 +42,28 @@ def pooled(side: int = 64, num_classes: int = 5) -> nn.Module:
     return ByobNet(config, num_classes=num_classes, img_size=side)
 
 
+def metaformer(num_classes: int = 5) -> nn.Module:
+    """Return a MetaFormer with convolutions, then attention: a small CAFormer."""
+    from timm.models.metaformer import Attention, LayerNorm2dNoBias, LayerNormNoBias
+    from timm.models.metaformer import MetaFormer, SepConv
+
+    return MetaFormer(
+        depths=(1, 1, 1, 1),
+        dims=(16, 16, 32, 32),
+        token_mixers=[SepConv, SepConv, Attention, Attention],
+        norm_layers=[LayerNorm2dNoBias] * 2 + [LayerNormNoBias] * 2,
+        num_classes=num_classes,
+    )
+
+
 def bilinear(side: int = 64, num_classes: int = 5) -> nn.Module:
     """Return a residual network with bilinear attentional transforms."""
     from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
 
     config = ByoModelCfg(
-        blocks=(ByoBlockCfg(type="bottle", d=1, c=32, s=2, gs=0, br=0.5),),
+        blocks=tuple(
+            ByoBlockCfg(type="bottle", d=1, c=c, s=2, gs=0, br=0.5) for c in (16, 32)
+        ),
         stem_chs=8,
         stem_type="3x3",
         fixed_input_size=True,

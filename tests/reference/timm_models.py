@@ -65,7 +65,7 @@ ATTENTION: dict[str, Small] = {
     "deit-distilled": vit("deit_tiny_distilled_patch16_224"),
     "deit3": vit("deit3_small_patch16_224"),
     "edgenext": Small("edgenext_xx_small", 64, {"dims": (8, 16, 24, 32), "depths": (1, 2, 2, 2)}),
-    "efficientformer": Small("py:timm.models.efficientformer:EfficientFormer", 64, {"num_vit": 1, "img_size": 64}
+    "efficientformer": Small("py:timm.models.efficientformer:EfficientFormer", 224, {"num_vit": 1}
                              | {"embed_dims": (8, 16, 16, 32), "depths": (1, 1, 1, 2)}),
     "efficientformer_v2": Small(
         "py:timm.models.efficientformer_v2:EfficientFormerV2", 64, {"img_size": 64, "num_vit": 1}
@@ -105,7 +105,7 @@ ATTENTION: dict[str, Small] = {
                      | {"embed_dim": (32, 32, 32, 64)}),
     "maxvit": Small("maxvit_pico_rw_256", 64, {"img_size": 64, "depths": (1, 1, 1, 1)}
                     | {"embed_dim": (32, 32, 32, 32)}),
-    "metaformer": Small("caformer_s18", 64),
+    "metaformer": Small("py:tests.reference.timm_factories:metaformer", 64),
     "mobilenetv4-hybrid": Small("mobilenetv4_hybrid_medium", 64),
     "mobilenetv5": Small("mobilenetv5_base", 64),
     "mobilevit": Small("mobilevit_xxs", 64),

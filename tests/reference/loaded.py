@@ -39,10 +39,14 @@ def timm_loader(small: Small) -> Loader:
 
 
 def transformers_loader(config: dict[str, Any], folder: Path) -> Loader:
-    """Return what loads a model of transformers from a directory with this config.json."""
-    (folder / "config.json").write_text(json.dumps(config))
+    """Return what loads a model of transformers from a directory with this config.json.
+
+    Experts run one by one in double precision: their grouped products take no float64.
+    """
 
     def loader(dtype: Any) -> Net:
+        eager = {"experts_implementation": "eager"} if dtype == WIDE else {}
+        (folder / "config.json").write_text(json.dumps(config | eager))
         options = LoadOptions(model_kwargs={"pretrained": False}, device="cpu", dtype=dtype)
         return load(str(folder), options)
 

@@ -25,7 +25,8 @@ NUMBERS: dict[str, int] = (
             "cross_attention_hidden_size true_hidden_size intra_bottleneck_size input_embedding_size "
             "embedding_dim bottleneck_dim channels latent_dim feature_size projector_hidden_size "
             "output_hidden_size text_config_hidden_size lru_width attention_hidden_size "
-            "hidden_act_dim fpn_hidden_size pooler_output_size vision_hidden_size"
+            "hidden_act_dim fpn_hidden_size pooler_output_size vision_hidden_size "
+            "pooler_hidden_size"
         ).split(),
         WIDTH,
     )
@@ -150,6 +151,10 @@ TYPES: dict[str, dict[str, Any]] = {
 """What a type needs beyond the rules."""
 
 
+HEADLESS = frozenset({"bart", "bigbird_pegasus", "led", "mbart", "mvp", "plbart", "t5", "mt5", "umt5"})
+"""Their classifiers want an end of sentence in every sample, which takes a tokenizer."""
+
+
 def types() -> tuple[str, ...]:
     """Return every model type of transformers that has a model without a head."""
     from transformers.models.auto import modeling_auto
@@ -161,6 +166,8 @@ def architecture(name: str) -> str:
     """Return the class whose output lipaudit reads: a classifier where there is one."""
     from transformers.models.auto import modeling_auto as auto
 
+    if name in HEADLESS:
+        return auto.MODEL_MAPPING_NAMES[name]
     for heads in (
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -225,6 +232,9 @@ def shrunk(config: dict[str, Any], rules: dict[str, int]) -> dict[str, Any]:
     for key in LAYERS:
         if isinstance(config.get(key), int) and config[key] == depth:
             made[key] = len(kept)
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads == groups and isinstance(heads, int):
+        made["num_key_value_heads"] = made["num_attention_heads"]
     made |= _tokens(config)
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,8 @@ def _calibrate(net: Net) -> None:
         for norm in norms:
             norm.train()
             norm.momentum = 0.8
-        try:
+        with suppress(ValueError):  # one value per channel: no statistics to take
             net.call(images, None)
-        except ValueError:
-            pass  # one value per channel: no statistics to take
         for norm in norms:
             norm.eval()
 

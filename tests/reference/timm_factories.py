@@ -9,7 +9,7 @@ from torch import nn
 
 def convolutional(layer: str, side: int = 32, num_classes: int = 5, **attention: Any) -> nn.Module:
     """Return a residual network whose last two blocks hold a layer of attention."""
-    from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+    from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 
     plain = {"d": 1, "gs": 0, "br": 0.5}
     blocks = (
@@ -30,22 +30,32 @@ def convolutional(layer: str, side: int = 32, num_classes: int = 5, **attention:
 
 def pooled(side: int = 64, num_classes: int = 5) -> nn.Module:
     """Return a residual network that ends in attention pooling, as those of CLIP do."""
-    from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+    from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 
     blocks = (
         ByoBlockCfg(type="bottle", d=1, c=16, s=2, gs=0, br=0.5),
         ByoBlockCfg(type="bottle", d=1, c=32, s=2, gs=0, br=0.5),
     )
     config = ByoModelCfg(
-        blocks=blocks, stem_chs=8, stem_type="3x3", fixed_input_size=True, head_type="attn_abs", head_hidden_size=128
+        blocks=blocks,
+        stem_chs=8,
+        stem_type="3x3",
+        fixed_input_size=True,
+        head_type="attn_abs",
+        head_hidden_size=128,
     )
     return ByobNet(config, num_classes=num_classes, img_size=side)
 
 
 def metaformer(num_classes: int = 5) -> nn.Module:
     """Return a MetaFormer with convolutions, then attention: a small CAFormer."""
-    from timm.models.metaformer import Attention, LayerNorm2dNoBias, LayerNormNoBias
-    from timm.models.metaformer import MetaFormer, SepConv
+    from timm.models.metaformer import (
+        Attention,
+        LayerNorm2dNoBias,
+        LayerNormNoBias,
+        MetaFormer,
+        SepConv,
+    )
 
     return MetaFormer(
         depths=(1, 1, 1, 1),
@@ -58,12 +68,10 @@ def metaformer(num_classes: int = 5) -> nn.Module:
 
 def bilinear(side: int = 64, num_classes: int = 5) -> nn.Module:
     """Return a residual network with bilinear attentional transforms."""
-    from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+    from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 
     config = ByoModelCfg(
-        blocks=tuple(
-            ByoBlockCfg(type="bottle", d=1, c=c, s=2, gs=0, br=0.5) for c in (16, 32)
-        ),
+        blocks=tuple(ByoBlockCfg(type="bottle", d=1, c=c, s=2, gs=0, br=0.5) for c in (16, 32)),
         stem_chs=8,
         stem_type="3x3",
         fixed_input_size=True,

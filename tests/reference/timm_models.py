@@ -34,41 +34,75 @@ def vit(name: str, **kwargs: Any) -> Small:
 ATTENTION: dict[str, Small] = {
     "beit": vit("beit_base_patch16_224"),
     "beitv2": vit("beitv2_base_patch16_224"),
-    "botnet": Small("py:tests.reference.timm_factories:convolutional", 32, {"layer": "bottleneck", "num_heads": 2}),
-    "halonet": Small("py:tests.reference.timm_factories:convolutional", 64, {"side": 64, "layer": "halo", "num_heads": 2}
-                     | {"block_size": 4, "halo_size": 1}),
-    "lambdanet": Small("py:tests.reference.timm_factories:convolutional", 32, {"layer": "lambda", "num_heads": 2, "r": 3}
-                       | {"dim_head": 8}),
+    "botnet": Small(
+        "py:tests.reference.timm_factories:convolutional",
+        32,
+        {"layer": "bottleneck", "num_heads": 2},
+    ),
+    "halonet": Small(
+        "py:tests.reference.timm_factories:convolutional",
+        64,
+        {"side": 64, "layer": "halo", "num_heads": 2} | {"block_size": 4, "halo_size": 1},
+    ),
+    "lambdanet": Small(
+        "py:tests.reference.timm_factories:convolutional",
+        32,
+        {"layer": "lambda", "num_heads": 2, "r": 3} | {"dim_head": 8},
+    ),
     "bat": Small("py:tests.reference.timm_factories:bilinear", 64),
     "clip-resnet": Small("py:tests.reference.timm_factories:pooled", 64),
     "cait": Small(
-        "cait_xxs24_224", 32, {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2}
-        | {"num_heads": 4},
+        "cait_xxs24_224",
+        32,
+        {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2} | {"num_heads": 4},
     ),
-    "coat": Small("py:timm.models.coat:CoaT", 64, {"img_size": 64, "patch_size": 4, "embed_dims": (16, 16, 16, 16)}
+    "coat": Small(
+        "py:timm.models.coat:CoaT",
+        64,
+        {"img_size": 64, "patch_size": 4, "embed_dims": (16, 16, 16, 16)}
         | {"num_heads": 2, "crpe_window": {3: 1, 5: 1}, "mlp_ratios": (2, 2, 2, 2)}
-        | {"serial_depths": (1, 1, 1, 1), "parallel_depth": 1}),
-    "coat-lite": Small("py:timm.models.coat:CoaT", 64, {"img_size": 64, "patch_size": 4, "embed_dims": (16, 16, 16, 16)}
+        | {"serial_depths": (1, 1, 1, 1), "parallel_depth": 1},
+    ),
+    "coat-lite": Small(
+        "py:timm.models.coat:CoaT",
+        64,
+        {"img_size": 64, "patch_size": 4, "embed_dims": (16, 16, 16, 16)}
         | {"num_heads": 2, "crpe_window": {3: 1, 5: 1}, "mlp_ratios": (2, 2, 2, 2)}
-        | {"serial_depths": (1, 1, 1, 1)}),
+        | {"serial_depths": (1, 1, 1, 1)},
+    ),
     "convit": vit("convit_tiny", depth=3, local_up_to_layer=2),
     "cpubone": Small("cpubone_nano", 64),
     "crossvit": Small(
-        "crossvit_tiny_240", 48, {"img_size": 48, "img_scale": (1.0, 1.0), "patch_size": (8, 16)}
-        | {"embed_dim": (16, 32), "depth": ((1, 2, 0),), "num_heads": (2, 2), "mlp_ratio": (2, 2, 1)},
+        "crossvit_tiny_240",
+        48,
+        {"img_size": 48, "img_scale": (1.0, 1.0), "patch_size": (8, 16)}
+        | {
+            "embed_dim": (16, 32),
+            "depth": ((1, 2, 0),),
+            "num_heads": (2, 2),
+            "mlp_ratio": (2, 2, 1),
+        },
     ),
     "csatv2": Small("csatv2", 64),
-    "davit": Small("davit_tiny", 64, FOUR | {"embed_dims": (8, 16, 16, 32), "num_heads": (2, 2, 2, 4)}
-                   | {"window_size": 4}),
+    "davit": Small(
+        "davit_tiny",
+        64,
+        FOUR | {"embed_dims": (8, 16, 16, 32), "num_heads": (2, 2, 2, 4)} | {"window_size": 4},
+    ),
     "deepseek_vit": vit("deepseek_vit_412m"),
     "deit": vit("deit_tiny_patch16_224"),
     "deit-distilled": vit("deit_tiny_distilled_patch16_224"),
     "deit3": vit("deit3_small_patch16_224"),
     "edgenext": Small("edgenext_xx_small", 64, {"dims": (8, 16, 24, 32), "depths": (1, 2, 2, 2)}),
-    "efficientformer": Small("py:timm.models.efficientformer:EfficientFormer", 224, {"num_vit": 1}
-                             | {"embed_dims": (8, 16, 16, 32), "depths": (1, 1, 1, 2)}),
+    "efficientformer": Small(
+        "py:timm.models.efficientformer:EfficientFormer",
+        224,
+        {"num_vit": 1} | {"embed_dims": (8, 16, 16, 32), "depths": (1, 1, 1, 2)},
+    ),
     "efficientformer_v2": Small(
-        "py:timm.models.efficientformer_v2:EfficientFormerV2", 64, {"img_size": 64, "num_vit": 1}
+        "py:timm.models.efficientformer_v2:EfficientFormerV2",
+        64,
+        {"img_size": 64, "num_vit": 1}
         | {"embed_dims": (8, 16, 16, 32), "depths": (1, 1, 2, 2), "mlp_ratios": 2}
         | {"downsamples": (False, True, True, True)},
     ),
@@ -83,46 +117,74 @@ ATTENTION: dict[str, Small] = {
     "dinov3": Small("vit_small_patch16_dinov3", 32, EVA),
     "fastvit": Small("fastvit_sa12", 64, {"layers": (1, 1, 1, 1), "embed_dims": (32, 32, 32, 64)}),
     "gcvit": Small(
-        "py:timm.models.gcvit:GlobalContextVit", 64, {"img_size": 64, "depths": (1, 1, 2, 1)}
+        "py:timm.models.gcvit:GlobalContextVit",
+        64,
+        {"img_size": 64, "depths": (1, 1, 2, 1)}
         | {"embed_dim": 16, "num_heads": (2, 2, 2, 4), "window_ratio": (16, 16, 16, 32)},
     ),
     "gemma4_vit": Small("gemma4_vit_167m_enc", 48, {"embed_dim": 32, "depth": 2, "num_heads": 4}),
     "hiera": Small(
-        "hiera_tiny_224", 64, {"img_size": (64, 64), "embed_dim": 16, "num_heads": 1}
-        | {"stages": (1, 1, 2, 1)},
+        "hiera_tiny_224",
+        64,
+        {"img_size": (64, 64), "embed_dim": 16, "num_heads": 1} | {"stages": (1, 1, 2, 1)},
     ),
     "hieradet_sam2": Small(
-        "sam2_hiera_tiny", 64, {"embed_dim": 16, "num_heads": 1, "stages": (1, 1, 2, 1)}
+        "sam2_hiera_tiny",
+        64,
+        {"embed_dim": 16, "num_heads": 1, "stages": (1, 1, 2, 1)}
         | {"global_att_blocks": (3,), "window_spec": (8, 4, 4, 2)},
     ),
     "iformer": Small("iformer_t", 64),
     "levit": Small(
-        "levit_128s", 64, {"img_size": 64, "embed_dim": (32, 32, 48), "key_dim": 8}
+        "levit_128s",
+        64,
+        {"img_size": 64, "embed_dim": (32, 32, 48), "key_dim": 8}
         | {"num_heads": (2, 2, 4), "depth": (1, 1, 1)},
     ),
     "lowformer": Small("lowformer_b0", 64),
-    "coatnet": Small("coatnet_pico_rw_224", 64, {"img_size": 64, "depths": (1, 1, 1, 1)}
-                     | {"embed_dim": (32, 32, 32, 64)}),
-    "maxvit": Small("maxvit_pico_rw_256", 64, {"img_size": 64, "depths": (1, 1, 1, 1)}
-                    | {"embed_dim": (32, 32, 32, 32)}),
+    "coatnet": Small(
+        "coatnet_pico_rw_224",
+        64,
+        {"img_size": 64, "depths": (1, 1, 1, 1)} | {"embed_dim": (32, 32, 32, 64)},
+    ),
+    "maxvit": Small(
+        "maxvit_pico_rw_256",
+        64,
+        {"img_size": 64, "depths": (1, 1, 1, 1)} | {"embed_dim": (32, 32, 32, 32)},
+    ),
     "metaformer": Small("py:tests.reference.timm_factories:metaformer", 64),
     "mobilenetv4-hybrid": Small("mobilenetv4_hybrid_medium", 64),
     "mobilenetv5": Small("mobilenetv5_base", 64),
     "mobilevit": Small("mobilevit_xxs", 64),
     "mobilevitv2": Small("mobilevitv2_050", 64),
     "mvitv2": Small("mvitv2_tiny", 64, {"img_size": 64}),
-    "naflexvit": Small("naflexvit_base_patch16_gap", 32, {"depth": 2, "embed_dim": 32}
-                       | {"num_heads": 4, "patch_size": 8}),
-    "nest": Small("py:timm.models.nest:Nest", 32, {"img_size": 32, "embed_dims": (16, 16, 32)}
-                  | {"num_heads": (2, 2, 4), "depths": (1, 1, 1), "patch_size": 2}),
-    "nextvit": Small("py:timm.models.nextvit:NextViT", 64, {"in_chans": 3, "depths": (1, 1, 4, 1)}
-                     | {"stem_chs": (16, 16, 16)}),
-    "pit": Small("pit_ti_224", 64, {"img_size": 64, "base_dims": (8, 8, 16), "depth": (1, 1, 1)}
-                 | {"heads": (2, 2, 2)}),
-    "pvt_v2": Small("pvt_v2_b0", 64, FOUR | {"embed_dims": (16, 16, 16, 32)}
-                    | {"num_heads": (1, 1, 2, 2)}),
-    "pvt_v2-linear": Small("pvt_v2_b2_li", 64, FOUR | {"embed_dims": (16, 16, 16, 32)}
-                           | {"num_heads": (1, 1, 2, 2)}),
+    "naflexvit": Small(
+        "naflexvit_base_patch16_gap",
+        32,
+        {"depth": 2, "embed_dim": 32} | {"num_heads": 4, "patch_size": 8},
+    ),
+    "nest": Small(
+        "py:timm.models.nest:Nest",
+        32,
+        {"img_size": 32, "embed_dims": (16, 16, 32)}
+        | {"num_heads": (2, 2, 4), "depths": (1, 1, 1), "patch_size": 2},
+    ),
+    "nextvit": Small(
+        "py:timm.models.nextvit:NextViT",
+        64,
+        {"in_chans": 3, "depths": (1, 1, 4, 1)} | {"stem_chs": (16, 16, 16)},
+    ),
+    "pit": Small(
+        "pit_ti_224",
+        64,
+        {"img_size": 64, "base_dims": (8, 8, 16), "depth": (1, 1, 1)} | {"heads": (2, 2, 2)},
+    ),
+    "pvt_v2": Small(
+        "pvt_v2_b0", 64, FOUR | {"embed_dims": (16, 16, 16, 32)} | {"num_heads": (1, 1, 2, 2)}
+    ),
+    "pvt_v2-linear": Small(
+        "pvt_v2_b2_li", 64, FOUR | {"embed_dims": (16, 16, 16, 32)} | {"num_heads": (1, 1, 2, 2)}
+    ),
     "qwen3_vit": Small("qwen3_vit_88m", 64, {"embed_dim": 32, "depth": 2, "num_heads": 4}),
     "qwen3_vit-enc": Small("qwen3_vit_88m_enc", 64, {"embed_dim": 32, "depth": 2, "num_heads": 4}),
     "repvit": Small("repvit_m0_9", 64),
@@ -131,17 +193,36 @@ ATTENTION: dict[str, Small] = {
     "swin": Small("swin_tiny_patch4_window7_224", 32, SWIN | {"window_size": 4}),
     "swinv2": Small("swinv2_tiny_window8_256", 32, SWIN | {"window_size": 4}),
     "swinv2_cr": Small("swinv2_cr_tiny_224", 32, SWIN | {"window_size": 4}),
-    "tiny_vit": Small("tiny_vit_5m_224", 64, {"embed_dims": (16, 16, 32, 32), "depths": (1, 1, 1, 1)}
-                      | {"num_heads": (2, 2, 2, 2), "window_sizes": (4, 4, 4, 2)}),
-    "tnt": Small("tnt_s_legacy_patch16_224", 32, {"img_size": 32, "patch_size": 8, "embed_dim": 32}
-                 | {"inner_dim": 8, "depth": 2, "num_heads_outer": 4, "num_heads_inner": 2}),
-    "twins-svt": Small("twins_svt_small", 64, FOUR | {"img_size": 64, "depths": (2, 1, 1, 1)}
-                       | {"embed_dims": (16, 16, 16, 32), "num_heads": (2, 2, 2, 4)}
-                       | {"wss": (8, 8, 4, 2)}),
-    "twins-pcpvt": Small("twins_pcpvt_small", 64, FOUR | {"img_size": 64}
-                         | {"embed_dims": (16, 16, 16, 32), "num_heads": (1, 2, 2, 4)}),
-    "visformer": Small("visformer_tiny", 64, {"img_size": 64, "embed_dim": 32, "num_heads": 2}
-                       | {"depth": (1, 2, 1)}),
+    "tiny_vit": Small(
+        "tiny_vit_5m_224",
+        64,
+        {"embed_dims": (16, 16, 32, 32), "depths": (1, 1, 1, 1)}
+        | {"num_heads": (2, 2, 2, 2), "window_sizes": (4, 4, 4, 2)},
+    ),
+    "tnt": Small(
+        "tnt_s_legacy_patch16_224",
+        32,
+        {"img_size": 32, "patch_size": 8, "embed_dim": 32}
+        | {"inner_dim": 8, "depth": 2, "num_heads_outer": 4, "num_heads_inner": 2},
+    ),
+    "twins-svt": Small(
+        "twins_svt_small",
+        64,
+        FOUR
+        | {"img_size": 64, "depths": (2, 1, 1, 1)}
+        | {"embed_dims": (16, 16, 16, 32), "num_heads": (2, 2, 2, 4)}
+        | {"wss": (8, 8, 4, 2)},
+    ),
+    "twins-pcpvt": Small(
+        "twins_pcpvt_small",
+        64,
+        FOUR | {"img_size": 64} | {"embed_dims": (16, 16, 16, 32), "num_heads": (1, 2, 2, 4)},
+    ),
+    "visformer": Small(
+        "visformer_tiny",
+        64,
+        {"img_size": 64, "embed_dim": 32, "num_heads": 2} | {"depth": (1, 2, 1)},
+    ),
     "vit": vit("vit_tiny_patch16_224"),
     "vit-qk-norm": vit("vit_tiny_patch16_224", qk_norm=True),
     "vit-parallel": vit("vit_small_patch16_36x1_224"),
@@ -152,18 +233,32 @@ ATTENTION: dict[str, Small] = {
     "vit-clip": vit("vit_base_patch16_clip_224"),
     "vit-diff": vit("vit_dlittle_patch16_reg1_gap_256"),
     "aimv2": vit("aimv2_large_patch14_224"),
-    "vit-hybrid": Small("vit_tiny_r_s16_p8_224", 32, {"img_size": 32, "depth": 2, "embed_dim": 32}
-                        | {"num_heads": 4}),
+    "vit-hybrid": Small(
+        "vit_tiny_r_s16_p8_224",
+        32,
+        {"img_size": 32, "depth": 2, "embed_dim": 32} | {"num_heads": 4},
+    ),
     "vit-relpos": vit("vit_relpos_small_patch16_224"),
     "vit-relpos-rw": vit("vit_relpos_small_patch16_rpn_224"),
     "vit-srelpos": vit("vit_srelpos_small_patch16_224"),
-    "sam": Small("samvit_base_patch16_224", 64, {"img_size": 64, "embed_dim": 32, "depth": 2}
-                 | {"num_heads": 4, "patch_size": 8, "window_size": 4, "global_attn_indexes": (1,)}),
+    "sam": Small(
+        "samvit_base_patch16_224",
+        64,
+        {"img_size": 64, "embed_dim": 32, "depth": 2}
+        | {"num_heads": 4, "patch_size": 8, "window_size": 4, "global_attn_indexes": (1,)},
+    ),
     "vitamin": Small("vitamin_small_224", 64, {"img_size": 64, "depth": 2, "num_heads": 4}),
-    "volo": Small("py:timm.models.volo:VOLO", 64, {"img_size": 64, "embed_dims": (16, 32, 32, 32)}
-                  | {"layers": (1, 1, 1, 1), "num_heads": (2, 2, 2, 2)}),
-    "xcit": Small("xcit_nano_12_p16_224", 32, {"img_size": 32, "embed_dim": 32, "depth": 2}
-                  | {"num_heads": 4}),
+    "volo": Small(
+        "py:timm.models.volo:VOLO",
+        64,
+        {"img_size": 64, "embed_dims": (16, 32, 32, 32)}
+        | {"layers": (1, 1, 1, 1), "num_heads": (2, 2, 2, 2)},
+    ),
+    "xcit": Small(
+        "xcit_nano_12_p16_224",
+        32,
+        {"img_size": 32, "embed_dim": 32, "depth": 2} | {"num_heads": 4},
+    ),
 }
 """Families with attention, by a name of ours."""
 
@@ -190,14 +285,18 @@ OTHERS: dict[str, Small] = {
     "inception_v4": Small("inception_v4", 96),
     "lcnetv2": Small("lcnetv2_small", 64),
     "mambaout": Small("test_mambaout", 64),
-    "mlp_mixer": Small("py:timm.models.mlp_mixer:MlpMixer", 32, {"img_size": 32, "patch_size": 8}
-                       | {"num_blocks": 2, "embed_dim": 32}),
+    "mlp_mixer": Small(
+        "py:timm.models.mlp_mixer:MlpMixer",
+        32,
+        {"img_size": 32, "patch_size": 8} | {"num_blocks": 2, "embed_dim": 32},
+    ),
     "gmlp": Small("gmlp_ti16_224", 224),
     "mobilenetv3": Small("mobilenetv3_small_050", 64),
     "nasnet": Small("nasnetalarge", 64, {"stem_size": 16, "num_features": 192}),
     "nfnet": Small("test_nfnet", 64),
-    "poolformer": Small("py:timm.models.metaformer:MetaFormer", 64, FOUR
-                        | {"dims": (16, 16, 32, 32)}),
+    "poolformer": Small(
+        "py:timm.models.metaformer:MetaFormer", 64, FOUR | {"dims": (16, 16, 32, 32)}
+    ),
     "pnasnet": Small("pnasnet5large", 96),
     "rdnet": Small("rdnet_tiny", 64),
     "regnet": Small("regnetx_002", 64),
@@ -209,7 +308,9 @@ OTHERS: dict[str, Small] = {
     "rexnet": Small("rexnet_100", 64),
     "selecsls": Small("selecsls42", 64),
     "senet": Small("legacy_seresnet18", 64),
-    "sequencer": Small("sequencer2d_s", 64, {"layers": (1, 1, 1, 1), "embed_dims": (16, 16, 32, 32)}),
+    "sequencer": Small(
+        "sequencer2d_s", 64, {"layers": (1, 1, 1, 1), "embed_dims": (16, 16, 32, 32)}
+    ),
     "sknet": Small("skresnet18", 64),
     "starnet": Small("starnet_s050", 64),
     "tresnet": Small("tresnet_m", 64, {"layers": (1, 1, 1, 1)}),

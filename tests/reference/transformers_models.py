@@ -11,85 +11,54 @@ MOST_PARAMETERS = 3e7
 VOCABULARY, CLASSES = 60, 5
 HEADS, WIDTH = 4, 32
 
-LAYERS = (
-    "num_hidden_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers "
-    "num_encoder_layers depth num_layers num_self_attends_per_block"
-).split()
-NUMBERS: dict[str, int] = (
-    dict.fromkeys(LAYERS, 2)
-    | dict.fromkeys(
-        (
-            "hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size "
-            "projection_dim out_hidden_size text_hidden_size word_embed_proj_dim embedding_size "
-            "emb_dim hidden_dim d_latents encoder_hidden_dim text_embed_dim backbone_dim "
-            "cross_attention_hidden_size true_hidden_size intra_bottleneck_size input_embedding_size "
-            "embedding_dim bottleneck_dim channels latent_dim feature_size projector_hidden_size "
-            "output_hidden_size text_config_hidden_size lru_width attention_hidden_size "
-            "hidden_act_dim fpn_hidden_size pooler_output_size vision_hidden_size "
-            "pooler_hidden_size"
-        ).split(),
-        WIDTH,
-    )
-    | dict.fromkeys(
-        (
-            "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner mlp_dim "
-            "moe_intermediate_size shared_expert_intermediate_size hidden_dim_ff n_inner "
-            "moe_shared_expert_intermediate_size ffn_hidden_size expert_ffn_hidden_size "
-            "intermediate_size_mlp dense_intermediate_size shared_intermediate_size"
-        ).split(),
-        48,
-    )
-    | dict.fromkeys(
-        (
-            "num_attention_heads num_heads n_head n_heads encoder_attention_heads "
-            "decoder_attention_heads num_cross_attention_heads num_self_attention_heads "
-            "index_n_heads linear_num_heads swa_num_attention_heads num_attention_heads_per_layer"
-        ).split(),
-        HEADS,
-    )
-    | dict.fromkeys(
-        (
-            "num_key_value_heads linear_num_key_heads linear_num_value_heads num_kv_heads "
-            "swa_num_key_value_heads multi_query_group_num num_global_key_value_heads"
-        ).split(),
-        2,
-    )
-    | dict.fromkeys(
-        (
-            "head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim "
-            "attention_head_dim index_head_dim linear_key_head_dim linear_value_head_dim "
-            "linear_head_dim global_head_dim swa_head_dim attention_head_size qkv_channels "
-            "swa_v_head_dim mamba_d_state ssm_state_size state_size query_pre_attn_scalar "
-            "sliding_window local_attention mamba_d_head mamba_head_dim chunk_size mamba_chunk_size "
-            "hidden_size_per_layer_input attention_chunk_size"
-        ).split(),
-        8,
-    )
-    | dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_head_dim", "num_mel_bins"), 16)
-    | dict.fromkeys(
-        (
-            "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts "
-            "zero_expert_num ffn_num_experts"
-        ).split(),
-        4,
-    )
-    | dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 2)
-    | dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_global_layers"), 1)
-    | dict.fromkeys(
-        (
-            "max_position_embeddings n_positions max_source_positions max_target_positions n_ctx "
-            "max_2d_position_embeddings num_position_embeddings max_seq_len block_size "
-            "max_encoder_position_embeddings max_decoder_position_embeddings"
-        ).split(),
-        64,
-    )
-    | {"vocab_size": VOCABULARY, "image_size": 32, "patch_size": 8, "rotary_dim": 4}
-    | {"relative_attention_num_buckets": 8, "index_topk": 4, "num_kv_shared_layers": 0}
-    | {"vocab_size_per_layer_input": VOCABULARY, "num_nextn_predict_layers": 0}
-    | {"mamba_n_heads": 8, "mamba_num_heads": 8, "n_mamba_heads": 2, "mamba_expand": 2}
-    | {"mamba_n_groups": 1, "n_groups": 1, "num_queries": 8, "num_latents": 8, "max_cache": 64}
-)
-"""What a number becomes by its name; settings that are None stay so."""
+RULES = """
+2: num_hidden_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers
+2: num_encoder_layers depth num_layers num_self_attends_per_block
+32: hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size projection_dim
+32: out_hidden_size text_hidden_size word_embed_proj_dim embedding_size emb_dim hidden_dim
+32: d_latents encoder_hidden_dim text_embed_dim backbone_dim cross_attention_hidden_size
+32: true_hidden_size intra_bottleneck_size input_embedding_size embedding_dim bottleneck_dim
+32: channels latent_dim feature_size projector_hidden_size output_hidden_size lru_width
+32: attention_hidden_size fpn_hidden_size pooler_output_size vision_hidden_size pooler_hidden_size
+48: intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner mlp_dim n_inner
+48: moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size
+48: ffn_hidden_size expert_ffn_hidden_size intermediate_size_mlp dense_intermediate_size
+48: shared_intermediate_size
+4: num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads
+4: num_cross_attention_heads num_self_attention_heads index_n_heads linear_num_heads
+4: swa_num_attention_heads num_attention_heads_per_layer
+2: num_key_value_heads linear_num_key_heads linear_num_value_heads num_kv_heads
+2: swa_num_key_value_heads multi_query_group_num num_global_key_value_heads
+8: head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim attention_head_dim
+8: index_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim global_head_dim
+8: swa_head_dim attention_head_size qkv_channels swa_v_head_dim mamba_d_state ssm_state_size
+8: state_size query_pre_attn_scalar sliding_window local_attention mamba_d_head mamba_head_dim
+8: chunk_size mamba_chunk_size hidden_size_per_layer_input attention_chunk_size
+16: kv_lora_rank q_lora_rank qk_head_dim num_mel_bins
+4: num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts
+4: zero_expert_num ffn_num_experts index_topk rotary_dim
+2: num_experts_per_tok moe_topk moe_top_k moe_k top_k_experts n_mamba_heads mamba_expand
+1: n_group topk_group first_k_dense_replace num_global_layers mamba_n_groups n_groups
+64: max_position_embeddings n_positions max_source_positions max_target_positions n_ctx
+64: max_2d_position_embeddings num_position_embeddings max_seq_len block_size max_cache
+64: max_encoder_position_embeddings max_decoder_position_embeddings
+60: vocab_size vocab_size_per_layer_input
+32: image_size
+8: patch_size relative_attention_num_buckets mamba_n_heads mamba_num_heads num_queries num_latents
+0: num_kv_shared_layers num_nextn_predict_layers
+"""
+"""What a number becomes at most, by the name of the setting."""
+
+
+def _rules() -> dict[str, int]:
+    lines = [line.partition(": ") for line in RULES.strip().splitlines()]
+    return {name: int(value) for value, _, names in lines for name in names.split()}
+
+
+NUMBERS = _rules()
+LAYERS = tuple(RULES.replace("2: ", "").split()[:10])
+"""What the number of layers is called."""
+
 
 LISTS: dict[str, Any] = {
     "depths": 1,
@@ -114,7 +83,12 @@ TYPES: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "xlm": {"emb_dim": WIDTH},
     "ctrl": {"n_embd": WIDTH, "dff": 48},
-    "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1], "num_decoder_layers": 1, "d_head": 8},
+    "funnel": {
+        "block_sizes": [1, 1],
+        "block_repeats": [1, 1],
+        "num_decoder_layers": 1,
+        "d_head": 8,
+    },
     "xlnet": {"d_head": 8},
     "big_bird": {"attention_type": "original_full"},
     "longformer": {"attention_window": [4, 4]},
@@ -126,7 +100,11 @@ TYPES: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16},
     "electra": {"embedding_size": 16},
     "segformer": {"patch_sizes": [7, 3, 3, 3]},
-    "levit": {"hidden_sizes": [16, 16, 32], "key_dim": [8, 8, 8], "num_attention_heads": [2, 2, 2]},
+    "levit": {
+        "hidden_sizes": [16, 16, 32],
+        "key_dim": [8, 8, 8],
+        "num_attention_heads": [2, 2, 2],
+    },
     "hiera": {"embed_dim": 16, "image_size": [64, 64], "num_heads": [1, 2, 2, 4]},
     "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
@@ -151,7 +129,9 @@ TYPES: dict[str, dict[str, Any]] = {
 """What a type needs beyond the rules."""
 
 
-HEADLESS = frozenset({"bart", "bigbird_pegasus", "led", "mbart", "mvp", "plbart", "t5", "mt5", "umt5"})
+HEADLESS = frozenset(
+    {"bart", "bigbird_pegasus", "led", "mbart", "mvp", "plbart", "t5", "mt5", "umt5"}
+)
 """Their classifiers want an end of sentence in every sample, which takes a tokenizer."""
 
 
@@ -190,7 +170,10 @@ def small_config(name: str) -> dict[str, Any]:
 
     full = CONFIG_MAPPING[name]().to_dict()
     reasons = []
-    for rules in (NUMBERS, NUMBERS | {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 4}):
+    for rules in (
+        NUMBERS,
+        NUMBERS | {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 4},
+    ):
         small = shrunk(full, rules) | TYPES.get(name, {})
         small |= {"architectures": [architecture(name)], "model_type": name}
         small["id2label"] = {str(i): f"LABEL_{i}" for i in range(CLASSES)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -232,12 +232,14 @@ def truths(net: Net, one: Batch, sites: Sequence[Any], chosen: Sequence[int]) ->
     run(net, one, cut)
     found: Truths = {}
     for index in chosen:
-        site = sites[index]
         watch = cut
-        if not site.closed_form:
-            watch = Watch(cut=False, scopes=frozenset({site.scope}))
+        if not sites[index].closed_form:
+            watch = Watch(cut=False, scopes=frozenset({sites[index].scope}))
             run(net, one, watch)
-        found[index] = _tried(lambda: layer_truth(_matching(watch, sites, index), site))
+        try:
+            found[index] = layer_truth(_matching(watch, sites, index), sites[index])
+        except TooLarge as reason:
+            found[index] = str(reason)
     return found
 
 
@@ -249,10 +251,3 @@ def _matching(watch: Watch, sites: Sequence[Any], index: int) -> Attention:
     if len(same) != wanted:
         raise TooLarge(f"{module} has {len(same)} attention calls, lipaudit says {wanted}")
     return same[place]
-
-
-def _tried(work: Callable[[], LayerTruth]) -> LayerTruth | str:
-    try:
-        return work()
-    except TooLarge as reason:
-        return str(reason)

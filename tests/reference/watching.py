@@ -66,7 +66,9 @@ class Watch:
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
             for owner, name, handler in PATCHES:
-                stack.enter_context(patch.object(owner, name, self._replaced(owner, name, handler)))
+                stack.enter_context(
+                    patch.object(owner, name, self._replaced(owner, name, handler))
+                )
             yield
 
     def _enter(self, name: str) -> Callable[..., Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipaudit.data.batch import Batch
@@ -151,9 +152,17 @@ def _from_leaf(net: Net, one: Batch) -> tuple[Tensor, Tensor]:
         return out.detach().clone().requires_grad_()
 
     assert net.entry is not None
-    with net.entry.register_forward_hook(enter):
+    table = getattr(net.entry, "weight", None)
+    tied = [m for m in net.module.modules() if m is net.entry or _shares(m, table)]
+    with ExitStack() as hooks:
+        for module in tied:
+            hooks.callback(module.register_forward_hook(enter).remove)
         output = net.read(net.call(one.x, one.mask))
     return seen[0], output
+
+
+def _shares(module: nn.Module, table: Tensor | None) -> bool:
+    return isinstance(module, nn.Embedding) and module.weight is table
 
 
 def whole(net: Net, one: Batch) -> Tensor:

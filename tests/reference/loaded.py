@@ -42,14 +42,20 @@ def timm_loader(small: Small) -> Loader:
 def transformers_loader(config: dict[str, Any], folder: Path) -> Loader:
     """Return what loads a model of transformers from a directory with this config.json.
 
-    Experts run one by one in double precision: their grouped products take no float64.
+    Experts run one by one in double precision: their grouped products take no float64. Images
+    are small also where the configuration does not say how large they are.
     """
+    import transformers
+
+    images = getattr(transformers, config["architectures"][0]).main_input_name == "pixel_values"
+    sized = not {"image_size", "vision_config", "text_config"}.isdisjoint(config)
+    size = (64,) if images and not sized else None
 
     def loader(dtype: Any) -> Net:
         eager = {"experts_implementation": "eager"} if dtype == WIDE else {}
         (folder / "config.json").write_text(json.dumps(config | eager))
-        options = LoadOptions(model_kwargs={"pretrained": False}, device="cpu", dtype=dtype)
-        return load(str(folder), options)
+        given: dict[str, Any] = {"model_kwargs": {"pretrained": False}, "input_size": size}
+        return load(str(folder), LoadOptions(device="cpu", dtype=dtype, **given))
 
     return loader
 

@@ -119,6 +119,8 @@ class Watch:
 
     def product(self, op: Any, *operands: Any, **kwargs: Any) -> Tensor:
         """Record the product of a softmax and v; cut in front of a product with a parameter."""
+        if isinstance(operands[-1], list | tuple):
+            operands = (*operands[:-1], *operands[-1])  # einsum takes its operands either way
         factors = [t for t in operands if isinstance(t, Tensor)]
         if len(factors) == 2 and _is_weight(factors[1]):
             return op(*[self.leaf(t) if t is factors[0] else t for t in operands], **kwargs)

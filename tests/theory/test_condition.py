@@ -9,7 +9,7 @@ import torch
 
 from lipaudit.theory.attention import affine_heads
 from lipaudit.theory.condition import forward_error
-from lipaudit.theory.jacobian import dense_jacobian
+from lipaudit.theory.jacobian import dense_jacobian, head_norms
 
 GAINS = (1.0, 30.0, 300.0, 3e3, 3e4)
 
@@ -50,3 +50,13 @@ def test_giant_entries_of_a_bias_count_and_masks_do_not():
         masked = replace(single, bias=bias + torch.full((12, 12), 1.0).triu(1) * mask)
         masked = replace(masked, bias=masked.bias.nan_to_num(0.0, neginf=mask))
         assert (forward_error(masked) < 1e-5).all()
+
+
+@pytest.mark.parametrize("gain", GAINS)
+def test_exact_norms_are_those_of_the_rounded_heads(gain):
+    """Where single precision cannot tell P, the iteration is made again in double."""
+    for seed in range(5):
+        single, _ = both(seed, gain)
+        found = head_norms(single, seeds=[0, 1], within=1e-4)
+        assert found.converged.all()
+        torch.testing.assert_close(found.norm, norms(single), rtol=1e-4, atol=0)

@@ -222,15 +222,6 @@ class _Running:
             reached &= proven | (error <= (1 + tol) ** 2 - 1)
         return reached | self.exhausted()
 
-    def norm(self) -> Tensor:
-        """The estimate of sigma_1."""
-        return self._scaled(self.ritz[:, -1])
-
-    def upper(self) -> Tensor:
-        """What sigma_1 exceeds with probability ETA."""
-        limit = self._scaled(probabilistic_limit(self.ritz, self.level))
-        return torch.where(self.exhausted(), self.norm(), limit)
-
     def vector(self) -> Tensor:
         """The combination of basis vectors that belongs to the largest Ritz value."""
         weights = torch.linalg.eigh(self.t)[1][:, :, -1].to(self.blocks[0])
@@ -272,10 +263,6 @@ class _Running:
         before = self.exponent.clamp(-_ROOM, _ROOM)
         image = products(times_power(self.last, before))
         return times_power(image, self.exponent - before)
-
-    def _scaled(self, square: Tensor) -> Tensor:
-        """The root of an eigenvalue, in the caller's units."""
-        return times_power(square.clamp_min(0.0).sqrt(), -self.exponent // 2)
 
     def _couple(self, entries: Tensor) -> None:
         """Append a row (alpha, next beta) to T."""
@@ -345,9 +332,12 @@ def _blank(start: Tensor, *, vectors: bool) -> Norms:
 
 
 def _record(found: Norms, running: _Running, mask: Tensor) -> None:
-    which = running.index[mask]
-    found.norm[which] = running.norm()[mask]
-    found.upper[which] = running.upper()[mask]
+    which, ritz, exponent = running.index[mask], running.ritz[mask], running.exponent[mask]
+    top = ritz[:, -1].clamp_min(0.0)
+    limit = probabilistic_limit(ritz, running.level[mask])
+    limit = torch.where(running.exhausted()[mask], top, limit)
+    found.norm[which] = times_power(top.sqrt(), -exponent // 2)
+    found.upper[which] = times_power(limit.sqrt(), -exponent // 2)
     found.products[which] = running.steps + running.repeated[mask]
     if found.vector is not None and len(which):
         found.vector[which] = running.vector()[mask]

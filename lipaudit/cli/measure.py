@@ -113,7 +113,7 @@ def jacobian(
     within: Within = 0.03,
     rivals: Annotated[
         int, typer.Option(help="Most classes to look at for the first-order radius.")
-    ] = 32,
+    ] = 16,
     per_layer: Annotated[
         bool, typer.Option("--per-layer", help="Also the norm of every block, input to output.")
     ] = False,

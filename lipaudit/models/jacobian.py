@@ -20,8 +20,8 @@ Method = Literal["dense", "lanczos", "rows"]
 DENSE = 16
 """Up to this many rows or columns the whole Jacobian costs less than an iteration."""
 
-RIVALS = 32
-"""How many other classes are looked at for the first-order radius: about the cost of a norm."""
+RIVALS = 16
+"""How many other classes the first-order radius looks at: for less than the norm costs."""
 
 MOST_ROWS = 1024
 """Largest output whose rows are formed one by one for the norm from l_inf to l_inf."""

@@ -56,15 +56,29 @@ def _batch_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
-    *args: Any,
-    **kwargs: Any,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Tensor:
+    """Refuse batch statistics, and write the others out: they are an affine map per channel.
+
+    On a CPU torch's own backward pass (up to 2.15 at least) gives wrong gradients for a batch of
+    one whose cotangent is a transposed view, as in every model that turns channels into tokens.
+    """
     if training and _mixes_samples(input):
         raise InputError(
             "a BatchNorm layer uses the statistics of the batch: its samples depend on each other",
             "call model.eval() first; a BatchNorm without running statistics is not supported",
         )
-    return NotImplemented
+    if training or running_mean is None or running_var is None:
+        return NotImplemented
+    gain = (running_var + eps).rsqrt()
+    gain = gain if weight is None else gain * weight
+    shift = 0.0 if bias is None else _channels(bias, input)
+    return (input - _channels(running_mean, input)) * _channels(gain, input) + shift
+
+
+def _channels(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.ndim - 2))
 
 
 def _mixes_samples(input: Tensor) -> bool:

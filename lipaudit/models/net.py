@@ -114,9 +114,10 @@ class Net:
     def embedding(self, batch: Batch) -> Tensor:
         """Return the output of `entry` on a batch (detached)."""
         seen: list[Tensor] = []
-        with torch.no_grad(), _on_output(self._entry(), lambda out: seen.append(out)):
+        # A copy: some models scale their embeddings in place, and would do so to what is kept.
+        with torch.no_grad(), _on_output(self._entry(), lambda out: seen.append(out.clone())):
             self.call(batch.x, batch.mask)
-        return seen[0].detach()
+        return seen[0]
 
     def from_embedding(self, z: Tensor, batch: Batch) -> Tensor:
         """Run with the first output of `entry` replaced by z: positions and masks stay right."""
@@ -126,7 +127,7 @@ class Net:
     @contextmanager
     def embedded(self, z: Tensor) -> Iterator[None]:
         """Replace the first output of `entry` by z while the block runs the model."""
-        pending = [z]
+        pending = [z.clone()]
         with _on_output(self._entry(), lambda out: pending.pop() if pending else out):
             yield
 

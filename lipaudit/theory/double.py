@@ -41,7 +41,6 @@ def norms_in_double(
     families: tuple[Select, Callable[[], Family]],
     start: Float[Tensor, "problems size"],
     guess: Float[Tensor, "problems size"],
-    tol: float,
 ) -> Norms:
     """Return norms that are never above the truth, beyond the rounding of double precision.
 
@@ -50,7 +49,6 @@ def norms_in_double(
         families: the products in the precision of `start`; makes the same problems in double.
         start: as `spectral_norms` takes it.
         guess: likewise.
-        tol: relative accuracy that was asked for.
     """
     select, double = families
     norms = solve(select, start, guess=guess, vectors=True)
@@ -61,7 +59,7 @@ def norms_in_double(
     length = torch.linalg.vector_norm(vector.double(), dim=1).clamp_min(1e-300)
     single, norm = norms.norm, (family.pulled_norm(vector.double()) / length).cpu()
     norms = replace(norms, norm=norm, upper=torch.maximum(norms.upper, norm), vector=None)
-    again = ((single - norm).abs() > max(tol, SINGLE) * norm).nonzero()[:, 0]
+    again = ((single - norm).abs() > SINGLE * norm).nonzero()[:, 0]
     if not len(again):
         return norms
     start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))

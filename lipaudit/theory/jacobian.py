@@ -78,7 +78,7 @@ def head_norms(
     guess = products.value_path()
     solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
     families = products.select, lambda: head_products(heads.to(torch.float64))
-    norms = norms_in_double(solve, families, start, guess, tol)
+    norms = norms_in_double(solve, families, start, guess)
     return norms.map(lambda values: values.view(batch, count)).times(size)
 
 
@@ -105,7 +105,7 @@ def layer_norms(
         single = family(layer, weights.to(heads.v))
         start = _starts(heads, seeds, single.channels)
         families = single.select, lambda: family(double(), weights)
-        return norms_in_double(solve, families, start, single.value_path(), tol)
+        return norms_in_double(solve, families, start, single.value_path())
 
     # All values are of size one: each head gets its own size back, relative to the largest.
     concat = norms(SideBySide, size / size.amax()).times(size.amax())

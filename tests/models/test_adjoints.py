@@ -153,6 +153,27 @@ def test_batch_statistics_are_refused_before_they_are_updated():
     assert torch.equal(norm.running_mean, torch.zeros(4))
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_gradient_of_a_batch_norm_is_right_for_one_sample_too(samples, affine):
+    """torch's own is wrong for a batch of one under a transposed cotangent."""
+    norm = nn.BatchNorm2d(8, affine=affine).eval().double()
+    norm.running_mean.copy_(torch.randn(8))
+    norm.running_var.copy_(torch.rand(8) + 0.5)
+    if affine:
+        norm.weight.data.copy_(torch.randn(8))
+        norm.bias.data.copy_(torch.randn(8))
+    x = torch.randn(samples, 8, 2, 2, dtype=torch.float64, requires_grad=True)
+    u = torch.randn(samples, 4, 8, dtype=torch.float64)
+    with AdjointMode(widen=False):
+        y = norm(x)
+    torch.testing.assert_close(y, norm(x))
+    (gradient,) = torch.autograd.grad(y.flatten(2).transpose(1, 2), x, u)
+    gain = (norm.running_var + norm.eps).rsqrt() * (norm.weight if affine else 1)
+    want = (u * gain).transpose(1, 2).reshape(x.shape)
+    torch.testing.assert_close(gradient, want)
+
+
 def test_only_float64_runs_are_widened():
     x = torch.ones(3, dtype=torch.float64) / 3
     with AdjointMode(widen=True):

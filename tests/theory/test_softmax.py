@@ -155,6 +155,11 @@ def test_uniform_maps_of_every_length(n):
     assert (row_statistics(read_rows(p), k=2)["g1_ratio"] >= 1).all()
 
 
+def test_the_norm_is_not_above_g1_by_its_last_digit():
+    p = row(9e-20, 0.9877429525776191, 0, 0, 0, 0, 0, 0.012257047422380818, 0, 1.4e-23, 0, 1.2e-25)
+    assert softmax_norm(p) <= g(p)
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 5.0, 50.0]), st.integers(1, 9))
 def test_doubled_keys_keep_the_norm_of_a_map(seed, spread, n):

@@ -1,0 +1,45 @@
+"""From the embedding of a text model on: the tensors that are handed out stay what they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.measures.jacobian import JacobianOptions, run
+from lipaudit.models.assembly import assemble
+from lipaudit.models.spec import LoadOptions, ModelSpec
+
+
+class InPlace(nn.Module):
+    """A model that scales its embeddings in place, as CTRL and GIT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 6)
+        self.out = nn.Linear(6, 3, bias=False)
+
+    def forward(self, ids, mask=None):
+        x = self.table(ids)
+        x *= 5.0
+        return self.out(torch.tanh(x).mean(1))
+
+
+def test_a_model_that_writes_into_its_embeddings_is_measured_where_it_is():
+    torch.manual_seed(0)
+    spec = ModelSpec(InPlace().double(), (4,), kind="text", vocabulary=20)
+    net = assemble(spec, LoadOptions(dtype="float64"), name="m", source="py")
+    batch = Batch(torch.tensor([[3, 7, 1, 4], [2, 2, 9, 5]]), None, ("a1" * 8, "b2" * 8))
+    table = net.module.table.weight
+    z = net.embedding(batch)
+    assert torch.equal(z, table[batch.x])
+    assert torch.equal(net.from_embedding(z, batch), net.output(batch))
+    assert torch.equal(z, table[batch.x])
+
+    def plain(z):
+        return net.module.out(torch.tanh(5.0 * z).mean(0))
+
+    (part,) = run(net, [batch], JacobianOptions())
+    dense = torch.stack([torch.autograd.functional.jacobian(plain, one).flatten(1) for one in z])
+    want = torch.linalg.matrix_norm(dense, 2)
+    torch.testing.assert_close(torch.from_numpy(part.values["norm"]), want, rtol=1e-6, atol=0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import StructureError, UsageError
+from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.base import Part
 from lipaudit.models.capture import Layer, capture
 from lipaudit.models.net import Net
@@ -109,11 +109,24 @@ def _joined(net: Net, sites: Sequence[Site], batch: Batch, visiting: _Visiting) 
     found: list[Reduced] = []
 
     def visit(layer: Layer) -> None:
+        _require_heads(layer)
         found.append({k: v.cpu() for k, v in visiting.reduce(layer, batch).items()})
 
     # All sites, since a layer is known by how many of its module come before it.
     capture(net, sites, batch, visit, layers=visiting.layers, projections=visiting.projections)
     return {name: torch.cat([layer[name] for layer in found], 1) for name in found[0]}
+
+
+def _require_heads(layer: Layer) -> None:
+    """Refuse a layer whose number of heads follows the number of tokens: it was misread."""
+    heads = layer.attention.q.shape[1]
+    if heads != layer.site.heads:
+        raise InputError(
+            f"attention layer {layer.site.index} ({layer.site.module}) has {heads} heads on this "
+            f"batch and had {layer.site.heads} when the model was surveyed: its heads cannot be "
+            "told from its tokens",
+            "Leave it out with --layers; lipaudit jacobian and lipaudit attack need no heads.",
+        )
 
 
 def _opened(site: Site, error: StructureError) -> Site:

@@ -152,6 +152,9 @@ class _Surveyor:
             made = [origin for t in (call.q, call.k, call.v) for _, origin in origins(t)]
             self.inner |= self.chains.inner(made)
             site = self._with_obstacle(site, call)
+            if _tokens_as_heads(site, call, self.batch):
+                reason = f"{site.reason}; nor can its heads be told from its tokens"
+                site = replace(site, reason=reason, inputs=())
         self.found[address] = _Found(site, _first_sample(call, site), call.transposed)
 
     def linear(self, linear: Linear, address: Address) -> None:
@@ -183,6 +186,15 @@ class _Surveyor:
             return site
         reason = f"{site.reason}; nor can its norms be computed numerically: {why}"
         return replace(site, reason=reason, inputs=())
+
+
+def _tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
+    """Say whether the heads of a text model's layer are as many as its tokens, which are not.
+
+    Without a closed form nothing else proves which of the axes is which.
+    """
+    heads, tokens = canonical(call, site.layout, len(batch)).q.shape[1:3]
+    return batch.x.ndim == 2 and heads == batch.x.shape[1] != tokens
 
 
 def _first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:

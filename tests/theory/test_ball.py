@@ -144,8 +144,10 @@ def test_a_ball_of_radius_zero_is_the_point(random_layer, name):
 
 def test_the_bound_grows_with_the_ball(layer):
     bounds = torch.stack([ball_sharp(layer.heads, r) for r in (0.0, 1e-3, 0.1, 1.0, 30.0)])
-    maps = (layer.heads.to_q, layer.heads.to_k, layer.heads.to_v)
-    affine = all(p is None or p.local is None for p in maps) and layer.heads.x_kv is None
+    heads = layer.heads
+    maps = (heads.to_q, heads.to_k, heads.to_v)
+    affine = all(p is None or p.local is None for p in maps) and heads.x_kv is None
+    affine = affine and heads.pairs is None and heads.sink is None
     assert (bounds.isfinite() if affine else bounds.isnan()).all()
     assert not (bounds.diff(dim=0) < 0).any()
 

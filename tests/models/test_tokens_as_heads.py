@@ -1,0 +1,58 @@
+"""A layer whose tokens stand where heads do elsewhere is refused, never measured per token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError
+from lipaudit.measures import attention, bounds
+from lipaudit.models.assembly import assemble
+from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.models.survey import survey
+
+
+class TokensFirst(nn.Module):
+    """Every token attends to 3 memories of its own: (batch, tokens, 1, width) queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 8)
+        self.q, self.k, self.v = (nn.Linear(8, n * 8) for n in (1, 3, 3))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, ids, mask=None):
+        x = self.table(ids)
+        q, k, v = (
+            t(x).unflatten(-1, (-1, 8)) * torch.tanh(x)[:, :, None]
+            for t in (self.q, self.k, self.v)
+        )
+        p = torch.softmax(q @ k.transpose(-1, -2), -1)
+        return self.out((p @ v).squeeze(2).mean(1))
+
+
+def net_and_batch(tokens: int):
+    torch.manual_seed(0)
+    spec = ModelSpec(TokensFirst(), (32,), kind="text", vocabulary=30)
+    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="py")
+    ids = torch.randint(0, 30, (2, tokens), generator=torch.Generator().manual_seed(1))
+    return net, Batch(ids, None, ("a1" * 8, "b2" * 8))
+
+
+def test_the_survey_says_that_heads_cannot_be_told_from_tokens():
+    (site,) = survey(*net_and_batch(16))
+    assert not site.closed_form
+    assert "told from its tokens" in site.reason
+    assert not site.inputs
+
+
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [(bounds.run, bounds.BoundsOptions()), (attention.run, attention.AttentionOptions())],
+)
+def test_another_length_is_refused(run, options):
+    net, batch = net_and_batch(12)
+    with pytest.raises(InputError, match="told from its tokens"):
+        list(run(net, [batch], options))

@@ -13,6 +13,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from tests.reference.cases import Case, cases, outcome_of
+from tests.reference.page import page
 
 KEPT = Path(tempfile.gettempdir()) / "lipaudit-reference.jsonl"
+BEFORE = Path(__file__).with_name("before.json")
+"""Counts by library and outcome, before the faults that this suite showed were mended."""
+PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 
 
 def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -65,6 +70,15 @@ def main() -> None:
         if row["outcome"] in ("wrong", "crash", "unfinished") or options.only:
             print(*(f"    {reason[:300]}" for reason in shown), sep="\n", flush=True)
             print(*(f"    unchecked {reason[:200]}" for reason in row["unchecked"]), sep="\n")
+    if options.write:
+        rows = list(read(options.kept).values())
+        PAGE.write_text(page(rows, json.loads(BEFORE.read_text()), versions()), "utf-8")
+
+
+def versions() -> str:
+    """Say what the outcomes were had with."""
+    names = ("torch", "timm", "transformers")
+    return ", ".join(f"{name} {metadata.version(name).partition('+')[0]}" for name in names) + "."
 
 
 if __name__ == "__main__":

@@ -118,21 +118,21 @@ ATTENTION: dict[str, Small] = {
     "fastvit": Small("fastvit_sa12", 64, {"layers": (1, 1, 1, 1), "embed_dims": (32, 32, 32, 64)}),
     "gcvit": Small(
         "py:timm.models.gcvit:GlobalContextVit",
-        64,
-        {"img_size": 64, "depths": (1, 1, 2, 1)}
-        | {"embed_dim": 16, "num_heads": (2, 2, 2, 4), "window_ratio": (16, 16, 16, 32)},
+        32,
+        {"img_size": 32, "depths": (1, 1, 2, 1)}
+        | {"embed_dim": 16, "num_heads": (2, 2, 2, 4), "window_ratio": (8, 8, 16, 32)},
     ),
     "gemma4_vit": Small("gemma4_vit_167m_enc", 48, {"embed_dim": 32, "depth": 2, "num_heads": 4}),
     "hiera": Small(
         "hiera_tiny_224",
-        64,
-        {"img_size": (64, 64), "embed_dim": 16, "num_heads": 1} | {"stages": (1, 1, 2, 1)},
+        32,
+        {"img_size": (32, 32), "embed_dim": 16, "num_heads": 1} | {"stages": (1, 1, 2, 1)},
     ),
     "hieradet_sam2": Small(
         "sam2_hiera_tiny",
-        64,
+        32,
         {"embed_dim": 16, "num_heads": 1, "stages": (1, 1, 2, 1)}
-        | {"global_att_blocks": (3,), "window_spec": (8, 4, 4, 2)},
+        | {"global_att_blocks": (3,), "window_spec": (4, 4, 2, 1)},
     ),
     "iformer": Small("iformer_t", 64),
     "levit": Small(

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +26,12 @@ LARGEST = 6e7
 
 MOST_ROWS = 6000
 """Rows of the Jacobians of a layer's heads that are computed; the other heads are left out."""
+
+
+MOST_JOINED = 2500
+"""Rows of the Jacobian of all heads together, where it is computed."""
+SMALL = 300
+"""Rows of a matrix whose eigenvalues are all computed."""
 
 
 class TooLarge(Exception):
@@ -89,8 +96,18 @@ def _joined(
 
 
 def norm(matrix: Tensor) -> float:
-    """Return the spectral norm, from the smaller of the two Gram matrices."""
+    """Return the spectral norm, from the smaller of the two Gram matrices.
+
+    Of a large one the largest eigenvalue comes by iteration, and a Cholesky factor of
+    lambda (1 + 1e-10) I - G proves that there is no larger one.
+    """
     gram = matrix @ matrix.mT if matrix.shape[0] <= matrix.shape[1] else matrix.mT @ matrix
+    if len(gram) > SMALL and bool(gram.any()):
+        start = torch.randn(len(gram), generator=torch.Generator().manual_seed(0)).double()
+        (value,) = eigsh(gram.numpy(), k=1, v0=start.numpy(), return_eigenvectors=False)
+        rest = torch.eye(len(gram), dtype=gram.dtype).mul_(float(value) * (1 + 1e-10)).sub_(gram)
+        if not torch.linalg.cholesky_ex(rest).info:
+            return math.sqrt(value)
     return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
 
 
@@ -183,7 +200,7 @@ def layer_truth(call: Attention, site: Any) -> LayerTruth:
     rows = [jacobian(o[i], inputs) for i in picked]
     norms = torch.full((len(o),), torch.nan, dtype=torch.float64)
     norms[picked] = torch.tensor([norm(j) for j in rows], dtype=torch.float64)
-    joined = norm(torch.cat(rows)) if count == len(o) else math.nan
+    joined = norm(torch.cat(rows)) if len(o) == count and o.numel() <= MOST_JOINED else math.nan
     return LayerTruth(norms, joined, statistics(by_head(call.p, site.heads, site.layout)))
 
 

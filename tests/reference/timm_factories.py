@@ -66,6 +66,14 @@ def metaformer(num_classes: int = 5) -> nn.Module:
     )
 
 
+def multiscale(num_classes: int = 5) -> nn.Module:
+    """Return a small multi-scale vision transformer, MViTv2."""
+    from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+
+    config = MultiScaleVitCfg(depths=(1, 1, 1, 1), embed_dim=16, num_heads=1)
+    return MultiScaleVit(config, img_size=(32, 32), num_classes=num_classes)
+
+
 def bilinear(side: int = 64, num_classes: int = 5) -> nn.Module:
     """Return a residual network with bilinear attentional transforms."""
     from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg

@@ -42,7 +42,7 @@ RULES = """
 64: max_position_embeddings n_positions max_source_positions max_target_positions n_ctx
 64: max_2d_position_embeddings num_position_embeddings max_seq_len block_size max_cache
 64: max_encoder_position_embeddings max_decoder_position_embeddings
-60: vocab_size vocab_size_per_layer_input
+60: vocab_size vocab_size_per_layer_input decoder_vocab_size
 32: image_size
 8: patch_size relative_attention_num_buckets mamba_n_heads mamba_num_heads num_queries num_latents
 0: num_kv_shared_layers num_nextn_predict_layers

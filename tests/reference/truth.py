@@ -56,7 +56,7 @@ class LayerTruth:
 def jacobian(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """Return the dense Jacobian, (numbers of output, numbers of all inputs)."""
     rows, columns = output.numel(), sum(t.numel() for t in inputs)
-    if rows * columns > LARGEST:
+    if rows * max(rows, columns) > LARGEST:
         raise TooLarge(f"{rows} x {columns}")
     eye = torch.eye(rows, dtype=output.dtype).view(rows, *output.shape)
     try:

@@ -106,8 +106,7 @@ class Watch:
         eye = torch.eye(keys, dtype=value.dtype).expand(*value.shape[:-2], keys, keys)
         with torch.no_grad():
             p = op(query.detach(), key.detach(), eye, *args, **kw)
-        self._record(out, p)
-        return out
+        return self._record(out, p)
 
     def softmax(self, op: Any, t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Remember a softmax over the last axis."""
@@ -128,8 +127,7 @@ class Watch:
         for p in self.softmaxes:
             if any(_made_of(t, p) for t in factors):
                 self.softmaxes = [other for other in self.softmaxes if other is not p]
-                self._record(out, p.detach())
-                break
+                return self._record(out, p.detach())
         return out
 
     def linear(self, op: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,9 +154,11 @@ class Watch:
         self.leaves.append(x.detach().clone().requires_grad_())
         return self.leaves[-1].view(x.shape)
 
-    def _record(self, output: Tensor, p: Tensor) -> None:
+    def _record(self, output: Tensor, p: Tensor) -> Tensor:
+        """Keep O, and give the model a copy: it may write into it."""
         name = self.frames[-1].name if self.frames else ""
         self.calls.append(Attention(name, output, p, tuple(self.frames)))
+        return output.clone()
 
 
 def ancestors(t: Tensor, most: int | None = None) -> Iterator[Any]:

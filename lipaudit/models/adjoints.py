@@ -226,7 +226,9 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention, O = P V with P = softmax(scale Q K^T + mask).
 
-    dP = P * (dS - rowsum(P * dS)) for the logits S, so no map of N x N x d is ever formed.
+    dP = P * (dS - rowsum(P * dS)) for the logits S, so no map of N x N x d is ever formed. The
+    row sum is that of the very numbers it is taken from: where P is one-hot the difference is 0
+    and not their rounding, which K, as large as it must be for that, would make any size.
     """
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
@@ -261,23 +263,26 @@ def _attend(
     p = logits.softmax(-1)
     if mask is not None:  # a query that may see no key has the output 0
         p.masked_fill_((logits == -math.inf).all(-1, keepdim=True), 0)
-    o = p @ v
-    return o, (q, k, v, p, o)
+    return p @ v, (q, k, v, p)
 
 
 def _attention_vjp(
     scale: float, saved: tuple[Tensor, ...], u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, p, o = saved
-    ds = (u @ v.mT).sub_((u * o).sum(-1, keepdim=True)).mul_(p)
+    q, k, v, p = saved
+    ds = _centred((u @ v.mT).mul_(p), p)
     return (ds @ k).mul_(scale), ds.mT @ q, p.mT @ u
 
 
 def _attention_jvp(
     scale: float, saved: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Tensor:
-    q, k, v, p, o = saved
+    q, k, v, p = saved
     # One product for dq k^T + q dk^T.
     ds = torch.cat([dq * scale, q], -1) @ torch.cat([k, dk], -1).mT
-    ds.mul_(p)
-    return (ds @ v).addcmul_(ds.sum(-1, keepdim=True), o, value=-1).add_(p @ dv)
+    return (_centred(ds.mul_(p), p) @ v).add_(p @ dv)
+
+
+def _centred(weighted: Tensor, p: Tensor) -> Tensor:
+    """P * (G - rowsum(P * G)) of P * G, in place."""
+    return weighted.addcmul_(p, weighted.sum(-1, keepdim=True), value=-1)

@@ -182,3 +182,20 @@ def test_only_float64_runs_are_widened():
         narrow = x.float()
     assert {t.dtype for t in wide} == {torch.float64}
     assert narrow.dtype == torch.float32
+
+
+def test_one_hot_attention_is_constant_in_its_queries_and_keys():
+    """However large they are: they multiply the rounding of a difference that is 0."""
+    torch.manual_seed(0)
+    q, k, v, u = (torch.randn(2, 9, 7, dtype=torch.float64) for _ in range(4))
+    q, k = 1e9 * q, 1e9 * k
+    chosen = F.one_hot((q @ k.mT).argmax(-1), 9).double()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    with AdjointMode(widen=True):
+        output = F.scaled_dot_product_attention(*leaves)
+    u.requires_grad_()
+    pulled = torch.autograd.grad(output, leaves, u, create_graph=True)
+    assert [float(part.detach().abs().max()) for part in pulled[:2]] == [0, 0]
+    torch.testing.assert_close(pulled[2], chosen.mT @ u)
+    (pushed,) = torch.autograd.grad(pulled, u, (q, k, v))
+    torch.testing.assert_close(pushed, chosen @ v)

@@ -309,5 +309,5 @@ def test_a_model_that_refuses_its_sample_is_refused(error):
             raise error
 
     spec = ModelSpec(Picky(4, 4), (3, 4), kind="tokens")
-    with pytest.raises(InputError, match=f"cannot be run on one sample .*{type(error).__name__}: odd"):
+    with pytest.raises(InputError, match=f"cannot be run .*{type(error).__name__}: odd"):
         assemble(spec, LoadOptions(device="cpu"), name="m", source="test")

@@ -186,7 +186,7 @@ ATTENTION: dict[str, Small] = {
         "pvt_v2_b2_li", 64, FOUR | {"embed_dims": (16, 16, 16, 32)} | {"num_heads": (1, 1, 2, 2)}
     ),
     "qwen3_vit": Small("qwen3_vit_88m", 64, {"embed_dim": 32, "depth": 2, "num_heads": 4}),
-    "qwen3_vit-enc": Small("qwen3_vit_88m_enc", 64, {"embed_dim": 32, "depth": 2, "num_heads": 4}),
+    "qwen3_vit-enc": Small("qwen3_vit_88m_enc", 32, {"embed_dim": 32, "depth": 2, "num_heads": 4}),
     "repvit": Small("repvit_m0_9", 64),
     "shvit": Small("shvit_s1", 64),
     "swiftformer": Small("swiftformer_xs", 64),
@@ -207,16 +207,16 @@ ATTENTION: dict[str, Small] = {
     ),
     "twins-svt": Small(
         "twins_svt_small",
-        64,
+        32,
         FOUR
-        | {"img_size": 64, "depths": (2, 1, 1, 1)}
+        | {"img_size": 32, "depths": (2, 1, 1, 1)}
         | {"embed_dims": (16, 16, 16, 32), "num_heads": (2, 2, 2, 4)}
-        | {"wss": (8, 8, 4, 2)},
+        | {"wss": (4, 2, 2, 2)},
     ),
     "twins-pcpvt": Small(
         "twins_pcpvt_small",
-        64,
-        FOUR | {"img_size": 64} | {"embed_dims": (16, 16, 16, 32), "num_heads": (1, 2, 2, 4)},
+        32,
+        FOUR | {"img_size": 32} | {"embed_dims": (16, 16, 16, 32), "num_heads": (1, 2, 2, 4)},
     ),
     "visformer": Small(
         "visformer_tiny",

@@ -13,7 +13,7 @@ from tests.reference.loaded import timm_loader, transformers_loader
 from tests.reference.timm_models import TIMM
 from tests.reference.transformers_models import small_config, types
 
-SECONDS = 25
+SECONDS = 40
 """Of the processor that a model may take."""
 
 

@@ -247,7 +247,7 @@ ATTENTION: dict[str, Small] = {
         {"img_size": 64, "embed_dim": 32, "depth": 2}
         | {"num_heads": 4, "patch_size": 8, "window_size": 4, "global_attn_indexes": (1,)},
     ),
-    "vitamin": Small("vitamin_small_224", 64, {"img_size": 64, "depth": 2, "num_heads": 4}),
+    "vitamin": Small("vitamin_small_224", 32, {"img_size": 32, "depth": 2, "num_heads": 4}),
     "volo": Small(
         "py:timm.models.volo:VOLO",
         64,

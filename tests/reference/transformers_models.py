@@ -74,10 +74,10 @@ LISTS: dict[str, Any] = {
 """What each entry of a list becomes, by its name."""
 
 TYPES: dict[str, dict[str, Any]] = {
-    "swin": {"embed_dim": 16, "window_size": 4, "patch_size": 2},
-    "swinv2": {"embed_dim": 16, "window_size": 4, "patch_size": 2},
-    "donut-swin": {"embed_dim": 16, "window_size": 4, "patch_size": 2},
-    "maskformer-swin": {"embed_dim": 16, "window_size": 4, "patch_size": 2},
+    "swin": {"embed_dim": 16, "window_size": 4, "patch_size": 4},
+    "swinv2": {"embed_dim": 16, "window_size": 4, "patch_size": 4},
+    "donut-swin": {"embed_dim": 16, "window_size": 4, "patch_size": 4},
+    "maskformer-swin": {"embed_dim": 16, "window_size": 4, "patch_size": 4},
     "dinat": {"embed_dim": 16},
     "focalnet": {"embed_dim": 16, "patch_size": 2},
     "gptj": {"rotary_dim": 4},
@@ -105,7 +105,7 @@ TYPES: dict[str, dict[str, Any]] = {
         "key_dim": [8, 8, 8],
         "num_attention_heads": [2, 2, 2],
     },
-    "hiera": {"embed_dim": 16, "image_size": [64, 64], "num_heads": [1, 2, 2, 4]},
+    "hiera": {"embed_dim": 16, "image_size": [32, 32], "num_heads": [1, 2, 2, 4]},
     "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "rwkv": {"attention_hidden_size": WIDTH},
@@ -115,6 +115,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "glm5_next_text": {"num_key_value_heads": HEADS},
     "glm5_next": {},
+    "yolos": {"num_detection_tokens": 8},
     "bit": {"num_groups": 4},
     "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8},

@@ -24,7 +24,7 @@ GAINS = (1.3, 0.6, 0.2)
 STEEP = 2e-5
 """How far rounding may move the output, relative to its largest entry."""
 EXACT = {"narrow": 1e-3, "mixed": 1e-4, "wide": 1e-6}
-"""How far a norm may be from the truth: tol 1e-4 and rounding of float32; steps that a model takes
+"""How far a norm may be from the truth: what is proven of it, and rounding of float32; steps that a model takes
 in single precision whatever its own; tol 1e-7 in float64."""
 BELOW = {"narrow": 1e-4, "mixed": 1e-5, "wide": 1e-12}
 """How far a bound may be below the truth, by rounding alone."""
@@ -120,8 +120,9 @@ def _compare(outcome: Outcome, narrow: Net, wide: Net) -> None:
     batch = _fair(wide, loaded.batch_for(wide))
     ones = [loaded.alone(batch, i) for i in range(len(batch))]
     kind = "mixed" if truth.computes_in_single(wide, ones[0]) else "wide"
-    _whole_model(outcome, wide, batch, ones, kind, {"tol": 1e-7})
-    _whole_model(outcome, narrow, batch.to(narrow.device, narrow.dtype), ones, "narrow", {}, wide)
+    _whole_model(outcome, wide, batch, ones, kind, {"tol": 1e-7, "within": 1e-6})
+    single = batch.to(narrow.device, narrow.dtype)
+    _whole_model(outcome, narrow, single, ones, "narrow", {"within": 1e-3}, wide)
     sites = _guarded(outcome, "survey", lambda: survey(wide, batch))
     if not sites:
         return
@@ -132,8 +133,8 @@ def _compare(outcome: Outcome, narrow: Net, wide: Net) -> None:
     chosen = sorted({0, len(sites) // 2, len(sites) - 1})
     known = [_truths(outcome, wide, one, sites, chosen) for one in ones]
     runs = (
-        (wide, batch, kind, {"tol": 1e-7, "max_steps": 600}),
-        (narrow, batch.to(narrow.device, narrow.dtype), "narrow", {}),
+        (wide, batch, kind, {"tol": 1e-7, "max_steps": 600, "within": 1e-6}),
+        (narrow, single, "narrow", {"within": 1e-3}),
     )
     for net, samples, precision, options in runs:
         _heads(outcome, net, samples, known, precision, {"layers": tuple(chosen)} | options)

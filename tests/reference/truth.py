@@ -254,7 +254,7 @@ Truths = dict[int, LayerTruth | str]
 
 def truths(net: Net, one: Batch, sites: Sequence[Any], chosen: Sequence[int]) -> Truths:
     """Return the truth of some layers on one sample, or why there is none."""
-    cut = Watch()
+    cut = Watch(uncut=frozenset(map_.module for site in sites for map_ in site.inner))
     run(net, one, cut)
     found: Truths = {}
     for index in chosen:

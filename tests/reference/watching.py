@@ -45,10 +45,13 @@ class Watch:
 
     Attributes:
         cut: whether the input of every linear map becomes a leaf.
+        uncut: modules whose linear maps are left whole: maps behind the input that q, k and v of
+            a layer have in common.
         scopes: modules whose tensor arguments become leaves.
     """
 
     cut: bool = True
+    uncut: frozenset[str] = frozenset()
     scopes: frozenset[str] = frozenset()
     calls: list[Attention] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
@@ -146,7 +149,8 @@ class Watch:
 
     def leaf(self, x: Tensor) -> Tensor:
         """Return a leaf in place of x: the same one for the same numbers read again."""
-        if not self.cut or not x.requires_grad:
+        inner = bool(self.frames) and self.frames[-1].name in self.uncut
+        if not self.cut or inner or not x.requires_grad:
             return x
         for known in reversed(self.leaves[-6:]):
             if known.numel() == x.numel() and torch.equal(known.flatten(), x.detach().flatten()):

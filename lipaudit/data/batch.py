@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,9 +49,16 @@ class Batch:
         return Batch(x, y, self.ids, None if self.mask is None else self.mask.to(device))
 
     def split(self, size: int) -> Iterator[Batch]:
-        """Cut into batches of at most `size` samples, in order."""
+        """Cut into batches of at most `size` samples, in order, without needless padding."""
         for start in range(0, len(self), size):
-            yield self[start : start + size]
+            yield self[start : start + size].trimmed()
+
+    def trimmed(self) -> Batch:
+        """Return the same samples without the last columns, where all of them are padded."""
+        if self.mask is None or bool(self.mask[:, -1].any()):
+            return self
+        length = int(self.mask.any(0).nonzero().max()) + 1
+        return replace(self, x=self.x[:, :length], mask=self.mask[:, :length])
 
 
 def sample_ids(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str, ...]:

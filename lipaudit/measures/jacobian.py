@@ -24,6 +24,7 @@ from lipaudit.measures.base import (
     seed_of,
 )
 from lipaudit.models.blocks import Block, attention_blocks, block_norms
+from lipaudit.models.checks import require_padding_is_ignored
 from lipaudit.models.jacobian import RIVALS, Margins, jacobian_norms, margins
 from lipaudit.models.linearize import Linearization, linearize
 from lipaudit.models.maps import From, To, sample_map
@@ -78,6 +79,7 @@ def run(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterato
     """Yield the norms, margins and first-order radii of every sample."""
     blocks: Blocks | None = None
     for batch in batches:
+        require_padding_is_ignored(net, batch)
         at = sample_map(net, batch, start=options.start, target=options.target)
         linear = linearize(at.f, at.x)
         found = jacobian_norms(

@@ -14,6 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.base import Part
 from lipaudit.models.capture import Layer, capture
+from lipaudit.models.checks import require_padding_is_ignored
 from lipaudit.models.net import Net
 from lipaudit.models.sites import Site
 from lipaudit.models.survey import survey
@@ -88,6 +89,7 @@ def by_layer(
         return whole, tuple(note for _, more in parts for note in more)
 
     for batch in batches:
+        require_padding_is_ignored(net, batch)
         if not sites:
             sites = survey(net, batch)
             SURVEYED.get()(chosen(sites, layers))

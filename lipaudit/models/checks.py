@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,32 @@ def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> N
             "a model that mixes samples (batch statistics, attention across the batch) has no "
             "per-sample sensitivity",
         )
+
+
+def require_padding_is_ignored(net: Net, batch: Batch) -> None:
+    """Check that the sample with the most padding has the same output without it.
+
+    Raises:
+        InputError: it has not: its figures would depend on what it is batched with.
+    """
+    if batch.mask is None or bool(batch.mask.all()):
+        return
+    i = int(batch.mask.sum(1).argmin())
+    padded = batch[i : i + 1]
+    assert padded.mask is not None
+    alone = replace(padded, x=padded.x[:, padded.mask[0]], mask=None)
+    with torch.no_grad():
+        one, other = (_own_tokens(net.output(part), alone) for part in (padded, alone))
+    if one.shape == other.shape and not agree(other, one, AGREES):
+        raise InputError(
+            f"the output of a text depends on its padding, by {_largest(one - other):.1e}",
+            "The model reads padded tokens: measure one text at a time, with --batch-size 1.",
+        )
+
+
+def _own_tokens(output: Tensor, alone: Batch) -> Tensor:
+    """An output with an axis of tokens, cut to those of the sample."""
+    return output[:, : alone.x.shape[1]] if output.ndim > 2 else output
 
 
 def require_same(captured: Tensor, output: Tensor) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.jacobian import JacobianOptions, run
+from lipaudit.errors import InputError
+from lipaudit.measures import bounds, jacobian
 from lipaudit.models.assembly import assemble
 from lipaudit.models.spec import LoadOptions, ModelSpec
 
@@ -39,7 +41,30 @@ def test_a_model_that_writes_into_its_embeddings_is_measured_where_it_is():
     def plain(z):
         return net.module.out(torch.tanh(5.0 * z).mean(0))
 
-    (part,) = run(net, [batch], JacobianOptions())
+    (part,) = jacobian.run(net, [batch], jacobian.JacobianOptions())
     dense = torch.stack([torch.autograd.functional.jacobian(plain, one).flatten(1) for one in z])
     want = torch.linalg.matrix_norm(dense, 2)
     torch.testing.assert_close(torch.from_numpy(part.values["norm"]), want, rtol=1e-6, atol=0)
+
+
+class ReadsPadding(InPlace):
+    """A model that averages over padded tokens too."""
+
+    def forward(self, ids, mask=None):
+        return self.out(torch.tanh(self.table(ids)).mean(1))
+
+
+@pytest.mark.parametrize("run", [jacobian.run, bounds.run])
+def test_a_model_that_reads_padding_is_refused_and_measured_alone(run):
+    torch.manual_seed(0)
+    spec = ModelSpec(ReadsPadding(), (4,), kind="text", vocabulary=20)
+    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="py")
+    mask = torch.tensor([[True, True, False, False], [True, True, True, False]])
+    batch = Batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 0]]), None, ("a1" * 8, "b2" * 8), mask)
+    options = {jacobian.run: jacobian.JacobianOptions, bounds.run: bounds.BoundsOptions}[run]()
+    with pytest.raises(InputError, match="depends on its padding"):
+        list(run(net, [batch], options))
+    alone = list(batch.split(1))
+    assert [part.x.shape[1] for part in alone] == [2, 3]
+    if run is jacobian.run:
+        assert all(part.values["converged"].all() for part in run(net, alone, options))

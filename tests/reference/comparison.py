@@ -24,8 +24,8 @@ GAINS = (1.3, 0.6, 0.2)
 STEEP = 2e-5
 """How far rounding may move the output, relative to its largest entry."""
 EXACT = {"narrow": 1e-3, "mixed": 1e-4, "wide": 1e-6}
-"""How far a norm may be from the truth: what is proven of it, and rounding of float32; steps that a model takes
-in single precision whatever its own; tol 1e-7 in float64."""
+"""How far a norm may be from the truth: what is proven of it, and rounding of float32; steps that
+a model takes in single precision whatever its own; what is proven in float64."""
 BELOW = {"narrow": 1e-4, "mixed": 1e-5, "wide": 1e-12}
 """How far a bound may be below the truth, by rounding alone."""
 STATISTICS = {"narrow": 1e-3, "mixed": 1e-4, "wide": 1e-6}

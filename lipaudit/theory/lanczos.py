@@ -82,9 +82,7 @@ class Norms:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Norms:
         """Return the same norms with every tensor but the vectors passed through `change`."""
-        return Norms(
-            change(self.norm), change(self.upper), change(self.products), change(self.converged)
-        )
+        return Norms(*map(change, (self.norm, self.upper, self.products, self.converged)))
 
 
 def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems size"]:
@@ -325,10 +323,9 @@ def _towards_one(image: Tensor) -> Tensor:
 
 
 def _blank(start: Tensor, *, vectors: bool) -> Norms:
-    count, vector = len(start), torch.zeros_like(start) if vectors else None
-    numbers, steps = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
-    done = torch.zeros(count, dtype=torch.bool)
-    return Norms(numbers, numbers.clone(), steps, done, vector)
+    numbers = torch.zeros(len(start), dtype=torch.float64)
+    vector = torch.zeros_like(start) if vectors else None
+    return Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector)
 
 
 def _record(found: Norms, running: _Running, mask: Tensor) -> None:

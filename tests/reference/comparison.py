@@ -79,15 +79,21 @@ class Outcome:
 def compare(name: str, library: str, loader: loaded.Loader) -> Outcome:
     """Load a model, measure it in both precisions, and compare."""
     outcome, start = Outcome(name, library), time.process_time()
-    for gain in GAINS:
-        nets = _guarded(outcome, "load", lambda gain=gain: loaded.pair(loader, gain))  # type: ignore[misc]
-        if nets is None:
-            break
-        if _tame(*nets) or gain == GAINS[-1]:
-            _compare(outcome, *nets)
-            break
+    nets = _guarded(outcome, "load", lambda: _tamed(loader))
+    if nets is not None:
+        _compare(outcome, *nets)
     outcome.seconds = round(time.process_time() - start, 1)
     return outcome
+
+
+def _tamed(loader: loaded.Loader) -> tuple[Net, Net]:
+    """Return the model in both precisions, with the largest weights that keep it tame."""
+    nets = None
+    for nets in loaded.pairs(loader, GAINS):
+        if _tame(*nets):
+            break
+    assert nets is not None
+    return nets
 
 
 def _tame(narrow: Net, wide: Net) -> bool:

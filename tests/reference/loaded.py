@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,19 @@ def transformers_loader(config: dict[str, Any], folder: Path) -> Loader:
     return loader
 
 
-def pair(loader: Loader, gain: float) -> tuple[Net, Net]:
-    """Return the model in single and in double precision, with the same generic weights."""
+def pairs(loader: Loader, gains: Sequence[float]) -> Iterator[tuple[Net, Net]]:
+    """Yield the model in single and in double precision, with the same generic weights.
+
+    It is loaded once; its weights are made anew for every gain.
+    """
     narrow, wide = loader(NARROW), loader(WIDE)
-    perturb(narrow.module, gain)
-    _calibrate(narrow)
-    wide.module.load_state_dict(narrow.module.state_dict())
-    return narrow, wide
+    first = copy.deepcopy(narrow.module.state_dict())
+    for gain in gains:
+        narrow.module.load_state_dict(first)
+        perturb(narrow.module, gain)
+        _calibrate(narrow)
+        wide.module.load_state_dict(narrow.module.state_dict())
+        yield narrow, wide
 
 
 def perturb(module: nn.Module, gain: float) -> None:

@@ -220,14 +220,13 @@ class _Running:
             reached &= proven | (error <= (1 + tol) ** 2 - 1)
         return reached | self.exhausted()
 
-    def vector(self) -> Tensor:
-        """The combination of basis vectors that belongs to the largest Ritz value."""
-        weights = torch.linalg.eigh(self.t)[1][:, :, -1].to(self.blocks[0])
-        parts = torch.split(weights, _BLOCK, 1)
-        vector = torch.zeros_like(self._vector(0))
-        for part, block in zip(parts, self.blocks, strict=False):
-            vector.baddbmm_(part[:, None], block[:, : part.shape[1]])
-        return vector.squeeze(1)
+    def vectors(self, mask: Tensor) -> Tensor:
+        """The combinations of basis vectors that belong to the largest Ritz values of some."""
+        weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.blocks[0])
+        total = torch.zeros_like(self.blocks[0][mask, :1])
+        for part, block in zip(torch.split(weights, _BLOCK, 1), self.blocks, strict=False):
+            total.baddbmm_(part[:, None], block[mask, : part.shape[1]])
+        return total.squeeze(1)
 
     def exhausted(self) -> Tensor:
         """Where the Krylov space is invariant: T has every eigenvalue that the start can see."""
@@ -337,4 +336,4 @@ def _record(found: Norms, running: _Running, mask: Tensor) -> None:
     found.upper[which] = times_power(limit.sqrt(), -exponent // 2)
     found.products[which] = running.steps + running.repeated[mask]
     if found.vector is not None and len(which):
-        found.vector[which] = running.vector()[mask]
+        found.vector[which] = running.vectors(mask)

@@ -94,10 +94,6 @@ class _Side:
             for (name, g), part in parts
         }
 
-    def per_problem(self, problems: int) -> Tensor:
-        """W of every problem, (problems, D, sum of e): heads within batch rows."""
-        return self.weight.repeat(problems // len(self.weight), 1, 1)
-
     def select(self, index: Tensor) -> _Side:
         local = {n: g if g is None or len(g) == 1 else g[index] for n, g in self.local.items()}
         return replace(self, local=local)
@@ -120,10 +116,11 @@ class HeadProducts:
         return self.attend.push(tangents).flatten(1)
 
     def pulled_norm(self, u: Tensor) -> Tensor:
-        """Return ||J^T u|| of every problem; by W itself, whose Gram matrix loses digits."""
+        """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
         rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
-        inputs = (side.pull(rows) @ side.per_problem(len(u)).mT for side in self.sides)
-        return torch.stack([x.square().sum((1, 2)) for x in inputs]).sum(0).sqrt()
+        pulled = [side.pull(rows) for side in self.sides]
+        pairs = zip(pulled, self.grams, strict=True)
+        return torch.stack([(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]).sum(0).sqrt()
 
     def value_path(self) -> Tensor:
         """Return the leading singular vector of u -> P u W_V^T, (problems, n dv).

@@ -272,7 +272,7 @@ OTHERS: dict[str, Small] = {
     "dla": Small("dla46x_c", 64),
     "dpn": Small("dpn48b", 64),
     "efficientnet": Small("test_efficientnet", 64),
-    "efficientvim": Small("efficientvim_m1", 64),
+    "efficientvim": Small("efficientvim_m1", 32),
     "fasternet": Small("fasternet_t0", 64),
     "focalnet": Small("py:timm.models.focalnet:FocalNet", 64, FOUR | {"embed_dim": 16}),
     "ghostnet": Small("ghostnet_050", 64),

@@ -171,8 +171,8 @@ ATTENTION: dict[str, Small] = {
     ),
     "nextvit": Small(
         "py:timm.models.nextvit:NextViT",
-        64,
-        {"in_chans": 3, "depths": (1, 1, 4, 1)} | {"stem_chs": (16, 16, 16)},
+        32,
+        {"in_chans": 3, "depths": (1, 1, 5, 1)} | {"stem_chs": (16, 16, 16)},
     ),
     "pit": Small(
         "pit_ti_224",

@@ -73,10 +73,11 @@ LISTS: dict[str, Any] = {
 }
 """What each entry of a list becomes, by its name."""
 
+SWIN = {"embed_dim": 16, "window_size": 4, "patch_size": 4, "depths": [2, 1], "num_heads": [2, 2]}
 TYPES: dict[str, dict[str, Any]] = {
-    "swin": {"embed_dim": 16, "window_size": 4, "patch_size": 4},
-    "swinv2": {"embed_dim": 16, "window_size": 4, "patch_size": 4},
-    "donut-swin": {"embed_dim": 16, "window_size": 4, "patch_size": 4},
+    "swin": SWIN,
+    "swinv2": SWIN,
+    "donut-swin": SWIN,
     "maskformer-swin": {"embed_dim": 16, "window_size": 4, "patch_size": 4},
     "dinat": {"embed_dim": 16},
     "focalnet": {"embed_dim": 16, "patch_size": 2},

@@ -81,10 +81,12 @@ def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> N
 
 
 def require_padding_is_ignored(net: Net, batch: Batch) -> None:
-    """Check that the sample with the most padding has the same output without it.
+    """Check that the sample with the most padding is the same without it, token by token.
+
+    Every module that gives a vector per token is compared: the model's output may hide it.
 
     Raises:
-        InputError: it has not: its figures would depend on what it is batched with.
+        InputError: it is not: its figures would depend on what it is batched with.
     """
     if batch.mask is None or bool(batch.mask.all()):
         return
@@ -92,18 +94,33 @@ def require_padding_is_ignored(net: Net, batch: Batch) -> None:
     padded = batch[i : i + 1]
     assert padded.mask is not None
     alone = replace(padded, x=padded.x[:, padded.mask[0]], mask=None)
-    with torch.no_grad():
-        one, other = (_own_tokens(net.output(part), alone) for part in (padded, alone))
-    if one.shape == other.shape and not agree(other, one, AGREES):
-        raise InputError(
-            f"the output of a text depends on its padding, by {_largest(one - other):.1e}",
-            "The model reads padded tokens: measure one text at a time, with --batch-size 1.",
-        )
+    pairs = zip(_token_vectors(net, padded), _token_vectors(net, alone), strict=False)
+    for (name, one), (other, true) in pairs:
+        if name == other and not agree(true, one, AGREES):
+            raise InputError(
+                f"what {name} makes of a text depends on its padding",
+                "The model reads padded tokens: measure one text at a time, with --batch-size 1.",
+            )
 
 
-def _own_tokens(output: Tensor, alone: Batch) -> Tensor:
-    """An output with an axis of tokens, cut to those of the sample."""
-    return output[:, : alone.x.shape[1]] if output.ndim > 2 else output
+def _token_vectors(net: Net, sample: Batch) -> list[tuple[str, Tensor]]:
+    """Run one sample; return what each innermost module makes of its real tokens."""
+    seen: list[tuple[str, Tensor]] = []
+    real = slice(None) if sample.mask is None else sample.mask[0]
+
+    def note(name: str, out: object) -> None:
+        if not isinstance(out, Tensor) or out.ndim != 3 or not out.is_floating_point():
+            return
+        if out.shape[:2] == sample.x.shape[:2]:
+            seen.append((name, out[:, real]))
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, part in net.module.named_modules():
+            if not any(part.children()):
+                hook = part.register_forward_hook(lambda _m, _a, out, name=name: note(name, out))
+                hooks.callback(hook.remove)
+        net.output(sample)
+    return seen
 
 
 def require_same(captured: Tensor, output: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
@@ -58,7 +59,7 @@ class BoundsOptions(Options):
 
     tol: float = 1e-4
     max_steps: int = 300
-    within: float = WITHIN
+    within: float = Field(WITHIN, gt=0)
     input: Literal["projections", "module"] = "projections"
 
     @property

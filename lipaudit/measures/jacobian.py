@@ -57,7 +57,7 @@ class JacobianOptions(Options):
     norm: Literal["2", "inf"] = "2"
     tol: float = 1e-4
     max_steps: int = 300
-    within: float = WITHIN
+    within: float = Field(WITHIN, gt=0)
     per_layer: bool = False
     rivals: int = Field(RIVALS, ge=1)
 

@@ -128,3 +128,8 @@ def test_text_that_is_too_long_is_cut_with_a_note(bounds):
     done = bounds(model, "--data", "long.csv", "--max-tokens", "16", "--layers", "0")
     assert done.exit_code == 0, done.output
     assert "1 of 1 texts were cut to 16 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("within", ["-1", "0"])
+def test_a_proof_of_less_than_nothing(bounds, within):
+    assert_refused(bounds("demo", "--within", within), 2, "--within")

@@ -37,7 +37,7 @@ class Stack:
 class Centred(Stack):
     """Keys and values less their mean over the keys that are seen; unseen keys are zero rows.
 
-    With a sink neither has its mean taken off, with a slope the keys have not: see `centred`.
+    With a sink neither has its mean taken off: see `centred`.
     """
 
     p: Float[Tensor, "batch heads n m"]
@@ -71,12 +71,11 @@ class Centred(Stack):
 def centred(heads: Heads) -> Centred:
     """Return the attention map of the heads and their centred keys, values and outputs.
 
-    M(P_i) 1 = 0 where P_i sums to 1: then no constant matters in v, nor in a_ij. With a sink it
-    does not, and with a slope a constant in k is none in a_ij.
+    M(P_i) 1 = 0 where P_i sums to 1: then no constant matters in v, nor in s k_j. With a sink it
+    does not. (Other logits have gradients of their own, see `pairs`: no keys enter there.)
     """
     p = heads.attention()
     free = heads.sink is None
-    k_free = free and (heads.pairs is None or heads.pairs.slope is None)
     if heads.bias is None and heads.valid is None and not heads.causal:
         seen = torch.ones_like(p[..., :1, :].mT)
         means = [rows.mean(-2, keepdim=True) for rows in (heads.k, heads.v)]
@@ -85,8 +84,8 @@ def centred(heads: Heads) -> Centred:
         share = seen / seen.sum(-2, keepdim=True).clamp_min(1.0)
         means = [(share * rows).sum(-2, keepdim=True) for rows in (heads.k, heads.v)]
     k, v = (
-        seen * (rows - mean if shift else rows)
-        for rows, mean, shift in zip((heads.k, heads.v), means, (k_free, free), strict=True)
+        seen * (rows - mean if free else rows)
+        for rows, mean in zip((heads.k, heads.v), means, strict=True)
     )
     scale = heads.scale.expand(p.shape[:2])[..., None, None]
     return Centred(p, seen, k, v, p @ v, scale)

@@ -81,7 +81,7 @@ def compare(name: str, library: str, loader: loaded.Loader) -> Outcome:
     outcome, start = Outcome(name, library), time.process_time()
     nets = _guarded(outcome, "load", lambda: _tamed(loader))
     if nets is not None:
-        _compare(outcome, *nets)
+        _guarded(outcome, "measure", lambda: _compare(outcome, *nets))
     outcome.seconds = round(time.process_time() - start, 1)
     return outcome
 

@@ -141,6 +141,8 @@ def batch_for(net: Net) -> Batch:
     lengths = torch.tensor([[most], [min(most, min(LENGTHS))]])
     x = torch.randint(5, max(6, (net.vocabulary or 50) - 10), (2, most), generator=generator)
     mask = torch.arange(most) < lengths
+    if net.end_id is not None:  # a model that reads the state there wants it once, at the end
+        x = x.where(x != net.end_id, net.end_id + 1).scatter(1, lengths - 1, net.end_id)
     return Batch(x.masked_fill(~mask, net.pad_id), None, ids, mask)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings
+from hypothesis import assume, strategies as st
 from torch import Tensor
 
 from lipaudit.errors import UsageError
@@ -192,7 +192,9 @@ def test_regimes_confine_the_largest_entry(p, gamma):
     if keys < 3:
         assert kind == LEFT_OUT
         return
-    assert (kind == INTERMEDIATE) == (g(p).item() > threshold)
+    largest = g(p).item()
+    assume(abs(largest - threshold) > 1e-15)  # on the border itself the last digit decides
+    assert (kind == INTERMEDIATE) == (largest > threshold)
     root = max(1 - 4 * threshold, 0) ** 0.5
     if kind == UNIFORM:
         assert first <= (1 - root) / 2 + ROUNDING

@@ -9,7 +9,7 @@ from typing import cast
 from lipaudit.attacks.plan import Attack
 from lipaudit.cli.job import Job
 from lipaudit.measures.attack import AttackOptions, plan
-from lipaudit.models.sites import Site
+from lipaudit.models.attention.sites import Site
 from lipaudit.results import Note
 
 SURVEY = 30.0

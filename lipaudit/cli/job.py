@@ -13,8 +13,8 @@ from lipaudit.cli.options import Common
 from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures import MEASURES, Options
-from lipaudit.models.loading import LoadOptions, load
 from lipaudit.models.net import Net
+from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.results import Note
 
 

@@ -132,7 +132,7 @@ class Task:
 
 def _train(model: str, common: Common, recipe: Recipe, task: Task) -> None:
     from lipaudit.cli.job import load_options, tell
-    from lipaudit.models.loading import load
+    from lipaudit.models.sources.loading import load
     from lipaudit.train import train as run
 
     options = replace(load_options(common), classes=task.classes)

@@ -18,7 +18,7 @@ from lipaudit.errors import EvaluationError, InputError, UsageError
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
-    from lipaudit.models.spec import LoadOptions
+    from lipaudit.models.sources.spec import LoadOptions
     from lipaudit.train import Epoch, Recipe
 
 CHECKPOINT, RECORD = "checkpoint.pt", "train.json"
@@ -141,7 +141,7 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
     """Write the model, each file whole or not at all; return whether `out` is now a MODEL."""
-    from lipaudit.models.saving import save
+    from lipaudit.models.sources.saving import save
 
     try:
         with tempfile.TemporaryDirectory(dir=out) as folder:

@@ -28,9 +28,9 @@ from lipaudit.measures.base import (
     sample_ids,
 )
 from lipaudit.measures.layers import Facts, Reduced, by_layer, head_names, summed
-from lipaudit.models.capture import Layer
+from lipaudit.models.attention.capture import Layer
+from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
-from lipaudit.models.sites import Site
 from lipaudit.results import Array, AttentionRow, Section
 from lipaudit.theory import softmax
 from lipaudit.theory.attention import Heads, per_sample

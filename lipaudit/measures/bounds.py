@@ -24,10 +24,10 @@ from lipaudit.measures.base import (
 )
 from lipaudit.measures.guard import require_bounds_hold
 from lipaudit.measures.layers import Facts, HeadName, Reduced, by_layer, head_names
-from lipaudit.models.capture import Layer
+from lipaudit.models.attention.capture import Layer
+from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
-from lipaudit.models.numeric import numeric_norms
-from lipaudit.models.sites import APART, MODULE_INPUT, Site
 from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
 from lipaudit.theory.affine import KnownWeights, Weights
 from lipaudit.theory.attention import Heads, per_sample

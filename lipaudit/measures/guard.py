@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
-from lipaudit.models.sites import Site
+from lipaudit.models.attention.sites import Site
 from lipaudit.theory.catalogue import BOUNDS
 
 ROUNDING = 1e-9

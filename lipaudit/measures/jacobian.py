@@ -23,13 +23,13 @@ from lipaudit.measures.base import (
     sample_ids,
     seed_of,
 )
-from lipaudit.models.blocks import Block, attention_blocks, block_norms
-from lipaudit.models.checks import require_padding_is_ignored
-from lipaudit.models.jacobian import RIVALS, Margins, jacobian_norms, margins
-from lipaudit.models.linearize import Linearization, linearize
-from lipaudit.models.maps import From, To, sample_map
+from lipaudit.models.attention.blocks import Block, attention_blocks, block_norms
+from lipaudit.models.attention.checks import require_padding_is_ignored
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.derivative.endpoints import From, To, sample_map
+from lipaudit.models.derivative.linearize import Linearization, linearize
+from lipaudit.models.derivative.model_norms import RIVALS, Margins, jacobian_norms, margins
 from lipaudit.models.net import Net
-from lipaudit.models.survey import survey
 from lipaudit.results import Array, JacobianRow, Note, Section
 from lipaudit.theory.lanczos import WITHIN
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.base import Part
-from lipaudit.models.capture import Layer, capture
-from lipaudit.models.checks import require_padding_is_ignored
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.checks import require_padding_is_ignored
+from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.models.sites import Site
-from lipaudit.models.survey import survey
 from lipaudit.results import Note
 
 SURVEYED: ContextVar[Callable[[Sequence[Site]], None]] = ContextVar(

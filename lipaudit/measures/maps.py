@@ -12,7 +12,7 @@ from torch import Tensor
 from lipaudit.errors import UsageError
 from lipaudit.measures.base import Part, Values, joined
 from lipaudit.measures.layers import summed
-from lipaudit.models.capture import Layer
+from lipaudit.models.attention.capture import Layer
 from lipaudit.results import Array
 from lipaudit.theory import softmax
 from lipaudit.theory.attention import Heads

@@ -12,10 +12,10 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.errors import StructureError, UsageError
 from lipaudit.measures.layers import chosen
-from lipaudit.models.capture import Layer, capture
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.models.sites import Site
-from lipaudit.models.survey import survey
 from lipaudit.results import Note
 from lipaudit.theory.ascent import largest_shift, steepest_tokens
 from lipaudit.theory.attention import Heads

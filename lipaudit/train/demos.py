@@ -18,11 +18,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lipaudit.data.batch import Batch, sample_ids
-from lipaudit.models.assembly import assemble
-from lipaudit.models.demo import DigitsViT, described
-from lipaudit.models.loading import load
 from lipaudit.models.net import Net
-from lipaudit.models.spec import LoadOptions
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.demo import DigitsViT, described
+from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.train.loop import Epoch, train
 from lipaudit.train.recipe import Recipe
 

@@ -20,8 +20,8 @@ from lipaudit.attacks.plan import parse_radius
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import Net
-from lipaudit.models.penalty import SpecformerPenalty, attention_penalty
 from lipaudit.train.augment import Mix, flipped, mixing, shifted
+from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 from lipaudit.train.recipe import Recipe
 
 State = dict[str, Any]

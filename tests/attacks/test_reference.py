@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import make_plan
-from lipaudit.models.demo import demo_model
+from lipaudit.models.sources.demo import demo_model
 
 pytestmark = pytest.mark.slow
 

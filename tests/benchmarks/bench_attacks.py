@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import make_plan, parse_radius
-from lipaudit.models.loading import load
+from lipaudit.models.sources.loading import load
 from lipaudit.train.demos import shipped
 
 EPS, STEPS, QUERIES = "0.05", 20, 300

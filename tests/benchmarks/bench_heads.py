@@ -17,10 +17,10 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.measures.attention import AttentionOptions, layer_statistics
-from lipaudit.models.capture import Layer, capture
-from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.models.survey import survey
+from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.theory.affine import KnownWeights
 from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.jacobian import head_norms, layer_norms

@@ -27,9 +27,9 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipaudit.models.demo import MEAN, STD, WIDTH, demo_model
-from lipaudit.models.jacobian import DENSE, jacobian_norms
-from lipaudit.models.linearize import linearize
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.derivative.model_norms import DENSE, jacobian_norms
+from lipaudit.models.sources.demo import MEAN, STD, WIDTH, demo_model
 from lipaudit.train.demos import shipped
 
 

@@ -21,7 +21,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from lipaudit.models.penalty import attention_penalty
+from lipaudit.train.penalty import attention_penalty
 
 STEPS = ("fused", "math", "fused, jasmin", "math, jasmin")
 

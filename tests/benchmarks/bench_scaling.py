@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.assembly import assemble
-from lipaudit.models.capture import Layer, capture
-from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.models.spec import ModelSpec
-from lipaudit.models.survey import survey
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.theory.attention import Heads
 from lipaudit.theory.jacobian import head_norms
 from lipaudit.theory.lanczos import random_starts

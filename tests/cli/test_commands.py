@@ -73,7 +73,7 @@ def test_adversarial_examples_reproduce_the_printed_accuracy(tmp_path):
     import torch
     from safetensors.torch import load_file
 
-    from lipaudit.models.loading import load
+    from lipaudit.models.sources.loading import load
 
     done = lipaudit(
         "attack", "demo", "--eps", "0.1", "--attack", "fgsm,pgd", "--steps", "5", "-n", "32",
@@ -116,14 +116,14 @@ def test_a_model_is_gated_by_the_protocol_of_the_baseline(audited):
 def test_one_amplified_head_fails_the_gate_and_is_named(audited):
     from safetensors.torch import save_file
 
-    from lipaudit.models.loading import load
+    from lipaudit.models.sources.loading import load
 
     state = {k: v.clone() for k, v in load("demo").module.state_dict().items()}
     state["blocks.1.attn.qkv.weight"][96 + 12 : 96 + 24] *= 1.5  # W_V of head 1.1
     save_file(state, audited / "worse.safetensors")
     (audited / "worse.py").write_text(
         "from safetensors.torch import load_file\n"
-        "from lipaudit.models.demo import demo_model\n"
+        "from lipaudit.models.sources.demo import demo_model\n"
         "def model():\n"
         "    spec = demo_model('standard')\n"
         "    spec.module.load_state_dict(load_file('worse.safetensors'))\n"
@@ -137,7 +137,7 @@ def test_one_amplified_head_fails_the_gate_and_is_named(audited):
 def test_weights_are_gated_both_ways_with_the_architecture_of_the_baseline(tmp_path):
     from safetensors.torch import save_file
 
-    from lipaudit.models.loading import load
+    from lipaudit.models.sources.loading import load
 
     state = load("demo").module.state_dict()
     save_file(state, tmp_path / "good.safetensors")

@@ -13,7 +13,7 @@ from lipaudit.cli.app import build
 MODEL = '''
 import torch
 from torch import nn
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.sources.spec import ModelSpec
 
 class Attention(nn.Module):
     """Two heads; gated logits have no closed form."""

@@ -18,7 +18,7 @@ from lipaudit.cli.journal import Journal
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.measures import MEASURES
 from lipaudit.measures.base import Part, sample_ids
-from lipaudit.models.loading import load
+from lipaudit.models.sources.loading import load
 
 ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "130", "--steps", "30")
 NORMS = ("jacobian", "demo", "-n", "32", "--batch-size", "1", "--per-layer")

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from lipaudit.cli.app import build
 from lipaudit.cli.train import train
 from lipaudit.cli.trained import save_model
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.saving import save
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.saving import save
 from lipaudit.train import Recipe
 
 RECIPE = Recipe().model_dump()

@@ -5,7 +5,7 @@ import pytest
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, plan, run, summarise, wilson
-from lipaudit.models.loading import load
+from lipaudit.models.sources.loading import load
 
 
 @pytest.fixture(scope="module")

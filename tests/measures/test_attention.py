@@ -11,9 +11,9 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
 from lipaudit.measures.attention import MEANS, AttentionOptions, run, summarise
-from lipaudit.models.assembly import assemble
-from lipaudit.models.loading import load
-from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.softmax import read_rows, row_statistics
 
 SMALL = {

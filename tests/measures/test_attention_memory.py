@@ -12,8 +12,8 @@ import resource
 import torch
 from lipaudit.data.batch import Batch
 from lipaudit.measures.attention import AttentionOptions, run, summarise
-from lipaudit.models.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 class One(torch.nn.Module):
     def __init__(self):

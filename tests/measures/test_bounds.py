@@ -7,9 +7,9 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.measures.bounds import BoundsOptions, run, summarise
-from lipaudit.models.assembly import assemble
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.theory.catalogue import BOUNDS
 
 

@@ -8,7 +8,7 @@ import torch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
-from lipaudit.models.loading import load
+from lipaudit.models.sources.loading import load
 from lipaudit.theory import bounds as theory
 from lipaudit.theory.catalogue import BOUNDS
 

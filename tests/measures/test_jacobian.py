@@ -16,9 +16,9 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures.base import Part
 from lipaudit.measures.jacobian import JacobianOptions, run, summarise
-from lipaudit.models.assembly import assemble
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Data, Model, Report, Run
 
 

@@ -12,9 +12,9 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.lengths import cut, parse_lengths
 from lipaudit.measures.scaling import ScalingOptions, run, summarise
-from lipaudit.models.assembly import assemble
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.spec import ModelSpec
 
 WIDTH, WORDS = 12, 40
 

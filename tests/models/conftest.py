@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.assembly import assemble
-from lipaudit.models.hf_calls import describe
+from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.models.sites import Site
-from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.models.survey import survey
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.hf.calls import describe
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 VOCABULARY, MOST_TOKENS = 60, 32
 HF = {

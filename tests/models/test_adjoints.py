@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipaudit.errors import InputError
-from lipaudit.models.linear_mode import AdjointMode
+from lipaudit.models.derivative.linear_mode import AdjointMode
 
 
 def rand(*shape):

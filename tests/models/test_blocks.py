@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lipaudit.models.blocks import attention_blocks, block_norms
+from lipaudit.models.attention.blocks import attention_blocks, block_norms
 
 PATHS = {
     "timm-vit": "blocks.{}",

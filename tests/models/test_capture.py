@@ -11,13 +11,13 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.models.capture import Layer, capture
-from lipaudit.models.penalty import SpecformerPenalty
-from lipaudit.models.sites import Site
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.sites import Site
 from lipaudit.theory.affine import KnownWeights
 from lipaudit.theory.attention import Heads
 from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.jacobian import dense_jacobian
+from lipaudit.train.penalty import SpecformerPenalty
 
 AFFINE = ("affine", "affine", "affine")
 ROTARY = ("rotation", "rotation", "affine")

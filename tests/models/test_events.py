@@ -7,8 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lipaudit.models.events import AttentionCall, AttentionMode, Fused, probabilities
-from lipaudit.models.linears import Linear, recognise
+from lipaudit.models.attention.observe.events import (
+    AttentionCall,
+    AttentionMode,
+    Fused,
+    probabilities,
+)
+from lipaudit.models.attention.observe.linears import Linear, recognise
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -10,11 +10,11 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures.bounds import BoundsOptions, run, summarise
-from lipaudit.models.assembly import assemble
-from lipaudit.models.capture import capture
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.survey import survey
 from lipaudit.models.generic import generic
-from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.models.survey import survey
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.jacobian import head_norms
 
 TOKENS, WIDTH, HEADS = 7, 8, 2

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, LipauditError
-from lipaudit.models.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,12 +9,12 @@ from torch.autograd.functional import jacobian
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.jacobian import jacobian_norms
-from lipaudit.models.linearize import linearize
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.maps import sample_map
-from lipaudit.models.pooling import mean_pooling
-from lipaudit.models.survey import survey
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.derivative.endpoints import sample_map
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.derivative.model_norms import jacobian_norms
+from lipaudit.models.sources.hf.pooling import mean_pooling
+from lipaudit.models.sources.loading import LoadOptions, load
 
 transformers = pytest.importorskip("transformers")
 

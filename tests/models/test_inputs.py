@@ -9,9 +9,9 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures.bounds import BoundsOptions, run, summarise
-from lipaudit.models.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.models.survey import survey
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.results import BoundsRow
 
 TOKENS, WIDTH, HEADS = 8, 8, 2

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.jacobian import jacobian_norms, margins
-from lipaudit.models.linearize import linearize
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.derivative.model_norms import jacobian_norms, margins
 
 
 def matrices(samples, outputs, inputs, seed=0):

@@ -8,10 +8,10 @@ import transformers
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures.bounds import BoundsOptions, run, summarise
-from lipaudit.models.assembly import assemble
-from lipaudit.models.hf_calls import describe
-from lipaudit.models.spec import LoadOptions
-from lipaudit.models.survey import survey
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.hf.calls import describe
+from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.theory.catalogue import BOUNDS
 
 CONFIG = {

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lipaudit.errors import EvaluationError, InputError, UsageError
-from lipaudit.models.jacobian import jacobian_norms
-from lipaudit.models.linearize import linearize
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.derivative.model_norms import jacobian_norms
 
 TEXT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -359,7 +359,7 @@ def test_rows_are_formed_together_or_one_by_one(monkeypatch):
     weight = torch.randn(4, 5, dtype=torch.float64)
     x = torch.randn(3, 5, dtype=torch.float64)
     rows = [linearize(lambda x, _: x.square() @ weight.T, x).rows]
-    monkeypatch.setattr("lipaudit.models.linearize.TOGETHER", 2 * x.numel())
+    monkeypatch.setattr("lipaudit.models.derivative.linearize.TOGETHER", 2 * x.numel())
     rows += [linearize(lambda x, _: x.square() @ weight.T, x).rows]
     Unmappable.passes = 0
     rows += [linearize(lambda x, _: Unmappable.apply(x) @ weight.T, x).rows]

@@ -5,17 +5,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import lipaudit.models.demo as demo
+import lipaudit.models.sources.demo as demo
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, LipauditError, UsageError
-from lipaudit.models.assembly import assemble
-from lipaudit.models.loading import LoadOptions, ModelSpec, load
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import LoadOptions, ModelSpec, load
 
 PLAIN = """
 import torch
 from torch import nn
-from lipaudit.models.spec import ModelSpec
+from lipaudit.models.sources.spec import ModelSpec
 
 class Scaled(nn.Module):
     def __init__(self, classes=4):
@@ -196,7 +196,7 @@ def test_a_model_of_float_tokens(source):
 
 
 def test_a_factory_in_an_importable_module():
-    net = load("py:lipaudit.models.demo:demo_model")
+    net = load("py:lipaudit.models.sources.demo:demo_model")
     assert net.info.weights_sha256 == load("demo").info.weights_sha256
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
-from lipaudit.models.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 
 class InPlace(nn.Module):

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.saving import save
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.saving import save
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT = transformers.BertConfig(**SMALL, vocab_size=32, intermediate_size=24)

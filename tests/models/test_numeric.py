@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.capture import capture
-from lipaudit.models.numeric import numeric_norms
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.theory.attention import per_sample
 from lipaudit.theory.jacobian import head_norms
 

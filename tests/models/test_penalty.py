@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models import penalty
-from lipaudit.models.capture import capture
-from lipaudit.models.penalty import SpecformerPenalty, attention_penalty
+from lipaudit.models.attention.capture import capture
 from lipaudit.theory.penalties import jasmin, jasmin_rows
+from lipaudit.train import penalty
+from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 
 NAMES = ["timm-vit", "timm-swin", "bert", "bert-eager", "gpt2", "llama", "torch-encoder"]
 NAMES += ["handwritten", "t5"]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.capture import capture
-from lipaudit.models.jacobian import jacobian_norms
-from lipaudit.models.linearize import linearize
-from lipaudit.models.numeric import numeric_norms
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.derivative.model_norms import jacobian_norms
 
 X = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.models import checks
-from lipaudit.models.assembly import assemble
-from lipaudit.models.capture import capture
-from lipaudit.models.numeric import numeric_norms
-from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.models.survey import survey
+from lipaudit.models.attention import checks
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.jacobian import dense_jacobian
 
 TOKENS, WIDTH = 6, 8

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError, UsageError
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.timm import describe
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.timm import describe
 
 timm = pytest.importorskip("timm")
 

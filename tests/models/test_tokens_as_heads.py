@@ -9,9 +9,9 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import attention, bounds
-from lipaudit.models.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.models.survey import survey
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 
 class TokensFirst(nn.Module):

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models import checks, probes
-from lipaudit.models.assembly import assemble
-from lipaudit.models.capture import capture
-from lipaudit.models.probes import Source
-from lipaudit.models.spec import LoadOptions, ModelSpec
-from lipaudit.models.survey import survey
+from lipaudit.models.attention import checks
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.project import probes
+from lipaudit.models.attention.project.probes import Source
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.jacobian import head_norms
 
 TOKENS, WIDTH = 6, 8

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.jacobian import jacobian_norms
-from lipaudit.models.linearize import linearize
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.maps import sample_map
+from lipaudit.models.derivative.endpoints import sample_map
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.derivative.model_norms import jacobian_norms
+from lipaudit.models.sources.loading import LoadOptions, load
 
 STARTS = 200
 

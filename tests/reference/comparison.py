@@ -14,8 +14,8 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.errors import LipauditError
 from lipaudit.measures import MEASURES
+from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.models.survey import survey
 from lipaudit.theory.catalogue import BOUNDS
 from tests.reference import loaded, truth
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.loading import LoadOptions, load
 from lipaudit.models.net import Net
+from lipaudit.models.sources.loading import LoadOptions, load
 from tests.reference.timm_models import Small
 
 NARROW, WIDE = "float32", "float64"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import assume, given, settings
-from hypothesis import assume, strategies as st
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lipaudit.errors import UsageError

@@ -11,8 +11,8 @@ from torch import nn
 
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.assembly import assemble
-from lipaudit.models.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.train import Recipe, train
 from lipaudit.train.augment import flipped, mixing, shifted
 from lipaudit.train.demos import RECIPES, shipped, untrained
@@ -251,7 +251,7 @@ def test_recipes_that_make_no_sense():
 @pytest.mark.slow
 def test_the_shipped_demo_is_what_its_recipe_makes():
     """To the last bit where it was made; elsewhere as good."""
-    from lipaudit.models.loading import load
+    from lipaudit.models.sources.loading import load
 
     net = untrained(0)
     *_, last = train(net, shipped("train"), RECIPES["standard"], held_out=shipped("test"))

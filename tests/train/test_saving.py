@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.loading import LoadOptions, load
-from lipaudit.models.saving import save
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.saving import save
 
 
 def assert_same_outputs(first, second, data="random"):
@@ -50,7 +50,7 @@ def test_a_model_of_transformers_keeps_its_tokenizer(tmp_path):
 def test_a_model_of_nobody_is_weights_alone(tmp_path):
     (tmp_path / "toy.py").write_text(
         "import torch\n"
-        "from lipaudit.models.spec import ModelSpec\n"
+        "from lipaudit.models.sources.spec import ModelSpec\n"
         "def model():\n"
         "    encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
         "    return ModelSpec(encoder, (5, 8), kind='tokens', classifier=False)\n"

@@ -1,0 +1,1 @@
+"""The attention of any model: `survey.survey` names its layers, `capture.capture` reads them."""

@@ -1,0 +1,156 @@
+"""Work out what one attention call is: how q, k, v, the logits and the output come about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipaudit.data.batch import Batch
+from lipaudit.models.attention import checks
+from lipaudit.models.attention.observe.events import AttentionCall, Explicit
+from lipaudit.models.attention.observe.layouts import layouts
+from lipaudit.models.attention.observe.linears import Linear
+from lipaudit.models.attention.observe.trace import origins
+from lipaudit.models.attention.project import probes
+from lipaudit.models.attention.project.logits import logit_form
+from lipaudit.models.attention.project.probes import Source
+from lipaudit.models.attention.project.structure import NotClosedForm, Recipe, decode, token_rows
+from lipaudit.models.attention.sites import OutputMap, Structure
+from lipaudit.models.attention.to_heads import assemble, canonical, product
+from lipaudit.models.graph import is_affine
+from lipaudit.theory.condition import forward_error
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a call is; see `Site` for the fields."""
+
+    layout: str
+    kinds: tuple[str, str, str]
+    structure: Structure | None
+    reason: str | None
+
+
+def analyse(call: AttentionCall, batch: Batch) -> Analysis:
+    """Read a call in the first layout in which it has a closed form, or else in the likeliest."""
+    tried = []
+    for layout in layouts(call.q, len(batch)):
+        tried.append(_analyse(call, layout, batch))
+        if tried[-1].structure is not None:
+            return tried[-1]
+    return tried[0]
+
+
+def output_map(linear: Linear, source: Source) -> OutputMap | None:
+    """Return W_O if a linear map takes the concatenated heads, permuted and scaled at most.
+
+    Args:
+        linear: a linear map behind the attention.
+        source: its input as a function of the attention's output.
+    """
+    rows, width = source.as_rows(source.leaf.detach()).shape
+    columns = torch.arange(width, device=source.t.device)[None]
+    try:
+        index = token_rows(source)
+    except NotClosedForm:
+        return None
+    plain = index.numel() == rows and is_affine(source.t)
+    found = probes.affine_map(source, index, columns) if plain else None
+    if found is None:
+        return None
+    mix = found[0][0]
+    order = mix.abs().argmax(0)
+    gain = mix.gather(0, order[None])[0]
+    single = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
+    return OutputMap(linear.weight.detach(), order, gain) if single else None
+
+
+def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
+    try:
+        return _read(call, layout, batch)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # The graph is the model's own: a write in place, an op without a derivative. Whatever it
+        # is, this layer has no closed form that we could vouch for, and the others may.
+        reason = f"its graph cannot be differentiated: {str(error).partition(chr(10))[0]}"
+        return Analysis(layout, ("unread", "unread", "unread"), None, reason)
+
+
+def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
+    arranged = canonical(call, layout, len(batch))
+    parts = {name: _attempt(getattr(arranged, name), len(batch)) for name in "qkv"}
+    q, k, v = (_kind(part) for part in parts.values())
+    try:
+        structure = _structure(call, arranged, parts)
+        attention, relative = product(call, layout, batch, None)
+        heads, made = assemble(structure, attention, arranged, batch, relative)
+        lost = forward_error(heads).amax(0)
+        if lost.amax() > checks.HOPELESS:
+            raise NotClosedForm(
+                "rounding",
+                f"its logits are so large that {arranged.q.dtype} cannot tell its attention map: "
+                "use --dtype float64",
+            )
+        if not checks.jacobian_agrees(heads, made, arranged, lost):
+            raise NotClosedForm("wrong", "its closed form disagrees with autograd")
+    except NotClosedForm as found:
+        return Analysis(layout, (q, k, v), None, found.reason)
+    return Analysis(layout, (q, k, v), structure, None)
+
+
+def _attempt(t: Tensor, samples: int) -> Recipe | NotClosedForm | None:
+    try:
+        return decode(t, samples)
+    except NotClosedForm as found:
+        return found
+
+
+def _kind(part: Recipe | NotClosedForm | None) -> str:
+    return "constant" if part is None else part.kind
+
+
+def _structure(
+    call: AttentionCall,
+    arranged: AttentionCall,
+    parts: Mapping[str, Recipe | NotClosedForm | None],
+) -> Structure:
+    """Put the recipes together, or raise NotClosedForm with everything that is in the way."""
+    problems = [
+        f"{name} {part.reason}" for name, part in parts.items() if isinstance(part, NotClosedForm)
+    ]
+    problems += _logit_problems(call)
+    if problems:
+        raise NotClosedForm("several", "; ".join(problems))
+    recipes = {name: part for name, part in parts.items() if isinstance(part, Recipe)}
+    q, k, v = (recipes.get(name) for name in "qkv")
+    if k is None or v is None:
+        raise NotClosedForm("constant", "its keys or values do not depend on the input")
+    if not _same_reading(arranged.k, k, arranged.v, v):
+        raise NotClosedForm("two inputs", "its keys and values read different inputs")
+    joint = q is not None and _same_reading(arranged.q, q, arranged.k, k)
+    return Structure(q, k, v, joint, out=None)
+
+
+def _logit_problems(call: AttentionCall) -> list[str]:
+    if not isinstance(call.form, Explicit):
+        return []
+    try:
+        logit_form(call, call.form)
+    except NotClosedForm as found:
+        return [found.reason]
+    return []
+
+
+def _same_reading(a: Tensor, recipe_a: Recipe, b: Tensor, recipe_b: Recipe) -> bool:
+    """Say whether two parts of a call read the same tokens of the same input."""
+    ((_, one),), ((_, other),) = origins(a), origins(b)
+    rows, others = recipe_a.rows, recipe_b.rows
+    return (
+        one.reads_same(other)
+        and rows.samples_first == others.samples_first
+        and torch.equal(rows.tokens, others.tokens)
+    )

@@ -1,0 +1,161 @@
+"""Exact Jacobian norms of attention layers that have no closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.errors import EvaluationError
+from lipaudit.models.attention import checks
+from lipaudit.models.attention.capture import Layer
+from lipaudit.models.attention.observe.events import AttentionCall, AttentionMode
+from lipaudit.models.attention.observe.trace import Frame
+from lipaudit.models.attention.to_heads import canonical
+from lipaudit.models.derivative.linearize import Linearization
+from lipaudit.theory.lanczos import WITHIN, Norms, Products, random_starts, spectral_norms
+from lipaudit.theory.powers import powers_of_two
+
+
+def numeric_norms(
+    layer: Layer,
+    *,
+    seeds: Sequence[int],
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    within: float = WITHIN,
+) -> Norms:
+    """Return ||J|| of every head of a layer, (samples, heads), by differentiating its module.
+
+    J is the Jacobian of the head's output O_h in everything that the innermost module around the
+    layer and its projections takes from the rest of the model. That module is run again.
+
+    Args:
+        layer: a layer while its visit lasts; NaN where there is an `obstacle`.
+        seeds: of the start vectors, one per sample.
+        tol: relative accuracy of the norms, estimated.
+        max_steps: most products per head.
+        within: how far `upper` may lie above a norm, relatively: what is proven.
+    """
+    linear = _runnable(layer)
+    if isinstance(linear, str):
+        return _unknown(layer)
+    start = _starts(layer, seeds)
+    how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
+
+    def of_head(head: int) -> Norms:
+        # The samples share one graph: those that are done ride along.
+        norms = spectral_norms(lambda _: _products(linear, layer, head), start, rebuild=2.0, **how)
+        return norms.times(powers_of_two(linear.exponent))
+
+    found = [of_head(head) for head in range(layer.site.heads)]
+    parts = ("norm", "upper", "products", "converged")
+    return Norms(*(torch.stack([getattr(norms, name) for norms in found], 1) for name in parts))
+
+
+def obstacle(layer: Layer) -> str | None:
+    """Say why the norms of a layer cannot be computed numerically; None where they can."""
+    linear = _runnable(layer)
+    return linear if isinstance(linear, str) else None
+
+
+def _runnable(layer: Layer) -> Linearization | str:
+    """Linearise the module of a layer, or say why it cannot be run on its own."""
+    outside = "its module cannot be run on its own"
+    if not layer.site.inputs or layer.frame is None or len(layer.output) % layer.samples:
+        return outside
+    try:
+        linear = _linearized(layer)
+        linear.outer(torch.ones_like(linear.output))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the model's own code says of being run again
+        return str(error).partition("\n")[0] or outside
+    return linear
+
+
+def _linearized(layer: Layer) -> Linearization:
+    """Linearise O in all inputs of the module around the layer, end to end: (1, numbers)."""
+    assert layer.frame is not None
+    inputs = list({id(t): t for t in _given(layer.frame, layer.site.inputs)}.values())
+    z = torch.cat([t.detach().flatten() for t in inputs])[None]
+
+    def output(z: Tensor, _index: Tensor) -> Tensor:
+        parts = torch.split(z[0], [t.numel() for t in inputs])
+        moved = {id(t): part.view(t.shape) for t, part in zip(inputs, parts, strict=True)}
+        return _output(layer, moved).flatten()[None]
+
+    linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))
+    again = linear.output[0].view_as(layer.output)
+    if not checks.agree(layer.output, again, checks.AGREES, each=1):
+        raise EvaluationError(
+            f"{layer.site.scope} gives something else when it is run on its own",
+            "it keeps state between calls: leave its layers out with --layers",
+        )
+    return linear
+
+
+class _Met(Exception):
+    """Carries the output of the layer out of its module: the rest of the module may stay unrun."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+
+def _output(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
+    """Run the module with some tensors replaced: O, (windows, heads, tokens, d_v)."""
+    calls: list[AttentionCall] = []
+
+    def meet(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        if len(calls) > layer.number:
+            raise _Met(canonical(call, layer.site.layout, layer.samples).output)
+        return call.output
+
+    frame = layer.frame
+    assert frame is not None
+    args = [moved.get(id(value), value) for value in frame.args]
+    kwargs = {name: moved.get(id(value), value) for name, value in frame.kwargs.items()}
+    try:
+        with AttentionMode(meet):
+            frame.module(*args, **kwargs)
+    except _Met as found:
+        return found.output
+    raise EvaluationError(f"{layer.site.scope} has no attention when it is run on its own")
+
+
+def _given(frame: Frame, keys: Sequence[int | str]) -> list[Any]:
+    return [frame.args[key] if isinstance(key, int) else frame.kwargs[key] for key in keys]
+
+
+def _products(linear: Linearization, layer: Layer, head: int) -> Products:
+    """J_h J_h^T u of one head at every sample, in units of its own."""
+    linear.reset()
+
+    def apply(u: Tensor) -> Tensor:
+        whole = torch.zeros_like(layer.output)
+        whole[:, head] = _masked(u.reshape(whole[:, head].shape), layer)
+        product = linear.outer(whole.flatten()[None]).view_as(whole)[:, head]
+        return _masked(product, layer).reshape(u.shape)
+
+    return apply
+
+
+def _starts(layer: Layer, seeds: Sequence[int]) -> Tensor:
+    one = layer.output[:, 0]
+    start = random_starts(seeds, one.numel() // layer.samples).to(one)
+    return _masked(start.view(one.shape), layer).reshape(start.shape)
+
+
+def _masked(rows: Tensor, layer: Layer) -> Tensor:
+    """Zero the rows of padded queries, which are no outputs."""
+    valid = layer.attention.valid
+    return rows if valid is None else rows * valid[..., None]
+
+
+def _unknown(layer: Layer) -> Norms:
+    nan = torch.full((layer.samples, layer.site.heads), torch.nan, dtype=torch.float64)
+    return Norms(nan, nan.clone(), nan.isfinite().long(), nan.isfinite())

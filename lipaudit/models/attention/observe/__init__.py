@@ -1,0 +1,1 @@
+"""Meet attention calls and linear maps while an unmodified model runs."""

@@ -1,0 +1,200 @@
+"""Read written-out logits: s q k^T + bias, any function of each pair (q_i, k_j), a sink."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lipaudit.models.attention.observe.events import AttentionCall, Explicit
+from lipaudit.models.attention.project.structure import NotClosedForm
+from lipaudit.models.graph import SHAPE_OPS, nodes, op, vjp
+
+_AFFINE_OPS = {
+    "Add",
+    "Clamp",
+    "Div",
+    "MaskedFill",
+    "Maximum",
+    "Mul",
+    "Neg",
+    "Rsub",
+    "Split",
+    "Sub",
+    "Where",
+}
+_ADDED = {"Add", "Clamp", "MaskedFill", "Maximum", "Rsub", "Sub", "Where"}
+"""Ops that may put a bias into the logits."""
+_SINK_OPS = {"Amax", "ConstantPadNd", "Max"}  # the largest logit is taken off its row
+_ROUNDING = 4  # times the machine epsilon of the row's largest logit
+_NEGLIGIBLE = 1e-5  # in a logit: P moves by this share, far below every tolerance
+_OUT_OF_REACH = 1e9  # a level that logits are not cut off at: the end of float32 stands for -inf
+
+
+BESIDE = "its logits depend on the input beside q k^T"
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """How the logits of a call depend on q and k; tensors in the shape of the call.
+
+    Attributes:
+        scale: s, one number per head.
+        bias: B with S = s q k^T + B, or None for 0; S itself where there is a slope or `relative`.
+            Masked entries are -inf; so is every entry of a query whose keys are all masked.
+        slope: f with dS_ij = f_ij s d<q_i, k_j>, or None for 1.
+        sink: a logit beside those of the keys, (..., queries), or None.
+        relative: S with its graph, where it depends on q or k beside their product.
+    """
+
+    scale: Tensor
+    bias: Tensor | None
+    slope: Tensor | None = None
+    sink: Tensor | None = None
+    relative: Tensor | None = None
+
+
+def logit_form(call: AttentionCall, form: Explicit) -> LogitForm:
+    """Read the logits of a written-out softmax.
+
+    Raises:
+        NotClosedForm: a logit depends on the product of another pair, or P is changed before it
+            meets v.
+    """
+    product = (call.q @ call.k.mT).detach()
+    keys = _keys(form, product)
+    slope = _slopes(form, product, keys)
+    _check_weights(form, keys)
+    sink = _sink(form, product, keys)
+    if form.others and sink is not None:
+        raise NotClosedForm("sinks", f"it has sinks, and {BESIDE}")
+    logits, p = (t.detach()[..., keys].reshape(product.shape) for t in (form.logits, form.p))
+    seen = (p > 0) & (slope != 0).any(-1, keepdim=True)
+    scale = torch.where(seen, slope, 0.0).abs().amax((-2, -1), keepdim=True)
+    even = _close(torch.where(seen, slope, scale), scale, 1e-4)
+    masked = (slope == 0) & ~seen
+    if even and not form.others and _is_affine(form, with_sink=sink is not None):
+        bias = _bias(form, logits, scale * product, masked)
+        return LogitForm(scale[..., 0, 0], bias, sink=sink)
+    share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
+    level = _close(
+        torch.where(seen, share, 1.0),
+        torch.ones_like(share),
+        _ROUNDING * torch.finfo(slope.dtype).eps,
+    )
+    relative = form.logits.reshape(product.shape) if form.others else None
+    bias = logits.masked_fill(masked, -torch.inf)
+    # Level slopes stay where an op may bend the logits elsewhere: they are not s q k^T + B.
+    bent = None if level and form.others else share
+    return LogitForm(scale[..., 0, 0], bias, bent, sink, relative)
+
+
+def _keys(form: Explicit, product: Tensor) -> slice:
+    """Return which of the logits of a row are those of the keys: those that meet the values."""
+    m, extra = product.shape[-1], form.logits.shape[-1] - product.shape[-1]
+    if form.logits.numel() == product.numel():
+        return slice(None)
+    if extra != 1 or form.logits.numel() != product.numel() // m * (m + 1):
+        raise NotClosedForm("sinks", "it has other logits than those of its keys and one sink")
+    for keys in (slice(0, m), slice(1, m + 1)):
+        if _unchanged(form, keys):
+            return keys
+    raise NotClosedForm("sinks", "P with its sink is changed between the softmax and the values")
+
+
+def _sink(form: Explicit, product: Tensor, keys: slice) -> Tensor | None:
+    if keys.start is None:
+        return None
+    return form.logits.detach()[..., _beside(keys)].reshape(product.shape[:-1])
+
+
+def _beside(keys: slice) -> int:
+    """Where the sink is: behind the keys, or in front of them."""
+    return -1 if keys.start == 0 else 0
+
+
+def _slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
+    """Return dS_ij / d<q_i, k_j>, once it is seen that S_ij depends on no other product.
+
+    With a sink the cotangents of a row sum to 0, with no rounding: so what is taken off all
+    logits of a row does not count, and a sink that depends on a product shows as another pair's.
+    """
+    generator = torch.Generator(product.device).manual_seed(0)
+    some = torch.rand(product.shape, generator=generator, device=product.device) < 0.5
+    ones, pulled = (_pulled(form, t.to(product), keys) for t in (torch.ones_like(some), some))
+    # Exact zeros: a small share of a large head's logits would still be much in another head.
+    if not _close(pulled, ones * some, 1e-3):
+        raise NotClosedForm("mixed-logits", "its logits mix heads or keys")
+    return ones
+
+
+def _pulled(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
+    whole = cotangent.reshape(*form.logits.shape[:-1], -1)
+    if keys.start is not None:
+        padded = whole.new_zeros(form.logits.shape)
+        padded[..., keys] = whole
+        padded[..., _beside(keys)] = -whole.sum(-1)
+        whole = padded
+    pulled = vjp(form.logits, form.product, whole.to(form.logits.dtype))
+    if pulled is None:  # a linear map of the logits, at which the graph is cut
+        raise NotClosedForm("x-dependent-bias", BESIDE)
+    return pulled.reshape(cotangent.shape).to(cotangent.dtype)
+
+
+def _bias(form: Explicit, logits: Tensor, linear: Tensor, masked: Tensor) -> Tensor | None:
+    """Return B; zero in heads in which no row has more of it than rounding, None if in all.
+
+    By the row: the logits of one head say nothing of the rounding in another one's. Rounding that
+    would move P is kept, so that P is the model's own.
+    """
+    if _ADDED.isdisjoint(_ops(form)) and not masked.any():
+        return None
+    bias = (logits - linear).masked_fill(masked, -torch.inf)
+    rounding = _ROUNDING * torch.finfo(logits.dtype).eps * linear.abs().amax(-1, keepdim=True)
+    rounding = rounding.clamp_max(_NEGLIGIBLE)
+    absent = ~(bias.abs() > rounding).any(-1, keepdim=True).any(-2, keepdim=True)
+    return None if absent.all() else bias.masked_fill(absent, 0.0)
+
+
+def _close(a: Tensor, b: Tensor, relative: float) -> bool:
+    """Compare entry by entry; `torch.allclose` takes several times as long."""
+    return bool(((a - b).abs_() <= relative * b.abs()).all())
+
+
+def _ops(form: Explicit) -> set[str]:
+    """Return the ops between q k^T and the softmax, without the product itself."""
+    return {op(node) for node in _path(form)}
+
+
+def _path(form: Explicit) -> Iterator[Node]:
+    return (n for n in nodes(form.logits, (form.product.node,)) if n is not form.product.node)
+
+
+def _is_cut_off(node: Node) -> bool:
+    """Say whether an op cuts the logits off at a level that they may reach, at X or elsewhere."""
+    names = {"Clamp": ("_saved_min", "_saved_max"), "Maximum": ("_saved_self", "_saved_other")}
+    levels = [getattr(node, name, None) for name in names.get(op(node), ())]
+    constant = [t for t in levels if t is not None and not getattr(t, "requires_grad", False)]
+    return any(float(torch.as_tensor(t).abs().min()) < _OUT_OF_REACH for t in constant)
+
+
+def _is_affine(form: Explicit, *, with_sink: bool) -> bool:
+    """Say whether the logits pass through affine ops only: are what they are here everywhere."""
+    allowed = _AFFINE_OPS | SHAPE_OPS | (_SINK_OPS if with_sink else set())
+    return _ops(form) <= allowed and not any(_is_cut_off(node) for node in _path(form))
+
+
+def _check_weights(form: Explicit, keys: slice) -> None:
+    if not _unchanged(form, keys):
+        raise NotClosedForm("post-softmax-op", "P is changed between the softmax and the values")
+
+
+def _unchanged(form: Explicit, keys: slice) -> bool:
+    """Say whether the values are met by these columns of P as they are."""
+    p, weights = form.p.detach()[..., keys], form.weights.detach()
+    return p.numel() == weights.numel() and torch.equal(
+        p.reshape(weights.shape).to(weights), weights
+    )

@@ -1,0 +1,105 @@
+"""What a survey knows of each attention layer of a model, whatever the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lipaudit.models.attention.observe.trace import Address
+from lipaudit.models.attention.project.structure import Recipe
+
+ONE_INPUT, APART, KEYS = "one input", "queries apart", "keys and values"
+MODULE_INPUT = "module input"
+"""In what the norm of a layer is taken; the last one where nothing finer is known."""
+
+
+@dataclass(frozen=True)
+class OutputMap:
+    """W_O, where the layer's output is sum_h O_h W_O,h.
+
+    Attributes:
+        weight: of the output projection, (channels in, channels out).
+        order: which of its rows each channel of the concatenated heads meets.
+        gain: what the channel is multiplied by on the way.
+    """
+
+    weight: Tensor
+    order: Tensor
+    gain: Tensor
+
+    def per_head(self, heads: int) -> Tensor:
+        """Return W_O of each head, (heads, d_v, D_out)."""
+        weight = self.weight[self.order] * self.gain[:, None]
+        return weight.view(heads, -1, weight.shape[1])
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How the tensors of a closed-form layer come about.
+
+    Attributes:
+        q, k, v: their recipes; None for a query that does not depend on the input.
+        joint: whether q reads the same tokens as k and v.
+        out: the output projection, where there is a plain one.
+    """
+
+    q: Recipe | None
+    k: Recipe
+    v: Recipe
+    joint: bool
+    out: OutputMap | None
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention layer of a model.
+
+    Attributes:
+        index: its number, in call order.
+        module: path of the innermost module that computes it.
+        heads: number of heads.
+        kinds: what q, k and v are as functions of the layer's input: affine, rotation,
+            linear-pos, local, cross-head, constant, or what keeps them from the closed form.
+        reason: why there is no closed form; None where there is one.
+        address: which attention call of the forward pass it is.
+        layout: the axes of its q, k and v (see `layouts.arrange`).
+        structure: how its tensors come about; None without a closed form.
+        sources: the ops at which the graph has to be cut to read it.
+        explicit: whether the model writes its softmax out.
+        scope: path of the innermost module that holds the layer and its projections.
+        inputs: the arguments of that module which depend on the model's input; empty where its
+            Jacobian cannot be taken numerically.
+        inner: linear maps between what q, k and v read and what they are, beside the first ones.
+        direct: whether the projections read those arguments themselves: then the norm in the
+            inputs of the projections is the norm in the module's.
+    """
+
+    index: int
+    module: str
+    heads: int
+    kinds: tuple[str, str, str]
+    reason: str | None
+    address: Address
+    layout: str
+    structure: Structure | None
+    sources: frozenset[Address]
+    explicit: bool
+    scope: str
+    inputs: tuple[int | str, ...]
+    inner: frozenset[Address] = frozenset()
+    direct: bool = False
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether the Jacobian has the closed form of the theory."""
+        return self.structure is not None
+
+    @property
+    def input(self) -> str:
+        """In what the norm of its Jacobian is taken."""
+        if self.structure is None:
+            return MODULE_INPUT
+        if self.structure.q is None:
+            return KEYS
+        return ONE_INPUT if self.structure.joint else APART

@@ -1,0 +1,177 @@
+"""From an attention call to `Heads`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lipaudit.data.batch import Batch
+from lipaudit.models.attention.observe.events import AttentionCall, Explicit, Fused, additive
+from lipaudit.models.attention.observe.layouts import arrange
+from lipaudit.models.attention.project.logits import LogitForm, logit_form
+from lipaudit.models.attention.project.positions import position_terms
+from lipaudit.models.attention.project.structure import Projected, Rows, project
+from lipaudit.models.attention.sites import Structure
+from lipaudit.theory.attention import Heads, Pairs
+
+_Rows = tuple[Tensor, Tensor, Tensor]
+"""q, k and v."""
+
+
+def canonical(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
+    """Return the call with q, k, v and output as (windows, heads, tokens, width)."""
+    output = call.output.mT if call.transposed else call.output
+    q, k, v, o = (arrange(layout, t, samples) for t in (call.q, call.k, call.v, output))
+    return replace(call, q=q, k=k, v=v, output=o, transposed=False)
+
+
+def distribution(call: AttentionCall, layout: str, batch: Batch, rows: Rows | None) -> Heads:
+    """Return P of a layer, without X and projections; of a written-out softmax, by its logits.
+
+    Args:
+        call: the attention call, as the model made it.
+        layout: the axes of its q, k and v.
+        batch: the samples, for their padding.
+        rows: which tokens the queries are, where that is known.
+    """
+    if isinstance(call.form, Fused):
+        return product(call, layout, batch, rows)[0]
+    parts, form = _from_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
+    return _heads(parts, form, False, batch, rows)
+
+
+def product(
+    call: AttentionCall, layout: str, batch: Batch, rows: Rows | None
+) -> tuple[Heads, Tensor | None]:
+    """Return q, k, v and the logits of a layer; and, where q or k meet positions, with a graph.
+
+    Raises:
+        NotClosedForm: a logit depends on the product of another pair.
+    """
+    arranged = canonical(call, layout, len(batch))
+    form = _form(call, layout, len(batch))
+    parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
+    causal = isinstance(call.form, Fused) and call.form.causal
+    return _heads(parts, form, causal, batch, rows), form.relative
+
+
+def _heads(parts: _Rows, form: LogitForm, causal: bool, batch: Batch, rows: Rows | None) -> Heads:
+    q, k, v = parts
+    plain = form.slope is None and form.relative is None
+    windows, tokens = q.shape[0], q.shape[2]
+    return Heads(
+        x=q.new_zeros(windows, tokens, 0),
+        x_kv=None,
+        q=q,
+        k=k,
+        v=v,
+        scale=form.scale,
+        bias=form.bias,
+        causal=causal,
+        valid=_valid(batch, windows, tokens, rows),
+        to_q=None,
+        to_k=None,
+        to_v=None,
+        out=None,
+        sample=torch.arange(windows, device=q.device) * len(batch) // windows,
+        pairs=None if plain else Pairs(form.slope),
+        sink=form.sink,
+    )
+
+
+def assemble(
+    structure: Structure,
+    attention: Heads,
+    call: AttentionCall,
+    batch: Batch,
+    relative: Tensor | None,
+) -> tuple[Heads, dict[str, Projected]]:
+    """Add X, the projections, what meets positions and W_O to the heads of a canonical call.
+
+    Args:
+        structure: how its tensors come about.
+        attention: its q, k, v and logits, from `product`.
+        call: the call.
+        batch: the samples.
+        relative: its logits with their graph, from `product`.
+
+    Raises:
+        NotClosedForm: the call is not what the structure says.
+    """
+    recipes = {"k": structure.k, "v": structure.v}
+    recipes |= {} if structure.q is None else {"q": structure.q}
+    made = {
+        name: project(recipe, getattr(call, name), len(batch)) for name, recipe in recipes.items()
+    }
+    memory = _without_padding(made["k"], batch)
+    width = (*call.q.shape[::2], memory.shape[2])
+    heads = replace(
+        attention,
+        x=_without_padding(made["q"], batch) if "q" in made else memory.new_zeros(width),
+        x_kv=None if structure.joint else memory,
+        to_q=made["q"].projection if "q" in made else None,
+        to_k=made["k"].projection,
+        to_v=made["v"].projection,
+        out=None if structure.out is None else structure.out.per_head(call.q.shape[1]),
+    )
+    if relative is not None:
+        heads = replace(heads, pairs=position_terms(heads, relative, made, recipes))
+    return heads, made
+
+
+def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
+    """Return the logits with axes (#windows, #heads, #queries, #keys)."""
+
+    def arranged(t: Tensor | None) -> Tensor | None:
+        return None if t is None else arrange(layout, t, samples)
+
+    if isinstance(call.form, Explicit):
+        form = logit_form(call, call.form)
+        return LogitForm(
+            scale=arrange(layout, form.scale[..., None, None], samples)[..., 0, 0],
+            bias=arranged(form.bias),
+            slope=arranged(form.slope),
+            sink=None
+            if form.sink is None
+            else arrange(layout, form.sink[..., None], samples)[..., 0],
+            relative=arranged(form.relative),
+        )
+    scale, mask = call.q.new_full((1, 1), call.form.scale), call.form.mask
+    if mask is None:
+        return LogitForm(scale, None)
+    if mask.requires_grad:
+        logits = arrange(layout, call.form.scale * (call.q @ call.k.mT) + mask, samples)
+        return LogitForm(scale, logits.detach(), relative=logits)
+    bias = additive(mask, call.q.dtype)
+    if layout == "batch heads tokens":
+        return LogitForm(scale, bias[(None,) * (4 - bias.ndim)])
+    return LogitForm(scale, arranged(bias.expand(*call.q.shape[:-1], call.k.shape[-2])))
+
+
+def _from_logits(logits: Tensor, axes: int, layout: str, samples: int) -> tuple[_Rows, LogitForm]:
+    """Return q, k, v of width 0 and scale 0: all of P is in the bias, the captured logits."""
+    if logits.ndim == axes:
+        logits = arrange(layout, logits, samples)
+    elif logits.ndim != 4:
+        logits = logits.flatten(0, -4) if logits.ndim > 4 else logits[:, None]
+    windows, heads, queries, keys = logits.shape
+    q, k, v = (logits.new_zeros(windows, heads, n, 0) for n in (queries, keys, keys))
+    return (q, k, v), LogitForm(logits.new_zeros(1, 1), logits)
+
+
+def _valid(batch: Batch, windows: int, tokens: int, rows: Rows | None) -> Tensor | None:
+    mask = batch.mask
+    if mask is None or bool(mask.all()):
+        return None
+    known = None if rows is None else rows.resized(mask.shape[1], tokens)
+    if known is not None:
+        return known.pick(mask)
+    return mask if (windows, tokens) == mask.shape else None
+
+
+def _without_padding(made: Projected, batch: Batch) -> Tensor:
+    if batch.mask is None or batch.mask.shape[1] != made.rows.length:
+        return made.x
+    return made.x * made.rows.pick(batch.mask)[..., None]

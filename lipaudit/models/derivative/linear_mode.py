@@ -1,0 +1,153 @@
+"""Run an unmodified model so that it can be linearised: what is replaced, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lipaudit.errors import InputError
+from lipaudit.models.derivative import adjoints
+from lipaudit.models.graph import leaves
+
+
+def _refuse_dropout(probability: float) -> None:
+    if probability > 0:
+        raise InputError(
+            f"dropout is on (p = {probability:g}): every forward pass is another function",
+            "call model.eval() first, or set the probability to 0",
+        )
+
+
+def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The signature of torch.softmax and Tensor.softmax."""
+    return adjoints.softmax(input, dim, dtype=dtype)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    _refuse_dropout(dropout_p)
+    return adjoints.attention(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    _refuse_dropout(p if training else 0.0)
+    return NotImplemented
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Refuse batch statistics, and write the others out: they are an affine map per channel.
+
+    On a CPU torch's own backward pass (up to 2.15 at least) gives wrong gradients for a batch of
+    one whose cotangent is a transposed view, as in every model that turns channels into tokens.
+    """
+    if training and _mixes_samples(input):
+        raise InputError(
+            "a BatchNorm layer uses the statistics of the batch: its samples depend on each other",
+            "call model.eval() first; a BatchNorm without running statistics is not supported",
+        )
+    if training or running_mean is None or running_var is None:
+        return NotImplemented
+    gain = (running_var + eps).rsqrt()
+    gain = gain if weight is None else gain * weight
+    shift = 0.0 if bias is None else _channels(bias, input)
+    return (input - _channels(running_mean, input)) * _channels(gain, input) + shift
+
+
+def _channels(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.ndim - 2))
+
+
+def _mixes_samples(input: Tensor) -> bool:
+    """Say whether statistics over axis 0 and those from 2 on may be taken over several samples.
+
+    A weight that is standardised is made of parameters alone. One row with every sample's
+    channels side by side is an instance norm; should the samples lie in the other axes, the check
+    of their gradients finds it.
+    """
+    return len(input) > 1 and not all(isinstance(leaf, nn.Parameter) for leaf in leaves(input)[0])
+
+
+_ACTIVATIONS = (F.gelu, F.silu, F.mish, F.hardswish, torch.tanh, torch.sigmoid)
+_REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    **{function: partial(adjoints.elementwise, function) for function in _ACTIVATIONS},
+    **{f: partial(adjoints.elementwise, f) for f in (Tensor.tanh, Tensor.sigmoid)},
+    **dict.fromkeys((torch.softmax, Tensor.softmax), _softmax),
+    F.softmax: adjoints.softmax,
+    F.layer_norm: adjoints.layer_norm,
+    F.rms_norm: adjoints.rms_norm,
+    F.conv2d: adjoints.patch_conv,
+    F.scaled_dot_product_attention: _attention,
+    F.dropout: _dropout,
+    F.batch_norm: _batch_norm,
+}
+
+
+class AdjointMode(TorchFunctionMode):
+    """Run a model with the operations of `adjoints` in place of torch's own.
+
+    Outputs change by rounding only. In a float64 run (`widen`) nothing is computed in float32 on
+    the way: many models cast to float32 inside, for norms, rotary positions or softmax, which
+    would leave seven of the sixteen digits.
+
+    Raises:
+        InputError: inside the block, where the model uses dropout or batch statistics.
+    """
+
+    def __init__(self, *, widen: bool) -> None:
+        super().__init__()
+        self.widen = widen
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the replacement of `func` where there is one that applies, else `func`."""
+        kwargs = kwargs or {}
+        if self.widen:
+            func, args, kwargs = _widened(func, args, kwargs)
+        replacement = _REPLACEMENTS.get(func)
+        result = NotImplemented if replacement is None else replacement(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _widened(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """The same call with float64 wherever it asks for float32."""
+    if func is Tensor.float:
+        return Tensor.double, args, kwargs
+    if func is Tensor.view:  # of the bits
+        return func, args, kwargs
+    wide = {name: _wide(value) for name, value in kwargs.items()}
+    return func, tuple(_wide(value) for value in args), wide
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

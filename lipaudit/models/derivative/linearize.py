@@ -1,0 +1,334 @@
+"""The derivative of a whole model at a batch of points: J v and J^T u from one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.models.derivative.linear_mode import AdjointMode
+from lipaudit.models.precision import exact_arithmetic
+from lipaudit.theory.powers import times_power
+
+Map = Callable[[Tensor, Tensor], Tensor]
+"""f(x, index) -> y: row i of x and of y is sample index[i] of the batch, whose mask applies."""
+
+Product = Callable[[Tensor], Tensor]
+
+TOGETHER = 2**20
+"""Entries of the Jacobian that are formed at a time: in a small model most of the cost of a
+backward pass is that of calling its operations, not theirs."""
+
+_ROOM = {torch.float32: 100, torch.float64: 800}
+"""A power of two by which a vector may be scaled before anything is lost of it."""
+
+AGREEMENT = 1e-4
+"""Largest relative difference between two evaluations of the same samples: far above rounding."""
+
+
+class Linearization:
+    """J v and J^T u of f at every sample of x at once, in units of 2^exponent.
+
+    One forward pass is kept; a product costs about as much as one more. J^T u is a backward pass,
+    J v the derivative of J^T u with respect to u (see `adjoints`).
+
+    All products are those of 2^-exponent J. The exponents are 0 until `fit` or the first `outer`,
+    `inner`, `rows` or `columns` meets derivatives that are far from one: products of two would
+    underflow or overflow. They scale the vector that goes in, as far as its precision carries it,
+    and the rest what comes out: exactly. In float32 norms from about 1e-60 to 1e38 are met so,
+    provided that nothing on the way through the model is out of range.
+
+    Attributes:
+        f: the map.
+        x: the points, (batch, *in).
+        index: which samples of the first batch the rows are, (batch,).
+        output: f(x), (batch, *out).
+        exponent: per sample, (batch,), on the CPU.
+    """
+
+    def __init__(self, f: Map, x: Tensor, index: Tensor) -> None:
+        self.f, self.x, self.index = f, x.detach(), index
+        self.exponent = torch.zeros(len(x), dtype=torch.int64)
+        self._fitted = False
+        self._transposed: tuple[Tensor, Tensor] | None = None
+        self.output = self._graph[1].detach()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def inputs(self) -> int:
+        """Entries of one sample's input."""
+        return self.x[0].numel()
+
+    @property
+    def outputs(self) -> int:
+        """Entries of one sample's output."""
+        return self.output[0].numel()
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """Return J^T u per sample: (batch, *out) -> (batch, *in)."""
+        leaf, value = self._graph
+        return self._in_units(lambda u: self._gradient(value, leaf, u), u)
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """Return J v per sample: (batch, *in) -> (batch, *out)."""
+        if self._transposed is None:
+            self._transposed = self._transpose(torch.zeros_like(self.output))
+        u, pullback = self._transposed
+        return self._in_units(lambda v: self._gradient(pullback, u, v), v)
+
+    def outer(self, u: Tensor) -> Tensor:
+        """Return J J^T u per sample, (batch, *out) -> (batch, *out)."""
+        if self._transposed is None:
+            return self.jvp(self.sized(lambda u: self._in_units(self._begin, u), u))
+        return self.jvp(self.sized(self.vjp, u))
+
+    def inner(self, v: Tensor) -> Tensor:
+        """Return J^T J v per sample, (batch, *in) -> (batch, *in)."""
+        return self.vjp(self.sized(self.jvp, v))
+
+    def fit(self) -> None:
+        """Choose the exponents by one product, unless that has been done."""
+        if not self._fitted:
+            self.sized(self.vjp, _noise(self.output))
+
+    def reset(self) -> None:
+        """Forget the exponents: products of other vectors may be of another size."""
+        self.exponent, self._fitted = torch.zeros_like(self.exponent), False
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The dense Jacobian, (batch, outputs, inputs), by one J^T u per output."""
+        units = torch.eye(self.outputs, dtype=self.output.dtype, device=self.output.device)
+        units = units.view(-1, 1, *self.output.shape[1:]).expand(-1, *self.output.shape)
+        parts = torch.split(units, max(1, TOGETHER // self.x.numel()))
+
+        def dense(_: Tensor) -> Tensor:
+            return torch.cat([self._vjps(part) for part in parts]).flatten(2).transpose(0, 1)
+
+        return self.sized(dense, torch.ones_like(self.output))
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """The dense transpose, (batch, inputs, outputs), by one J v per input."""
+
+        def dense(_: Tensor) -> Tensor:
+            units = (_unit(self.x, i) for i in range(self.inputs))
+            return torch.stack([self.jvp(v).flatten(1) for v in units], 1)
+
+        return self.sized(dense, torch.ones_like(self.x))
+
+    def row(self, i: int | Tensor) -> Tensor:
+        """Return row i, or row i[b] of sample b, of the Jacobian: (batch, inputs)."""
+        return self.vjp(_unit(self.output, i)).flatten(1)
+
+    def select(self, index: Tensor) -> Linearization:
+        """Linearise again at some of the samples, so that the others cost nothing more."""
+        part = Linearization(self.f, self.x[index], self.index[index])
+        part.exponent, part._fitted = self.exponent[index.cpu()], self._fitted
+        return part
+
+    def release(self) -> None:
+        """Free the graph; the next product builds it again."""
+        self.__dict__.pop("_graph", None)
+        self._transposed = None
+
+    @cached_property
+    def _graph(self) -> tuple[Tensor, Tensor]:
+        """A leaf at x and f of it."""
+        with exact_arithmetic(self.x.device), _explained():
+            leaf = self.x.clone().requires_grad_()
+            return leaf, _evaluate(self.f, leaf, self.index)
+
+    def _transpose(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """A leaf at u and J^T u of it."""
+        leaf, value = self._graph
+        with exact_arithmetic(self.x.device), _explained():
+            u = u.detach().clone().requires_grad_()
+            (pullback,) = torch.autograd.grad(value, leaf, u, create_graph=True)
+        return u, pullback
+
+    def _begin(self, u: Tensor) -> Tensor:
+        """J^T u, which comes with the graph that J needs."""
+        self._transposed = self._transpose(u)
+        return self._transposed[1].detach()
+
+    def sized(self, product: Product, z: Tensor) -> Tensor:
+        """Return product(z), after choosing the exponents such that it is of the size of z."""
+        image = product(z)
+        for _ in range(0 if self._fitted else 3):
+            change = _excess(image, z)
+            if not change.any():
+                break
+            self.exponent += change
+            image = product(z)
+        if not self._fitted:
+            self.exponent[image.flatten(1).eq(0).all(1).cpu()] = 0
+        self._fitted = True
+        return image
+
+    def _in_units(self, product: Product, z: Tensor) -> Tensor:
+        """The image of z, times 2^-exponent."""
+        if not self.exponent.any():
+            return product(z)
+        room = _ROOM[z.dtype]
+        before = (-self.exponent).clamp(-room, room)
+        return times_power(product(times_power(z, before)), -self.exponent - before)
+
+    def _vjps(self, u: Tensor) -> Tensor:
+        """J^T u of several u, in one backward pass where every operation can be mapped over."""
+        if len(u) > 1:
+            leaf, value = self._graph
+
+            def pull(u: Tensor) -> Tensor:
+                (rows,) = torch.autograd.grad(value, leaf, u, True, is_grads_batched=True)
+                return rows.transpose(0, 1)
+
+            with exact_arithmetic(self.x.device), suppress(RuntimeError):
+                spread = lambda u: pull(u.transpose(0, 1))  # noqa: E731
+                return self._in_units(spread, u.transpose(0, 1)).transpose(0, 1)
+        return torch.stack([self.vjp(each) for each in u])
+
+    def _gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
+        with exact_arithmetic(self.x.device), _explained():
+            (gradient,) = torch.autograd.grad(of, leaf, cotangent, retain_graph=True)
+        return gradient
+
+
+def _unit(like: Tensor, i: int | Tensor) -> Tensor:
+    """Basis vector i, or i[b] for sample b, of the space of `like`."""
+    flat = torch.zeros_like(like).flatten(1)
+    flat[torch.arange(len(like), device=like.device), i] = 1
+    return flat.view_as(like)
+
+
+def _excess(image: Tensor, z: Tensor) -> Tensor:
+    """By which powers of two the image is out of range, per sample; 0 where it is not."""
+    room = _ROOM[z.dtype]
+    size, given = (t.flatten(1).abs().amax(1).to("cpu", torch.float64) for t in (image, z))
+    gain = (size.log2() - given.log2()).round()
+    gain = gain.where(size > 0, -room).where(size.isfinite(), room).where(given > 0, 0)
+    return gain.where(gain.abs() > room // 4, 0).long()
+
+
+def linearize(f: Map, x: Tensor) -> Linearization:
+    """Linearise f at every sample of x, and check that each sample has a Jacobian of its own.
+
+    On two of the samples, the check requires that the output of one has exactly no gradient with
+    respect to the other, and compares their output with that in the full batch and with that of
+    the plain model. It costs about six forward passes of one sample.
+
+    Args:
+        f: f(x, index) -> y, (batch, *in) -> (batch, *out), on any rows `index` of the batch.
+        x: the points, (batch, *in), float32 or float64.
+
+    Raises:
+        UsageError: x is of another type.
+        InputError: dropout or batch statistics are in use, samples depend on each other, gradient
+            checkpointing is on, or an operation cannot be differentiated.
+        EvaluationError: the output is not finite, or differs from one call to the next.
+    """
+    if x.dtype not in (torch.float32, torch.float64):
+        raise UsageError(f"cannot linearise in {x.dtype}", "use float32 or float64")
+    ends = torch.tensor([0, len(x) - 1], device=x.device)
+    pair = _checked(f, x[ends], ends)
+    whole = Linearization(f, x, torch.arange(len(x), device=x.device))
+    require_finite(whole.output)
+    _require_equal(whole.output[ends], pair, "depends on which samples are beside it")
+    return whole
+
+
+def _checked(f: Map, x: Tensor, index: Tensor) -> Tensor:
+    """The outputs of two samples, once they are known to be independent functions of the two."""
+    pair = Linearization(f, x, index)
+    if pair.output.shape[:1] != x.shape[:1]:
+        raise InputError(f"{len(x)} samples give an output of shape {tuple(pair.output.shape)}")
+    require_finite(pair.output)
+    gradient = pair.sized(pair.vjp, _first_only(pair.output))
+    require_finite(gradient)
+    leak = gradient[1].abs().max()
+    if leak != 0:
+        raise InputError(
+            f"the output of one sample depends on another one (gradient up to {leak:.1e})",
+            "a model that mixes the samples of a batch has no Jacobian per sample",
+        )
+    with exact_arithmetic(x.device), torch.no_grad():
+        plain = f(x[:1].clone(), index[:1])
+    _require_equal(pair.output[:1], plain, "differs from one forward pass to the next")
+    return pair.output
+
+
+def _first_only(output: Tensor) -> Tensor:
+    """A random vector for the first sample and 0 for the others."""
+    u = _noise(output)
+    u[1:] = 0
+    return u
+
+
+def _noise(output: Tensor) -> Tensor:
+    """The same random vector for every sample."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(output[0].shape, generator=generator).to(output)
+    return noise.expand_as(output).clone()
+
+
+def require_finite(values: Tensor) -> None:
+    """Raise EvaluationError if an output or a derivative is not finite."""
+    if not values.isfinite().all():
+        raise EvaluationError(
+            "the model's output or its derivative is not finite",
+            "check the weights and the inputs' range, or try --dtype float64",
+        )
+
+
+def _require_equal(output: Tensor, reference: Tensor, what: str) -> None:
+    gap = (output - reference).abs().max()
+    if gap > AGREEMENT * reference.abs().max():
+        raise EvaluationError(
+            f"the model's output {what} (by up to {gap:.1e})",
+            "call model.eval(), and switch off dropout, noise and random token selection",
+        )
+
+
+def _evaluate(f: Map, leaf: Tensor, index: Tensor) -> Tensor:
+    """Evaluate f with operations that can be differentiated twice."""
+    sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
+    # The mode cannot see attention inside nn.MultiheadAttention: MATH can be differentiated.
+    with sdpa, hooks, AdjointMode(widen=leaf.dtype == torch.float64):
+        return f(leaf.clone(), index)  # a copy, which f may change in place
+
+
+_CHECKPOINTING = "tensors are not kept but computed again (gradient checkpointing)"
+_SWITCH_OFF = "switch it off: set_grad_checkpointing(False), gradient_checkpointing_disable()"
+_CAUSES = {
+    _CHECKPOINTING: _SWITCH_OFF,
+    "checkpoint": _SWITCH_OFF,
+    "does not require grad": "the output does not depend on the input in a differentiable way",
+    "not have been used in the graph": "the output does not depend on the input",
+    "is not implemented": "use an attention implementation made of plain torch operations (eager)",
+    "double backward": "use the model as it was before torch.compile",
+}
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what autograd says of an unsuitable model into advice."""
+    try:
+        yield
+    except AssertionError as error:  # in a backward pass of the model's own
+        raise InputError(
+            f"the model cannot be linearised: {str(error).partition(chr(10))[0]}",
+            "its own code forbids a backward pass in eval mode",
+        ) from error
+    except RuntimeError as error:
+        advice = next((text for cause, text in _CAUSES.items() if cause in str(error)), None)
+        if advice is None:
+            raise
+        said = str(error).partition("\n")[0]
+        raise InputError(f"the model cannot be linearised: {said}", advice) from error

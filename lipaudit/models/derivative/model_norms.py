@@ -1,0 +1,254 @@
+"""Exact norms of a whole model's Jacobian per sample, and what else its rows tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lipaudit.errors import UsageError
+from lipaudit.models.derivative.linearize import Linearization, require_finite
+from lipaudit.theory.lanczos import WITHIN, Products, random_starts, spectral_norms
+from lipaudit.theory.powers import powers_of_two, times_power
+
+Norm = Literal["2", "inf"]
+Method = Literal["dense", "lanczos", "rows"]
+
+DENSE = 16
+"""Up to this many rows or columns the whole Jacobian costs less than an iteration."""
+
+RIVALS = 16
+"""How many other classes the first-order radius looks at: for less than the norm costs."""
+
+MOST_ROWS = 1024
+"""Largest output whose rows are formed one by one for the norm from l_inf to l_inf."""
+
+
+@dataclass(frozen=True)
+class JacobianNorms:
+    """Norm of the Jacobian per sample, on the CPU.
+
+    Attributes:
+        norm: the operator norm; from lanczos not above the truth, beyond rounding.
+        upper: from lanczos, the truth is at most this with probability `1 - lanczos.ETA`.
+        within: upper / norm - 1, which is what is proven of the norm; 0 where nothing is left out.
+        products: products with J or its transpose that were spent.
+        converged: whether the stop rule was met within the allowed steps.
+        method: dense (all rows or columns), rows (one at a time) or lanczos.
+    """
+
+    norm: Tensor
+    upper: Tensor
+    within: Tensor
+    products: Tensor
+    converged: Tensor
+    method: Method
+
+
+@dataclass(frozen=True)
+class Margins:
+    """First-order picture of the decision at each sample, on the CPU: indicative, no certificate.
+
+    Attributes:
+        margin: m = f_y - max_{j != y} f_j; negative where the sample is misclassified.
+        gradient: ||grad(f_y - f_j)||_q for the runner-up j, q dual to the attack's norm.
+        radius: min_j (f_y - f_j) / ||grad(f_y - f_j)||_q over all j != y; a lower limit of it
+            where not `complete`.
+        closest: the class j that attains the smallest among those looked at.
+        rivals: how many classes j were looked at.
+        complete: whether the others are known to be no nearer.
+    """
+
+    margin: Tensor
+    gradient: Tensor
+    radius: Tensor
+    closest: Tensor
+    rivals: Tensor
+    complete: Tensor
+
+
+def jacobian_norms(
+    linear: Linearization,
+    *,
+    norm: Norm = "2",
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    within: float = WITHIN,
+    seeds: Sequence[int] | None = None,
+) -> JacobianNorms:
+    """Return the operator norm of every sample's Jacobian.
+
+    `2`: sigma_1(J), exact from the dense Jacobian where one side is at most `DENSE`, else by the
+    Lanczos process in the smaller of the two spaces. `inf`: max_i sum_j |J_ij|, from l_inf to
+    l_inf, one J^T u per output. Nothing depends on how samples are batched.
+
+    Args:
+        linear: the map, linearised at the samples; its graph may be dropped to save memory.
+        norm: which operator norm.
+        tol: relative accuracy, estimated, at which lanczos ends a sample.
+        max_steps: most products with J J^T per sample.
+        within: how far `upper` may lie above a norm, relatively.
+        seeds: of the start vectors, one per sample; the same vector for all when None.
+
+    Raises:
+        UsageError: `inf` of more than `MOST_ROWS` outputs.
+        EvaluationError: a derivative is not finite.
+    """
+    if norm == "inf":
+        return _row_norms(linear)
+    if min(linear.inputs, linear.outputs) <= DENSE:
+        return _dense_norms(linear)
+    how = {"tol": tol, "max_steps": max_steps, "within": within}
+    return _lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, how)
+
+
+def margins(
+    linear: Linearization,
+    y: Tensor,
+    *,
+    norm: Norm = "inf",
+    upper: Tensor | None = None,
+    rivals: int = RIVALS,
+) -> Margins:
+    """Return margins, their gradients and the first-order radius of every sample.
+
+    Other classes j are looked at in the order of f_y - f_j, until none of the others can be
+    nearer: ||J^T (e_y - e_j)||_q is at most G = sqrt(2) ||J|| for q = 2, and
+    G = ||J^T e_y||_1 + max_i ||J^T e_i||_1 for q = 1, so their radii are at least (f_y - f_j) / G.
+
+    Args:
+        linear: the map to logits (batch, classes), linearised at the samples.
+        y: class of each sample, (batch,); the predicted class stands in where it is negative.
+        norm: of the attack: gradients are measured in the dual one (l_1 for inf).
+        upper: what the same norm of J is at most, from `jacobian_norms`; None: not known.
+        rivals: how many other classes are looked at, when there are more than `DENSE`.
+
+    Raises:
+        UsageError: the output is not (batch, classes) with at least two classes.
+    """
+    logits = linear.output
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise UsageError(f"margins need logits (batch, classes), not {tuple(logits.shape)}")
+    y = torch.where(y < 0, logits.argmax(1), y.to(logits.device))
+    order = logits.scatter(1, y[:, None], -torch.inf).argsort(1, descending=True)[:, :-1]
+    gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
+    if upper is None:
+        upper = torch.full((len(y),), torch.inf)
+    return _nearest(gaps, order.cpu(), _Slopes(linear, y, upper.cpu().double(), norm), rivals)
+
+
+class _Slopes:
+    """The norms ||grad(f_y - f_j)||_q."""
+
+    def __init__(self, linear: Linearization, y: Tensor, upper: Tensor, norm: Norm) -> None:
+        self.linear, self.dual, self.every = linear, 1 if norm == "inf" else 2, linear.outputs
+        if self.every > DENSE:
+            linear.fit()
+        self.own = self._row(y)
+        # Gradients are in units of 2^exponent, and so is what limits them.
+        self.most = 2**0.5 * upper if self.dual == 2 else upper + self._norm(self.own)
+
+    def of(self, j: Tensor) -> Tensor:
+        """Return those for one class j per sample, (batch,)."""
+        return self._norm(self.own - self._row(j.to(self.own.device)))
+
+    def _row(self, j: Tensor) -> Tensor:
+        if self.every > DENSE:
+            return self.linear.row(j)
+        return self.linear.rows[torch.arange(len(j), device=j.device), j]
+
+    def _norm(self, gradient: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(gradient.to(_wide(gradient.device)), self.dual, 1)
+        return times_power(norm.cpu().double(), self.linear.exponent)
+
+
+def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int) -> Margins:
+    """Look at the classes of `order`, (batch, classes - 1), as long as one may be the nearest."""
+    count = gaps.shape[1] if slopes.every <= DENSE else min(rivals, gaps.shape[1])
+    radius, closest = torch.full_like(gaps[:, 0], torch.inf), order[:, 0].clone()
+    looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
+    gradient = torch.zeros_like(radius)
+    for i in range(count):
+        slope = slopes.of(order[:, i])
+        gradient = slope if i == 0 else gradient
+        here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
+        nearer = ~complete & (here < radius)
+        radius, closest = here.where(nearer, radius), order[:, i].where(nearer, closest)
+        looked += ~complete
+        # Gaps only grow from here: a class that is no nearer at the largest slope ends the search.
+        later = gaps[:, i + 1] if i + 1 < gaps.shape[1] else torch.full_like(radius, torch.inf)
+        complete |= (later >= 0) & (later >= radius * slopes.most) | later.isinf()
+        if complete.all():
+            break
+    others = (later / slopes.most).where(later >= 0, -torch.inf)
+    limit = torch.where(complete, radius, torch.minimum(radius, others))
+    return Margins(gaps[:, 0], gradient, limit, closest, looked, complete)
+
+
+def _row_norms(linear: Linearization) -> JacobianNorms:
+    m = linear.outputs
+    if m > MOST_ROWS:
+        raise UsageError(
+            f"the inf norm of {m} outputs takes {m} backward passes per sample",
+            f"use norm 2, or an output of at most {MOST_ROWS} entries",
+        )
+    if m > DENSE:
+        linear.fit()
+    rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
+    sums = [row.abs().sum(1, dtype=_wide(row.device)) for row in rows]
+    return _exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
+
+
+def _dense_norms(linear: Linearization) -> JacobianNorms:
+    dense = linear.rows if linear.outputs <= linear.inputs else linear.columns
+    # One sample at a time: the whole in float64 would be twice the memory of what there is.
+    wide = (j.to(_wide(j.device)) for j in dense)
+    gram = torch.stack([j @ j.T for j in wide])
+    require_finite(gram)
+    norm = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
+    return _exact(linear, norm, dense.shape[1], "dense")
+
+
+def _exact(linear: Linearization, norm: Tensor, products: int, method: Method) -> JacobianNorms:
+    require_finite(norm)
+    norm = times_power(norm.cpu().double(), linear.exponent)
+    spent = torch.full((len(linear),), products)
+    converged = torch.ones_like(spent, dtype=torch.bool)
+    return JacobianNorms(norm, norm, torch.zeros_like(norm), spent, converged, method)
+
+
+def _lanczos_norms(
+    linear: Linearization, seeds: Sequence[int], how: dict[str, Any]
+) -> JacobianNorms:
+    size = min(linear.outputs, linear.inputs)
+    device = linear.x.device
+    start = random_starts(seeds, size).to(device, _wide(device))
+
+    def select(index: Tensor) -> Products:
+        if len(index) == len(linear):
+            return _gram(linear)
+        linear.release()
+        return _gram(linear.select(index.to(device)))
+
+    found = spectral_norms(select, start, **how).times(powers_of_two(linear.exponent))
+    spent = 2 * found.products  # J^T u comes with A u = J J^T u
+    return JacobianNorms(found.norm, found.upper, found.within, spent, found.converged, "lanczos")
+
+
+def _gram(linear: Linearization) -> Products:
+    """The products with J J^T or J^T J, whichever is smaller, on flat vectors."""
+    few_outputs = linear.outputs <= linear.inputs
+    product: Products = linear.outer if few_outputs else linear.inner
+    shape = (linear.output if few_outputs else linear.x).shape
+
+    def apply(u: Tensor) -> Tensor:
+        return product(u.to(linear.x.dtype).view(shape)).flatten(1).to(u.dtype)
+
+    return apply
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,1 @@
+"""Names of checkpoints, and the checked `Net` that each gives: `loading.load` is the door."""

@@ -1,0 +1,239 @@
+"""From a `ModelSpec` to a `Net`: checked, frozen, moved, hashed, tried on one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from lipaudit.data.images import resized
+from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.models.net import ModelInfo, Net
+from lipaudit.models.sources.files import few, half_precision, require_finite, sha256
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.results import Note
+
+Call = Callable[[Tensor, Tensor | None], Any]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
+
+
+def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
+    """Make a model ready to be measured.
+
+    The module is put in eval mode, its parameters are frozen, and it takes the device and dtype
+    asked for. It runs once, on a blank sample, so that what cannot be run is refused here.
+
+    Raises:
+        InputError: weights that are not finite, a model that cannot be run on its own sample.
+        UsageError: a normalisation that does not fit the images, an unknown dtype or device.
+    """
+    _require_images(spec, options)
+    module, notes = _single_precision(spec.module)
+    require_finite(module, name)
+    digest = sha256(module)
+    module.eval().requires_grad_(False).to(device(options.device), _dtype(options.dtype))
+    call, preprocess = _call(spec, options)
+    read = spec.read or main_output
+    output, entry = _probe(spec, call, read)
+    info = ModelInfo(
+        spec=name,
+        source=source,
+        architecture=spec.architecture or type(module).__name__,
+        parameters=sum(p.numel() for p in module.parameters()),
+        weights_sha256=digest,
+        preprocess=preprocess,
+        labels=spec.labels,
+        notes=spec.notes + notes,
+    )
+    return Net(
+        info=info,
+        module=module,
+        kind=spec.kind,
+        call=call,
+        read=read,
+        entry=spec.entry or entry,
+        sample_shape=spec.input_shape,
+        box=spec.box or ((0.0, 1.0) if spec.kind == "image" else None),
+        classes=_classes(spec, output),
+        vocabulary=spec.vocabulary,
+        tokenize=spec.tokenize,
+        pad_id=spec.pad_id,
+        end_id=spec.end_id,
+        prepare=_prepare(spec),
+        aliases=spec.aliases,
+    )
+
+
+def device(name: str) -> torch.device:
+    """Resolve a device; "auto" is the CUDA device if there is one, else the CPU.
+
+    Raises:
+        UsageError: this machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        wanted = torch.device(name)
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(
+            f"device {name!r} is not available on this machine", "Use --device auto or cpu."
+        ) from error
+    return wanted
+
+
+def main_output(result: Any) -> Tensor:
+    """Find the output tensor in what a model returned: itself, its logits, or its first item.
+
+    Raises:
+        InputError: there is none.
+    """
+    if isinstance(result, Mapping) and "logits" in result:
+        result = result["logits"]
+    elif hasattr(result, "logits"):
+        result = result.logits
+    elif isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    if not isinstance(result, Tensor):
+        raise InputError(
+            f"the model returned {type(result).__name__}, not a tensor or something with logits",
+            "Wrap it: a py: factory may return ModelSpec(..., read=lambda result: TENSOR).",
+        )
+    return result
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r} is not offered", f"Use one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
+    """Refuse options on images for a model that takes none."""
+    given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
+    named = [name for name, value in given.items() if value is not None]
+    if named and spec.kind != "image":
+        raise UsageError(f"{few(named)} given, and the model takes {spec.kind}", "Leave it out.")
+
+
+def _single_precision(module: nn.Module) -> tuple[nn.Module, tuple[Note, ...]]:
+    """Leave half precision behind: structure and norms cannot be read in it."""
+    notes = half_precision(p.dtype for p in module.parameters())
+    return module.float() if notes else module, notes
+
+
+def _call(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
+    """Return what runs the model on samples, and the facts on what it does to them first."""
+    module = spec.module
+    call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
+    if spec.kind != "image":
+        return call, dict(spec.preprocess)
+    channels = spec.input_shape[0]
+    mean = _per_channel("mean", options.mean or spec.mean or (0.0,), channels)
+    std = _per_channel("std", options.std or spec.std or (1.0,), channels)
+    if not all(s > 0 for s in std):
+        raise UsageError(f"std {std} must be positive", "Pixels are divided by it.")
+    facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
+    return _normalised(call, mean, std), dict(spec.preprocess) | facts
+
+
+def _normalised(call: Call, mean: tuple[float, ...], std: tuple[float, ...]) -> Call:
+    """Put the normalisation between pixels and the network."""
+
+    def normalised(x: Tensor, mask: Tensor | None) -> Any:
+        shift, scale = (x.new_tensor(v)[:, None, None] for v in (mean, std))
+        return call((x - shift) / scale, mask)
+
+    return normalised
+
+
+def _per_channel(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    if len(values) not in (1, channels):
+        raise UsageError(
+            f"{name} has {len(values)} values, the model takes {channels} channels",
+            f"Give --{name} one value, or {channels} separated by commas.",
+        )
+    return tuple(values) if len(values) == channels else tuple(values) * channels
+
+
+def _prepare(spec: ModelSpec) -> Callable[[Image], Tensor] | None:
+    if spec.kind != "image":
+        return None
+    return spec.prepare or (lambda image: resized(image, spec.input_shape))
+
+
+def _probe(
+    spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
+) -> tuple[Tensor, nn.Module | None]:
+    """Run one blank sample: the output, and the embedding module that was met on the way."""
+    module = spec.module
+    x = _blank(spec, next(module.parameters()))
+    try:
+        with torch.no_grad(), _first_entry(module, spec.kind, x) as met:
+            output = read(call(x, None))
+    except (LipauditError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        check = "--input-size and --model-kwargs" if spec.kind == "image" else "--model-kwargs"
+        raise InputError(
+            f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
+            f"{spec.input_shape} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
+            f"Check {check}; a py: factory may return a ModelSpec with its own `call`, which "
+            "gives a model whatever else it needs.",
+        ) from error
+    if not bool(torch.isfinite(output).all()):
+        raise InputError(
+            "the model's output on a blank sample is not finite", "Check the weights."
+        )
+    return output, met[0] if met else None
+
+
+def _blank(spec: ModelSpec, like: Tensor) -> Tensor:
+    if spec.kind == "text":
+        most = min(PROBE_TOKENS, *spec.input_shape)
+        ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
+        ids = ids if spec.end_id is None or spec.tokenize else [*ids[1:], spec.end_id]
+        return torch.tensor([ids], device=like.device)
+    middle = 0.5 if spec.kind == "image" else 0.0
+    return torch.full((1, *spec.input_shape), middle, device=like.device, dtype=like.dtype)
+
+
+@contextmanager
+def _first_entry(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Module]]:
+    """Collect the embedding modules met while the block runs, in order."""
+    met: list[nn.Module] = []
+
+    def watch(candidate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if kind == "image" or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
+            met.append(candidate)
+
+    found = [m for name, m in module.named_modules() if _is_entry(name, m, kind)]
+    hooks = [m.register_forward_hook(watch) for m in found]
+    try:
+        yield met
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_entry(name: str, module: nn.Module, kind: str) -> bool:
+    if kind == "image":
+        return "PatchEmbed" in type(module).__name__ or "patch_embed" in name.rpartition(".")[2]
+    return kind == "text" and isinstance(module, nn.Embedding)
+
+
+def _classes(spec: ModelSpec, output: Tensor) -> int | None:
+    """Count the classes of a classifier; a single output is a regression."""
+    classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
+    if spec.labels is not None and classes is not None and len(spec.labels) != classes:
+        raise InputError(
+            f"{len(spec.labels)} labels ({few(spec.labels)}) for {classes} outputs",
+            "Check num_classes and the labels of the model's configuration.",
+        )
+    return None if classes == 1 else classes

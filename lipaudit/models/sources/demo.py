@@ -1,0 +1,157 @@
+"""The demo checkpoints: small vision transformers that read handwritten digits.
+
+They were trained on the 1437 training images of scikit-learn's `load_digits` (8x8 pixels; "Optical
+Recognition of Handwritten Digits", UCI machine learning repository, credit E. Alpaydin and
+C. Kaynak, CC BY 4.0) by `lipaudit.train.demos`. The 360 images held out are the data set
+`demo`. Parameters carry timm's names: timm's VisionTransformer loads the same files.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.resources import as_file, files
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lipaudit.errors import InputError
+from lipaudit.models.sources.spec import ModelSpec
+
+WIDTH, HIDDEN, DEPTH, HEADS, PATCH, SIZE, CLASSES = 48, 96, 3, 4, 2, 8, 10
+MEAN, STD = 0.5, 0.5
+AS_TIMM = (
+    "vit_tiny_patch16_224",
+    {
+        "img_size": SIZE,
+        "patch_size": PATCH,
+        "in_chans": 1,
+        "num_classes": CLASSES,
+        "embed_dim": WIDTH,
+        "depth": DEPTH,
+        "num_heads": HEADS,
+        "mlp_ratio": HIDDEN / WIDTH,
+    },
+)
+"""The architecture of timm that the demos are, with its arguments."""
+
+DEMOS = {
+    "standard": "trained without any defence",
+    "jasmin": "trained with the JaSMin penalty, k = 10",
+    "robust": "trained on adversarial examples, L-inf 0.1",
+}
+"""Every demo checkpoint by name, with what distinguishes it."""
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one fused projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, width) to the same shape."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, HIDDEN)
+        self.fc2 = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, width) to the same shape."""
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH, eps=1e-6)
+        self.attn = Attention()
+        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6)
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, width) to the same shape."""
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchEmbed(nn.Module):
+    """Cut an image into patches and embed each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(1, WIDTH, PATCH, PATCH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, 1, height, width) to (batch, patches, width)."""
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class DigitsViT(nn.Module):
+    """A vision transformer for 8x8 digits: 17 tokens, 58,570 parameters, class token read out.
+
+    Square images of other sizes are taken too, with interpolated position embeddings.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = PatchEmbed()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + (SIZE // PATCH) ** 2, WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (batch, 1, 8, 8), normalised, to logits (batch, 10)."""
+        x = self.patch_embed(x)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        return self.head(self.norm(self.blocks(x + self._positions(x.shape[1])))[:, 0])
+
+    def _positions(self, tokens: int) -> Tensor:
+        if tokens == self.pos_embed.shape[1]:
+            return self.pos_embed
+        first, grid = self.pos_embed[:, :1], self.pos_embed[:, 1:]
+        side, own = math.isqrt(tokens - 1), SIZE // PATCH
+        grid = grid.mT.reshape(1, WIDTH, own, own)
+        grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+        return torch.cat([first, grid.flatten(2).mT], 1)
+
+
+def demo_model(name: str = "standard") -> ModelSpec:
+    """Load a shipped checkpoint.
+
+    Raises:
+        InputError: there is no demo of that name.
+    """
+    if name not in DEMOS:
+        raise InputError(f"there is no demo {name!r}", f"The demos are: {', '.join(DEMOS)}.")
+    module = DigitsViT()
+    with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
+        module.load_state_dict(load_file(path))
+    return described(module, DEMOS[name])
+
+
+def described(module: DigitsViT, history: str) -> ModelSpec:
+    """Say how a demo model is fed, and what became of it."""
+    return ModelSpec(
+        module,
+        (1, SIZE, SIZE),
+        mean=(MEAN,),
+        std=(STD,),
+        labels=tuple("0123456789"),
+        entry=module.patch_embed,
+        architecture=f"DigitsViT ({history})",
+    )

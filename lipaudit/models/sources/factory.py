@@ -1,0 +1,129 @@
+"""Models of the user's own: `py:FILE_OR_MODULE:FACTORY`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+
+EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
+
+
+def from_factory(reference: str, options: LoadOptions) -> ModelSpec:
+    """Call a factory and take its model.
+
+    The factory gets --model-kwargs as its keyword arguments, and returns a `ModelSpec` or an
+    `nn.Module`; a module of timm or transformers is recognised, for any other --input-size says
+    what it takes. It is the user's own code: this is the one kind of MODEL that runs any.
+
+    Raises:
+        UsageError: the reference is malformed, or nothing says what the module takes.
+        InputError: there is no such file or function, or it fails.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise UsageError(f"py:{reference} names no factory", f"Write {EXAMPLE}.")
+    with _import_path(place):
+        factory = _attribute(place, name)
+        made = _call(factory, reference, dict(options.model_kwargs))
+    return _as_spec(made, reference, options)
+
+
+def _attribute(place: str, name: str) -> Any:
+    module = _module(place)
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        raise InputError(
+            f"{place} has no {name!r}", f"It has: {', '.join(functions) or 'no functions'}."
+        ) from error
+
+
+def _module(place: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        return _module_of_file(Path(place))
+    except Exception as error:  # whatever the user's module raises
+        raise InputError(
+            f"{place} cannot be imported ({type(error).__name__}: {error})", f"Write {EXAMPLE}."
+        ) from error
+
+
+def _module_of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(factory: Any, reference: str, kwargs: dict[str, Any]) -> Any:
+    try:
+        return factory(**kwargs)
+    except LipauditError:
+        raise
+    except Exception as error:  # whatever the user's factory raises
+        raise InputError(
+            f"the factory py:{reference} failed ({type(error).__name__}: {error})",
+            "It is called with --model-kwargs as keyword arguments and nothing else.",
+        ) from error
+
+
+def _as_spec(made: Any, reference: str, options: LoadOptions) -> ModelSpec:
+    if isinstance(made, ModelSpec):
+        return _resized(made, options)
+    if not isinstance(made, nn.Module):
+        raise InputError(
+            f"py:{reference} returned {type(made).__name__}, not an nn.Module or a ModelSpec",
+            "Return the model itself, not its state dict or a class.",
+        )
+    if hasattr(made, "pretrained_cfg"):
+        from lipaudit.models.sources import timm
+
+        return timm.describe(made, options)
+    if hasattr(made, "main_input_name") and hasattr(made, "config"):
+        from lipaudit.models.sources.hf.calls import describe
+
+        return describe(made, options)
+    if options.input_size is None:
+        raise UsageError(
+            f"py:{reference} returned a {type(made).__name__}: what does it take?",
+            "Give --input-size 224, or return lipaudit.models.sources.spec.ModelSpec(module, "
+            "input_shape, kind=..., mean=..., std=...).",
+        )
+    return ModelSpec(made, options.image_shape((3, 0, 0)))
+
+
+def _resized(spec: ModelSpec, options: LoadOptions) -> ModelSpec:
+    if spec.kind != "image" or options.input_size is None:
+        return spec
+    channels, height, width = spec.input_shape
+    return replace(spec, input_shape=options.image_shape((channels, height, width)))
+
+
+@contextmanager
+def _import_path(place: str) -> Iterator[None]:
+    """Let the user's module import its neighbours, as `python FILE` or `python -m` would."""
+    root = str(Path(place).resolve().parent) if place.endswith(".py") else str(Path.cwd())
+    before = list(sys.path)
+    sys.path.insert(0, root)
+    try:
+        yield
+    finally:
+        sys.path[:] = before

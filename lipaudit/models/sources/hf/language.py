@@ -1,0 +1,194 @@
+"""Models of transformers that take text: token ids, and what is read behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.errors import InputError
+from lipaudit.models.sources.hf.heads import has_head, is_classifier, labels
+from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
+from lipaudit.models.sources.hf.towers import reads_last_position, tower_call, tower_features
+from lipaudit.models.sources.spec import ModelSpec
+
+MOST_TOKENS = 512
+
+
+def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
+    """Say how a model is fed text, looking for its tokenizer and pooling in `path`.
+
+    Raises:
+        InputError: it has no vocabulary, or pools its tokens in a way that is not supported.
+    """
+    config = text_config(module.config)
+    if not getattr(config, "vocab_size", None):
+        raise InputError(
+            f"{type(module).__name__} has no vocabulary: it takes no token ids, or does not look "
+            "them up in a table of embeddings that could be perturbed",
+            "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
+        )
+    tokenizer = _tokenizer(path)
+    pad = _pad_id(config, tokenizer)
+    call, read = _text_output(module, sentence_pooling(path), tower)
+    return ModelSpec(
+        module,
+        (_most_tokens(module, config, tokenizer),),
+        kind="text",
+        classifier=is_classifier(module),
+        labels=labels(module),
+        vocabulary=config.vocab_size,
+        tokenize=None if tokenizer is None else _tokenize(tokenizer),
+        pad_id=pad,
+        end_id=_end_id(module, tower),
+        call=call,
+        read=read,
+        entry=module.get_input_embeddings() if _tokens_first(module) else None,
+        architecture=type(module).__name__,
+    )
+
+
+def text_config(config: Any) -> Any:
+    """Return the settings of the part that reads text; of all where none, or several, do."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
+
+
+def _end_id(module: Any, tower: str | None) -> int | None:
+    """Return the id whose state alone is read, where a model does that: every text must end so."""
+    if tower is None and not _reads_the_end(module):
+        return None
+    config = text_config(module.config)
+    end = _first(getattr(config, "eos_token_id", None))
+    return end if end is not None and end < config.vocab_size else None
+
+
+def _reads_the_end(module: Any) -> bool:
+    return is_classifier(module) and module.config.is_encoder_decoder
+
+
+def _tokens_first(module: Any) -> bool:
+    """Say whether a model turns its ids to (tokens, batch): a row is then no sample."""
+    return str(module.config.model_type) == "xlnet"
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value
+
+
+def _tokenizer(path: Path | None) -> Any:
+    from transformers import AutoTokenizer
+
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
+    if path is None or not any((path / f).is_file() for f in files):
+        return None
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+
+
+def _tokenize(tokenizer: Any) -> Callable[[str, int], list[int]]:
+    return lambda text, most: tokenizer(text, truncation=True, max_length=most)["input_ids"]
+
+
+def _pad_id(config: Any, tokenizer: Any) -> int:
+    """Return the padding id, and tell the model: classifiers on decoders look for it."""
+    known = (
+        getattr(tokenizer, "pad_token_id", None),
+        getattr(config, "pad_token_id", None),
+        _first(getattr(config, "eos_token_id", None)),
+        0,
+    )
+    pad: int = next(i for i in known if i is not None and 0 <= i < config.vocab_size)
+    config.pad_token_id = pad
+    return pad
+
+
+def _most_tokens(module: Any, config: Any, tokenizer: Any) -> int:
+    """Return how many tokens the model takes; tokenizers without a limit say 1e30."""
+    limits = [getattr(tokenizer, "model_max_length", None), getattr(config, "n_positions", None)]
+    limits += [getattr(config, "max_position_embeddings", None)]
+    limits += _behind_padding(module)
+    return min((int(n) for n in limits if n and 0 < n < 10**6), default=MOST_TOKENS)
+
+
+def _behind_padding(module: Any) -> list[int]:
+    """Return the room in tables of positions that begin behind the padding id, as RoBERTa's do."""
+    tables = [m for n, m in module.named_modules() if n.endswith("position_embeddings")]
+    return [
+        t.num_embeddings - 1 - t.padding_idx
+        for t in tables
+        if isinstance(t, nn.Embedding) and t.padding_idx is not None
+    ]
+
+
+def _text_output(module: Any, pooling: Pooling, tower: str | None) -> tuple[Any, Any]:
+    """Return `call` and `read` by kind of model; `call` passes the mask on to `read`."""
+    run = module if tower is None else tower_call(module, tower)
+    inputs = _text_inputs(module, tower)
+
+    def call(x: Tensor, mask: Tensor | None) -> Any:
+        attention = None if mask is None else mask.long()
+        return run(attention_mask=attention, **inputs(x, attention)), mask
+
+    if tower is not None:
+        return call, lambda out: tower_features(out[0])
+    if not has_head(module):
+        return call, lambda out: pooling(*out)
+    if is_classifier(module):
+        return call, lambda out: out[0].logits
+    return call, lambda out: _next_token(out[0].logits, out[1])
+
+
+def _text_inputs(module: Any, tower: str | None) -> Callable[[Tensor, Tensor | None], Any]:
+    """Return what makes the inputs of a model of ids and their mask."""
+    if _tokens_first(module):
+        # Looked up here, one sample per row; the model turns the embeddings as it does the ids.
+        return lambda x, _mask: {"inputs_embeds": module.get_input_embeddings()(x)}
+    decoder, end = _decoder_inputs(module), _end_id(module, tower)
+
+    def inputs(x: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        if end is not None and tower is None:
+            _require_ends(module, x, end)
+        if tower is not None and mask is not None and reads_last_position(module):
+            raise InputError(
+                f"the text tower of {type(module).__name__} reads the last position, padding or "
+                "not: in a batch, a short text's features would depend on the longest",
+                "Give texts of one length, as token ids in an .npz file padded as in training.",
+            )
+        return {"input_ids": x, **decoder(x, mask)}
+
+    return inputs
+
+
+def _require_ends(module: Any, x: Tensor, end: int) -> None:
+    """Refuse what the model's own code refuses: it reads the state of the last end of a text."""
+    ends = (x == end).sum(1)
+    if int(ends.min()) == 0 or int(ends.max()) != int(ends.min()):
+        raise InputError(
+            f"{type(module).__name__} reads the state at the end of a text: each must hold the id "
+            f"{end} of the end (eos_token_id), and all equally often",
+            "Put the tokenizer's files beside config.json, or end the token ids with it.",
+        )
+
+
+def _decoder_inputs(module: Any) -> Callable[[Tensor, Tensor | None], dict[str, Any]]:
+    """An encoder-decoder without a head reads the same text, one token later."""
+    if not module.config.is_encoder_decoder or has_head(module):
+        return lambda x, mask: {}
+    start = getattr(module.config, "decoder_start_token_id", None) or module.config.pad_token_id
+
+    def inputs(x: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        shifted = torch.cat([torch.full_like(x[:, :1], start), x[:, :-1]], 1)
+        return {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
+
+    return inputs
+
+
+def _next_token(logits: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return logits[:, -1]
+    return logits[torch.arange(len(logits), device=logits.device), mask.long().sum(1) - 1]

@@ -1,0 +1,194 @@
+"""The MODEL argument: which source it names, and the `Net` it gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lipaudit.data.intake import remark
+from lipaudit.errors import InputError, UsageError
+from lipaudit.models.net import Net
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.demo import DEMOS, demo_model
+from lipaudit.models.sources.files import SUFFIXES
+from lipaudit.models.sources.spec import LoadOptions as LoadOptions
+from lipaudit.models.sources.spec import ModelSpec as ModelSpec
+
+SEED = 0
+"""Random weights, where they are asked for, are always the same."""
+
+FORMS = "demo, timm:NAME, hf:ORG/NAME, a directory, a file of weights with --arch, py:FILE:FACTORY"
+
+Source = tuple[str, ModelSpec]
+
+
+def load(spec: str, options: LoadOptions | None = None) -> Net:
+    """Load the model that a MODEL argument names.
+
+    The forms: `demo[:NAME]`; `timm:NAME`; `hf:ORG/NAME[@REVISION]` (`hf-hub:` is the same); a
+    directory with config.json in the format of timm or transformers; a file of weights with
+    `arch`; `py:FILE_OR_MODULE:FACTORY`. A bare name is looked for among the demos, the paths,
+    timm's models and the Hub, in that order, and a note says where it was found. Weights are read
+    without running code (`py:` apart), missing and surplus tensors are errors, and random weights
+    come only with `model_kwargs={"pretrained": False}` and a loud note.
+
+    The module comes back in eval mode with frozen parameters. The global random state is left as
+    it was.
+
+    Raises:
+        UsageError: the request makes no sense (a file of weights without `arch`).
+        InputError: the model is missing, damaged or not supported.
+    """
+    options = options or LoadOptions()
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        source, model = _resolve(spec, options)
+        if options.arch is not None and source != "file":
+            raise UsageError(f"--arch is for files of weights; {spec} says what it is", "Drop it.")
+        if options.tower is not None and source not in ("hf", "py"):
+            raise UsageError(f"{spec} has no towers", "Leave --tower out.")
+        if options.classes is not None and source in ("demo", "py"):
+            raise UsageError(f"{spec} has its own classes", "Leave --classes out.")
+        return assemble(model, options, name=spec, source=source)
+
+
+def _resolve(spec: str, options: LoadOptions) -> Source:
+    prefix, colon, rest = spec.partition(":")
+    if colon and prefix in PREFIXES:
+        return PREFIXES[prefix](rest, options)
+    if spec in ("demo", ""):
+        return _demo("", options) if spec else _unknown(spec)
+    return _bare(spec, options)
+
+
+def _bare(name: str, options: LoadOptions) -> Source:
+    """Look a bare name up, and say what it was taken for."""
+    path = Path(name)
+    if name in DEMOS:
+        return _noted(_demo(name, options), f"{name!r} taken as the demo checkpoint demo:{name}")
+    if path.is_dir():
+        return _directory(path, options)
+    if path.is_file():
+        return _file(path, options)
+    if path.suffix in SUFFIXES or name.startswith((".", "/", "~")):
+        raise InputError(f"there is no file or directory {name}", "Check the path.")
+    from lipaudit.models.sources import timm
+
+    if timm.is_timm(name):
+        return _noted(_timm(name, options), f"{name!r} taken as the timm model timm:{name}")
+    if name.count("/") == 1:
+        try:
+            found = _hub(name, options)
+        except InputError as error:
+            message = f"there is no file or directory {name}; as a repository, {error.message}"
+            raise InputError(message, error.advice) from error
+        return _noted(found, f"{name!r} taken as the Hugging Face repository hf:{name}")
+    return _unknown(name)
+
+
+def _unknown(name: str) -> Source:
+    from lipaudit.models.sources import timm
+
+    close = timm.similar_names(name)
+    hint = f"Did you mean {' or '.join(close)}? " if close else ""
+    raise InputError(f"no model {name!r}", f"{hint}MODEL is one of: {FORMS}.")
+
+
+def _noted(found: Source, note: str) -> Source:
+    source, model = found
+    return source, replace(model, notes=(remark("resolved", note), *model.notes))
+
+
+def _demo(name: str, _options: LoadOptions) -> Source:
+    return "demo", demo_model(name or "standard")
+
+
+def _timm(name: str, options: LoadOptions) -> Source:
+    from lipaudit.data.hub import hub_access
+    from lipaudit.models.sources import timm
+
+    with hub_access(offline=options.offline):
+        return "timm", timm.pretrained(name, options)
+
+
+def _hub(name: str, options: LoadOptions) -> Source:
+    from lipaudit.models.sources.hub import fetch
+
+    repository, _, revision = name.partition("@")
+    if repository.count("/") > 1 or not repository:
+        raise UsageError(f"{name!r} is no repository of the Hub", "Write hf:ORG/NAME[@REVISION].")
+    weights = bool(options.model_kwargs.get("pretrained", True))
+    path = fetch(repository, revision or None, offline=options.offline, weights=weights)
+    return _directory(path, options)
+
+
+def _directory(path: Path, options: LoadOptions) -> Source:
+    """Read a directory by the keys of its config.json: timm's, or those of transformers."""
+    keys = _config_keys(path)
+    if "model_type" in keys:
+        from lipaudit.models.sources.hf import directory as hf
+
+        return "hf", hf.from_directory(path, options)
+    if keys & {"architecture", "pretrained_cfg"}:
+        from lipaudit.models.sources import timm
+
+        return "timm", timm.from_directory(path, options)
+    raise InputError(
+        f"{path / 'config.json'} is neither timm's (architecture) nor transformers' (model_type)",
+        "Pass the file of weights itself with --arch timm:NAME.",
+    )
+
+
+def _config_keys(path: Path) -> set[str]:
+    config = path / "config.json"
+    if (path / "adapter_config.json").is_file() and not config.is_file():
+        raise InputError(
+            f"{path} holds an adapter, not a model",
+            "Merge it into its base model (merge_and_unload in peft) and save the result.",
+        )
+    if not config.is_file():
+        raise InputError(
+            f"{path} has no config.json",
+            "Pass its file of weights with --arch timm:NAME, or add the configuration.",
+        )
+    try:
+        content = json.loads(config.read_text())
+    except ValueError as error:
+        raise InputError(
+            f"{config} is not JSON ({error})", "Copy or download it again."
+        ) from error
+    return set(content) if isinstance(content, dict) else set()
+
+
+def _file(path: Path, options: LoadOptions) -> Source:
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"{path} is not a file of weights", f"They end in {', '.join(SUFFIXES)}.")
+    if options.arch is None:
+        raise UsageError(
+            f"{path} holds weights only: which architecture are they for?",
+            "Add --arch timm:NAME (and --model-kwargs where it differs), or load it in a "
+            "py:FILE:FACTORY of yours.",
+        )
+    from lipaudit.models.sources import timm
+
+    return "file", timm.from_file(path, options.arch.removeprefix("timm:"), options)
+
+
+def _factory(reference: str, options: LoadOptions) -> Source:
+    from lipaudit.models.sources.factory import from_factory
+
+    return "py", from_factory(reference, options)
+
+
+PREFIXES: dict[str, Callable[[str, LoadOptions], Source]] = {
+    "demo": _demo,
+    "timm": _timm,
+    "hf": _hub,
+    "hf-hub": _hub,
+    "py": _factory,
+}
+"""What stands before the colon of a MODEL argument."""

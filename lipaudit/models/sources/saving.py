@@ -1,0 +1,94 @@
+"""Write a model as a directory that `load` reads back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import nn
+
+from lipaudit.models.net import Net
+from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
+from lipaudit.models.sources.hf.directory import quiet
+from lipaudit.models.sources.spec import LoadOptions
+
+WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.h5", "*.onnx", "*.msgpack", "*.ckpt*")
+
+
+def save(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
+    """Write the weights of a model and, where its library has a format for it, its configuration.
+
+    Models of transformers are written in their format, with all but the weights of the directory
+    they came from (tokenizer, pooling); models of timm and the demos in timm's, with the
+    normalisation they were used with.
+
+    Args:
+        net: the model.
+        folder: made if it is not there.
+        options: what the model was loaded with.
+
+    Returns:
+        Whether the folder is a MODEL argument; else it holds weights only.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    module: Any = net.module
+    if hasattr(module, "save_pretrained"):
+        source = Path(module.config._name_or_path)
+        if source.is_dir():
+            shutil.copytree(source, folder, ignore=_ignored(folder), dirs_exist_ok=True)
+        with quiet():
+            module.save_pretrained(folder)
+        return True
+    weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    config = _timm_config(module, net, options or LoadOptions())
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return config is not None
+
+
+def _ignored(folder: Path) -> Callable[[str, list[str]], set[str]]:
+    """Leave out weights, and the copy itself where it lies inside what is copied."""
+    weights = shutil.ignore_patterns(*WEIGHTS)
+    around = {folder.resolve(), *folder.resolve().parents}
+
+    def ignored(directory: str, names: list[str]) -> set[str]:
+        own = {name for name in names if Path(directory, name).resolve() in around}
+        return own | weights(directory, names)
+
+    return ignored
+
+
+def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str, Any] | None:
+    """Return timm's description of a model, None for a model that is not timm's."""
+    how = {key: net.info.preprocess[key] for key in ("mean", "std") if key in net.info.preprocess}
+    how |= {"input_size": list(net.sample_shape), "num_classes": net.classes or 0}
+    own = getattr(module, "pretrained_cfg", None)
+    if isinstance(module, DigitsViT):
+        architecture, arguments = AS_TIMM
+        kept: dict[str, Any] = {}
+    elif own is not None:
+        architecture = str(own.get("architecture"))
+        arguments = _arguments(Path(net.info.spec), options)
+        names = ("interpolation", "crop_pct", "crop_mode", "first_conv", "classifier")
+        kept = {name: own[name] for name in names if own.get(name) is not None}
+    else:
+        return None
+    return {
+        "architecture": architecture,
+        "num_classes": net.classes or 0,
+        "model_args": arguments,
+        "pretrained_cfg": kept | how,
+    }
+
+
+def _arguments(source: Path, options: LoadOptions) -> dict[str, Any]:
+    """Return what the model was built with: by its directory, then by the options."""
+    described = source / "config.json"
+    own = json.loads(described.read_text()).get("model_args", {}) if described.is_file() else {}
+    arguments = own | dict(options.model_kwargs)
+    return {k: v for k, v in arguments.items() if k not in ("pretrained", "num_classes")}

@@ -1,0 +1,292 @@
+"""Models of timm: by name with its pretrained weights, a directory in timm's format, or a file."""
+
+from __future__ import annotations
+
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipaudit.data.images import resized
+from lipaudit.data.intake import remark, warning
+from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.models.sources.files import (
+    State,
+    find_weights,
+    load_strictly,
+    mismatches,
+    read_weights,
+)
+from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
+from lipaudit.results import Note
+
+if typing.TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+DEFAULT_NORMALISATION = warning(
+    "default-normalisation",
+    "mean and std are those of the architecture's own weights, not of this file: "
+    "give --mean and --std if it was trained with others",
+)
+
+
+def is_timm(name: str) -> bool:
+    """Say whether timm knows an architecture, with or without the tag of its weights."""
+    import timm
+
+    return bool(timm.is_model(name.partition(".")[0]))
+
+
+def similar_names(name: str) -> list[str]:
+    """Return names of timm models that look like `name`."""
+    from difflib import get_close_matches
+
+    import timm
+
+    return get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
+
+
+def pretrained(name: str, options: LoadOptions) -> ModelSpec:
+    """Load a registry model with the weights timm names for it, or with random ones on request.
+
+    Raises:
+        InputError: unknown name, or weights that cannot be had.
+        UsageError: arguments that would leave a part of the weights random.
+    """
+    if not is_timm(name):
+        raise InputError(f"timm has no model {name!r}", _did_you_mean(name))
+    kwargs = dict(options.model_kwargs)
+    if not kwargs.pop("pretrained", True):
+        return describe(_create(name, kwargs), options, notes=(RANDOM,))
+    module = _download(name, kwargs)
+    own, weights = module.num_classes, module.pretrained_cfg["num_classes"]
+    if own not in (0, weights):
+        raise UsageError(
+            f"num_classes={own} would replace the head of {name} ({weights} classes) by a random "
+            "one",
+            "Leave num_classes out (`lipaudit train --classes` trains a new head), or pass your "
+            "own file of weights with --arch.",
+        )
+    return describe(module, options)
+
+
+def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
+    """Load a directory whose config.json has timm's keys (a repository of timm's on the Hub)."""
+    kwargs = dict(options.model_kwargs)
+    with_weights = kwargs.pop("pretrained", True)
+    module = _create(f"local-dir:{path}", kwargs)
+    if not with_weights:
+        return describe(module, options, notes=(RANDOM,))
+    weights = find_weights(path)
+    state, notes = read_weights(weights)
+    return describe(module, options, notes=notes + _load(module, state, weights))
+
+
+def from_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
+    """Load a file of weights into an architecture of timm.
+
+    The number of classes is read off the classifier's weights unless --model-kwargs says it.
+
+    Raises:
+        InputError: unknown architecture, or weights that do not fit it.
+    """
+    if not is_timm(arch):
+        raise InputError(f"timm has no model {arch!r}", _did_you_mean(arch))
+    kwargs = dict(options.model_kwargs)
+    kwargs.pop("pretrained", None)
+    state, notes = read_weights(path)
+    kwargs.setdefault("num_classes", _count_classes(arch, state))
+    module = _create(arch, kwargs)
+    notes += _load(module, state, path)
+    if options.mean is None or options.std is None:
+        notes += (DEFAULT_NORMALISATION,)
+    return describe(module, options, notes=notes, own_labels=False)
+
+
+def describe(
+    module: Any,
+    options: LoadOptions,
+    *,
+    notes: tuple[Note, ...] = (),
+    own_labels: bool = True,
+) -> ModelSpec:
+    """Say how a timm model is fed: size, normalisation, resizing, labels.
+
+    Its classifier is replaced first where another number of classes is asked for.
+    """
+    import timm.data
+
+    if options.classes not in (None, module.num_classes):
+        module.reset_classifier(options.classes)
+        notes, own_labels = (*notes, new_classifier(options.classes)), False
+    config = timm.data.resolve_model_data_config(module)
+    shape = options.image_shape(_image_shape(module, config, options.model_kwargs))
+    config["input_size"] = shape
+    labels, aliases = _labels(module) if own_labels else (None, {})
+    return ModelSpec(
+        module,
+        shape,
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        classifier=getattr(module, "num_classes", 0) > 0,
+        labels=labels,
+        aliases=aliases,
+        prepare=_preparation(config, shape),
+        architecture=str(module.pretrained_cfg.get("architecture", type(module).__name__)),
+        preprocess={k: config[k] for k in ("interpolation", "crop_pct", "crop_mode")},
+        notes=notes,
+    )
+
+
+def _create(name: str, kwargs: dict[str, Any], *, weights: bool = False) -> Any:
+    """Build a model, its attention on the fused path where timm has one."""
+    import timm
+
+    try:
+        with _fused_attention():
+            return timm.create_model(name, pretrained=weights, **kwargs)
+    except (TypeError, AssertionError) as error:
+        raise UsageError(
+            f"timm cannot build {name} with {kwargs}: {error}", "Check --model-kwargs."
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        if weights:
+            raise
+        raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
+
+
+def _download(name: str, kwargs: dict[str, Any]) -> Any:
+    """Build a model with timm's own weights, out of the cache or the Hub."""
+    try:
+        return _create(name, kwargs, weights=True)
+    except LipauditError:
+        raise
+    except Exception as error:  # every HTTP library has exceptions of its own
+        raise InputError(
+            f"the pretrained weights of {name} cannot be had "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})",
+            f"Without a network fetch {_weights_of(name)} elsewhere and pass the file with "
+            f"--arch timm:{name.partition('.')[0]}, or ask for random weights with "
+            "--model-kwargs pretrained=false (enough for a check of cost).",
+        ) from error
+
+
+def _weights_of(name: str) -> str:
+    """Name the file that timm would download."""
+    import timm.models
+
+    config = timm.models.get_pretrained_cfg(name)
+    if config is None or not config.has_weights:
+        return "weights for it"
+    hub = f"model.safetensors of https://huggingface.co/{config.hf_hub_id}"
+    return hub if config.hf_hub_id else str(config.url)
+
+
+def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
+    """Load strictly; weights in another layout go through the conversion of timm's own family."""
+    convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
+    if not mismatches(module, state) or convert is None:
+        load_strictly(module, state, origin=str(path))
+        return ()
+    try:
+        converted = convert(dict(state), module)
+    except (KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError):
+        converted = state
+    load_strictly(module, converted, origin=str(path))
+    return (remark("converted", "weights were converted from another layout or size by timm"),)
+
+
+def _count_classes(arch: str, state: State) -> int | None:
+    import timm.models
+
+    config = timm.models.get_pretrained_cfg(arch)
+    head = config.classifier if config is not None else None
+    name = head[0] if isinstance(head, tuple) else head
+    weight = state.get(f"{name}.weight")
+    return None if weight is None else weight.shape[0]
+
+
+def _image_shape(
+    module: Any, config: dict[str, Any], kwargs: Mapping[str, Any]
+) -> tuple[int, int, int]:
+    """Read channels and size off the built model, where --model-kwargs may have changed them."""
+    size = getattr(getattr(module, "patch_embed", None), "img_size", None)
+    size = size or kwargs.get("img_size") or config["input_size"][1:]
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    own = config["input_size"][0]
+    conv = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
+    if conv is None or conv.in_channels == own or _takes(module, (own, height, width)):
+        return own, height, width
+    return conv.in_channels, height, width
+
+
+def _takes(module: Any, shape: tuple[int, int, int]) -> bool:
+    """Try an image: a stem may rearrange the pixels before its first convolution."""
+    like = next(module.parameters())
+    try:
+        with torch.no_grad():
+            module.eval()(like.new_zeros(1, *shape))
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return False
+    return True
+
+
+def _preparation(config: dict[str, Any], shape: tuple[int, int, int]) -> Any:
+    import timm.data
+    from torchvision.transforms import Normalize
+
+    steps = timm.data.create_transform(**config, is_training=False).transforms
+    before = [step for step in steps if not isinstance(step, Normalize)]
+
+    def prepare(image: Image) -> Tensor:
+        return resized(image, shape, before)
+
+    return prepare
+
+
+def _labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
+    """Return class names and their aliases (ImageNet synsets), where timm knows them."""
+    import timm.data
+
+    names = module.pretrained_cfg.get("label_names")
+    descriptions = module.pretrained_cfg.get("label_descriptions")
+    if names and len(names) == module.num_classes:
+        shown = tuple(str((descriptions or {}).get(n, n)) for n in names)
+        return shown, {str(n): i for i, n in enumerate(names)}
+    subset = timm.data.infer_imagenet_subset(module)
+    if not subset:
+        return None, {}
+    info = timm.data.ImageNetInfo(subset)
+    labels = tuple(info.index_to_description(i) for i in range(info.num_classes()))
+    return labels, synsets(subset)
+
+
+def synsets(subset: str = "imagenet-1k") -> dict[str, int]:
+    """Return the WordNet names of ImageNet's classes, by which its folders are named."""
+    import timm.data
+
+    return {name: i for i, name in enumerate(timm.data.ImageNetInfo(subset).label_names())}
+
+
+def _did_you_mean(name: str) -> str:
+    close = similar_names(name)
+    return f"Did you mean {' or '.join(close)}?" if close else "`timm.list_models()` lists all."
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Let timm put every attention it can on scaled_dot_product_attention while building."""
+    from timm.layers import set_fused_attn, use_fused_attn
+
+    before = use_fused_attn(), use_fused_attn(experimental=True)
+    set_fused_attn(True, experimental=True)
+    try:
+        yield
+    finally:
+        set_fused_attn(before[0], experimental=before[1])

@@ -1,0 +1,287 @@
+"""Penalties of a whole model, in anybody's training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError, UsageError
+from lipaudit.models.attention.capture import run
+from lipaudit.models.attention.observe.events import (
+    AttentionCall,
+    AttentionMode,
+    Explicit,
+    Fused,
+    additive,
+)
+from lipaudit.models.attention.observe.linears import Linear
+from lipaudit.models.attention.observe.trace import Address, Tracer, undisturbed
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.net import Net
+from lipaudit.theory.penalties import (
+    Reduction,
+    jasmin_of_largest,
+    jasmin_rows,
+    needed,
+    over_rows,
+    specformer,
+)
+
+ENTRIES = 2**22
+"""Entries of the attention maps that are held at a time; more rows wait their turn."""
+
+
+@contextmanager
+def attention_penalty(
+    model: nn.Module,
+    name: str = "jasmin",
+    *,
+    k: int = 0,
+    reduction: Reduction = "max",
+    mask: Tensor | None = None,
+) -> Iterator[Callable[[], Tensor]]:
+    """Read the JaSMin penalty of a model while the block runs it.
+
+    The model runs unmodified, in train mode or not, under autocast, in DistributedDataParallel;
+    its attention maps are made again from q and k, some rows at a time, and once more in the
+    backward pass. What it gives is the sum over the attention layers of `theory.penalties.jasmin`
+    (each window of a windowed layer is a map of its own).
+
+        with attention_penalty(model, "jasmin", k=10, reduction="mean") as penalty:
+            loss = criterion(model(x), y) + 1e-2 * penalty()
+        loss.backward()
+
+    Call `penalty()` after the forward passes it shall cover; it then begins anew. The backward
+    pass belongs after the block, where a model that recomputes its activations does not run its
+    attention a second time under observation.
+
+    Args:
+        model: any that `lipaudit` can read; compiled and scripted modules cannot be seen.
+        name: jasmin, the penalty of attention maps (that of weights is `SpecformerPenalty`).
+        k: 0, or more than 1.
+        reduction: over the rows of a map.
+        mask: nonzero at real tokens, (batch, tokens), where a batch is padded: only they count.
+
+    Raises:
+        UsageError: for another name, k or reduction.
+        InputError: by `penalty()`, when no attention was seen, or none that the mask fits; by the
+            model's run, when the size of its batch is not known.
+    """
+    if name != "jasmin":
+        raise UsageError(
+            f"{name!r} is no penalty of attention maps",
+            "Use jasmin; the penalty of weights is SpecformerPenalty(net, batch).",
+        )
+    if k == 1 or k < 0 or reduction not in get_args(Reduction):
+        raise UsageError(f"k = {k}, reduction = {reduction!r}", "k: 0, 2, 3...; max or mean.")
+    watch = _Watch(k, reduction, None if mask is None else mask.bool())
+    hook = model.register_forward_pre_hook(watch.enter, with_kwargs=True)
+    try:
+        with AttentionMode(watch.attention):
+            yield watch.total
+    finally:
+        hook.remove()
+
+
+@dataclass
+class _Watch:
+    """The penalties of the layers met so far."""
+
+    k: int
+    reduction: Reduction
+    mask: Tensor | None
+    batch: int | None = None
+    masked: bool = False
+    found: list[Tensor] = field(default_factory=list)
+
+    def enter(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Learn the size of the batch from what the model is given."""
+        first = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+        self.batch = None if first is None else len(first)
+
+    def attention(self, call: AttentionCall) -> Tensor:
+        """Add a layer, and let the model go on."""
+        if self.batch is None:
+            raise InputError(
+                "the size of the batch is not known, over which the penalty is averaged",
+                "Call the module itself that attention_penalty was given, on tensors.",
+            )
+        with torch.autocast(call.q.device.type, enabled=False):
+            values, counted = _row_values(call, self.k)
+        if self.mask is not None:
+            counted = self.real(counted, self.mask.to(counted.device))
+        self.found.append(over_rows(values, counted, self.reduction).sum() / self.batch)
+        return call.output
+
+    def real(self, counted: Tensor, mask: Tensor) -> Tensor:
+        """Leave padding out of the rows of a layer; its heads may be folded into the batch."""
+        batch, tokens = mask.shape
+        if counted.shape[-1] != tokens or len(counted) % batch:
+            return counted
+        self.masked = True
+        return (counted.reshape(batch, -1, tokens) & mask[:, None]).reshape(counted.shape)
+
+    def total(self) -> Tensor:
+        """Return the sum since the last call."""
+        if not self.found:
+            raise InputError(
+                "no attention was seen",
+                "Run the model inside the block, with gradients and uncompiled, before penalty().",
+            )
+        if self.mask is not None and not self.masked:
+            raise InputError(
+                f"a mask of shape {tuple(self.mask.shape)} fits the queries of no attention layer",
+                "Give (batch, tokens) as the layers see them, or no mask.",
+            )
+        found, self.found, self.masked = self.found, [], False
+        return torch.stack([each.to(found[0].device) for each in found]).sum()
+
+
+def _row_values(call: AttentionCall, k: int) -> tuple[Tensor, Tensor]:
+    """Return the penalty of every row of P, (..., queries), and whether it counts."""
+    form = call.form
+    if isinstance(form, Explicit):
+        return jasmin_rows(form.p, k)
+    q, keys = call.q * form.scale, call.k
+    size = max(1, ENTRIES // (q[..., 0, 0].numel() * keys.shape[-2]))
+    parts = [
+        _fused_rows(q[..., i : i + size, :], keys, _seen(form, call, slice(i, i + size)), k)
+        for i in range(0, q.shape[-2], size)
+    ]
+    values, counted = zip(*parts, strict=True)
+    return torch.cat(values, -1), torch.cat(counted, -1)
+
+
+def _seen(form: Fused, call: AttentionCall, rows: slice) -> Tensor | None:
+    """Return what is added to the logits of some queries."""
+    if form.causal:
+        shape = call.q.shape[-2], call.k.shape[-2]
+        return additive(
+            torch.ones(shape, dtype=torch.bool, device=call.q.device).tril(), call.q.dtype
+        )[rows]
+    if form.mask is None:
+        return None
+    mask = additive(form.mask, call.q.dtype)
+    return mask if mask.shape[-2] == 1 else mask[..., rows, :]
+
+
+def _fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """Return the penalty of some rows; nothing of size queries x keys stays for the backward."""
+    places: list[Tensor] = []
+
+    def rows(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        p = _probabilities(q, keys, mask)
+        if not places:  # they need not be looked for again in the backward pass
+            places.append(p.detach().topk(needed(p.shape[-1], k)).indices)
+        return jasmin_of_largest(p.gather(-1, places[0]), k)
+
+    return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
+
+
+def _probabilities(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+    """Return P; rows without any key are zero."""
+    logits = q @ keys.mT
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    if mask is None:
+        return torch.softmax(logits, -1)
+    logits = logits + mask
+    unseen = logits.isneginf().all(-1, keepdim=True)
+    return torch.softmax(logits.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
+
+
+class _Slices(NamedTuple):
+    """Columns of a parameter, as the model uses it: (channels in, channels out)."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    columns: Tensor
+    factor: float
+
+    def weight(self, parameters: dict[str, nn.Parameter]) -> Tensor:
+        """Return W of every head, (heads, D, d), with its gradient."""
+        whole = parameters[self.name].as_strided(self.size, self.stride, self.offset)
+        return whole[:, self.columns].transpose(0, 1)
+
+
+class SpecformerPenalty:
+    """Specformer's penalty of a model: sum of l sigma_1(W)^2 over layers, heads and q, k, v.
+
+    Args:
+        net: a model whose layers have a closed form: their weights are found by running it.
+        batch: a sample or two to run it on.
+        factors: l of queries, keys and values.
+
+    Raises:
+        InputError: a weight is not a parameter of the model.
+    """
+
+    def __init__(
+        self, net: Net, batch: Batch, factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    ) -> None:
+        self._parameters = dict(net.module.named_parameters())
+        self._slices = list(_slices(net, batch, factors))
+        generator = torch.Generator().manual_seed(0)
+        self.vectors: Sequence[Tensor] = [
+            torch.randn(part.columns.shape, generator=generator).to(net.device, net.dtype)
+            for part in self._slices
+        ]
+
+    def __call__(self) -> Tensor:
+        """Return the penalty at the present weights, one power step on."""
+        values, vectors = zip(
+            *(
+                specformer(part.weight(self._parameters), vector)
+                for part, vector in zip(self._slices, self.vectors, strict=True)
+            ),
+            strict=True,
+        )
+        self.vectors = vectors
+        factors = [part.factor for part in self._slices]
+        return torch.stack([f * v for f, v in zip(factors, values, strict=True)]).sum()
+
+
+def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iterator[_Slices]:
+    sites, weights = survey(net, batch), _weights(net, batch)
+    names = {p.untyped_storage().data_ptr(): name for name, p in net.module.named_parameters()}
+    for site in sites:
+        if site.structure is None:
+            raise InputError(
+                f"layer {site.index} ({site.module}) {site.reason}: its weights are not known"
+            )
+        if site.inner:
+            raise InputError(
+                f"layer {site.index} ({site.module}) makes its queries, keys or values by several "
+                "linear maps in a row: no weight is theirs alone"
+            )
+        recipes = (site.structure.q, site.structure.k, site.structure.v)
+        for recipe, factor in zip(recipes, factors, strict=True):
+            if recipe is None:
+                continue
+            weight = weights[recipe.source]
+            name = names.get(weight.untyped_storage().data_ptr())
+            if name is None:
+                raise InputError(f"a weight of layer {site.index} is not a parameter")
+            size, stride, offset = weight.shape, weight.stride(), int(weight.storage_offset())
+            yield _Slices(name, tuple(size), stride, offset, recipe.columns, factor)
+
+
+def _weights(net: Net, batch: Batch) -> dict[Address, Tensor]:
+    """Return the weight of every linear map that the model applies."""
+    found: dict[Address, Tensor] = {}
+
+    def meet(linear: Linear, address: Address) -> None:
+        found[address] = linear.weight
+
+    with undisturbed(net.module):
+        run(net, batch, Tracer(lambda *_: None, meet))
+    return found

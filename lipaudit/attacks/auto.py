@@ -22,7 +22,7 @@ from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
 from torch import Tensor
 
-from lipaudit.attacks.norms import Ball, distance
+from lipaudit.attacks.balls import Ball, distance
 from lipaudit.attacks.oracle import Model, logits_of
 from lipaudit.attacks.plan import Attack
 from lipaudit.errors import UsageError

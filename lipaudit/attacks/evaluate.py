@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.auto import Turn, auto
+from lipaudit.attacks.balls import Ball, distance, project, random_start
 from lipaudit.attacks.fgsm import fgsm
-from lipaudit.attacks.norms import Ball, distance, project, random_start
 from lipaudit.attacks.oracle import ByRow, Meter, Model, Oracle, logits_and_gradient
 from lipaudit.attacks.outcome import CHUNK, Chunk, Outcome, chunks
 from lipaudit.attacks.pgd import pgd, usual_step

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.norms import Ball, project, steepest
+from lipaudit.attacks.balls import Ball, project, steepest
 from lipaudit.attacks.oracle import Model, logits_and_gradient, logits_of, margins
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import save
 from lipaudit.cli.emit import write
 from lipaudit.errors import UsageError
 from lipaudit.measures.attack import AttackOptions, plan
-from lipaudit.measures.base import Part, joined
+from lipaudit.measures.measure import Part, joined
 
 
 def check_target(path: Path) -> None:

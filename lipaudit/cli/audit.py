@@ -112,7 +112,7 @@ def _with_strongest(options: Options, sections: Sequence[Section]) -> Options:
 
 
 def _strongest(sections: Sequence[Section]) -> BoundsRow | None:
-    from lipaudit.report.views.common import largest, typed
+    from lipaudit.report.page.views.common import largest, typed
     from lipaudit.results import BoundsRow
 
     rows = [row for section in sections for row in typed(section, BoundsRow)]
@@ -145,7 +145,7 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
 
 def _found(report: Report) -> Iterator[tuple[str, str]]:
     from lipaudit.report.cells import text
-    from lipaudit.report.views.common import typed
+    from lipaudit.report.page.views.common import typed
     from lipaudit.results import AttackRow, JacobianRow
 
     top = _strongest(report.sections)

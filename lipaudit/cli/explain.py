@@ -15,7 +15,7 @@ from lipaudit.errors import UsageError
 
 if TYPE_CHECKING:
     from lipaudit.results import Column
-    from lipaudit.theory.catalogue import Bound
+    from lipaudit.theory.bounds.catalogue import Bound
 
 READING = {
     "exact": "The largest factor by which an infinitesimal change of the layer's input can be "
@@ -87,7 +87,7 @@ def explain(
       [cyan]lipaudit explain sharp[/]
       [cyan]lipaudit explain jacobian.norm[/]
     """
-    from lipaudit.theory.catalogue import SYMBOLS
+    from lipaudit.theory.bounds.catalogue import SYMBOLS
 
     columns = _columns()
     found = [key for key in columns if name in (key, key.rpartition(".")[2])]
@@ -131,7 +131,7 @@ def _entry(key: str, column: Column) -> Iterator[str]:
 
 
 def _bound(key: str) -> Bound | None:
-    from lipaudit.theory.catalogue import BOUNDS
+    from lipaudit.theory.bounds.catalogue import BOUNDS
 
     section, _, name = key.rpartition(".")
     return BOUNDS.get(name.removeprefix("bound_")) if section in ("bounds", "scaling") else None

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from lipaudit.cli.emit import check_outputs
 from lipaudit.cli.options import Common
-from lipaudit.data.loading import DataOptions, Samples, load_data
+from lipaudit.data.sources import DataOptions, Samples, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures import MEASURES, Options
 from lipaudit.models.net import Net

@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 
 from lipaudit.cli.emit import write
 from lipaudit.errors import EvaluationError
-from lipaudit.measures.base import Part, sample_ids
+from lipaudit.measures.measure import Part, sample_ids
 
 try:
     import fcntl
@@ -27,8 +27,8 @@ KEPT_DAYS = 30
 """An interrupted run that nobody went on with is forgotten after so long."""
 
 _PLAIN = {
-    ("lipaudit.measures.base", "Part"),
-    ("lipaudit.measures.layers", "HeadName"),
+    ("lipaudit.measures.measure", "Part"),
+    ("lipaudit.measures.by_layer", "HeadName"),
     ("lipaudit.attacks.sanity", "Checks"),
     ("lipaudit.results.report", "Note"),
 }

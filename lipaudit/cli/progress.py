@@ -9,7 +9,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lipaudit.measures.base import Part
+from lipaudit.measures.measure import Part
 
 HEARTBEAT = 30.0
 T = TypeVar("T", bound=Part)

@@ -20,11 +20,11 @@ from lipaudit.cli.job import Job, prepare, tell
 from lipaudit.cli.journal import Journal
 from lipaudit.cli.options import Common
 from lipaudit.cli.progress import tracked
-from lipaudit.data.loading import Samples
+from lipaudit.data.sources import Samples
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.measures import MEASURES, Measure, Options, Part
-from lipaudit.measures.base import sample_ids
-from lipaudit.measures.layers import SURVEYED
+from lipaudit.measures.by_layer import SURVEYED
+from lipaudit.measures.measure import sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import Data, Model, Note, Report, Run, Section
 

@@ -18,7 +18,7 @@ from lipaudit.cli.trained import Record, check_target, save_model
 from lipaudit.errors import UsageError
 
 if TYPE_CHECKING:
-    from lipaudit.data.loading import Samples
+    from lipaudit.data.sources import Samples
     from lipaudit.models.net import Net
     from lipaudit.train import Epoch, Recipe
 
@@ -157,7 +157,7 @@ def _train(model: str, common: Common, recipe: Recipe, task: Task) -> None:
 
 def _samples(spec: str | None, net: Net, common: Common, option: str) -> Samples:
     from lipaudit.cli.job import data_options
-    from lipaudit.data.loading import load_data
+    from lipaudit.data.sources import load_data
 
     if spec in (None, "random"):
         raise UsageError("training needs labelled samples", f"Name them with {option}.")

@@ -13,7 +13,7 @@ from lipaudit.gate.readings import row_names
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
 from lipaudit.gate.verdicts import Status, Verdict
 from lipaudit.results import SAMPLES, Column, Report, Section, labels
-from lipaudit.results.base import Float, Frozen
+from lipaudit.results.columns import Float, Frozen
 
 LEVEL = 0.025
 """One-sided level of the limits: together they are a 95 % interval."""

@@ -2,12 +2,12 @@
 
 from lipaudit.measures.attack import ATTACK
 from lipaudit.measures.attention import ATTENTION
-from lipaudit.measures.base import Measure as Measure
-from lipaudit.measures.base import Options as Options
-from lipaudit.measures.base import Part as Part
-from lipaudit.measures.base import parse_layers as parse_layers
 from lipaudit.measures.bounds import BOUNDS_MEASURE
 from lipaudit.measures.jacobian import JACOBIAN
+from lipaudit.measures.measure import Measure as Measure
+from lipaudit.measures.measure import Options as Options
+from lipaudit.measures.measure import Part as Part
+from lipaudit.measures.measure import parse_layers as parse_layers
 from lipaudit.measures.scaling import SCALING
 
 MEASURES: dict[str, Measure] = {

@@ -18,7 +18,7 @@ from lipaudit.attacks.plan import NAMES, PRESETS, Norm, Radius, Trial, make_plan
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
-from lipaudit.measures.base import Measure, Options, Part, Values, joined, notes, sample_ids
+from lipaudit.measures.measure import Measure, Options, Part, Values, joined, notes, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
-from lipaudit.measures import maps
-from lipaudit.measures.base import (
+from lipaudit.measures import attention_map as maps
+from lipaudit.measures.by_layer import Facts, Reduced, by_layer, head_names, summed
+from lipaudit.measures.measure import (
     Measure,
     Options,
     Part,
@@ -27,14 +28,13 @@ from lipaudit.measures.base import (
     number,
     sample_ids,
 )
-from lipaudit.measures.layers import Facts, Reduced, by_layer, head_names, summed
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
 from lipaudit.results import Array, AttentionRow, Section
 from lipaudit.theory import softmax
-from lipaudit.theory.attention import Heads, per_sample
-from lipaudit.theory.norms import map_norm
+from lipaudit.theory.heads import Heads, per_sample
+from lipaudit.theory.spectral.upper import map_norm
 
 MEANS = (
     "top1",

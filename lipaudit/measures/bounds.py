@@ -11,7 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.base import (
+from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_names
+from lipaudit.measures.guard import require_bounds_hold
+from lipaudit.measures.measure import (
     Measure,
     Options,
     Part,
@@ -22,21 +24,19 @@ from lipaudit.measures.base import (
     sample_ids,
     seed_of,
 )
-from lipaudit.measures.guard import require_bounds_hold
-from lipaudit.measures.layers import Facts, HeadName, Reduced, by_layer, head_names
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
 from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
-from lipaudit.theory.affine import KnownWeights, Weights
-from lipaudit.theory.attention import Heads, per_sample
-from lipaudit.theory.bounds import head_bounds
-from lipaudit.theory.catalogue import BOUNDS
+from lipaudit.theory.bounds.affine import KnownWeights, Weights
+from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.condition import forward_error
-from lipaudit.theory.jacobian import head_norms, layer_norms, splitting_gain
-from lipaudit.theory.lanczos import WITHIN, Norms
-from lipaudit.theory.norms import spectral_norm
+from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
+from lipaudit.theory.heads import Heads, per_sample
+from lipaudit.theory.spectral.lanczos import WITHIN, Norms
+from lipaudit.theory.spectral.upper import spectral_norm
 
 MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 WITH_LOGARITHM = ("castin", "mean_field", "hu")

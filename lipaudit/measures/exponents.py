@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipaudit.measures.base import Values, number
+from lipaudit.measures.measure import Values, number
 from lipaudit.results import ScalingFitRow, ScalingRow
-from lipaudit.theory.scaling import PowerLaw, power_law
+from lipaudit.theory.growth.worst_tokens import PowerLaw, power_law
 
 WELL_UNDER = 10
 """The sqrt n law is fitted up to n_max over this."""

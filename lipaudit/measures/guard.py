@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 from lipaudit.models.attention.sites import Site
-from lipaudit.theory.catalogue import BOUNDS
+from lipaudit.theory.bounds.catalogue import BOUNDS
 
 ROUNDING = 1e-9
 """What rounding in float64 may take from a bound, or add to a norm, relatively."""

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
-from lipaudit.measures.base import (
+from lipaudit.measures.measure import (
     Measure,
     Options,
     Part,
@@ -31,7 +31,7 @@ from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import RIVALS, Margins, jacobian_norms, margins
 from lipaudit.models.net import Net
 from lipaudit.results import Array, JacobianRow, Note, Section
-from lipaudit.theory.lanczos import WITHIN
+from lipaudit.theory.spectral.lanczos import WITHIN
 
 OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGED = {"converged": "norms of the model", "block_converged": "norms of blocks"}

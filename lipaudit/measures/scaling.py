@@ -17,14 +17,22 @@ from pydantic import Field
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
-from lipaudit.measures.base import Measure, Options, Part, Values, joined, lower_estimates, notes
+from lipaudit.measures.by_layer import HeadName
 from lipaudit.measures.exponents import bound_exponents, fit_of, groups, points, with_fit
-from lipaudit.measures.layers import HeadName
 from lipaudit.measures.lengths import cut, require_lengths
+from lipaudit.measures.measure import (
+    Measure,
+    Options,
+    Part,
+    Values,
+    joined,
+    lower_estimates,
+    notes,
+)
 from lipaudit.measures.worst import worst_case
 from lipaudit.models.net import Net
 from lipaudit.results import Note, ScalingRow, ScalingSplitRow, Section
-from lipaudit.theory.scaling import PowerLaw
+from lipaudit.theory.growth.worst_tokens import PowerLaw
 
 Mode = Literal["real", "adversarial", "radius", "ascent", "split"]
 BOUNDS = ("sharp", "theorem3", "castin")

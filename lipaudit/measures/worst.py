@@ -11,23 +11,23 @@ import torch
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import StructureError, UsageError
-from lipaudit.measures.layers import chosen
+from lipaudit.measures.by_layer import chosen
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.results import Note
-from lipaudit.theory.ascent import largest_shift, steepest_tokens
-from lipaudit.theory.attention import Heads
-from lipaudit.theory.centred import is_affine
-from lipaudit.theory.jacobian import head_norms, splitting_gain
-from lipaudit.theory.scaling import (
+from lipaudit.theory.bounds.centred import is_affine
+from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
+from lipaudit.theory.growth.ascent import largest_shift, steepest_tokens
+from lipaudit.theory.growth.worst_tokens import (
     Adversary,
     adversary,
     duplicated_norm,
     mean_field_norm,
     relocated,
 )
+from lipaudit.theory.heads import Heads
 
 if TYPE_CHECKING:
     from lipaudit.measures.scaling import ScalingOptions

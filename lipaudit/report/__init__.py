@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lipaudit.report import html, json, markdown, png, table
-from lipaudit.report.table import render_terminal as render_terminal
+from lipaudit.report.formats import html, json, markdown, png, table
+from lipaudit.report.formats.table import render_terminal as render_terminal
 
 RENDERERS: dict[str, Callable[..., bytes]] = {
     "table": table.render,

@@ -4,9 +4,9 @@ Everything a renderer or the gate must know about a column (label, unit, format,
 better, the domain on which the figure holds and how far it is proven) stands beside it here.
 """
 
-from lipaudit.results.base import Column as Column
-from lipaudit.results.base import Row as Row
-from lipaudit.results.base import Status as Status
+from lipaudit.results.columns import Column as Column
+from lipaudit.results.columns import Row as Row
+from lipaudit.results.columns import Status as Status
 from lipaudit.results.report import Array as Array
 from lipaudit.results.report import Data as Data
 from lipaudit.results.report import Model as Model

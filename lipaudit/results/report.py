@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from lipaudit.results.base import Cell, Column, Float, Frozen, Row
+from lipaudit.results.columns import Cell, Column, Float, Frozen, Row
 from lipaudit.results.rows import ROWS, SAMPLES, AnyRow
 
 if TYPE_CHECKING:

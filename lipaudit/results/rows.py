@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, get_args
 
-from lipaudit.results.base import Column, Float, Row, column
+from lipaudit.results.columns import Column, Float, Row, column
 
 PROVEN = (
     "With probability 0.999 the norm is at most this share above what is given (largest over the "

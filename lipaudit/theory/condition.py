@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.attention import Heads
+from lipaudit.theory.heads import Heads
 
 
 def forward_error(
@@ -26,7 +26,7 @@ def forward_error(
     Returns:
         At most 1, the largest over the queries.
 
-    >>> from lipaudit.theory.attention import affine_heads
+    >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0], [4.0, 3.0]]]), torch.eye(2)[None]
     >>> forward_error(affine_heads(x, eye, eye, eye)).log10().round()
     tensor([[-5.]])

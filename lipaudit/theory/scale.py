@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.theory.attention import Heads, Projection
+from lipaudit.theory.heads import Heads, Projection
 from lipaudit.theory.powers import powers_of_two, shifted
 
 _SWAMPED = 16
@@ -29,7 +29,7 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
 
     c is the power of two next to the largest entry of Phi^v, or of v where that is constant.
 
-    >>> from lipaudit.theory.attention import affine_heads
+    >>> from lipaudit.theory.heads import affine_heads
     >>> heads = affine_heads(torch.ones(1, 2, 3), *torch.full((3, 2, 3, 4), 1e-30))
     >>> unit, c = unit_values(heads)
     >>> unit.v[0, 0, 0], c[0] < 1e-29, torch.equal(unit.v * c[0].float(), heads.v)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
-from lipaudit.attacks.norms import Ball, random_start
+from lipaudit.attacks.balls import Ball, random_start
 from lipaudit.attacks.pgd import pgd, usual_step
 from lipaudit.attacks.plan import parse_radius
 from lipaudit.data.batch import Batch

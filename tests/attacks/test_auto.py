@@ -7,8 +7,8 @@ import torch
 from pyautoattack.square import SquareAttack
 
 from lipaudit.attacks.auto import Turn, _canvas, auto
+from lipaudit.attacks.balls import Ball, distance, random_start
 from lipaudit.attacks.evaluate import ATTACKS, evaluate
-from lipaudit.attacks.norms import Ball, distance, random_start
 from lipaudit.attacks.plan import Attack, adapt, make_plan
 from lipaudit.errors import UsageError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import derive_seed, evaluate, evaluate_chunk
-from lipaudit.attacks.norms import distance
 from lipaudit.attacks.oracle import ByRow
 from lipaudit.attacks.outcome import CHUNK, Chunk, chunks, worst_case
 from lipaudit.attacks.plan import make_plan

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from lipaudit.attacks.balls import Ball, distance, random_start
 from lipaudit.attacks.fgsm import fgsm
-from lipaudit.attacks.norms import Ball, distance, random_start
 from lipaudit.attacks.oracle import margins
 from lipaudit.attacks.pgd import pgd, usual_step
 

@@ -15,15 +15,15 @@ from importlib.resources import files
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.measures.attention import AttentionOptions, layer_statistics
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load
-from lipaudit.theory.affine import KnownWeights
-from lipaudit.theory.bounds import head_bounds
-from lipaudit.theory.jacobian import head_norms, layer_norms
+from lipaudit.theory.bounds.affine import KnownWeights
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import head_norms, layer_norms
 
 RANDOM = {"pretrained": False}
 

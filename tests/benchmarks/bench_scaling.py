@@ -17,17 +17,17 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.spec import ModelSpec
-from lipaudit.theory.attention import Heads
-from lipaudit.theory.jacobian import head_norms
-from lipaudit.theory.lanczos import random_starts
-from lipaudit.theory.products import head_products
+from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.exact.products import head_products
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.spectral.lanczos import random_starts
 
 STOP, MOST = 1e-3, 1000
 

@@ -17,8 +17,8 @@ from scipy.special import stdtrit
 
 from lipaudit.measures.attack import ATTACK, AttackOptions
 from lipaudit.measures.attention import ATTENTION, AttentionOptions
-from lipaudit.measures.base import Measure, Options
 from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
+from lipaudit.measures.measure import Measure, Options
 from lipaudit.models.net import Net
 from lipaudit.results import Section
 from lipaudit.train.demos import STANDARD, shipped, trained

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from lipaudit.cli.journal import Journal
-from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.measures import MEASURES
-from lipaudit.measures.base import Part, sample_ids
+from lipaudit.measures.measure import Part, sample_ids
 from lipaudit.models.sources.loading import load
 
 ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "130", "--steps", "30")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, plan, run, summarise, wilson
 from lipaudit.models.sources.loading import load

@@ -224,7 +224,7 @@ def test_a_row_is_the_mean_over_the_samples_that_have_it(pieces):
 
 def test_a_long_map_is_kept_as_means_of_blocks(monkeypatch):
     net, batch, maps = ragged()
-    monkeypatch.setattr("lipaudit.measures.maps.SIDE", 4)
+    monkeypatch.setattr("lipaudit.measures.attention_map.SIDE", 4)
     drawn = section_of(net, [batch], map="1.0").arrays["map@1.0"].numpy()
     p = maps[1][0, 0, :9, :9].double().numpy()  # blocks of 3, as 9 tokens make 3 of them
     assert drawn == pytest.approx(p.reshape(3, 3, 3, 3).mean((1, 3)), rel=2e-5)

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.measures.bounds import BoundsOptions, run, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.spec import ModelSpec
-from lipaudit.theory.catalogue import BOUNDS
+from lipaudit.theory.bounds.catalogue import BOUNDS
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
 from lipaudit.models.sources.loading import load
-from lipaudit.theory import bounds as theory
-from lipaudit.theory.catalogue import BOUNDS
+from lipaudit.theory.bounds import head_bounds as theory
+from lipaudit.theory.bounds.catalogue import BOUNDS
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from torch import nn
 
 from lipaudit import schema
 from lipaudit.data.batch import Batch
-from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import UsageError
-from lipaudit.measures.base import Part
 from lipaudit.measures.jacobian import JacobianOptions, run, summarise
+from lipaudit.measures.measure import Part
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.spec import ModelSpec

@@ -16,7 +16,7 @@ from lipaudit.errors import LipauditError
 from lipaudit.measures import MEASURES
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.theory.catalogue import BOUNDS
+from lipaudit.theory.bounds.catalogue import BOUNDS
 from tests.reference import loaded, truth
 
 GAINS = (1.3, 0.6, 0.2)

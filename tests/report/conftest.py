@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lipaudit.report import html
+from lipaudit.report.formats import html
 from lipaudit.results import (
     ROWS,
     Array,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from lipaudit.report.correlation import spearman
+from lipaudit.report.page.correlation import spearman
 
 pairs = st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 1)), min_size=8, max_size=40)
 

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from lipaudit.report.diagnosis import diagnosis
+from lipaudit.report.page.diagnosis import diagnosis
 from lipaudit.results import AttentionRow, Report, Section
 
 

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lipaudit.report import html
+from lipaudit.report.formats import html
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from lipaudit import schema
 from lipaudit.errors import UsageError
-from lipaudit.report import json as renderer
+from lipaudit.report.formats import json as renderer
 
 
 def test_whole_file(report, golden):

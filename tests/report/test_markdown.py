@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lipaudit.report import markdown
+from lipaudit.report.formats import markdown
 
 
 def test_whole_text(report, golden):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from lipaudit.report import plots
 from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series
-from lipaudit.report.colours import contrast, viridis
+from lipaudit.report.draw import plots
+from lipaudit.report.draw.colours import contrast, viridis
 from lipaudit.results import Column
 
 X = Column(label="||x||", meaning="", format=".3g")

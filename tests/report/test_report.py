@@ -11,9 +11,9 @@ import pytest
 from lipaudit.errors import UsageError
 from lipaudit.report import RENDERERS
 from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Table
-from lipaudit.report.document import document, labels
-from lipaudit.report.glyphs import bar, coarse, density, pixels
-from lipaudit.report.views import TITLES, VIEWS, blocks
+from lipaudit.report.draw.glyphs import bar, coarse, density, pixels
+from lipaudit.report.page.document import document, labels
+from lipaudit.report.page.views import TITLES, VIEWS, blocks
 from lipaudit.results import ROWS
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)

@@ -6,9 +6,10 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from lipaudit.report import render_terminal, table
-from lipaudit.report.colours import viridis
-from lipaudit.report.views import bounds
+from lipaudit.report import render_terminal
+from lipaudit.report.draw.colours import viridis
+from lipaudit.report.formats import table
+from lipaudit.report.page.views import bounds
 
 
 @pytest.mark.parametrize("width", [80, 120])

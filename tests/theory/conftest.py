@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipaudit.theory.attention import Heads, Pairs, Projection
+from lipaudit.theory.heads import Heads, Pairs, Projection
 
 HEADS = 2
 

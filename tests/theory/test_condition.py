@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.attention import affine_heads
 from lipaudit.theory.condition import forward_error
-from lipaudit.theory.jacobian import dense_jacobian, head_norms
+from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
+from lipaudit.theory.heads import affine_heads
 
 GAINS = (1.0, 30.0, 300.0, 3e3, 3e4)
 

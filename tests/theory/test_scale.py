@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory import norms, sharp
-from lipaudit.theory.bounds import head_bounds
-from lipaudit.theory.catalogue import BOUNDS
-from lipaudit.theory.jacobian import head_norms, layer_norms, splitting_gain
+from lipaudit.theory.bounds import sharp
+from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.scale import unit_values
+from lipaudit.theory.spectral import upper as norms
 
 KINDS = ("affine", "biases", "causal", "rotary", "all-norm", "cross-attention", "padding")
 POWERS = (-30, -20, -12, -3, 3, 12, 20, 30)  # of ten

@@ -24,7 +24,7 @@ from lipaudit.models.attention.to_heads import assemble, canonical, distribution
 from lipaudit.models.generic import token_embeddings
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.attention import Heads
+from lipaudit.theory.heads import Heads
 
 
 @dataclass(frozen=True)

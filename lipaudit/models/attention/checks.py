@@ -15,8 +15,8 @@ from lipaudit.models.attention.observe.events import AttentionCall
 from lipaudit.models.attention.project.structure import Projected
 from lipaudit.models.graph import vjp
 from lipaudit.models.net import Net
-from lipaudit.theory.attention import Heads
-from lipaudit.theory.jacobian import vjp_x
+from lipaudit.theory.exact.head_norms import vjp_x
+from lipaudit.theory.heads import Heads
 
 SAME = 1e-5  # of the largest entry: rounding of float32
 AGREES = 1e-4

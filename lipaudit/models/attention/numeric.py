@@ -15,8 +15,8 @@ from lipaudit.models.attention.observe.events import AttentionCall, AttentionMod
 from lipaudit.models.attention.observe.trace import Frame
 from lipaudit.models.attention.to_heads import canonical
 from lipaudit.models.derivative.linearize import Linearization
-from lipaudit.theory.lanczos import WITHIN, Norms, Products, random_starts, spectral_norms
 from lipaudit.theory.powers import powers_of_two
+from lipaudit.theory.spectral.lanczos import WITHIN, Norms, Products, random_starts, spectral_norms
 
 
 def numeric_norms(

@@ -14,7 +14,7 @@ from lipaudit.models.attention.project.logits import LogitForm, logit_form
 from lipaudit.models.attention.project.positions import position_terms
 from lipaudit.models.attention.project.structure import Projected, Rows, project
 from lipaudit.models.attention.sites import Structure
-from lipaudit.theory.attention import Heads, Pairs
+from lipaudit.theory.heads import Heads, Pairs
 
 _Rows = tuple[Tensor, Tensor, Tensor]
 """q, k and v."""

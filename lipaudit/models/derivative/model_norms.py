@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lipaudit.errors import UsageError
 from lipaudit.models.derivative.linearize import Linearization, require_finite
-from lipaudit.theory.lanczos import WITHIN, Products, random_starts, spectral_norms
 from lipaudit.theory.powers import powers_of_two, times_power
+from lipaudit.theory.spectral.lanczos import WITHIN, Products, random_starts, spectral_norms
 
 Norm = Literal["2", "inf"]
 Method = Literal["dense", "lanczos", "rows"]

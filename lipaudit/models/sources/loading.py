@@ -108,7 +108,7 @@ def _demo(name: str, _options: LoadOptions) -> Source:
 
 
 def _timm(name: str, options: LoadOptions) -> Source:
-    from lipaudit.data.hub import hub_access
+    from lipaudit.data.hub_sets import hub_access
     from lipaudit.models.sources import timm
 
     with hub_access(offline=options.offline):

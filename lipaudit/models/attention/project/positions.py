@@ -17,7 +17,7 @@ from lipaudit.models.attention.project.logits import BESIDE
 from lipaudit.models.attention.project.probes import Source
 from lipaudit.models.attention.project.structure import NotClosedForm, Projected, Recipe
 from lipaudit.models.graph import leaves
-from lipaudit.theory.attention import Heads, Pairs
+from lipaudit.theory.heads import Heads, Pairs
 
 LARGEST = 2**27  # numbers in r, or in t: 1 GiB in float64
 _ROUNDING = 64  # times the machine epsilon of the largest gradient

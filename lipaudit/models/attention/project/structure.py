@@ -12,7 +12,7 @@ from lipaudit.models.attention.observe.trace import Address, Origin, origins
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.probes import Source
 from lipaudit.models.graph import is_affine
-from lipaudit.theory.attention import Projection
+from lipaudit.theory.heads import Projection
 
 LARGEST_LOCAL = 2**28  # numbers in a local Jacobian: 1 GiB in float32
 

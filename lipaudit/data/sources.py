@@ -1,0 +1,87 @@
+"""The --data argument: which source it names, and the samples it gives."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from lipaudit.data.arrays import read_arrays
+from lipaudit.data.drawing import Drawn, to_batch
+from lipaudit.data.hub_sets import read_dataset
+from lipaudit.data.images import read_folder
+from lipaudit.data.intake import DataOptions as DataOptions
+from lipaudit.data.intake import Intake, remark
+from lipaudit.data.intake import Samples as Samples
+from lipaudit.data.synthetic import random_samples
+from lipaudit.data.text import TABLES, read_table, read_text
+from lipaudit.errors import InputError, UsageError
+
+DIGITS = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
+FORMS = (
+    "demo, demo:train, random, a folder of images, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, "
+    "hf:NAME"
+)
+
+
+def load_data(spec: str | None, net: Intake, options: DataOptions | None = None) -> Samples:
+    """Load the samples that a --data argument names, in the form the model takes.
+
+    The forms: `demo` (360 handwritten digits); `demo:train` (the 1437 that the demo models were
+    trained on); `random`; a folder of images, sub-folders being
+    classes; `.npz` or `.safetensors` with x and perhaps y; `.csv`, `.tsv`, `.jsonl` with a text
+    column; `.txt`; `hf:NAME[SPLIT]`. None is `demo` for the demo models and `random` for others.
+
+    Raises:
+        UsageError: no samples are asked for.
+        InputError: the data are missing, damaged, or not what the model takes.
+    """
+    options = options or DataOptions()
+    if options.samples < 1:
+        raise UsageError(
+            f"--samples {options.samples} leaves nothing to measure", "Give 1 or more."
+        )
+    spec = spec or ("demo" if net.info.source == "demo" else "random")
+    drawn = _read(spec, net, options)
+    notes = drawn.notes
+    if len(drawn.x) < options.samples:
+        text = f"{spec} has {len(drawn.x)} samples, {options.samples} were asked for"
+        notes += (remark("fewer-samples", text),)
+    return Samples(spec, to_batch(drawn, net), notes)
+
+
+def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
+    if spec == "random":
+        return random_samples(net, options)
+    if spec in DIGITS:
+        return _digits(spec, net, options)
+    if spec.startswith("hf:"):
+        return read_dataset(spec.removeprefix("hf:"), net, options)
+    path = Path(spec)
+    if path.is_dir():
+        return read_folder(path, net, options)
+    if not path.is_file():
+        raise InputError(f"there is no data {spec!r}", f"--data is one of: {FORMS}.")
+    return _read_file(path, net, options)
+
+
+def _read_file(path: Path, net: Intake, options: DataOptions) -> Drawn:
+    if path.suffix in (".npz", ".safetensors"):
+        return read_arrays(path, net, options)
+    if path.suffix not in (*TABLES, ".txt"):
+        raise InputError(f"{path} is of no kind that is read", f"--data is one of: {FORMS}.")
+    if net.kind != "text":
+        raise InputError(
+            f"{path} holds text; the model takes {net.kind}", "Give a folder or an .npz file."
+        )
+    return (read_text if path.suffix == ".txt" else read_table)(path, net, options)
+
+
+def _digits(spec: str, net: Intake, options: DataOptions) -> Drawn:
+    if net.kind != "image" or tuple(net.sample_shape) != (1, 8, 8):
+        raise InputError(
+            f"--data {spec} is handwritten digits of 1x8x8 pixels; the model takes {net.kind} of "
+            f"shape {tuple(net.sample_shape)}",
+            "Give your own data, or --data random.",
+        )
+    with as_file(files("lipaudit.data") / "assets" / DIGITS[spec]) as path:
+        return read_arrays(path, net, options)

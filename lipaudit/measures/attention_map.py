@@ -1,0 +1,102 @@
+"""One head's attention map, or one of its rows over all samples: what there is to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.errors import UsageError
+from lipaudit.measures.by_layer import summed
+from lipaudit.measures.measure import Part, Values, joined
+from lipaudit.models.attention.capture import Layer
+from lipaudit.results import Array
+from lipaudit.theory import softmax
+from lipaudit.theory.heads import Heads
+
+SIDE = 256
+"""Longer maps are stored as means of square blocks, at most this many along a side."""
+
+
+def parse_head(text: str) -> tuple[int, int]:
+    """Read LAYER.HEAD.
+
+    Raises:
+        ValueError: when it is not that.
+    """
+    layer, _, head = text.partition(".")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise ValueError("name a head as LAYER.HEAD, for example 3.1")
+    return int(layer), int(head)
+
+
+def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
+    """Return the map of the batch's first sample, or the row of a query in every sample.
+
+    Raises:
+        UsageError: the layer has no such head.
+    """
+    count = layer.attention.q.shape[1]
+    if head >= count:
+        raise UsageError(
+            f"there is no head {layer.site.index}.{head}: the layer has {count}",
+            f"Heads are counted from {layer.site.index}.0 to {layer.site.index}.{count - 1}.",
+        )
+    heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64)
+    found = _map(heads) if query is None else _row(heads, layer.samples, query)
+    return {name: value.cpu().numpy() for name, value in found.items()}
+
+
+def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Array]:
+    """Name what was drawn: map@HEAD of the first sample, or row@HEAD,QUERY and its norms.
+
+    Raises:
+        UsageError: no sample has such a query.
+    """
+    if query is None:
+        drawn = parts[0].facts["drawn"]
+        return {f"{name}@{head}": Array.of(value) for name, value in drawn.items()}
+    norms = joined(parts, "row_norms")
+    known = ~np.isnan(norms[:, 0])
+    if not known.any():
+        raise UsageError(f"no sample has a query {query}", "Queries are counted from 0.")
+    keys = max(part.values["row"].shape[1] for part in parts)
+    rows = [np.pad(r, ((0, 0), (0, keys - r.shape[1]))) for p in parts for r in [p.values["row"]]]
+    means = [np.concatenate(rows)[known].mean(0), norms[known].mean(0)]
+    names = f"row@{head},{query}", f"row_norms@{head},{query}"
+    return {name: Array.of(value) for name, value in zip(names, means, strict=True)}
+
+
+def _map(heads: Heads) -> dict[str, Tensor]:
+    """Meet the real rows of the first window in chunks; a square map loses its padded keys too."""
+    heads = heads.row(0)
+    queries, keys = heads.q.shape[2], heads.k.shape[2]
+    every = torch.arange(queries)
+    real = every if heads.valid is None else every[heads.valid[0].cpu()]
+    columns = real if queries == keys else torch.arange(keys)
+    block = -(-max(len(real), len(columns)) // SIDE)
+    size = block * max(1, SIDE // block)
+    pooled = []
+    for start in range(0, len(real), size):
+        group = real[start : start + size]
+        p = heads.rows(int(group[0]), int(group[-1]) + 1)[0, 0][group - group[0]][:, columns]
+        pooled.append(F.avg_pool2d(p[None], block, ceil_mode=True, count_include_pad=False)[0])
+    return {"map": torch.cat(pooled), "map_tokens": torch.tensor([len(real), len(columns)])}
+
+
+def _row(heads: Heads, samples: int, query: int) -> dict[str, Tensor]:
+    """Return a row of P, ||M|| and g_1, means over the windows of a sample; NaN without one."""
+    p = heads.rows(query, query + 1)[:, 0]
+    if not p.shape[1]:
+        p = heads.q.new_zeros(len(p), 1, heads.k.shape[2])
+    row = p[:, 0]
+    there = (row.sum(-1, keepdim=True) > 0).to(row.dtype)
+    norms = torch.stack([softmax.softmax_norm(row), softmax.g(row)], -1) * there
+    number = summed(there, heads.sample, samples)
+    return {
+        "row": summed(row, heads.sample, samples) / number,
+        "row_norms": summed(norms, heads.sample, samples) / number,
+    }

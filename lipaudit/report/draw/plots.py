@@ -1,0 +1,275 @@
+"""Pictures as SVG to be set into a page: they take its font and its colour of text."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series
+from lipaudit.report.cells import MISSING, plain, pretty, text
+from lipaudit.report.draw import axes as axis
+from lipaudit.report.draw.alt import describe
+from lipaudit.report.draw.colours import contrast
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+
+Picture = Heatmap | Histogram | Scatter | Curve | Density
+
+INK = "#010203"
+"""Stands for the page's own colour of text, which the browser fills in: light or dark."""
+MOST_MARKED = 64
+"""A line of more points is drawn without marks."""
+MANY = 500
+"""Above this many marks the marks are a PNG inside the SVG."""
+WIDTH, HEIGHT = 4.9, 3.3
+CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+"""Okabe and Ito's colours, told apart by colour-blind eyes; a page may set --c0, ... anew."""
+MARKERS = "osD^vPX"
+LINES = ("-", "--", "-.", ":")
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.unicode_minus": False,
+    "font.size": 10,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "text.parse_math": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+}
+
+
+def svg(block: Picture) -> str:
+    """Draw a picture as an SVG element with an alternative text; equal blocks give equal bytes."""
+    look = {"format": "svg", "transparent": True, "dpi": 160, "metadata": {"Date": None}}
+    return _inline(_drawn(block, look).decode(), describe(block))
+
+
+def png(block: Picture) -> bytes:
+    """Draw a picture with its title as a PNG file, dark on white."""
+    return _drawn(block, {"format": "png", "dpi": 200}, titled=True)
+
+
+def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> bytes:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(STYLE)
+        mpl.rcParams["svg.hashsalt"] = f"{type(block).__name__} {block.title}"
+        figure = Figure(figsize=_size(block), layout="constrained")
+        axes = figure.add_subplot()
+        DRAW[type(block)](axes, block)
+        if titled:
+            axes.set_title(textwrap.fill(plain(block.title), 44), fontsize=10)
+        file = io.BytesIO()
+        figure.savefig(file, **look)
+    return file.getvalue()
+
+
+def _size(block: Picture) -> tuple[float, float]:
+    if not isinstance(block, Heatmap):
+        return (HEIGHT * 1.25 if isinstance(block, Density) else WIDTH), HEIGHT
+    wide = 1.5 + 0.44 * len(block.columns)
+    return min(max(wide, WIDTH), 9.5), min(max(0.9 + 0.31 * len(block.rows), 2.2), 9.0)
+
+
+def _inline(document: str, alt: str) -> str:
+    """Cut an SVG file down to the element: no prolog, no metadata, no name spaces, no own ink."""
+    element = document[document.index("<svg") :]
+    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
+    element = re.sub(r' (xmlns(:\w+)?|version)="[^"]*"', "", element)
+    used = set(re.findall(r"#(\w+)", element))
+    element = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", element)
+    label = html.escape(plain(alt))
+    size = re.search(r'<svg[^>]* width="([\d.]+)pt"', element)
+    width = f"{float(size[1]) * 4 / 3:.0f}" if size else "600"
+    head = f'<svg role="img" aria-label="{label}" style="--width:{width}px"'
+    element = re.sub(r'^<svg(?: (?:height|width)="[^"]*")*', lambda _: head, element)
+    element = re.sub(r' (height|width)="[\d.]+pt"', "", element, count=2)
+    for index, colour in enumerate(CATEGORIES):
+        element = element.replace(colour, f"var(--c{index}, {colour})")
+    return element.replace(INK, "currentColor").strip()
+
+
+def _heatmap(axes: Axes, block: Heatmap) -> None:
+    values = _array(block.values)
+    mesh = _mesh(axes, values, (-0.5, len(block.columns) - 0.5), (-0.5, len(block.rows) - 0.5))
+    axes.invert_yaxis()
+    axis.ticks(axes.xaxis, block.columns)
+    axis.ticks(axes.yaxis, block.rows)
+    axes.set(xlabel="head", ylabel="layer")
+    if values.size <= MANY and len(block.columns) <= 20:
+        _numbers(axes, block, mesh)
+    _bar(axes, mesh, pretty(block.column.label))
+
+
+def _numbers(axes: Axes, block: Heatmap, mesh: Any) -> None:
+    for y, row in enumerate(block.values):
+        for x, value in enumerate(row):
+            if value is None:
+                axes.text(x, y, MISSING, ha="center", va="center", fontsize=8)
+                continue
+            red, green, blue, _ = (round(255 * part) for part in mesh.to_rgba(value))
+            finite = abs(value) < float("inf")
+            colour = contrast((red, green, blue)) if finite else INK
+            label = text(value, block.column)
+            axes.text(x, y, label, ha="center", va="center", fontsize=8, color=colour)
+
+
+def _density(axes: Axes, block: Density) -> None:
+    values = _array(block.values)
+    values[values == 0] = float("nan")
+    mesh = _mesh(axes, values, block.x_range, block.y_range, power=0.5)
+    mesh.set_rasterized(True)
+    axes.set_box_aspect(1)
+    if block.x.format == "d":
+        axis.whole(axes.xaxis)
+        axis.whole(axes.yaxis)
+    if block.down:
+        axes.invert_yaxis()
+    axes.set(xlabel=pretty(block.x.label), ylabel=pretty(block.y.label))
+    _bar(axes, mesh, pretty(block.value.label))
+
+
+def _mesh(
+    axes: Axes,
+    values: np.ndarray[Any, Any],
+    x: tuple[float, float],
+    y: tuple[float, float],
+    power: float = 1.0,
+) -> Any:
+    import numpy as np
+    from matplotlib.colors import PowerNorm
+
+    height, width = values.shape
+    shown = np.ma.masked_invalid(values)
+    mesh = axes.pcolormesh(
+        np.linspace(*x, width + 1),
+        np.linspace(*y, height + 1),
+        shown,
+        cmap="viridis",
+        norm=PowerNorm(power, *axis.limits(shown)),
+        rasterized=values.size > MANY,
+    )
+    axes.set(xlim=x, ylim=y)
+    return mesh
+
+
+def _bar(axes: Axes, mesh: Any, label: str) -> None:
+    figure = axes.get_figure()
+    assert figure is not None
+    bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+    if bar.solids is not None:
+        bar.solids.set_rasterized(True)
+
+
+def _histogram(axes: Axes, block: Histogram) -> None:
+    for index, (label, counts) in enumerate(block.counts.items()):
+        look: dict[str, Any] = {
+            "color": CATEGORIES[index % len(CATEGORIES)],
+            "linestyle": LINES[index % len(LINES)],
+        }
+        axes.stairs(counts, block.edges, fill=True, alpha=0.3, color=look["color"], linewidth=0)
+        axes.stairs(counts, block.edges, label=plain(label), **look)
+    if block.edges[0] > 0 and block.edges[-1] > 10 * block.edges[0]:
+        axis.logarithmic(axes, "x", block.edges)
+    axes.set(xlabel=pretty(block.x.label), ylabel="count")
+    axis.whole(axes.yaxis)
+    axes.margins(x=0.01)
+    if len(block.counts) > 1:
+        _legend(axes)
+
+
+def _scatter(axes: Axes, block: Scatter) -> None:
+    for index, series in enumerate(block.series):
+        axes.scatter(
+            series.x,
+            series.y,
+            s=18,
+            alpha=0.8,
+            linewidths=0,
+            color=CATEGORIES[index % len(CATEGORIES)],
+            marker=MARKERS[index % len(MARKERS)],
+            label=plain(series.label),
+            rasterized=len(series.x) > MANY,
+        )
+    known = [v for s in block.series for v in s.x]
+    ends = [min(known), max(known)]
+    axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="y = x")
+    axis.logarithmic(axes, "x", known)
+    axis.logarithmic(axes, "y", [v for s in block.series for v in s.y] + ends)
+    axes.set(xlabel=pretty(block.x.label), ylabel=pretty(block.y.label))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handletextpad=0.2)
+
+
+def _curve(axes: Axes, block: Curve) -> None:
+    for index, series in enumerate(block.series):
+        _line(axes, series, index)
+    if block.log:
+        axis.logarithmic(axes, "x", [v for s in block.series for v in s.x])
+        axis.logarithmic(axes, "y", [v for s in block.series for v in s.y])
+    elif block.y.format.endswith("%"):
+        axis.percent(axes)
+    if block.ticks:
+        axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
+    axes.set(xlabel=pretty(block.x.label), ylabel=pretty(block.y.label))
+    _legend(axes)
+
+
+def _line(axes: Axes, series: Series, index: int) -> None:
+    colour = INK if series.guide else CATEGORIES[index % len(CATEGORIES)]
+    look: dict[str, Any] = {"color": colour, "linestyle": LINES[index % len(LINES)]}
+    if series.guide:
+        axes.plot(series.x, series.y, label=plain(series.label), linewidth=0.7, **look)
+        return
+    marker = MARKERS[index % len(MARKERS)] if len(series.x) <= MOST_MARKED else ""
+    if series.fit:
+        axes.plot(series.x, _array(series.fit), linewidth=1.0, **look)
+        look["linestyle"] = ""
+    axes.plot(series.x, series.y, marker=marker, label=plain(series.label), **look)
+    if series.low and series.high:
+        low, high = _array((series.low, series.high))
+        axes.vlines(series.x, low, high, color=colour, linewidth=0.9)
+        axes.plot(series.x * 2, [*low, *high], "_", color=colour, markersize=7)
+
+
+def _legend(axes: Axes) -> None:
+    """Set the legend above the picture, where it covers nothing, in as many columns as fit."""
+    labels = axes.get_legend_handles_labels()[1]
+    columns = max(1, min(len(labels), 56 // (max(map(len, labels)) + 6)))
+    axes.figure.legend(loc="outside upper left", ncols=columns)
+
+
+def _array(values: Any) -> np.ndarray[Any, Any]:
+    """Make an array of numbers and None, which becomes NaN."""
+    import numpy as np
+
+    return np.array(values, dtype=np.float64)
+
+
+DRAW: dict[type[Any], Callable[[Axes, Any], None]] = {
+    Heatmap: _heatmap,
+    Histogram: _histogram,
+    Scatter: _scatter,
+    Curve: _curve,
+    Density: _density,
+}

@@ -1,0 +1,1 @@
+"""A page as bytes: one file per format."""

@@ -1,0 +1,72 @@
+"""Report as one HTML file: nothing is loaded, nothing runs, it prints and it fits a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lipaudit.report import cells
+from lipaudit.report.blocks import Block, Curve, Density, Heatmap, Histogram, Part, Scatter, Table
+from lipaudit.report.page.document import document
+from lipaudit.results import Report
+
+MOST_ROWS = 1200
+"""A folded table is cut here (the JSON has the rest), so that a page stays under 2 MB."""
+
+
+def render(*reports: Report, lead: Sequence[Part] = ()) -> bytes:
+    """Write one report, or several side by side, as a page; `lead` goes before the sections."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("lipaudit.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"plain": cells.plain, "drawn": _drawn, "tabulated": _tabulated}
+    page = document(*reports, lead=lead)
+    return environment.get_template("report.html").render(page=page, kind=kind).encode()
+
+
+def kind(block: Block) -> str:
+    """Return the template's name of a block."""
+    pictures = (Heatmap, Histogram, Scatter, Curve, Density)
+    return "picture" if isinstance(block, pictures) else type(block).__name__.lower()
+
+
+def _drawn(block: Heatmap | Histogram | Scatter | Curve | Density) -> Any:
+    from markupsafe import Markup
+
+    from lipaudit.report.draw.plots import svg
+
+    return Markup(svg(block))  # drawn here; its texts are escaped
+
+
+def _tabulated(block: Table) -> dict[str, Any]:
+    """Prepare a table's texts for the template."""
+    marks, notes = cells.footnotes(block.columns)
+    heads = [
+        {
+            "label": cells.pretty(cells.plain(c.label)),
+            "mark": m,
+            "meaning": c.meaning,
+            "named": named,
+        }
+        for c, m, named in zip(block.columns, marks, _named(block), strict=True)
+    ]
+    rows = [
+        (
+            index in block.strong,
+            [cells.text(v, c) for v, c in zip(row, block.columns, strict=True)],
+        )
+        for index, row in enumerate(block.rows[:MOST_ROWS])
+    ]
+    if len(block.rows) > MOST_ROWS:
+        notes = [*notes, f"The first {MOST_ROWS} of {len(block.rows)} rows; the JSON has all."]
+    return {"heads": heads, "rows": rows, "notes": notes}
+
+
+def _named(block: Table) -> list[bool]:
+    return [column.format == "s" for column in block.columns]

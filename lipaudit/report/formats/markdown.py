@@ -1,0 +1,135 @@
+"""Report as GitHub-flavoured Markdown."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator, Sequence
+
+from lipaudit.report import cells
+from lipaudit.report.blocks import (
+    Block,
+    Curve,
+    Density,
+    Heatmap,
+    Histogram,
+    Notes,
+    Paragraph,
+    Part,
+    Scatter,
+    Table,
+)
+from lipaudit.report.draw import glyphs
+from lipaudit.report.draw.alt import extent
+from lipaudit.report.page.document import document
+from lipaudit.results import Report
+
+SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
+BARS = 40
+PLOT = 60
+
+
+def render(*reports: Report, lead: Sequence[Part] = ()) -> bytes:
+    """Write one report, or several side by side; `lead` goes before the sections."""
+    page = document(*reports, lead=lead)
+    lines = [f"# {escape(page.title)}", ""]
+    if page.partial:
+        lines += ["**Partial: the run was cut short; what follows is incomplete.**", ""]
+    if page.facts:
+        facts = [[name, escape(value)] for name, value in page.facts]
+        lines += [*_grid(["", ""], facts, "ll"), ""]
+    if page.findings:
+        lines += ["## What stands out", ""]
+        lines += [
+            f"- {escape(text)} <sub>{escape(source)}</sub>" for text, source in page.findings
+        ]
+        lines += [""]
+    for part in page.parts:
+        lines += [f"## {escape(part.title)}", ""]
+        for block in part.blocks:
+            lines += [*_block(block), ""]
+    return ("\n".join(lines).rstrip("\n") + "\n").encode()
+
+
+def escape(text: str) -> str:
+    """Write text that Markdown and HTML take literally."""
+    return SPECIAL.sub(r"\\\1", html.escape(cells.plain(text), quote=False))
+
+
+def _block(block: Block) -> Iterator[str]:
+    match block:
+        case Table():
+            yield from _table(block)
+        case Heatmap():
+            yield from _heatmap(block)
+        case Histogram():
+            drawing = glyphs.histogram(block, BARS)
+            yield from _drawn(block.title, drawing, cells.standing(block.x))
+        case Scatter() | Curve():
+            yield from _drawn(block.title, glyphs.plot(block, PLOT), glyphs.legend(block))
+        case Density():
+            yield from _drawn(block.title, glyphs.density(block, PLOT), extent(block))
+        case Paragraph():
+            yield escape(block.text)
+        case Notes():
+            yield from (
+                f"- **{n.level}**: {escape(n.text)} ({escape(n.code)})" for n in block.notes
+            )
+
+
+def _table(block: Table) -> Iterator[str]:
+    marks, notes = cells.footnotes(block.columns)
+    heads = [
+        escape(cells.pretty(column.label)) + mark
+        for column, mark in zip(block.columns, marks, strict=True)
+    ]
+    align = "".join("l" if column.format == "s" else "r" for column in block.columns)
+    rows = [_texts(block, index) for index in range(len(block.rows))]
+    summary = f"<details><summary>{escape(block.title)}</summary>"
+    yield from (
+        [summary, ""]
+        if block.folded
+        else [f"**{escape(block.title)}**", ""]
+        if block.title
+        else []
+    )
+    yield from _grid(heads, rows, align)
+    yield from ["", f"<sub>{'; '.join(map(escape, notes))}</sub>"] if notes else []
+    yield from ["", "</details>"] if block.folded else []
+
+
+def _texts(block: Table, index: int) -> list[str]:
+    values = zip(block.rows[index], block.columns, strict=True)
+    texts = [escape(cells.text(value, column)) for value, column in values]
+    return [f"**{text}**" for text in texts] if index in block.strong else texts
+
+
+def _heatmap(block: Heatmap) -> Iterator[str]:
+    rows = [
+        [name, *(cells.text(v, block.column) for v in values)]
+        for name, values in zip(block.rows, block.values, strict=True)
+    ]
+    yield f"**{escape(block.title)}**"
+    yield ""
+    yield from _grid(["layer \\ head", *block.columns], rows, "r" * (len(block.columns) + 1))
+    yield ""
+    yield f"<sub>{escape(cells.standing(block.column))}</sub>"
+
+
+def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
+    yield _line(heads)
+    yield _line([{"l": ":--", "r": "--:"}[side] for side in align])
+    yield from (_line(row) for row in rows)
+
+
+def _line(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def _drawn(title: str, drawing: Sequence[str], legend: str) -> Iterator[str]:
+    """Set a drawing as an indented block: no text in it can end that."""
+    yield f"**{escape(title)}**"
+    yield ""
+    yield from (f"    {cells.plain(line)}".rstrip() for line in drawing)
+    yield ""
+    yield f"<sub>{escape(legend)}</sub>"

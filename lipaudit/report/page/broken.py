@@ -1,0 +1,73 @@
+"""Samples that were both measured and attacked: which of them the attack broke."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lipaudit.report.page.correlation import Correlation, spearman
+from lipaudit.report.page.views.common import finite
+from lipaudit.results import Report, Section
+
+FEATURES = ("norm", "radius_first_order")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attack on the samples that the model classifies rightly.
+
+    Attributes:
+        column: per-sample column of the attack section, `robust@ATTACK,NORM,EPS`.
+        broken: whether the attack broke a sample, by sample id; every one has a finite norm.
+        features: finite per-sample figures of the jacobian section, by name and sample id.
+    """
+
+    column: str
+    broken: dict[str, bool]
+    features: dict[str, dict[str, float]]
+
+    @property
+    def attack(self) -> str:
+        """Name the attack: `pgd at linf 2/255`."""
+        attack, norm, eps = self.column.partition("@")[2].split(",", 2)
+        return f"{'the worst attack' if attack == 'worst' else attack} at {norm} {eps}"
+
+    def correlation(self, feature: str) -> Correlation | None:
+        """Correlate a figure with being broken, None where too few samples have it."""
+        known = [name for name in self.broken if name in self.features[feature]]
+        values = [self.features[feature][name] for name in known]
+        return spearman(values, [float(self.broken[name]) for name in known])
+
+
+def outcome(report: Report) -> Outcome | None:
+    """Return the outcome of the attack that splits the samples most evenly.
+
+    The worst case over all attacks is taken where it was recorded. None without per-sample
+    columns of both sections, and where every attack breaks all samples or none.
+    """
+    attack, jacobian = report.section("attack"), report.section("jacobian")
+    if attack is None or jacobian is None:
+        return None
+    features = {name: _finite_column(jacobian, name) for name in FEATURES}
+    names = [name for name in attack.samples if name.startswith("robust@") and name.count(",") > 1]
+    names = [name for name in names if name.startswith("robust@worst,")] or names
+    found = [Outcome(n, _broken(attack, n, features["norm"]), features) for n in names]
+    split = [o for o in found if len(set(o.broken.values())) == 2]
+    return min(split, key=_imbalance, default=None)
+
+
+def _imbalance(found: Outcome) -> float:
+    return abs(sum(found.broken.values()) / len(found.broken) - 0.5)
+
+
+def _finite_column(section: Section, name: str) -> dict[str, float]:
+    values = zip(section.samples.get("ids", ()), section.samples.get(name, ()), strict=False)
+    return {str(key): float(value) for key, value in values if finite([value])}  # type: ignore[arg-type]
+
+
+def _broken(attack: Section, column: str, measured: dict[str, float]) -> dict[str, bool]:
+    ids = attack.samples.get("ids", ())
+    correct = attack.samples.get("correct", (1,) * len(ids))
+    rows = zip(ids, correct, attack.samples[column], strict=True)
+    return {
+        str(i): not ok for i, right, ok in rows if right and ok is not None and str(i) in measured
+    }

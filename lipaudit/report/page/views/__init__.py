@@ -1,0 +1,81 @@
+"""What is shown of each section, and of the sections of several reports side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lipaudit.report.blocks import Block, Notes, Paragraph
+from lipaudit.report.page.views import attack, attention, bounds, jacobian, scaling
+from lipaudit.report.page.views.common import Comparison, View, every_row, stacked
+from lipaudit.results import Section
+
+TITLES = {
+    "bounds": "Heads: exact norms and bounds",
+    "bounds.layers": "Layers",
+    "attention": "Heads: attention distributions",
+    "jacobian": "Jacobian norms",
+    "attack": "Attacks",
+    "scaling": "Norms over the sequence length",
+    "scaling.fit": "Scaling exponents",
+    "scaling.split": "Splitting tokens before moving them",
+}
+
+
+def _plain(section: Section) -> Iterable[Block]:
+    """Show every row of a section that has no view of its own."""
+    yield every_row(section, folded=False)
+
+
+def _plain_comparison(sections: Mapping[str, Section]) -> Iterable[Block]:
+    columns = list(next(iter(sections.values())).columns())
+    yield stacked(sections, columns[1:], columns[:1])
+
+
+VIEWS: dict[str, View] = {
+    "bounds": bounds.view,
+    "attention": attention.view,
+    "jacobian": jacobian.view,
+    "attack": attack.view,
+    "scaling": scaling.view,
+    "scaling.fit": scaling.view_fit,
+}
+"""View of each section; a section without one is shown as a plain table of its rows."""
+
+COMPARISONS: dict[str, Comparison] = {
+    "bounds": bounds.compare,
+    "bounds.layers": bounds.compare_layers,
+    "attention": attention.compare,
+    "jacobian": jacobian.compare,
+    "attack": attack.compare,
+    "scaling": scaling.compare,
+    "scaling.fit": scaling.compare_fit,
+}
+"""Comparison of each section over several reports; without one the rows are stacked."""
+
+
+def blocks(section: Section) -> tuple[Block, ...]:
+    """Return what is shown of a section: settings, figures and tables, notes."""
+    given = {name: value for name, value in section.settings.items() if value is not None}
+    settings = "; ".join(f"{name} {listed(value)}" for name, value in given.items())
+    return (
+        *([Paragraph(f"Settings: {settings}.")] if settings else []),
+        *(VIEWS.get(section.measure, _plain)(section) if section.rows else [NOTHING]),
+        *([Notes(section.notes)] if section.notes else []),
+    )
+
+
+def comparison(sections: Mapping[str, Section]) -> tuple[Block, ...]:
+    """Return what is shown of one measure over several reports, by the report's label."""
+    filled = {label: section for label, section in sections.items() if section.rows}
+    if not filled:
+        return (NOTHING,)
+    return tuple(COMPARISONS.get(next(iter(filled.values())).measure, _plain_comparison)(filled))
+
+
+def listed(value: Any) -> str:
+    """Write a setting; lists without brackets."""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+NOTHING = Paragraph("No rows: nothing was measured.")

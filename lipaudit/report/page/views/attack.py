@@ -1,0 +1,95 @@
+"""Whole model: what attacks achieve, by radius."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from lipaudit.report.blocks import Block, Curve, Series, Table
+from lipaudit.report.page.views.common import MODEL, typed
+from lipaudit.results import AttackRow, Column, Section
+
+WORST = "worst"
+NAMES = ("attack", "norm", "eps_text", "samples", "clean", "robust")
+COSTS = ("seconds", "forwards", "backwards")
+
+
+def view(section: Section) -> Iterator[Block]:
+    """Tabulate accuracies with their intervals and draw them over eps."""
+    rows = typed(section, AttackRow)
+    columns = section.columns()
+    yield Table(
+        title="Accuracy under attack",
+        columns=(*(columns[n] for n in NAMES), _interval(columns), *(columns[n] for n in COSTS)),
+        rows=tuple((*_start(row), *(getattr(row, name) for name in COSTS)) for row in rows),
+        keys=3,
+        strong=frozenset(i for i, row in enumerate(rows) if row.attack == WORST),
+    )
+    attacks = dict.fromkeys(row.attack for row in rows)
+    groups = {name: [row for row in rows if row.attack == name] for name in attacks}
+    yield from _curves(columns, groups)
+
+
+def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+    """Compare the worst case over all attacks, where it was computed, at every radius."""
+    groups = {label: _worst(typed(s, AttackRow)) for label, s in sections.items()}
+    columns = next(iter(sections.values())).columns()
+    lines = [(*_start(row), label) for label, rows in groups.items() for row in rows]
+    lines.sort(key=lambda line: (line[1], line[2], line[0]))
+    yield Table(
+        title="Accuracy under attack",
+        columns=(
+            *(columns[n] for n in NAMES[:3]),
+            MODEL,
+            *(columns[n] for n in NAMES[3:]),
+            _interval(columns),
+        ),
+        rows=tuple((*line[:3], line[-1], *line[3:-1]) for line in lines),
+        keys=4,
+    )
+    yield from _curves(columns, groups)
+
+
+def eps_text(row: AttackRow) -> str:
+    """Return the radius as it was typed."""
+    return row.eps_text or f"{row.eps:.4g}"
+
+
+def _start(row: AttackRow) -> tuple[object, ...]:
+    interval = None
+    if row.robust_low is not None and row.robust_high is not None:
+        interval = f"{row.robust_low:.1%} to {row.robust_high:.1%}"
+    return row.attack, row.norm, eps_text(row), row.samples, row.clean, row.robust, interval
+
+
+def _interval(columns: Mapping[str, Column]) -> Column:
+    return columns["robust_low"].model_copy(update={"label": "95 % Wilson"})
+
+
+def _worst(rows: list[AttackRow]) -> list[AttackRow]:
+    return [row for row in rows if row.attack == WORST] or rows
+
+
+def _curves(
+    columns: Mapping[str, Column], groups: Mapping[str, list[AttackRow]]
+) -> Iterable[Block]:
+    accuracy = columns["robust"].model_copy(update={"label": "accuracy"})
+    everything = [row for rows in groups.values() for row in rows]
+    for norm in dict.fromkeys(row.norm for row in everything):
+        series = [
+            _series(label, [r for r in rows if r.norm == norm and r.robust is not None])
+            for label, rows in groups.items()
+        ]
+        kept = tuple(s for s in series if len(s.x) > 1)
+        ticks = {eps_text(row): row.eps for row in everything if row.norm == norm}
+        if kept:
+            title = f"Accuracy under attack, {norm}"
+            yield Curve(title, columns["eps"], accuracy, kept, ticks={"0": 0.0} | ticks)
+
+
+def _series(label: str, rows: list[AttackRow]) -> Series:
+    """Start a curve at eps = 0 with the accuracy without attack."""
+    points = [(r.eps, r.robust, r.robust_low, r.robust_high) for r in rows]
+    if rows and rows[0].clean is not None and all(r.eps > 0 for r in rows):
+        points.append((0.0, rows[0].clean, None, None))
+    columns = zip(*sorted(points, key=lambda p: p[0]), strict=True)
+    return Series(label, *columns) if points else Series(label, (), ())

@@ -1,0 +1,149 @@
+"""Heads: how their attention rows are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from lipaudit.report.blocks import Block, Curve, Density, Histogram, Series
+from lipaudit.report.page.views.common import (
+    every_row,
+    heatmap,
+    largest,
+    spread,
+    table,
+    typed,
+)
+from lipaudit.results import Array, AttentionRow, Column, Section
+
+TOP = 10
+FRAGILE = (
+    "head",
+    "intermediate",
+    "uniform",
+    "categorical",
+    "g1",
+    "g1_max",
+    "softmax_norm",
+    "g1_ratio",
+    "support",
+)
+SINKS = 5
+SUNK = ("head", "sink_max", "sink_token", "sink_first", "entropy_normalized")
+RATIO, RATIO_EDGES = "g1_ratio_hist", "g1_ratio_edges"
+COUNT = Column(label="rows", meaning="Attention rows.", format="d")
+KEY = Column(label="key", meaning="Position of the key.", format="d")
+WEIGHT = Column(label="P", meaning="Attention probability.")
+
+
+def view(section: Section) -> Iterator[Block]:
+    """Map the fragile regime and g1, list the most fragile heads and the strongest sinks."""
+    rows = typed(section, AttentionRow)
+    if not rows:
+        return
+    columns = section.columns()
+    yield heatmap(
+        "Share of rows in the intermediate (fragile) regime",
+        rows,
+        lambda row: row.intermediate,
+        columns["intermediate"].model_copy(update={"format": ".0%"}),
+    )
+    g1 = columns["g1"].model_copy(update={"format": ".3f"})
+    yield heatmap("g1, mean over rows", rows, lambda row: row.g1, g1)
+    fragile = largest(rows, "intermediate", TOP)
+    yield table("Most intermediate heads", section, fragile, FRAGILE)
+    yield table("Strongest sinks", section, largest(rows, "sink_max", SINKS), SUNK)
+    yield from _pictures(section)
+    yield every_row(section)
+
+
+def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+    """Compare how the statistics are distributed over heads and over rows, and what was drawn."""
+    yield from spread(sections, ("g1", "intermediate", "gk_ratio", "softmax_norm", "entropy"))
+    yield from _ratios(sections)
+    yield from _joints(sections)
+    for label, section in sections.items():
+        yield from (replace(b, title=f"{label}: {b.title}") for b in drawn(section))
+
+
+def _pictures(section: Section) -> Iterator[Block]:
+    yield from _ratios({"rows": section})
+    yield from _joints({"": section})
+    yield from drawn(section)
+
+
+def _ratios(sections: Mapping[str, Section]) -> Iterator[Histogram]:
+    """Count g_1 / ||M|| over all rows, reports with equal bins in one picture."""
+    arrays = {k: s.arrays for k, s in sections.items() if s.arrays.keys() >= {RATIO, RATIO_EDGES}}
+    column = next(iter(sections.values())).columns()["g1_ratio"]
+    for edges in dict.fromkeys(found[RATIO_EDGES].data for found in arrays.values()):
+        counts = {
+            label: found[RATIO].numpy().sum(axis=0).tolist()
+            for label, found in arrays.items()
+            if found[RATIO_EDGES].data == edges
+        }
+        used = [i for group in counts.values() for i, count in enumerate(group, 1) if count]
+        last = max(used, default=len(edges) - 1)
+        shown = {label: tuple(group[:last]) for label, group in counts.items()}
+        ends = tuple(edge or 0.0 for edge in edges[: last + 1])
+        yield Histogram("g1 over the exact ‖M‖, all rows", column, ends, shown)
+
+
+def _joints(sections: Mapping[str, Section]) -> Iterator[Density]:
+    for label, section in sections.items():
+        if section.arrays.keys() >= {"p1p2_hist", "p1p2_edges"}:
+            block = _joint(section)
+            yield replace(block, title=f"{label}: {block.title}" if label else block.title)
+
+
+def _joint(section: Section) -> Density:
+    import numpy as np
+
+    # edges are common to both axes, or a row for each
+    edges = np.atleast_2d(section.arrays["p1p2_edges"].numpy())
+    p1, p2 = ((float(axis[0]), float(axis[-1])) for axis in (edges[0], edges[-1]))
+    counts = section.arrays["p1p2_hist"].numpy().T  # the array's first axis is p(1)
+    columns = section.columns()
+    return Density(
+        "Largest and second largest entry of a row, all rows",
+        columns["top1"],
+        columns["top2"],
+        tuple(map(tuple, counts.tolist())),
+        p1,
+        p2,
+        COUNT,
+    )
+
+
+def drawn(section: Section) -> Iterator[Density | Curve]:
+    """Show the attention map that was kept (map@HEAD), or the row (row@HEAD,QUERY)."""
+    for name, array in section.arrays.items():
+        kind, _, which = name.partition("@")
+        if kind == "map" and array.data:
+            yield _map(which, array, section.arrays[f"map_tokens@{which}"])
+        elif kind == "row":
+            keys = tuple(map(float, range(len(array.data))))
+            series = Series(f"head {which.partition(',')[0]}", keys, tuple(array.numpy()))
+            yield Curve(_row_title(which, section), KEY, WEIGHT, (series,))
+
+
+def _map(head: str, array: Array, tokens: Array) -> Density:
+    queries, keys = tokens.numpy()
+    block = -(-int(max(queries, keys)) // max(array.shape))
+    blocks = f", means of {block} x {block} tokens" if block > 1 else ""
+    return Density(
+        title=f"Attention map of head {head}, first sample{blocks}",
+        x=KEY,
+        y=Column(label="query", meaning="Position of the query.", format="d"),
+        values=tuple(map(tuple, array.numpy().tolist())),
+        x_range=(-0.5, keys - 0.5),
+        y_range=(-0.5, queries - 0.5),
+        value=WEIGHT,
+        down=True,
+    )
+
+
+def _row_title(which: str, section: Section) -> str:
+    head, _, query = which.partition(",")
+    norm, g1 = section.arrays[f"row_norms@{which}"].numpy()
+    return f"Query {query} of head {head}, mean over samples: ‖M‖ = {norm:.3f}, g1 = {g1:.3f}"

@@ -1,0 +1,151 @@
+"""Heads: exact norms beside their upper bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lipaudit.report.blocks import Block, Scatter, Series, Table
+from lipaudit.report.cells import pretty
+from lipaudit.report.page.views.common import (
+    HEAD,
+    every_row,
+    finite,
+    head,
+    heatmap,
+    largest,
+    middle,
+    spread,
+    stacked,
+    typed,
+)
+from lipaudit.results import BoundsRow, Column, Section
+
+BOUNDS = ("sharp", "appendix_c", "theorem3", "theorem3_g1", "castin", "mean_field", "hu")
+TOP = 10
+
+
+def view(section: Section) -> Iterator[Block]:
+    """Map the exact norms, list the most amplifying heads, and judge each bound."""
+    rows = typed(section, BoundsRow)
+    if not rows:
+        return
+    log_norm = Column(label="log10 ||J||", meaning="log10 of exact.", format=".2f")
+    yield heatmap("log10 ‖J‖, exact", rows, lambda row: _log10(row.exact), log_norm)
+    yield _amplifying(section, rows)
+    yield _tightness(section, rows)
+    yield from _scatter(section, rows)
+    yield every_row(section)
+
+
+def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+    """Compare how norms and the sharp bound are distributed over heads."""
+    yield from spread(sections, ("exact", "sharp", "sharp_ratio_max", "p_norm", "splitting_gain"))
+
+
+def compare_layers(sections: Mapping[str, Section]) -> Iterator[Block]:
+    """Set the layers of several models side by side."""
+    yield stacked(sections, ("exact", "exact_out", "sharp_rss", "sharp_sum"), ("layer",))
+
+
+def log10_ratio(row: BoundsRow, bound: str) -> float | None:
+    """Return log10(bound / exact), from the logarithm where the bound overflows."""
+    value, exact = getattr(row, bound), _log10(row.exact)
+    if exact is None or not math.isfinite(exact):
+        return None
+    if value is None or math.isinf(value):
+        stored = getattr(row, f"log10_{bound}", None)
+        return None if stored is None else stored - exact
+    ratio = _log10(value)
+    return None if ratio is None else ratio - exact
+
+
+def _amplifying(section: Section, rows: list[BoundsRow]) -> Table:
+    columns = section.columns()
+    top = largest(rows, "exact", TOP)
+    shown = [name for name in BOUNDS if any(log10_ratio(row, name) is not None for row in rows)]
+    said = any(row.input not in ("", "one input") for row in rows)
+    return Table(
+        title="Most amplifying heads; each bound as a multiple of exact",
+        columns=(
+            HEAD,
+            *([columns["input"]] if said else []),
+            columns["exact"],
+            *(_times(columns[name]) for name in shown),
+        ),
+        rows=tuple(
+            (
+                head(row),
+                *([row.input] if said else []),
+                row.exact,
+                *(_multiple(log10_ratio(row, name)) for name in shown),
+            )
+            for row in top
+        ),
+    )
+
+
+def _tightness(section: Section, rows: list[BoundsRow]) -> Table:
+    columns = section.columns()
+    lines = []
+    for name in BOUNDS:
+        ratios = [log10_ratio(row, name) for row in rows]
+        column = columns[name]
+        domain = pretty(column.domain)
+        known = finite(ratios)
+        worst = _multiple(max(known)) if known else None
+        lines.append(
+            (column.label, column.status, domain, len(known), _multiple(middle(ratios)), worst)
+        )
+    shown = (
+        Column(label="bound", meaning="Name of the bound.", format="s"),
+        Column(label="status", meaning="How far it is proven.", format="s"),
+        Column(label="holds", meaning="Where it holds.", format="s"),
+        Column(label="heads", meaning="Heads with this bound.", format="d"),
+        Column(label="median", meaning="Of bound / exact; 1 is tight.", unit="×", domain=""),
+        Column(label="largest", meaning="Of bound / exact.", unit="×", domain=""),
+    )
+    return Table(
+        "Tightness over all heads: bound / exact, medians over samples",
+        shown,
+        tuple(lines),
+    )
+
+
+def _scatter(section: Section, rows: list[BoundsRow]) -> Iterator[Block]:
+    series = []
+    for name in BOUNDS:
+        points = _points(section, rows, name)
+        kept = [(x, y) for x, y in points if len(finite((x, y))) == 2 and min(x, y) > 0]
+        if kept:
+            x, y = zip(*kept, strict=True)
+            series.append(Series(section.columns()[name].label, x, y))
+    if series:
+        bound = Column(label="bound", meaning="Upper bound.", status="bound")
+        title = "Upper bounds over the exact norm, per head"
+        yield Scatter(title, section.columns()["exact"], bound, tuple(series))
+
+
+def _points(section: Section, rows: list[BoundsRow], bound: str) -> list[tuple[Any, Any]]:
+    """Pair exact and bound per head, and per sample where both were kept."""
+    if {"exact", bound} <= section.arrays.keys():
+        pair = section.arrays["exact"].data, section.arrays[bound].data
+        return list(zip(*pair, strict=True))
+    return [(row.exact, getattr(row, bound)) for row in rows]
+
+
+def _times(column: Column) -> Column:
+    return column.model_copy(update={"unit": "×"})
+
+
+def _multiple(log10: float | None) -> float | str | None:
+    if log10 is None:
+        return None
+    return 10**log10 if log10 < 300 else f"1e{log10:.0f}×"
+
+
+def _log10(value: float | None) -> float | None:
+    if value is None or math.isnan(value):
+        return value
+    return math.log10(value) if value > 0 else -math.inf

@@ -1,0 +1,64 @@
+"""Whole model: how the Jacobian norms of the samples are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lipaudit.report.blocks import Block, Table
+from lipaudit.report.page.views.common import every_row, histogram, order, stacked, table, typed
+from lipaudit.results import Column, JacobianRow, Section
+
+TOP = 5
+ID = Column(label="sample", meaning="Sample id.", format="s")
+QUANTILES = (
+    "from",
+    "to",
+    "module",
+    "norm",
+    "mean",
+    "median",
+    "p95",
+    "max",
+    "within",
+    "samples",
+    "converged",
+)
+SHOWN = ("norm", "upper", "margin", "radius_first_order", "complete", "correct", "converged")
+
+
+def view(section: Section) -> Iterator[Block]:
+    """Tabulate the quantiles, draw the histogram, list the most sensitive samples."""
+    rows = typed(section, JacobianRow)
+    names = [n for n in QUANTILES if n != "module" or any(row.module for row in rows)]
+    yield table("Quantiles over samples", section, rows, names)
+    if "norm" in section.samples:
+        norm = section.sample_column("norm")
+        yield from histogram("‖J‖ per sample", norm, {"samples": section.samples["norm"]})
+        yield _sensitive(section)
+    yield every_row(section)
+
+
+def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+    """Set the quantiles side by side and overlay the histograms."""
+    keys = ("from", "to", "module", "norm")
+    yield stacked(sections, ("samples", "mean", "median", "p95", "max"), keys)
+    norms = {k: s.samples["norm"] for k, s in sections.items() if "norm" in s.samples}
+    if norms:
+        column = next(iter(sections.values())).sample_column("norm")
+        yield from histogram("‖J‖ per sample", column, norms)
+
+
+def _sensitive(section: Section) -> Table:
+    samples = section.samples
+    names = [name for name in SHOWN if name in samples]
+    ranked = sorted(range(len(samples["norm"])), key=lambda i: -order(samples["norm"][i]))
+    return Table(
+        title="Most sensitive samples",
+        columns=(ID, *(section.sample_column(name) for name in names)),
+        rows=tuple((_id(samples, i), *(samples[n][i] for n in names)) for i in ranked[:TOP]),
+    )
+
+
+def _id(samples: Mapping[str, tuple[Any, ...]], index: int) -> str:
+    return str(samples["ids"][index])[:12] if "ids" in samples else f"number {index}"

@@ -1,0 +1,1 @@
+"""Upper bounds of the Jacobian norm of attention heads."""

@@ -1,0 +1,130 @@
+"""Upper bounds of the Jacobian norm of attention heads: the published ones and a sharp one.
+
+[Y25] Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv
+2507.07814. [C24] Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024. [H24] Hu et al.,
+Specformer, ECCV 2024. Biases enter as [Y25] Remark 2 says: X becomes [X 1], W becomes [W; b^T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.errors import EvaluationError
+from lipaudit.theory.bounds.affine import Weights, weights_of
+from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.centred import centred, is_affine
+from lipaudit.theory.bounds.published import Tokens, affine_bounds, general_bounds, tokens_of
+from lipaudit.theory.bounds.sharp import block_bound
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.scale import unit_values
+from lipaudit.theory.softmax import row_maxima
+from lipaudit.theory.spectral.upper import map_norm
+
+ROUNDING = 1e-12
+"""Every bound is raised by this share: more than float64 rounding can take from it."""
+MAPS = 2**19
+"""Entries of the attention maps that are met together: 4 MB in float64."""
+
+
+def affine_only(heads: Heads) -> str | None:
+    """Return why the bounds for affine self-attention are missing, or None where they apply.
+
+    They are hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3.
+    """
+    if heads.pairs is not None:
+        return "the logits are not linear in q k^T"
+    if heads.sink is not None:
+        return "a sink takes a part of the attention"
+    if heads.x_kv is not None:
+        return "keys and values come from another input than the queries"
+    for name, projection in (
+        ("queries", heads.to_q),
+        ("keys", heads.to_k),
+        ("values", heads.to_v),
+    ):
+        if projection is None:
+            return f"the {name} are constant"
+        if projection.local is not None:
+            return f"the {name} are not affine in the tokens ({projection.kind})"
+    return None
+
+
+@torch.inference_mode()
+def head_bounds(
+    heads: Heads, *, r: float = 0.0, weights: Weights | None = None
+) -> dict[str, Float[Tensor, "batch heads"]]:
+    """Return every bound of every head, and what the bounds are made of, in float64.
+
+    The ingredients: `p_norm` ||P||, `softmax_norm_max` and `g1_max` over the rows of P, `x_norm`
+    the norm of X as it enters the formulas, `radius` R, `tokens` N without padding. A bound that
+    cannot be given is NaN: see `affine_only`, and for hu its domain.
+
+    Args:
+        heads: all heads of a layer, any kind, any precision.
+        r: radius of the ball of `hu`.
+        weights: what comes of the weights alone, where it is known; see `KnownWeights`.
+
+    Raises:
+        EvaluationError: tokens, queries, keys or values are not finite.
+
+    Example:
+        >>> from lipaudit.theory import heads as attention
+        >>> eye, x = torch.eye(2)[None], torch.tensor([[[3.0, 4.0]]])
+        >>> linear = attention.Projection(weight=eye, bias=None, local=None, kind="affine")
+        >>> one = dict(zip("xqkv", (x, *[x[None]] * 3), strict=True), scale=torch.ones(1, 1))
+        >>> one |= dict.fromkeys(("x_kv", "bias", "valid", "out")) | {"causal": False}
+        >>> one |= dict.fromkeys(("to_q", "to_k", "to_v"), linear)
+        >>> head_bounds(Heads(**one, sample=torch.tensor([0])))["sharp"]
+        tensor([[1.0000]], dtype=torch.float64)
+    """
+    heads = heads.to(torch.float64)
+    _require_finite(heads)
+    tokens = tokens_of(heads)
+    weights = weights or (weights_of(heads) if is_affine(heads) else None)
+    heads, size = unit_values(heads)
+    weights = weights and weights.per_value(size)
+    parts = [
+        _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, r)
+        for chunk in _chunks(heads)
+    ]
+    whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    size = size.to(heads.v.device)
+    return {name: whole[name] * size if name in BOUNDS else whole[name] for name in whole}
+
+
+def _require_finite(heads: Heads) -> None:
+    for name in ("x", "q", "k", "v"):
+        if not getattr(heads, name).sum().isfinite():
+            raise EvaluationError(
+                f"The attention layer has infinite or undefined {name} entries.",
+                "Look for overflow in the model: run it in float32 or float64.",
+            )
+
+
+def _chunks(heads: Heads) -> Iterator[slice]:
+    """Some heads at a time, so that a temporary stays near MAPS numbers."""
+    (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
+    per_head = batch * (n * m if is_affine(heads) else max(n * m, n * d * d, m * d * dv))
+    size = max(1, MAPS // per_head)
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def _bounds(heads: Heads, weights: Weights | None, tokens: Tokens, r: float) -> dict[str, Tensor]:
+    at = centred(heads)
+    p_norm = map_norm(at.p, single=at.single.p)
+    # M of the keys is a part of M with the sink: its norm is at most that.
+    whole = at.p if heads.sink is None else heads.rows(0, at.p.shape[-2], whole=True)
+    g1_max, norm_max = row_maxima(whole)
+    found = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
+    found |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
+    if weights is not None and affine_only(heads) is None:
+        bounds = affine_bounds(heads, at, weights, tokens, found, r=r)
+    else:
+        bounds = general_bounds(heads, at, found)
+    bounds["sharp"] = torch.minimum(block_bound(heads, at, weights), bounds["theorem3"])
+    found |= {name: bounds[name] * (1 + ROUNDING) for name in bounds}
+    return {name: value.expand_as(p_norm) for name, value in found.items()}

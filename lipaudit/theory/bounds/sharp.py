@@ -1,0 +1,169 @@
+"""A sharp upper bound of a head's Jacobian norm, at a point and on a ball around it.
+
+Block (i, j) of the Jacobian is P_ij (Phi^v_j + w u^T), w = v_j - o_i, u = s Phi^k_j^T q_i, plus
+s T_i Phi^q_i on the diagonal. The bound is the norm of the non-negative matrix B of bounds of
+these blocks, B_ij = P_ij beta_ij + delta_ij t_i. Keys and values stand less their mean over the
+keys that are seen: M(P_i) 1 = 0, so no constant matters, and less cancels. With other logits b_ij
+stands for s q_i, and a_ij for s k_j in s T_i = sum_j P_ij w a_ij^T: see `exact.pairs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.theory.bounds.affine import AffineRows, Weights, affine_blocks, affine_rows
+from lipaudit.theory.bounds.centred import Centred, factor, is_affine, local_map, maps
+from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.exact.pairs import key_gradients, query_gradients
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.spectral.upper import (
+    nonnegative_limits,
+    nonnegative_norm,
+    single_pays,
+    spectral_norm,
+)
+
+ENTRIES = 2**22
+"""Numbers that a temporary may hold: 32 MB in float64."""
+
+SMALL = 2**18
+"""Entries of a head's dense Jacobian up to which its blocks are formed."""
+
+TOLERANCE = 0.005
+"""Share of the bound that rounding to single precision may cost."""
+
+
+def block_bound(
+    heads: Heads, at: Centred, weights: Weights | None = None, *, steps: int = 10
+) -> Float[Tensor, "batch heads"]:
+    """Return ||B||, an upper bound of the Jacobian norm at X, for heads of every kind.
+
+    beta_ij is the smaller of ||Phi^v_j|| + ||w|| ||u|| (the triangle inequality) and
+    (||Phi^v_j||^2 + ||Phi^v_j u/||u|| + ||u|| w||^2)^1/2 (the input split along u and across it).
+    t_i bounds s ||T_i Phi^q_i|| by a Frobenius (affine) or Schatten-4 norm. With another
+    key/value input B = [P∘beta, diag t]. In small layers every block norm is exact.
+    """
+    if heads.x_kv is None and at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1] <= SMALL:
+        return nonnegative_norm(exact_blocks(heads), steps)
+    joint = heads.x_kv is None
+    if is_affine(heads):
+        return _affine_bound(at, affine_rows(heads, at, weights), joint, steps)
+    blocks = _local_beta(heads, at).mul_(at.p)
+    return nonnegative_norm(_matrix(_local_query_term(heads, at), blocks, joint), steps)
+
+
+def _affine_bound(at: Centred, rows: AffineRows, joint: bool, steps: int) -> Tensor:
+    """Meet the maps in single precision first where that pays, and again where it costs."""
+    if not single_pays(at.p):
+        t, blocks, *_ = affine_blocks(at, rows)
+        return nonnegative_norm(_matrix(t, blocks, joint), steps)
+    t, blocks, kept, gap = affine_blocks(at.single, rows.to_single())
+    limits = nonnegative_limits(_matrix(t, blocks, joint), kept, gap, steps)
+    norm, least = (end.double() for end in limits)
+    apart = ~(norm <= (1 + TOLERANCE) * least)
+    if apart.any():
+        these = (*apart.nonzero(as_tuple=True), None)
+        t, blocks, *_ = affine_blocks(at.pick(these), rows.pick(these))
+        norm[apart] = nonnegative_norm(_matrix(t, blocks, joint), steps)[:, 0]
+    return norm
+
+
+def _matrix(t: Tensor, blocks: Tensor, joint: bool) -> Tensor:
+    """Return B, where queries and keys read one input or two."""
+    if not joint:
+        return torch.cat([blocks, torch.diag_embed(t)], -1)
+    blocks.diagonal(0, -2, -1).add_(t)
+    return blocks
+
+
+def exact_blocks(heads: Heads) -> Float[Tensor, "batch heads n n"]:
+    """Return ||J_ij||, the norms of the d_v x D blocks, of heads that read one input.
+
+    Memory for the dense Jacobian of one batch row at a time.
+    """
+    n, dv = heads.q.shape[2], heads.v.shape[3]
+    rows = (dense_jacobian(heads.row(b)) for b in range(heads.q.shape[0]))
+    blocks = (j.reshape(*j.shape[:2], n, dv, n, -1).transpose(-3, -2) for j in rows)
+    return torch.cat([spectral_norm(block) for block in blocks])
+
+
+def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
+    """Return ||Phi^v_j|| of every key token, or of all at once where values are affine."""
+    to_v = maps(heads)[2]
+    return spectral_norm(local_map(to_v) @ factor(to_v).mT)
+
+
+def _local_beta(heads: Heads, at: Centred) -> Tensor:
+    """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
+    _, to_k, to_v = maps(heads)
+    along = factor(to_k) @ local_map(to_k).mT
+    turn = local_map(to_v) @ (to_v.weight.mT @ to_k.weight)[:, None] @ local_map(to_k).mT
+    norms = value_norms(heads)
+    beta = torch.empty_like(at.p)
+    for j in chunks(at.p.shape[-1], at.p[..., 0].numel() * (along.shape[-2] + 3 * turn.shape[-2])):
+        if heads.pairs is None:
+            u, a = (at.s[..., None] * _images(_some(m, j), heads.q) for m in (along, turn))
+        else:
+            b = query_gradients(heads, j).mT
+            u, a = (_some(m, j) @ b for m in (along, turn))
+        gap = at.v[..., j, :, None] - at.o.mT[:, :, None]
+        beta[..., j] = _beta(u, a, gap, _some(norms, j)[..., None]).mT
+    return beta
+
+
+def _images(stack: Tensor, q: Tensor) -> Tensor:
+    """Apply the matrix of every token to every query: (..., tokens, r, n)."""
+    flat = stack.flatten(2, 3) @ q.mT
+    return flat.reshape(*flat.shape[:2], *stack.shape[2:4], -1)
+
+
+def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
+    """Bound every block norm given u, a = Phi^v u and w, vectors in the second last axis."""
+    u2, w2 = u.square().sum(-2), w.square().sum(-2)
+    split = (a.square().sum(-2) / u2).nan_to_num(0.0) + 2 * (a * w).sum(-2)
+    triangle = 2 * norm * (u2 * w2).sqrt()
+    return (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt()
+
+
+def _local_query_term(heads: Heads, at: Centred) -> Tensor:
+    """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
+    to_q = maps(heads)[0]
+    phi = local_map(to_q) @ factor(to_q).mT
+    if heads.pairs is not None:
+        return _pair_query_term(heads, at, phi)
+    outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
+    means = at.p @ at.k
+    t = torch.empty_like(at.p[..., 0])
+    for i in chunks(t.shape[-1], 2 * t[..., 0].numel() * outer.shape[-1]):
+        offset = at.o[..., i, :, None] * means[..., i, None, :]
+        products = (at.p[..., i, :] @ outer).reshape(offset.shape) - offset
+        images = products @ _some(phi, i)
+        t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
+    return at.s[..., 0] * t
+
+
+def _pair_query_term(heads: Heads, at: Centred, phi: Tensor) -> Tensor:
+    """The same of other logits, where the vectors a_ij of one query are its own."""
+    (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
+    t = torch.empty_like(at.p[..., 0])
+    for i in chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
+        w = at.v[:, :, None] - at.o[:, :, i, None]
+        weighted = at.p[:, :, i, :, None] * key_gradients(heads, i)
+        images = w.mT @ weighted @ _some(phi, i)
+        t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
+    return t
+
+
+def _some(per_token: Tensor, chunk: slice) -> Tensor:
+    """Take some of the tokens (third axis), or the one that stands for all."""
+    return per_token if per_token.shape[2] == 1 else per_token[:, :, chunk]
+
+
+def chunks(total: int, entries: int) -> Iterator[slice]:
+    """Cut `total` items of `entries` numbers each so that a chunk stays within ENTRIES."""
+    size = max(1, ENTRIES // max(1, entries))
+    return (slice(start, start + size) for start in range(0, total, size))

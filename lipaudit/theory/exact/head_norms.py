@@ -1,0 +1,242 @@
+"""The exact Jacobian of attention heads at a point, and its spectral norms.
+
+With c_ij = P_ij (v_j - o_i) and T_i = sum_j c_ij k_j^T, block (i, j) of dO / dX (d_v x D) is
+
+    J_ij = P_ij Phi^v_j + s c_ij (q_i^T Phi^k_j) + delta_ij s T_i Phi^q_i
+
+(Yudin et al., arXiv 2507.07814, eq. 12, for any token-wise projections). Where the logits are any
+S_ij(q_i, k_j) with dS_ij = <a_ij, dq_i> + <b_ij, dk_j>, b_ij stands for s q_i and a_ij for s k_j.
+A sink has dS = 0 and the value 0: it drops out, with P its part on the keys. Only
+`dense_jacobian` forms J.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.theory.exact.pairs import key_gradients, query_gradients
+from lipaudit.theory.exact.products import SideBySide, Through, head_products, layer_products
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.scale import unit_matrices, unit_values
+from lipaudit.theory.spectral.double import norms_in_double
+from lipaudit.theory.spectral.lanczos import WITHIN, Norms, random_starts, spectral_norms
+
+_SCREEN = 6  # products after which most heads are known to gain nothing from splitting tokens
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Exact Jacobian norms of all heads of a layer together, one per batch row.
+
+    Attributes:
+        concat: of the heads side by side.
+        out: of sum_h O_h W_O,h; None where the layer's output has no such form.
+    """
+
+    concat: Norms
+    out: Norms | None
+
+
+def head_norms(
+    heads: Heads,
+    *,
+    seeds: Sequence[int],
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    within: float = WITHIN,
+) -> Norms:
+    """Return ||J|| of every head at every batch row, shape (batch, heads).
+
+    J is taken in X, or in (X_q, X_kv) together where the heads read two inputs. Domain: at X; any
+    constant mask or position bias, any token-wise projections.
+
+    Args:
+        heads: one layer.
+        seeds: one per sample: start vectors, and so results, depend on nothing else.
+        tol: relative accuracy of the norms, estimated.
+        max_steps: most steps per head; beyond it `converged` is False.
+        within: how far `upper` may lie above a norm, relatively: what is proven.
+
+    Raises:
+        EvaluationError: a product is not finite.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
+    >>> head_norms(affine_heads(x, eye, eye, 2 * eye), seeds=[0]).norm.round(decimals=4)
+    tensor([[2.]], dtype=torch.float64)
+    """
+    batch, count = heads.q.shape[:2]
+    heads, size = unit_values(heads)
+    start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
+    products = head_products(heads)
+    guess = products.value_path()
+    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
+    families = products.select, lambda: head_products(heads.to(torch.float64))
+    norms = norms_in_double(solve, families, start, guess)
+    return norms.map(lambda values: values.view(batch, count)).times(size)
+
+
+def layer_norms(
+    heads: Heads,
+    *,
+    seeds: Sequence[int],
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    within: float = WITHIN,
+) -> LayerNorms:
+    """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2).expand(2, 2, 2)
+    >>> layer_norms(affine_heads(x, eye, eye, eye), seeds=[0]).concat.norm
+    tensor([1.4142], dtype=torch.float64)
+    """
+    heads, size = unit_values(heads)
+    layer, double = layer_products(heads), cache(lambda: layer_products(heads.to(torch.float64)))
+    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
+
+    def norms(family: type[SideBySide] | type[Through], weights: Tensor) -> Norms:
+        single = family(layer, weights.to(heads.v))
+        start = _starts(heads, seeds, single.channels)
+        families = single.select, lambda: family(double(), weights)
+        return norms_in_double(solve, families, start, single.value_path())
+
+    # All values are of size one: each head gets its own size back, relative to the largest.
+    concat = norms(SideBySide, size / size.amax()).times(size.amax())
+    if heads.out is None:
+        return LayerNorms(concat=concat, out=None)
+    wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])
+    return LayerNorms(concat=concat, out=norms(Through, wo).times(length))
+
+
+def splitting_gain(
+    heads: Heads,
+    exact: Float[Tensor, "batch heads"],
+    *,
+    seeds: Sequence[int],
+    tol: float = 1e-3,
+) -> Float[Tensor, "batch heads"]:
+    """Return how much duplicating every token raises ||J||; NaN where it did not converge.
+
+    With every token repeated m >= 2 times, ||J|| becomes max(||J||, max_i s ||T_i Phi^q_i||),
+    whatever m is (closed form of mass splitting, Castin et al., arXiv 2312.14820). Domain: at X,
+    attention that is not causal and has no sink, whose share would fall; the copies share the
+    token's position.
+
+    Args:
+        heads: one layer.
+        exact: ||J||, from `head_norms`.
+        seeds: one per sample.
+        tol: relative accuracy of the second norm.
+
+    Raises:
+        ValueError: the attention is causal: copies of a token do not see the same keys; or it
+            has a sink.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]), torch.eye(2)[None]
+    >>> heads = affine_heads(x, eye, eye, eye)
+    >>> splitting_gain(heads, head_norms(heads, seeds=[0]).norm, seeds=[0])
+    tensor([[1.]], dtype=torch.float64)
+    """
+    if heads.is_causal():
+        raise ValueError("splitting_gain needs attention without a causal mask")
+    if heads.sink is not None:
+        raise ValueError("splitting_gain needs attention without a sink")
+    if heads.x_kv is not None:
+        return torch.ones_like(exact)  # J J^T is the blocks' R R^T plus the part of X_kv
+    heads, size = unit_values(heads)
+    exact = exact / size
+    blocks = _largest_block(heads, exact.flatten(), seeds, tol).view_as(exact)
+    return torch.where(blocks <= exact, 1.0, blocks / exact)
+
+
+def vjp_x(
+    heads: Heads, u: Float[Tensor, "batch heads n dv"]
+) -> tuple[Float[Tensor, "batch n D"], Float[Tensor, "batch m Dkv"] | None]:
+    """Return J^T u summed over the heads: the gradients of sum <O, u> in X_q and X_kv.
+
+    The second one is None where the heads read one input.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
+    >>> vjp_x(affine_heads(x, eye, eye, 2 * eye), torch.ones(1, 1, 1, 2))
+    (tensor([[[2., 2.]]]), None)
+    """
+    layer = layer_products(heads)
+    found = dict(zip([side.source for side in layer.sides], layer.pull(u), strict=True))
+    dx = found.get("x", torch.zeros_like(heads.x))
+    return dx, None if heads.x_kv is None else found.get("x_kv", torch.zeros_like(heads.x_kv))
+
+
+def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
+    """Return J of every head as a matrix, (n dv) x (n D), or x (n D + m Dkv) with two inputs.
+
+    Memory for batch x heads x n x m x dv x D numbers: for small cases.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
+    >>> dense_jacobian(affine_heads(x, eye, eye, 2 * eye))
+    tensor([[[[2., 0.],
+              [0., 2.]]]])
+    """
+    p, v = heads.attention(), heads.v
+    c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
+    phi_q, phi_k, phi_v = _token_jacobians(heads)
+    over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi_v)
+    u = torch.einsum("bhjid,bhjdx->bhijx", query_gradients(heads, slice(None)), phi_k)
+    over_keys += torch.einsum("bhija,bhijx->bhiajx", c, u)
+    t = torch.einsum("bhija,bhijd->bhiad", c, key_gradients(heads, slice(None)))
+    diagonal = torch.einsum("bhiad,bhidx->bhaxi", t, phi_q)
+    over_queries = torch.diag_embed(diagonal).permute(0, 1, 4, 2, 5, 3)
+    if heads.x_kv is None:
+        return (over_keys + over_queries).flatten(4).flatten(2, 3)
+    return torch.cat([over_queries.flatten(4), over_keys.flatten(4)], 4).flatten(2, 3)
+
+
+def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float) -> Tensor:
+    """max_i s ||T_i Phi^q_i|| of every problem; a lower bound of it where that is below `exact`.
+
+    With constant keys and values J is block diagonal, and these are its blocks.
+    """
+    products = head_products(replace(heads, to_k=None, to_v=None))
+    start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(heads.q.shape[1], 0)
+    first = spectral_norms(products.select, start, tol=tol, max_steps=_SCREEN)
+    left = (~first.converged & (first.upper > exact)).nonzero()[:, 0]
+    if not len(left):
+        return first.norm
+    more = spectral_norms(lambda index: products.select(left[index]), start[left], tol=tol)
+    return first.norm.index_put((left,), torch.where(more.converged, more.norm, torch.nan))
+
+
+def _token_jacobians(heads: Heads) -> list[Tensor]:
+    """Phi^q, Phi^k, Phi^v, each (#batch, heads, tokens, d, D); zero for a constant."""
+    x_kv = heads.x if heads.x_kv is None else heads.x_kv
+    found = []
+    for projection, rows, x in (
+        (heads.to_q, heads.q, heads.x),
+        (heads.to_k, heads.k, x_kv),
+        (heads.to_v, heads.v, x_kv),
+    ):
+        if projection is None:
+            found.append(rows.new_zeros(*rows.shape, x.shape[2]))
+        elif projection.local is None:
+            found.append(projection.weight.mT[None, :, None].expand(1, -1, rows.shape[2], -1, -1))
+        else:
+            found.append(projection.local @ projection.weight.mT[:, None])
+    return found
+
+
+def _starts(heads: Heads, seeds: Sequence[int], channels: int) -> Tensor:
+    """One start per batch row, (batch, n channels), zero at padded queries."""
+    n = heads.q.shape[2]
+    start = random_starts(seeds, n * channels).to(heads.q)[heads.sample]
+    if heads.valid is None:
+        return start
+    return (start.view(-1, n, channels) * heads.valid[..., None]).flatten(1)

@@ -1,0 +1,327 @@
+"""Products with the Jacobian of an attention layer, without forming it.
+
+A cotangent u of O is pulled back to the rows q, k, v, from there through each token-wise
+projection to x; tangents are pushed the other way. One product with J J^T costs about one
+attention forward. In a single head the width D leaves it: J J^T = J_qkv (I kron W^T W) J_qkv^T
+with W = [W_Q W_K W_V].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipaudit.theory.exact.pairs import PairProducts, pair_products
+from lipaudit.theory.heads import Heads, Projection
+
+
+@dataclass(frozen=True)
+class _Attend:
+    """Derivative of O = P V in the rows q, k, v; all tensors (problems, tokens, channels)."""
+
+    p: Tensor
+    q: Tensor  # times s
+    k: Tensor  # times s
+    v: Tensor
+    o: Tensor
+    pairs: PairProducts | None = None
+
+    def pull(self, u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Cotangents of the named rows under the cotangent u of O."""
+        # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
+        inner = (u * self.o).sum(-1, keepdim=True)
+        ds = (u @ self.v.mT).sub_(inner).mul_(self.p)
+        plain = ds if self.pairs is None else self.pairs.scaled(ds)
+        rules = {
+            "q": lambda: plain @ self.k,
+            "k": lambda: plain.mT @ self.q,
+            "v": lambda: self.p.mT @ u,
+        }
+        rows = {name: rules[name]() for name in names}
+        if self.pairs is not None:
+            more = zip("qk", self.pairs.pull(ds), strict=True)
+            rows |= {name: rows[name] + r for name, r in more if r is not None and name in rows}
+        return rows
+
+    def push(self, tangents: dict[str, Tensor]) -> Tensor:
+        """Tangent of O under tangents of the rows; rows that are not named stand still."""
+        pairs = [(tangents["q"], self.k)] if "q" in tangents else []
+        pairs += [(self.q, tangents["k"])] if "k" in tangents else []
+        out = self.p @ tangents["v"] if "v" in tangents else torch.zeros_like(self.o)
+        if not pairs:
+            return out
+        (left, right), *others = pairs
+        dp = left @ right.mT
+        for left, right in others:
+            dp.baddbmm_(left, right.mT)
+        if self.pairs is not None:
+            more = self.pairs.push(tangents.get("q"), tangents.get("k"))
+            dp = sum(more, start=self.pairs.scaled(dp))
+        dp.mul_(self.p)
+        out.baddbmm_(dp, self.v)
+        return out.addcmul_(dp.sum(-1, keepdim=True), self.o, value=-1)
+
+    def select(self, index: Tensor) -> _Attend:
+        p, q, k, v, o = (tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o))
+        return _Attend(p, q, k, v, o, None if self.pairs is None else self.pairs.select(index))
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The projections that read one input, side by side: W = [W_Q W_K W_V] or a part of it."""
+
+    source: str  # x | x_kv
+    local: dict[str, Tensor | None]  # G of each, (problems or 1, tokens, d, e)
+    widths: list[int]  # e of each
+    weight: Tensor  # W, (heads, D, sum of e)
+
+    def pull(self, rows: dict[str, Tensor]) -> Tensor:
+        """Cotangents of x W, side by side."""
+        parts = [
+            rows[name] if g is None else torch.einsum("pnd,pnde->pne", rows[name], g)
+            for name, g in self.local.items()
+        ]
+        return torch.cat(parts, -1)
+
+    def push(self, y: Tensor) -> dict[str, Tensor]:
+        """Tangents of the rows from those of x W."""
+        parts = zip(self.local.items(), torch.split(y, self.widths, -1), strict=True)
+        return {
+            name: part if g is None else torch.einsum("pne,pnde->pnd", part, g)
+            for (name, g), part in parts
+        }
+
+    def select(self, index: Tensor) -> _Side:
+        local = {n: g if g is None or len(g) == 1 else g[index] for n, g in self.local.items()}
+        return replace(self, local=local)
+
+
+@dataclass(frozen=True)
+class HeadProducts:
+    """J J^T u of single heads; a problem is one head on one batch row."""
+
+    attend: _Attend
+    sides: list[_Side]
+    grams: list[Tensor]  # W^T W of each side, (problems, e, e)
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Return J J^T u of every problem, (problems, n dv)."""
+        rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
+        tangents: dict[str, Tensor] = {}
+        for side, gram in zip(self.sides, self.grams, strict=True):
+            tangents |= side.push(side.pull(rows) @ gram)
+        return self.attend.push(tangents).flatten(1)
+
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
+        rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
+        pulled = [side.pull(rows) for side in self.sides]
+        pairs = zip(pulled, self.grams, strict=True)
+        return torch.stack([(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]).sum(0).sqrt()
+
+    def value_path(self) -> Tensor:
+        """Return the leading singular vector of u -> P u W_V^T, (problems, n dv).
+
+        It is J's own where the tokens act through the values alone, and often near it elsewhere.
+        """
+        return _value_path(self.attend, self.sides).flatten(1)
+
+    def select(self, index: Tensor) -> HeadProducts:
+        """Return the products of these problems alone."""
+        if len(index) == len(self.attend.p):
+            return self
+        sides = [side.select(index) for side in self.sides]
+        grams = [gram[index] for gram in self.grams]
+        return HeadProducts(self.attend.select(index), sides, grams)
+
+
+@dataclass(frozen=True)
+class LayerProducts:
+    """J J^T u of all heads together; a problem is one batch row, u is (tokens, heads, d_v)."""
+
+    attend: _Attend
+    sides: list[_Side]
+    weights: list[Tensor]  # W of each side, the heads side by side: (D, heads e)
+    heads: int
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Return J J^T u of every problem, (rows, n heads dv)."""
+        n, dv = self.attend.o.shape[1:]
+        split = u.view(-1, n, self.heads, dv).transpose(1, 2)
+        return self.push(self.pull(split)).transpose(1, 2).flatten(1)
+
+    def pull(self, u: Tensor) -> list[Tensor]:
+        """J^T u for the input of each side, (rows, tokens, D); u is (rows, heads, tokens, d_v)."""
+        rows = self.attend.pull(u.flatten(0, 1), _names(self.sides))
+        return [
+            self._split(side.pull(rows)).transpose(1, 2).flatten(2) @ weight.mT
+            for side, weight in zip(self.sides, self.weights, strict=True)
+        ]
+
+    def push(self, inputs: list[Tensor]) -> Tensor:
+        """J x for a tangent x of each input; what `pull` is the adjoint of."""
+        tangents: dict[str, Tensor] = {}
+        for side, weight, x in zip(self.sides, self.weights, inputs, strict=True):
+            y = (x @ weight).view(*x.shape[:2], self.heads, -1)
+            tangents |= side.push(y.transpose(1, 2).flatten(0, 1))
+        return self._split(self.attend.push(tangents))
+
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T u|| of every problem, u as in a call."""
+        n, dv = self.attend.o.shape[1:]
+        inputs = self.pull(u.view(-1, n, self.heads, dv).transpose(1, 2))
+        return torch.stack([x.square().sum((1, 2)) for x in inputs]).sum(0).sqrt()
+
+    def value_path(self) -> Tensor:
+        """Return those of the heads side by side, each as long as its singular value."""
+        return self._split(_value_path(self.attend, self.sides)).transpose(1, 2).flatten(1)
+
+    def select(self, rows: Tensor) -> LayerProducts:
+        """Return the products of these batch rows alone."""
+        if len(rows) * self.heads == len(self.attend.p):
+            return self
+        index = (rows[:, None] * self.heads + torch.arange(self.heads)).flatten()
+        sides = [side.select(index) for side in self.sides]
+        return replace(self, attend=self.attend.select(index), sides=sides)
+
+    def _split(self, rows: Tensor) -> Tensor:
+        return rows.view(-1, self.heads, *rows.shape[1:])
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """A layer's heads side by side, each times its gain."""
+
+    layer: LayerProducts
+    gains: Tensor  # (heads,)
+
+    @property
+    def channels(self) -> int:
+        """Of one token's output."""
+        return len(self._gains)
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Return G A G u, for A on the plain heads."""
+        return self._times(self.layer(self._times(u)))
+
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T G u|| of every problem."""
+        return self.layer.pulled_norm(self._times(u))
+
+    def value_path(self) -> Tensor:
+        """Return those of the heads, each as long as its singular value."""
+        return self._times(self.layer.value_path())
+
+    def select(self, rows: Tensor) -> SideBySide:
+        """Return the products of these batch rows alone."""
+        return replace(self, layer=self.layer.select(rows))
+
+    @property
+    def _gains(self) -> Tensor:
+        return self.gains.repeat_interleave(self.layer.attend.v.shape[2])
+
+    def _times(self, u: Tensor) -> Tensor:
+        return (u.view(len(u), -1, self.channels) * self._gains).flatten(1)
+
+
+@dataclass(frozen=True)
+class Through:
+    """A layer's output, sum_h O_h W_O,h."""
+
+    layer: LayerProducts
+    weight: Tensor  # W_O, (heads, d_v, D_out)
+
+    @property
+    def channels(self) -> int:
+        """Of one token's output."""
+        return self.weight.shape[2]
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Return W_O^T A W_O u token by token, for A on the heads side by side."""
+        after = self.layer(self._back(u)).view(len(u), -1, len(self._flat))
+        return (after @ self._flat).flatten(1)
+
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T W_O u|| of every problem."""
+        return self.layer.pulled_norm(self._back(u))
+
+    def value_path(self) -> Tensor:
+        """Return what W_O makes of those of the heads."""
+        rows = self.layer.value_path()
+        return (rows.view(len(rows), -1, len(self._flat)) @ self._flat).flatten(1)
+
+    def select(self, rows: Tensor) -> Through:
+        """Return the products of these batch rows alone."""
+        return replace(self, layer=self.layer.select(rows))
+
+    @property
+    def _flat(self) -> Tensor:
+        return self.weight.flatten(0, 1)
+
+    def _back(self, u: Tensor) -> Tensor:
+        return (u.view(len(u), -1, self.channels) @ self._flat.mT).flatten(1)
+
+
+def head_products(heads: Heads) -> HeadProducts:
+    """Linearise every head of a layer on its own."""
+    sides, batch = _sides(heads), len(heads.q)
+    grams = [(side.weight.mT @ side.weight).repeat(batch, 1, 1) for side in sides]
+    return HeadProducts(_attend(heads), sides, grams)
+
+
+def layer_products(heads: Heads) -> LayerProducts:
+    """Linearise a layer, all heads together."""
+    sides = _sides(heads)
+    weights = [side.weight.transpose(0, 1).flatten(1) for side in sides]
+    return LayerProducts(_attend(heads), sides, weights, heads.q.shape[1])
+
+
+def _value_path(attend: _Attend, sides: list[_Side]) -> Tensor:
+    """The left singular vector of P kron W_V^T times its singular value; 0 where v is local."""
+    p, side, dv = attend.p, sides[-1], attend.v.shape[2]
+    if side.local.get("v", p) is not None:
+        return torch.zeros_like(attend.o)
+    rows = p.new_ones(len(p), 1, p.shape[1])
+    for _ in range(4):
+        rows = torch.nn.functional.normalize(rows @ p, dim=-1) @ p.mT
+    weight = side.weight[..., -dv:]
+    values, vectors = torch.linalg.eigh(weight.mT @ weight)
+    channels = values[:, -1:].clamp_min(0.0).sqrt() * vectors[..., -1]
+    return rows.mT * channels.repeat(len(p) // len(channels), 1)[:, None]
+
+
+def _names(sides: list[_Side]) -> list[str]:
+    return [name for side in sides for name in side.local]
+
+
+def _attend(heads: Heads) -> _Attend:
+    p, scale = heads.attention(), heads.scale[..., None, None]
+    tensors = (p, scale * heads.q, scale * heads.k, heads.v, p @ heads.v)
+    p, q, k, v, o = (tensor.flatten(0, 1) for tensor in tensors)
+    return _Attend(p, q, k, v, o, pair_products(heads))
+
+
+def _sides(heads: Heads) -> list[_Side]:
+    maps = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}
+    groups = {"x": ("q", "k", "v")} if heads.x_kv is None else {"x": ("q",), "x_kv": ("k", "v")}
+    sides = []
+    for source, names in groups.items():
+        used = {name: m for name in names if (m := maps[name]) is not None}
+        if used:
+            sides.append(_side(source, used, heads.q.shape[:2]))
+    return sides
+
+
+def _side(source: str, used: dict[str, Projection], shape: torch.Size) -> _Side:
+    weights = [projection.weight for projection in used.values()]
+    local = {name: _per_problem(projection.local, shape) for name, projection in used.items()}
+    return _Side(source, local, [w.shape[2] for w in weights], torch.cat(weights, 2))
+
+
+def _per_problem(local: Tensor | None, shape: torch.Size) -> Tensor | None:
+    if local is None or local.shape[:2] == (1, 1):
+        return None if local is None else local[0]
+    return local.expand(*shape, -1, -1, -1).flatten(0, 1)

@@ -1,0 +1,272 @@
+"""How large the norm of a head can get as tokens are added: worst-case tokens, and fits.
+
+[C24] Castin, Ablin, Peyré, How Smooth Is Attention?, arXiv 2312.14820. The tokens are c_i R u with
+u an eigenvector of s W_K W_Q^T: its norm grows like sqrt n while n is well under n_max, peaks
+around n_max and falls like n^(-1/2). All functions take one head (`Heads.pick`) of affine
+self-attention, in float64, and put its projections on other tokens than it was captured at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.spectral.upper import spectral_norm
+
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """Two directed points: token 1 is `lead` R u, all others are `follow` R u.
+
+    Attributes:
+        u: unit eigenvector of s W_K W_Q^T.
+        eigenvalue: its eigenvalue.
+        lead: 1 where the eigenvalue is positive, else -1.
+        follow: 1/2 where the eigenvalue is positive, else 1.
+        tilt: what the bias of the queries adds to log n_max, per radius; the sign of u is the
+            one that makes it positive. 0 without a bias.
+    """
+
+    u: Float[Tensor, " D"]
+    eigenvalue: float
+    lead: float
+    follow: float
+    tilt: float
+
+    @property
+    def gamma(self) -> float:
+        """The constant of n_max: an eighth of a positive eigenvalue, or minus a negative one."""
+        return self.eigenvalue / 8 if self.eigenvalue > 0 else -self.eigenvalue
+
+    def gap(self, radius: float) -> float:
+        """Return 2 R^2 gamma + tilt R: the logit of token 1 over that of another one."""
+        return 2 * radius**2 * self.gamma + self.tilt * radius
+
+    def n_max(self, radius: float) -> float:
+        """Return 1 + e^gap: the sqrt n law holds well under it."""
+        gap = self.gap(radius)
+        return 1 + math.exp(gap) if gap < 700 else math.inf
+
+    def radius(self, n_max: float) -> float:
+        """Return the radius at which n_max has a given value above 2."""
+        double = 4 * self.gamma
+        root = math.sqrt(self.tilt**2 + 2 * double * math.log(n_max - 1))
+        return (root - self.tilt) / double
+
+    def points(self, radius: float) -> Float[Tensor, "1 2 D"]:
+        """Return the two distinct tokens."""
+        return torch.stack([self.lead * radius * self.u, self.follow * radius * self.u])[None]
+
+    def tokens(self, n: int, radius: float) -> Float[Tensor, "1 n D"]:
+        """Return all n tokens, the first point once and the second n - 1 times."""
+        points = self.points(radius)
+        return torch.cat([points[:, :1], points[:, 1:].expand(-1, n - 1, -1)], 1)
+
+
+def adversary(heads: Heads) -> Adversary | None:
+    """Return the worst-case tokens of one head ([C24]); None where no eigenvalue is real.
+
+    With the largest and the smallest real eigenvalue: X = R (u, u/2, ..., u/2) for lambda_max if
+    lambda_max > -8 lambda_min, else X = R (-u, u, ..., u) for lambda_min.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> eye = torch.eye(2, dtype=torch.float64)[None]
+    >>> found = adversary(affine_heads(eye[:, :1], eye, -eye, eye))
+    >>> found.lead, round(found.gamma, 4), round(found.n_max(1.0), 4)
+    (-1.0, 0.7071, 5.1133)
+    """
+    to_q, to_k, _ = _affine(heads)
+    # W_K z is an eigenvector of s W_K W_Q^T with the eigenvalue that z has in d dimensions.
+    scale, wq, wk = heads.scale.flatten()[0], to_q.weight[0], to_k.weight[0]
+    values, vectors = torch.linalg.eig(scale * (wq.mT @ wk))
+    real = torch.where(values.imag == 0, values.real, 0.0)
+    rises = bool(real.max() > -8 * real.min())
+    index = int(real.argmax() if rises else real.argmin())
+    if real[index] == 0:
+        return None
+    u = wk @ vectors[:, index].real
+    u = u / torch.linalg.vector_norm(u)
+    lead, follow = (1.0, 0.5) if rises else (-1.0, 1.0)
+    tilt = 0.0
+    if to_q.bias is not None:
+        tilt = (lead - follow) * float(scale * (to_q.bias[0] @ (wk.mT @ u)))
+    return Adversary(u if tilt >= 0 else -u, float(real[index]), lead, follow, abs(tilt))
+
+
+def relocated(heads: Heads, x: Float[Tensor, "batch n D"], *, causal: bool | None = None) -> Heads:
+    """Return affine heads at other tokens, without padding or position bias.
+
+    Args:
+        heads: affine self-attention, one row or more.
+        x: the new tokens; a graph through them is kept.
+        causal: whether later keys are masked; None leaves it as it is.
+
+    Raises:
+        ValueError: a projection is not affine.
+    """
+    rows = [_rows(projection, x) for projection in _affine(heads)]
+    return replace(
+        heads,
+        x=x,
+        q=rows[0],
+        k=rows[1],
+        v=rows[2],
+        scale=heads.scale[:1],
+        bias=None,
+        valid=None,
+        causal=heads.causal if causal is None else causal,
+        sample=torch.arange(len(x), device=x.device),
+    )
+
+
+def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
+    """Return the norm with token i standing for w_i copies that move together.
+
+    Copies enter the softmax as the bias log w_j; inputs and outputs are measured in
+    sum_i w_i ||x_i||^2. Only ratios of weights matter: this is the mean-field constant at the
+    measure sum_i w_i delta_{x_i} ([C24]). Forms the Jacobian: for few distinct tokens. Domain: at
+    X, unmasked affine heads.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> x, eye = torch.ones(1, 1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
+    >>> weighted_norm(affine_heads(x, eye, eye, 3 * eye), torch.tensor([7.0], dtype=torch.float64))
+    tensor([[3.]], dtype=torch.float64)
+    """
+    root = weights.sqrt()
+    jacobian = dense_jacobian(replace(heads, bias=weights.log()[None, None, None]))
+    left = root.repeat_interleave(heads.v.shape[3])[:, None]
+    return spectral_norm(left * jacobian / root.repeat_interleave(heads.x.shape[2]))
+
+
+def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, "batch heads"]:
+    """Return ||J|| of the long sequence in which token i is repeated counts_i >= 1 times.
+
+    Copies move together or against each other: the larger of `weighted_norm` and
+    s ||T_i Phi^q_i|| over the tokens with two copies or more (ours). Domain: as `weighted_norm`.
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> x, eye = torch.ones(1, 1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
+    >>> duplicated_norm(affine_heads(x, eye, eye, eye), torch.tensor([5.0], dtype=torch.float64))
+    tensor([[1.]], dtype=torch.float64)
+    """
+    bias = counts.log()[None, None, None]
+    apart = dense_jacobian(replace(heads, bias=bias, to_k=None, to_v=None))  # block diagonal
+    repeated = (counts > 1).repeat_interleave(heads.v.shape[3])[:, None]
+    return torch.maximum(weighted_norm(heads, counts), spectral_norm(apart * repeated))
+
+
+def mean_field_norm(heads: Heads, found: Adversary, radius: float) -> tuple[float, float]:
+    """Return the largest mean-field constant of the two points, and at how many second ones.
+
+    The maximum of `weighted_norm` over the weights (1, m), log m within 6 of log n_max: what the
+    norm of the worst-case tokens reaches as n grows. It grows like R^2 e^{c R^2} with the radius.
+    """
+    at = relocated(heads, found.points(radius), causal=False)
+
+    def norm(log_m: float) -> float:
+        weights = torch.tensor([1.0, math.exp(log_m)], dtype=at.x.dtype, device=at.x.device)
+        return float(weighted_norm(at, weights))
+
+    centre = min(found.gap(radius), 600.0)
+    # There may be several humps: a grid finds the highest, golden sections its top.
+    top = max((centre + 0.5 * i for i in range(-12, 13)), key=norm)
+    log_m = _maximise(norm, top - 0.5, top + 0.5)
+    return norm(log_m), math.exp(log_m)
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """A least-squares fit norm = c n^a (R^b); NaN where the points do not determine it.
+
+    The standard errors take the residuals for independent and of equal size.
+    """
+
+    constant: float
+    exponent: float
+    exponent_se: float
+    radius_exponent: float
+    radius_exponent_se: float
+    r2: float
+
+
+def power_law(
+    n: Float[Tensor, " points"],
+    norm: Float[Tensor, " points"],
+    radius: Float[Tensor, " points"] | None = None,
+) -> PowerLaw:
+    """Fit log norm against log n, or jointly against log n and log R.
+
+    Args:
+        n: lengths.
+        norm: norms; all positive.
+        radius: radii; None fits n alone.
+
+    >>> n = torch.tensor([8.0, 16.0, 32.0, 64.0], dtype=torch.float64)
+    >>> fit = power_law(n, 3 * n.sqrt())
+    >>> round(fit.constant, 6), round(fit.exponent, 6), round(fit.exponent_se, 6)
+    (3.0, 0.5, 0.0)
+    """
+    logs = [t.double().log().cpu() for t in ([n] if radius is None else [n, radius])]
+    means = torch.stack([log.mean() for log in logs])
+    columns = torch.stack(logs, 1) - means
+    level = (y := norm.double().log().cpu()).mean()
+    free = len(y) - len(logs) - 1
+    if free < 0 or not _independent(columns):
+        return PowerLaw(*[math.nan] * 6)
+    inverse = torch.linalg.inv(columns.mT @ columns)
+    slopes = inverse @ columns.mT @ (y - level)
+    residual = float((y - level - columns @ slopes).square().sum())
+    errors = (inverse.diagonal() * (residual / free if free else math.nan)).sqrt()
+    total = float((y - level).square().sum())
+    return PowerLaw(
+        float((level - means @ slopes).exp()),
+        *(float(slopes[0]), float(errors[0])),
+        *((math.nan, math.nan) if radius is None else (float(slopes[1]), float(errors[1]))),
+        1 - residual / total if total else math.nan,
+    )
+
+
+def _independent(columns: Tensor) -> bool:
+    """Whether every column varies, and none is a multiple of another one."""
+    sizes = torch.linalg.vector_norm(columns, dim=0)
+    if not (sizes > 1e-6 * len(columns) ** 0.5).all():
+        return False
+    return bool(torch.linalg.svdvals(columns / sizes)[-1] > 1e-3)
+
+
+def _affine(heads: Heads) -> tuple[Projection, Projection, Projection]:
+    projections = (heads.to_q, heads.to_k, heads.to_v)
+    plain = [p for p in projections if p is not None and p.local is None]
+    if heads.x_kv is not None or len(plain) < 3 or heads.pairs or heads.sink is not None:
+        raise ValueError("worst-case tokens need affine self-attention with plain logits")
+    return plain[0], plain[1], plain[2]
+
+
+def _rows(projection: Projection, x: Tensor) -> Tensor:
+    y = x[:, None] @ projection.weight
+    return y if projection.bias is None else y + projection.bias[:, None]
+
+
+def _maximise(f: Callable[[float], float], low: float, high: float) -> float:
+    """Golden-section search for the maximum of a function with one hump."""
+    a, b = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_a, at_b = f(a), f(b)
+    while high - low > 1e-3:
+        if at_a > at_b:
+            high, b, at_b = b, a, at_a
+            a = high - _GOLDEN * (high - low)
+            at_a = f(a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + _GOLDEN * (high - low)
+            at_b = f(b)
+    return (low + high) / 2

@@ -1,0 +1,1 @@
+"""Spectral norms: proven from above, and met from below by Lanczos."""

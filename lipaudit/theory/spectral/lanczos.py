@@ -1,0 +1,339 @@
+"""Spectral norms of many Jacobians at once: the Lanczos process on A = J J^T.
+
+Only products A u = J (J^T u) are needed, in the space of outputs. Vectors live in the precision of
+the products, fully reorthogonalised; the small tridiagonal algebra is float64 on the CPU. Powers
+of two keep A near one, so that norms of any size are met alike.
+
+A norm is always a lower estimate. A problem ends when the estimate of its error is at most `tol`
+and what can be proven, that with probability 1 - ETA the truth is at most `upper`, is at most
+`within` above it; or once `tol` itself is proven. `theory.ritz` derives both, and why the first
+is no proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lipaudit.errors import EvaluationError
+from lipaudit.theory.powers import times_power
+from lipaudit.theory.spectral.ritz import below, kato_temple, log_delta, probabilistic_limit
+
+Products = Callable[[Tensor], Tensor]
+"""u -> A u for every problem, (problems, size) to (problems, size)."""
+
+Select = Callable[[Tensor], Products]
+"""Indices of problems -> the products of these problems."""
+
+ETA = 1e-3
+"""Probability, over the random start, that a norm exceeds its `upper`."""
+
+WITHIN = 0.03
+"""How far `upper` may lie above a norm that has converged, relatively, unless told otherwise."""
+
+_ROOM = 100  # a power of two by which a vector may be scaled, in any precision
+_BLOCK = 8  # basis vectors per allocation: memory grows with the steps that are taken
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Spectral norms, one per problem, float64 on the CPU.
+
+    Attributes:
+        norm: root of the largest Ritz value: never above the truth, beyond rounding.
+        upper: the truth is at most this with probability 1 - ETA over the start, whatever the
+            matrix; `norm` itself where the Krylov space was exhausted.
+        products: products A u that were spent.
+        converged: whether the stop rule was met: `upper` is at most (1 + within) norm, and either
+            the error is estimated at most tol or `upper` is at most (1 + tol) norm. The estimate
+            is no proof: where singular values crowd below the first, a norm may lie anywhere
+            below `upper`.
+        vector: the u with the largest |J^T u| / |u| that was met, in the precision of the
+            products; None unless asked for.
+    """
+
+    norm: Float[Tensor, "*problems"]
+    upper: Float[Tensor, "*problems"]
+    products: Int[Tensor, "*problems"]
+    converged: Bool[Tensor, "*problems"]
+    vector: Float[Tensor, "problems size"] | None = None
+
+    def times(self, factor: Tensor | float) -> Norms:
+        """Return the norms of the same problems times a factor, one or one for each."""
+        return replace(self, norm=self.norm * factor, upper=self.upper * factor)
+
+    def updated(self, index: Int[Tensor, " some"], rest: Norms) -> Norms:
+        """Return the same with some problems solved anew; their products add up."""
+        return Norms(
+            self.norm.index_put((index,), rest.norm),
+            self.upper.index_put((index,), rest.upper),
+            self.products.index_put((index,), rest.products, accumulate=True),
+            self.converged.index_put((index,), rest.converged),
+        )
+
+    @property
+    def within(self) -> Float[Tensor, "*problems"]:
+        """How far the truth may lie above norm, with probability 1 - ETA: upper / norm - 1."""
+        return torch.where(self.upper == self.norm, 0.0, self.upper / self.norm - 1)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Norms:
+        """Return the same norms with every tensor but the vectors passed through `change`."""
+        return Norms(*map(change, (self.norm, self.upper, self.products, self.converged)))
+
+
+def random_starts(seeds: Sequence[int], size: int) -> Float[Tensor, "problems size"]:
+    """Draw one float64 Gaussian start vector per seed, whatever else is in the batch.
+
+    The vector of a seed is the beginning of its longer ones, so padding a sample changes nothing.
+
+    >>> torch.equal(random_starts([7], 3)[0], random_starts([5, 7], 20)[1, :3])
+    True
+    """
+    drawn = -(-size // 16) * 16  # randn fills blocks of 16 and draws a partial one differently
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return torch.stack(
+        [torch.randn(drawn, generator=g, dtype=torch.float64)[:size] for g in generators]
+    )
+
+
+def spectral_norms(
+    select: Select,
+    start: Float[Tensor, "problems size"],
+    *,
+    guess: Float[Tensor, "problems size"] | None = None,
+    tol: float = 1e-4,
+    max_steps: int = 300,
+    within: float = WITHIN,
+    rebuild: float = 0.5,
+    vectors: bool = False,
+) -> Norms:
+    """Return the largest singular value of J for every problem, from products with A = J J^T.
+
+    The result of a problem depends on its own start vector, not on what it is batched with.
+
+    Args:
+        select: gives the products of a set of problems; asked for all of them first, and again
+            for those still running when enough others are done.
+        start: Gaussian vectors (`random_starts`) in the precision and on the device of the
+            products, exactly zero on coordinates where A is known to vanish (padding).
+        guess: vectors that may be near the singular vectors, added to the start vectors at the
+            same length; or zeros. A norm close to the second one is then rarely missed, and the
+            probabilistic limit stays what it is: a shift of a symmetric unimodal density puts no
+            more of it near zero.
+        tol: relative accuracy of the norm, estimated.
+        max_steps: most steps per problem; a problem that needs more has `converged` False.
+        within: how far `upper` may lie above the norm, relatively; as small as `tol` it proves
+            tol, for 1.4 to 2.4 times the products.
+        rebuild: share of finished problems at which `select` is asked again; above 1 never.
+        vectors: whether to return the leading vectors too.
+
+    Raises:
+        EvaluationError: a product is not finite.
+
+    References:
+        Kato, On the upper and lower bounds of eigenvalues, J. Phys. Soc. Japan 4, 1949.
+        Van Dorsselaer, Hochstenbach, van der Vorst, Computing probabilistic bounds for extreme
+        eigenvalues of symmetric matrices with the Lanczos method, SIMAX 22, 2000, Theorem 3.1.
+
+    >>> matrix = torch.diag(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
+    >>> norms = spectral_norms(lambda _: lambda u: u @ matrix @ matrix.T, random_starts([0], 3))
+    >>> norms.norm, norms.products
+    (tensor([3.], dtype=torch.float64), tensor([3]))
+    """
+    running, found = _begin(start, guess), _blank(start, vectors=vectors)
+    products = select(running.index)
+    for _ in range(max_steps):
+        running.advance(running.image(products))
+        fresh = running.settled(tol, within) & ~running.done
+        if not fresh.any():
+            continue
+        _record(found, running, fresh)
+        found.converged[running.index[fresh]] = True
+        running.done |= fresh
+        if running.done.all():
+            return found
+        if int(running.done.sum()) >= rebuild * len(running.done):
+            running.keep(~running.done)
+            products = select(running.index)
+    _record(found, running, ~running.done)
+    return found
+
+
+@dataclass
+class _Running:
+    """The problems the products cover at present: one row each in every tensor."""
+
+    index: Tensor  # which of the caller's problems
+    size: Tensor  # dimension of the space A acts on
+    done: Tensor
+    blocks: list[Tensor]  # the orthonormal basis U, (problems, _BLOCK, size) each
+    t: Tensor  # T = U^T A U, tridiagonal, lower triangle; on the CPU, float64
+    beta: Tensor  # what couples the newest basis vector to T
+    level: Tensor  # log of beta_1 ... beta_k / delta
+    ritz: Tensor  # eigenvalues of T, ascending
+    shorter: Tensor  # eigenvalues of T one step earlier
+    exponent: Tensor  # A stands for the caller's times 2^exponent, which is even
+    repeated: Tensor  # products that were met again because of their size
+
+    @property
+    def steps(self) -> int:
+        return self.t.shape[1]
+
+    @property
+    def last(self) -> Tensor:
+        """The newest basis vector."""
+        return self._vector(self.steps).squeeze(1)
+
+    def image(self, products: Products) -> Tensor:
+        """Return A times the newest basis vector."""
+        return self._product(products) if self.steps else self._first(products)
+
+    def advance(self, product: Tensor) -> None:
+        """Extend basis and T, given A times the newest basis vector."""
+        w, last = product.unsqueeze(1), self._vector(self.steps)
+        alpha = (w * last).sum(2, keepdim=True)
+        w = torch.addcmul(w, alpha, last, value=-1)
+        if self.steps:
+            # The recurrence first: the sweep below then removes rounding only, and one suffices.
+            before = self._vector(self.steps - 1)
+            w.addcmul_(self.beta.to(w)[:, None, None], before, value=-1)
+        for i, block in enumerate(self.blocks):
+            filled = block[:, : self.steps + 1 - _BLOCK * i]
+            w.baddbmm_(w @ filled.mT, filled, alpha=-1)
+        beta = torch.linalg.vector_norm(w, dim=2, keepdim=True)
+        self._couple(torch.cat([alpha, beta], 2)[:, 0].to("cpu", torch.float64))
+        if self.steps % _BLOCK == 0:
+            self.blocks.append(w.new_zeros(len(w), _BLOCK, w.shape[2]))
+        tiny = torch.finfo(w.dtype).tiny
+        torch.div(w, beta.clamp_min(tiny), out=self._vector(self.steps))
+
+    def settled(self, tol: float, within: float) -> Tensor:
+        """Which problems meet the stop rule."""
+        reached = below(self.ritz, self.level, (1 + within) ** 2)
+        if within > tol and reached.any():
+            proven = below(self.ritz, self.level, (1 + tol) ** 2)
+            error = kato_temple(self.ritz, self.shorter, self.beta)
+            reached &= proven | (error <= (1 + tol) ** 2 - 1)
+        return reached | self.exhausted()
+
+    def vectors(self, mask: Tensor) -> Tensor:
+        """The combinations of basis vectors that belong to the largest Ritz values of some."""
+        weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.blocks[0])
+        total = torch.zeros_like(self.blocks[0][mask, :1])
+        for part, block in zip(torch.split(weights, _BLOCK, 1), self.blocks, strict=False):
+            total.baddbmm_(part[:, None], block[mask, : part.shape[1]])
+        return total.squeeze(1)
+
+    def exhausted(self) -> Tensor:
+        """Where the Krylov space is invariant: T has every eigenvalue that the start can see."""
+        return (self.beta == 0) | (self.size <= self.steps)
+
+    def keep(self, mask: Tensor) -> None:
+        """Drop the other problems."""
+        self.blocks = [block[mask] for block in self.blocks]
+        for name in (f.name for f in fields(self) if f.name != "blocks"):
+            setattr(self, name, getattr(self, name)[mask])
+
+    def _first(self, products: Products) -> Tensor:
+        """The first product, after scaling A such that it is of about the size of one."""
+        image = self._product(products)
+        change = _towards_one(image)
+        far = change.abs() > _ROOM // 2
+        if far.any():  # it overflowed or lost its digits, or nearly so
+            self.exponent += change.where(far, 0)
+            self.repeated += far
+            image = self._product(products)
+            change = _towards_one(image)
+            self.exponent[image.eq(0).all(1).cpu()] = 0
+            change[image.eq(0).all(1).cpu()] = 0
+        self.exponent += change
+        return times_power(image, change)
+
+    def _product(self, products: Products) -> Tensor:
+        """A times the newest basis vector; what a vector cannot carry goes to its image."""
+        if not self.exponent.any():
+            return products(self.last)
+        before = self.exponent.clamp(-_ROOM, _ROOM)
+        image = products(times_power(self.last, before))
+        return times_power(image, self.exponent - before)
+
+    def _couple(self, entries: Tensor) -> None:
+        """Append a row (alpha, next beta) to T."""
+        if not entries.isfinite().all():
+            bad = self.index[~entries.isfinite().all(1)]
+            raise EvaluationError(
+                f"The Jacobian product of problem {int(bad[0])} is not finite "
+                f"at step {self.steps + 1}.",
+                "Look for infinite weights or activations, or compute in float64.",
+            )
+        self.t = torch.nn.functional.pad(self.t, (0, 1, 0, 1))
+        self.t[:, -1, -1] = entries[:, 0]
+        if self.steps > 1:
+            self.t[:, -1, -2] = self.beta
+        self.beta = entries[:, 1]
+        self.level = self.level + self.beta.log()
+        self.shorter, self.ritz = self.ritz, torch.linalg.eigvalsh(self.t)
+
+    def _vector(self, k: int) -> Tensor:
+        return self.blocks[k // _BLOCK][:, k % _BLOCK, None]
+
+
+def _begin(start: Tensor, guess: Tensor | None) -> _Running:
+    count, size = start.shape
+    dimension = start.ne(0).sum(1).cpu()
+    block, length = start.new_zeros(count, _BLOCK, size), torch.ones(count, dtype=torch.float64)
+    block[:, 0] = _normalized(start)
+    if guess is not None:
+        mixed = block[:, 0] + _normalized(guess)
+        length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
+        block[:, 0] = _normalized(mixed)
+    empty = torch.zeros(count, 0, dtype=torch.float64)
+    return _Running(
+        index=torch.arange(count),
+        size=dimension,
+        done=torch.zeros(count, dtype=torch.bool),
+        blocks=[block],
+        t=empty[:, :, None].expand(-1, -1, 0),
+        beta=empty.sum(1),
+        level=length.log() - log_delta(dimension, ETA),
+        ritz=empty,
+        shorter=empty,
+        exponent=torch.zeros(count, dtype=torch.int64),
+        repeated=torch.zeros(count, dtype=torch.int64),
+    )
+
+
+def _normalized(vectors: Tensor) -> Tensor:
+    """Unit vectors; 0 stays 0. Squares of small numbers underflow: a power of two goes first."""
+    exponent = torch.frexp(vectors.abs().amax(1).to("cpu", torch.float64))[1]
+    return torch.nn.functional.normalize(times_power(vectors, -exponent), dim=1)
+
+
+def _towards_one(image: Tensor) -> Tensor:
+    """Even exponents by which products of unit vectors come to about one; 0 within 2^+-20."""
+    size = image.abs().amax(1).to("cpu", torch.float64)
+    even = -2 * (size.log2() / 2).round().clamp(-450, 450)
+    even = even.where(size > 0, _ROOM).where(size.isfinite(), -_ROOM)
+    return even.where(even.abs() > 20, 0).long()
+
+
+def _blank(start: Tensor, *, vectors: bool) -> Norms:
+    numbers = torch.zeros(len(start), dtype=torch.float64)
+    vector = torch.zeros_like(start) if vectors else None
+    return Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector)
+
+
+def _record(found: Norms, running: _Running, mask: Tensor) -> None:
+    which, ritz, exponent = running.index[mask], running.ritz[mask], running.exponent[mask]
+    top = ritz[:, -1].clamp_min(0.0)
+    limit = probabilistic_limit(ritz, running.level[mask])
+    limit = torch.where(running.exhausted()[mask], top, limit)
+    found.norm[which] = times_power(top.sqrt(), -exponent // 2)
+    found.upper[which] = times_power(limit.sqrt(), -exponent // 2)
+    found.products[which] = running.steps + running.repeated[mask]
+    if found.vector is not None and len(which):
+        found.vector[which] = running.vectors(mask)

@@ -1,0 +1,545 @@
+"""Reading the attention of every kind of model, against the models' own tensors and autograd."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import EvaluationError, InputError
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.sites import Site
+from lipaudit.theory.bounds.affine import KnownWeights
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.heads import Heads
+from lipaudit.train.penalty import SpecformerPenalty
+
+AFFINE = ("affine", "affine", "affine")
+ROTARY = ("rotation", "rotation", "affine")
+LOCAL = ("local", "local", "affine")
+CLOSED = {
+    "timm-vit": [AFFINE] * 2,
+    "timm-deit3": [AFFINE] * 2,
+    "timm-eva02": [ROTARY] * 2,
+    "timm-qk-norm": [LOCAL] * 2,
+    "timm-swin": [AFFINE] * 3,
+    "timm-swinv2": [LOCAL] * 3,
+    "timm-twins": [AFFINE] * 5,
+    "hf-vit": [AFFINE] * 2,
+    "hf-dinov2": [AFFINE] * 2,
+    "hf-swin": [AFFINE] * 2,
+    "bert": [AFFINE] * 2,
+    "bert-eager": [AFFINE] * 2,
+    "distilbert": [AFFINE] * 2,
+    "albert": [AFFINE] * 2,
+    "gpt2": [AFFINE] * 2,
+    "llama": [ROTARY] * 2,
+    "qwen3": [LOCAL] * 2,
+    "olmo2": [("cross-head", "cross-head", "affine")] * 2,
+    "t5": [AFFINE] * 6,
+    "torch-encoder": [AFFINE] * 2,
+    "handwritten": [AFFINE],
+    "gemma2": [ROTARY] * 2,
+    "gpt-oss": [ROTARY] * 2,
+    "deepseek-v3": [("cross-head",) * 3] * 2,
+    "deepseek-v2": [("rotation", "cross-head", "cross-head")] * 2,
+    "mobilebert": [("cross-head", "cross-head", "affine")] * 2,
+    "deberta": [AFFINE] * 2,
+    "deberta-v3": [AFFINE] * 2,
+    "deberta-v1": [AFFINE] * 2,
+    "timm-sam": [AFFINE] * 2,
+    "timm-sam-eager": [AFFINE] * 2,
+}
+OPEN = {
+    "timm-mvit": "q depends on several tokens",
+    "cvt": "its keys and values read different inputs",
+}
+PAIRS = {  # which terms the logits have beside s q k^T: a slope, r, t
+    "gemma2": (True, False, False),
+    "deberta": (False, True, True),
+    "deberta-v3": (False, True, True),
+    "deberta-v1": (False, True, True),
+    "timm-sam": (False, True, False),
+    "timm-sam-eager": (False, True, False),
+}
+
+
+def layers_of(net, sites, batch, **options) -> list[Layer]:
+    """All layers at once: tests may hold them."""
+    found: list[Layer] = []
+    capture(net, sites, batch, found.append, **options)
+    return found
+
+
+def heads_of(net, sites: tuple[Site, ...], batch: Batch) -> list[Heads]:
+    found: list[Heads] = []
+    capture(net, sites, batch, lambda layer: found.append(layer.heads()))
+    return found
+
+
+@pytest.mark.parametrize("name", [*CLOSED, *OPEN, "timm-cait"])
+def test_model_is_not_changed(zoo, name):
+    net, sites, batch = zoo(name)
+    met: list[Site] = []
+    output = capture(net, sites, batch, lambda layer: met.append(layer.site))
+    assert met == list(sites)
+    torch.testing.assert_close(output, net.output(batch))
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_kinds_of_closed_form_layers(zoo, name):
+    sites = zoo(name)[1]
+    assert [site.kinds for site in sites] == CLOSED[name]
+    assert all(site.closed_form and site.reason is None for site in sites)
+    assert [site.index for site in sites] == list(range(len(sites)))
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_what_the_logits_are_beside_the_product(zoo, name):
+    for heads in heads_of(*zoo(name)):
+        pairs = heads.pairs
+        terms = () if pairs is None else (pairs.slope, pairs.with_q, pairs.with_k)
+        assert tuple(term is not None for term in terms) == PAIRS.get(name, ())
+        assert (heads.sink is not None) == (name == "gpt-oss")
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_layers_without_closed_form_say_why(zoo, name):
+    for site in zoo(name)[1]:
+        assert not site.closed_form
+        assert OPEN[name] in site.reason
+        assert site.inputs  # their norms can be had numerically
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_heads_hold_together(zoo, name):
+    """q, k, v follow from X, and the output from P and v, by the recorded tensors alone."""
+    net, sites, batch = zoo(name)
+    for layer in layers_of(net, sites, batch):
+        heads = layer.heads()
+        memory = heads.x if heads.x_kv is None else heads.x_kv
+        for rows, x, made in (
+            (heads.q, heads.x, heads.to_q),
+            (heads.k, memory, heads.to_k),
+            (heads.v, memory, heads.to_v),
+        ):
+            if made.kind in ("affine", "rotation"):
+                y = x[:, None] @ made.weight + (0 if made.bias is None else made.bias[:, None])
+                want = y if made.local is None else (made.local @ y[..., None])[..., 0]
+                seen = (x != 0).any(-1)[:, None, :, None]  # padding is zero in x only
+                torch.testing.assert_close(rows * seen, want * seen, rtol=1e-4, atol=1e-4)
+        o = layer.output if heads.valid is None else layer.output * heads.valid[:, None, :, None]
+        torch.testing.assert_close(heads.attention() @ heads.v, o, rtol=1e-4, atol=1e-5)
+
+
+# --- weights: bit by bit those of the parameters
+
+
+def parts(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """(out, in) of a Linear to (heads, in, d)."""
+    return weight.unflatten(0, (heads, -1)).mT
+
+
+def test_weights_of_separate_projections(zoo):
+    net, sites, batch = zoo("bert")
+    heads = heads_of(net, sites, batch)[1]
+    attention = net.module.bert.encoder.layer[1].attention
+    for made, linear in (
+        (heads.to_q, attention.self.query),
+        (heads.to_k, attention.self.key),
+        (heads.to_v, attention.self.value),
+    ):
+        assert torch.equal(made.weight, parts(linear.weight, 4))
+        assert torch.equal(made.bias, linear.bias.view(4, -1))
+    assert torch.equal(heads.out, attention.output.dense.weight.T.unflatten(0, (4, -1)))
+
+
+def test_weights_of_one_fused_linear(zoo):
+    net, sites, batch = zoo("timm-vit")
+    heads = heads_of(net, sites, batch)[0]
+    attention = net.module.blocks[0].attn
+    for i, made in enumerate((heads.to_q, heads.to_k, heads.to_v)):
+        assert torch.equal(made.weight, parts(attention.qkv.weight.chunk(3)[i], 4))
+        assert torch.equal(made.bias, attention.qkv.bias.chunk(3)[i].view(4, -1))
+    assert torch.equal(heads.out, attention.proj.weight.T.unflatten(0, (4, -1)))
+
+
+def test_weights_stored_the_other_way_round(zoo):
+    net, sites, batch = zoo("gpt2")
+    heads = heads_of(net, sites, batch)[0]
+    fused = net.module.transformer.h[0].attn.c_attn.weight
+    for i, made in enumerate((heads.to_q, heads.to_k, heads.to_v)):
+        assert torch.equal(made.weight, parts(fused.chunk(3, 1)[i].T, 4))
+
+
+def test_weights_of_grouped_queries_are_repeated(zoo):
+    net, sites, batch = zoo("llama")
+    heads = heads_of(net, sites, batch)[0]
+    attention = net.module.model.layers[0].self_attn
+    assert torch.equal(heads.to_q.weight, parts(attention.q_proj.weight, 4))
+    for made, linear in ((heads.to_k, attention.k_proj), (heads.to_v, attention.v_proj)):
+        assert torch.equal(made.weight, parts(linear.weight, 2).repeat_interleave(2, 0))
+    assert torch.equal(heads.k[:, 0], heads.k[:, 1])
+
+
+def test_a_projection_without_bias_stays_without(zoo):
+    heads = heads_of(*zoo("t5"))[0]
+    assert heads.to_q.bias is heads.to_k.bias is heads.to_v.bias is None
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "bert", "gpt2", "t5"])
+def test_weights_are_views_that_are_met_once(zoo, name):
+    known = KnownWeights()
+    first, again = (
+        [known.of(i, heads) for i, heads in enumerate(heads_of(*zoo(name)))] for _ in range(2)
+    )
+    assert all(a is b for a, b in zip(first, again, strict=True))
+
+
+def test_weights_of_a_shared_layer(zoo):
+    first, second = heads_of(*zoo("albert"))
+    assert torch.equal(first.to_q.weight, second.to_q.weight)
+    assert not torch.equal(first.x, second.x)
+
+
+# --- P, against the eager implementation of the library
+
+
+def eager_maps(net, batch: Batch) -> list[torch.Tensor]:
+    """Attention maps as transformers reports them, in call order."""
+    module = copy.deepcopy(net.module)
+    module.set_attn_implementation("eager")
+    mask = None if batch.mask is None else batch.mask.long()
+    if net.kind == "image":
+        return list(module(pixel_values=batch.x, output_attentions=True).attentions)
+    if not module.config.is_encoder_decoder:
+        out = module(input_ids=batch.x, attention_mask=mask, output_attentions=True)
+        return list(out.attentions)
+    start = torch.zeros_like(batch.x[:, :1])
+    shifted = torch.cat([start, batch.x[:, :-1]], 1)
+    out = module(
+        input_ids=batch.x,
+        attention_mask=mask,
+        decoder_input_ids=shifted,
+        decoder_attention_mask=batch.mask,
+        output_attentions=True,
+    )
+    pairs = zip(out.decoder_attentions, out.cross_attentions, strict=True)
+    return [*out.encoder_attentions, *(p for pair in pairs for p in pair)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hf-vit", "hf-dinov2", "bert", "distilbert", "gpt2", "llama", "qwen3", "olmo2"]
+    + ["t5", "gemma2", "deberta"],
+)
+def test_maps_are_those_of_the_eager_model(zoo, name):
+    net, sites, batch = zoo(name)
+    want = eager_maps(net, batch)
+    assert len(want) == len(sites)
+    for layer, p in zip(layers_of(net, sites, batch), want, strict=True):
+        valid = layer.attention.valid
+        true = p if valid is None else p * valid[:, None, :, None]
+        torch.testing.assert_close(layer.attention.attention(), true, rtol=1e-5, atol=1e-6)
+        assert (valid is None) == (batch.mask is None)
+
+
+def test_attention_sinks_are_a_last_key(zoo):
+    net, sites, batch = zoo("gpt-oss")
+    for layer, want in zip(layers_of(net, sites, batch), eager_maps(net, batch), strict=True):
+        p, valid = layer.attention.attention(), batch.mask[:, None, :, None]
+        torch.testing.assert_close(p[..., :-1], want * valid, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p.sum(-1), batch.mask[:, None].expand(p.shape[:-1]).float())
+
+
+# --- the Jacobian, against autograd through the module itself
+
+MODULES = {
+    "timm-vit": (1, "blocks.1.attn", "proj"),
+    "timm-eva02": (1, "blocks.1.attn", "proj"),
+    "timm-qk-norm": (1, "blocks.1.attn", "proj"),
+    "timm-swin": (1, "layers.0.blocks.1.attn", "proj"),
+    "timm-swinv2": (1, "layers.0.blocks.1.attn", "proj"),
+    "bert": (1, "bert.encoder.layer.1.attention", "output.dense"),
+    "bert-eager": (0, "bert.encoder.layer.0.attention", "output.dense"),
+    "distilbert": (1, "distilbert.transformer.layer.1.attention", "out_lin"),
+    "gpt2": (1, "transformer.h.1.attn", "c_proj"),
+    "llama": (1, "model.layers.1.self_attn", "o_proj"),
+    "qwen3": (1, "model.layers.1.self_attn", "o_proj"),
+    "olmo2": (1, "model.layers.1.self_attn", "o_proj"),
+    "t5": (2, "decoder.block.0.layer.0.SelfAttention", "o"),
+    "gemma2": (1, "model.layers.1.self_attn", "o_proj"),
+    "gpt-oss": (1, "model.layers.1.self_attn", "o_proj"),
+    "deepseek-v3": (1, "model.layers.1.self_attn", "o_proj"),
+    "deepseek-v2": (1, "model.layers.1.self_attn", "o_proj"),
+    "deberta": (1, "deberta.encoder.layer.1.attention", "output.dense"),
+    "deberta-v3": (0, "deberta.encoder.layer.0.attention", "output.dense"),
+    "deberta-v1": (1, "deberta.encoder.layer.1.attention", "output.dense"),
+    "timm-sam": (1, "blocks.1.attn", "proj"),
+    "timm-sam-eager": (1, "blocks.1.attn", "proj"),
+}
+SINGLE = (
+    "deepseek-v3",
+    "deepseek-v2",
+    "qwen3",
+    "llama",
+    "olmo2",
+    "gemma2",
+    "gpt-oss",
+    "t5",
+    "bert-eager",
+    "timm-eva02",
+)
+"""Models that compute a norm, a rotation or the softmax in float32 whatever their precision."""
+
+
+def true_jacobian(net, batch: Batch, path: str, projection: str) -> torch.Tensor:
+    """d(concatenated heads) / d(input of the attention module), in its last batch row.
+
+    (tokens, heads * d_v, tokens, D): what enters the output projection, seen by a hook.
+    """
+    module, calls = net.module.get_submodule(path), []
+
+    def note(_module, args, kwargs):
+        calls.append((args, kwargs))
+
+    with module.register_forward_pre_hook(note, with_kwargs=True):
+        net.output(batch)
+    args, kwargs = calls[0]
+    kwargs.pop("past_key_values", None)
+    x = args[0] if args else kwargs.pop("hidden_states")
+
+    def concatenated(row: torch.Tensor) -> torch.Tensor:
+        seen = []
+        hook = module.get_submodule(projection).register_forward_pre_hook(
+            lambda _m, inputs: seen.append(inputs[0])
+        )
+        module(torch.cat([x[:-1], row[None]]), *args[1:], **kwargs)
+        hook.remove()
+        return seen[0][-1]
+
+    return torch.autograd.functional.jacobian(concatenated, x[-1])
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "mobilebert"])
+def test_weights_in_a_row_have_no_specformer_penalty(zoo, name):
+    net, _, batch = zoo(name)
+    with pytest.raises(InputError, match="several linear maps in a row"):
+        SpecformerPenalty(net, batch)
+
+
+def test_a_shared_bottleneck_is_part_of_queries_and_keys(zoo):
+    """The Jacobian is that in the layer's own input, which the values read as it is."""
+    net, sites, batch = zoo("mobilebert", "float64")
+    heads = heads_of(net, sites, batch)[1]
+    layer = net.module.mobilebert.encoder.layer[1]
+    q_linear, k_linear, v_linear = (
+        getattr(layer.attention.self, part) for part in ("query", "key", "value")
+    )
+
+    def concatenated(x: torch.Tensor) -> torch.Tensor:
+        shared = layer.bottleneck.attention(x)
+        q, k, v = (
+            linear(t).unflatten(1, (4, -1)).transpose(0, 1)
+            for linear, t in ((q_linear, shared), (k_linear, shared), (v_linear, x))
+        )
+        logits = q @ k.mT / q.shape[-1] ** 0.5
+        return logits.softmax(-1) @ v
+
+    x = heads.x[0]
+    assert heads.x_kv is None
+    assert x.shape[-1] == net.module.config.hidden_size
+    true = torch.autograd.functional.jacobian(concatenated, x).flatten(1, 2).flatten(2)
+    found = dense_jacobian(heads)[0]
+    torch.testing.assert_close(found, true, rtol=0, atol=1e-9 * float(true.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", *PAIRS])
+def test_bounds_of_models_with_other_logits_are_above_the_exact_norms(zoo, name):
+    for heads in heads_of(*zoo(name, "float64")):
+        exact = torch.linalg.matrix_norm(dense_jacobian(heads), 2)
+        found = head_bounds(heads)
+        for bound in ("sharp", "theorem3", "theorem3_g1"):
+            assert (found[bound] >= exact * (1 - 1e-12)).all(), bound
+        assert (found["sharp"] < 20 * exact)[exact > 0].all()
+        for bound in ("hu", "castin", "mean_field", "appendix_c"):
+            assert found[bound].isnan().all(), bound
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_closed_form_jacobian_is_that_of_the_module(zoo, name):
+    net, sites, batch = zoo(name, "float64")
+    index, path, projection = MODULES[name]
+    heads = heads_of(net, sites, batch)[index]
+    true = true_jacobian(net, batch, path, projection)
+    if heads.valid is not None:
+        true = true * heads.valid[-1][:, None, None, None]
+    count = heads.q.shape[1]
+    true = true.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2).flatten(2)
+    found = dense_jacobian(heads)[-1]
+    tolerance = 1e-6 if name in SINGLE else 1e-9
+    torch.testing.assert_close(found, true, rtol=0, atol=tolerance * float(true.abs().max()))
+
+
+def test_output_weights_rebuild_the_layer(zoo):
+    """nn.MultiheadAttention has no output projection to hook: its output is the truth."""
+    net, sites, batch = zoo("torch-encoder")
+    heads = heads_of(net, sites, batch)[1]
+    attention, seen = net.module[0].layers[1].self_attn, []
+    hook = attention.register_forward_hook(lambda _m, _a, out: seen.append(out[0]))
+    with torch.enable_grad():  # else torch takes its fused path around the module
+        net.output(batch)
+    hook.remove()
+    o = heads.attention() @ heads.v
+    made = torch.einsum("bhnc,hcy->bny", o, heads.out) + attention.out_proj.bias
+    torch.testing.assert_close(made, seen[0], rtol=1e-4, atol=1e-5)
+
+
+# --- cross-attention, windows, padding
+
+
+def test_cross_attention_reads_two_inputs(zoo):
+    net, sites, batch = zoo("t5")
+    cross = heads_of(net, sites, batch)[3]
+    encoded = net.module.encoder(batch.x, attention_mask=batch.mask.long()).last_hidden_state
+    want = encoded * batch.mask[..., None]
+    torch.testing.assert_close(cross.x_kv, want, rtol=1e-4, atol=1e-5)
+    assert cross.x.shape == cross.x_kv.shape
+    assert not torch.equal(cross.x, cross.x_kv)
+
+
+def test_class_attention_reads_one_query(zoo):
+    net, sites, batch = zoo("timm-cait")
+    assert [site.closed_form for site in sites] == [False, True, True]  # the first: talking heads
+    heads = layers_of(net, sites, batch)[1].heads()
+    assert heads.x.shape[1] == 1
+    assert torch.equal(heads.x[:, 0], heads.x_kv[:, 0])
+
+
+def test_windows_belong_to_their_samples(zoo):
+    net, sites, batch = zoo("timm-swin")
+    heads = heads_of(net, sites, batch)[1]
+    alone = heads_of(net, sites, batch[1:])[1]
+    assert heads.sample.tolist() == [0] * 4 + [1] * 4
+    torch.testing.assert_close(heads.x[heads.sample == 1], alone.x, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_changes_nothing(zoo):
+    net, sites, batch = zoo("bert")
+    padded = heads_of(net, sites, batch)[1]
+    length = int(batch.mask[1].sum())
+    short = Batch(batch.x[1:, :length], None, batch.ids[1:])
+    alone = heads_of(net, sites, short)[1]
+    torch.testing.assert_close(padded.x[1:, :length], alone.x, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        padded.attention()[1:, :, :length, :length], alone.attention(), rtol=1e-4, atol=1e-6
+    )
+    assert padded.valid.tolist() == batch.mask.tolist()
+    assert not padded.x[1, length:].any()
+    assert not padded.attention()[1, :, length:].any()
+    assert not padded.attention()[1, :, :, length:].any()
+
+
+def test_causal_attention_without_padding_has_no_mask_tensor(zoo):
+    net, sites, batch = zoo("gpt2")
+    for layer in layers_of(net, sites, Batch(batch.x, None, batch.ids)):
+        assert layer.attention.causal
+        assert layer.attention.bias is None
+        assert not layer.attention.attention().triu(1).any()
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "timm-qk-norm", "llama", "qwen3", "t5", "timm-swin"])
+def test_layers_read_alike_in_any_batch(zoo, name):
+    """The survey has seen two samples of another length; each sample is what it is."""
+    net, sites, batch = zoo(name)
+    one = batch[:1]
+    both, single = heads_of(net, sites, batch), heads_of(net, sites, one)
+    for together, alone in zip(both, single, strict=True):
+        first = together.sample == 0
+        torch.testing.assert_close(together.x[first], alone.x, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(together.q[first], alone.q, rtol=1e-4, atol=1e-5)
+        local = together.to_q.local
+        if local is not None and local.shape[0] > 1:
+            torch.testing.assert_close(local[first], alone.to_q.local, rtol=1e-4, atol=1e-5)
+
+
+# --- the pass itself
+
+
+def test_layers_can_be_chosen(zoo):
+    net, sites, batch = zoo("bert-eager")
+    (chosen,) = layers_of(net, sites, batch, layers=[1])
+    assert chosen.site == sites[1]
+    every = layers_of(net, sites, batch)[1]
+    assert torch.equal(chosen.heads().x, every.heads().x)
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "timm-swin", "bert-eager", "llama"])
+def test_one_layer_is_alive_at_a_time(zoo, name):
+    net, sites, batch = zoo(name)
+    kept: list[weakref.ref] = []
+
+    def visit(layer: Layer) -> None:
+        assert not any(ref() is not None for ref in kept)
+        heads = layer.heads()
+        kept.extend(weakref.ref(t) for t in (layer, layer.attention.q, heads.x, layer.output))
+
+    capture(net, sites, batch, visit)
+    assert len(kept) == 4 * len(sites)
+
+
+def test_everything_is_put_back_after_an_error(zoo):
+    net, sites, batch = zoo("bert")
+    module, dropout = net.module, net.module.dropout
+    weight = module.classifier.weight
+    dropout.training, weight.requires_grad = True, True
+    state = torch.get_rng_state()
+
+    def fail(_layer: Layer) -> None:
+        torch.rand(3)
+        raise RuntimeError("stop")
+
+    try:
+        with torch.no_grad():
+            with pytest.raises(RuntimeError, match="stop"):
+                capture(net, sites, batch, fail)
+            assert not torch.is_grad_enabled()
+        assert dropout.training
+        assert weight.requires_grad
+        assert torch.equal(torch.get_rng_state(), state)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    finally:
+        dropout.training, weight.requires_grad = False, False
+
+
+def test_a_layer_that_is_not_met_is_an_error(zoo):
+    net, sites, batch = zoo("timm-vit")
+    last, net.module.blocks[1] = net.module.blocks[1], nn.Identity()
+    try:
+        with pytest.raises(EvaluationError, match=r"attention layer 1 \(blocks\.1\.attn\)"):
+            capture(net, sites, batch, lambda _: None)
+    finally:
+        net.module.blocks[1] = last
+
+
+def test_a_layer_that_has_changed_is_an_error(zoo):
+    net, sites, batch = zoo("timm-vit")
+    attention = net.module.blocks[0].attn
+    attention.q_norm = nn.LayerNorm(8)
+    try:
+        with pytest.raises(EvaluationError, match=r"layer 0 .*no longer an affine function"):
+            heads_of(net, sites, batch)
+    finally:
+        attention.q_norm = nn.Identity()
+
+
+def test_a_layer_without_closed_form_has_no_projections(zoo):
+    net, sites, batch = zoo("timm-mvit")
+    layer = layers_of(net, sites, batch)[0]
+    with pytest.raises(ValueError, match="no closed form"):
+        layer.heads()

@@ -1,0 +1,261 @@
+"""A sample in which everything is alike must not decide what a model is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError
+from lipaudit.measures.bounds import BoundsOptions, run, summarise
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.generic import generic
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.theory.exact.head_norms import head_norms
+
+TOKENS, WIDTH, HEADS = 7, 8, 2
+
+
+def net_of(module: nn.Module):
+    spec = ModelSpec(module.double(), (TOKENS, WIDTH), kind="tokens", classifier=False)
+    return assemble(spec, LoadOptions(device="cpu", dtype="float64"), name="model", source="test")
+
+
+def batch_of(*samples: torch.Tensor) -> Batch:
+    return Batch(
+        torch.stack(samples).double(), None, tuple(f"{i:016x}" for i in range(len(samples)))
+    )
+
+
+def random(seed: int = 0) -> torch.Tensor:
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+ALIKE = {
+    "zero": torch.zeros(TOKENS, WIDTH),
+    "one": torch.ones(TOKENS, WIDTH),
+    "equal tokens": random()[:1].expand(TOKENS, -1),
+}
+
+
+class Plain(nn.Module):
+    """One attention layer; subclasses say what its queries, keys and values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def project(self, x):
+        return self.to_q(x), self.to_k(x), self.to_v(x)
+
+    def heads(self, t):
+        return t.unflatten(2, (HEADS, -1)).transpose(1, 2)
+
+    def forward(self, x):
+        q, k, v = (self.heads(t) for t in self.project(x))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Normed(Plain):
+    """Queries and keys that are normalised in each head."""
+
+    def forward(self, x):
+        q, k, v = (self.heads(t) for t in self.project(x))
+        q, k = (F.layer_norm(t, t.shape[-1:]) for t in (q, k))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Saturated(Plain):
+    """Queries beyond a level that no ordinary sample reaches."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q.clamp(-1e3, 1e3), k, v
+
+
+class Nearly(Plain):
+    """Queries with a nonlinear part below every tolerance."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q + 1e-7 * q.tanh(), k, v
+
+
+class Reduced(Plain):
+    """Keys and values from tokens that are averaged in pairs: equal only where neighbours are."""
+
+    def project(self, x):
+        y = 0.5 * (x + x.roll(1, 1))
+        return self.to_q(x), self.to_k(y), self.to_v(y)
+
+
+class Memory(Plain):
+    """Values from other tokens than the keys."""
+
+    def project(self, x):
+        return self.to_q(x), self.to_k(x), self.to_v(x.flip(1))
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        (Plain, ("affine", "affine", "affine")),
+        (Normed, ("local", "local", "affine")),
+        (Saturated, ("local", "affine", "affine")),
+        (Nearly, ("local", "affine", "affine")),
+        (Reduced, ("affine", "affine", "affine")),
+        (Memory, ("affine", "affine", "affine")),
+    ],
+)
+def test_structure_does_not_depend_on_the_sample(model, kinds, name):
+    net = net_of(model())
+    (site,), (other,) = (survey(net, batch_of(x)) for x in (ALIKE[name], random(1)))
+    assert site.kinds == other.kinds == kinds
+    assert site.reason == other.reason
+    assert site.closed_form == (model is not Memory)
+    if site.closed_form:
+        assert site.structure.joint == other.structure.joint == (model is not Reduced)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_bound_for_all_inputs_is_not_given_by_a_constant_sample(name):
+    """On it, normalised queries look affine, and `castin` would be exceeded within its domain."""
+    net, options = net_of(Normed()), BoundsOptions()
+    rows = summarise(list(run(net, [batch_of(ALIKE[name])], options)), options)[0].rows
+    assert all(row.castin is None and row.mean_field is None for row in rows)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_constant_sample_and_an_ordinary_one_are_measured_together(name):
+    net, options = net_of(Normed()), BoundsOptions(tol=1e-8)
+    batch = batch_of(ALIKE[name], random(2))
+    found = torch.cat(
+        [torch.as_tensor(part.values["exact"]) for part in run(net, batch.split(1), options)]
+    )
+    for x, norms in zip(batch.x, found, strict=True):
+        dense = torch.autograd.functional.jacobian(lambda x: net.module(x[None])[0], x)
+        for h, rows in enumerate(dense.unflatten(1, (HEADS, -1)).unbind(1)):
+            want = torch.linalg.matrix_norm(rows.flatten(2).flatten(0, 1), 2)
+            torch.testing.assert_close(norms[h], want, rtol=1e-6, atol=0.0)
+
+
+class Mixing(Plain):
+    """A layer that takes the mean over the samples away."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def test_mixed_samples_show_on_a_constant_sample():
+    """A companion that equals the sample would hide it."""
+    with pytest.raises(InputError, match="depends on the other samples"):
+        survey(net_of(Mixing()), batch_of(ALIKE["one"]))
+
+
+class Equal(Plain):
+    """Keys with equal weights for two input channels: equal heads where the others are zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_k.weight.data[:, [0, -1]] = 1.0
+        self.to_k.bias.data.fill_(1.0)
+
+
+def test_heads_that_are_equal_on_a_sample_are_not_grouped():
+    x = torch.zeros(TOKENS, WIDTH)
+    x[:, [0, -1]] = random(3)[:, [0, -1]]
+    net, batch = net_of(Equal()), batch_of(x)
+    (site,), found = survey(net, batch), []
+    assert site.structure.k.repeat == 1
+    capture(net, (site,), batch, lambda layer: found.append(layer.heads()))
+    want = net.module.to_k.weight.unflatten(0, (HEADS, -1)).mT
+    assert torch.equal(found[0].to_k.weight, want)
+    assert head_norms(found[0], seeds=[0]).converged.all()
+
+
+def test_generic_points_stay_in_the_box_and_move_every_entry(zoo):
+    net, _, batch = zoo("timm-vit")
+    black = Batch(torch.zeros_like(batch.x), None, batch.ids)
+    _, pair, other = generic(net, black)
+    assert torch.equal(pair.x[0], other.x[0])
+    assert pair.x.min() >= 0
+    assert pair.x.max() <= 1
+    assert all(len(x.unique()) > 0.99 * x.numel() for x in (*pair.x, other.x[1]))
+
+
+def test_text_keeps_its_tokens_and_moves_their_embeddings(zoo):
+    net, _, batch = zoo("bert")
+    moved, pair, other = generic(net, batch)
+    assert torch.equal(pair.x[0], other.x[0])
+    assert set(pair.x[0].tolist()) <= set(batch.x[0].tolist())
+    assert not torch.allclose(moved.output(pair), net.output(pair))
+    torch.testing.assert_close(moved.output(pair)[0], moved.output(other)[0])
+
+
+@pytest.mark.parametrize("name", ["timm-swinv2", "timm-qk-norm", "timm-twins", "timm-cait"])
+def test_a_black_image_decides_nothing(zoo, name):
+    net, sites, batch = zoo(name)
+    black = Batch(torch.zeros_like(batch.x), None, batch.ids)
+    assert [site.kinds for site in survey(net, black)] == [site.kinds for site in sites]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "olmo2", "t5"])
+def test_equal_words_decide_nothing(zoo, name):
+    net, sites, batch = zoo(name)
+    same = Batch(torch.full_like(batch.x, 5), None, batch.ids)
+    assert [site.kinds for site in survey(net, same)] == [site.kinds for site in sites]
+
+
+class Moody(Plain):
+    """Queries that are normalised on samples far from zero only."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        far = (x.square().sum((1, 2)) > 1e4)[:, None, None]
+        return torch.where(far, F.layer_norm(q, q.shape[-1:]), q), k, v
+
+
+class Settled(Plain):
+    """The same where nothing gives it away: the branch not taken is not in the graph."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        far = x.square().sum((1, 2)) > 1e4
+        rows = [
+            F.layer_norm(row, row.shape[-1:]) if f else row for row, f in zip(q, far, strict=True)
+        ]
+        return torch.stack(rows), k, v
+
+
+def norms_of(net, x: torch.Tensor) -> list[float]:
+    dense = torch.autograd.functional.jacobian(lambda x: net.module(x[None])[0], x)
+    rows = dense.unflatten(1, (HEADS, -1)).transpose(0, 1).flatten(1, 2).flatten(2)
+    return torch.linalg.matrix_norm(rows, 2).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_structure_that_changes_with_the_data_is_reopened(size):
+    """The run goes on, with norms that hold and without bounds that do not."""
+    net, options = net_of(Settled()), BoundsOptions(tol=1e-8)
+    batch = batch_of(random(4), 100 * random(5), random(6))
+    parts = list(run(net, batch.split(size), options))
+    found = torch.cat([torch.as_tensor(part.values["exact"]) for part in parts])
+    want = torch.tensor([norms_of(net, x) for x in batch.x])
+    torch.testing.assert_close(found, want.double(), rtol=1e-6, atol=0.0)
+    heads = summarise(parts, options)[0]
+    assert [note.code for note in heads.notes].count("structure-changed") == 1
+    for row in heads.rows:
+        assert row.kind == "affine, numerical"
+        assert {row.castin, row.sharp} == {None}
+        assert row.exact_max is not None
+
+
+def test_conditions_on_the_values_are_not_affine():
+    (site,) = survey(net_of(Moody()), batch_of(random(4)))
+    assert site.kinds == ("local", "affine", "affine")

@@ -1,0 +1,313 @@
+"""Which source a MODEL argument names, what the `Net` promises, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lipaudit.models.sources.demo as demo
+from lipaudit.data.batch import Batch
+from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.errors import ExitCode, InputError, LipauditError, UsageError
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import LoadOptions, ModelSpec, load
+
+PLAIN = """
+import torch
+from torch import nn
+from lipaudit.models.sources.spec import ModelSpec
+
+class Scaled(nn.Module):
+    def __init__(self, classes=4):
+        super().__init__()
+        self.head = nn.Linear(12, classes)
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+def plain(): return Scaled()
+def many(classes): return Scaled(classes)
+def half(): return Scaled().half()
+def nothing(): return {"weights": 1}
+def empty(): return nn.Flatten()
+def failing(): raise RuntimeError("no such licence")
+def described():
+    return ModelSpec(Scaled(), (3, 2, 2), mean=(.5,), std=(.25,), labels=tuple("abcd"))
+def sequence(): return ModelSpec(nn.Linear(5, 2), (3, 5), kind="tokens", classifier=False)
+def nan():
+    module = Scaled()
+    module.head.bias.data[1] = float("nan")
+    return module
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A file of factories."""
+    path = tmp_path / "factories.py"
+    path.write_text(PLAIN)
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(demo.DEMOS))
+def test_a_demo_reads_the_held_out_digits(name):
+    net = load(f"demo:{name}")
+    samples = load_data("demo", net, DataOptions(samples=360))
+    right = (net.output(samples.batch).argmax(1) == samples.batch.y).double().mean()
+    assert len(samples.batch) == 360
+    assert right > 0.9
+
+
+@pytest.mark.parametrize("name", sorted(demo.DEMOS))
+def test_a_demo_is_as_good_as_its_file_says(name):
+    from importlib.resources import files
+
+    from safetensors import safe_open
+
+    path = files("lipaudit.models") / f"assets/demo_{name}.safetensors"
+    net = load(f"demo:{name}")
+    batch = load_data("demo", net, DataOptions(samples=360)).batch
+    with safe_open(str(path), "pt") as stored:
+        said = stored.metadata()["held_out_accuracy"]
+    assert f"{(net.output(batch).argmax(1) == batch.y).double().mean():.4f}" == said
+    assert float(said) > 0.95
+
+
+def test_the_robust_demo_stands_what_the_standard_one_does_not():
+    from lipaudit.attacks.evaluate import evaluate
+    from lipaudit.attacks.plan import make_plan, parse_radius
+
+    left = {}
+    for name in ("standard", "robust"):
+        net = load(f"demo:{name}")
+        batch = load_data("demo", net, DataOptions(samples=64)).batch
+        plan = make_plan("custom:pgd", norm="linf", radii=[parse_radius("0.1")], steps=10)
+        outcomes = evaluate(lambda x, net=net: net.read(net.call(x, None)), batch.x, batch.y, plan)
+        left[name] = float(list(outcomes)[-1].robust.double().mean())
+    assert left["robust"] > left["standard"] + 0.3
+
+
+def test_timm_loads_the_demo_and_agrees():
+    timm_vit = pytest.importorskip("timm.models.vision_transformer").VisionTransformer
+    from importlib.resources import files
+
+    twin = timm_vit(
+        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=48, depth=3, num_heads=4,
+        mlp_ratio=2,
+    ).eval()  # fmt: skip
+    twin.load_state_dict(
+        load_file(str(files("lipaudit.models") / "assets/demo_standard.safetensors")), strict=True
+    )
+    net = load("demo")
+    batch = load_data("demo", net, DataOptions(samples=16)).batch
+    with torch.no_grad():
+        expected = twin((batch.x - 0.5) / 0.5)
+    torch.testing.assert_close(net.output(batch), expected)
+
+
+def test_demo_assets_stay_small_and_credit_their_data():
+    from importlib.resources import files
+
+    total = 0
+    for name in demo.DEMOS:
+        total += len((files("lipaudit.models") / f"assets/demo_{name}.safetensors").read_bytes())
+    for part in ("train", "test"):
+        images = files("lipaudit.data") / f"assets/digits_{part}.npz"
+        total += len(images.read_bytes())
+        with np.load(str(images)) as archive:
+            assert archive["x"].dtype == np.uint8
+            assert "Alpaydin" in str(archive["credit"])
+    assert total < 1_000_000
+
+
+def test_the_held_out_digits_are_those_of_scikit_learn():
+    pytest.importorskip("sklearn")
+    from lipaudit.train.demos import digits
+
+    train_x, train_y, test_x, test_y = digits()
+    for name, x, y in (("demo", test_x, test_y), ("demo:train", train_x, train_y)):
+        batch = load_data(name, load("demo"), DataOptions(samples=len(x))).batch
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+        assert torch.equal(batch.x, x[order])
+        assert torch.equal(batch.y, y[order])
+
+
+def test_a_bare_demo_name_is_noted():
+    assert [n.code for n in load("standard").info.notes] == ["resolved"]
+    assert load("demo").info.notes == ()
+
+
+def test_loading_leaves_the_callers_state_alone(source):
+    torch.manual_seed(7)
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    load(f"py:{source}:described")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == dtype
+
+
+def test_a_net_is_frozen_in_eval_mode_and_hashed_by_content(source):
+    net, twin = (load(f"py:{source}:described") for _ in range(2))
+    assert not net.module.training
+    assert not any(p.requires_grad for p in net.module.parameters())
+    assert net.info.weights_sha256 == twin.info.weights_sha256
+    assert net.info.weights_sha256 != load("demo").info.weights_sha256
+    assert net.info.parameters == 12 * 4 + 4
+
+
+def test_normalisation_happens_inside(source):
+    net = load(f"py:{source}:described")
+    x = torch.rand(2, 3, 2, 2)
+    expected = net.module((x - 0.5) / 0.25)
+    torch.testing.assert_close(net.output(Batch(x, None, ("a", "b"))), expected)
+    assert (net.box, net.classes, net.info.labels) == ((0.0, 1.0), 4, tuple("abcd"))
+
+
+def test_mean_and_std_override_what_the_source_says(source):
+    options = LoadOptions(mean=(0.1, 0.2, 0.3), std=(2.0,))
+    net = load(f"py:{source}:described", options)
+    x = torch.rand(1, 3, 2, 2)
+    expected = net.module((x - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 2)
+    torch.testing.assert_close(net.output(Batch(x, None, ("a",))), expected)
+    assert net.info.preprocess["mean"] == [0.1, 0.2, 0.3]
+
+
+def test_float64_reaches_the_parameters(source):
+    net = load(f"py:{source}:described", LoadOptions(dtype="float64"))
+    assert net.dtype == torch.float64
+
+
+def test_half_precision_is_converted_and_noted(source):
+    net = load(f"py:{source}:half", LoadOptions(input_size=(3, 2, 2)))
+    assert net.dtype == torch.float32
+    assert [n.code for n in net.info.notes] == ["half-precision"]
+    assert "float16" in net.info.notes[0].text
+
+
+def test_a_plain_module_takes_the_input_size_that_is_given(source):
+    net = load(f"py:{source}:many", LoadOptions(input_size=(2,), model_kwargs={"classes": 7}))
+    assert net.sample_shape == (3, 2, 2)
+    assert net.classes == 7
+
+
+def test_a_model_of_float_tokens(source):
+    net = load(f"py:{source}:sequence")
+    batch = load_data("random", net, DataOptions(samples=2)).batch
+    assert net.output(batch).shape == (2, 3, 2)
+    assert (net.classes, net.box) == (None, None)
+
+
+def test_a_factory_in_an_importable_module():
+    net = load("py:lipaudit.models.sources.demo:demo_model")
+    assert net.info.weights_sha256 == load("demo").info.weights_sha256
+
+
+def refused(spec, kind=InputError, **options):
+    """Return what an error says, once it is the right one and says what to do."""
+    with pytest.raises(LipauditError) as caught:
+        load(spec, LoadOptions(**options))
+    assert type(caught.value) is kind
+    assert caught.value.exit_code == (ExitCode.INPUT if kind is InputError else ExitCode.USAGE)
+    assert caught.value.advice
+    return f"{caught.value.message} | {caught.value.advice}"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing", "has no 'missing'"),
+        ("failing", "no such licence"),
+        ("nothing", "returned dict"),
+        ("nan", "not finite: head.bias"),
+        ("empty", "has no parameters"),
+        ("many", "missing 1 required positional argument"),
+    ],
+)
+def test_factories_that_fail(source, name, message):
+    assert message in refused(f"py:{source}:{name}", input_size=(3, 2, 2))
+
+
+def test_factories_that_cannot_be_found(tmp_path):
+    assert "FileNotFoundError" in refused(f"py:{tmp_path}/none.py:build")
+    assert "ModuleNotFoundError" in refused("py:no.such.module:build")
+    assert "names no factory" in refused("py:build", UsageError)
+
+
+def test_a_module_that_nothing_is_known_of(source):
+    assert "--input-size" in refused(f"py:{source}:plain", UsageError)
+
+
+def test_a_wrong_input_size_is_refused_at_loading(source):
+    assert "cannot be run on one sample" in refused(f"py:{source}:plain", input_size=(5, 5))
+    assert "is not a shape" in refused(f"py:{source}:plain", UsageError, input_size=(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "demoo", ""])
+def test_unknown_names(name):
+    assert "no model" in refused(name)
+
+
+def test_an_unknown_name_suggests_its_neighbours():
+    assert "vit_base_patch16_224" in refused("vit_base_patch_16_224")
+
+
+def test_unknown_demos_list_the_known_ones():
+    assert "standard" in refused("demo:fancy")
+
+
+def test_a_repository_that_is_not_here_says_how_to_bring_it():
+    assert "hf download" in refused("hf:nobody/nothing", offline=True)
+    assert "hf:ORG/NAME" in refused("hf:a/b/c", UsageError)
+
+
+def test_a_path_that_does_not_exist():
+    assert "no file or directory" in refused("./weights.safetensors")
+
+
+def test_a_file_of_weights_needs_an_architecture(tmp_path):
+    save_file({"w": torch.ones(1)}, tmp_path / "w.safetensors")
+    assert "--arch timm:NAME" in refused(str(tmp_path / "w.safetensors"), UsageError)
+
+
+def test_an_architecture_needs_a_file_of_weights():
+    assert "--arch is for files" in refused("demo", UsageError, arch="timm:test_vit")
+
+
+def test_directories_without_a_usable_configuration(tmp_path):
+    assert "has no config.json" in refused(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "merge_and_unload" in refused(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in refused(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"hidden": 3}')
+    assert "neither timm's" in refused(str(tmp_path))
+
+
+def test_options_that_make_no_sense(source):
+    assert "not available" in refused("demo", UsageError, device="cuda:99")
+    assert "not offered" in refused("demo", UsageError, dtype="float16")
+    assert "1 channels" in refused("demo", UsageError, mean=(0.1, 0.2, 0.3))
+    assert "must be positive" in refused("demo", UsageError, std=(0.0,))
+    assert "takes tokens" in refused(f"py:{source}:sequence", UsageError, std=(1.0,))
+
+
+def test_labels_must_be_as_many_as_outputs(tmp_path):
+    (tmp_path / "f.py").write_text(
+        PLAIN + "\ndef odd():\n    return ModelSpec(Scaled(), (3, 2, 2), labels=('a',))\n"
+    )
+    assert "1 labels (a) for 4 outputs" in refused(f"py:{tmp_path}/f.py:odd")
+
+
+def test_the_public_description_is_importable_from_loading():
+    assert ModelSpec.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("odd"), NotImplementedError("odd"), ArithmeticError("odd")]
+)
+def test_a_model_that_refuses_its_sample_is_refused(error):
+    class Picky(torch.nn.Linear):
+        def forward(self, x):
+            raise error
+
+    spec = ModelSpec(Picky(4, 4), (3, 4), kind="tokens")
+    with pytest.raises(InputError, match=f"cannot be run .*{type(error).__name__}: odd"):
+        assemble(spec, LoadOptions(device="cpu"), name="m", source="test")

@@ -1,0 +1,102 @@
+"""Single precision in the blocks of affine heads: never too small, and given up where it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lipaudit.theory.bounds import sharp
+from lipaudit.theory.bounds.affine import (
+    KnownWeights,
+    affine_beta,
+    affine_blocks,
+    affine_rows,
+    query_term,
+)
+from lipaudit.theory.bounds.centred import centred
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.spectral import upper as norms
+
+DOUBLE = 1e-6  # what double precision loses itself
+GAINS = [0.1, 1.0, 5.0, 20.0]  # one-hot rows at the end, where differences cancel
+POWER_STEPS = 1e-4  # what ten of them leave differs between matrices that differ by rounding
+NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attention"]
+
+
+def both(heads):
+    """The ingredients of a layer in both precisions."""
+    at = centred(heads)
+    rows = affine_rows(heads, at)
+    return (at, rows), (at.single, rows.to_single())
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("name", NAMES)
+def test_single_precision_bounds_both_sides(random_layer, name, gain):
+    for seed in range(5):
+        double, single = both(random_layer(name, seed=seed, gain=gain).heads)
+        t, gap = query_term(*single)
+        beta, kept = affine_beta(*single)
+        exact_t, exact_beta = query_term(*double)[0], affine_beta(*double)[0]
+        assert t.dtype == beta.dtype == torch.float32
+        above, below = 1 + DOUBLE, 1 - DOUBLE
+        assert (t >= exact_t * below).all()
+        assert (t - gap <= exact_t * above).all()
+        assert (beta >= exact_beta * below).all()
+        assert (beta * kept[..., None] <= exact_beta * above).all()
+
+
+@pytest.mark.parametrize("gain", GAINS)
+def test_blocks_of_tiles_are_those_of_the_whole(random_layer, monkeypatch, gain):
+    double, _ = both(random_layer("biases", n=6, samples=3, gain=gain).heads)
+    whole = affine_blocks(*double)
+    monkeypatch.setattr("lipaudit.theory.bounds.centred.TILE", 1)
+    for a, b in zip(whole, affine_blocks(*double), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def bounds_in(monkeypatch, heads, keys):
+    monkeypatch.setattr(sharp, "SMALL", 0)
+    monkeypatch.setattr(norms, "SINGLE", keys)
+    return head_bounds(heads)["sharp"]
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bound_loses_no_more_than_its_tolerance(random_layer, monkeypatch, name, gain):
+    heads = random_layer(name, gain=gain).heads
+    single, double = (bounds_in(monkeypatch, heads, keys) for keys in (1, 10**6))
+    assert (single <= double * (1 + sharp.TOLERANCE + POWER_STEPS)).all()
+
+
+def test_double_precision_takes_over_where_single_costs_too_much(random_layer, monkeypatch):
+    heads = random_layer("biases", n=9).heads
+    double = bounds_in(monkeypatch, heads, 10**6)
+    assert (bounds_in(monkeypatch, heads, 1) != double).any()
+    monkeypatch.setattr(sharp, "TOLERANCE", 0.0)
+    torch.testing.assert_close(bounds_in(monkeypatch, heads, 1), double, rtol=1e-12, atol=0)
+
+
+def test_a_nearly_singular_key_projection_keeps_its_images(random_layer):
+    """||a_i||^2 / ||u_i||^2 falls with ||u_i||: a norm that is only an upper bound will not do."""
+    heads = random_layer("affine").heads
+    weight = heads.to_k.weight * torch.tensor([1.0, 1.0, 1e-8], dtype=torch.float64)
+    weak = replace(heads, to_k=replace(heads.to_k, weight=weight), k=heads.x[:, None] @ weight)
+    weak = replace(weak, q=heads.q * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
+    u = torch.linalg.vector_norm(weak.scale[..., None, None] * weak.q @ weight.mT, dim=-1)
+    found = affine_rows(weak, centred(weak)).u[..., 0]
+    torch.testing.assert_close(found, u, rtol=1e-6, atol=0)
+
+
+def test_weights_are_met_again_only_when_they_change(random_layer):
+    heads, known = random_layer("biases").heads, KnownWeights()
+    before = known.of(0, heads)
+    assert known.of(0, heads) is before
+    assert known.of(1, heads) is not before
+    heads.to_v.weight.mul_(2.0)
+    torch.testing.assert_close(known.of(0, heads).value, 2 * before.value)
+    other = replace(heads, to_v=replace(heads.to_v, weight=3 * heads.to_v.weight))
+    torch.testing.assert_close(known.of(0, other).value, 6 * before.value)
+    assert known.of(2, random_layer("rotary").heads) is None

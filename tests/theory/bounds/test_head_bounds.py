@@ -1,0 +1,273 @@
+"""Every bound against the dense Jacobian by autograd, for every kind of head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lipaudit.errors import EvaluationError
+from lipaudit.theory.bounds import sharp
+from lipaudit.theory.bounds.affine import affine_beta, affine_rows, query_term
+from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.centred import centred
+from lipaudit.theory.bounds.head_bounds import affine_only, head_bounds
+from lipaudit.theory.bounds.sharp import exact_blocks
+from lipaudit.theory.heads import Pairs
+from lipaudit.theory.spectral import upper as norms
+
+OTHER = ("softcap", "relative", "relative-softcap", "sink", "sink-rotary")
+AFFINE = ("hu", "castin", "mean_field", "appendix_c")
+
+
+@pytest.fixture(params=["small", "formula"])
+def _both_ways(request, monkeypatch):
+    """Small layers take exact block norms: go through the formula too."""
+    if request.param == "formula":
+        monkeypatch.setattr(sharp, "SMALL", 0)
+
+
+@pytest.fixture(params=["small", "formula", "single"])
+def _every_way(request, monkeypatch):
+    """The formula in single precision as well."""
+    if request.param != "small":
+        monkeypatch.setattr(sharp, "SMALL", 0)
+    if request.param == "single":
+        monkeypatch.setattr(norms, "SINGLE", 1)
+
+
+@pytest.mark.usefixtures("_every_way")
+def test_every_bound_is_above_the_exact_norm(layer):
+    exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
+    found = head_bounds(layer.heads)
+    for name in BOUNDS:
+        there = ~found[name].isnan()
+        assert (found[name] >= exact)[there].all(), name
+    assert (found["sharp"] <= found["theorem3"]).all()
+    assert (found["theorem3"] <= found["theorem3_g1"] * (1 + 1e-12)).all()
+
+
+def test_bounds_for_affine_heads_are_missing_elsewhere_and_only_there(layer):
+    found = head_bounds(layer.heads)
+    for name in AFFINE:
+        assert found[name].isnan().all() == (affine_only(layer.heads) is not None), name
+
+
+@settings(deadline=None, max_examples=4)
+@given(seed=st.integers(0, 10**6), gain=st.sampled_from([0.1, 1.0, 5.0, 20.0]))
+def test_bounds_hold_for_random_weights_of_any_size(random_layer, seed, gain):
+    plain = ("biases", "causal", "position-bias", "qk-norm", "cross-attention")
+    for name in plain + OTHER:
+        layer = random_layer(name, seed=seed, gain=gain)
+        exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
+        found = head_bounds(layer.heads)
+        for bound in BOUNDS:
+            there = ~found[bound].isnan()
+            assert (found[bound] >= exact * (1 - 1e-12))[there].all(), (name, bound)
+
+
+def test_ingredients_are_what_they_are_called(random_layer):
+    heads = random_layer("affine").heads
+    found = head_bounds(heads)
+    p = heads.attention()
+    jacobians = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    torch.testing.assert_close(found["p_norm"], torch.linalg.matrix_norm(p, 2), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        found["softmax_norm_max"], torch.linalg.matrix_norm(jacobians, 2).amax(-1)
+    )
+    x_norm = torch.linalg.matrix_norm(heads.x, 2)
+    torch.testing.assert_close(found["x_norm"][:, 0], x_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found["radius"][:, 0], heads.x.norm(dim=-1).amax(-1))
+
+
+def test_one_token_is_bounded_by_its_value_map(random_layer):
+    heads = random_layer("affine", n=1).heads
+    wv = torch.linalg.matrix_norm(heads.to_v.weight, 2).expand(2, -1)
+    torch.testing.assert_close(head_bounds(heads)["sharp"], wv)
+
+
+def test_hu_is_above_theorem_3_for_tokens_of_size_one_or_more(random_layer):
+    for seed in range(5):
+        layer = random_layer("affine", seed=seed)
+        found = head_bounds(layer.heads)
+        assert (layer.heads.x.flatten(1).norm(dim=1) >= 1).all()
+        assert (found["hu"] >= found["theorem3"]).all()
+
+
+def test_hu_is_not_given_where_it_does_not_hold(random_layer):
+    heads = random_layer("affine").heads
+    tiny = type(heads)(**{**vars(heads), "x": heads.x * 1e-6})
+    assert head_bounds(tiny)["hu"].isnan().all()
+
+
+def test_the_formula_bounds_every_block(random_layer):
+    heads = random_layer("biases").heads
+    at = centred(heads)
+    rows = affine_rows(heads, at)
+    blocks = at.p * affine_beta(at, rows)[0] + torch.diag_embed(query_term(at, rows)[0])
+    assert (blocks >= exact_blocks(heads) * (1 - 1e-12)).all()
+
+
+def test_the_query_term_is_the_frobenius_norm(random_layer):
+    heads = random_layer("biases").heads
+    at = centred(heads)
+    p, v, k = heads.attention(), heads.v, heads.k
+    c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
+    t = torch.einsum("bhija,bhjd->bhiad", c, k) @ heads.to_q.weight.mT[:, None]
+    truth = heads.scale[..., None] * torch.linalg.matrix_norm(t)
+    found = query_term(at, affine_rows(heads, at))[0]
+    torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["affine", "biases", "causal", "position-bias"])
+@pytest.mark.parametrize("gain", [0.3, 1.5, 4.0])
+def test_castin_and_mean_field_hold_for_other_tokens_of_the_same_radius(random_layer, name, gain):
+    layer = random_layer(name, gain=gain)
+    found, radius = head_bounds(layer.heads), layer.heads.x.norm(dim=-1).amax(-1)
+    for seed in range(5):
+        other = random_layer(name, seed=seed).heads.x
+        if seed == 0:  # what makes the constant grow: one token apart, the others together
+            other = torch.cat([other[:, :1], -other[:, :1].expand(-1, 4, -1)], 1)
+        x = other / other.norm(dim=-1, keepdim=True) * radius[:, None, None]
+        moved = replace(layer, heads=replace(layer.heads, x=x))
+        exact = torch.linalg.matrix_norm(moved.jacobian(), 2)
+        assert (found["castin"] >= exact).all()
+        assert (found["mean_field"] >= exact).all()
+
+
+def test_hu_holds_on_its_ball(random_layer):
+    layer = random_layer("biases", gain=3.0)
+    bound = head_bounds(layer.heads, r=2.0)["hu"]
+    assert (bound > head_bounds(layer.heads)["hu"]).all()
+    step = random_layer("biases", seed=1).heads.x
+    step = 2.0 * step / torch.linalg.matrix_norm(step, keepdim=True)
+    moved = replace(layer, heads=replace(layer.heads, x=layer.heads.x + step))
+    assert (bound >= torch.linalg.matrix_norm(moved.jacobian(), 2)).all()
+
+
+@pytest.mark.parametrize("name", ["affine", "biases"])
+@pytest.mark.parametrize("gain", [0.3, 1.5, 6.0])
+def test_the_published_formulas_written_out(random_layer, name, gain):
+    """One sample and head, every factor by a singular value decomposition of the full matrix."""
+    heads = random_layer(name, gain=gain).heads
+    found = {name: value[0, 0].item() for name, value in head_bounds(heads).items()}
+    x, p, s = heads.x[0], heads.attention()[0, 0], heads.scale[0, 0]
+    wq, wk, wv = (getattr(heads, f"to_{c}").weight[0] for c in "qkv")
+    if name == "biases":
+        x = torch.cat([x, torch.ones(len(x), 1)], 1)
+        biases = (getattr(heads, f"to_{c}").bias[:1] for c in "qkv")
+        wq, wk, wv = (torch.cat([w, b]) for w, b in zip((wq, wk, wv), biases, strict=True))
+
+    def norm(matrix):
+        return torch.linalg.svdvals(matrix)[..., 0]
+
+    m = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    n, a, big = len(x), norm(s * wq @ wk.T), x.norm(dim=1).max()
+    top = p.topk(2).values
+    g1 = top[:, 0] * (1 - top[:, 0] + top[:, 1])
+    growth = min((a * big**2).exp().item(), n**0.5)
+    expected = {
+        "hu": n * (n + 1) * x.norm() ** 2 * (norm(wv) * norm(wq) * norm(wk) + norm(wv)),
+        "castin": 3**0.5 * norm(wv) * (a**2 * big**4 * (4 * n + 1) + n).sqrt(),
+        "mean_field": norm(wv) * ((1 + a * big**2) * growth + a * big**2),
+        "theorem3": norm(wv) * (norm(p) + 2 * norm(x) ** 2 * a * norm(m).max()),
+        "theorem3_g1": norm(wv) * (norm(p) + 2 * norm(x) ** 2 * a * g1.max()),
+    }
+    for bound, value in expected.items():
+        assert found[bound] == pytest.approx(value.item(), rel=2e-6), bound
+    spread = norm(x.T @ m).max()
+    limit = 5**0.25 * spread  # a Schatten-4 norm of rank at most 5 - 1
+    appendix_c = [norm(wv) * (norm(p) + 2 * v * norm(x) * a) for v in (spread, limit)]
+    assert appendix_c[0] <= found["appendix_c"] <= appendix_c[1] * (1 + 2e-6)
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_padding_changes_no_bound(random_layer):
+    heads = random_layer("padding", n=6, samples=2).heads
+    alone = replace(
+        heads.row(1),
+        **{name: getattr(heads, name)[1:, :, :5] for name in "qkv"},
+        x=heads.x[1:, :5],
+        bias=None,
+        valid=None,
+    )
+    padded, bare = head_bounds(heads.row(1)), head_bounds(alone)
+    for name, value in bare.items():
+        torch.testing.assert_close(
+            padded[name], value, rtol=2e-6, atol=0, equal_nan=True, msg=name
+        )
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("value_gain", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("gain", [1e-3, 1.0, 30.0])  # nearly uniform to nearly one-hot rows
+def test_bounds_of_other_logits_hold_at_the_edges(random_layer, name, value_gain, gain):
+    layer = random_layer(name, gain=gain, value_gain=value_gain, twins=True)
+    exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
+    found = head_bounds(layer.heads)
+    for bound in ("sharp", "theorem3", "theorem3_g1"):
+        assert (found[bound] >= exact * (1 - 1e-12)).all(), bound
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_theorem_3_of_other_logits_written_out(random_layer, name):
+    heads = random_layer(name, n=4).heads
+    found = head_bounds(heads)["theorem3"][0, 0].item()
+    whole = heads.rows(0, 4, whole=True)[0, 0]
+    p, s = heads.attention()[0, 0], heads.scale[0, 0]
+    q, k, v = (t[0, 0] for t in (heads.q, heads.k, heads.v))
+    pairs = Pairs() if heads.pairs is None else heads.pairs
+    plain = pairs.with_q is None and pairs.with_k is None and pairs.slope is None
+    slope = torch.ones_like(p) if pairs.slope is None else pairs.slope[0, 0]
+    if heads.sink is None:
+        v = v - v.mean(0)
+        k = k - k.mean(0) if plain else k
+    a, b = slope[..., None] * s * k, slope[..., None] * s * q[:, None]
+    a = a if pairs.with_q is None else a + pairs.with_q[0, 0]
+    b = b if pairs.with_k is None else b + pairs.with_k[0, 0]
+
+    def phi(projection):
+        weight = projection.weight[0].T.expand(4, -1, -1)
+        return weight if projection.local is None else projection.local[0, 0] @ weight
+
+    def norm(matrix):
+        return torch.linalg.svdvals(matrix)[..., 0].max()
+
+    seen = torch.ones_like(p[..., None]) if heads.pairs is None else (p > 0)[..., None]
+    reach = norm(seen * a @ phi(heads.to_q)) + norm((seen * b).transpose(0, 1) @ phi(heads.to_k))
+    m = torch.diag_embed(whole) - whole[:, :, None] * whole[:, None]
+    expected = norm(phi(heads.to_v)) * norm(p) + norm(m) * norm(v) * reach
+    assert found == pytest.approx(expected.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize("name", ["rotary", "qk-norm", "all-norm", "cross-attention"])
+def test_the_general_form_of_theorem_3_written_out(random_layer, name):
+    heads = random_layer(name).heads
+    found = head_bounds(heads)["theorem3"][0, 0].item()
+    p = heads.attention()[0, 0]
+    (q, v, k), s = (t[0, 0] for t in (heads.q, heads.v, heads.k)), heads.scale[0, 0]
+    v, k = v - v.mean(0), k - k.mean(0)
+
+    def phi(projection):
+        weight = projection.weight[0].T
+        return weight[None] if projection.local is None else projection.local[0, 0] @ weight
+
+    def norm(matrix):
+        return torch.linalg.svdvals(matrix)[..., 0].max()
+
+    m = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    products = norm(q @ phi(heads.to_k)) + norm(k @ phi(heads.to_q))
+    expected = norm(phi(heads.to_v)) * norm(p) + s * norm(m) * norm(v) * products
+    assert found == pytest.approx(expected.item(), rel=2e-6)
+
+
+def test_values_that_are_not_finite_are_refused(random_layer):
+    heads = random_layer("affine").heads
+    v = heads.v.clone()
+    v[0, 0, 0, 0] = torch.inf
+    with pytest.raises(EvaluationError, match="undefined v"):
+        head_bounds(replace(heads, v=v))

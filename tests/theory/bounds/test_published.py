@@ -1,0 +1,90 @@
+"""The ingredient of Appendix C against singular values, in both precisions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lipaudit.theory.bounds import centred, published, sharp
+from lipaudit.theory.bounds import head_bounds as bounds
+from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.spectral import upper as norms
+
+N, D = 24, 10
+
+
+def maps_and_tokens(spread, outlier):
+    gen = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, N, N, dtype=torch.float64, generator=gen)
+    x = torch.randn(2, N, D, dtype=torch.float64, generator=gen)
+    x[:, 0] *= outlier
+    return (spread * logits).softmax(-1), x - x.mean(1, keepdim=True)
+
+
+def as_centred(p):
+    rows, one = p[..., :0], p[..., :1]
+    return centred.Centred(p, seen=one, k=rows, v=rows, o=rows, s=one[..., :1, :])
+
+
+def dense_spread(p, x):
+    m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    return torch.linalg.svdvals(x[:, None, None].mT @ m)
+
+
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
+    p, x = maps_and_tokens(spread, outlier)
+    values = dense_spread(p, x)
+    gram = x @ x.mT
+    unit = gram.diagonal(0, -2, -1).amax(-1)[:, None]
+    upper, lower = published._squared_spread(p.to(dtype), (gram / unit[..., None]).to(dtype))
+    truth = values.pow(4).sum(-1).sqrt().amax(-1) / unit
+    assert (lower <= truth).all()
+    assert (truth <= upper).all()
+
+
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
+def test_single_precision_costs_no_more_than_its_tolerance(monkeypatch, spread, outlier):
+    p, x = maps_and_tokens(spread, outlier)
+    double = published._row_spread(as_centred(p), x @ x.mT)
+    monkeypatch.setattr(norms, "SINGLE", 1)
+    single = published._row_spread(as_centred(p), x @ x.mT)
+    assert (single >= dense_spread(p, x)[..., 0].amax(-1) * (1 - 1e-12)).all()
+    assert (single <= double * (1 + published.TOLERANCE)).all()
+
+
+def test_single_precision_is_left_alone_where_products_may_be_rounded_further(monkeypatch):
+    monkeypatch.setattr(norms, "SINGLE", 1)
+    p, x = maps_and_tokens(1.0, 1.0)
+    single = published._row_spread(as_centred(p), x @ x.mT)
+    monkeypatch.setattr(published, "single_pays", lambda maps: False)
+    assert (published._row_spread(as_centred(p), x @ x.mT) < single).all()
+
+
+def test_the_precision_of_products_is_read():
+    large = torch.zeros(norms.SINGLE, norms.SINGLE)
+    assert norms.single_pays(large)
+    assert not norms.single_pays(large[1:, 1:])
+    assert not norms.single_pays(large.to("meta"))
+    with torch.autocast("cpu"):
+        assert not norms.single_pays(large)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not norms.single_pays(large)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer, monkeypatch):
+    heads = random_layer("causal", n=7, samples=3).heads
+    monkeypatch.setattr(sharp, "SMALL", 0)
+    whole = head_bounds(heads)
+    monkeypatch.setattr(centred, "TILE", 400)
+    monkeypatch.setattr(bounds, "MAPS", 1)
+    for name in BOUNDS:
+        torch.testing.assert_close(head_bounds(heads)[name], whole[name], rtol=1e-9, atol=0)

@@ -1,0 +1,313 @@
+"""The exact Jacobian against dense autograd Jacobians in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lipaudit.errors import EvaluationError
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import (
+    dense_jacobian,
+    head_norms,
+    layer_norms,
+    splitting_gain,
+    vjp_x,
+)
+from lipaudit.theory.heads import affine_heads, per_sample
+
+SEEDS = (0, 1)
+
+
+def spectral(matrices):
+    return torch.linalg.matrix_norm(matrices, 2)
+
+
+def random_weights(seed=0, heads=2, width=6, d=3, dv=4):
+    gen = torch.Generator().manual_seed(seed)
+    shapes = ((heads, width, d), (heads, width, d), (heads, width, dv))
+    return [torch.randn(shape, generator=gen, dtype=torch.float64) for shape in shapes]
+
+
+def random_tokens(seed=0, n=5, width=6):
+    gen = torch.Generator().manual_seed(100 + seed)
+    return torch.randn(1, n, width, generator=gen, dtype=torch.float64)
+
+
+def test_dense_jacobian_is_that_of_autograd(layer):
+    torch.testing.assert_close(dense_jacobian(layer.heads), layer.jacobian(), rtol=0, atol=1e-12)
+
+
+def test_head_norms(layer):
+    norms = head_norms(layer.heads, seeds=SEEDS, tol=1e-11)
+    truth = spectral(layer.jacobian())
+    torch.testing.assert_close(norms.norm, truth, rtol=1e-10, atol=0)
+    assert norms.converged.all()
+    assert (norms.upper >= truth * (1 - 1e-12)).all()
+
+
+def test_head_norms_in_float32(layer):
+    norms = head_norms(layer.heads.to(torch.float32), seeds=SEEDS)
+    torch.testing.assert_close(norms.norm, spectral(layer.jacobian()), rtol=1e-4, atol=0)
+
+
+def test_layer_norms(layer):
+    norms = layer_norms(layer.heads, seeds=SEEDS, tol=1e-11)
+    concat = spectral(layer.layer_jacobian(out=False))
+    torch.testing.assert_close(norms.concat.norm, concat, rtol=1e-10, atol=0)
+    out = spectral(layer.layer_jacobian(out=True))
+    torch.testing.assert_close(norms.out.norm, out, rtol=1e-10, atol=0)
+    assert layer_norms(replace(layer.heads, out=None), seeds=SEEDS).out is None
+
+
+def test_layer_norms_in_float32(layer):
+    norms = layer_norms(layer.heads.to(torch.float32), seeds=SEEDS)
+    out = spectral(layer.layer_jacobian(out=True))
+    torch.testing.assert_close(norms.out.norm, out, rtol=1e-4, atol=0)
+
+
+def test_vjp_is_the_transposed_jacobian(layer):
+    heads = layer.heads
+    gen = torch.Generator().manual_seed(5)
+    shape = (*heads.q.shape[:3], heads.v.shape[3])
+    u = torch.randn(shape, generator=gen, dtype=torch.float64)
+    truth = torch.einsum("bhox,bho->bx", layer.jacobian(), u.flatten(2))
+    dx, dx_kv = vjp_x(heads, u)
+    assert dx.shape == heads.x.shape
+    assert (dx_kv is None) == (heads.x_kv is None)
+    found = dx.flatten(1) if dx_kv is None else torch.cat([dx.flatten(1), dx_kv.flatten(1)], 1)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+
+
+KINDS = ["biases", "qk-norm", "windows", "softcap", "relative", "relative-own", "sink"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_row_does_not_depend_on_its_batch(random_layer, name):
+    heads = random_layer(name, n=7, windows=1).heads
+    together = head_norms(heads, seeds=(3, 4))
+    alone = replace(heads.row(1), sample=torch.tensor([0]))
+    apart = head_norms(alone, seeds=[4])
+    torch.testing.assert_close(apart.norm[0], together.norm[1], rtol=1e-12, atol=0)
+    assert torch.equal(apart.products[0], together.products[1])
+    last = head_norms(heads.pick(slice(1, 2)), seeds=(3, 4))
+    torch.testing.assert_close(last.norm[:, 0], together.norm[:, 1], rtol=1e-12, atol=0)
+
+
+def test_padding_changes_nothing(random_layer):
+    padded = random_layer("padding", n=9).heads  # the second sample has 8 tokens
+    short = {name: getattr(padded, name)[1:, :, :8] for name in "qkv"}
+    cut = replace(
+        padded, x=padded.x[1:, :8], **short, bias=None, valid=None, sample=torch.tensor([0])
+    )
+    inside = head_norms(padded, seeds=(3, 4))
+    alone = head_norms(cut, seeds=[4])
+    torch.testing.assert_close(alone.norm[0], inside.norm[1], rtol=1e-12, atol=0)
+    assert torch.equal(alone.products[0], inside.products[1])
+
+
+def test_windows_of_a_sample_make_one_block_diagonal_jacobian(random_layer):
+    layer = random_layer("windows")
+    rows = head_norms(layer.heads, seeds=SEEDS, tol=1e-11).norm
+    dense = layer.jacobian()
+    blocks = torch.stack(
+        [
+            torch.stack([spectral(torch.block_diag(*dense[2 * s : 2 * s + 2, h])) for h in (0, 1)])
+            for s in (0, 1)
+        ]
+    )
+    torch.testing.assert_close(per_sample(rows, layer.heads.sample), blocks, rtol=1e-10, atol=0)
+
+
+def test_too_few_products_are_marked(random_layer):
+    norms = head_norms(random_layer("affine", n=12).heads, seeds=SEEDS, max_steps=2)
+    assert not norms.converged.any()
+    assert norms.products.eq(2).all()
+
+
+def test_a_value_that_is_not_finite_is_an_error(random_layer):
+    heads = random_layer("affine").heads
+    v = heads.v.clone()
+    v[1, 0, 0, 0] = torch.inf
+    with pytest.raises(EvaluationError, match="problem 2 "):
+        head_norms(replace(heads, v=v), seeds=SEEDS)
+
+
+# Facts with a closed form.
+
+
+def test_one_token_is_the_value_map():
+    weights = random_weights()
+    norms = head_norms(affine_heads(random_tokens(n=1), *weights), seeds=[0], tol=1e-11)
+    torch.testing.assert_close(norms.norm[0], spectral(weights[2]), rtol=1e-10, atol=0)
+
+
+def test_no_values_no_jacobian():
+    wq, wk, wv = random_weights()
+    heads = affine_heads(random_tokens(), wq, wk, torch.zeros_like(wv))
+    norms = head_norms(heads, seeds=[0])
+    assert norms.norm.eq(0).all()
+    assert splitting_gain(heads, norms.norm, seeds=[0]).eq(1).all()
+
+
+def test_no_queries_average_the_tokens():
+    wq, wk, wv = random_weights()
+    heads = affine_heads(random_tokens(), torch.zeros_like(wq), wk, wv)
+    mean = torch.full((5, 5), 0.2, dtype=torch.float64)
+    truth = torch.stack([torch.kron(mean, w.T.contiguous()) for w in wv])
+    torch.testing.assert_close(dense_jacobian(heads)[0], truth, rtol=0, atol=1e-14)
+    norms = head_norms(heads, seeds=[0], tol=1e-11)
+    torch.testing.assert_close(norms.norm[0], spectral(wv), rtol=1e-10, atol=0)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.permutations(range(6)), st.integers(0, 1000))
+def test_the_order_of_the_tokens_is_irrelevant(order, seed):
+    x, weights = random_tokens(seed, n=6), random_weights(seed)
+    first = head_norms(affine_heads(x, *weights), seeds=[0], tol=1e-11)
+    second = head_norms(affine_heads(x[:, order], *weights), seeds=[0], tol=1e-11)
+    torch.testing.assert_close(second.norm, first.norm, rtol=1e-9, atol=0)
+
+
+def test_small_inputs_leave_only_the_value_term():
+    x, weights = random_tokens(), random_weights()
+    norms = head_norms(affine_heads(1e-9 * x, *weights), seeds=[0], tol=1e-11)
+    torch.testing.assert_close(norms.norm[0], spectral(weights[2]), rtol=1e-9, atol=0)
+
+
+# Splitting tokens.
+
+
+def duplicated(layer, times):
+    """The same layer with every token repeated; maps that ignore the position stay valid."""
+    heads = layer.heads
+    rows = {name: getattr(heads, name).repeat_interleave(times, 2) for name in "qkv"}
+    bias = heads.bias
+
+    def split(t):
+        return None if t is None else t.repeat_interleave(times, 2).repeat_interleave(times, 3)
+
+    x = heads.x.repeat_interleave(times, 1)
+    layer = replace(layer, heads=replace(heads, x=x, **rows, bias=split(bias)))
+    if layer.logits is None:
+        return layer
+    logits = replace(layer.logits, r=split(layer.logits.r), t=split(layer.logits.t))
+    return replace(layer, logits=logits, bias=split(layer.bias))
+
+
+@settings(max_examples=25, deadline=None)
+@example(name="affine", seed=0, gain=6.0, times=2)
+@given(
+    name=st.sampled_from(
+        ["affine", "biases", "position-bias", "qk-norm", "wide-values", "softcap", "relative"]
+    ),
+    seed=st.integers(0, 10_000),
+    gain=st.sampled_from([0.5, 1.5, 3.0, 6.0]),
+    times=st.sampled_from([2, 3]),
+)
+def test_splitting_gain_is_what_duplicates_do(random_layer, name, seed, gain, times):
+    layer = random_layer(name, seed=seed, gain=gain, samples=1, n=4)
+    exact = spectral(layer.jacobian())
+    found = splitting_gain(layer.heads, exact, seeds=[0], tol=1e-12)
+    truth = spectral(duplicated(layer, times).jacobian())
+    torch.testing.assert_close(found * exact, truth, rtol=1e-10, atol=0)
+
+
+def test_some_heads_gain_from_splitting(random_layer):
+    layers = [random_layer("affine", seed=seed, gain=6.0) for seed in range(10)]
+    gains = [splitting_gain(v.heads, spectral(v.jacobian()), seeds=SEEDS) for v in layers]
+    assert torch.stack(gains).max() > 1.01
+    assert torch.stack(gains).min() == 1.0
+
+
+def test_splitting_gain_of_many_tokens(random_layer):
+    heads = random_layer("affine", n=20, width=12, d=8, dv=8).heads
+    p = heads.attention()
+    c = p[..., None] * (heads.v[:, :, None] - (p @ heads.v)[:, :, :, None])
+    t = torch.einsum("bhija,bhjd->bhiad", c, heads.k)
+    blocks = t @ heads.to_q.weight.mT[:, None] / 8**0.5
+    largest = spectral(blocks).amax(2)
+    found = splitting_gain(heads, largest / 3, seeds=SEEDS, tol=1e-11)
+    torch.testing.assert_close(found, torch.full_like(found, 3.0), rtol=1e-10, atol=0)
+    assert splitting_gain(heads, largest * 3, seeds=SEEDS).eq(1).all()
+
+
+def test_two_inputs_gain_nothing(random_layer):
+    layer = random_layer("cross-attention", gain=6.0)
+    exact = spectral(layer.jacobian())
+    assert splitting_gain(layer.heads, exact, seeds=SEEDS).eq(1).all()
+
+
+def test_causal_attention_has_no_splitting_gain(random_layer):
+    heads = random_layer("causal").heads
+    with pytest.raises(ValueError, match="causal"):
+        splitting_gain(heads, torch.ones(2, 2), seeds=SEEDS)
+
+
+def test_a_sink_has_no_splitting_gain(random_layer):
+    """Copies of all tokens take from its share: no closed form."""
+    heads = random_layer("sink").heads
+    with pytest.raises(ValueError, match="sink"):
+        splitting_gain(heads, torch.ones(2, 2), seeds=SEEDS)
+
+
+def test_a_bias_of_the_values_acts_beside_a_sink(random_layer):
+    """It drops out of J only where the rows of P sum to 1; 1e4 times the values swamps them."""
+    layer = random_layer("sink")
+    to_v, v = layer.heads.to_v, layer.heads.v
+    more = 1e4 * to_v.bias
+    heads = replace(layer.heads, v=v + more[:, None], to_v=replace(to_v, bias=to_v.bias + more))
+    layer = replace(layer, heads=heads)
+    truth = spectral(layer.jacobian())
+    norms = head_norms(heads, seeds=SEEDS, tol=1e-11)
+    torch.testing.assert_close(norms.norm, truth, rtol=1e-10, atol=0)
+    assert (head_bounds(heads)["sharp"] >= truth * (1 - 1e-12)).all()
+
+
+def test_a_weak_sink_is_none_and_a_strong_one_takes_all(random_layer):
+    plain = random_layer("biases").heads
+    weak, strong = (replace(plain, sink=torch.full((1, 2, 1), s).double()) for s in (-1e3, 1e3))
+    torch.testing.assert_close(dense_jacobian(weak), dense_jacobian(plain), rtol=0, atol=1e-13)
+    assert not dense_jacobian(strong).any()
+    rows = replace(plain, sink=torch.randn(1, 2, 5).double()).rows(1, 4, whole=True)
+    assert rows.shape == (2, 2, 3, 6)
+    torch.testing.assert_close(rows.sum(-1), torch.ones(2, 2, 3).double())
+
+
+def test_a_causal_mask_is_one_however_it_comes(random_layer):
+    heads = random_layer("causal", samples=1).heads
+    future = torch.ones(heads.q.shape[2], heads.k.shape[2], dtype=torch.bool).triu(1)
+    mask = torch.zeros(1, 1, *future.shape, dtype=torch.float64).masked_fill(future, -torch.inf)
+    by_bias = replace(heads, causal=False, bias=mask)
+    assert by_bias.is_causal()
+    assert not replace(heads, causal=False).is_causal()
+    for each in (heads, by_bias):
+        with pytest.raises(ValueError, match="causal"):
+            splitting_gain(each, torch.ones(1, heads.q.shape[1]), seeds=[0])
+
+
+@pytest.mark.parametrize("name", ["affine", "causal", "cross-attention"])
+def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
+    """W_V of a random model has singular values close together, and J is nearly P kron W_V^T."""
+    heads = random_layer(name, gain=0.05, samples=1, n=24, width=48, dv=24).heads
+    truth = head_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).norm
+    whole = layer_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).concat.norm
+    for seed in range(60):
+        found = head_norms(heads, seeds=[seed]).norm
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=0)
+        together = layer_norms(heads, seeds=[seed]).concat.norm
+        torch.testing.assert_close(together, whole, rtol=1e-4, atol=0)
+
+
+def test_keys_out_of_reach_are_not_masked(random_layer):
+    """Logits so large that every later key gets nothing at X: a bias still masks none of them."""
+    heads = random_layer("position-bias", samples=1).heads
+    n = heads.q.shape[2]
+    by_position = 1e4 * torch.eye(n, dtype=heads.q.dtype).expand(*heads.q.shape[:2], -1, -1)
+    sharp = replace(heads, q=by_position, k=by_position / 1e4, scale=heads.scale * 0 + 1)
+    assert not sharp.attention().triu(1).any()
+    assert not sharp.is_causal()

@@ -1,0 +1,257 @@
+"""Worst-case tokens, weighted configurations and fits against dense Jacobians."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
+from lipaudit.theory.growth.ascent import largest_shift, steepest_tokens
+from lipaudit.theory.growth.worst_tokens import (
+    adversary,
+    duplicated_norm,
+    mean_field_norm,
+    power_law,
+    relocated,
+    weighted_norm,
+)
+from lipaudit.theory.heads import Projection, affine_heads
+
+
+def random_head(seed, *, n=4, width=5, d=3, dv=2, gain=1.5, biases=True):
+    gen = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    weights = [gain * draw(1, width, e) / width**0.5 for e in (d, d, dv)]
+    heads = affine_heads(draw(1, n, width), *weights)
+    if not biases:
+        return heads
+    maps = {
+        f"to_{name}": Projection(w, draw(1, w.shape[2]), None, "affine")
+        for name, w in zip("qkv", weights, strict=True)
+    }
+    return relocated(replace(heads, **maps), heads.x)
+
+
+def output(heads, x, causal=False):
+    """Plain softmax attention of one head, written out anew."""
+    q, k, v = (x @ p.weight[0] for p in (heads.to_q, heads.to_k, heads.to_v))
+    if heads.to_q.bias is not None:
+        q, k, v = q + heads.to_q.bias, k + heads.to_k.bias, v + heads.to_v.bias
+    logits = float(heads.scale[0, 0]) * q @ k.T
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits).triu(1) > 0, -math.inf)
+    return torch.softmax(logits, 1) @ v
+
+
+def jacobian(heads, x, causal=False):
+    full = torch.autograd.functional.jacobian(lambda z: output(heads, z, causal), x)
+    return full.reshape(len(x) * full.shape[1], -1)
+
+
+def norm(matrix):
+    return float(torch.linalg.matrix_norm(matrix, 2))
+
+
+seeds = st.integers(0, 2**31)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.lists(st.integers(1, 4), min_size=2, max_size=4), st.booleans())
+def test_the_norm_of_a_sequence_with_copies(seed, counts, biases):
+    heads = random_head(seed, n=len(counts), biases=biases)
+    counts = torch.tensor(counts)
+    dense = norm(jacobian(heads, heads.x[0].repeat_interleave(counts, 0)))
+    assert float(duplicated_norm(heads, counts.double())) == pytest.approx(dense, rel=1e-10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.integers(2, 5))
+def test_splitting_every_token_gains_what_the_closed_form_says(seed, copies):
+    heads = random_head(seed, gain=2.5)
+    exact = head_norms(heads, seeds=[0], tol=1e-13).norm
+    gain = float(splitting_gain(heads, exact, seeds=[0], tol=1e-13))
+    dense = norm(jacobian(heads, heads.x[0].repeat_interleave(copies, 0)))
+    assert float(exact) * gain == pytest.approx(dense, rel=1e-10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.lists(st.integers(1, 4), min_size=2, max_size=4))
+def test_the_mean_field_constant_moves_copies_together(seed, counts):
+    heads, counts = random_head(seed, n=len(counts)), torch.tensor(counts)
+    spread = torch.eye(len(counts), dtype=torch.float64).repeat_interleave(counts, 0)
+    spread = spread / counts.double().sqrt()  # orthonormal: x_i over its copies
+    full = jacobian(heads, heads.x[0].repeat_interleave(counts, 0))
+    into = torch.kron(spread, torch.eye(heads.x.shape[2]).double())
+    out = torch.kron(spread, torch.eye(heads.v.shape[3]).double())
+    together = norm(out.T @ full @ into)
+    weights = counts.double()
+    assert float(weighted_norm(heads, weights)) == pytest.approx(together, rel=1e-10)
+    assert float(weighted_norm(heads, weights / 7)) == pytest.approx(together, rel=1e-10)
+
+
+def test_splitting_can_gain_a_third():
+    x = torch.tensor([[[-2.0, 1.0], [-1.0, -2.0]]], dtype=torch.float64)
+    weights = [torch.tensor(w, dtype=torch.float64).view(1, 2, 1) for w in ((-2, -3), (3, 2))]
+    heads = affine_heads(x, *weights, torch.tensor([[[0.0], [-2.0]]], dtype=torch.float64))
+    whole = norm(jacobian(heads, x[0]))
+    assert norm(jacobian(heads, x[0].repeat_interleave(2, 0))) > 1.3 * whole
+    gain = splitting_gain(heads, torch.tensor([[whole]], dtype=torch.float64), seeds=[0])
+    assert float(gain) == pytest.approx(1.466, abs=1e-3)
+    # At the same small budget, an attack that duplicates tokens first gains as much.
+    gen = torch.Generator().manual_seed(0)
+    moved = largest_shift(heads, x, 1e-4, generator=gen)
+    split = largest_shift(heads, x.repeat_interleave(2, 1), 1e-4, generator=gen)
+    assert float(moved) == pytest.approx(whole, rel=1e-3)
+    assert float(split / moved) == pytest.approx(float(gain), rel=1e-3)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_worst_case_tokens_are_an_eigenvector_with_the_gap_that_n_max_says(sign, biases):
+    heads = random_head(3, biases=biases, gain=2.0)
+    maps = replace(heads.to_k, weight=sign * heads.to_q.weight)  # A is definite
+    heads = relocated(replace(heads, to_k=maps), heads.x)
+    found = adversary(heads)
+    assert (found.lead, found.follow) == ((1, 0.5) if sign == 1 else (-1, 1))
+    wq, wk = heads.to_q.weight[0], heads.to_k.weight[0]
+    a = float(heads.scale[0, 0]) * wk @ wq.T
+    torch.testing.assert_close(a @ found.u, found.eigenvalue * found.u)
+    # At n = n_max the first token holds half of the attention of the others.
+    radius = found.radius(101.0)
+    p = relocated(heads, found.tokens(101, radius)).attention()[0, 0]
+    assert float(p[5, 0]) == pytest.approx(0.5, abs=1e-9)
+    assert found.n_max(radius) == pytest.approx(101.0)
+
+
+def test_worst_case_norms_need_only_the_two_points():
+    heads = random_head(1, gain=2.0)
+    found = adversary(heads)
+    x = found.tokens(9, 1.3)
+    counts = torch.tensor([1.0, 8.0], dtype=torch.float64)
+    dense = norm(jacobian(heads, x[0]))
+    at = relocated(heads, found.points(1.3))
+    assert float(duplicated_norm(at, counts)) == pytest.approx(dense, rel=1e-10)
+
+
+def worst_norms(heads, found, radius, lengths):
+    at = relocated(heads, found.points(radius))
+    counts = [torch.tensor([1.0, n - 1.0], dtype=torch.float64) for n in lengths]
+    return [float(duplicated_norm(at, c)) for c in counts]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_worst_case_grows_like_root_n_then_peaks_and_falls(seed):
+    heads = random_head(seed, width=8, d=4, dv=4, biases=seed % 2 == 1)
+    found = adversary(heads)
+    large = found.radius(1e30)
+    lengths = torch.logspace(1.5, 12, 12, dtype=torch.float64).round()
+    fit = power_law(lengths, torch.tensor(worst_norms(heads, found, large, lengths.tolist())))
+    assert fit.exponent == pytest.approx(0.5, abs=0.05)
+    small = found.radius(1e4)
+    far = worst_norms(heads, found, small, (1e7, 1e8))
+    near = max(worst_norms(heads, found, small, (1e4, 2e4, 4e4)))
+    assert near > worst_norms(heads, found, small, (1e3,))[0]
+    assert near > far[0] > far[1]
+
+
+def test_two_points_grow_exponentially_in_the_squared_radius():
+    heads = random_head(2, biases=False)
+    found = adversary(heads)
+    squares = torch.linspace(20.0, 100.0, 9, dtype=torch.float64) / found.gamma
+    norms = [mean_field_norm(heads, found, float(r2) ** 0.5)[0] for r2 in squares]
+    slopes = np.diff(np.log(norms) - np.log(squares.numpy())) / np.diff(squares.numpy())
+    # log(norm / R^2) = gamma R^2 + constant
+    np.testing.assert_allclose(slopes, found.gamma, rtol=0.02)
+
+
+def test_the_mean_field_norm_is_the_plateau_over_all_multiplicities():
+    heads = random_head(5, gain=2.0)
+    found = adversary(heads)
+    radius = found.radius(300.0)
+    top, at = mean_field_norm(heads, found, radius)
+    points = relocated(heads, found.points(radius))
+    weights = torch.logspace(-2, 6, 400, dtype=torch.float64)
+    each = [float(weighted_norm(points, torch.tensor([1.0, w]).double())) for w in weights]
+    assert top == pytest.approx(max(each), rel=1e-3)
+    assert float(weights[int(np.argmax(each))]) == pytest.approx(at, rel=0.05)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_ascent_stays_in_the_ball_and_beats_its_start(causal):
+    heads = random_head(4, width=6, d=3, dv=3)
+    gen = torch.Generator().manual_seed(0)
+    start = torch.randn(3, 6, 6, generator=gen, dtype=torch.float64)
+    start = 2.0 * start / start.norm(dim=-1, keepdim=True)
+    x = steepest_tokens(heads, start, 2.0, causal=causal)
+    assert float(x.norm(dim=-1).max()) <= 2.0 * (1 + 1e-12)
+    for before, after in zip(start, x, strict=True):
+        gain = norm(jacobian(heads, after, causal)) / norm(jacobian(heads, before, causal))
+        assert gain > 1.2
+
+
+def test_ascent_finds_what_the_worst_case_tokens_reach():
+    heads = random_head(6, width=6, d=3, dv=3, biases=False)
+    found = adversary(heads)
+    radius = found.radius(64.0)
+    at = relocated(heads, found.points(radius))
+    known = float(duplicated_norm(at, torch.tensor([1.0, 7.0], dtype=torch.float64)))
+    gen = torch.Generator().manual_seed(1)
+    start = torch.randn(4, 8, 6, generator=gen, dtype=torch.float64)
+    x = steepest_tokens(heads, radius * start / start.norm(dim=-1, keepdim=True), radius)
+    assert max(norm(jacobian(heads, tokens)) for tokens in x) > 0.9 * known
+
+
+def test_power_laws_are_ordinary_least_squares():
+    gen = torch.Generator().manual_seed(0)
+    n = torch.tensor([8.0, 8, 16, 16, 32, 32, 64, 64], dtype=torch.float64)
+    radius = 1 + torch.rand(8, generator=gen, dtype=torch.float64)
+    noise = 0.05 * torch.randn(8, generator=gen, dtype=torch.float64)
+    norms = 2 * n**0.3 * radius**1.7 * noise.exp()
+    stats = pytest.importorskip("scipy.stats")
+    alone, known = power_law(n, norms), stats.linregress(n.log().numpy(), norms.log().numpy())
+    assert alone.exponent == pytest.approx(known.slope)
+    assert alone.exponent_se == pytest.approx(known.stderr)
+    assert alone.constant == pytest.approx(math.exp(known.intercept))
+    assert alone.r2 == pytest.approx(known.rvalue**2)
+    joint = power_law(n, norms, radius)
+    design = np.stack([np.ones(8), n.log().numpy(), radius.log().numpy()], 1)
+    slopes, (rss,), *_ = np.linalg.lstsq(design, norms.log().numpy(), rcond=None)
+    errors = np.sqrt(np.diag(np.linalg.inv(design.T @ design)) * rss / 5)
+    assert (joint.exponent, joint.radius_exponent) == pytest.approx(tuple(slopes[1:]))
+    assert (joint.exponent_se, joint.radius_exponent_se) == pytest.approx(tuple(errors[1:]))
+    assert joint.constant == pytest.approx(math.exp(slopes[0]))
+
+
+@pytest.mark.parametrize(
+    ("n", "radius"),
+    [([8.0], None), ([8.0, 8.0, 8.0], None), ([8.0, 16.0, 32.0, 64.0], [2.0] * 4)],
+)
+def test_points_that_determine_no_power_law(n, radius):
+    n = torch.tensor(n, dtype=torch.float64)
+    fit = power_law(n, n.sqrt(), None if radius is None else torch.tensor(radius).double())
+    assert math.isnan(fit.exponent)
+
+
+def test_only_affine_heads_have_worst_case_tokens(random_layer):
+    with pytest.raises(ValueError, match="affine"):
+        adversary(random_layer("rotary").heads.row(0).pick(slice(0, 1)))
+
+
+def test_rotations_have_no_real_eigenvalue():
+    eye = torch.eye(2, dtype=torch.float64)[None]
+    turn = torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]], dtype=torch.float64)
+    assert adversary(affine_heads(eye, eye, turn, eye)) is None
+
+
+@pytest.mark.parametrize("name", ["softcap", "relative", "sink"])
+def test_other_logits_have_no_worst_case_tokens(random_layer, name):
+    heads = random_layer(name).heads
+    with pytest.raises(ValueError, match="affine"):
+        relocated(heads, heads.x)

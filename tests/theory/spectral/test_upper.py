@@ -1,0 +1,88 @@
+"""Spectral norms against the singular value decomposition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lipaudit.theory.spectral import upper as norms
+from lipaudit.theory.spectral.upper import (
+    gram_norm,
+    map_norm,
+    nonnegative_limits,
+    nonnegative_norm,
+    spectral_norm,
+)
+
+
+def test_the_certificate_of_a_nonnegative_matrix_is_an_upper_bound():
+    b = torch.rand(20, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    b[:, 3] = 0
+    exact = torch.linalg.matrix_norm(b, 2)
+    for steps in (0, 3, 10):
+        assert (nonnegative_norm(b, steps) >= exact * (1 - 1e-14)).all()
+    assert (nonnegative_norm(b, 10) <= exact * 1.003).all()
+
+
+def test_the_spectral_norm_is_that_of_the_svd():
+    a = torch.randn(3, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(spectral_norm(a), torch.linalg.matrix_norm(a, 2))
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 20.0])
+def test_the_norm_of_a_map_is_never_too_small(spread):
+    logits = torch.randn(30, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    p = (spread * logits).softmax(-1)
+    p[:10, 5:] = 0
+    p[10:20] = p[10:20].tril()
+    p[20, :, 3:] = 0  # keys that no query sees
+    p[21] = 0
+    exact = torch.linalg.matrix_norm(p, 2)
+    assert (map_norm(p) >= exact * (1 - 1e-14)).all()
+    assert (map_norm(p) <= exact * (1 + 1e-6)).all()
+    assert (map_norm(torch.eye(7, dtype=torch.float64).roll(1, 0)) - 1).abs() < 1e-12
+
+
+@pytest.mark.parametrize("decay", [0.2, 0.995])
+def test_the_gram_norm_is_never_too_small(monkeypatch, decay):
+    """With slow decay the power steps fall short, and eigenvalues have to take over."""
+    taken = []
+    eigenvalues = torch.linalg.eigvalsh
+
+    def counted(a):
+        taken.append(len(a))
+        return eigenvalues(a)
+
+    monkeypatch.setattr(norms.torch.linalg, "eigvalsh", counted)
+    monkeypatch.setattr(norms, "SINGLE", 1)
+    random = torch.randn(
+        2, 8, 40, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
+    u, v = torch.linalg.qr(random).Q
+    a = (u * decay ** torch.arange(40)) @ v[:, :30].mT
+    a[0] = 0
+    a[1] *= 1e-100
+    exact = torch.linalg.matrix_norm(a, 2)
+    found = gram_norm(a @ a.mT)
+    assert (found >= exact * (1 - 1e-14)).all()
+    assert (found <= exact * (1 + 1e-6)).all()
+    assert sum(taken) == (1 if decay == 0.2 else 8)
+
+
+@pytest.mark.parametrize("extra", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_limits_of_entries_limit_the_norm(dtype, extra):
+    """Of B, and of the least matrix that `kept` and `gap` allow."""
+    generator = torch.Generator().manual_seed(3)
+    b, kept = torch.rand(5, 20, 20 + extra, dtype=torch.float64, generator=generator), 0.99
+    b[1], b[2, :, 3:-20] = 0.0, 0.0
+    gap = 0.5 * b.diagonal(extra, -2, -1)
+    least = kept * b
+    least.diagonal(extra, -2, -1).sub_(gap)
+    assert (least >= 0).all()
+    shares = torch.full((5, 20), kept, dtype=dtype)
+    upper, lower = nonnegative_limits(b.to(dtype), shares, gap.to(dtype))
+    exact, reached = (torch.linalg.matrix_norm(a, 2) for a in (b, least))
+    assert (upper >= exact * (1 - 1e-6)).all()
+    assert (lower <= reached * (1 + 1e-6)).all()
+    assert (lower >= 0.99 * reached * (1 - 1e-3)).all()

@@ -1,0 +1,143 @@
+"""The containers: the map P, precision, slices, windows."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lipaudit.theory.heads import Heads, Projection, affine_heads, per_sample
+
+
+def tensors(heads):
+    for part in (heads, heads.to_q, heads.to_k, heads.to_v):
+        for field in fields(part) if part is not None else ():
+            value = getattr(part, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+
+
+def test_attention_gives_the_outputs_of_plain_softmax_attention(layer):
+    heads = layer.heads
+    x_kv = heads.x if heads.x_kv is None else heads.x_kv
+    out = heads.attention() @ heads.v
+    for b in range(out.shape[0]):
+        for h in range(out.shape[1]):
+            truth = layer.output(b, h, heads.x[b], x_kv[b])
+            torch.testing.assert_close(out[b, h], truth, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_of_rows_make_the_whole_map(layer):
+    heads, n = layer.heads, layer.heads.q.shape[2]
+    chunks = [heads.rows(i, min(i + 2, n)) for i in range(0, n, 2)]
+    torch.testing.assert_close(torch.cat(chunks, 2), heads.attention(), rtol=1e-13, atol=0)
+
+
+def test_rows_sum_to_one_or_zero(random_layer):
+    heads = random_layer("padding").heads
+    sums = heads.attention().sum(-1)
+    valid = heads.valid[:, None].expand_as(sums)
+    torch.testing.assert_close(sums, valid.double(), rtol=1e-12, atol=0)
+
+
+def test_a_row_without_keys_is_zero(random_layer):
+    heads = random_layer("affine").heads
+    mask = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
+    mask[..., 2, :] = -torch.inf
+    p = replace(heads, bias=mask).attention()
+    assert p[..., 2, :].eq(0).all()
+    assert torch.equal(p[..., 3, :], heads.attention()[..., 3, :])
+
+
+@pytest.mark.parametrize("name", ["affine", "padding"])
+def test_nan_is_not_taken_for_a_mask(random_layer, name):
+    heads = random_layer(name).heads
+    q = heads.q.clone()
+    q[0, 1, 0, 0] = torch.nan
+    assert replace(heads, q=q).attention()[0, 1, 0].isnan().all()
+
+
+def test_to_changes_the_precision_of_everything(layer):
+    heads = layer.heads.to(torch.float32)
+    floating = {value.dtype for _, value in tensors(heads) if value.is_floating_point()}
+    assert floating == {torch.float32}
+    assert heads.sample.dtype == torch.int64
+    for (name, low), (_, high) in zip(tensors(heads), tensors(layer.heads), strict=True):
+        torch.testing.assert_close(low, high, rtol=1e-6, atol=1e-6, check_dtype=False, msg=name)
+
+
+def test_pick_takes_heads(layer):
+    last = layer.heads.pick(slice(1, 2))
+    torch.testing.assert_close(last.attention(), layer.heads.attention()[:, 1:])
+    assert torch.equal(last.out, layer.heads.out[1:])
+    for projection in (last.to_q, last.to_k, last.to_v):
+        assert projection is None or projection.weight.shape[0] == 1
+
+
+def test_row_takes_a_batch_row(layer):
+    second = layer.heads.row(1)
+    torch.testing.assert_close(second.attention(), layer.heads.attention()[1:2])
+    assert second.sample.tolist() == layer.heads.sample[1:2].tolist()
+
+
+def test_per_sample_takes_the_largest_window(random_layer):
+    heads = random_layer("windows").heads
+    values = torch.tensor([[1.0, 7.0], [2.0, 6.0], [9.0, 0.0], [8.0, torch.nan]])
+    assert torch.equal(per_sample(values[:, 0], heads.sample), torch.tensor([2.0, 9.0]))
+    worst = per_sample(values, heads.sample)[:, 1]
+    assert worst[0] == 7.0
+    assert worst[1].isnan()
+    missed = torch.tensor([False, True, False, False])
+    assert per_sample(missed, heads.sample).tolist() == [True, False]
+
+
+def test_affine_heads_apply_the_weights():
+    gen = torch.Generator().manual_seed(0)
+    x, wq, wk = (torch.randn(2, 4, 3, generator=gen, dtype=torch.float64) for _ in range(3))
+    wq, wk, wv = wq[:, :3], wk[:, :3], torch.randn(2, 3, 5, generator=gen, dtype=torch.float64)
+    heads = affine_heads(x, wq, wk, wv)
+    logits = x[1] @ wq[0] @ (x[1] @ wk[0]).T / 3**0.5
+    torch.testing.assert_close(heads.attention()[1, 0], logits.softmax(-1))
+    torch.testing.assert_close(heads.v[0, 1], x[0] @ wv[1])
+
+
+def test_shapes_are_checked():
+    x, weight = torch.zeros(1, 2, 3), torch.zeros(1, 3, 4)
+    heads = affine_heads(x, weight, weight, weight)
+    with pytest.raises(TypeError):
+        replace(heads, k=heads.k[:, :, :, :3])
+    assert isinstance(heads, Heads)
+    assert isinstance(heads.to_q, Projection)
+
+
+@pytest.mark.parametrize(
+    "name", ["affine", "causal", "position-bias", "padding", "padding-causal"]
+)
+@pytest.mark.parametrize("gain", [1.0, 1e4])
+def test_visible_keys_are_those_that_nothing_masks(random_layer, name, gain):
+    """Whatever P makes of them: with giant logits most keys that are seen have P = 0."""
+    heads, calm = (random_layer(name, gain=g).heads for g in (gain, 1e-3))
+    counts = heads.visible(0, 5).sum(-1).expand(heads.q.shape[:3])
+    assert torch.equal(counts, calm.attention().count_nonzero(-1))
+    assert torch.equal(heads.visible(2, 4), heads.visible(0, 5)[..., 2:4, :])
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, torch.finfo(torch.float32).min, -1e4])
+def test_every_convention_of_a_mask_hides_its_keys(random_layer, mask):
+    heads = random_layer("affine").heads
+    bias = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
+    bias[..., 2:] = mask
+    assert replace(heads, bias=bias).visible(0, 5).sum(-1).unique().tolist() == [2]
+    hidden = replace(heads, bias=bias + torch.full((5, 5), mask).nan_to_num().triu(1))
+    assert hidden.is_causal()
+
+
+def test_one_hot_rows_do_not_look_causal(random_layer):
+    """Giant logits leave P = 0 above the diagonal, where nothing is masked."""
+    heads = random_layer("position-bias").heads
+    peaked = 500.0 * torch.eye(5, dtype=torch.float64)[None, None] + heads.bias
+    peaked = replace(heads, bias=peaked, scale=0 * heads.scale)
+    assert not replace(peaked, bias=4 * peaked.bias).attention().triu(1).any()
+    assert not replace(peaked, bias=4 * peaked.bias).is_causal()

@@ -10,15 +10,19 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.markup import escape
 
 from lipaudit import __version__
-from lipaudit.cli.options import Common
+from lipaudit.cli.options import Output, Terminal, configured, resolved
 from lipaudit.errors import ExitCode, LipauditError
+from lipaudit.settings import RunOptions, Settings
+from lipaudit.settings.option import Option
+
+SHARED = (RunOptions, Output, Terminal)
+"""Groups of options that the configuration file gives defaults."""
 
 app = typer.Typer(
     name="lipaudit",
@@ -31,7 +35,7 @@ app = typer.Typer(
 
 def build() -> typer.Typer:
     """Return the application with every command registered."""
-    from lipaudit.cli import audit, explain, judge, measure, scaling, tools, train  # noqa: F401  (importing registers the commands)
+    from lipaudit.cli import audit, explain, judge, measure, tools, train  # noqa: F401  (importing registers the commands)
 
     return app
 
@@ -61,11 +65,12 @@ def _root(
 def command(name: str, *, panel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command: errors become one clear line and the documented exit code.
 
-    A parameter `common: Common` is replaced by the shared options, so that they are defined once.
+    A parameter whose type is a group of options stands for all of them; the group comes resolved:
+    what was typed, else what the configuration file says, else the defaults.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        app.command(name, rich_help_panel=panel)(guarded(_with_common(function)))
+        app.command(name, rich_help_panel=panel)(guarded(with_groups(function)))
         return function
 
     return register
@@ -138,28 +143,65 @@ def _complain(message: str, advice: str = "") -> None:
         console.print(f"[dim]  hint:[/] {escape(advice)}")
 
 
-def _with_common(function: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `common` by one parameter for each shared option."""
+def with_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter that is a group of options by one parameter for each of them."""
     signature = inspect.signature(function)
-    own_hints = get_type_hints(function, include_extras=True)
-    own = [p.replace(annotation=own_hints[p.name]) for p in signature.parameters.values()]
-    if "common" not in signature.parameters:
-        return _resigned(function, own)
-    hints = get_type_hints(Common, include_extras=True)
-    shared = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
-        )
-        for f in fields(Common)
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if _is_group(hint)}
+    own = [
+        p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for p in signature.parameters.values()
+        if p.name not in groups
     ]
+    if not groups:
+        return _resigned(function, own)
 
-    def call(**options: Any) -> None:
-        common = Common(**{f.name: options.pop(f.name) for f in fields(Common)})
-        function(common=common, **options)
+    def call(**typed: Any) -> None:
+        defaults = configured(typed.get("config"))
+        values = {
+            name: resolved(group, typed, defaults if group in SHARED else {})
+            for name, group in groups.items()
+        }
+        function(**{p.name: typed[p.name] for p in own}, **values)
 
     functools.update_wrapper(call, function)
-    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "common"]
-    return _resigned(call, kept + shared)
+    return _resigned(call, own + [p for group in groups.values() for p in _parameters(group)])
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Settings)
+
+
+def _parameters(group: type[Settings]) -> list[inspect.Parameter]:
+    """Return the parameters by which a command line reads a group; None is not typed."""
+    return [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[_type(option), _spelled(option)],
+        )
+        for option in group.options().values()
+    ]
+
+
+def _type(option: Option) -> Any:
+    return list[option.kind] | None if option.repeats else option.kind | None  # type: ignore[name-defined]
+
+
+def _spelled(option: Option) -> Any:
+    """Return how an option is typed and explained."""
+    shown = option.default not in (None, False)
+    flags = option.flags
+    if option.kind is bool and option.default is True:
+        flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
+    return typer.Option(
+        *flags,
+        help=option.help,
+        rich_help_panel=option.panel or None,
+        envvar=option.env or None,
+        show_default=str(option.default) if shown else False,
+    )
 
 
 def _resigned(

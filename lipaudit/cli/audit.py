@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import MEASURE
-from lipaudit.cli.options import Common, ModelSpec
+from lipaudit.cli.measure import MEASURE, typed
+from lipaudit.cli.options import ModelSpec, Output, Terminal
+from lipaudit.errors import UsageError
+from lipaudit.settings import (
+    AttackOptions,
+    AttentionOptions,
+    BoundsOptions,
+    JacobianOptions,
+    MeasureOptions,
+    RunOptions,
+)
 
 if TYPE_CHECKING:
-    from lipaudit.cli.job import Job
-    from lipaudit.measures import Options
+    from lipaudit.engine.prepare import Job
     from lipaudit.results import BoundsRow, Report, Section
 
 RUNS = Path("lipaudit-runs")
@@ -30,7 +38,9 @@ DEMO_EPS, EPS = "0.1", "2/255"
 @command("audit", panel=MEASURE)
 def audit(
     model: ModelSpec,
-    common: Common,
+    run: RunOptions,
+    output: Output,
+    terminal: Terminal,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, quick attacks.")] = False,
     full: Annotated[bool, typer.Option("--full", help="More samples, all of AutoAttack.")] = False,
     eps: Annotated[
@@ -49,62 +59,64 @@ def audit(
       [cyan]lipaudit audit demo[/]
       [cyan]lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 2/255 --full[/]
     """
-    from lipaudit.cli.emit import emit, write
-    from lipaudit.cli.job import prepare
-    from lipaudit.cli.run import execute
-    from lipaudit.errors import UsageError
+    from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine.execute import execute
+    from lipaudit.engine.files import write
+    from lipaudit.engine.prepare import Request, prepare
     from lipaudit.report import RENDERERS
 
     if quick and full:
         raise UsageError("--quick and --full exclude each other")
     demo = model.partition(":")[0] == "demo"
     small = quick or (demo and not full)
-    radii = tuple((eps or (DEMO_EPS if demo else EPS)).split(","))
-    measures = _measures(common, radii, "fgsm,pgd,quick" if small else "fgsm,pgd,autoattack")
+    measures = audit_options(eps or (DEMO_EPS if demo else EPS), quick=small)
     counts = QUICK if small else FULL if full else {}
-    job = prepare(model, common, measures, skip_unlabelled=True, counts=counts)
-    _announce(job)
-    report = execute(job, adapt=_with_strongest)
+    check_outputs(output)
+    request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed())
+    job = prepare(request)
+    if not terminal.quiet:
+        _announce(job)
+    report = execute(job, OnStderr(model, quiet=terminal.quiet), adapt=_with_strongest)
     folder = run_dir or RUNS / _name(model, report)
     folder.mkdir(parents=True, exist_ok=True)
     if run_dir is None:
         (RUNS / ".gitignore").write_text("*\n")
     for name, format in (("report.json", "json"), ("report.html", "html")):
         write(folder / name, RENDERERS[format](report))
-    emit(report, common)
-    if not common.quiet:
+    emit(report, output)
+    if not terminal.quiet:
         _conclude(model, report, folder)
 
 
-def _measures(common: Common, radii: tuple[str, ...], attack: str) -> dict[str, Options]:
-    from lipaudit.measures.attack import AttackOptions, plan
-    from lipaudit.measures.attention import AttentionOptions
-    from lipaudit.measures.bounds import BoundsOptions
-    from lipaudit.measures.jacobian import JacobianOptions
+def audit_options(eps: str, *, quick: bool) -> dict[str, MeasureOptions]:
+    """Return what an audit measures, in this order.
 
-    seed = common.seed or 0
-    attacks = AttackOptions(seed=seed, eps=radii, attack=attack)
-    plan(attacks)  # refuse bad radii before anything is loaded
+    Args:
+        eps: radii of the attacks.
+        quick: the quick preset of AutoAttack in place of all of it.
+
+    Raises:
+        UsageError: for a bad radius.
+    """
+    attack = "fgsm,pgd,quick" if quick else "fgsm,pgd,autoattack"
     return {
-        "bounds": BoundsOptions(seed=seed),
-        "attention": AttentionOptions(seed=seed),
-        "jacobian": JacobianOptions(seed=seed),
-        "attack": attacks,
+        "bounds": BoundsOptions(),
+        "attention": AttentionOptions(),
+        "jacobian": JacobianOptions(),
+        "attack": AttackOptions.checked({"eps": eps, "attack": attack}),
     }
 
 
 def _announce(job: Job) -> None:
-    from lipaudit.cli.estimate import takes
+    from lipaudit.engine.estimate import takes
 
-    if not job.common.quiet:
-        parts = ", ".join(f"{name} ({count} samples)" for name, count in job.counts.items())
-        typer.echo(f"audit of {job.spec}: {parts}; {takes(job)}", err=True)
+    parts = ", ".join(f"{name} ({count} samples)" for name, count in job.counts.items())
+    typer.echo(f"audit of {job.request.model}: {parts}; {takes(job)}", err=True)
 
 
-def _with_strongest(options: Options, sections: Sequence[Section]) -> Options:
+def _with_strongest(options: MeasureOptions, sections: Sequence[Section]) -> MeasureOptions:
     """Let the measure of attention keep the map of the most amplifying head."""
-    from lipaudit.measures.attention import AttentionOptions
-
     head = _strongest(sections)
     if head is None or not isinstance(options, AttentionOptions):
         return options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,9 @@ def read(path: Path | None) -> dict[str, Any]:
     return _load(project) if project.is_file() else {}
 
 
-def table(path: Path | None, *, known: frozenset[str]) -> dict[str, Any]:
-    """Return the defaults of the shared options.
-
-    Raises:
-        UsageError: for a key that is no option.
-    """
-    values = {k: v for k, v in read(path).items() if k not in SUBTABLES}
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            advice = (
-                f"Did you mean {near[0]!r}?"
-                if near
-                else f"Known keys: {', '.join(sorted(known))}."
-            )
-            raise UsageError(f"unknown key {key!r} in the lipaudit configuration", advice)
-    return values
+def table(path: Path | None) -> dict[str, Any]:
+    """Return the defaults of the shared options, as they are written."""
+    return {key: value for key, value in read(path).items() if key not in SUBTABLES}
 
 
 def _load(path: Path) -> dict[str, Any]:

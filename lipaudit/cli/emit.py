@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lipaudit.cli.options import Common
+from lipaudit.cli.options import Output
+from lipaudit.engine.files import write
 from lipaudit.errors import EvaluationError, UsageError
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ SUFFIXES = {
 }
 
 
-def check_outputs(common: Common, *, drawn: bool = False) -> None:
+def check_outputs(output: Output, *, drawn: bool = False) -> None:
     """Refuse an unknown format or an unwritable file before any work is done.
 
     Args:
-        common: the shared options.
+        output: where the result goes.
         drawn: whether there will be an attention map, which is what a PNG shows.
 
     Raises:
@@ -38,17 +38,17 @@ def check_outputs(common: Common, *, drawn: bool = False) -> None:
     """
     from lipaudit.report import RENDERERS
 
-    formats = {common.format, *map(renderer_of, common.output or ())}
+    formats = {output.format, *map(renderer_of, output.output)}
     if "png" in formats and not drawn:
         raise UsageError(
             "a PNG shows one attention map",
             "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws one.",
         )
-    if common.format is not None and common.format not in RENDERERS:
+    if output.format is not None and output.format not in RENDERERS:
         raise UsageError(
-            f"unknown format {common.format!r}", f"Choose one of: {', '.join(RENDERERS)}."
+            f"unknown format {output.format!r}", f"Choose one of: {', '.join(RENDERERS)}."
         )
-    for path in common.output or ():
+    for path in output.output:
         folder = path.resolve().parent
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")
@@ -69,36 +69,14 @@ def renderer_of(path: Path) -> str:
         ) from None
 
 
-def emit(report: Report, common: Common) -> None:
+def emit(report: Report, output: Output) -> None:
     """Write the files first, then stdout."""
     from lipaudit.report import RENDERERS, render_terminal
 
-    for path in common.output or ():
+    for path in output.output:
         write(path, RENDERERS[renderer_of(path)](report))
-    if common.format in (None, "table"):
+    if output.format in (None, "table"):
         render_terminal(report, stream=sys.stdout)
     else:
-        sys.stdout.buffer.write(RENDERERS[common.format](report))
+        sys.stdout.buffer.write(RENDERERS[output.format](report))
     sys.stdout.flush()
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: under another name, then renamed.
-
-    Raises:
-        EvaluationError: when the file cannot be written.
-    """
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.resolve().parent, delete=False) as file:
-            file.write(content)
-            temporary = Path(file.name)
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except OSError as error:
-        raise EvaluationError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import app, command, guarded
-from lipaudit.cli.options import Common
 
 if TYPE_CHECKING:
     from lipaudit.gate import Judgement
@@ -62,7 +61,8 @@ def _publish_pages(
         lead: parts that go before the sections.
         json: what the format json is, in place of the report.
     """
-    from lipaudit.cli.emit import renderer_of, write
+    from lipaudit.cli.emit import renderer_of
+    from lipaudit.engine.files import write
     from lipaudit.errors import UsageError
     from lipaudit.report import RENDERERS, render_terminal
 
@@ -154,23 +154,26 @@ def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None
 
     if current.endswith(".json"):
         return schema.load(Path(current))
-    from lipaudit.cli.run import run
+    from lipaudit.cli.measure import typed
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine.execute import execute
+    from lipaudit.engine.prepare import Request, prepare
     from lipaudit.gate import protocol
-    from lipaudit.measures import MEASURES
+    from lipaudit.settings import RECORDS, RunOptions
 
     how = protocol(baseline)
-    reading = how.options | {name: value for name, value in given.items() if value is not None}
-    common = Common(data=how.data, seed=how.seed, dtype=how.dtype, quiet=quiet, **reading)
-    options = {
-        name: MEASURES[name].options.model_validate(settings)
-        for name, settings in how.settings.items()
+    replaced = {name: value for name, value in given.items() if value is not None}
+    run = {"data": how.data, "seed": how.seed, "dtype": how.dtype} | how.options | replaced
+    measures = {
+        name: RECORDS[name].options.checked(settings) for name, settings in how.settings.items()
     }
-    return run(current, common, options, counts=how.samples)
+    request = Request(current, measures, RunOptions.checked(run), how.samples, command=typed())
+    return execute(prepare(request), OnStderr(current, quiet=quiet))
 
 
 def _publish(judgement: Judgement, format: str, output: list[Path]) -> None:
     """Write the judgement: files, then GitHub's summary and annotations, then stdout."""
-    from lipaudit.cli.emit import write
+    from lipaudit.engine.files import write
     from lipaudit.errors import UsageError
     from lipaudit.gate import render_annotations, render_junit, render_markdown, render_text
 
@@ -251,7 +254,7 @@ def check(baseline: Kept = DEFAULT_BASE) -> None:
 
 def _promote(report: Path, output: Path, reason: str) -> None:
     from lipaudit import schema
-    from lipaudit.cli.emit import write
+    from lipaudit.engine.files import write
     from lipaudit.gate import promote
 
     write(output, schema.dumps(promote(schema.load(report), reason)).encode())

@@ -1,54 +1,94 @@
-"""Progress on stderr: a bar with the time left on a terminal, a heartbeat line elsewhere."""
+"""Progress and remarks on stderr: a bar with the time left, off a terminal a heartbeat."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lipaudit.measures.measure import Part
+from lipaudit.engine.observer import Observer
+from lipaudit.results import Note
+
+if TYPE_CHECKING:
+    from lipaudit.measures.measure import Part
+    from lipaudit.settings import MeasureOptions
 
 HEARTBEAT = 30.0
-T = TypeVar("T", bound=Part)
+Ends = Callable[[Sequence["Part"], "MeasureOptions"], None]
 
 
-def tracked(parts: Iterable[T], *, total: int, label: str, quiet: bool) -> Iterator[T]:
-    """Yield the parts unchanged and show how many samples are done."""
-    console = Console(stderr=True)
-    if quiet:
-        yield from parts
-    elif console.is_terminal:
-        yield from _bar(parts, total, label, console)
-    else:
-        yield from _heartbeat(parts, total, label, console)
+class OnStderr(Observer):
+    """Draws what happens to a job.
+
+    Args:
+        model: as it was named.
+        quiet: whether to say nothing.
+        ends: what is to be done with the parts of a measure that has ended.
+    """
+
+    def __init__(
+        self, model: str, *, quiet: bool, ends: Ends = lambda _parts, _options: None
+    ) -> None:
+        self.model, self.quiet, self._ends = model, quiet, ends
+        self.console = Console(stderr=True, soft_wrap=True, highlight=False)
+        self.bar: Progress | None = None
+        self.label, self.total, self.done = "", 0, 0
+        self.start = self.last = 0.0
+
+    def note(self, note: Note) -> None:
+        """Print a remark; it is also in the report."""
+        colour = "yellow" if note.level == "warning" else "dim"
+        if not self.quiet:
+            self.console.print(f"[{colour}]note:[/] {escape(note.text)}")
+
+    def begins(self, measure: str, samples: int) -> None:
+        """Start a bar, or the clock of the heartbeat."""
+        self.label, self.total, self.done = f"{measure} {self.model}", samples, 0
+        self.start = self.last = time.monotonic()
+        if not self.quiet and self.console.is_terminal:
+            self.bar = _bar(self.console)
+            self.bar.add_task(self.label, total=samples)
+            self.bar.start()
+
+    def advances(self, measure: str, samples: int) -> None:
+        """Move the bar, or say now and then how long it will take."""
+        self.done += samples
+        if self.bar is not None:
+            self.bar.advance(self.bar.task_ids[0], samples)
+        elif not self.quiet:
+            self._beat(time.monotonic())
+
+    def ends(self, measure: str, parts: Sequence[Part], options: MeasureOptions) -> None:
+        """Take the bar away."""
+        self.close()
+        self._ends(parts, options)
+
+    def close(self) -> None:
+        """Take the bar away, if there is one."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def _beat(self, now: float) -> None:
+        if now - self.last < HEARTBEAT or self.done >= self.total:
+            return
+        left = (now - self.start) / self.done * (self.total - self.done)
+        text = f"{self.label}: {self.done}/{self.total} samples, about {left:.0f} s left"
+        self.console.print(text)
+        self.last = now
 
 
-def _bar(parts: Iterable[T], total: int, label: str, console: Console) -> Iterator[T]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns,
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TextColumn("samples, left:"),
         TimeRemainingColumn(),
         console=console,
         transient=True,
-    ) as progress:
-        task = progress.add_task(label, total=total)
-        for part in parts:
-            progress.advance(task, len(part.ids))
-            yield part
-
-
-def _heartbeat(parts: Iterable[T], total: int, label: str, console: Console) -> Iterator[T]:
-    start = last = time.monotonic()
-    done = 0
-    for part in parts:
-        done += len(part.ids)
-        now = time.monotonic()
-        if now - last >= HEARTBEAT and done < total:
-            left = (now - start) / done * (total - done)
-            console.print(f"{label}: {done}/{total} samples, about {left:.0f} s left")
-            last = now
-        yield part
+    )

@@ -20,7 +20,7 @@ def env(as_json: AsJson = False) -> None:
     """Versions, devices and threads: what to paste into a bug report."""
     import torch
 
-    from lipaudit.cli.run import versions
+    from lipaudit.engine.provenance import versions
 
     facts: dict[str, str] = versions() | {
         "platform": sys.platform,

@@ -4,95 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
+from safetensors.numpy import save
 
 from lipaudit.attacks.evaluate import evaluate_chunk
 from lipaudit.attacks.oracle import ByRow, Model
 from lipaudit.attacks.outcome import CHUNK, Chunk, Outcome
-from lipaudit.attacks.plan import NAMES, PRESETS, Norm, Radius, Trial, make_plan, parse_radius
+from lipaudit.attacks.plan import Trial
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
-from lipaudit.measures.measure import Measure, Options, Part, Values, joined, notes, sample_ids
+from lipaudit.measures.measure import Measure, Part, Values, joined, notes, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
+from lipaudit.settings.attack import AttackOptions
 
 WORST = "worst"
-PGD_STEPS = 40
 Z95 = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 
 
-class AttackOptions(Options):
-    """Options of `lipaudit attack`.
-
-    Attributes:
-        attack: fgsm, pgd and autoattack in any combination, a preset, or custom:NAME,NAME.
-        eps: radii as they were typed; the preset `paper` brings its own.
-        norm: linf, l2, or token-l2 for embeddings.
-        steps: iterations in place of the attacks' own.
-        restarts: starts in place of the attacks' own.
-        queries: most queries of Square.
-        logical_chunk: samples that share a random stream: part of the result's definition.
-        batch_size: samples on the device at a time; changes nothing else.
-        first_chunk: number of the first chunk of a run that goes on.
-        keep_adversarial: whether Parts carry the adversarial examples.
-    """
-
-    attack: str = "fgsm,pgd,autoattack"
-    eps: tuple[str, ...] = ()
-    norm: Norm = "linf"
-    steps: int | None = Field(None, gt=0)
-    restarts: int | None = Field(None, gt=0)
-    queries: int | None = Field(None, gt=0)
-    logical_chunk: int = CHUNK
-    batch_size: int = Field(CHUNK, exclude=True)
-    first_chunk: int = Field(0, exclude=True)
-    keep_adversarial: bool = Field(False, exclude=True)
-
-
-def plan(options: AttackOptions) -> tuple[Trial, ...]:
-    """Turn the options into trials.
-
-    Raises:
-        UsageError: an unknown attack, no radius, or a bad one.
-    """
-    radii = [parse_radius(text) for text in options.eps]
-    if options.attack in PRESETS or options.attack.startswith("custom:"):
-        return _trials(options.attack, options.attack.partition(":")[0], radii, options)
-    names = [name.strip() for name in options.attack.split(",")]
-    return tuple(trial for name in names for trial in _trials(_spec(name), name, radii, options))
-
-
-def _spec(name: str) -> str:
-    if name == "autoattack":
-        return "standard"
-    return f"custom:{name}" if name in NAMES else name
-
-
-def _trials(
-    spec: str, label: str, radii: Sequence[Radius], options: AttackOptions
-) -> tuple[Trial, ...]:
-    steps = options.steps or (PGD_STEPS if spec == "custom:pgd" else None)
-    made = make_plan(
-        spec,
-        norm=options.norm,
-        radii=radii,
-        steps=steps,
-        restarts=options.restarts,
-        queries=options.queries,
-    )
-    return made if spec == "paper" else tuple(replace(trial, label=label) for trial in made)
-
-
 def run(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
     """Yield, per chunk of samples, what each trial left standing."""
-    trials = plan(options)
+    trials = options.trials()
     if net.classes is None:
         raise InputError(
             f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
@@ -143,7 +80,7 @@ def _part(
         "robust": torch.stack([end.robust for end in ends], 1),
         "distance": torch.stack([end.distance for end in ends], 1),
     }
-    if options.keep_adversarial:
+    if options.save_adv is not None:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
     cost = [[sum(getattr(o, what) for o in found) for what in COSTS] for found in by_trial]
     facts = {"checks": clean.checks, "cost": cost, "square": _square(by_trial)}
@@ -167,7 +104,7 @@ def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
 
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row per trial, and one for the worst case of each ball."""
-    trials, robust, correct = plan(options), joined(parts, "robust"), joined(parts, "correct")
+    trials, robust, correct = options.trials(), joined(parts, "robust"), joined(parts, "correct")
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
     rows = [
         _row(trial.label, trial, correct, robust[:, i], cost[i]) for i, trial in enumerate(trials)
@@ -241,6 +178,14 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     return tuple(dict.fromkeys(found + planned + notes(parts)))
 
 
-ATTACK = Measure(
-    run, summarise, AttackOptions, samples=128, batch=CHUNK, labelled=True, chunk=CHUNK
-)
+def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> bytes:
+    """Return a safetensors file: a tensor per trial, `ATTACK,NORM,EPS`, and the labels `y`."""
+    x_adv = joined(parts, "x_adv")
+    tensors = {
+        _key(trial.label, trial): np.ascontiguousarray(x_adv[:, i])
+        for i, trial in enumerate(options.trials())
+    }
+    return save(tensors | {"y": joined(parts, "label").astype(np.int64)})
+
+
+ATTACK = Measure(run, summarise, AttackOptions, batch=CHUNK, chunk=CHUNK)

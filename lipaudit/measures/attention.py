@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
@@ -20,7 +19,6 @@ from lipaudit.measures import attention_map as maps
 from lipaudit.measures.by_layer import Facts, Reduced, by_layer, head_names, summed
 from lipaudit.measures.measure import (
     Measure,
-    Options,
     Part,
     Values,
     joined,
@@ -32,6 +30,8 @@ from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
 from lipaudit.results import Array, AttentionRow, Section
+from lipaudit.settings.attention import AttentionOptions
+from lipaudit.settings.parsing import read_head
 from lipaudit.theory import softmax
 from lipaudit.theory.heads import Heads, per_sample
 from lipaudit.theory.spectral.upper import map_norm
@@ -55,37 +55,13 @@ CHUNK = 2**18
 """Entries of P that are met at a time: 2 MB in float64 stay in the cache."""
 
 
-class AttentionOptions(Options):
-    """Options of `lipaudit attention`.
-
-    Attributes:
-        gamma: rows with g_1 above it are intermediate.
-        k: the k of g_1 / g_k.
-        p_norm_tokens: ||P|| is left out above this many tokens.
-        map: LAYER.HEAD of a head whose map is kept, of the first sample. Neither this nor `query`
-            is a setting: they change no number.
-        query: keep this row of it in place of the map, the mean over all samples.
-    """
-
-    gamma: float = Field(0.1, gt=0, lt=0.25)
-    k: int = Field(10, gt=1)
-    p_norm_tokens: int = 2048
-    map: str | None = Field(None, exclude=True)
-    query: int | None = Field(None, ge=0, exclude=True)
-
-    @field_validator("map")
-    @classmethod
-    def _named(cls, text: str | None) -> str | None:
-        return None if text is None else "{}.{}".format(*maps.parse_head(text))
-
-
 def run(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:
     """Yield the sums, maxima and histograms of every head, per sample, and what is to be drawn.
 
     Raises:
         UsageError: the head to be drawn is not there.
     """
-    layer_drawn, head_drawn = maps.parse_head(options.map) if options.map else (None, 0)
+    layer_drawn, head_drawn = read_head(options.map) if options.map else (None, 0)
     drawn: dict[str, Values] = {}
 
     def reduce(layer: Layer, batch: Batch) -> Reduced:
@@ -244,4 +220,4 @@ def _arrays(parts: Sequence[Part]) -> dict[str, Array]:
     }
 
 
-ATTENTION = Measure(run, summarise, AttentionOptions, samples=32, batch=8)
+ATTENTION = Measure(run, summarise, AttentionOptions, batch=8)

@@ -21,18 +21,6 @@ SIDE = 256
 """Longer maps are stored as means of square blocks, at most this many along a side."""
 
 
-def parse_head(text: str) -> tuple[int, int]:
-    """Read LAYER.HEAD.
-
-    Raises:
-        ValueError: when it is not that.
-    """
-    layer, _, head = text.partition(".")
-    if not (layer.isdecimal() and head.isdecimal()):
-        raise ValueError("name a head as LAYER.HEAD, for example 3.1")
-    return int(layer), int(head)
-
-
 def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
     """Return the map of the batch's first sample, or the row of a query in every sample.
 

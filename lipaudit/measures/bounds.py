@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
@@ -15,7 +14,6 @@ from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_
 from lipaudit.measures.guard import require_bounds_hold
 from lipaudit.measures.measure import (
     Measure,
-    Options,
     Part,
     Values,
     joined,
@@ -29,13 +27,14 @@ from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
 from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
+from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.theory.bounds.affine import KnownWeights, Weights
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import Heads, per_sample
-from lipaudit.theory.spectral.lanczos import WITHIN, Norms
+from lipaudit.theory.spectral.lanczos import Norms
 from lipaudit.theory.spectral.upper import spectral_norm
 
 MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
@@ -44,28 +43,6 @@ NOTABLE = 1e-4
 """What the rounding of the forward pass may move a norm by, relatively, without a warning."""
 NUMERICAL = "numerical"
 """The kind of heads without a closed form."""
-
-
-class BoundsOptions(Options):
-    """Options of `lipaudit bounds`.
-
-    Attributes:
-        tol: relative accuracy of the exact norms, estimated.
-        max_steps: most Lanczos steps per head.
-        within: how far the probabilistic limit may lie above a norm: what is proven.
-        input: in what the norms are taken: what the projections read, or what the innermost
-            module around them takes.
-    """
-
-    tol: float = 1e-4
-    max_steps: int = 300
-    within: float = Field(WITHIN, gt=0)
-    input: Literal["projections", "module"] = "projections"
-
-    @property
-    def accuracy(self) -> dict[str, Any]:
-        """What the solver is asked for."""
-        return {"tol": self.tol, "max_steps": self.max_steps, "within": self.within}
 
 
 def run(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
@@ -312,4 +289,4 @@ def _remarks(
     return tuple(remarks)
 
 
-BOUNDS_MEASURE = Measure(run, summarise, BoundsOptions, samples=8, batch=4)
+BOUNDS_MEASURE = Measure(run, summarise, BoundsOptions, batch=4)

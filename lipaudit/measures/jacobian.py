@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import UsageError
 from lipaudit.measures.measure import (
     Measure,
-    Options,
     Part,
     Values,
     joined,
@@ -26,53 +23,15 @@ from lipaudit.measures.measure import (
 from lipaudit.models.attention.blocks import Block, attention_blocks, block_norms
 from lipaudit.models.attention.checks import require_padding_is_ignored
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.derivative.endpoints import From, To, sample_map
+from lipaudit.models.derivative.endpoints import sample_map
 from lipaudit.models.derivative.linearize import Linearization, linearize
-from lipaudit.models.derivative.model_norms import RIVALS, Margins, jacobian_norms, margins
+from lipaudit.models.derivative.model_norms import Margins, jacobian_norms, margins
 from lipaudit.models.net import Net
 from lipaudit.results import Array, JacobianRow, Note, Section
-from lipaudit.theory.spectral.lanczos import WITHIN
+from lipaudit.settings.jacobian import JacobianOptions
 
 OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGED = {"converged": "norms of the model", "block_converged": "norms of blocks"}
-
-
-class JacobianOptions(Options):
-    """Options of `lipaudit jacobian`.
-
-    Attributes:
-        start: pixels or embeddings; None is the attacked space.
-        target: logits, probabilities, features or tokens; None is logits, or features of a model
-            without a head.
-        norm: 2 (spectral) or inf (largest l_1 norm of a row, from l_inf to l_inf).
-        tol: relative accuracy of the norms, estimated.
-        max_steps: most Lanczos steps per sample.
-        within: how far the probabilistic limit may lie above a norm: what is proven.
-        rivals: how many other classes the first-order radius looks at, at most.
-        per_layer: whether also the norm of every block around an attention layer is taken.
-    """
-
-    start: From | None = None
-    target: To | None = None
-    norm: Literal["2", "inf"] = "2"
-    tol: float = 1e-4
-    max_steps: int = 300
-    within: float = Field(WITHIN, gt=0)
-    per_layer: bool = False
-    rivals: int = Field(RIVALS, ge=1)
-
-    @property
-    def accuracy(self) -> dict[str, Any]:
-        """What the solver is asked for."""
-        return {"tol": self.tol, "max_steps": self.max_steps, "within": self.within}
-
-    @model_validator(mode="after")
-    def _spectral(self) -> JacobianOptions:
-        if self.per_layer and self.norm != "2":
-            raise UsageError(
-                "the norms of blocks are spectral", "Leave out --norm or --per-layer."
-            )
-        return self
 
 
 def run(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
@@ -237,4 +196,4 @@ def _rivals(found: Mapping[str, Values]) -> tuple[Note, ...]:
     return (Note(level="warning", code="radius-incomplete", text=text),)
 
 
-JACOBIAN = Measure(run, summarise, JacobianOptions, samples=64, batch=16)
+JACOBIAN = Measure(run, summarise, JacobianOptions, batch=16)

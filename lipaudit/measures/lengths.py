@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 import torch
@@ -11,27 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError
 from lipaudit.models.net import Net
-
-LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
-FEWEST = 2  # worst-case tokens are two points
-
-
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths, evenly spaced in log n.
-
-    Raises:
-        UsageError: when it is not of that form.
-    """
-    found = LENGTHS.fullmatch(text)
-    first, last, count = map(int, found.groups()) if found else (0, 0, 0)
-    if first < FEWEST or last <= first or count < 2:
-        raise UsageError(
-            f"--lengths {text!r} is not FIRST:LAST:logCOUNT", "Example: 8:256:log8, from 2 tokens."
-        )
-    steps = (math.log(last / first) * i / (count - 1) for i in range(count))
-    return tuple(dict.fromkeys(round(first * math.exp(step)) for step in steps))
 
 
 def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:

@@ -7,23 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import UsageError
 from lipaudit.models.net import Net
 from lipaudit.results import Note, Section
+from lipaudit.settings.measure import MeasureOptions
 
 Values = np.ndarray[Any, np.dtype[Any]]
-
-
-class Options(BaseModel):
-    """Options of a measure; they become the section's `settings`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    seed: int = 0
-    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,19 +41,15 @@ class Measure:
         run: yields a Part per batch.
         summarise: makes the sections from all parts; pure.
         options: the type of its options.
-        samples: how many samples it takes by default.
         batch: how many samples it takes at a time by default.
-        labelled: whether it needs labels.
         chunk: samples per Part where that is part of the result's definition; the batch size
             then goes to the options.
     """
 
     run: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
     summarise: Callable[[Sequence[Part], Any], list[Section]]
-    options: type[Options]
-    samples: int
+    options: type[MeasureOptions]
     batch: int
-    labelled: bool = False
     chunk: int | None = None
 
 
@@ -99,20 +85,3 @@ def lower_estimates(within: float) -> tuple[Note, ...]:
 def number(value: float) -> float | None:
     """Return a plain float, None for NaN (not given)."""
     return None if np.isnan(value) else float(value)
-
-
-def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """Read `0,5-7` as (0, 5, 6, 7).
-
-    Raises:
-        UsageError: when it is not a list of numbers and ranges.
-    """
-    if text is None:
-        return None
-    layers: set[int] = set()
-    for piece in text.split(","):
-        first, dash, last = piece.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"--layers {text!r} is not a list of layers", "Example: 0,5-7")
-        layers.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(layers))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
@@ -22,7 +21,6 @@ from lipaudit.measures.exponents import bound_exponents, fit_of, groups, points,
 from lipaudit.measures.lengths import cut, require_lengths
 from lipaudit.measures.measure import (
     Measure,
-    Options,
     Part,
     Values,
     joined,
@@ -32,34 +30,15 @@ from lipaudit.measures.measure import (
 from lipaudit.measures.worst import worst_case
 from lipaudit.models.net import Net
 from lipaudit.results import Note, ScalingRow, ScalingSplitRow, Section
+from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.settings.jacobian import JacobianOptions
+from lipaudit.settings.scaling import ScalingOptions
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 
 Mode = Literal["real", "adversarial", "radius", "ascent", "split"]
 BOUNDS = ("sharp", "theorem3", "castin")
 OF_HEADS = ("exact", "radius", "tokens", "splitting_gain", *BOUNDS)
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
-
-
-class ScalingOptions(Options):
-    """Options of `lipaudit scaling`.
-
-    Attributes:
-        lengths: numbers of tokens, growing.
-        modes: what is measured.
-        heads: LAYER.HEAD or all: of the worst case (None: the most amplifying head of each layer)
-            and, on data, beside the layers.
-        radius: of the worst case, beside the layer's own; None: where n_max is amid the lengths,
-            if that is smaller.
-        mask: of the worst case: own, none, causal or both.
-        tol: relative accuracy of the norms, estimated.
-    """
-
-    lengths: tuple[int, ...] = (8, 13, 22, 35, 58, 95, 156, 256)
-    modes: tuple[Mode, ...] = ("real", "adversarial", "radius", "ascent", "split")
-    heads: tuple[str, ...] | None = None
-    radius: Annotated[float, Field(gt=0)] | None = None
-    mask: Literal["own", "none", "causal", "both"] = "own"
-    tol: float = 1e-4
 
 
 def run(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
@@ -92,14 +71,14 @@ def _on_data(
         return {}, {}, ()
     cuts = _cuts(net, batch, options.lengths)
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
-    of_heads = bounds.BoundsOptions(layers=options.layers, **how)
+    of_heads = BoundsOptions(layers=options.layers, **how)
     parts = list(bounds.run(net, (c for _, c, _ in cuts), of_heads))
     found = [{n: part.values[n] for n in (*OF_HEADS, *OF_LAYERS)} for part in parts]
     facts = dict(parts[0].facts)
     missed = sum(int(part.values["missed"].sum()) for part in parts)
     within = [part.values[name] for part in parts for name in ("within", "layer_within")]
     if "real" in options.modes:
-        whole = jacobian.run(net, (c for _, c, _ in cuts), jacobian.JacobianOptions(**how))
+        whole = jacobian.run(net, (c for _, c, _ in cuts), JacobianOptions(**how))
         for values, part in zip(found, whole, strict=True):
             values["model"] = part.values["norm"][:, None]
             missed += int((~part.values["converged"]).sum())
@@ -287,4 +266,4 @@ def _remarks(
     return tuple(remarks)
 
 
-SCALING = Measure(run, summarise, ScalingOptions, samples=4, batch=4)
+SCALING = Measure(run, summarise, ScalingOptions, batch=4)

@@ -30,7 +30,7 @@ from lipaudit.theory.growth.worst_tokens import (
 from lipaudit.theory.heads import Heads
 
 if TYPE_CHECKING:
-    from lipaudit.measures.scaling import ScalingOptions
+    from lipaudit.settings.scaling import ScalingOptions
 
 SEARCHED = 64
 """Most tokens of a search by gradients."""

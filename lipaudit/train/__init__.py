@@ -2,4 +2,3 @@
 
 from lipaudit.train.loop import Epoch as Epoch
 from lipaudit.train.loop import train as train
-from lipaudit.train.recipe import Recipe as Recipe

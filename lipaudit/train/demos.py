@@ -17,14 +17,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from lipaudit.attacks.plan import parse_radius
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import DigitsViT, described
 from lipaudit.models.sources.loading import load
 from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.settings.recipe import Recipe
 from lipaudit.train.loop import Epoch, train
-from lipaudit.train.recipe import Recipe
 
 CREDIT = "E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, CC BY 4.0"
 GREYS = 16
@@ -45,7 +46,7 @@ RECIPES = {
     "standard": STANDARD,
     "jasmin": STANDARD.model_copy(update={"penalty": "jasmin", "k": 10, "weight": 1e-2}),
     "robust": STANDARD.model_copy(
-        update={"adversarial": "pgd", "eps": "0.1", "epochs": 40, "lr": 2e-3}
+        update={"adversarial": "pgd", "eps": parse_radius("0.1"), "epochs": 40, "lr": 2e-3}
     ),
 }
 """What trains each of the demos: from random weights, robust on from those of standard."""

@@ -16,13 +16,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from lipaudit.attacks.balls import Ball, random_start
 from lipaudit.attacks.pgd import pgd, usual_step
-from lipaudit.attacks.plan import parse_radius
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import Net
+from lipaudit.settings.recipe import Recipe
 from lipaudit.train.augment import Mix, flipped, mixing, shifted
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
-from lipaudit.train.recipe import Recipe
 
 State = dict[str, Any]
 """What a checkpoint holds: tensors, numbers, strings, and lists and dictionaries of them."""
@@ -182,7 +181,7 @@ class _Run:
     def attacked(self, x: Tensor, y: Tensor) -> Tensor:
         """Return adversarial examples for the model as it is used: in eval mode."""
         net, steps = self.net, self.recipe.steps
-        ball = Ball("linf", float(parse_radius(self.recipe.eps)), net.box)
+        ball = Ball("linf", float(self.recipe.eps), net.box)
         start = random_start(x, ball, self.rng)
         net.module.eval()
         try:

@@ -151,7 +151,7 @@ def test_several_reports_as_json_are_refused_with_what_to_type(drawn, monkeypatc
     ],
 )
 def test_attacks_cost_a_pass_a_step(attack, least, most):
-    from lipaudit.cli.estimate import attack_costs
+    from lipaudit.engine.estimate import attack_costs
     from lipaudit.measures.attack import AttackOptions
 
     assert attack_costs(AttackOptions(attack=attack, eps=("0.1",))) == (least, most)

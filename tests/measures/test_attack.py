@@ -4,7 +4,7 @@ import pytest
 
 from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.attack import AttackOptions, plan, run, summarise, wilson
+from lipaudit.measures.attack import AttackOptions, run, summarise, wilson
 from lipaudit.models.sources.loading import load
 
 
@@ -60,9 +60,9 @@ def test_wilson_limits_are_those_of_statsmodels():
 
 def test_what_cannot_be_attacked_is_refused(net):
     with pytest.raises(UsageError):
-        plan(AttackOptions(attack="pgd"))
+        AttackOptions(attack="pgd")
     with pytest.raises(UsageError):
-        plan(AttackOptions(attack="magic", eps=("0.1",)))
+        AttackOptions(attack="magic", eps=("0.1",))
     batch = load_data("random", net, DataOptions(samples=2)).batch
     with pytest.raises(InputError):
         list(run(net, [batch], AttackOptions(attack="fgsm", eps=("0.1",))))

@@ -10,11 +10,12 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.lengths import cut, parse_lengths
+from lipaudit.measures.lengths import cut
 from lipaudit.measures.scaling import ScalingOptions, run, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.settings.parsing import read_lengths
 
 WIDTH, WORDS = 12, 40
 
@@ -208,11 +209,11 @@ def test_the_demo_at_its_own_size_is_what_it_was():
 
 
 def test_lengths():
-    assert parse_lengths("8:256:log6") == (8, 16, 32, 64, 128, 256)
-    assert parse_lengths("8:256:log8") == ScalingOptions().lengths
+    assert read_lengths("8:256:log6") == (8, 16, 32, 64, 128, 256)
+    assert read_lengths("8:256:log8") == ScalingOptions().lengths
     for text in ("8", "8:4:log3", "1:9:log3", "8:256:log1", "8:256:lin3"):
         with pytest.raises(UsageError, match="FIRST:LAST:logCOUNT"):
-            parse_lengths(text)
+            read_lengths(text)
 
 
 def test_an_unknown_head():

@@ -13,7 +13,8 @@ from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.train import Recipe, train
+from lipaudit.settings import Recipe
+from lipaudit.train import train
 from lipaudit.train.augment import flipped, mixing, shifted
 from lipaudit.train.demos import RECIPES, shipped, untrained
 from lipaudit.train.loop import _batches, _Run

@@ -22,7 +22,7 @@ from lipaudit.models.derivative.model_norms import JacobianNorms, jacobian_norms
 from lipaudit.models.graph import leaves
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.spectral.lanczos import WITHIN
+from lipaudit.theory.accuracy import WITHIN
 
 
 class Block(NamedTuple):

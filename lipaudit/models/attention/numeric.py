@@ -15,8 +15,9 @@ from lipaudit.models.attention.observe.events import AttentionCall, AttentionMod
 from lipaudit.models.attention.observe.trace import Frame
 from lipaudit.models.attention.to_heads import canonical
 from lipaudit.models.derivative.linearize import Linearization
+from lipaudit.theory.accuracy import WITHIN
 from lipaudit.theory.powers import powers_of_two
-from lipaudit.theory.spectral.lanczos import WITHIN, Norms, Products, random_starts, spectral_norms
+from lipaudit.theory.spectral.lanczos import Norms, Products, random_starts, spectral_norms
 
 
 def numeric_norms(

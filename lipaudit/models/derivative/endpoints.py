@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.models.derivative.linearize import Map
 from lipaudit.models.net import Net
-
-From = Literal["pixels", "embeddings"]
-To = Literal["logits", "probabilities", "features", "tokens"]
+from lipaudit.settings.jacobian import From, To
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from lipaudit.errors import UsageError
 from lipaudit.models.derivative.linearize import Linearization, require_finite
+from lipaudit.theory.accuracy import WITHIN
 from lipaudit.theory.powers import powers_of_two, times_power
-from lipaudit.theory.spectral.lanczos import WITHIN, Products, random_starts, spectral_norms
+from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
 Norm = Literal["2", "inf"]
 Method = Literal["dense", "lanczos", "rows"]
 
 DENSE = 16
 """Up to this many rows or columns the whole Jacobian costs less than an iteration."""
-
-RIVALS = 16
-"""How many other classes the first-order radius looks at: for less than the norm costs."""
 
 MOST_ROWS = 1024
 """Largest output whose rows are formed one by one for the norm from l_inf to l_inf."""
@@ -111,7 +109,7 @@ def margins(
     *,
     norm: Norm = "inf",
     upper: Tensor | None = None,
-    rivals: int = RIVALS,
+    rivals: int,
 ) -> Margins:
     """Return margins, their gradients and the first-order radius of every sample.
 

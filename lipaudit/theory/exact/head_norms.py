@@ -20,12 +20,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipaudit.theory.accuracy import WITHIN
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.exact.products import SideBySide, Through, head_products, layer_products
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.scale import unit_matrices, unit_values
 from lipaudit.theory.spectral.double import norms_in_double
-from lipaudit.theory.spectral.lanczos import WITHIN, Norms, random_starts, spectral_norms
+from lipaudit.theory.spectral.lanczos import Norms, random_starts, spectral_norms
 
 _SCREEN = 6  # products after which most heads are known to gain nothing from splitting tokens
 

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
+from lipaudit.theory.accuracy import WITHIN
 from lipaudit.theory.powers import times_power
 from lipaudit.theory.spectral.ritz import below, kato_temple, log_delta, probabilistic_limit
 
@@ -31,9 +32,6 @@ Select = Callable[[Tensor], Products]
 
 ETA = 1e-3
 """Probability, over the random start, that a norm exceeds its `upper`."""
-
-WITHIN = 0.03
-"""How far `upper` may lie above a norm that has converged, relatively, unless told otherwise."""
 
 _ROOM = 100  # a power of two by which a vector may be scaled, in any precision
 _BLOCK = 8  # basis vectors per allocation: memory grows with the steps that are taken

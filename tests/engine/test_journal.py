@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lipaudit.cli.journal import Journal
 from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.engine.journal import Journal
 from lipaudit.measures import MEASURES
 from lipaudit.measures.measure import Part, sample_ids
 from lipaudit.models.sources.loading import load

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
-from lipaudit.cli.emit import write
+from lipaudit.engine.files import write
 from lipaudit.errors import EvaluationError
 from lipaudit.measures.measure import Part, sample_ids
 

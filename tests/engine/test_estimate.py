@@ -7,8 +7,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from lipaudit.cli import estimate
 from lipaudit.cli.app import build
+from lipaudit.engine import estimate
 
 MODEL = '''
 import torch

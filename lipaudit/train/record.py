@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
-import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -13,13 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipaudit import __version__
+from lipaudit.engine.files import write
+from lipaudit.engine.provenance import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError
 
 if TYPE_CHECKING:
     from lipaudit.data.sources import Samples
     from lipaudit.models.net import Net
     from lipaudit.models.sources.spec import LoadOptions
-    from lipaudit.train import Epoch, Recipe
+    from lipaudit.settings import Recipe
+    from lipaudit.train import Epoch
 
 CHECKPOINT, RECORD = "checkpoint.pt", "train.json"
 TAKEN = (CHECKPOINT, RECORD, "config.json", "model.safetensors")
@@ -45,9 +46,16 @@ class Record:
     """The directory of a run: a checkpoint after every epoch, and a record beside it."""
 
     def __init__(
-        self, out: Path, net: Net, data: Samples, held_out: Samples | None, recipe: Recipe
+        self,
+        out: Path,
+        net: Net,
+        data: Samples,
+        held_out: Samples | None,
+        recipe: Recipe,
+        *,
+        command: str,
     ) -> None:
-        self.out, self.device = out, str(net.device)
+        self.out, self.device, self.command = out, str(net.device), command
         self.notes = [note.text for note in net.info.notes + data.notes]
         self.same: dict[str, dict[str, Any] | None] = {
             "model": {
@@ -58,7 +66,7 @@ class Record:
             },
             "data": _described(data),
             "held_out": None if held_out is None else _described(held_out),
-            "recipe": recipe.model_dump(),
+            "recipe": recipe.model_dump(mode="json"),
         }
         self.epochs: list[dict[str, Any]] = []
 
@@ -91,8 +99,6 @@ class Record:
         """Write an epoch: the record, and all that is needed to go on."""
         import torch
 
-        from lipaudit.cli.emit import write
-
         facts = {
             name: getattr(epoch, name) for name in ("number", "loss", "penalty", "accuracy", "lr")
         }
@@ -108,12 +114,9 @@ class Record:
         self._write(finished=True)
 
     def _write(self, *, finished: bool) -> None:
-        from lipaudit.cli.emit import write
-        from lipaudit.cli.run import versions
-
         record = {
             "schema": "lipaudit.train",
-            "command": shlex.join(["lipaudit", *sys.argv[1:]]),
+            "command": self.command,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "lipaudit": __version__,
             "versions": versions(),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from lipaudit.attacks.plan import Attack
-from lipaudit.cli.job import Job
-from lipaudit.measures.attack import AttackOptions, plan
+from lipaudit.engine.prepare import Job
 from lipaudit.models.attention.sites import Site
 from lipaudit.results import Note
+from lipaudit.settings import AttackOptions
 
 SURVEY = 30.0
 """Forwards that finding out what a model is costs, before the first sample is read."""
@@ -38,7 +38,7 @@ def takes(job: Job) -> str:
         sure += together * min(1.5 * classes, MOST_PRODUCTS) * count["jacobian"]
     least = most = 0.0
     if "attack" in count:
-        options = cast("AttackOptions", job.measures["attack"])
+        options = cast("AttackOptions", job.request.measures["attack"])
         least, most = (together * count["attack"] * cost for cost in attack_costs(options))
     shown = dict.fromkeys((_time(sure + least), _time(sure + most)))
     return f"roughly {' to '.join(shown)} (estimate; a forward of a sample takes {_short(alone)})"
@@ -61,7 +61,7 @@ def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
 
 def attack_costs(options: AttackOptions) -> tuple[float, float]:
     """Forwards per sample: where the first attack of a trial breaks it, and where none does."""
-    costs = [[_cost(attack) for attack in trial.attacks] for trial in plan(options)]
+    costs = [[_cost(attack) for attack in trial.attacks] for trial in options.trials()]
     return sum(each[0] for each in costs), sum(map(sum, costs))
 
 

@@ -1,0 +1,155 @@
+"""Run the measures of a job, keep what is finished, and make the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+
+from lipaudit.data.sources import Samples
+from lipaudit.engine.estimate import numerical
+from lipaudit.engine.journal import Journal
+from lipaudit.engine.observer import Observer
+from lipaudit.engine.prepare import Job
+from lipaudit.engine.provenance import provenance, versions
+from lipaudit.errors import EvaluationError
+from lipaudit.measures import MEASURES, Measure, Part
+from lipaudit.measures.by_layer import SURVEYED
+from lipaudit.measures.measure import sample_ids
+from lipaudit.models.attention.sites import Site
+from lipaudit.results import Note, Report, Section
+from lipaudit.settings import MeasureOptions
+
+Adapt = Callable[[MeasureOptions, Sequence[Section]], MeasureOptions]
+"""Changes the options of a measure by the sections of those before it."""
+
+
+def execute(
+    job: Job, observer: Observer | None = None, *, adapt: Adapt = lambda options, _: options
+) -> Report:
+    """Run the measures of a job.
+
+    Args:
+        job: from `prepare`.
+        observer: is told what happens.
+        adapt: changes the options of a measure by the sections of those before it.
+
+    Raises:
+        LipauditError: whatever goes wrong, with the exit code it deserves.
+    """
+    observer = observer or Observer()
+    for note in job.notes:
+        observer.note(note)
+    sections: list[Section] = []
+    journals: list[Journal] = []
+    with ExitStack() as held, _kept_if_interrupted(observer, journals):
+        for name, given in job.request.measures.items():
+            task = _Task(job, name, adapt(given, sections), observer)
+            journals.append(held.enter_context(Journal(task.identity())))
+            parts = task.parts(journals[-1])
+            observer.ends(name, parts, task.options)
+            first, *others = MEASURES[name].summarise(parts, task.options)
+            sections += [first.model_copy(update={"notes": job.notes + first.notes}), *others]
+        for journal in journals:
+            journal.clear()
+    return Report(run=provenance(job), sections=tuple(sections))
+
+
+@contextmanager
+def _kept_if_interrupted(observer: Observer, journals: Sequence[Journal]) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        if any(journal.paths() for journal in journals):
+            text = "what is finished is kept: the same command with --resume goes on"
+            observer.note(Note(level="info", code="kept", text=text))
+        raise
+
+
+class _Task:
+    """One measure of a job on its share of the samples."""
+
+    def __init__(self, job: Job, name: str, options: MeasureOptions, observer: Observer) -> None:
+        self.job, self.name, self.options, self.observer = job, name, options, observer
+        self.measure: Measure = MEASURES[name]
+        self.samples: Samples = replace(job.samples, batch=job.samples.batch[: job.counts[name]])
+
+    def identity(self) -> dict[str, object]:
+        """Return all that decides the numbers, but for how samples are batched."""
+        net, run = self.job.net, self.job.request.run
+        return {
+            "measure": self.name,
+            "options": dict(self.options),
+            "model": (net.info.spec, net.info.weights_sha256, net.info.preprocess, str(net.dtype)),
+            "device": net.device.type,
+            "reading": run.reading(),
+            "samples": self.samples.batch.ids,
+            "versions": versions(),
+        }
+
+    def parts(self, journal: Journal) -> list[Part]:
+        """Return the parts, those of an interrupted run among them if it is to be resumed."""
+        resume, total = self.job.request.run.resume, len(self.samples.batch)
+        kept = journal.parts(self.samples.batch.ids)
+        if kept:
+            self.observer.note(_kept(self.name, len(sample_ids(kept)), total, resume))
+        kept = kept if resume else []
+        done = len(sample_ids(kept))
+        self.observer.begins(self.name, total - done)
+        with self._forewarned():
+            for part in journal.recorded(self._measured(done), after=len(kept)):
+                self.observer.advances(self.name, len(part.ids))
+                kept.append(part)
+        return kept
+
+    @contextmanager
+    def _forewarned(self) -> Iterator[None]:
+        """Say before it begins what will take long, once the layers are known."""
+        if self.name != "bounds":
+            yield
+            return
+
+        def announce(sites: Sequence[Site]) -> None:
+            for note in numerical(self.job, sites):
+                self.observer.note(note)
+
+        token = SURVEYED.set(announce)
+        try:
+            yield
+        finally:
+            SURVEYED.reset(token)
+
+    def _measured(self, done: int) -> Iterator[Part]:
+        """Yield the parts; when memory runs out, go on from there with half the batch."""
+        net, batch = self.job.net, self.samples.batch
+        size = self.job.request.run.batch_size or self.measure.batch
+        while done < len(batch):
+            try:
+                cut, options = self._cut(size, done)
+                batches = (b.to(net.device, net.dtype) for b in batch[done:].split(cut))
+                for part in self.measure.run(net, batches, options):
+                    done += len(part.ids)
+                    yield part
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise EvaluationError(
+                        "out of memory with one sample at a time",
+                        "Try --device cpu or --max-tokens.",
+                    ) from None
+                size = max(1, size // 2)
+
+    def _cut(self, size: int, done: int) -> tuple[int, MeasureOptions]:
+        """Return how to cut the samples, and options that know it where chunks are fixed."""
+        chunk = self.measure.chunk
+        if chunk is None:
+            return size, self.options
+        known = {"batch_size": size, "first_chunk": done // chunk}
+        return chunk, self.options.model_copy(update=known)
+
+
+def _kept(name: str, done: int, total: int, resumed: bool) -> Note:
+    text = f"an interrupted run finished {done} of {total} samples of {name}: "
+    text += "going on from there" if resumed else "stop this one and add --resume to go on with it"
+    return Note(level="info", code="kept", text=text)

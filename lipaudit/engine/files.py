@@ -1,0 +1,31 @@
+"""Files that are written whole or not at all; imports no torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from lipaudit.errors import EvaluationError
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file atomically: under another name, then renamed.
+
+    Raises:
+        EvaluationError: when the file cannot be written.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.resolve().parent, delete=False) as file:
+            file.write(content)
+            temporary = Path(file.name)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except OSError as error:
+        raise EvaluationError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

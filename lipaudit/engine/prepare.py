@@ -1,0 +1,137 @@
+"""A request, and the job it becomes: a loaded model, its samples, what is measured on how many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from lipaudit.data.sources import DataOptions, Samples, load_data
+from lipaudit.errors import UsageError
+from lipaudit.models.net import Net
+from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.results import Note
+from lipaudit.settings import MeasureOptions, RunOptions
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured: plain values only.
+
+    Attributes:
+        model: the MODEL argument.
+        measures: the options of every measure that is to run, by its name, in this order.
+        run: what they share.
+        counts: how many samples each measure takes where `run` does not say.
+        skip_unlabelled: leave out, with a note, what needs labels where there are none.
+        command: what the report says it was made by.
+    """
+
+    model: str
+    measures: Mapping[str, MeasureOptions]
+    run: RunOptions = field(default_factory=RunOptions)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    skip_unlabelled: bool = False
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request with its model and samples at hand.
+
+    Attributes:
+        request: with what follows from model and samples filled in.
+        net: the model.
+        samples: enough for every measure.
+        counts: how many of them each measure takes.
+        notes: remarks on loading.
+    """
+
+    request: Request
+    net: Net
+    samples: Samples
+    counts: Mapping[str, int]
+    notes: tuple[Note, ...]
+
+
+def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
+    """Load what a request names.
+
+    Args:
+        request: what is to be measured.
+        net: a model that is loaded already.
+        samples: samples that are at hand already.
+
+    Raises:
+        LipauditError: whatever goes wrong, with the exit code it deserves.
+    """
+    request = _filled(request)
+    net = net or load(request.model, load_options(request.run))
+    wanted = {name: _count(name, request) for name in request.measures}
+    samples = samples or _samples(net, request, max(wanted.values()))
+    notes = net.info.notes + samples.notes
+    if request.skip_unlabelled and samples.batch.y is None:
+        skipped = [name for name, options in request.measures.items() if options.labelled]
+        notes += tuple(map(_skipped, skipped))
+        kept = {name: o for name, o in request.measures.items() if name not in skipped}
+        request = replace(request, measures=kept)
+    counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
+    return Job(request, net, samples, counts, notes)
+
+
+def _filled(request: Request) -> Request:
+    """Give every measure the seed of the run, and texts the length that the measures need."""
+    run = request.run
+    needed = [options.tokens for options in request.measures.values() if options.tokens]
+    if run.max_tokens is None and needed:
+        run = run.model_copy(update={"max_tokens": max(needed)})
+    measures = {
+        name: options.model_copy(update={"seed": run.seed})
+        for name, options in request.measures.items()
+    }
+    return replace(request, run=run, measures=measures)
+
+
+def _count(name: str, request: Request) -> int:
+    return request.run.samples or request.counts.get(name, request.measures[name].samples)
+
+
+def _skipped(name: str) -> Note:
+    text = f"{name} was left out: it needs labelled samples (--data)"
+    return Note(level="warning", code="no-labels", text=text)
+
+
+def _samples(net: Net, request: Request, count: int) -> Samples:
+    spec = request.run.data or ("demo" if net.info.source == "demo" else "random")
+    labelled = any(options.labelled for options in request.measures.values())
+    if labelled and spec == "random" and not request.skip_unlabelled:
+        raise UsageError(
+            "an attack needs labelled samples", "Name them with --data (a folder, .npz, .csv...)."
+        )
+    return load_data(spec, net, data_options(request.run, count))
+
+
+def data_options(run: RunOptions, samples: int) -> DataOptions:
+    """Return how to read so many samples."""
+    return DataOptions(
+        samples=samples,
+        seed=run.seed,
+        max_tokens=run.max_tokens or DataOptions.max_tokens,
+        text_column=run.text_column,
+        label_column=run.label_column,
+        offline=run.offline,
+    )
+
+
+def load_options(run: RunOptions) -> LoadOptions:
+    """Return how to load the model."""
+    return LoadOptions(
+        arch=run.arch,
+        model_kwargs=run.model_kwargs or {},
+        mean=run.mean,
+        std=run.std,
+        input_size=None if run.input_size is None else (run.input_size,),
+        device=run.device or "auto",
+        dtype=run.dtype,
+        offline=run.offline,
+        tower=run.tower,
+    )

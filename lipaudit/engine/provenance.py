@@ -1,0 +1,56 @@
+"""Where the numbers of a report come from: all that is needed to repeat them."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from lipaudit import __version__
+from lipaudit.engine.prepare import Job
+from lipaudit.results import Data, Model, Run
+
+PACKAGES = ("lipaudit", "torch", "timm", "transformers", "numpy", "pyautoattack")
+
+
+def provenance(job: Job) -> Run:
+    """Describe the run of a job."""
+    request, net, samples, info = job.request, job.net, job.samples, job.net.info
+    return Run(
+        lipaudit=__version__,
+        command=request.command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=request.run.seed,
+        device=_device(net.device),
+        dtype=str(net.dtype).removeprefix("torch."),
+        versions=versions(),
+        model=Model(
+            spec=info.spec,
+            source=info.source,
+            architecture=info.architecture,
+            parameters=info.parameters,
+            weights_sha256=info.weights_sha256,
+        ),
+        data=Data(spec=samples.spec, samples=len(samples.batch), suite_id=samples.suite_id),
+        preprocess=dict(info.preprocess),
+        options=request.run.reading(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that can change a number."""
+    installed = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            installed[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return installed
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device.type} ({torch.cuda.get_device_name(device)})"
+    return device.type

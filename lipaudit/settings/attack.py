@@ -1,0 +1,95 @@
+"""Options of `lipaudit attack`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from lipaudit.attacks.plan import NAMES, PRESETS, Norm, Trial, make_plan
+from lipaudit.settings.measure import MeasureOptions
+from lipaudit.settings.option import option
+from lipaudit.settings.parsing import Radii
+
+CHUNK = 64
+PGD_STEPS = 40
+
+
+class AttackOptions(MeasureOptions):
+    """Adversarial accuracy under FGSM, PGD and AutoAttack, sample by sample.
+
+    The radius is in pixel space [0, 1]; normalisation happens inside the model. For text the
+    perturbation is added to the token embeddings.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit attack demo --eps 0.1[/]
+      [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255[/]
+      [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper[/]
+    """
+
+    section: ClassVar[str] = "attack"
+    samples: ClassVar[int] = 128
+    labelled: ClassVar[bool] = True
+
+    eps: Radii = option((), "Radii in pixel space [0, 1]: 2/255 or 1/255,0.03.")
+    attack: str = option(
+        "fgsm,pgd,autoattack",
+        "fgsm, pgd, autoattack (comma-separated), paper, standard, quick, or "
+        "custom:apgd-ce,apgd-t,fab-t,square.",
+    )
+    norm: Norm = option("linf", "linf, l2, or token-l2 (embeddings).")
+    steps: int | None = option(None, "Iterations, in place of the own.", gt=0)
+    restarts: int | None = option(None, "Random starts.", gt=0)
+    queries: int | None = option(None, "Most queries of Square.", gt=0)
+    save_adv: Path | None = option(
+        None, "Write the adversarial examples (.safetensors).", exclude=True
+    )
+    logical_chunk: int = CHUNK
+    batch_size: int = Field(CHUNK, exclude=True)
+    """Samples on the device at a time; changes nothing else."""
+    first_chunk: int = Field(0, exclude=True)
+    """Number of the first chunk of a run that goes on."""
+
+    @field_validator("save_adv")
+    @classmethod
+    def _tensors(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix != ".safetensors":
+            raise ValueError("it must end in .safetensors")
+        return path
+
+    @model_validator(mode="after")
+    def _possible(self) -> AttackOptions:
+        self.trials()
+        return self
+
+    def trials(self) -> tuple[Trial, ...]:
+        """Return what is run: attacks one after the other, in each ball.
+
+        Raises:
+            UsageError: an unknown attack, or no radius.
+        """
+        if self.attack in PRESETS or self.attack.startswith("custom:"):
+            return self._trials(self.attack, self.attack.partition(":")[0])
+        names = [name.strip() for name in self.attack.split(",")]
+        return tuple(trial for name in names for trial in self._trials(_preset(name), name))
+
+    def _trials(self, preset: str, label: str) -> tuple[Trial, ...]:
+        planned = make_plan(
+            preset,
+            norm=self.norm,
+            radii=self.eps,
+            steps=self.steps or (PGD_STEPS if preset == "custom:pgd" else None),
+            restarts=self.restarts,
+            queries=self.queries,
+        )
+        if preset == "paper":
+            return planned
+        return tuple(replace(trial, label=label) for trial in planned)
+
+
+def _preset(name: str) -> str:
+    if name == "autoattack":
+        return "standard"
+    return f"custom:{name}" if name in NAMES else name

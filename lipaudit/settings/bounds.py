@@ -1,0 +1,32 @@
+"""Options of `lipaudit bounds`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from lipaudit.settings.option import option
+from lipaudit.settings.parsing import Layers
+from lipaudit.settings.solver import NormOptions
+
+
+class BoundsOptions(NormOptions):
+    """Lipschitz bounds of every attention head beside its exact Jacobian norm.
+
+    For each head: the exact norm ||J|| of its Jacobian on each sample, and the upper bounds of
+    Hu 2024, Castin 2024, Yudin 2025 and lipaudit's own, far tighter one (sharp).
+
+    --input module takes the norms in what the module around each layer takes, where that is
+    something else than the projections read: numerically, and without bounds.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit bounds demo[/]
+      [cyan]lipaudit bounds timm:vit_base_patch16_224 --data photos/ --samples 16[/]
+      [cyan]lipaudit bounds ./my-bert --data reviews.csv --layers 0,5-7 -o bounds.json[/]
+    """
+
+    section: ClassVar[str] = "bounds"
+
+    layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
+    input: Literal["projections", "module"] = option(
+        "projections", "Norms in what the projections read, or what their module takes."
+    )

@@ -1,0 +1,45 @@
+"""Options of `lipaudit jacobian`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from lipaudit.errors import UsageError
+from lipaudit.settings.option import option
+from lipaudit.settings.solver import NormOptions
+
+From = Literal["pixels", "embeddings"]
+To = Literal["logits", "probabilities", "features", "tokens"]
+
+
+class JacobianOptions(NormOptions):
+    """The exact norm of the whole model's Jacobian, sample by sample.
+
+    With class scores also, per sample, the margin and the first-order radius: indicative at a
+    point, never a certificate.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit jacobian demo[/]
+      [cyan]lipaudit jacobian demo --per-layer[/]
+      [cyan]lipaudit jacobian timm:vit_tiny_patch16_224 --data photos/ --from embeddings[/]
+      [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features[/]
+    """
+
+    section: ClassVar[str] = "jacobian"
+    samples: ClassVar[int] = 64
+
+    start: From | None = option(None, "pixels or embeddings; text: embeddings.", "--from")
+    target: To | None = option(None, "logits, probabilities, features or tokens.", "--to")
+    norm: Literal["2", "inf"] = option("2", "2 (spectral), or inf (largest L1 row norm).")
+    rivals: int = option(16, "Most classes to look at for the first-order radius.", ge=1)
+    per_layer: bool = option(False, "Also the norm of every block, input to output.")
+
+    @model_validator(mode="after")
+    def _spectral(self) -> JacobianOptions:
+        if self.per_layer and self.norm != "2":
+            raise UsageError(
+                "the norms of blocks are spectral", "Leave out --norm or --per-layer."
+            )
+        return self

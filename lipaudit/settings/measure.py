@@ -1,0 +1,65 @@
+"""What all measures take, and the record by which a measure is known before torch is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lipaudit.results.columns import Row
+from lipaudit.settings.option import Settings
+from lipaudit.settings.parsing import Layers
+
+
+class MeasureOptions(Settings):
+    """Options of a measure; they become the section's `settings`.
+
+    The docstring of a subclass is the help of its command.
+
+    Attributes:
+        seed: of everything random.
+        layers: which attention layers; None is all.
+    """
+
+    section: ClassVar[str]
+    """Name of the measure, of its command and of its section."""
+    samples: ClassVar[int] = 8
+    """How many samples it takes when nobody says."""
+    labelled: ClassVar[bool] = False
+    """Whether it needs labels."""
+
+    seed: int = 0
+    layers: Layers = None
+
+    @property
+    def tokens(self) -> int | None:
+        """Of how many tokens texts have to be, where the measure needs long ones."""
+        return None
+
+    @property
+    def draws(self) -> bool:
+        """Whether there will be an attention map, which is what a PNG shows."""
+        return False
+
+    def outline(self, samples: int) -> str:
+        """Say before it begins what will be measured, where that is not obvious."""
+        return ""
+
+
+@dataclass(frozen=True)
+class MeasureRecord:
+    """A measure, as the command line, the gate and the report know it: without torch.
+
+    Attributes:
+        options: its options; their docstring is the help of its command.
+        rows: row types of its sections, the one of its own name first.
+        runs: `module:name` of its `lipaudit.measures.Measure`, imported when it first runs.
+    """
+
+    options: type[MeasureOptions]
+    rows: tuple[type[Row], ...]
+    runs: str
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.options.section

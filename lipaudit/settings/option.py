@@ -1,0 +1,127 @@
+"""One option, stated once: its type, default, help and check, and how a command line spells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lipaudit.errors import UsageError
+
+PLAIN = (bool, int, float, Path)
+"""Types that a command line reads by itself; all others are written as text."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a command line must know of an option.
+
+    Attributes:
+        name: of its field.
+        flags: as they are typed, the long one first.
+        kind: what a command line reads: bool, int, float, Path, or str for what is parsed here.
+        default: as it is shown in the help; None shows nothing.
+        help: one line.
+        panel: heading of the help under which it stands.
+        env: environment variable that gives it, too.
+        repeats: whether it may be given several times.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    kind: type
+    default: Any
+    help: str
+    panel: str = ""
+    env: str = ""
+    repeats: bool = False
+
+
+def option(
+    default: Any, help: str, *flags: str, panel: str = "", env: str = "", **checks: Any
+) -> Any:
+    """Declare an option: a pydantic field that knows how it is typed on a command line.
+
+    Args:
+        default: of the field; text of a parsed type is parsed like any other.
+        help: one line.
+        flags: as they are typed; by default `--` and the field's name.
+        panel: heading of the help under which it stands.
+        env: environment variable that gives it, too.
+        checks: further arguments of `pydantic.Field`.
+    """
+    spelled: dict[str, Any] = {"flags": list(flags), "panel": panel, "env": env}
+    checks.setdefault("validate_default", isinstance(default, str))
+    return Field(default, description=help, json_schema_extra={"option": spelled}, **checks)
+
+
+class Settings(BaseModel):
+    """A group of options: immutable, closed; fields declared by `option` can be typed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Return what can be typed on a command line, by the name of the field."""
+        described = {}
+        for name, field in cls.model_fields.items():
+            extra = field.json_schema_extra
+            if not isinstance(extra, Mapping) or "option" not in extra:
+                continue
+            spelled: Any = extra["option"]
+            kind, repeats = _kind(field.annotation)
+            described[name] = Option(
+                name=name,
+                flags=tuple(spelled["flags"]) or (flag(name),),
+                kind=kind,
+                default=field.default if field.default != () else None,
+                help=field.description or "",
+                panel=spelled["panel"],
+                env=spelled["env"],
+                repeats=repeats,
+            )
+        return described
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> Self:
+        """Return the settings of these values, the others being the defaults.
+
+        Raises:
+            UsageError: for a value that an option does not take; it names the option.
+        """
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0]) if first["loc"] else ""
+            known = cls.options().get(name)
+            typed = known.flags[0] if known else flag(name)
+            wrong = first["msg"].removeprefix("Value error, ")
+            raise UsageError(f"{typed}: {first['input']!r}: {wrong}") from None
+
+
+def flag(name: str) -> str:
+    """Return how an option of this name is typed.
+
+    >>> flag("max_tokens")
+    '--max-tokens'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def _kind(annotation: Any) -> tuple[type, bool]:
+    """Return what a command line reads for a type, and whether the option repeats."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        choices = [each for each in get_args(annotation) if each is not type(None)]
+        return _kind(choices[0]) if len(choices) == 1 else (str, False)
+    if annotation == tuple[Path, ...]:
+        return Path, True
+    if get_origin(annotation) is Literal or annotation not in PLAIN:
+        return str, False
+    return annotation, False

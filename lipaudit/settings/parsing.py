@@ -1,0 +1,154 @@
+"""Options that are written as text, and the types they are read into."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from lipaudit.attacks.plan import Radius, parse_radius
+from lipaudit.errors import UsageError
+
+LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
+FEWEST = 2
+"""Worst-case tokens are two points."""
+
+
+def read_layers(text: str) -> tuple[int, ...]:
+    """Read `0,5-7` as (0, 5, 6, 7).
+
+    Raises:
+        UsageError: when it is not a list of numbers and ranges.
+    """
+    layers: set[int] = set()
+    for piece in text.split(","):
+        first, dash, last = piece.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"--layers {text!r} is not a list of layers", "Example: 0,5-7")
+        layers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(layers))
+
+
+def read_lengths(text: str) -> tuple[int, ...]:
+    """Read `8:256:log6` as (8, 16, 32, 64, 128, 256): six lengths, evenly spaced in log n.
+
+    Raises:
+        UsageError: when it is not of that form.
+    """
+    match = LENGTHS.fullmatch(text)
+    first, last, count = map(int, match.groups()) if match else (0, 0, 0)
+    if first < FEWEST or last <= first or count < 2:
+        raise UsageError(
+            f"--lengths {text!r} is not FIRST:LAST:logCOUNT", "Example: 8:256:log8, from 2 tokens."
+        )
+    steps = (math.log(last / first) * i / (count - 1) for i in range(count))
+    return tuple(dict.fromkeys(round(first * math.exp(step)) for step in steps))
+
+
+def read_head(text: str) -> tuple[int, int]:
+    """Read LAYER.HEAD.
+
+    Raises:
+        ValueError: when it is not that.
+    """
+    layer, _, head = text.partition(".")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise ValueError("name a head as LAYER.HEAD, for example 3.1")
+    return int(layer), int(head)
+
+
+def read_numbers(text: str) -> tuple[float, ...]:
+    """Read `0.5,0.5,0.5`.
+
+    Raises:
+        ValueError: when it is not a list of numbers.
+    """
+    try:
+        return tuple(float(piece) for piece in text.split(","))
+    except ValueError:
+        raise ValueError("no list of numbers; example: 0.5,0.5,0.5") from None
+
+
+def read_keywords(text: str) -> dict[str, Any]:
+    """Read `k=v,...`; values are numbers, true, false and none where they can be, else strings.
+
+    Raises:
+        UsageError: when it is not of that form.
+    """
+    pairs = [piece.partition("=") for piece in text.split(",") if piece]
+    for key, equals, _ in pairs:
+        if not (key.strip().isidentifier() and equals):
+            raise UsageError(f"--model-kwargs {text!r} is not k=v,...", "Example: depth=2")
+    return {key.strip(): _value(value.strip()) for key, _, value in pairs}
+
+
+def _value(text: str) -> Any:
+    literals = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in literals:
+        return literals[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def write_keywords(values: Mapping[str, Any]) -> str:
+    """Return what `read_keywords` reads.
+
+    >>> write_keywords({"depth": 2, "pretrained": False})
+    'depth=2,pretrained=false'
+    """
+    return ",".join(f"{key}={_text(value)}" for key, value in values.items())
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def read_size(text: str) -> int | None:
+    """Read a number of samples, or auto as None.
+
+    Raises:
+        UsageError: when it is neither.
+    """
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--batch-size must be auto or a positive number, not {text!r}")
+    return int(text)
+
+
+def _parsed(read: Callable[[str], Any]) -> BeforeValidator:
+    """Read text, and leave what has its type already."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(piece.strip() for piece in text.split(",") if piece.strip())
+
+
+def _radii(values: Any) -> Any:
+    values = _listed(values) if isinstance(values, str) else values
+    return tuple(parse_radius(v) if isinstance(v, str) else v for v in values)
+
+
+Layers = Annotated[tuple[int, ...] | None, _parsed(read_layers)]
+Lengths = Annotated[tuple[int, ...], _parsed(read_lengths)]
+listed = _parsed(_listed)
+"""Reads a comma-separated list."""
+Names = Annotated[tuple[str, ...] | None, listed]
+Numbers = Annotated[tuple[float, ...] | None, _parsed(read_numbers)]
+Keywords = Annotated[Mapping[str, Any] | None, _parsed(read_keywords)]
+Size = Annotated[int | None, _parsed(read_size)]
+OneRadius = Annotated[Radius, _parsed(parse_radius), PlainSerializer(lambda radius: radius.text)]
+"""A radius of an attack, exact, with the text it was typed as; JSON has the text."""
+Radii = Annotated[
+    tuple[Radius, ...],
+    BeforeValidator(_radii),
+    PlainSerializer(lambda radii: [radius.text for radius in radii]),
+]

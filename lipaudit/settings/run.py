@@ -1,0 +1,77 @@
+"""What is measured, with which precision, and how model and data are read: of every measure."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from lipaudit.settings.option import Settings, option
+from lipaudit.settings.parsing import Keywords, Numbers, Size, write_keywords
+
+MODEL, DATA, RUN = "Model", "Data", "Run"
+
+READING = (
+    "arch",
+    "input_size",
+    "label_column",
+    "max_tokens",
+    "mean",
+    "model_kwargs",
+    "std",
+    "text_column",
+    "tower",
+)
+"""Options that decide how model and data are read: a report keeps those that were given."""
+
+
+class RunOptions(Settings):
+    """The options that all measures share; None means not given."""
+
+    data: str | None = option(
+        None,
+        "demo, an image folder, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, hf:NAME or random.",
+        panel=DATA,
+        env="LIPAUDIT_DATA",
+    )
+    samples: int | None = option(
+        None, "How many samples to use.", "--samples", "-n", panel=DATA, ge=1
+    )
+    max_tokens: int | None = option(None, "Cut texts to this many tokens.", panel=DATA, ge=1)
+    text_column: str | None = option(None, "Column of a table with texts.", panel=DATA)
+    label_column: str | None = option(None, "Column with labels.", panel=DATA)
+    arch: str | None = option(None, "Architecture of a weights file: timm:NAME.", panel=MODEL)
+    model_kwargs: Keywords = option(None, "k=v,... for the model's constructor.", panel=MODEL)
+    mean: Numbers = option(None, "Override the pixel mean, R,G,B.", panel=MODEL)
+    std: Numbers = option(None, "Override the pixel deviation, R,G,B.", panel=MODEL)
+    input_size: int | None = option(None, "Override the image size.", panel=MODEL, ge=1)
+    tower: str | None = option(
+        None, "Which tower of a model with two: image or text.", panel=MODEL
+    )
+    seed: int = option(0, "Seed of everything random.", panel=RUN)
+    device: str | None = option(None, "auto, cpu, cuda, cuda:1, mps.", panel=RUN)
+    dtype: Literal["float32", "float64"] = option("float32", "float32 or float64.", panel=RUN)
+    batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN)
+    resume: bool = option(False, "Go on with an interrupted run of the same command.", panel=RUN)
+    offline: bool = option(False, "Never reach for the network.", panel=RUN)
+
+    @field_validator("batch_size")
+    @classmethod
+    def _positive(cls, size: int | None) -> int | None:
+        if size is not None and size < 1:
+            raise ValueError("it must be auto or a positive number")
+        return size
+
+    def reading(self) -> dict[str, Any]:
+        """Return what was given of the options that decide how the model and data are read."""
+        given = {name: getattr(self, name) for name in READING}
+        return {name: _plain(value) for name, value in given.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Write a parsed option the way it is typed."""
+    if isinstance(value, dict):
+        return write_keywords(value)
+    if isinstance(value, tuple):
+        return ",".join(f"{number:g}" for number in value)
+    return value

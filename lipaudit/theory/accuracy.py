@@ -1,0 +1,6 @@
+"""How exactly norms are taken if nobody says; imports no torch."""
+
+TOL = 1e-4
+"""Relative accuracy of a norm, estimated."""
+WITHIN = 0.03
+"""How far the probabilistic limit may lie above a norm: what is proven."""

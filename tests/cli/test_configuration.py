@@ -1,0 +1,95 @@
+"""The configuration file: read once, at the boundary, and never into the protocol of a baseline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from lipaudit.cli.app import build
+
+BASE = """
+[tool.lipaudit]
+format = "json"
+seed = 7
+output = ["page.md"]
+quiet = true
+samples = 3
+"""
+
+
+@pytest.fixture
+def lipaudit(tmp_path, monkeypatch):
+    """Run a command in an empty directory with a configuration file."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str, config: str = BASE) -> Result:
+        Path("pyproject.toml").write_text(config)
+        return CliRunner().invoke(build(), list(args))
+
+    return run
+
+
+def test_every_shared_option_takes_its_default_from_the_file(lipaudit):
+    done = lipaudit("attention", "demo")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["run"]["seed"] == report["sections"][0]["settings"]["seed"] == 7
+    assert report["run"]["data"]["samples"] == 3
+    assert Path("page.md").read_text().startswith("#")
+
+
+def test_the_figures_are_those_of_the_configured_seed(lipaudit):
+    configured = json.loads(lipaudit("attention", "demo").stdout)
+    typed = json.loads(lipaudit("attention", "demo", "--seed", "7").stdout)
+    other = json.loads(lipaudit("attention", "demo", "--seed", "8").stdout)
+    assert configured["sections"] == typed["sections"]
+    assert configured["sections"] != other["sections"]
+
+
+def test_what_is_typed_wins(lipaudit, monkeypatch):
+    done = lipaudit("attention", "demo", "-n", "2", "-f", "markdown", "--seed", "0")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("#")
+    monkeypatch.setenv("LIPAUDIT_DATA", "demo:train")
+    done = lipaudit("attention", "demo", config=BASE + 'data = "demo"\n')
+    assert json.loads(done.stdout)["run"]["data"]["spec"] == "demo:train"
+
+
+def test_a_gated_model_follows_the_baseline_alone(lipaudit):
+    made = lipaudit("bounds", "demo", "-n", "4", "-o", "base.json", config="")
+    assert made.exit_code == 0, made.output
+    done = lipaudit("gate", "demo", "-b", "base.json", "-q")
+    assert done.exit_code == 0, done.output
+    assert "pass:" in done.stdout  # with 3 of its 4 samples nothing could be judged
+
+
+def test_train_takes_what_concerns_it(lipaudit):
+    done = lipaudit("train", "demo", "-n", "64", "--epochs", "1", "--batch-size", "32")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""  # quiet
+    record = json.loads(Path("trained/train.json").read_text())
+    assert record["recipe"]["seed"] == 7
+    assert not Path("page.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("sample = 3", "Did you mean 'samples'?"),
+        ("samples = 0", "--samples"),
+        ('samples = "many"', "--samples"),
+        ('batch-size = "lots"', "--batch-size"),
+        ('format = "yaml"', "unknown format"),
+        ("verbose = true", "unknown key 'verbose'"),
+    ],
+)
+def test_a_wrong_line_is_named(lipaudit, line, says):
+    done = lipaudit("attention", "demo", config=f"[tool.lipaudit]\n{line}\n")
+    assert done.exit_code == 2
+    assert says in " ".join(done.stderr.split())
+    assert done.stdout == ""

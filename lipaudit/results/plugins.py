@@ -1,0 +1,57 @@
+"""Plug-ins: what packages other than ours declare as entry points of a group of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, TypeVar
+
+from lipaudit.errors import UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+
+def entries(group: str, kind: type[T], taken: Collection[str] = ()) -> dict[str, T]:
+    """Load what installed packages declare in an entry point group, in order of the names.
+
+    The module that an entry names is imported, so it should import nothing heavy itself.
+
+    Args:
+        group: the group's name, `lipaudit.attacks` say.
+        kind: the type of the records of the group.
+        taken: names that are in use already.
+
+    Raises:
+        UsageError: an entry cannot be imported, is no `kind`, or has a name that is in use; the
+            message names its package.
+    """
+    from importlib.metadata import entry_points
+
+    records: dict[str, T] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        if point.name in taken or point.name in records:
+            raise _refusal(point, "has a name that is in use already")
+        records[point.name] = _loaded(point, kind)
+    return records
+
+
+def _loaded(point: EntryPoint, kind: type[T]) -> T:
+    try:
+        record = point.load()
+    except Exception as error:
+        reason = f"cannot be loaded: {type(error).__name__}: {error}"
+        raise _refusal(point, reason) from error
+    if not isinstance(record, kind):
+        what = f"{kind.__module__}.{kind.__qualname__}"
+        raise _refusal(point, f"is {type(record).__name__}, not {what}")
+    return record
+
+
+def _refusal(point: EntryPoint, reason: str) -> UsageError:
+    package = point.dist.name if point.dist else "an unnamed package"
+    return UsageError(
+        f"the plug-in {point.name!r} ({point.group}) of {package} {reason}",
+        f"update {package}, or uninstall it",
+    )

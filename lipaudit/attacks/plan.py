@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lipaudit.errors import UsageError
 from lipaudit.results import Note
+from lipaudit.results.trials import Radius, TrialKey, parse_radius
 
 Norm = Literal["linf", "l2", "token-l2"]
-
-_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
-_RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
-
-
-@dataclass(frozen=True)
-class Radius:
-    """A radius eps as it was written and its exact value; two spellings of one value are equal.
-
-    Attributes:
-        text: as the user typed it, `2/255` say.
-        value: the same, exactly.
-    """
-
-    text: str = field(compare=False)
-    value: Fraction
-
-    def __float__(self) -> float:
-        return float(self.value)
-
-
-def parse_radius(text: str) -> Radius:
-    """Read a radius: a decimal or a quotient of two (`0.03`, `2/255`, `1.1/255`), exactly.
-
-    Raises:
-        UsageError: the text is no non-negative number, or divides by zero.
-    """
-    match = _RADIUS.fullmatch(text.strip())
-    divisor = Fraction(match[2] or 1) if match else Fraction(0)
-    if match is None or divisor == 0:
-        raise UsageError(f"{text!r} is not a radius", "write it as 2/255, 1.1/255 or 0.03")
-    return Radius(text.strip(), Fraction(match[1]) / divisor)
 
 
 @dataclass(frozen=True)
@@ -95,6 +62,11 @@ class Trial:
     radius: Radius
     attacks: tuple[Attack, ...]
     notes: tuple[Note, ...] = ()
+
+    @property
+    def key(self) -> TrialKey:
+        """What the result is known by in a report."""
+        return TrialKey(self.label, self.norm, self.radius)
 
 
 def make_plan(

@@ -159,6 +159,7 @@ def _found(report: Report) -> Iterator[tuple[str, str]]:
     from lipaudit.report.cells import text
     from lipaudit.report.page.views.common import typed
     from lipaudit.results import AttackRow, JacobianRow
+    from lipaudit.results.trials import WORST
 
     top = _strongest(report.sections)
     if top is not None:
@@ -168,7 +169,7 @@ def _found(report: Report) -> Iterator[tuple[str, str]]:
     for row in (r for s in report.sections for r in typed(s, JacobianRow) if not r.module):
         meaning = "is how much the model can magnify a small change of a median sample"
         yield text(row.median, row.columns()["median"]) + "×", meaning
-    attacks = [r for s in report.sections for r in typed(s, AttackRow) if r.attack == "worst"]
+    attacks = [r for s in report.sections for r in typed(s, AttackRow) if r.attack == WORST]
     for worst in attacks[-1:]:
         clean = text(worst.clean, worst.columns()["clean"])
         meaning = f"of samples stand attacks at eps {worst.eps_text}; {clean} are right without"

@@ -14,6 +14,7 @@ from lipaudit.gate.rules import BINARY, Rule, parse_rule
 from lipaudit.gate.verdicts import Status, Verdict
 from lipaudit.results import SAMPLES, Column, Report, Section, labels
 from lipaudit.results.columns import Float, Frozen
+from lipaudit.results.trials import parse_column
 
 LEVEL = 0.025
 """One-sided level of the limits: together they are a 95 % interval."""
@@ -143,7 +144,7 @@ def _rules(old: Report, new: Report) -> Iterator[Rule]:
 
 
 def _sample_rules(section: Section, name: str, column: Column) -> Iterator[Rule]:
-    columns = [c for c in section.samples if c.partition("@")[0] == name]
+    columns = [c for c in section.samples if parse_column(c)[0] == name]
     if not columns or any(cell is None for c in columns for cell in section.samples[c]):
         return
     metric = f"{section.measure}.{name}"

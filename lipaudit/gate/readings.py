@@ -11,7 +11,8 @@ import numpy as np
 from lipaudit.errors import UsageError
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import Values
-from lipaudit.results import Row, Section
+from lipaudit.results import AttackRow, Row, Section
+from lipaudit.results.trials import WORST, TrialKey, parse_column
 
 STATISTICS: dict[str, Callable[..., Any]] = {
     "median": np.median,
@@ -19,7 +20,7 @@ STATISTICS: dict[str, Callable[..., Any]] = {
     "p95": lambda values, axis=None: np.quantile(values, 0.95, axis=axis),
     "max": np.max,
 }
-_NAMES = ("layer", "head", "attack", "norm", "eps_text", "from", "to", "mode", "n", "module")
+_NAMES = ("layer", "head", "from", "to", "mode", "n", "module")
 
 
 @dataclass(frozen=True)
@@ -74,23 +75,21 @@ def row_names(rows: Iterable[Row]) -> list[str]:
 
 def _columns(rule: Rule, section: Section) -> dict[str, Values]:
     """Read the per-sample columns `column` and `column@A,B,...` that the selector matches."""
-    found = {
-        name.partition("@")[2]: name
-        for name in section.samples
-        if name.partition("@")[0] == rule.column
+    trials = {
+        name: trial
+        for name, (kind, trial) in ((name, parse_column(name)) for name in section.samples)
+        if kind == rule.column and all(trial and trial.matches(w) for w in rule.selector)
     }
-    wanted = {word.partition("=")[2] or word for word in rule.selector}
-    kept = {name: wanted <= set(name.split(",")) for name in found}
-    picked = _worst([name for name in found if kept[name]], wanted)
-    return {name: _numbers(section.samples[found[name]]) for name in picked}
+    picked = _worst(trials, rule.selector)
+    return {str(trials[name] or ""): _numbers(section.samples[name]) for name in picked}
 
 
 def _cells(rule: Rule, section: Section) -> dict[str, float]:
     """Read the column of the rows that the selector matches."""
     rows = dict(zip(row_names(section.rows), section.rows, strict=True))
     kept = [name for name, row in rows.items() if all(_matches(row, w) for w in rule.selector)]
-    if section.measure == "attack":
-        kept = _worst(kept, {word.partition("=")[2] or word for word in rule.selector})
+    trials = {name: _trial(rows[name]) for name in kept}
+    kept = _worst(trials, rule.selector)
     cells = {name: rows[name].cells()[rule.column] for name in kept}
     return {name: float(cell) for name, cell in cells.items() if cell is not None}
 
@@ -105,23 +104,30 @@ def _behind(rule: Rule, section: Section, points: Mapping[str, float]) -> dict[s
     return {name: line for name, line in lines if name in points}
 
 
-def _worst(names: list[str], wanted: set[str]) -> list[str]:
+def _worst(trials: Mapping[str, TrialKey | None], selector: tuple[str, ...]) -> list[str]:
     """Keep the worst case over the attacks, unless the selector names an attack."""
-    if any(name.split(",")[0] in wanted for name in names):
-        return names
-    return [name for name in names if name.split(",")[0] == "worst"] or names
+    attacks = {name: trial.attack if trial else "" for name, trial in trials.items()}
+    if {word.removeprefix("attack=") for word in selector} & set(attacks.values()):
+        return list(trials)
+    return [name for name in trials if attacks[name] == WORST] or list(trials)
+
+
+def _trial(row: Row) -> TrialKey | None:
+    return row.key if isinstance(row, AttackRow) else None
 
 
 def _matches(row: Row, word: str) -> bool:
     key, equals, value = word.partition("=")
-    cells = row.cells()
+    cells, trial = row.cells(), _trial(row)
+    if trial and trial.matches(word):
+        return True
     if not equals:
         return any(isinstance(cell, str) and cell == word for cell in cells.values())
     if key not in cells:
         raise UsageError(
             f"rows of {row.section} have no column {key!r}", f"Columns: {', '.join(cells)}."
         )
-    return value in (str(cells[key]), str(cells.get(f"{key}_text")))
+    return value == str(cells[key])
 
 
 def _numbers(cells: tuple[Any, ...]) -> Values:
@@ -129,6 +135,8 @@ def _numbers(cells: tuple[Any, ...]) -> Values:
 
 
 def _name(row: Row) -> str:
+    if trial := _trial(row):
+        return str(trial)
     cells = row.cells()
     named = {key: cells[key] for key in _NAMES if cells.get(key) not in (None, "")}
     if "layer" in cells:
@@ -141,7 +149,7 @@ def _name(row: Row) -> str:
 def _nothing(rule: Rule, section: Section) -> UsageError:
     rows = row_names(section.rows)
     some = "; ".join(rows[:8]) + ("; ..." if len(rows) > 8 else "")
-    columns = [name for name in section.samples if name.partition("@")[0] == rule.column]
+    columns = [name for name in section.samples if parse_column(name)[0] == rule.column]
     advice = f"Rows: {some}." if rows else ""
     if columns:
         advice = f"Columns: {', '.join(columns)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from lipaudit.errors import InputError
 from lipaudit.measures.measure import Measure, Part, Values, joined, notes, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
+from lipaudit.results.trials import WORST, TrialKey
 from lipaudit.settings.attack import AttackOptions
 
-WORST = "worst"
 Z95 = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 
@@ -106,22 +107,21 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row per trial, and one for the worst case of each ball."""
     trials, robust, correct = options.trials(), joined(parts, "robust"), joined(parts, "correct")
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
-    rows = [
-        _row(trial.label, trial, correct, robust[:, i], cost[i]) for i, trial in enumerate(trials)
-    ]
+    rows = [_row(trial.key, correct, robust[:, i], cost[i]) for i, trial in enumerate(trials)]
     columns: dict[str, Any] = {"ids": sample_ids(parts)}
     columns |= {
         name: joined(parts, name).astype(int) for name in ("label", "predicted", "correct")
     }
     distance = joined(parts, "distance")
     for i, trial in enumerate(trials):
-        columns[f"robust@{_key(trial.label, trial)}"] = robust[:, i].astype(int)
-        columns[f"distance@{_key(trial.label, trial)}"] = distance[:, i]
-    for ball in dict.fromkeys((trial.norm, trial.radius) for trial in trials):
-        mine = [i for i, trial in enumerate(trials) if (trial.norm, trial.radius) == ball]
-        stands, first = np.asarray(robust[:, mine].all(1)), trials[mine[0]]
-        rows.append(_row(WORST, first, correct, stands, cost[mine].sum(0)))
-        columns[f"robust@{_key(WORST, first)}"] = stands.astype(int)
+        columns[trial.key.column("robust")] = robust[:, i].astype(int)
+        columns[trial.key.column("distance")] = distance[:, i]
+    worst = [replace(trial.key, attack=WORST) for trial in trials]
+    for key in dict.fromkeys(worst):
+        same = [i for i, other in enumerate(worst) if other == key]
+        stands = np.asarray(robust[:, same].all(1))
+        rows.append(_row(key, correct, stands, cost[same].sum(0)))
+        columns[key.column("robust")] = stands.astype(int)
     return [
         Section(
             measure="attack",
@@ -133,17 +133,13 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     ]
 
 
-def _key(label: str, trial: Trial) -> str:
-    return f"{label},{trial.norm},{trial.radius.text}"
-
-
-def _row(label: str, trial: Trial, correct: Values, robust: Values, cost: Values) -> AttackRow:
+def _row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> AttackRow:
     low, high = wilson(int(robust.sum()), len(robust))
     return AttackRow(
-        attack=label,
-        norm=trial.norm,
-        eps=float(trial.radius),
-        eps_text=trial.radius.text,
+        attack=key.attack,
+        norm=key.norm,
+        eps=float(key.radius),
+        eps_text=key.radius.text,
         samples=len(robust),
         clean=float(correct.mean()),
         robust=float(robust.mean()),
@@ -182,7 +178,7 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> bytes
     """Return a safetensors file: a tensor per trial, `ATTACK,NORM,EPS`, and the labels `y`."""
     x_adv = joined(parts, "x_adv")
     tensors = {
-        _key(trial.label, trial): np.ascontiguousarray(x_adv[:, i])
+        str(trial.key): np.ascontiguousarray(x_adv[:, i])
         for i, trial in enumerate(options.trials())
     }
     return save(tensors | {"y": joined(parts, "label").astype(np.int64)})

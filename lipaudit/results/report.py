@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lipaudit.results.columns import Cell, Column, Float, Frozen, Row
 from lipaudit.results.rows import ROWS, SAMPLES, AnyRow
+from lipaudit.results.trials import parse_column
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,7 +92,7 @@ class Section(Frozen):
     def sample_column(self, name: str) -> Column:
         """Return how a per-sample column reads (`robust@pgd,linf,2/255` reads as `robust`)."""
         known = SAMPLES.get(self.measure, {})
-        return known.get(name.split("@")[0], Column(label=name, meaning=""))
+        return known.get(parse_column(name)[0], Column(label=name, meaning=""))
 
 
 class Model(Frozen):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, get_args
 
 from lipaudit.results.columns import Column, Float, Row, column
+from lipaudit.results.trials import TrialKey, parse_radius
 
 PROVEN = (
     "With probability 0.999 the norm is at most this share above what is given (largest over the "
@@ -202,6 +203,11 @@ class AttackRow(Row):
     seconds: Float | None = column("seconds", "Wall time.", format=".1f", unit="s", domain="")
     forwards: int | None = column("forwards", "Model forwards, in samples.", format="d")
     backwards: int | None = column("backwards", "Model backwards, in samples.", format="d")
+
+    @property
+    def key(self) -> TrialKey:
+        """Its trial; a report that does not say how the radius was typed has it rounded."""
+        return TrialKey(self.attack, self.norm, parse_radius(self.eps_text or f"{self.eps:.4g}"))
 
 
 class ScalingRow(Row):

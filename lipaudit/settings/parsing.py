@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from lipaudit.attacks.plan import Radius, parse_radius
 from lipaudit.errors import UsageError
+from lipaudit.results.trials import Radius, parse_radius
 
 LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
 FEWEST = 2

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lipaudit.attacks.plan import parse_radius
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import DigitsViT, described
 from lipaudit.models.sources.loading import load
 from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.results.trials import parse_radius
 from lipaudit.settings.recipe import Recipe
 from lipaudit.train.loop import Epoch, train
 

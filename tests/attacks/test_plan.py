@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from fractions import Fraction
 
 import pytest
 
@@ -10,39 +9,11 @@ from lipaudit.attacks.plan import (
     NAMES,
     PRESETS,
     Attack,
-    Radius,
     adapt,
     make_plan,
-    parse_radius,
 )
 from lipaudit.errors import UsageError
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("2/255", Fraction(2, 255)),
-        ("1.1/255", Fraction(11, 2550)),
-        (" 8 / 255 ", Fraction(8, 255)),
-        ("0.03", Fraction(3, 100)),
-        (".5", Fraction(1, 2)),
-        ("1e-3", Fraction(1, 1000)),
-        ("0", Fraction(0)),
-    ],
-)
-def test_a_radius_is_read_exactly(text, value):
-    radius = parse_radius(text)
-    assert radius == Radius("any", value)
-    assert radius.text == text.strip()
-    assert float(radius) == float(value)
-
-
-@pytest.mark.parametrize("text", ["", "-1/255", "2/0", "8/", "eps", "nan", "inf", "1/2/3", "0x1"])
-def test_what_is_no_radius_is_named(text):
-    with pytest.raises(UsageError, match="is not a radius") as caught:
-        parse_radius(text)
-    assert repr(text) in caught.value.message
-    assert "2/255" in caught.value.advice
+from lipaudit.results.trials import parse_radius
 
 
 def test_standard_is_the_reference_autoattack():

@@ -20,8 +20,9 @@ from pyautoattack.square import SquareAttack
 from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
-from lipaudit.attacks.plan import make_plan, parse_radius
+from lipaudit.attacks.plan import make_plan
 from lipaudit.models.sources.loading import load
+from lipaudit.results.trials import parse_radius
 from lipaudit.train.demos import shipped
 
 EPS, STEPS, QUERIES = "0.05", 20, 300

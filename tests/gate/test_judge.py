@@ -246,6 +246,21 @@ def test_selectors_pick_rows_and_columns(pair, report, attack):
     ]
 
 
+@pytest.mark.parametrize("word", ["8/510", "eps=8/510", "eps=4 / 255"])
+@pytest.mark.parametrize("metric", ["robust@{}:mean >= 0.1", "eps@{}:each >= 0"])
+def test_selectors_know_a_radius_however_it_is_written(report, attack, word, metric):
+    radii = report(attack([flags(90), flags(40)], eps=("2/255", "4/255")))
+    verdict = only(judge(radii, radii, rules("attack." + metric.format(word))))
+    assert verdict.name == "worst,linf,4/255"
+    assert verdict.new == pytest.approx(40 / 128 if "robust" in metric else 4 / 255)
+
+
+def test_a_selector_names_an_attack_by_its_own_key(report, attack):
+    radii = report(attack([flags(90)]))
+    with pytest.raises(UsageError, match="matches nothing"):
+        judge(radii, radii, rules("attack.robust@norm=worst >= -2pp"))
+
+
 def test_row_columns_without_samples_are_compared_as_they_are(pair):
     build, baseline = pair
     louder = build(head=2, factor=3.0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lipaudit.report.page.correlation import Correlation, spearman
 from lipaudit.report.page.views.common import finite
 from lipaudit.results import Report, Section
+from lipaudit.results.trials import WORST, TrialKey, parse_column
 
 FEATURES = ("norm", "radius_first_order")
 
@@ -16,20 +17,25 @@ class Outcome:
     """One attack on the samples that the model classifies rightly.
 
     Attributes:
-        column: per-sample column of the attack section, `robust@ATTACK,NORM,EPS`.
+        trial: the attack and its ball.
         broken: whether the attack broke a sample, by sample id; every one has a finite norm.
         features: finite per-sample figures of the jacobian section, by name and sample id.
     """
 
-    column: str
+    trial: TrialKey
     broken: dict[str, bool]
     features: dict[str, dict[str, float]]
 
     @property
+    def column(self) -> str:
+        """Name the per-sample column of the attack section."""
+        return self.trial.column("robust")
+
+    @property
     def attack(self) -> str:
         """Name the attack: `pgd at linf 2/255`."""
-        attack, norm, eps = self.column.partition("@")[2].split(",", 2)
-        return f"{'the worst attack' if attack == 'worst' else attack} at {norm} {eps}"
+        attack = "the worst attack" if self.trial.attack == WORST else self.trial.attack
+        return f"{attack} at {self.trial.norm} {self.trial.radius.text}"
 
     def correlation(self, feature: str) -> Correlation | None:
         """Correlate a figure with being broken, None where too few samples have it."""
@@ -48,10 +54,11 @@ def outcome(report: Report) -> Outcome | None:
     if attack is None or jacobian is None:
         return None
     features = {name: _finite_column(jacobian, name) for name in FEATURES}
-    names = [name for name in attack.samples if name.startswith("robust@") and name.count(",") > 1]
-    names = [name for name in names if name.startswith("robust@worst,")] or names
-    found = [Outcome(n, _broken(attack, n, features["norm"]), features) for n in names]
-    split = [o for o in found if len(set(o.broken.values())) == 2]
+    columns = ((name, *parse_column(name)) for name in attack.samples)
+    trials = {t: name for name, kind, t in columns if t and kind == "robust"}
+    worst = [trial for trial in trials if trial.attack == WORST] or list(trials)
+    outcomes = [Outcome(t, _broken(attack, trials[t], features["norm"]), features) for t in worst]
+    split = [o for o in outcomes if len(set(o.broken.values())) == 2]
     return min(split, key=_imbalance, default=None)
 
 

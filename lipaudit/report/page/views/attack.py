@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from lipaudit.report.blocks import Block, Curve, Series, Table
 from lipaudit.report.page.views.common import MODEL, typed
 from lipaudit.results import AttackRow, Column, Section
+from lipaudit.results.trials import WORST
 
-WORST = "worst"
 NAMES = ("attack", "norm", "eps_text", "samples", "clean", "robust")
 COSTS = ("seconds", "forwards", "backwards")
 
@@ -49,16 +49,11 @@ def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
     yield from _curves(columns, groups)
 
 
-def eps_text(row: AttackRow) -> str:
-    """Return the radius as it was typed."""
-    return row.eps_text or f"{row.eps:.4g}"
-
-
 def _start(row: AttackRow) -> tuple[object, ...]:
     interval = None
     if row.robust_low is not None and row.robust_high is not None:
         interval = f"{row.robust_low:.1%} to {row.robust_high:.1%}"
-    return row.attack, row.norm, eps_text(row), row.samples, row.clean, row.robust, interval
+    return row.attack, row.norm, row.key.radius.text, row.samples, row.clean, row.robust, interval
 
 
 def _interval(columns: Mapping[str, Column]) -> Column:
@@ -80,7 +75,7 @@ def _curves(
             for label, rows in groups.items()
         ]
         kept = tuple(s for s in series if len(s.x) > 1)
-        ticks = {eps_text(row): row.eps for row in everything if row.norm == norm}
+        ticks = {row.key.radius.text: row.eps for row in everything if row.norm == norm}
         if kept:
             title = f"Accuracy under attack, {norm}"
             yield Curve(title, columns["eps"], accuracy, kept, ticks={"0": 0.0} | ticks)

@@ -1,0 +1,106 @@
+"""Trials: an attack in a ball, as rows, per-sample columns and rules of the gate name it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from lipaudit.errors import UsageError
+
+WORST = "worst"
+"""Stands for an attack: what no attack of a ball broke."""
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
+
+
+@dataclass(frozen=True)
+class Radius:
+    """A radius eps as it was written and its exact value; two spellings of one value are equal.
+
+    Attributes:
+        text: as the user typed it, `2/255` say.
+        value: the same, exactly.
+    """
+
+    text: str = field(compare=False)
+    value: Fraction
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+def parse_radius(text: str) -> Radius:
+    """Read a radius: a decimal or a quotient of two (`0.03`, `2/255`, `1.1/255`), exactly.
+
+    Raises:
+        UsageError: the text is no non-negative number, or divides by zero.
+    """
+    radius = _radius(text)
+    if radius is None:
+        raise UsageError(f"{text!r} is not a radius", "write it as 2/255, 1.1/255 or 0.03")
+    return radius
+
+
+def _radius(text: str) -> Radius | None:
+    match = _RADIUS.fullmatch(text.strip())
+    divisor = Fraction(match[2] or 1) if match else Fraction(0)
+    if match is None or divisor == 0:
+        return None
+    return Radius(text.strip(), Fraction(match[1]) / divisor)
+
+
+@dataclass(frozen=True)
+class TrialKey:
+    """What tells one trial from the others of a report.
+
+    Attributes:
+        attack: name of the attack or ensemble, `WORST` for all of them.
+        norm: linf, l2 or token-l2.
+        radius: eps.
+    """
+
+    attack: str
+    norm: str
+    radius: Radius
+
+    @classmethod
+    def parse(cls, text: str) -> TrialKey | None:
+        """Read what `str` writes; None where the text names no trial."""
+        words = text.split(",")
+        radius = _radius(words[2]) if len(words) == 3 else None
+        return None if radius is None else cls(words[0], words[1], radius)
+
+    def __str__(self) -> str:
+        """Write it as in the columns of a report: `pgd,linf,2/255`."""
+        return f"{self.attack},{self.norm},{self.radius.text}"
+
+    def column(self, kind: str) -> str:
+        """Name the per-sample column that holds a kind of figure: `robust@pgd,linf,2/255`."""
+        return f"{kind}@{self}"
+
+    def matches(self, word: str) -> bool:
+        """Tell whether a word of a selector names it: `linf`, `2/255`, `attack=pgd`, `eps=0.1`.
+
+        Radii match by value, however they are written.
+        """
+        key, equals, value = word.partition("=")
+        ours = {"attack": self.attack, "norm": self.norm, "eps": self.radius}
+        asked = {"attack": value, "norm": value, "eps": _radius(value)}
+        if equals:
+            return key in ours and ours[key] == asked[key]
+        return word in (self.attack, self.norm) or self.radius == _radius(word)
+
+
+def parse_column(name: str) -> tuple[str, TrialKey | None]:
+    """Read the name of a per-sample column: its kind, and its trial where it belongs to one.
+
+    >>> kind, trial = parse_column("robust@pgd,linf,2/255")
+    >>> kind, trial.attack, float(trial.radius) == 2 / 255
+    ('robust', 'pgd', True)
+    >>> parse_column("margin")
+    ('margin', None)
+    """
+    kind, _, text = name.partition("@")
+    trial = TrialKey.parse(text)
+    return (name, None) if trial is None else (kind, trial)

@@ -149,7 +149,7 @@ def logits_and_gradient(
 def margins(
     logits: Float[Tensor, "batch classes"], y: Int[Tensor, " batch"]
 ) -> Float[Tensor, " batch"]:
-    """Return max_{j != y} f_j - f_y: positive exactly where the class is wrong."""
+    """Return f_y - max_{j != y} f_j: negative exactly where another class is ahead."""
     own = logits.gather(1, y[:, None])
     others = logits.scatter(1, y[:, None], -torch.inf)
-    return others.amax(1) - own[:, 0]
+    return own[:, 0] - others.amax(1)

@@ -24,7 +24,7 @@ def pgd(
     """Climb the cross-entropy from `start`; return the iterate closest to success.
 
     z <- project(z + step_size d), d the steepest direction of the norm. Closest to success means
-    the largest margin max_{j != y} f_j - f_y over all steps + 1 iterates, so a sample that was
+    the smallest margin f_y - max_{j != y} f_j over all steps + 1 iterates, so a sample that was
     misclassified on the way is returned misclassified. Deterministic: draw the start with
     `random_start` and call again for a restart. Madry et al., 2018 (arXiv 1706.06083).
 
@@ -37,12 +37,12 @@ def pgd(
         steps: number of steps; steps + 1 forward and steps backward passes.
         step_size: length of a step in the norm of the ball (see `usual_step`).
     """
-    z, best, highest = start, start, x.new_full((len(x),), -torch.inf)
+    z, best, lowest = start, start, x.new_full((len(x),), torch.inf)
     for _ in range(steps):
         logits, gradient = logits_and_gradient(f, z, y)
-        best, highest = _better(z, margins(logits, y), best, highest)
+        best, lowest = _closer(z, margins(logits, y), best, lowest)
         z = project(z + step_size * steepest(gradient, ball), x, ball)
-    return _better(z, margins(logits_of(f(z)), y), best, highest)[0]
+    return _closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
 
 
 def usual_step(eps: float, steps: int) -> float:
@@ -50,7 +50,7 @@ def usual_step(eps: float, steps: int) -> float:
     return 2.5 * eps / steps
 
 
-def _better(z: Tensor, margin: Tensor, best: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
-    gain = margin > highest
+def _closer(z: Tensor, margin: Tensor, best: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
+    gain = margin < lowest
     keep = gain.reshape(-1, *[1] * (z.ndim - 1))
-    return torch.where(keep, z, best), torch.where(gain, margin, highest)
+    return torch.where(keep, z, best), torch.where(gain, margin, lowest)

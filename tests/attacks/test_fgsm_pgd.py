@@ -29,7 +29,7 @@ def test_fgsm_breaks_a_linear_model_of_two_classes_exactly_within_reach(linear, 
     model, x, y = linear(2, (1, 5, 5), samples=60)
     reach = model.reach(x, y, norm)
     eps = float(reach[reach > 0].median())
-    broken = margins(model(fgsm(model, x, y, Ball(norm, eps * 1.001))), y) > 0
+    broken = margins(model(fgsm(model, x, y, Ball(norm, eps * 1.001))), y) < 0
     assert torch.equal(broken, reach < eps * 1.001)
     assert 0 < int(broken.sum()) < 60
 
@@ -55,7 +55,7 @@ def test_pgd_on_a_linear_model_reaches_the_optimum(linear, norm):
         "token-l2": lambda d: d.reshape(3, 5).norm(dim=1).sum(),
     }[norm](model.w[1] - model.w[0])
     torch.testing.assert_close(
-        margins(model(z), y), margins(model(x), y) + 0.1 * dual, rtol=1e-6, atol=1e-6
+        margins(model(z), y), margins(model(x), y) - 0.1 * dual, rtol=1e-6, atol=1e-6
     )
 
 
@@ -76,7 +76,7 @@ def test_pgd_returns_an_iterate_that_succeeded_on_the_way():
 
     x, y = torch.full((1, 1), 0.1), torch.tensor([0])
     z = pgd(f, x, y, Ball("linf", 0.8), start=x, steps=8, step_size=0.1)
-    assert margins(f(z), y) > 0
+    assert margins(f(z), y) < 0
     assert z.item() == pytest.approx(0.5, abs=0.01)
 
 
@@ -97,7 +97,7 @@ def test_pgd_finds_on_two_pixels_what_brute_force_finds(norm):
     for _ in range(5):
         start = random_start(x, ball, generator)
         new = pgd(f, x, y, ball, start=start, steps=30, step_size=usual_step(0.05, 30))
-        better = margins(f(new), y) > margins(f(z), y)
+        better = margins(f(new), y) < margins(f(z), y)
         z = torch.where(better[:, None], new, z)
 
     line = torch.linspace(-0.05, 0.05, 121, dtype=torch.float64)
@@ -106,10 +106,10 @@ def test_pgd_finds_on_two_pixels_what_brute_force_finds(norm):
     points = x[:, None] + grid
     outside = ((points < 0) | (points > 1)).any(-1)
     worst = margins(f(points.flatten(0, 1)), y.repeat_interleave(len(grid))).reshape(60, -1)
-    worst = worst.masked_fill(outside, -torch.inf).amax(1)
+    worst = worst.masked_fill(outside, torch.inf).amin(1)
 
-    broken = margins(f(z), y) > 0
-    assert torch.equal(broken, worst > 0)
+    broken = margins(f(z), y) < 0
+    assert torch.equal(broken, worst < 0)
     assert 10 < int(broken.sum()) < 50
     assert (distance(z, x, norm) <= 0.05 + 1e-12).all()
 

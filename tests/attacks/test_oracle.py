@@ -16,6 +16,8 @@ from lipaudit.attacks.oracle import (
     margins,
 )
 from lipaudit.errors import EvaluationError
+from lipaudit.models.derivative import model_norms
+from lipaudit.models.derivative.linearize import linearize
 
 
 @pytest.fixture
@@ -124,6 +126,17 @@ def test_an_output_that_is_no_logits_is_refused(output):
         logits_of(output)
 
 
-def test_margins_are_positive_where_the_class_is_wrong():
+def test_margins_are_positive_where_the_class_is_right():
     logits = torch.tensor([[2.0, -1.0, 0.5], [0.0, 1.0, 3.0]])
-    torch.testing.assert_close(margins(logits, torch.tensor([0, 1])), torch.tensor([-1.5, 2.0]))
+    torch.testing.assert_close(margins(logits, torch.tensor([0, 1])), torch.tensor([1.5, -2.0]))
+
+
+def test_a_margin_is_the_same_to_attacks_and_to_radii():
+    """One word, one thing: f_y - max over the others, here and in the section `jacobian`."""
+    weight, y = torch.randn(5, 7, dtype=torch.float64), torch.tensor([0, 3, 4, 2])
+
+    def f(z, _rows=None):
+        return z @ weight.T
+
+    x = torch.randn(4, 7, dtype=torch.float64)
+    torch.testing.assert_close(margins(f(x), y), model_norms.margins(linearize(f, x), y).margin)

@@ -22,9 +22,9 @@ from lipaudit.attacks.auto import Turn, auto
 from lipaudit.attacks.balls import Ball, distance, project, random_start
 from lipaudit.attacks.fgsm import fgsm
 from lipaudit.attacks.oracle import ByRow, Meter, Model, Oracle, logits_and_gradient
-from lipaudit.attacks.outcome import CHUNK, Chunk, Outcome, chunks
+from lipaudit.attacks.outcome import Chunk, Outcome, chunks
 from lipaudit.attacks.pgd import pgd, usual_step
-from lipaudit.attacks.plan import Attack, Trial, adapt
+from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.sanity import examine, refuse_training
 from lipaudit.errors import EvaluationError, UsageError
 

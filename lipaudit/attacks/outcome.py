@@ -9,13 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.plan import Norm, Trial
+from lipaudit.attacks.plan import CHUNK, Norm, Trial
 from lipaudit.attacks.sanity import Checks
 from lipaudit.results import Note
 from lipaudit.results.trials import Radius
-
-CHUNK = 64
-"""Samples that share a random stream. Part of the result's definition: recorded, not tuned."""
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from lipaudit.errors import UsageError
 from lipaudit.results import Note
 from lipaudit.results.trials import Radius, TrialKey, parse_radius
 
 Norm = Literal["linf", "l2", "token-l2"]
+
+CHUNK: Final = 64
+"""Samples that share a random stream: a constant of the method, recorded with every result."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from safetensors.numpy import save
 
 from lipaudit.attacks.evaluate import evaluate_chunk
 from lipaudit.attacks.oracle import ByRow, Model
-from lipaudit.attacks.outcome import CHUNK, Chunk, Outcome
-from lipaudit.attacks.plan import Trial
+from lipaudit.attacks.outcome import Chunk, Outcome
+from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.measure import Measure, Part, Values, joined, notes, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
@@ -29,13 +29,18 @@ Z95 = 1.959963984540054
 
 
 def run(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
-    """Yield, per chunk of samples, what each trial left standing."""
+    """Yield, per chunk of samples, what each trial left standing.
+
+    Raises:
+        UsageError: batches that are no chunks: `logical_chunk` would not be true of the result.
+        InputError: a model without classes, or samples without labels.
+    """
     trials = options.trials()
     if net.classes is None:
         raise InputError(
             f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
         )
-    for number, batch in enumerate(batches, options.first_chunk):
+    for number, batch in enumerate(_whole(batches), options.first_chunk):
         if batch.y is None or bool((batch.y < 0).any()):
             raise InputError("an attack needs a label for every sample", "Label the data.")
         chunk = Chunk(number, net.point(batch), batch.y, _free(net, batch))
@@ -50,6 +55,19 @@ def run(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[
             )
         )
         yield _part(net, batch, trials, outcomes, options)
+
+
+def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Pass batches on if each but the last fills a chunk."""
+    last = False
+    for batch in batches:
+        if last or len(batch) > CHUNK:
+            raise UsageError(
+                f"samples do not come in chunks of {CHUNK}, which share a random stream",
+                f"cut them with batch.split({CHUNK}); the option batch_size bounds memory",
+            )
+        last = len(batch) < CHUNK
+        yield batch
 
 
 def _free(net: Net, batch: Batch) -> torch.Tensor | None:

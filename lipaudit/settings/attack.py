@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lipaudit.attacks.plan import NAMES, PRESETS, Norm, Trial, make_plan
+from lipaudit.attacks.plan import CHUNK, NAMES, PRESETS, Norm, Trial, make_plan
 from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import option
 from lipaudit.settings.parsing import Radii
 
-CHUNK = 64
 PGD_STEPS = 40
 
 
@@ -46,7 +45,8 @@ class AttackOptions(MeasureOptions):
     save_adv: Path | None = option(
         None, "Write the adversarial examples (.safetensors).", exclude=True
     )
-    logical_chunk: int = CHUNK
+    logical_chunk: Literal[64] = CHUNK
+    """Samples that share a random stream: recorded, and never another number."""
     batch_size: int = Field(CHUNK, exclude=True)
     """Samples on the device at a time; changes nothing else."""
     first_chunk: int = Field(0, exclude=True)

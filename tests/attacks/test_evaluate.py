@@ -9,8 +9,8 @@ from torch import nn
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import derive_seed, evaluate, evaluate_chunk
 from lipaudit.attacks.oracle import ByRow
-from lipaudit.attacks.outcome import CHUNK, Chunk, chunks, worst_case
-from lipaudit.attacks.plan import make_plan
+from lipaudit.attacks.outcome import Chunk, chunks, worst_case
+from lipaudit.attacks.plan import CHUNK, make_plan
 from lipaudit.errors import EvaluationError, UsageError
 
 NORMS = pytest.mark.parametrize("norm", ["linf", "l2"])

@@ -1,4 +1,4 @@
-"""The configuration file: read once, at the boundary, and never into the protocol of a baseline."""
+"""The configuration file: read once, at the boundary, never into the protocol of a baseline."""
 
 from __future__ import annotations
 

@@ -100,15 +100,17 @@ def test_a_stopped_run_says_how_to_go_on(by, code, tmp_path):
 def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     net = load("demo")
     measure = MEASURES[name]
-    batch = load_data("demo", net, DataOptions(samples=4)).batch
+    size = measure.chunk or 2
+    batch = load_data("demo", net, DataOptions(samples=size + 2)).batch
     options = measure.options.model_validate(SMALL.get(name, {}))
     if measure.chunk is not None:
         options = options.model_copy(update={"batch_size": 4, "first_chunk": 0})
-    parts = list(measure.run(net, batch.split(2), options))
+    parts = list(measure.run(net, batch.split(size), options))
     with Journal({"measure": name}, tmp_path) as journal:
         assert list(journal.recorded(parts)) == parts
     with Journal({"measure": name}, tmp_path) as journal:
         found = journal.parts(batch.ids)
+    assert len(parts) == 2
     assert sample_ids(found) == batch.ids
     assert measure.summarise(found, options) == measure.summarise(parts, options)
     with Journal({"measure": name, "seed": 1}, tmp_path) as other:

@@ -1,7 +1,9 @@
 """The measure `attack`: rows, columns, intervals."""
 
 import pytest
+from pydantic import ValidationError
 
+from lipaudit.attacks.plan import CHUNK
 from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, run, summarise, wilson
@@ -45,6 +47,19 @@ def test_the_device_batch_changes_nothing(net):
     first, second = (section(net, b, attack="pgd", eps=("0.1",)) for b in (64, 7))
     assert first.samples["robust@pgd,linf,0.1"] == second.samples["robust@pgd,linf,0.1"]
     assert first.settings == second.settings
+
+
+def test_the_recorded_chunk_is_the_one_that_was_used(net):
+    """It decides the random starts, so a report must not say one thing and do another."""
+    options = AttackOptions(attack="pgd", eps=("0.1",), steps=1)
+    assert options.model_dump()["logical_chunk"] == CHUNK
+    assert AttackOptions.model_validate(options.model_dump()) == options  # an old report's
+    with pytest.raises(ValidationError, match="logical_chunk"):
+        AttackOptions(logical_chunk=32)
+    batch = load_data("demo", net, DataOptions(samples=2 * CHUNK)).batch
+    for size in (CHUNK // 2, CHUNK + 1):
+        with pytest.raises(UsageError, match="chunks of 64"):
+            list(run(net, batch.split(size), options))
 
 
 def test_a_radius_of_zero_changes_nothing(net):

@@ -109,7 +109,7 @@ def margins(
     *,
     norm: Norm = "inf",
     upper: Tensor | None = None,
-    rivals: int,
+    rivals: int | None = None,
 ) -> Margins:
     """Return margins, their gradients and the first-order radius of every sample.
 
@@ -122,7 +122,7 @@ def margins(
         y: class of each sample, (batch,); the predicted class stands in where it is negative.
         norm: of the attack: gradients are measured in the dual one (l_1 for inf).
         upper: what the same norm of J is at most, from `jacobian_norms`; None: not known.
-        rivals: how many other classes are looked at, when there are more than `DENSE`.
+        rivals: how many other classes are looked at, where there are more than `DENSE`; None: all.
 
     Raises:
         UsageError: the output is not (batch, classes) with at least two classes.
@@ -163,9 +163,10 @@ class _Slopes:
         return times_power(norm.cpu().double(), self.linear.exponent)
 
 
-def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int) -> Margins:
+def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -> Margins:
     """Look at the classes of `order`, (batch, classes - 1), as long as one may be the nearest."""
-    count = gaps.shape[1] if slopes.every <= DENSE else min(rivals, gaps.shape[1])
+    most = gaps.shape[1] if rivals is None or slopes.every <= DENSE else rivals
+    count = min(most, gaps.shape[1])
     radius, closest = torch.full_like(gaps[:, 0], torch.inf), order[:, 0].clone()
     looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
     gradient = torch.zeros_like(radius)

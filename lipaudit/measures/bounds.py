@@ -38,7 +38,6 @@ from lipaudit.theory.spectral.lanczos import Norms
 from lipaudit.theory.spectral.upper import spectral_norm
 
 MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
-WITH_LOGARITHM = ("castin", "mean_field", "hu")
 NOTABLE = 1e-4
 """What the rounding of the forward pass may move a norm by, relatively, without a warning."""
 NUMERICAL = "numerical"
@@ -189,7 +188,8 @@ def _row(head: HeadName, kind: str, input: str, found: dict[str, Values]) -> Bou
     """Reduce one head over the samples: medians, and what is named a maximum."""
     medians = {name: _median(found[name]) for name in (*BOUNDS, *MADE_OF)}
     medians["softmax_norm_max"] = _largest(found["softmax_norm_max"])
-    logs = {f"log10_{name}": _log10(medians[name]) for name in WITH_LOGARITHM}
+    overflowing = [name for name, bound in BOUNDS.items() if bound.log10_label]
+    logs = {f"log10_{name}": _log10(medians[name]) for name in overflowing}
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(found["exact"] > 0, found["sharp"] / found["exact"], np.nan)
     return BoundsRow(

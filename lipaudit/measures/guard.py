@@ -17,6 +17,8 @@ ROUNDING = 1e-9
 def require_bounds_hold(site: Site, ids: Sequence[str], values: Mapping[str, Tensor]) -> None:
     """Stop the run where a bound of a head, or of a layer, is below the exact norm.
 
+    Ours and those of plug-ins alike.
+
     Args:
         site: the layer.
         ids: of the samples.
@@ -26,13 +28,21 @@ def require_bounds_hold(site: Site, ids: Sequence[str], values: Mapping[str, Ten
     Raises:
         EvaluationError: one is below; it names the head and the bound.
     """
-    for name in BOUNDS:
-        _require(name, values[name], values["exact"], site, ids)
+    for name, bound in BOUNDS.items():
+        _require(name, values[name], values["exact"], site, ids, plugin=bound.function)
     heads = values["out_norm"] * values["sharp"].square().sum(1, keepdim=True).sqrt()
     _require("sharp_rss", heads, values["layer_out"], site, ids)
 
 
-def _require(name: str, bound: Tensor, exact: Tensor, site: Site, ids: Sequence[str]) -> None:
+def _require(
+    name: str,
+    bound: Tensor,
+    exact: Tensor,
+    site: Site,
+    ids: Sequence[str],
+    *,
+    plugin: str = "",
+) -> None:
     below = (bound < exact * (1 - ROUNDING)).nonzero()
     if not len(below):
         return
@@ -42,5 +52,7 @@ def _require(name: str, bound: Tensor, exact: Tensor, site: Site, ids: Sequence[
         f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
         f"{ids[sample]}, below the exact norm {float(exact[sample, head]):.9g}: one of them is "
         "wrong, and no figure of this run can be relied on",
-        "This is a bug in lipaudit. Please report it with the model, the data and this line.",
+        f"The bound is that of a plug-in, {plugin}: tell its authors, and uninstall it meanwhile."
+        if plugin
+        else "This is a bug in lipaudit. Please report it with the model, the data and this line.",
     )

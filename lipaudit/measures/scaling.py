@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +30,13 @@ from lipaudit.measures.measure import (
 from lipaudit.measures.worst import worst_case
 from lipaudit.models.net import Net
 from lipaudit.results import Note, ScalingRow, ScalingSplitRow, Section
+from lipaudit.results.bounds import catalogue
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions
-from lipaudit.settings.scaling import ScalingOptions
+from lipaudit.settings.scaling import Mode, ScalingOptions
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 
-Mode = Literal["real", "adversarial", "radius", "ascent", "split"]
-BOUNDS = ("sharp", "theorem3", "castin")
+BOUNDS = tuple(name for name, bound in catalogue().items() if bound.scaling)
 OF_HEADS = ("exact", "radius", "tokens", "splitting_gain", *BOUNDS)
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 

@@ -16,7 +16,6 @@ from lipaudit.results.report import Run as Run
 from lipaudit.results.report import Section as Section
 from lipaudit.results.report import labels as labels
 from lipaudit.results.rows import ROWS as ROWS
-from lipaudit.results.rows import SAMPLES as SAMPLES
 from lipaudit.results.rows import AttackRow as AttackRow
 from lipaudit.results.rows import AttentionRow as AttentionRow
 from lipaudit.results.rows import BoundsRow as BoundsRow
@@ -25,3 +24,4 @@ from lipaudit.results.rows import LayerRow as LayerRow
 from lipaudit.results.rows import ScalingFitRow as ScalingFitRow
 from lipaudit.results.rows import ScalingRow as ScalingRow
 from lipaudit.results.rows import ScalingSplitRow as ScalingSplitRow
+from lipaudit.results.samples import SAMPLES as SAMPLES

@@ -10,8 +10,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
     WithJsonSchema,
+    model_serializer,
+    model_validator,
 )
+from pydantic_core import CoreSchema
 
 Status = Literal["certified", "exact", "bound", "estimate", "empirical"]
 Better = Literal["lower", "higher"]
@@ -50,6 +55,8 @@ class Column(Frozen):
             nothing (a cost, a tolerance).
         status: certified (holds on its whole domain) | exact (computed at X) | bound
             (proven upper bound, at X only) | estimate | empirical.
+        formula: what is computed, in the symbols of `SYMBOLS`; of bounds.
+        reading: how to read a figure that is easily misread; a paragraph a line.
     """
 
     label: str
@@ -59,6 +66,8 @@ class Column(Frozen):
     better: Better | None = None
     domain: str = "at X"
     status: Status = "exact"
+    formula: str = ""
+    reading: str = ""
 
 
 def column(
@@ -85,3 +94,58 @@ class Row(Frozen):
     def cells(self) -> dict[str, Any]:
         """Return the values by column name."""
         return self.model_dump(by_alias=True)
+
+
+class OpenRow(Row):
+    """A row with columns of numbers beside those of its type: one for every declared bound.
+
+    A number without a declaration is kept and written back: it is of a plug-in that is not
+    installed here. A declared one that is missing is None.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Float | None] = Field(init=False)
+    behind: ClassVar[str]
+    """The column of this type behind which the declared ones are printed."""
+
+    @classmethod
+    def declared(cls) -> dict[str, Column]:
+        """Return the columns that are declared elsewhere, in the order they are printed."""
+        raise NotImplementedError
+
+    @classmethod
+    def columns(cls) -> dict[str, Column]:
+        """Return the columns of this row type in the order they are printed."""
+        return _inserted(super().columns(), cls.behind, cls.declared())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        # In a union of row types rows of the other types are tried too.
+        return dict.fromkeys(cls.declared()) | values if isinstance(values, dict) else values
+
+    @model_serializer(mode="wrap")
+    def _in_order(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = write(self)
+        return {name: values[name] for name in self.columns() if name in values} | values
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """List the declared columns among the properties."""
+        schema = handler.resolve_ref_schema(handler(core))
+        number = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}], "default": None}
+        properties = {
+            name: number | {"title": name, "description": column.meaning} | column.model_dump()
+            for name, column in cls.declared().items()
+        }
+        schema["properties"] = _inserted(schema["properties"], cls.behind, properties)
+        return schema
+
+
+def _inserted(columns: dict[str, Any], behind: str, more: dict[str, Any]) -> dict[str, Any]:
+    """Put more columns behind one of those that are there."""
+    items = list(columns.items())
+    at = list(columns).index(behind) + 1
+    return dict([*items[:at], *more.items(), *items[at:]])

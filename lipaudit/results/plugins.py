@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar
 
 from lipaudit.errors import UsageError
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def entries(group: str, kind: type[T], taken: Collection[str] = ()) -> dict[str, T]:
+def entries(
+    group: str,
+    kind: type[T],
+    taken: Collection[str] = (),
+    *,
+    check: Callable[[T], str] = lambda record: "",
+) -> dict[str, T]:
     """Load what installed packages declare in an entry point group, in order of the names.
 
     The module that an entry names is imported, so it should import nothing heavy itself.
@@ -22,10 +28,12 @@ def entries(group: str, kind: type[T], taken: Collection[str] = ()) -> dict[str,
         group: the group's name, `lipaudit.attacks` say.
         kind: the type of the records of the group.
         taken: names that are in use already.
+        check: says what is wrong with a record, "names no function" say; empty if nothing is.
 
     Raises:
-        UsageError: an entry cannot be imported, is no `kind`, or has a name that is in use; the
-            message names its package.
+        UsageError: an entry cannot be imported, is no `kind`, is called otherwise than its
+            record, has a name that is in use or does not pass the check; the message names its
+            package.
     """
     from importlib.metadata import entry_points
 
@@ -33,7 +41,13 @@ def entries(group: str, kind: type[T], taken: Collection[str] = ()) -> dict[str,
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         if point.name in taken or point.name in records:
             raise _refusal(point, "has a name that is in use already")
-        records[point.name] = _loaded(point, kind)
+        records[point.name] = record = _loaded(point, kind)
+        name = getattr(record, "name", point.name)
+        fault = check(record) or (
+            "" if name == point.name else f"is called {name!r} in its record"
+        )
+        if fault:
+            raise _refusal(point, fault)
     return records
 
 

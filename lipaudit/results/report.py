@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lipaudit.results.columns import Cell, Column, Float, Frozen, Row
-from lipaudit.results.rows import ROWS, SAMPLES, AnyRow
+from lipaudit.results.rows import ROWS, AnyRow
+from lipaudit.results.samples import SAMPLES
 from lipaudit.results.trials import parse_column
 
 if TYPE_CHECKING:
@@ -86,8 +87,16 @@ class Section(Frozen):
         return samples
 
     def columns(self) -> dict[str, Column]:
-        """Return how the columns of `rows` read."""
-        return ROWS[self.measure].columns()
+        """Return how the columns of `rows` read.
+
+        One that is declared nowhere here, of a plug-in that is not installed, reads as its name.
+        """
+        columns = ROWS[self.measure].columns()
+        absent = {name for row in self.rows for name in row.model_extra or ()} - columns.keys()
+        strange = "A number of a plug-in that is not installed here."
+        return columns | {
+            name: Column(label=name, meaning=strange, domain="") for name in sorted(absent)
+        }
 
     def sample_column(self, name: str) -> Column:
         """Return how a per-sample column reads (`robust@pgd,linf,2/255` reads as `robust`)."""

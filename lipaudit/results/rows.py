@@ -2,99 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import ClassVar, get_args
 
-from lipaudit.results.columns import Column, Float, Row, column
+from lipaudit.results import readings
+from lipaudit.results.bounds import Bound, catalogue
+from lipaudit.results.columns import Column, Float, OpenRow, Row, column
+from lipaudit.results.heads import HeadNorms, HeadRow
 from lipaudit.results.trials import TrialKey, parse_radius
 
-PROVEN = (
-    "With probability 0.999 the norm is at most this share above what is given (largest over the "
-    "samples)"
-)
-STOPPED = "The error was estimated at most tol and proven to stay within its limit"
 
-
-class HeadRow(Row):
-    """What names a head."""
-
-    layer: int = column("layer", "Attention layer, in the order of execution.", ..., format="d")
-    head: int = column("head", "Head within the layer.", ..., format="d")
-    module: str = column("module", "Module that computes the attention.", "", format="s")
-
-
-class BoundsRow(HeadRow):
+class BoundsRow(HeadNorms, OpenRow):
     """One head: its exact Jacobian norm and the upper bounds (medians over samples)."""
 
     section: ClassVar[str] = "bounds"
-    kind: str = column("kind", "How q, k and v come from X.", "", format="s")
-    input: str = column("input", "In what the norms and bounds are taken.", "", format="s")
-    tokens: int = column("tokens", "Tokens of the longest sample.", 0, format="d")
-    exact: Float | None = column(
-        "exact", "||J||, the norm of the head's Jacobian.", better="lower"
-    )
-    exact_max: Float | None = column(
-        "exact max", "Largest ||J|| over the samples.", better="lower"
-    )
-    sharp: Float | None = column(
-        "sharp",
-        "lipaudit's own bound, from the norms of the Jacobian's blocks.",
-        better="lower",
-        status="bound",
-    )
-    theorem3: Float | None = column(
-        "theorem 3", "Yudin et al. 2025, Theorem 3, exact ||M(P_i)||.", status="bound"
-    )
-    theorem3_g1: Float | None = column(
-        "theorem 3 g1", "Theorem 3 with g1(P_i) for ||M(P_i)||.", status="bound"
-    )
-    appendix_c: Float | None = column(
-        "appendix C", "Yudin et al. 2025, Appendix C.", status="bound"
-    )
-    castin: Float | None = column(
-        "castin",
-        "Castin et al. 2024.",
-        domain="all inputs, every ||x_i|| <= R",
-        status="certified",
-    )
-    mean_field: Float | None = column(
-        "mean field",
-        "lipaudit's form of the mean-field bound.",
-        domain="all inputs, every ||x_i|| <= R",
-        status="certified",
-    )
-    hu: Float | None = column("hu", "Hu et al. 2024 at r = 0.", status="bound")
-    log10_castin: Float | None = column(
-        "log10 castin",
-        "log10 of castin.",
-        domain="all inputs, every ||x_i|| <= R",
-        status="certified",
-    )
-    log10_mean_field: Float | None = column(
-        "log10 m. f.",
-        "log10 of it.",
-        domain="all inputs, every ||x_i|| <= R",
-        status="certified",
-    )
-    log10_hu: Float | None = column("log10 hu", "log10 of hu.", status="bound")
-    sharp_ratio_max: Float | None = column("sharp/exact", "Largest sharp / exact over samples.")
-    p_norm: Float | None = column("||P||", "Spectral norm of the attention matrix.")
-    x_norm: Float | None = column("||X||", "Spectral norm of the layer's input.")
-    radius: Float | None = column("R", "max_i ||x_i|| of the layer's input.")
-    softmax_norm_max: Float | None = column("max ||M||", "Largest ||diag(p) - p p^T|| over rows.")
-    splitting_gain: Float | None = column(
-        "splitting", "How much ||J|| grows when tokens are duplicated."
-    )
-    upper: Float | None = column(
-        "upper", "Probabilistic upper limit of exact (eta 1e-3).", status="estimate"
-    )
-    within: Float | None = column("within", f"{PROVEN}.", status="estimate", format=".2g")
-    forward_error: Float | None = column(
-        "rounding",
-        "Share of ||J|| by which the rounding of the forward pass may have moved it.",
-        status="estimate",
-        format=".2g",
-    )
-    converged: bool = column("converged", f"{STOPPED}: every sample.", True)
+    behind: ClassVar[str] = "exact_max"
+
+    @classmethod
+    def declared(cls) -> dict[str, Column]:
+        """Return the columns of every bound, those of the logarithms last."""
+        pairs = [pair for bound in catalogue().values() for pair in bound.columns().items()]
+        return dict(sorted(pairs, key=lambda pair: pair[0].startswith("log10_")))
 
 
 class LayerRow(Row):
@@ -103,11 +31,22 @@ class LayerRow(Row):
     section: ClassVar[str] = "bounds.layers"
     layer: int = column("layer", "Attention layer, in the order of execution.", ..., format="d")
     module: str = column("module", "Module that computes the attention.", "", format="s")
-    exact: Float | None = column("exact", "Norm with the heads concatenated.", better="lower")
+    exact: Float | None = column(
+        "exact",
+        "Norm with the heads concatenated.",
+        better="lower",
+        reading=readings.norm_of("the layer's input", "the outputs of its heads"),
+    )
     exact_out: Float | None = column(
         "with W_O", "Norm after the output projection.", better="lower"
     )
-    within: Float | None = column("within", f"{PROVEN}.", status="estimate", format=".2g")
+    within: Float | None = column(
+        "within",
+        f"{readings.PROVEN}.",
+        status="estimate",
+        format=".2g",
+        reading=readings.WITHIN,
+    )
     sharp_sum: Float | None = column(
         "||W_O|| sum", "||W_O|| times the sum of the heads' sharp bounds.", status="bound"
     )
@@ -126,17 +65,37 @@ class AttentionRow(HeadRow):
     tokens: int = column("tokens", "Keys of the longest sample.", 0, format="d")
     top1: Float | None = column("p(1)", "Largest entry of a row.")
     top2: Float | None = column("p(2)", "Second largest entry of a row.")
-    g1: Float | None = column("g1", "p(1) (1 - p(1) + p(2)), bounds ||M||.", better="lower")
+    g1: Float | None = column(
+        "g1",
+        "p(1) (1 - p(1) + p(2)), bounds ||M||.",
+        better="lower",
+        reading="Between 0 (one-hot, or spread over very many keys) and 1/2 (two keys share the "
+        "row). The Jacobian of the softmax has norm at most g1, and nearly that.",
+    )
     g1_max: Float | None = column("g1 max", "Largest g1.")
     softmax_norm: Float | None = column("||M||", "||diag(p) - p p^T||.", better="lower")
     softmax_norm_max: Float | None = column("||M|| max", "Largest ||diag(p) - p p^T||.")
     g1_ratio: Float | None = column("g1/||M||", "How tight g1 is (1 is exact).")
-    gk_ratio: Float | None = column("g1/gk", "g1 / g_k.")
+    gk_ratio: Float | None = column(
+        "g1/gk",
+        "g1 / g_k.",
+        reading="How much of g1 is left when the k largest keys have equal weights; what JaSMin "
+        "with k > 1 pushes towards 1.",
+    )
     entropy: Float | None = column("entropy", "Shannon entropy.", unit="nat")
     entropy_normalized: Float | None = column("entropy/log n", "Entropy over its largest value.")
-    support: Float | None = column("support", "exp(entropy), the effective number of keys.")
+    support: Float | None = column(
+        "support",
+        "exp(entropy), the effective number of keys.",
+        reading="Over how many keys the row would spread if all had the same weight.",
+    )
     sink_first: Float | None = column("sink first", "Mass on the first key.")
-    sink_max: Float | None = column("sink max", "Mass on the most attended key.")
+    sink_max: Float | None = column(
+        "sink max",
+        "Mass on the most attended key.",
+        reading="Attention mass that all queries together put on one key. Sinks are normal in "
+        "language models; a change of the sink token reaches every other one.",
+    )
     sink_token: int | None = column("sink at", "Position of the most attended key.", format="d")
     uniform: Float | None = column(
         "uniform", "Share of rows in the uniform-like regime.", format=".1%"
@@ -146,6 +105,9 @@ class AttentionRow(HeadRow):
         "Share of rows in the fragile regime, g1 > gamma.",
         better="lower",
         format=".1%",
+        reading="Rows that are neither near uniform nor near one-hot: small changes of the logits "
+        "move much attention. A high share is what JaSMin training lowers; by itself it is no "
+        "vulnerability.",
     )
     categorical: Float | None = column(
         "categorical", "Share of rows close to one-hot.", format=".1%"
@@ -171,9 +133,21 @@ class JacobianRow(Row):
     max: Float | None = column("max", "Largest norm.", better="lower")
     method: str = column("method", "dense VJPs or Lanczos.", "", format="s")
     tol: Float | None = column("tol", "Estimated relative accuracy asked for.", domain="")
-    within: Float | None = column("within", f"{PROVEN}.", status="estimate", format=".2g")
+    within: Float | None = column(
+        "within",
+        f"{readings.PROVEN}.",
+        status="estimate",
+        format=".2g",
+        reading=readings.WITHIN,
+    )
     products: Float | None = column("products", "Mean number of products per sample.", domain="")
-    converged: int = column("converged", f"{STOPPED}: samples.", 0, format="d")
+    converged: int = column(
+        "converged",
+        f"{readings.STOPPED}: samples.",
+        0,
+        format="d",
+        reading=readings.CONVERGED,
+    )
 
 
 class AttackRow(Row):
@@ -195,6 +169,7 @@ class AttackRow(Row):
         better="higher",
         status="empirical",
         domain="ball",
+        reading=readings.ROBUST,
     )
     robust_low: Float | None = column("low", "Wilson 95 % limit.", format=".1%", status="estimate")
     robust_high: Float | None = column(
@@ -210,10 +185,11 @@ class AttackRow(Row):
         return TrialKey(self.attack, self.norm, parse_radius(self.eps_text or f"{self.eps:.4g}"))
 
 
-class ScalingRow(Row):
+class ScalingRow(OpenRow):
     """The norm of one head, layer or model at one sequence length and radius."""
 
     section: ClassVar[str] = "scaling"
+    behind: ClassVar[str] = "mean_field"
     layer: int | None = column("layer", "Attention layer; empty: the model.", format="d")
     head: int | None = column("head", "Head; empty: the layer.", format="d")
     module: str = column("module", "Module.", "", format="s")
@@ -222,34 +198,47 @@ class ScalingRow(Row):
     n: int = column("n", "Tokens.", ..., format="d")
     radius: Float | None = column("R", "max_i ||x_i||, mean over the windows.")
     n_max: Float | None = column(
-        "n_max", "1 + exp(2 R^2 gamma), more with a query bias: where norms peak.", domain=""
+        "n_max",
+        "1 + exp(2 R^2 gamma), more with a query bias: where norms peak.",
+        domain="",
+        reading="Up to about this many tokens the worst case grows like sqrt n; beyond, it falls.",
     )
-    norm: Float | None = column("norm", "||J||, median over the windows; best of an ascent.")
+    norm: Float | None = column(
+        "norm",
+        "||J||, median over the windows; best of an ascent.",
+        reading=readings.NORM,
+    )
     norm_low: Float | None = column("low", "Smallest over windows or starts.")
     norm_high: Float | None = column("high", "Largest over windows or starts.")
     fitted: Float | None = column("fitted", "What the fit c n^a gives here.", status="estimate")
     mean_field: Float | None = column(
         "mean field", "Largest norm of the same two points with any multiplicities."
     )
-    bound_sharp: Float | None = column("sharp", "Median sharp bound.", status="bound")
-    bound_theorem3: Float | None = column("theorem 3", "Median Theorem 3 bound.", status="bound")
-    bound_castin: Float | None = column(
-        "castin",
-        "Median of castin.",
-        domain="all inputs, every ||x_i|| <= R",
-        status="certified",
-    )
+
+    @classmethod
+    def declared(cls) -> dict[str, Column]:
+        """Return the bounds that are followed over the length, medians over the windows."""
+        pairs = (bound.over_lengths().items() for bound in _scaling())
+        return dict(chain.from_iterable(pairs))
 
 
-class ScalingFitRow(Row):
+class ScalingFitRow(OpenRow):
     """A log-log fit of the norm against length (and radius)."""
 
     section: ClassVar[str] = "scaling.fit"
+    behind: ClassVar[str] = "radius_exponent_se"
     layer: int | None = column("layer", "Attention layer; empty: the model.", format="d")
     head: int | None = column("head", "Head; empty: the layer.", format="d")
     mode: str = column("mode", "Which rows were fitted.", "", format="s")
     masked: bool | None = column("masked", "Worst case: whether later keys are masked.")
-    exponent: Float | None = column("exponent", "a of c n^a.", status="estimate")
+    exponent: Float | None = column(
+        "exponent",
+        "a of c n^a.",
+        status="estimate",
+        reading="How fast the norm grows with the number of tokens: 0.5 is the worst that theory "
+        "allows for long sequences in a fixed ball, 0 is no growth. A fit over the lengths "
+        "measured.",
+    )
     exponent_se: Float | None = column("s.e.", "Its standard error.", status="estimate")
     r2: Float | None = column("R2", "Share of variance that n explains.", status="estimate")
     joint_exponent: Float | None = column("exponent, joint", "a of c n^a R^b.", status="estimate")
@@ -258,13 +247,15 @@ class ScalingFitRow(Row):
     )
     radius_exponent: Float | None = column("exponent of R", "b of c n^a R^b.", status="estimate")
     radius_exponent_se: Float | None = column("s.e.", "Standard error of b.", status="estimate")
-    sharp_exponent: Float | None = column(
-        "sharp", "The exponent of the sharp bound.", status="estimate"
-    )
-    theorem3_exponent: Float | None = column(
-        "theorem 3", "The exponent of the Theorem 3 bound.", status="estimate"
-    )
-    castin_exponent: Float | None = column("castin", "The exponent of castin.", status="estimate")
+
+    @classmethod
+    def declared(cls) -> dict[str, Column]:
+        """Return the exponents of the bounds that are followed over the length."""
+        return dict(chain.from_iterable(bound.exponent().items() for bound in _scaling()))
+
+
+def _scaling() -> list[Bound]:
+    return [bound for bound in catalogue().values() if bound.scaling]
 
 
 class ScalingSplitRow(HeadRow):
@@ -273,7 +264,7 @@ class ScalingSplitRow(HeadRow):
     section: ClassVar[str] = "scaling.split"
     n: int = column("n", "Tokens before any is duplicated.", 0, format="d")
     budget: Float | None = column("budget", "||M||_F of the move, the same for both.", domain="")
-    norm: Float | None = column("norm", "||J||.")
+    norm: Float | None = column("norm", "||J||.", reading=readings.NORM)
     gain: Float | None = column("gain", "How much ||J|| grows when tokens are duplicated.")
     moved: Float | None = column(
         "moved", "Largest ||O(X + M) - O(X)|| / ||M|| found.", status="empirical"
@@ -295,48 +286,3 @@ AnyRow = (
 )
 ROWS: dict[str, type[Row]] = {row.section: row for row in get_args(AnyRow)}
 """Row type of each section, by the section's name."""
-
-SAMPLES: dict[str, dict[str, Column]] = {
-    "bounds": {
-        "exact_max": Column(
-            label="largest head", meaning="Largest head norm of the sample.", better="lower"
-        )
-    },
-    "jacobian": {
-        "norm": Column(label="||J||", meaning="Norm of the sample's Jacobian.", better="lower"),
-        "upper": Column(
-            label="upper", meaning="Probabilistic upper limit of norm.", status="estimate"
-        ),
-        "products": Column(label="products", meaning="Products used.", format="d"),
-        "converged": Column(label="converged", meaning=f"{STOPPED}.", format=""),
-        "margin": Column(label="margin", meaning="f_y - max_(j != y) f_j.", better="higher"),
-        "radius_first_order": Column(
-            label="first-order radius",
-            meaning="min_j (f_y - f_j) / ||grad(f_y - f_j)|| over all other classes j, or a lower "
-            "limit of it (complete: no): indicative, never a certificate.",
-            better="higher",
-            status="estimate",
-        ),
-        "rivals": Column(
-            label="rivals", meaning="Other classes j looked at for the radius.", format="d"
-        ),
-        "complete": Column(
-            label="complete", meaning="Whether the other classes are no nearer.", format=""
-        ),
-        "correct": Column(label="correct", meaning="Whether the prediction is right.", format=""),
-    },
-    "attack": {
-        "label": Column(label="label", meaning="True class.", format="d"),
-        "predicted": Column(label="predicted", meaning="Predicted class.", format="d"),
-        "correct": Column(label="correct", meaning="Whether the prediction is right.", format="d"),
-        "robust": Column(
-            label="robust",
-            meaning="Whether the sample withstood the attack.",
-            better="higher",
-            domain="ball",
-            status="empirical",
-            format="d",
-        ),
-    },
-}
-"""Per-sample columns of each section; `robust@ATTACK,NORM,EPS` reads as `robust`."""

@@ -1,109 +1,61 @@
-"""What each bound says, where it holds, and where it comes from; imports no torch."""
+"""The bounds that are computed: ours, and those of plug-ins by the functions of their records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from importlib import import_module
 
-AT_X = "at X"
-BALL = "ball ||X' - X||_F <= r"
-EVERYWHERE = "all inputs with every ||x_i|| <= R"
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.errors import EvaluationError, LipauditError, UsageError
+from lipaudit.results.bounds import Bound, catalogue
+from lipaudit.theory.heads import Heads
+
+BOUNDS: Mapping[str, Bound] = catalogue()
+"""The record of every bound."""
+
+Function = Callable[[Heads], Tensor]
+"""Computes a bound: heads in float64, W_V of each scaled to size one, and not all heads of the
+layer where it is large, to (batch, heads) on the same device; NaN where it cannot be given."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What a bound says and where.
+def separate_bounds(heads: Heads) -> dict[str, Float[Tensor, "batch heads"]]:
+    """Return every bound whose record names a function, by its name.
 
-    Attributes:
-        name: its column.
-        domain: where it holds.
-        status: "certified" for a Lipschitz constant on a domain; "bound" for an upper bound of the
-            Jacobian norm at X, which says nothing of other inputs.
-        source: paper and theorem.
-        formula: in the symbols of the paper.
-        meaning: one line for a reader of the report.
-        null: when it cannot be given.
+    Raises:
+        UsageError: a function cannot be imported.
+        EvaluationError: a function fails, or returns anything but floats of shape (batch, heads).
     """
-
-    name: str
-    domain: str
-    status: Literal["certified", "bound"]
-    source: str
-    formula: str
-    meaning: str
-    null: str = ""
+    alone = [bound for bound in BOUNDS.values() if bound.function]
+    return {bound.name: _computed(bound, heads) for bound in alone}
 
 
-AFFINE_ONLY = "needs self-attention with affine projections, logits s q k^T and no sink"
+def _computed(bound: Bound, heads: Heads) -> Tensor:
+    advice = f"the bound is that of a plug-in, {bound.function}: tell its authors"
+    shape = heads.q.shape[:2]
+    try:
+        values = _function(bound)(heads)
+    except LipauditError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise EvaluationError(f"the bound {bound.name} failed: {reason}", advice) from error
+    if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
+        is_now = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        reason = f"returned {is_now}, not floats of shape {tuple(shape)} (batch, heads)"
+        raise EvaluationError(f"the bound {bound.name} {reason}", advice)
+    return values.to(torch.float64)
 
-BOUNDS: dict[str, Bound] = {
-    bound.name: bound
-    for bound in (
-        Bound(
-            "hu",
-            BALL,
-            "certified",
-            "Hu et al. 2024, as Yudin et al. 2025 Theorem 1",
-            "N(N+1) (||X||_F + r)^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
-            "Lipschitz constant on the ball by weight norms alone",
-            f"{AFFINE_ONLY}; no bound where N(N+1) (||X||_F + r)^2 < sqrt N",
-        ),
-        Bound(
-            "castin",
-            EVERYWHERE,
-            "certified",
-            "Castin et al. 2024, as Yudin et al. 2025 Theorem 2",
-            "sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2)",
-            "Lipschitz constant over all token sequences of radius R",
-            AFFINE_ONLY,
-        ),
-        Bound(
-            "mean_field",
-            EVERYWHERE,
-            "certified",
-            "ours, after the mean-field bound of Castin et al. 2024",
-            "||W_V|| ((1 + a) min(e^a, sqrt N) + a), a = ||A|| R^2; sqrt N alone if masked",
-            "Lipschitz constant that stops growing with the number of tokens",
-            AFFINE_ONLY,
-        ),
-        Bound(
-            "theorem3",
-            AT_X,
-            "bound",
-            "Yudin et al. 2025 Theorem 3; a general form of ours where heads are not affine",
-            "||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
-            "attention distribution times the size of tokens and weights",
-        ),
-        Bound(
-            "theorem3_g1",
-            AT_X,
-            "bound",
-            "Yudin et al. 2025 equation 7",
-            "theorem3 with g_1(P_i) for ||M(P_i)||",
-            "the same from the two largest entries of each row",
-        ),
-        Bound(
-            "appendix_c",
-            AT_X,
-            "bound",
-            "Yudin et al. 2025 Appendix C",
-            "||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
-            "theorem3 with only the tokens that a row attends to",
-            AFFINE_ONLY,
-        ),
-        Bound(
-            "sharp",
-            AT_X,
-            "bound",
-            "ours",
-            "min(theorem3, ||B||), B_ij = P_ij beta_ij + delta_ij s ||T_i Phi^q_i||",
-            "norm of the matrix of block-norm bounds, usually within a factor of two",
-        ),
-    )
-}
 
-SYMBOLS = (
-    "X tokens, N of them; R = max_i ||x_i||; P attention map, P_i a row; M(p) = diag(p) - p p^T; "
-    "A = s W_Q W_K^T with s the scale of the logits. With biases X is [X 1] and W is [W; b^T]."
-)
-"""The symbols of the formulas."""
+def _function(bound: Bound) -> Function:
+    module, _, name = bound.function.partition(":")
+    try:
+        function: Function = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"the bound {bound.name} cannot be computed: {bound.function} is not there: {error}",
+            "update the package of this plug-in, or uninstall it",
+        ) from error
+    return function

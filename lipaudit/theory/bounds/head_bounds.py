@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.bounds.affine import Weights, weights_of
-from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.catalogue import BOUNDS, separate_bounds
 from lipaudit.theory.bounds.centred import centred, is_affine
 from lipaudit.theory.bounds.published import Tokens, affine_bounds, general_bounds, tokens_of
 from lipaudit.theory.bounds.sharp import block_bound
@@ -126,5 +126,6 @@ def _bounds(heads: Heads, weights: Weights | None, tokens: Tokens, r: float) -> 
     else:
         bounds = general_bounds(heads, at, found)
     bounds["sharp"] = torch.minimum(block_bound(heads, at, weights), bounds["theorem3"])
+    bounds |= separate_bounds(heads)
     found |= {name: bounds[name] * (1 + ROUNDING) for name in bounds}
     return {name: value.expand_as(p_norm) for name, value in found.items()}

@@ -21,8 +21,8 @@ from lipaudit.report.page.views.common import (
     typed,
 )
 from lipaudit.results import BoundsRow, Column, Section
+from lipaudit.results.bounds import ranked
 
-BOUNDS = ("sharp", "appendix_c", "theorem3", "theorem3_g1", "castin", "mean_field", "hu")
 TOP = 10
 
 
@@ -64,7 +64,8 @@ def log10_ratio(row: BoundsRow, bound: str) -> float | None:
 def _amplifying(section: Section, rows: list[BoundsRow]) -> Table:
     columns = section.columns()
     top = largest(rows, "exact", TOP)
-    shown = [name for name in BOUNDS if any(log10_ratio(row, name) is not None for row in rows)]
+    names = [bound.name for bound in ranked()]
+    shown = [name for name in names if any(log10_ratio(row, name) is not None for row in rows)]
     said = any(row.input not in ("", "one input") for row in rows)
     return Table(
         title="Most amplifying heads; each bound as a multiple of exact",
@@ -89,9 +90,9 @@ def _amplifying(section: Section, rows: list[BoundsRow]) -> Table:
 def _tightness(section: Section, rows: list[BoundsRow]) -> Table:
     columns = section.columns()
     lines = []
-    for name in BOUNDS:
-        ratios = [log10_ratio(row, name) for row in rows]
-        column = columns[name]
+    for bound in ranked():
+        ratios = [log10_ratio(row, bound.name) for row in rows]
+        column = columns[bound.name]
         domain = pretty(column.domain)
         known = finite(ratios)
         worst = _multiple(max(known)) if known else None
@@ -115,16 +116,16 @@ def _tightness(section: Section, rows: list[BoundsRow]) -> Table:
 
 def _scatter(section: Section, rows: list[BoundsRow]) -> Iterator[Block]:
     series = []
-    for name in BOUNDS:
-        points = _points(section, rows, name)
+    for bound in ranked():
+        points = _points(section, rows, bound.name)
         kept = [(x, y) for x, y in points if len(finite((x, y))) == 2 and min(x, y) > 0]
         if kept:
             x, y = zip(*kept, strict=True)
-            series.append(Series(section.columns()[name].label, x, y))
+            series.append(Series(bound.label, x, y))
     if series:
-        bound = Column(label="bound", meaning="Upper bound.", status="bound")
+        limit = Column(label="bound", meaning="Upper bound.", status="bound")
         title = "Upper bounds over the exact norm, per head"
-        yield Scatter(title, section.columns()["exact"], bound, tuple(series))
+        yield Scatter(title, section.columns()["exact"], limit, tuple(series))
 
 
 def _points(section: Section, rows: list[BoundsRow], bound: str) -> list[tuple[Any, Any]]:

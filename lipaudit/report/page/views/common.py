@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from lipaudit.report.blocks import Block, Heatmap, Histogram, Matrix, Table
 from lipaudit.report.cells import pretty, standing, text
 from lipaudit.results import Column, Row, Section
-from lipaudit.results.rows import HeadRow
+from lipaudit.results.heads import HeadRow
 
 R = TypeVar("R", bound=Row)
 H = TypeVar("H", bound=HeadRow)
@@ -74,11 +74,11 @@ def table(title: str, section: Section, rows: Sequence[Row], names: Sequence[str
 def every_row(section: Section, *, folded: bool = True) -> Table:
     """Tabulate all rows and all columns, less text columns that are empty throughout."""
     cells = [row.cells() for row in section.rows]
-    names = [n for n in section.columns() if any(row[n] != "" for row in cells)]
+    names = [n for n in section.columns() if any(row.get(n) != "" for row in cells)]
     return Table(
         title=f"All rows ({len(cells)})" if folded else "",
         columns=tuple(section.columns()[n] for n in names),
-        rows=tuple(tuple(row[n] for n in names) for row in cells),
+        rows=tuple(tuple(row.get(n) for n in names) for row in cells),
         keys=2 if names[:2] == ["layer", "head"] else 1,
         folded=folded,
     )

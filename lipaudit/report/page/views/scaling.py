@@ -39,7 +39,7 @@ def view_fit(section: Section) -> Iterator[Block]:
         "errors take residuals for independent."
     )
     alone = ("exponent", "exponent_se", "r2")
-    bounds = ("sharp_exponent", "theorem3_exponent", "castin_exponent")
+    bounds = ScalingFitRow.declared()
     yield _fits(section, rows, "Exponent of n, and that of the bounds", (*alone, *bounds))
     joint = [row for row in rows if row.joint_exponent is not None]
     names = [name for name in section.columns() if "joint" in name or name.startswith("radius")]

@@ -1,0 +1,212 @@
+"""One record per bound: every place that speaks of a bound says what its record says."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from lipaudit import schema
+from lipaudit.cli.app import build
+from lipaudit.gate.rules import metrics, parse_rule
+from lipaudit.report.blocks import Scatter, Table
+from lipaudit.report.cells import STATUS, pretty
+from lipaudit.report.page.views import blocks
+from lipaudit.results import BoundsRow, ScalingFitRow, ScalingRow, Section
+from lipaudit.results.bounds import AT_X, EVERYWHERE, OWN, Bound, catalogue, ranked
+from lipaudit.theory.bounds.catalogue import BOUNDS
+
+GUIDE = Path(__file__).parents[2] / "docs/guide/reading-a-report.md"
+NUMBER = [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}]
+
+
+def rows(count=2, **values):
+    values = dict.fromkeys(catalogue(), 3.0) | {"exact": 2.0} | values
+    return tuple(BoundsRow(layer=0, head=i, **values) for i in range(count))
+
+
+def standing(column):
+    return column.status, column.domain
+
+
+def said_by_columns(bound):
+    columns = BoundsRow.columns()
+    return {standing(columns[name]) for name in bound.columns()}
+
+
+def said_over_lengths(bound):
+    columns = ScalingRow.columns()
+    return {standing(columns[name]) for name in columns if name == f"bound_{bound.name}"}
+
+
+def said_by_the_schema(bound):
+    properties = schema.json_schema()["$defs"]["BoundsRow"]["properties"]
+    return {(properties[name]["status"], properties[name]["domain"]) for name in bound.columns()}
+
+
+def said_by_explain(bound):
+    """Every line of `explain` that names a status."""
+    text = CliRunner().invoke(build(), ["explain", f"bounds.{bound.name}"]).stdout
+    lines = {f"{status.capitalize()}: {meaning}": status for status, meaning in STATUS.items()}
+    flat = " ".join(text.split())
+    said = {
+        (status, where[1] or AT_X)
+        for line, status in lines.items()
+        if (where := re.search(re.escape(line) + r"(?:: ([^.]*))?\.", flat))
+    }
+    constant = "Lipschitz constant" in flat
+    return said | ({("certified", EVERYWHERE)} if constant else set())
+
+
+def said_by_the_page(bound):
+    table = [b for b in blocks(Section(measure="bounds", rows=rows())) if isinstance(b, Table)][1]
+    return {(line[1], line[2]) for line in table.rows if line[0] == bound.label}
+
+
+def said_by_the_guide(bound):
+    lines = re.findall(rf"^\| `{bound.name}` \|(.*)\|$", GUIDE.read_text(encoding="utf-8"), re.M)
+    return {tuple(cell.strip() for cell in line.split("|")[:2]) for line in lines}
+
+
+PLACES = (
+    said_by_columns,
+    said_over_lengths,
+    said_by_the_schema,
+    said_by_explain,
+    said_by_the_page,
+    said_by_the_guide,
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OWN)
+def test_every_place_says_the_status_and_domain_of_the_record(name, place):
+    bound = OWN[name]
+    said = {(status, pretty(domain)) for status, domain in place(bound)}
+    if place is said_over_lengths and not bound.scaling:
+        assert not said
+    else:
+        assert said == {(bound.status, pretty(bound.domain))}
+
+
+def test_what_each_bound_is():
+    """hu is taken at r = 0: its ball is X itself."""
+    certified = {name for name, bound in OWN.items() if bound.status == "certified"}
+    assert certified == {"castin", "mean_field"}
+    assert {OWN[name].domain for name in certified} == {EVERYWHERE}
+    assert {OWN[name].domain for name in OWN.keys() - certified} == {AT_X}
+
+
+def test_every_bound_has_its_column_its_rule_and_its_place_on_the_page():
+    assert BOUNDS is catalogue()
+    assert catalogue().keys() <= BoundsRow.columns().keys()
+    assert {f"bounds.{name}" for name in catalogue()} <= set(metrics())
+    assert parse_rule("bounds.castin:each <= +5%").column == "castin"
+    parts = blocks(Section(measure="bounds", rows=rows()))
+    (scatter,) = [block for block in parts if isinstance(block, Scatter)]
+    labels = [bound.label for bound in ranked()]
+    assert [series.label for series in scatter.series] == labels
+    assert [line[0] for line in parts[2].rows] == labels
+
+
+def test_columns_of_bounds_stand_between_those_of_the_type():
+    names = list(BoundsRow.columns())
+    declared = list(BoundsRow.declared())
+    start = names.index("exact_max") + 1
+    assert names[start : start + len(declared)] == declared
+    assert declared[-3:] == ["log10_castin", "log10_mean_field", "log10_hu"]
+    assert list(rows()[0].cells()) == names
+    assert list(schema.json_schema()["$defs"]["BoundsRow"]["properties"]) == names
+    assert list(ScalingFitRow.columns())[-3:] == [f"{n}_exponent" for n in BOUNDS_OVER_LENGTHS]
+
+
+BOUNDS_OVER_LENGTHS = ("sharp", "theorem3", "castin")
+
+
+def test_the_norm_of_many_copies_is_no_bound():
+    """`scaling` has a column mean_field that is a norm, not the bound of that name."""
+    text = CliRunner().invoke(build(), ["explain", "scaling.mean_field"]).stdout
+    assert "W_V" not in text
+
+
+def test_a_bound_that_is_not_given_is_null():
+    assert BoundsRow(layer=0, head=0).cells()["castin"] is None
+
+
+def section_of_a_stranger(value):
+    """Report text of two heads, the first with a bound that nothing here declares."""
+    known, other = (row.cells() for row in rows())
+    return {"measure": "bounds", "rows": [known | {"stranger": value}, other]}
+
+
+@pytest.mark.parametrize(("value", "read"), [(7.5, 7.5), (None, None), ("Infinity", float("inf"))])
+def test_a_bound_of_a_plugin_that_is_not_installed_is_kept_and_printed(value, read):
+    section = Section.model_validate(section_of_a_stranger(value))
+    assert section.rows[0].cells()["stranger"] == read
+    again = json.loads(section.model_dump_json(by_alias=True))
+    assert again["rows"][0]["stranger"] == value
+    assert section.columns()["stranger"].label == "stranger"
+    table = [block for block in blocks(section) if isinstance(block, Table)][-1]
+    assert table.columns[-1].label == "stranger"
+    assert [line[-1] for line in table.rows] == [read, None]
+
+
+@pytest.mark.parametrize("value", ["high", [1.0], {"a": 1.0}])
+def test_a_bound_that_is_no_number_is_refused(value):
+    with pytest.raises(ValidationError):
+        Section.model_validate(section_of_a_stranger(value))
+    with pytest.raises(ValidationError):
+        BoundsRow(layer=0, head=0, castin=value)
+
+
+def test_the_schema_allows_numbers_of_strangers_only():
+    row = schema.json_schema()["$defs"]["BoundsRow"]
+    assert row["additionalProperties"] == {"anyOf": NUMBER}
+    assert row["properties"]["castin"]["anyOf"] == NUMBER
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"name": "Sharp"}, "no name"),
+        ({"name": "log10_mine"}, "no name"),
+        ({"name": "bound_mine"}, "no name"),
+        ({"function": "package.module"}, "not MODULE:FUNCTION"),
+        ({"status": "certified"}, "contradicts"),
+        ({"domain": EVERYWHERE}, "contradicts"),
+    ],
+)
+def test_a_record_that_cannot_be_is_refused(change, why):
+    with pytest.raises(ValueError, match=why):
+        replace(OWN["sharp"], **change)
+
+
+def test_a_record_is_all_that_a_place_needs():
+    """Its columns carry everything that they are printed with."""
+    bound = Bound(
+        name="mine",
+        label="my own",
+        meaning="What it is.",
+        formula="||W_V||",
+        source="ours",
+        explanation="Says little.",
+        null="needs luck",
+        unit="u",
+        format=".5g",
+        better="lower",
+        log10_label="log10 mine",
+    )
+    columns = bound.columns()
+    assert list(columns) == ["mine", "log10_mine"]
+    assert columns["mine"].reading.splitlines() == [
+        "Source: ours.",
+        "Says little.",
+        "Not given everywhere: it needs luck.",
+    ]
+    assert (columns["mine"].unit, columns["mine"].format) == ("u", ".5g")
+    assert (columns["log10_mine"].unit, columns["log10_mine"].better) == ("", None)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -402,17 +400,3 @@ def blank_report() -> Report:
         required = {n: names[n] for n, field in kind.model_fields.items() if field.is_required()}
         sections.append(Section(measure=measure, rows=(kind(**required),)))
     return make_report().model_copy(update={"sections": tuple(sections)})
-
-
-@pytest.fixture(scope="session")
-def golden():
-    """Compare with a stored file; LIPAUDIT_WRITE_GOLDENS=1 writes the files anew."""
-
-    def compare(name: str, data: bytes) -> None:
-        path = Path(__file__).parent / "goldens" / name
-        if os.environ.get("LIPAUDIT_WRITE_GOLDENS"):
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(data)
-        assert data.decode() == path.read_text(encoding="utf-8")
-
-    return compare

@@ -9,10 +9,6 @@ from lipaudit.errors import UsageError
 from lipaudit.report.formats import json as renderer
 
 
-def test_whole_file(report, golden):
-    golden("report.json", renderer.render(report))
-
-
 def test_file_is_strict_json_and_reads_back_the_same(report):
     text = renderer.render(report).decode()
     json.loads(text, parse_constant=pytest.fail)

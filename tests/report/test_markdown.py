@@ -7,10 +7,6 @@ import pytest
 from lipaudit.report.formats import markdown
 
 
-def test_whole_text(report, golden):
-    golden("report.md", markdown.render(report))
-
-
 def test_tables_have_as_many_cells_in_every_row(report, other):
     for reports in ((report,), (report, other)):
         text = markdown.render(*reports).decode()

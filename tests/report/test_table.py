@@ -12,11 +12,6 @@ from lipaudit.report.formats import table
 from lipaudit.report.page.views import bounds
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_whole_text(report, golden, width):
-    golden(f"table_{width}.txt", table.render(report, width=width))
-
-
 def test_off_a_terminal_no_table_is_split(report):
     text = table.render(report).decode()
     assert text.count("head  exact") == 1

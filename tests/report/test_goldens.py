@@ -1,0 +1,75 @@
+"""Stored texts of every format, cut at the sections: a new column of one changes one file.
+
+LIPAUDIT_WRITE_GOLDENS=1 writes the files anew.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lipaudit.report.formats import json, markdown, table
+from lipaudit.report.page.views import TITLES
+from lipaudit.results import ROWS
+
+GOLDENS = Path(__file__).parent / "goldens"
+FORMATS = {
+    "table, 80 columns": lambda report: table.render(report, width=80),
+    "table, 120 columns": lambda report: table.render(report, width=120),
+    "markdown": markdown.render,
+    "json": json.render,
+}
+HEADS = (
+    "{title}",  # a terminal: underlined
+    "## {title}",
+    '      "measure": "{measure}",',
+)
+END = ("How to read the figures", "## How to read the figures", "  ]")
+
+
+def cut(text: str) -> dict[str, str]:
+    """Cut a text at the heads of its sections; `page` is what stands before and after them."""
+    lines = text.splitlines(keepends=True)
+    starts = {}
+    for measure, title in TITLES.items():
+        heads = {head.format(title=title, measure=measure) for head in HEADS}
+        (starts[measure],) = (i for i, line in enumerate(lines) if line.rstrip("\n") in heads)
+    end = max(i for i, line in enumerate(lines) if line.rstrip("\n") in END)
+    places = [*starts.values(), end]
+    assert places == sorted(places)
+    pieces = zip(starts, pairwise(places), strict=True)
+    outside = lines[: places[0]] + lines[end:]
+    return {"page": "".join(outside)} | {m: "".join(lines[a:b]) for m, (a, b) in pieces}
+
+
+@pytest.fixture(scope="module")
+def sections(report) -> dict[str, str]:
+    """What every format writes of each section, one below the other."""
+    cuts = {name: cut(render(report).decode()) for name, render in FORMATS.items()}
+    return {
+        measure: "".join(f"{'=' * 8} {name}\n{text[measure]}" for name, text in cuts.items())
+        for measure in ("page", *ROWS)
+    }
+
+
+@pytest.mark.parametrize("measure", ["page", *ROWS])
+def test_every_word_of_a_section(sections, measure):
+    path = GOLDENS / f"{measure}.txt"
+    if os.environ.get("LIPAUDIT_WRITE_GOLDENS"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(sections[measure], encoding="utf-8")
+    assert sections[measure] == path.read_text(encoding="utf-8")
+
+
+def test_no_word_stands_outside_the_pieces(report):
+    """What is cut is everything: as many lines as the whole text has, and each of them once."""
+    for render in FORMATS.values():
+        text = render(report).decode()
+        assert sorted("".join(cut(text).values()).splitlines()) == sorted(text.splitlines())
+
+
+def test_no_golden_is_left_over():
+    assert {path.name for path in GOLDENS.iterdir()} == {f"{m}.txt" for m in ("page", *ROWS)}

@@ -92,8 +92,8 @@ def compare(reports: Reports, format: Format = None, output: Outputs = None) -> 
       [cyan]lipaudit compare standard.json jasmin.json robust.json -o compared.html[/]
     """
     from lipaudit import schema
-    from lipaudit.cli.compared import parts
     from lipaudit.gate import compare as compared
+    from lipaudit.report.page.comparison import parts
 
     loaded = [schema.load(path) for path in reports]
     found = compared(loaded)
@@ -175,7 +175,12 @@ def _publish(judgement: Judgement, format: str, output: list[Path]) -> None:
     """Write the judgement: files, then GitHub's summary and annotations, then stdout."""
     from lipaudit.engine.files import write
     from lipaudit.errors import UsageError
-    from lipaudit.gate import render_annotations, render_junit, render_markdown, render_text
+    from lipaudit.report.formats.text import (
+        render_annotations,
+        render_junit,
+        render_markdown,
+        render_text,
+    )
 
     texts = {
         "text": lambda: render_text(judgement).encode(),

@@ -9,10 +9,6 @@ from lipaudit.gate.baseline import protocol as protocol
 from lipaudit.gate.comparison import Comparison as Comparison
 from lipaudit.gate.comparison import compare as compare
 from lipaudit.gate.judging import judge as judge
-from lipaudit.gate.output import render_annotations as render_annotations
-from lipaudit.gate.output import render_junit as render_junit
-from lipaudit.gate.output import render_markdown as render_markdown
-from lipaudit.gate.output import render_text as render_text
 from lipaudit.gate.rules import DEFAULT_RULES as DEFAULT_RULES
 from lipaudit.gate.rules import Rule as Rule
 from lipaudit.gate.rules import configure as configure

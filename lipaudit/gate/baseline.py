@@ -14,8 +14,8 @@ from lipaudit.errors import (
     LipauditError,
     UsageError,
 )
-from lipaudit.gate.cases import trusted
 from lipaudit.gate.comparable import fault
+from lipaudit.gate.contrasts import trusted
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.results import ROWS, Report, Section
 

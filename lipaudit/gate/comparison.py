@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lipaudit.errors import BaselineError, LipauditError, UsageError
-from lipaudit.gate.cases import Case, cases
 from lipaudit.gate.comparable import PROTOCOL, differences
+from lipaudit.gate.contrasts import Case, cases
 from lipaudit.gate.judging import describe
 from lipaudit.gate.readings import row_names
 from lipaudit.gate.rules import BINARY, Rule, parse_rule

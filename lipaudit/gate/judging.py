@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
-from lipaudit.gate.cases import Case, cases, excess, margin, printed
 from lipaudit.gate.comparable import differences, same_conditions
+from lipaudit.gate.contrasts import Case, cases, excess, margin, printed
 from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import DIGITS, Evidence, holm
 from lipaudit.gate.verdicts import Judgement, Status, Verdict

@@ -11,7 +11,7 @@ import pytest
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError
 from lipaudit.gate import judge, load_baseline, parse_rule
-from lipaudit.gate.output import render_junit, render_markdown, render_text
+from lipaudit.report.formats.text import render_junit, render_markdown, render_text
 from lipaudit.results import Note
 
 NORMS = np.random.default_rng(0).lognormal(0, 0.5, 64)

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from lipaudit.gate import (
-    judge,
+from lipaudit.gate import judge
+from lipaudit.report.formats.text import (
     render_annotations,
     render_junit,
     render_markdown,

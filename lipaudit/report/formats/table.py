@@ -28,7 +28,7 @@ from lipaudit.report.blocks import (
 from lipaudit.report.draw import glyphs
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.colours import contrast, viridis
-from lipaudit.report.formats.layout import lines, split, wrap
+from lipaudit.report.draw.layout import lines, split, wrap
 from lipaudit.report.page.document import document
 from lipaudit.results import Report
 

@@ -14,7 +14,7 @@ from lipaudit.cli.app import app, command, guarded
 
 if TYPE_CHECKING:
     from lipaudit.gate import Judgement
-    from lipaudit.report.blocks import Part
+    from lipaudit.report.blocks import Chapter
     from lipaudit.results import Report
 
 COMPARE = "Compare and gate"
@@ -49,7 +49,7 @@ def _publish_pages(
     format: str | None,
     output: list[Path] | None,
     *,
-    lead: Sequence[Part] = (),
+    lead: Sequence[Chapter] = (),
     json: bytes | None = None,
 ) -> None:
     """Write reports side by side: files, and stdout where a format or no file is named.
@@ -58,7 +58,7 @@ def _publish_pages(
         reports: one or more.
         format: what stdout gets.
         output: files; their extensions say the format.
-        lead: parts that go before the sections.
+        lead: chapters that go before the sections.
         json: what the format json is, in place of the report.
     """
     from lipaudit.cli.emit import renderer_of
@@ -93,12 +93,12 @@ def compare(reports: Reports, format: Format = None, output: Outputs = None) -> 
     """
     from lipaudit import schema
     from lipaudit.gate import compare as compared
-    from lipaudit.report.page.comparison import parts
+    from lipaudit.report.page.comparison import chapters
 
     loaded = [schema.load(path) for path in reports]
-    found = compared(loaded)
-    json = found.model_dump_json(indent=2).encode() + b"\n"
-    _publish_pages(loaded, format, output, lead=parts(found), json=json)
+    comparison = compared(loaded)
+    json = comparison.model_dump_json(indent=2).encode() + b"\n"
+    _publish_pages(loaded, format, output, lead=chapters(comparison), json=json)
 
 
 @command("gate", panel=COMPARE)
@@ -238,10 +238,10 @@ def show(baseline: Kept = DEFAULT_BASE) -> None:
     from lipaudit.gate import load_baseline
     from lipaudit.report import RENDERERS
 
-    found = load_baseline(baseline)
-    sys.stdout.write(f"baseline because: {found.run.reason or 'no reason given'}\n")
+    standard = load_baseline(baseline)
+    sys.stdout.write(f"baseline because: {standard.run.reason or 'no reason given'}\n")
     sys.stdout.flush()
-    sys.stdout.buffer.write(RENDERERS["table"](found))
+    sys.stdout.buffer.write(RENDERERS["table"](standard))
 
 
 @baselines.command("check")
@@ -251,9 +251,9 @@ def check(baseline: Kept = DEFAULT_BASE) -> None:
     from lipaudit.errors import BaselineError
     from lipaudit.gate import load_baseline, problems
 
-    found = problems(load_baseline(baseline))
-    if found:
-        raise BaselineError(f"{baseline}: {found[0]}", "Save a new one from a finished report.")
+    reasons = problems(load_baseline(baseline))
+    if reasons:
+        raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
     typer.echo(f"{baseline}: fit to gate against")
 
 

@@ -87,8 +87,8 @@ def promote(report: Report, reason: str) -> Report:
     """
     if not reason.strip():
         raise UsageError("a baseline needs a reason", "Say why: --reason 'first release'.")
-    if found := problems(report):
-        raise EvaluationError(f"this report is no baseline: {found[0]}", "Measure again.")
+    if reasons := problems(report):
+        raise EvaluationError(f"this report is no baseline: {reasons[0]}", "Measure again.")
     order = list(ROWS)
     run = report.run
     return report.model_copy(
@@ -112,14 +112,14 @@ def problems(report: Report) -> list[str]:
 
     It must be finished and converged, and finite in what the default rules read.
     """
-    found = [reason for section in report.sections if (reason := fault(report, section))]
+    reasons = [reason for section in report.sections if (reason := fault(report, section))]
     for rule in DEFAULT_RULES:
         section = report.section(rule.measure)
         try:
             _ = section and trusted(rule, report, section)
         except LipauditError as error:
-            found.append(error.message)
-    return list(dict.fromkeys(found)) or ([] if report.sections else ["it has no sections"])
+            reasons.append(error.message)
+    return list(dict.fromkeys(reasons)) or ([] if report.sections else ["it has no sections"])
 
 
 def _slim(section: Section) -> Section:

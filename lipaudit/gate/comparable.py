@@ -14,7 +14,7 @@ FREE = frozenset({"seed", "batch_size", "device", "samples", "map"})
 """Settings that may differ: they do not change what is measured."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
 """Codes of notes that say an attack did less than was asked of it."""
-PROTOCOL = "Run the baseline's protocol: lipaudit gate MODEL --baseline FILE."
+REPEAT = "Run the baseline's protocol: lipaudit gate MODEL --baseline FILE."
 
 
 def fault(report: Report, section: Section) -> str:
@@ -37,9 +37,9 @@ def same_conditions(current: Run, baseline: Run) -> None:
         BaselineError: with what differs.
     """
     if current.dtype != baseline.dtype:
-        raise BaselineError(f"dtype {baseline.dtype} became {current.dtype}", PROTOCOL)
+        raise BaselineError(f"dtype {baseline.dtype} became {current.dtype}", REPEAT)
     if changed := _changed(current.preprocess, baseline.preprocess):
-        raise BaselineError(f"preprocessing differs: {changed}", PROTOCOL)
+        raise BaselineError(f"preprocessing differs: {changed}", REPEAT)
 
 
 def same_protocol(current: Report, baseline: Report, section: Section, before: Section) -> None:
@@ -58,7 +58,7 @@ def same_protocol(current: Report, baseline: Report, section: Section, before: S
     _same_attacks(section, before)
     suites = {report.run.data.suite_id for report in (current, baseline)}
     if not before.samples.get("ids") and len(suites) > 1:
-        raise BaselineError(f"{section.measure}: the samples are not the baseline's", PROTOCOL)
+        raise BaselineError(f"{section.measure}: the samples are not the baseline's", REPEAT)
 
 
 def shared(measure: str, new: Sequence[str], old: Sequence[str]) -> tuple[list[int], list[int]]:
@@ -73,7 +73,7 @@ def shared(measure: str, new: Sequence[str], old: Sequence[str]) -> tuple[list[i
         raise BaselineError(
             f"{measure}: only {len(pairs)} of the baseline's {len(old)} samples are in the "
             "current report (95 % are needed)",
-            PROTOCOL,
+            REPEAT,
         )
     return [i for i, _ in pairs], [i for _, i in pairs]
 
@@ -114,7 +114,7 @@ def _same_settings(current: Section, baseline: Section) -> None:
         changes.append(f"{key} lost {', '.join(lost)}" if lost else "")
     if any(changes):
         text = "; ".join(filter(None, changes))
-        raise BaselineError(f"{current.measure}: settings differ: {text}", PROTOCOL)
+        raise BaselineError(f"{current.measure}: settings differ: {text}", REPEAT)
 
 
 def _same_attacks(current: Section, baseline: Section) -> None:
@@ -126,13 +126,13 @@ def _same_attacks(current: Section, baseline: Section) -> None:
     )
     if missing := sorted(map(str, old - new)):
         raise BaselineError(
-            f"attack: weaker than the baseline, which also ran {'; '.join(missing)}", PROTOCOL
+            f"attack: weaker than the baseline, which also ran {'; '.join(missing)}", REPEAT
         )
     fallbacks, known = (
         {note.text for note in s.notes if note.code in FALLBACKS} for s in (current, baseline)
     )
     if fresh := sorted(fallbacks - known):
-        raise BaselineError(f"attack: weaker than the baseline: {'; '.join(fresh)}", PROTOCOL)
+        raise BaselineError(f"attack: weaker than the baseline: {'; '.join(fresh)}", REPEAT)
 
 
 def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lipaudit.errors import BaselineError, LipauditError, UsageError
-from lipaudit.gate.comparable import PROTOCOL, differences
-from lipaudit.gate.contrasts import Case, cases
-from lipaudit.gate.judging import describe
+from lipaudit.gate.comparable import REPEAT, differences
+from lipaudit.gate.contrasts import Contrast, contrasts
+from lipaudit.gate.judging import judge_alone
 from lipaudit.gate.readings import row_names
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
-from lipaudit.gate.verdicts import Status, Verdict
+from lipaudit.gate.verdicts import Verdict, VerdictStatus
 from lipaudit.results import SAMPLES, Column, Report, Section, labels
 from lipaudit.results.columns import Float, Frozen
 from lipaudit.results.trials import parse_column
@@ -21,7 +21,10 @@ LEVEL = 0.025
 TOLERANCE = 1e-4
 """Relative accuracy of the norms: a smaller change of a figure without an interval is none."""
 HEAT = ("bounds.exact", "bounds.sharp", "attention.softmax_norm")
-_NO_MARGIN: dict[Status, Status] = {"pass": "inconclusive", "pass (not proven)": "inconclusive"}
+_NO_MARGIN: dict[VerdictStatus, VerdictStatus] = {
+    "pass": "inconclusive",
+    "pass (not proven)": "inconclusive",
+}
 
 
 class HeadRatios(Frozen):
@@ -100,14 +103,14 @@ def compare(reports: Sequence[Report]) -> Comparison:
     judged = [v for pair in pairs for v in pair.verdicts if not v.reason]
     if not judged:
         reasons = [v.reason for pair in pairs for v in pair.verdicts] or ["no common section"]
-        raise BaselineError(f"the reports have nothing to compare: {reasons[0]}", PROTOCOL)
+        raise BaselineError(f"the reports have nothing to compare: {reasons[0]}", REPEAT)
     return Comparison(
         models=tuple(names), pairs=pairs, jacobian=tuple(_distributions(reports, names))
     )
 
 
 def _pair(old: Report, new: Report, old_name: str, new_name: str) -> Pair:
-    verdicts = [v for rule in _rules(old, new) for v in describe(rule, new, old, LEVEL)]
+    verdicts = [v for rule in _rules(old, new) for v in judge_alone(rule, new, old, LEVEL)]
     return Pair(
         old=old_name,
         new=new_name,
@@ -168,23 +171,23 @@ def _ratios(metric: str, old: Report, new: Report) -> HeadRatios | None:
     rule = parse_rule(f"{metric}:each <= +0%")
     section = new.section(rule.measure)
     try:
-        found = cases(rule, new, old) if section else []
+        changes = contrasts(rule, new, old) if section else []
     except LipauditError:
         return None
-    if section is None or not found:
+    if section is None or not changes:
         return None
     rows = dict(zip(row_names(section.rows), section.rows, strict=True))
-    cells = [(rows[case.name].cells(), _log_ratio(case)) for case in found]
+    cells = [(rows[contrast.name].cells(), _log_ratio(contrast)) for contrast in changes]
     values = {(cell["layer"], cell["head"]): value for cell, value in cells}
     layers, heads = (tuple(sorted({key[i] for key in values})) for i in (0, 1))
     lines = tuple(tuple(values.get((layer, head)) for head in heads) for layer in layers)
     return HeadRatios(metric=metric, layers=layers, heads=heads, values=lines)
 
 
-def _log_ratio(case: Case) -> float | None:
-    if case.evidence is not None:
-        return case.evidence.estimate
-    return math.log(case.new / case.old) if case.old and case.new > 0 else None
+def _log_ratio(contrast: Contrast) -> float | None:
+    if contrast.evidence is not None:
+        return contrast.evidence.estimate
+    return math.log(contrast.new / contrast.old) if contrast.old and contrast.new > 0 else None
 
 
 def _distributions(reports: Sequence[Report], names: Sequence[str]) -> Iterator[Distribution]:

@@ -1,4 +1,4 @@
-"""One case per row or column that a rule judges: the two values, and the evidence of a change."""
+"""What a rule contrasts: two values for each row or column, and the evidence of a change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
-from lipaudit.gate.comparable import PROTOCOL, fault, same_protocol, shared
+from lipaudit.gate.comparable import REPEAT, fault, same_protocol, shared
 from lipaudit.gate.readings import STATISTICS, Reading, read
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import (
@@ -25,7 +25,7 @@ from lipaudit.results import Report, Section
 
 
 @dataclass(frozen=True)
-class Case:
+class Contrast:
     """What one rule finds for one row or column.
 
     Attributes:
@@ -45,8 +45,8 @@ class Case:
     same: bool = False
 
 
-def cases(rule: Rule, current: Report, baseline: Report) -> list[Case]:
-    """Return the cases of a rule, in the order of the current report.
+def contrasts(rule: Rule, current: Report, baseline: Report) -> list[Contrast]:
+    """Return the contrasts of a rule, in the order of the current report.
 
     Raises:
         EvaluationError: when the current report is not finished, finite and converged.
@@ -57,10 +57,10 @@ def cases(rule: Rule, current: Report, baseline: Report) -> list[Case]:
     if new is None and old is None:
         raise UsageError(f"{rule.text!r} matches nothing: there is no section {rule.measure}")
     if new is None:
-        raise BaselineError(f"the current report has no section {rule.measure}", PROTOCOL)
+        raise BaselineError(f"the current report has no section {rule.measure}", REPEAT)
     reading = trusted(rule, current, new)
     if rule.limit.kind == "absolute":
-        return [Case(n, None, value, len(reading.ids)) for n, value in reading.points.items()]
+        return [Contrast(n, None, value, len(reading.ids)) for n, value in reading.points.items()]
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}", "Save a new baseline.")
     try:
@@ -127,13 +127,13 @@ def _exact(value: float) -> Fraction:
     return Fraction(format(value, f".{DIGITS}g"))
 
 
-def _changes(rule: Rule, new: Reading, old: Reading, same: bool) -> list[Case]:
+def _changes(rule: Rule, new: Reading, old: Reading, same: bool) -> list[Contrast]:
     missing = [name for name in old.names if name not in new.names]
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in new.names if name not in old.names]
     if missing:
         which = "; ".join(missing[:8]) + ("; ..." if len(missing) > 8 else "")
-        raise BaselineError(f"{rule.metric}: only one of the reports has {which}", PROTOCOL)
+        raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
     take = shared(rule.measure, new.ids, old.ids)
     return [
         _sampled(rule, name, old.pairs[name][take[1]], new.pairs[name][take[0]], same)
@@ -143,9 +143,9 @@ def _changes(rule: Rule, new: Reading, old: Reading, same: bool) -> list[Case]:
     ]
 
 
-def _sampled(rule: Rule, name: str, old: Values, new: Values, same: bool) -> Case:
+def _sampled(rule: Rule, name: str, old: Values, new: Values, same: bool) -> Contrast:
     statistic = STATISTICS["median" if rule.stat == "each" else rule.stat]
-    return Case(
+    return Contrast(
         name,
         old=float(statistic(old)),
         new=float(statistic(new)),
@@ -155,11 +155,11 @@ def _sampled(rule: Rule, name: str, old: Values, new: Values, same: bool) -> Cas
     )
 
 
-def _fixed(rule: Rule, name: str, old: Reading, new: Reading, same: bool) -> Case:
+def _fixed(rule: Rule, name: str, old: Reading, new: Reading, same: bool) -> Contrast:
     """Compare two values as they are: the suite itself is the contract."""
     before, now = old.points[name], new.points[name]
     _positive(rule, np.array([before, now]))
-    return Case(name, before, now, len(new.ids), same=same and before == now)
+    return Contrast(name, before, now, len(new.ids), same=same and before == now)
 
 
 def _evidence(rule: Rule, old: Values, new: Values) -> Evidence:

@@ -8,14 +8,15 @@ from itertools import chain
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate.comparable import differences, same_conditions
-from lipaudit.gate.contrasts import Case, cases, excess, margin, printed
+from lipaudit.gate.contrasts import Contrast, contrasts, excess, margin, printed
 from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import DIGITS, Evidence, holm
-from lipaudit.gate.verdicts import Judgement, Status, Verdict
+from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.results import Report
 
 SHOWN = parse_rule("attack.correct >= -0pp")
-Finding = list[Case] | Verdict
+Examined = list[Contrast] | Verdict
+"""What a rule contrasts, or the verdict that it could not be judged."""
 
 
 def judge(
@@ -46,14 +47,14 @@ def judge(
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must lie between 0 and 1, not {alpha}")
     chosen = tuple(rules) or _applicable(current, baseline)
-    findings = [_examine(rule, current, baseline, strictly=True) for rule in chosen]
+    examinations = [_examine(rule, current, baseline, strictly=True) for rule in chosen]
     dropped = () if rules else (rule for rule in DEFAULT_RULES if rule not in chosen)
     return Judgement(
         current=current.run.model.spec,
         baseline=baseline.run.model.spec,
         alpha=alpha,
         strict=strict,
-        verdicts=tuple(chain.from_iterable(_decide(chosen, findings, alpha))),
+        verdicts=tuple(chain.from_iterable(_decide(chosen, examinations, alpha))),
         shown=_shown(current, baseline),
         notes=(
             *(f"not judged, neither report has its section: {rule.text}" for rule in dropped),
@@ -62,12 +63,14 @@ def judge(
     )
 
 
-def describe(rule: Rule, current: Report, baseline: Report, level: float = 0.025) -> list[Verdict]:
-    """Judge one rule on its own, each row at `level`, whatever the precision of the runs."""
-    finding = _examine(rule, current, baseline, strictly=False)
-    if isinstance(finding, Verdict):
-        return [finding]
-    return [_verdict(rule, case, level, None) for case in finding]
+def judge_alone(
+    rule: Rule, current: Report, baseline: Report, level: float = 0.025
+) -> list[Verdict]:
+    """Judge one rule by itself, each row at `level`, whatever the precision of the runs."""
+    examined = _examine(rule, current, baseline, strictly=False)
+    if isinstance(examined, Verdict):
+        return [examined]
+    return [_verdict(rule, contrast, level, None) for contrast in examined]
 
 
 def _applicable(current: Report, baseline: Report) -> tuple[Rule, ...]:
@@ -86,73 +89,78 @@ def _shown(current: Report, baseline: Report) -> tuple[Verdict, ...]:
     sections = [report.section(SHOWN.measure) for report in (current, baseline)]
     if not all(section and SHOWN.column in section.samples for section in sections):
         return ()
-    return tuple(v for v in describe(SHOWN, current, baseline) if not v.reason)
+    return tuple(v for v in judge_alone(SHOWN, current, baseline) if not v.reason)
 
 
-def _examine(rule: Rule, current: Report, baseline: Report, *, strictly: bool) -> Finding:
-    """Return the cases of a rule, or the verdict that it could not be judged."""
+def _examine(rule: Rule, current: Report, baseline: Report, *, strictly: bool) -> Examined:
+    """Return what a rule contrasts, or the verdict that it could not be judged."""
     try:
-        found = cases(rule, current, baseline)
+        changes = contrasts(rule, current, baseline)
         if strictly and rule.limit.kind != "absolute":
             same_conditions(current.run, baseline.run)
-        return found
+        return changes
     except (EvaluationError, BaselineError) as error:
-        status: Status = "error" if isinstance(error, EvaluationError) else "not comparable"
+        status: VerdictStatus = "error" if isinstance(error, EvaluationError) else "not comparable"
         reason = error.message
         return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=reason)
 
 
 def _decide(
-    rules: Sequence[Rule], findings: Sequence[Finding], alpha: float
+    rules: Sequence[Rule], examinations: Sequence[Examined], alpha: float
 ) -> list[list[Verdict]]:
     """Correct for many rules, then within each rule for many rows."""
-    rows = [_p_values(rule, finding) for rule, finding in zip(rules, findings, strict=True)]
+    rows = [_p_values(rule, examined) for rule, examined in zip(rules, examinations, strict=True)]
     family = [i for i, p in enumerate(rows) if p]
     smallest = [min(1.0, len(rows[i]) * min(rows[i])) for i in family]
     adjusted, levels = holm(smallest, alpha)
     corrected = dict(zip(family, zip(levels, adjusted, strict=True), strict=True))
     return [
-        [finding]
-        if isinstance(finding, Verdict)
-        else _rows(rule, finding, *corrected.get(i, (alpha, 0.0)), alpha)
-        for i, (rule, finding) in enumerate(zip(rules, findings, strict=True))
+        [examined]
+        if isinstance(examined, Verdict)
+        else _rows(rule, examined, *corrected.get(i, (alpha, 0.0)), alpha)
+        for i, (rule, examined) in enumerate(zip(rules, examinations, strict=True))
     ]
 
 
-def _p_values(rule: Rule, finding: Finding) -> list[float]:
-    if isinstance(finding, Verdict):
+def _p_values(rule: Rule, examined: Examined) -> list[float]:
+    if isinstance(examined, Verdict):
         return []
-    tested = (case.evidence for case in finding if not case.same)
+    tested = (contrast.evidence for contrast in examined if not contrast.same)
     return [evidence.p(margin(rule)) for evidence in tested if evidence is not None]
 
 
 def _rows(
-    rule: Rule, found: list[Case], level: float, adjusted: float, alpha: float
+    rule: Rule, changes: list[Contrast], level: float, adjusted: float, alpha: float
 ) -> list[Verdict]:
     """Correct the rows of one rule at its level, and judge each."""
-    tested = [case for case in found if case.evidence is not None and not case.same]
-    within, levels = holm(_p_values(rule, found), level)
+    tested = [
+        contrast for contrast in changes if contrast.evidence is not None and not contrast.same
+    ]
+    within, levels = holm(_p_values(rule, changes), level)
     corrected = {
-        case.name: (own, min(1.0, max(adjusted, p * alpha / level)))
-        for case, own, p in zip(tested, levels, within, strict=True)
+        contrast.name: (own, min(1.0, max(adjusted, p * alpha / level)))
+        for contrast, own, p in zip(tested, levels, within, strict=True)
     }
-    return [_verdict(rule, case, *corrected.get(case.name, (alpha, None))) for case in found]
+    return [
+        _verdict(rule, contrast, *corrected.get(contrast.name, (alpha, None)))
+        for contrast in changes
+    ]
 
 
-def _verdict(rule: Rule, case: Case, level: float, adjusted: float | None) -> Verdict:
+def _verdict(rule: Rule, contrast: Contrast, level: float, adjusted: float | None) -> Verdict:
     verdict = Verdict(
         rule=rule.text,
         metric=rule.metric,
-        name=case.name,
-        status=_plain_status(rule, case),
-        old=case.old,
-        new=case.new,
-        change=_plain_change(rule, case),
+        name=contrast.name,
+        status=_plain_status(rule, contrast),
+        old=contrast.old,
+        new=contrast.new,
+        change=_plain_change(rule, contrast),
         unit=rule.limit.unit,
     )
-    if case.same or case.evidence is None:
+    if contrast.same or contrast.evidence is None:
         return verdict
-    measured = _measured(rule, case.evidence, level)
+    measured = _measured(rule, contrast.evidence, level)
     return verdict.model_copy(update=measured | {"p_adjusted": adjusted})
 
 
@@ -176,7 +184,7 @@ def _measured(rule: Rule, evidence: Evidence, level: float) -> dict[str, object]
     }
 
 
-def _status(estimate: float, low: float, high: float, bound: float) -> Status:
+def _status(estimate: float, low: float, high: float, bound: float) -> VerdictStatus:
     """Read a verdict off the limits; equality with the margin passes."""
     estimate, low, high = (round(value, DIGITS) for value in (estimate, low, high))
     if low > bound:
@@ -188,22 +196,22 @@ def _status(estimate: float, low: float, high: float, bound: float) -> Status:
     return "pass" if high <= bound else "pass (not proven)"
 
 
-def _plain_status(rule: Rule, case: Case) -> Status:
+def _plain_status(rule: Rule, contrast: Contrast) -> VerdictStatus:
     """Judge values as they are."""
-    if case.same:
+    if contrast.same:
         return "unchanged"
-    if excess(rule, case.new, case.old) > 0:
+    if excess(rule, contrast.new, contrast.old) > 0:
         return "regressed"
-    better = case.old is not None and excess(rule, case.old, case.new) > 0
+    better = contrast.old is not None and excess(rule, contrast.old, contrast.new) > 0
     return "improved" if better else "pass"
 
 
-def _plain_change(rule: Rule, case: Case) -> float | None:
-    if case.old is None:
+def _plain_change(rule: Rule, contrast: Contrast) -> float | None:
+    if contrast.old is None:
         return None
-    if rule.limit.kind != "relative" or case.new == case.old:
-        return case.new - case.old
-    return case.new / case.old - 1 if case.old else math.inf
+    if rule.limit.kind != "relative" or contrast.new == contrast.old:
+        return contrast.new - contrast.old
+    return contrast.new / contrast.old - 1 if contrast.old else math.inf
 
 
 def _detectable(rule: Rule, evidence: Evidence, level: float) -> float:

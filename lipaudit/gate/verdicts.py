@@ -10,7 +10,7 @@ from pydantic import computed_field
 from lipaudit.errors import ExitCode
 from lipaudit.results.columns import Float, Frozen
 
-Status = Literal[
+VerdictStatus = Literal[
     "unchanged",
     "improved",
     "pass",
@@ -20,13 +20,13 @@ Status = Literal[
     "not comparable",
     "error",
 ]
-EXIT: dict[Status, ExitCode] = {
+EXIT: dict[VerdictStatus, ExitCode] = {
     "error": ExitCode.INTERNAL,
     "not comparable": ExitCode.BASELINE,
     "regressed": ExitCode.REGRESSION,
 }
 """Exit code of a status, gravest first; every other status is no failure."""
-UNPROVEN: frozenset[Status] = frozenset({"inconclusive", "pass (not proven)"})
+UNPROVEN: frozenset[VerdictStatus] = frozenset({"inconclusive", "pass (not proven)"})
 """Statuses that fail under --strict."""
 
 
@@ -59,7 +59,7 @@ class Verdict(Frozen):
 
     rule: str
     metric: str
-    status: Status
+    status: VerdictStatus
     name: str = ""
     old: Float | None = None
     new: Float | None = None
@@ -130,9 +130,9 @@ class Judgement(Frozen):
     @property
     def exit_code(self) -> int:
         """The documented exit code: of the gravest status among the verdicts."""
-        found = {verdict.status for verdict in self.verdicts}
-        code = next((EXIT[status] for status in EXIT if status in found), ExitCode.OK)
-        if code is ExitCode.OK and self.strict and found & UNPROVEN:
+        statuses = {verdict.status for verdict in self.verdicts}
+        code = next((EXIT[status] for status in EXIT if status in statuses), ExitCode.OK)
+        if code is ExitCode.OK and self.strict and statuses & UNPROVEN:
             code = ExitCode.NOT_PROVEN
         return int(code)
 

@@ -153,7 +153,7 @@ Block = Paragraph | Table | Heatmap | Histogram | Scatter | Curve | Density | No
 
 
 @dataclass(frozen=True)
-class Part:
+class Chapter:
     """A heading and what stands under it."""
 
     name: str
@@ -168,5 +168,5 @@ class Document:
     title: str
     facts: tuple[tuple[str, str], ...]
     findings: tuple[tuple[str, str], ...]
-    parts: tuple[Part, ...]
+    chapters: tuple[Chapter, ...]
     partial: bool = False

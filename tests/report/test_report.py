@@ -66,7 +66,7 @@ def test_every_measure_has_a_title():
 
 def test_several_models_draw_their_distributions_over_heads(report, other):
     page = document(report, other)
-    figures = [b for part in page.parts for b in part.blocks if isinstance(b, Histogram)]
+    figures = [b for chapter in page.chapters for b in chapter.blocks if isinstance(b, Histogram)]
     assert figures
     assert all(list(b.counts) == labels([report, other]) for b in figures)
     exact = next(b for b in figures if b.title == "exact over heads")
@@ -133,7 +133,7 @@ def test_ratio_histogram_ends_with_its_last_row(report):
 def test_several_models_show_their_rows_side_by_side(report, other):
     """Figs. 1, 2 and 3 of Yudin et al., a model beside the other."""
     names = labels([report, other])
-    part = next(p for p in document(report, other).parts if p.name == "attention")
+    part = next(p for p in document(report, other).chapters if p.name == "attention")
     titles = [b.title for b in part.blocks if isinstance(b, Curve | Density)]
     for name in names:
         assert [t.removeprefix(f"{name}: ")[:7] for t in titles if t.startswith(f"{name}: ")] == [

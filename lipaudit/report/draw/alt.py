@@ -6,7 +6,7 @@ from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter
 from lipaudit.report.cells import number, pretty, text
 
 
-def describe(block: Heatmap | Histogram | Scatter | Curve | Density) -> str:
+def alternative(block: Heatmap | Histogram | Scatter | Curve | Density) -> str:
     """Describe a picture by its title, its extent and where its mass or extremes lie."""
     match block:
         case Heatmap():

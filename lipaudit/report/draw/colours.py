@@ -35,11 +35,11 @@ def viridis(share: float) -> Rgb:
 
 def contrast(rgb: Rgb) -> str:
     """Return black or white, whichever has the higher contrast (WCAG 2) on a colour."""
-    red, green, blue = (_linear(part / 255) for part in rgb)
+    red, green, blue = (_linear(channel / 255) for channel in rgb)
     # equal contrast to both where (L + 0.05)^2 = 1.05 * 0.05
     return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "#ffffff"
 
 
-def _linear(part: float) -> float:
+def _linear(channel: float) -> float:
     """Undo the sRGB transfer curve."""
-    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4

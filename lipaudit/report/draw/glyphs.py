@@ -85,8 +85,8 @@ def pixels(block: Density, width: int) -> list[list[float]]:
     shares = shares if block.down else shares[::-1]
     times = next((t for t in (4, 2) if t * shares.shape[1] <= width), 1)
     large = shares.repeat(times, 0).repeat(times, 1)
-    found: list[list[float]] = np.pad(large, ((0, len(large) % 2), (0, 0))).tolist()
-    return found
+    lines: list[list[float]] = np.pad(large, ((0, len(large) % 2), (0, 0))).tolist()
+    return lines
 
 
 def density(block: Density, width: int) -> list[str]:

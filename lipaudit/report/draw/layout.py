@@ -74,13 +74,13 @@ def _width(head: str, column: Sequence[str]) -> int:
 def _row(
     wrapped: dict[int, list[str]], aligned: Sequence[tuple[int, int, bool]], bottom: bool = False
 ) -> Iterator[str]:
-    height = max(len(part) for part in wrapped.values())
+    height = max(len(lines) for lines in wrapped.values())
     for level in range(height):
         line = []
         for index, width, named in aligned:
-            part = wrapped[index]
-            at = level - (height - len(part)) * bottom
-            text = part[at] if 0 <= at < len(part) else ""
+            lines = wrapped[index]
+            at = level - (height - len(lines)) * bottom
+            text = lines[at] if 0 <= at < len(lines) else ""
             pad = " " * (width - cell_len(text))
             line.append(text + pad if named else pad + text)
         yield GAP.join(line)

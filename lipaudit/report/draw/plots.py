@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series
 from lipaudit.report.cells import MISSING, plain, pretty, text
 from lipaudit.report.draw import axes as axis
-from lipaudit.report.draw.alt import describe
+from lipaudit.report.draw.alt import alternative
 from lipaudit.report.draw.colours import contrast
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ STYLE: dict[Any, Any] = {
 def svg(block: Picture) -> str:
     """Draw a picture as an SVG element with an alternative text; equal blocks give equal bytes."""
     look = {"format": "svg", "transparent": True, "dpi": 160, "metadata": {"Date": None}}
-    return _inline(_drawn(block, look).decode(), describe(block))
+    return _inline(_drawn(block, look).decode(), alternative(block))
 
 
 def png(block: Picture) -> bytes:
@@ -126,7 +126,7 @@ def _numbers(axes: Axes, block: Heatmap, mesh: Any) -> None:
             if value is None:
                 axes.text(x, y, MISSING, ha="center", va="center", fontsize=8)
                 continue
-            red, green, blue, _ = (round(255 * part) for part in mesh.to_rgba(value))
+            red, green, blue, _ = (round(255 * channel) for channel in mesh.to_rgba(value))
             finite = abs(value) < float("inf")
             colour = contrast((red, green, blue)) if finite else INK
             label = text(value, block.column)

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from lipaudit.report import cells
-from lipaudit.report.blocks import Block, Curve, Density, Heatmap, Histogram, Part, Scatter, Table
+from lipaudit.report.blocks import (
+    Block,
+    Chapter,
+    Curve,
+    Density,
+    Heatmap,
+    Histogram,
+    Scatter,
+    Table,
+)
 from lipaudit.report.page.document import document
 from lipaudit.results import Report
 
@@ -14,7 +23,7 @@ MOST_ROWS = 1200
 """A folded table is cut here (the JSON has the rest), so that a page stays under 2 MB."""
 
 
-def render(*reports: Report, lead: Sequence[Part] = ()) -> bytes:
+def render(*reports: Report, lead: Sequence[Chapter] = ()) -> bytes:
     """Write one report, or several side by side, as a page; `lead` goes before the sections."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
     Block,
+    Chapter,
     Curve,
     Density,
     Heatmap,
     Histogram,
     Notes,
     Paragraph,
-    Part,
     Scatter,
     Table,
 )
@@ -29,7 +29,7 @@ BARS = 40
 PLOT = 60
 
 
-def render(*reports: Report, lead: Sequence[Part] = ()) -> bytes:
+def render(*reports: Report, lead: Sequence[Chapter] = ()) -> bytes:
     """Write one report, or several side by side; `lead` goes before the sections."""
     page = document(*reports, lead=lead)
     lines = [f"# {escape(page.title)}", ""]
@@ -44,9 +44,9 @@ def render(*reports: Report, lead: Sequence[Part] = ()) -> bytes:
             f"- {escape(text)} <sub>{escape(source)}</sub>" for text, source in page.findings
         ]
         lines += [""]
-    for part in page.parts:
-        lines += [f"## {escape(part.title)}", ""]
-        for block in part.blocks:
+    for chapter in page.chapters:
+        lines += [f"## {escape(chapter.title)}", ""]
+        for block in chapter.blocks:
             lines += [*_block(block), ""]
     return ("\n".join(lines).rstrip("\n") + "\n").encode()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lipaudit.errors import UsageError
-from lipaudit.report.blocks import Part
+from lipaudit.report.blocks import Chapter
 from lipaudit.report.page.views.attention import drawn
 from lipaudit.results import Report
 
 
-def render(*reports: Report, lead: Sequence[Part] = ()) -> bytes:
+def render(*reports: Report, lead: Sequence[Chapter] = ()) -> bytes:
     """Draw the map, or the row of one, that a report holds.
 
     Raises:

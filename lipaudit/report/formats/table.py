@@ -14,6 +14,7 @@ from rich.text import Text
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
     Block,
+    Chapter,
     Curve,
     Density,
     Document,
@@ -21,7 +22,6 @@ from lipaudit.report.blocks import (
     Histogram,
     Notes,
     Paragraph,
-    Part,
     Scatter,
     Table,
 )
@@ -40,7 +40,7 @@ STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": "dim"
 
 def render(
     *reports: Report,
-    lead: Sequence[Part] = (),
+    lead: Sequence[Chapter] = (),
     width: int | None = None,
     colour: str | None = None,
 ) -> bytes:
@@ -48,7 +48,7 @@ def render(
 
     Args:
         reports: one report, or several to set side by side.
-        lead: parts that go before the sections of several reports.
+        lead: chapters that go before the sections of several reports.
         width: columns of the terminal; None writes tables as wide as they are.
         colour: rich's colour system ("standard", "256", "truecolor"); None writes no escapes.
     """
@@ -68,7 +68,7 @@ def render(
     return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
 
 
-def render_terminal(*reports: Report, stream: TextIO, lead: Sequence[Part] = ()) -> None:
+def render_terminal(*reports: Report, stream: TextIO, lead: Sequence[Chapter] = ()) -> None:
     """Write reports to a stream: in its width and colours on a terminal, else in full width."""
     console = Console(file=stream, legacy_windows=False)
     width = console.width if console.is_terminal else None
@@ -84,9 +84,9 @@ def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
     if page.findings:
         yield _heading("What stands out", "─", width)
         yield from (_item("•", f"{text} [{source}]", width) for text, source in page.findings)
-    for part in page.parts:
-        yield _heading(part.title, "─", width)
-        for block in part.blocks:
+    for chapter in page.chapters:
+        yield _heading(chapter.title, "─", width)
+        for block in chapter.blocks:
             yield from _block(block, width, colour)
 
 

@@ -13,7 +13,7 @@ FEATURES = ("norm", "radius_first_order")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Breakage:
     """One attack on the samples that the model classifies rightly.
 
     Attributes:
@@ -44,8 +44,8 @@ class Outcome:
         return spearman(values, [float(self.broken[name]) for name in known])
 
 
-def outcome(report: Report) -> Outcome | None:
-    """Return the outcome of the attack that splits the samples most evenly.
+def breakage(report: Report) -> Breakage | None:
+    """Return what was broken by the attack that splits the samples most evenly.
 
     The worst case over all attacks is taken where it was recorded. None without per-sample
     columns of both sections, and where every attack breaks all samples or none.
@@ -57,13 +57,13 @@ def outcome(report: Report) -> Outcome | None:
     columns = ((name, *parse_column(name)) for name in attack.samples)
     trials = {t: name for name, kind, t in columns if t and kind == "robust"}
     worst = [trial for trial in trials if trial.attack == WORST] or list(trials)
-    outcomes = [Outcome(t, _broken(attack, trials[t], features["norm"]), features) for t in worst]
-    split = [o for o in outcomes if len(set(o.broken.values())) == 2]
+    attacked = [Breakage(t, _broken(attack, trials[t], features["norm"]), features) for t in worst]
+    split = [a for a in attacked if len(set(a.broken.values())) == 2]
     return min(split, key=_imbalance, default=None)
 
 
-def _imbalance(found: Outcome) -> float:
-    return abs(sum(found.broken.values()) / len(found.broken) - 0.5)
+def _imbalance(attacked: Breakage) -> float:
+    return abs(sum(attacked.broken.values()) / len(attacked.broken) - 0.5)
 
 
 def _finite_column(section: Section, name: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A comparison as the first parts of a page."""
+"""A comparison as the first chapters of a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lipaudit.gate.comparison import Comparison, HeadRatios, Pair
 from lipaudit.gate.verdicts import Verdict, amount, number
-from lipaudit.report.blocks import Block, Heatmap, Notes, Paragraph, Part, Table
+from lipaudit.report.blocks import Block, Chapter, Heatmap, Notes, Paragraph, Table
 from lipaudit.results import ROWS, Column, Note
 
 HOW = (
@@ -16,11 +16,11 @@ HOW = (
 )
 
 
-def parts(found: Comparison) -> tuple[Part, ...]:
-    """Return a part for every model but the first: its figures, its heads, what else differs."""
+def chapters(comparison: Comparison) -> tuple[Chapter, ...]:
+    """Return a chapter for every model but the first: figures, heads, what else differs."""
     return tuple(
-        Part(f"change-{i}", f"{pair.new} against {pair.old}", tuple(_blocks(pair)))
-        for i, pair in enumerate(found.pairs)
+        Chapter(f"change-{i}", f"{pair.new} against {pair.old}", tuple(_blocks(pair)))
+        for i, pair in enumerate(comparison.pairs)
     )
 
 

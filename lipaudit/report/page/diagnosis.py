@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lipaudit.report.cells import significant
-from lipaudit.report.page.broken import Outcome, outcome
+from lipaudit.report.page.broken import Breakage, breakage
 from lipaudit.report.page.views.bounds import log10_ratio
 from lipaudit.report.page.views.common import finite, head, largest, middle, order, typed
 from lipaudit.results import AttentionRow, BoundsRow, JacobianRow, Report
@@ -149,31 +149,31 @@ def _sensitive(report: Report) -> Iterator[Finding]:
 
 
 def _broken(report: Report) -> Iterator[Finding]:
-    found = outcome(report)
-    if found is None:
+    attacked = breakage(report)
+    if attacked is None:
         return
-    yield _quarter(found)
+    yield _quarter(attacked)
     for name, label in (("norm", "‖J‖"), ("radius_first_order", "first-order radius")):
-        rank = found.correlation(name)
+        rank = attacked.correlation(name)
         if rank is not None:
             yield Finding(
-                f"Spearman correlation of {label} with being broken by {found.attack}: "
+                f"Spearman correlation of {label} with being broken by {attacked.attack}: "
                 f"{rank.rho:.2f} [{rank.low:.2f}, {rank.high:.2f}], {rank.count} samples.",
-                f"jacobian {name}, attack {found.column}",
+                f"jacobian {name}, attack {attacked.column}",
             )
 
 
-def _quarter(found: Outcome) -> Finding:
+def _quarter(attacked: Breakage) -> Finding:
     """Count what an attack breaks among the most sensitive quarter and among the rest."""
-    ranked = sorted(found.broken, key=lambda name: -found.features["norm"][name])
+    ranked = sorted(attacked.broken, key=lambda name: -attacked.features["norm"][name])
     cut = max(len(ranked) // 4, 1)
-    inside = sum(found.broken[name] for name in ranked[:cut])
-    outside = sum(found.broken[name] for name in ranked[cut:])
-    attack = found.attack[0].upper() + found.attack[1:]
+    inside = sum(attacked.broken[name] for name in ranked[:cut])
+    outside = sum(attacked.broken[name] for name in ranked[cut:])
+    attack = attacked.attack[0].upper() + attacked.attack[1:]
     return Finding(
         f"{attack} breaks {inside} of the {cut} most sensitive samples "
         f"and {outside} of the other {len(ranked) - cut}.",
-        f"jacobian norm, attack {found.column}",
+        f"jacobian norm, attack {attacked.column}",
     )
 
 

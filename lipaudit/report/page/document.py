@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lipaudit.report.blocks import Block, Document, Paragraph, Part, Table
+from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
-from lipaudit.report.page.views import TITLES, blocks, comparison, listed
+from lipaudit.report.page.views import TITLES, blocks, listed, side_by_side
 from lipaudit.results import Column, Report, labels
 
 LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
 
 
-def document(*reports: Report, lead: Sequence[Part] = ()) -> Document:
-    """Lay out a report; several reports are set side by side, below the parts that lead."""
+def document(*reports: Report, lead: Sequence[Chapter] = ()) -> Document:
+    """Lay out a report; several reports are set side by side, below the chapters that lead."""
     return _single(reports[0]) if len(reports) == 1 else _several(reports, lead)
 
 
@@ -34,7 +34,7 @@ def facts(report: Report) -> tuple[tuple[str, str], ...]:
 
 def _single(report: Report) -> Document:
     run = report.run
-    found = tuple((finding.text, finding.source) for finding in diagnosis(report))
+    findings = tuple((finding.text, finding.source) for finding in diagnosis(report))
     preprocess = "; ".join(f"{name} {listed(value)}" for name, value in run.preprocess.items())
     versions = {"lipaudit": run.lipaudit} | run.versions
     last = (
@@ -45,38 +45,38 @@ def _single(report: Report) -> Document:
     return Document(
         title=f"lipaudit: {run.model.spec}",
         facts=facts(report),
-        findings=found,
-        parts=(
+        findings=findings,
+        chapters=(
             *(
-                Part(s.measure, TITLES.get(s.measure, s.measure), blocks(s))
+                Chapter(s.measure, TITLES.get(s.measure, s.measure), blocks(s))
                 for s in report.sections
             ),
-            Part("reading", "How to read the figures", last),
+            Chapter("reading", "How to read the figures", last),
         ),
         partial=report.status == "partial",
     )
 
 
-def _several(reports: Sequence[Report], lead: Sequence[Part]) -> Document:
+def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
     names = labels(reports)
     measures = dict.fromkeys(s.measure for report in reports for s in report.sections)
-    parts = []
+    chapters = []
     for measure in measures:
         sections = {
             name: section
             for name, report in zip(names, reports, strict=True)
             if (section := report.section(measure)) is not None
         }
-        parts.append(Part(measure, TITLES.get(measure, measure), comparison(sections)))
+        chapters.append(Chapter(measure, TITLES.get(measure, measure), side_by_side(sections)))
     return Document(
         title=f"lipaudit: {len(reports)} models side by side",
         facts=(),
         findings=(),
-        parts=(
-            Part("models", "Models", (_models(names, reports),)),
+        chapters=(
+            Chapter("models", "Models", (_models(names, reports),)),
             *lead,
-            *parts,
-            Part("reading", "How to read the figures", (Paragraph(LEGEND),)),
+            *chapters,
+            Chapter("reading", "How to read the figures", (Paragraph(LEGEND),)),
         ),
         partial=any(report.status == "partial" for report in reports),
     )
@@ -84,10 +84,10 @@ def _several(reports: Sequence[Report], lead: Sequence[Part]) -> Document:
 
 def _models(names: Sequence[str], reports: Sequence[Report]) -> Block:
     columns = ("fact", *names)
-    told = [dict(facts(report)) for report in reports]
-    keys = dict.fromkeys(name for each in told for name in each)
+    known = [dict(facts(report)) for report in reports]
+    keys = dict.fromkeys(name for each in known for name in each)
     return Table(
         title="What was audited",
         columns=tuple(Column(label=name, meaning="", format="s") for name in columns),
-        rows=tuple((key, *(each.get(key) for each in told)) for key in keys),
+        rows=tuple((key, *(each.get(key) for each in known)) for key in keys),
     )

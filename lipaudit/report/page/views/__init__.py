@@ -7,7 +7,7 @@ from typing import Any
 
 from lipaudit.report.blocks import Block, Notes, Paragraph
 from lipaudit.report.page.views import attack, attention, bounds, jacobian, scaling
-from lipaudit.report.page.views.common import Comparison, View, every_row, stacked
+from lipaudit.report.page.views.common import SideBySide, View, every_row, stacked
 from lipaudit.results import Section
 
 TITLES = {
@@ -27,7 +27,7 @@ def _plain(section: Section) -> Iterable[Block]:
     yield every_row(section, folded=False)
 
 
-def _plain_comparison(sections: Mapping[str, Section]) -> Iterable[Block]:
+def _plain_side_by_side(sections: Mapping[str, Section]) -> Iterable[Block]:
     columns = list(next(iter(sections.values())).columns())
     yield stacked(sections, columns[1:], columns[:1])
 
@@ -38,20 +38,20 @@ VIEWS: dict[str, View] = {
     "jacobian": jacobian.view,
     "attack": attack.view,
     "scaling": scaling.view,
-    "scaling.fit": scaling.view_fit,
+    "scaling.fit": scaling.fit_view,
 }
 """View of each section; a section without one is shown as a plain table of its rows."""
 
-COMPARISONS: dict[str, Comparison] = {
-    "bounds": bounds.compare,
-    "bounds.layers": bounds.compare_layers,
-    "attention": attention.compare,
-    "jacobian": jacobian.compare,
-    "attack": attack.compare,
-    "scaling": scaling.compare,
-    "scaling.fit": scaling.compare_fit,
+SIDE_BY_SIDE: dict[str, SideBySide] = {
+    "bounds": bounds.side_by_side,
+    "bounds.layers": bounds.layers_side_by_side,
+    "attention": attention.side_by_side,
+    "jacobian": jacobian.side_by_side,
+    "attack": attack.side_by_side,
+    "scaling": scaling.side_by_side,
+    "scaling.fit": scaling.fit_side_by_side,
 }
-"""Comparison of each section over several reports; without one the rows are stacked."""
+"""How each section of several reports is shown; without an entry the rows are stacked."""
 
 
 def blocks(section: Section) -> tuple[Block, ...]:
@@ -65,12 +65,14 @@ def blocks(section: Section) -> tuple[Block, ...]:
     )
 
 
-def comparison(sections: Mapping[str, Section]) -> tuple[Block, ...]:
+def side_by_side(sections: Mapping[str, Section]) -> tuple[Block, ...]:
     """Return what is shown of one measure over several reports, by the report's label."""
     filled = {label: section for label, section in sections.items() if section.rows}
     if not filled:
         return (NOTHING,)
-    return tuple(COMPARISONS.get(next(iter(filled.values())).measure, _plain_comparison)(filled))
+    return tuple(
+        SIDE_BY_SIDE.get(next(iter(filled.values())).measure, _plain_side_by_side)(filled)
+    )
 
 
 def listed(value: Any) -> str:

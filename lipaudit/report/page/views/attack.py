@@ -29,7 +29,7 @@ def view(section: Section) -> Iterator[Block]:
     yield from _curves(columns, groups)
 
 
-def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Compare the worst case over all attacks, where it was computed, at every radius."""
     groups = {label: _worst(typed(s, AttackRow)) for label, s in sections.items()}
     columns = next(iter(sections.values())).columns()

@@ -57,7 +57,7 @@ def view(section: Section) -> Iterator[Block]:
     yield every_row(section)
 
 
-def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Compare how the statistics are distributed over heads and over rows, and what was drawn."""
     yield from spread(sections, ("g1", "intermediate", "gk_ratio", "softmax_norm", "entropy"))
     yield from _ratios(sections)
@@ -76,11 +76,11 @@ def _ratios(sections: Mapping[str, Section]) -> Iterator[Histogram]:
     """Count g_1 / ||M|| over all rows, reports with equal bins in one picture."""
     arrays = {k: s.arrays for k, s in sections.items() if s.arrays.keys() >= {RATIO, RATIO_EDGES}}
     column = next(iter(sections.values())).columns()["g1_ratio"]
-    for edges in dict.fromkeys(found[RATIO_EDGES].data for found in arrays.values()):
+    for edges in dict.fromkeys(kept[RATIO_EDGES].data for kept in arrays.values()):
         counts = {
-            label: found[RATIO].numpy().sum(axis=0).tolist()
-            for label, found in arrays.items()
-            if found[RATIO_EDGES].data == edges
+            label: kept[RATIO].numpy().sum(axis=0).tolist()
+            for label, kept in arrays.items()
+            if kept[RATIO_EDGES].data == edges
         }
         used = [i for group in counts.values() for i, count in enumerate(group, 1) if count]
         last = max(used, default=len(edges) - 1)

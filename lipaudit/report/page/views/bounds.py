@@ -39,12 +39,12 @@ def view(section: Section) -> Iterator[Block]:
     yield every_row(section)
 
 
-def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Compare how norms and the sharp bound are distributed over heads."""
     yield from spread(sections, ("exact", "sharp", "sharp_ratio_max", "p_norm", "splitting_gain"))
 
 
-def compare_layers(sections: Mapping[str, Section]) -> Iterator[Block]:
+def layers_side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Set the layers of several models side by side."""
     yield stacked(sections, ("exact", "exact_out", "sharp_rss", "sharp_sum"), ("layer",))
 

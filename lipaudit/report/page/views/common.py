@@ -15,7 +15,7 @@ from lipaudit.results.heads import HeadRow
 R = TypeVar("R", bound=Row)
 H = TypeVar("H", bound=HeadRow)
 View = Callable[[Section], Iterable[Block]]
-Comparison = Callable[[Mapping[str, Section]], Iterable[Block]]
+SideBySide = Callable[[Mapping[str, Section]], Iterable[Block]]
 
 HEAD = Column(label="head", meaning="LAYER.HEAD", format="s")
 MODEL = Column(label="model", meaning="The report that the row comes from.", format="s")

@@ -39,7 +39,7 @@ def view(section: Section) -> Iterator[Block]:
     yield every_row(section)
 
 
-def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Set the quantiles side by side and overlay the histograms."""
     keys = ("from", "to", "module", "norm")
     yield stacked(sections, ("samples", "mean", "median", "p95", "max"), keys)

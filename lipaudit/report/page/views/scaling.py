@@ -31,7 +31,7 @@ def view(section: Section) -> Iterator[Block]:
     yield every_row(section)
 
 
-def view_fit(section: Section) -> Iterator[Block]:
+def fit_view(section: Section) -> Iterator[Block]:
     """Tabulate the exponents, of norms and bounds, and those of the joint fit."""
     rows = typed(section, ScalingFitRow)
     yield Paragraph(
@@ -47,7 +47,7 @@ def view_fit(section: Section) -> Iterator[Block]:
         yield _fits(section, joint, "Exponents of n and R fitted together", names)
 
 
-def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
+def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Overlay the curves of several models."""
     yield stacked(
         sections, ("radius", "norm", "norm_low", "norm_high"), ("mode", "layer", "head", "n")
@@ -55,7 +55,7 @@ def compare(sections: Mapping[str, Section]) -> Iterator[Block]:
     yield from _curve(sections)
 
 
-def compare_fit(sections: Mapping[str, Section]) -> Iterator[Block]:
+def fit_side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Set the exponents side by side."""
     names = ("exponent", "exponent_se", "radius_exponent", "r2")
     yield stacked(sections, names, ("mode", "layer", "head"))

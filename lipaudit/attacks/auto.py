@@ -8,6 +8,7 @@ in [0, 1], a seeded CPU generator, images for Square.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
 from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
@@ -24,76 +24,10 @@ from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, distance
 from lipaudit.attacks.oracle import Model, logits_of
-from lipaudit.attacks.plan import Attack
-from lipaudit.errors import UsageError
+from lipaudit.attacks.turn import AttackFunction, Turn
 
 _NAMES = {"linf": "Linf", "l2": "L2"}
 _MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One of the runs that an attack makes: one start, and one target where it has targets.
-
-    Attributes:
-        attack: the attack and its settings.
-        number: 0, 1, ... below `attack.turns`.
-        generator: where the run's random numbers come from, on the CPU.
-        start: draws a random point of the ball of each sample.
-    """
-
-    attack: Attack
-    number: int
-    generator: torch.Generator
-    start: Callable[[], Tensor]
-
-    @property
-    def target(self) -> int:
-        """Rank of the class that is aimed at: 2 is the runner-up."""
-        return 2 + self.number // self.attack.restarts
-
-    @property
-    def restart(self) -> int:
-        """Which start of this target it is, from 0."""
-        return self.number % self.attack.restarts
-
-
-@torch.no_grad()
-def auto(
-    f: Model,
-    x: Float[Tensor, " batch *sample"],
-    y: Int[Tensor, " batch"],
-    ball: Ball,
-    turn: Turn,
-) -> Float[Tensor, " batch *sample"]:
-    """Run one turn of apgd-ce, apgd-dlr, apgd-t, fab-t or square from correctly classified x.
-
-    Returns, for each sample, an adversarial example or else the best point the run met (x itself
-    for fab-t). It is inside the ball up to 32-bit rounding: project it and evaluate it again.
-
-    The package computes in float32 on [0, 1]. Samples of another box are mapped there, embeddings
-    (box None) with room to spare on both sides, so that the package's clipping never binds.
-
-    Raises:
-        UsageError: a norm per token, or a mask: the package knows neither.
-    """
-    if ball.norm not in _NAMES or ball.mask is not None:
-        raise UsageError(
-            f"{turn.attack.name} cannot work on masked samples or in the norm {ball.norm}",
-            "use fgsm and pgd there, as in custom:fgsm,pgd",
-        )
-    low, width = _range(x, ball)
-
-    def logits(u: Tensor) -> Tensor:
-        return logits_of(f(low + width * u.to(x.dtype))).float()
-
-    def unit(z: Tensor) -> Tensor:
-        return ((z - low) / width).float().contiguous()
-
-    cube = _Cube(logits, unit(x), y, _NAMES[ball.norm], ball.eps / width)
-    with _package_state(turn.generator):
-        found = _RUNS[turn.attack.name](cube, turn, lambda: unit(turn.start()))
-    return x + width * (found - cube.x).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -105,6 +39,37 @@ class _Cube:
     y: Tensor
     norm: str
     eps: float
+
+
+_Run = Callable[[_Cube, Turn, Callable[[], Tensor]], Tensor]
+
+
+def _in_unit_cube(run: _Run) -> AttackFunction:
+    """Make an attack on float32 samples in [0, 1] one on any samples.
+
+    Samples of another box are mapped there, embeddings (box None) with room to spare on both
+    sides, so that the package's clipping never binds. The attack returns, for each sample, an
+    adversarial example or else the best point the run came to (x itself for FAB), inside the ball
+    up to 32-bit rounding.
+    """
+
+    @functools.wraps(run)
+    @torch.no_grad()
+    def attack(f: Model, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
+        low, width = _range(x, ball)
+
+        def logits(u: Tensor) -> Tensor:
+            return logits_of(f(low + width * u.to(x.dtype))).float()
+
+        def unit(z: Tensor) -> Tensor:
+            return ((z - low) / width).float().contiguous()
+
+        cube = _Cube(logits, unit(x), y, _NAMES[ball.norm], ball.eps / width)
+        with _package_state(turn.generator):
+            best = run(cube, turn, lambda: unit(turn.start()))
+        return x + width * (best - cube.x).to(x.dtype)
+
+    return attack
 
 
 def _range(x: Tensor, ball: Ball) -> tuple[float, float]:
@@ -129,7 +94,8 @@ def _package_state(generator: torch.Generator) -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-def _apgd(cube: _Cube, turn: Turn, start: Callable[[], Tensor]) -> Tensor:
+@_in_unit_cube
+def apgd(cube: _Cube, turn: Turn, start: Callable[[], Tensor]) -> Tensor:
     """APGD on the cross-entropy (apgd-ce) or on the untargeted DLR loss (apgd-dlr)."""
     attack = APGDAttack(
         cube.f,
@@ -143,7 +109,9 @@ def _apgd(cube: _Cube, turn: Turn, start: Callable[[], Tensor]) -> Tensor:
     return _climb(attack, cube, start())
 
 
-def _apgd_targeted(cube: _Cube, turn: Turn, start: Callable[[], Tensor]) -> Tensor:
+@_in_unit_cube
+def apgd_targeted(cube: _Cube, turn: Turn, start: Callable[[], Tensor]) -> Tensor:
+    """APGD on the targeted DLR loss, against the class of the turn's rank."""
     attack = APGDAttack_targeted(
         cube.f,
         n_iter=turn.attack.steps,
@@ -162,7 +130,8 @@ def _climb(attack: APGDAttack, cube: _Cube, start: Tensor) -> Tensor:
     return torch.where(_column(robust, cube.x), highest, adversarial)
 
 
-def _fab_targeted(cube: _Cube, turn: Turn, _start: Callable[[], Tensor]) -> Tensor:
+@_in_unit_cube
+def fab_targeted(cube: _Cube, turn: Turn, _start: Callable[[], Tensor]) -> Tensor:
     """FAB looks for the nearest adversarial example: one outside the ball is none."""
     attack = FABAttack_PT(
         cube.f, norm=cube.norm, n_iter=turn.attack.steps, eps=cube.eps, device=cube.x.device
@@ -175,7 +144,9 @@ def _fab_targeted(cube: _Cube, turn: Turn, _start: Callable[[], Tensor]) -> Tens
     return torch.where(_column(inside, cube.x), nearest, cube.x)
 
 
-def _square(cube: _Cube, turn: Turn, _start: Callable[[], Tensor]) -> Tensor:
+@_in_unit_cube
+def square(cube: _Cube, turn: Turn, _start: Callable[[], Tensor]) -> Tensor:
+    """Square, a random search that sees no gradient, on samples laid out as images."""
     shape = cube.x.shape
     rows, columns = (1, *shape[1:])[-2:]
     images = cube.x.reshape(shape[0], -1, rows, columns)
@@ -219,12 +190,3 @@ def _tiles(rows: int, length: int) -> bool:
 
 def _column(flags: Tensor, x: Tensor) -> Tensor:
     return flags.reshape(-1, *[1] * (x.ndim - 1))
-
-
-_RUNS: dict[str, Callable[[_Cube, Turn, Callable[[], Tensor]], Tensor]] = {
-    "apgd-ce": _apgd,
-    "apgd-dlr": _apgd,
-    "apgd-t": _apgd_targeted,
-    "fab-t": _fab_targeted,
-    "square": _square,
-}

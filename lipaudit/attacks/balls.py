@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from lipaudit.attacks.plan import Norm
+from lipaudit.errors import EvaluationError
+from lipaudit.results.trials import Norm
 
+SLACK = 1e-3
+"""Share of the radius by which an attack may miss the ball it was given."""
+ROUNDINGS = 16
+"""Units of float32 rounding by which it may, too."""
 _ORDER = {"linf": math.inf, "l2": 2.0, "token-l2": 2.0}
 
 
@@ -57,6 +63,42 @@ def project(
         smallest = max(ball.eps, torch.finfo(x.dtype).tiny)
         delta = delta * (ball.eps / _lengths(delta, ball.norm).clamp_min(smallest))
     return x + delta if ball.box is None else (x + delta).clamp(*ball.box)
+
+
+def inside(
+    z: Any, x: Float[Tensor, " batch *sample"], ball: Ball, attack: str
+) -> Float[Tensor, " batch *sample"]:
+    """Check that what an attack returned lies in the ball, and remove the rounding error.
+
+    An attack may compute in float32, on samples that it moved to another box: every entry then
+    has an error of some 2^-24 times the largest value there is, and an l2 norm adds up those of
+    its entries. ROUNDINGS (the package needs 1.3) and SLACK leave room; further out, z belongs
+    to another ball.
+
+    Raises:
+        EvaluationError: it is no tensor like x, not finite, or outside of the ball or box.
+    """
+    if not isinstance(z, Tensor) or z.shape != x.shape:
+        given = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
+        raise _at_fault(attack, f"returned {given}, not samples {tuple(x.shape)}")
+    z = z.detach().to(x)
+    if bad := int((~z.isfinite().flatten(1).all(1)).sum()):
+        raise _at_fault(attack, f"returned values that are not finite on {bad} samples")
+    near = project(z, x, ball)
+    excess = distance(z, near, ball.norm)
+    entries = {"linf": 1, "l2": x[:1].numel(), "token-l2": x.shape[-1]}[ball.norm]
+    size = max(float(x.abs().amax()) + ball.eps, *map(abs, ball.box or (0.0,)))
+    rounding = ROUNDINGS * 2.0**-24 * math.sqrt(entries) * size
+    if bad := int((excess > SLACK * ball.eps + rounding).sum()):
+        far = float(excess.max())
+        raise _at_fault(attack, f"left the ball or the box on {bad} samples, by up to {far:.3g}")
+    return near
+
+
+def _at_fault(attack: str, what: str) -> EvaluationError:
+    return EvaluationError(
+        f"the attack {attack} {what}", "this is a fault of the attack: leave it out of --attack"
+    )
 
 
 def distance(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,34 +18,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.auto import Turn, auto
-from lipaudit.attacks.balls import Ball, distance, project, random_start
-from lipaudit.attacks.fgsm import fgsm
+from lipaudit.attacks.balls import Ball, distance, inside, random_start
 from lipaudit.attacks.oracle import ByRow, Meter, Model, Oracle, logits_and_gradient
 from lipaudit.attacks.outcome import Chunk, Outcome, chunks
-from lipaudit.attacks.pgd import pgd, usual_step
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.sanity import examine, refuse_training
+from lipaudit.attacks.turn import AttackFunction, Turn
 from lipaudit.errors import EvaluationError, UsageError
-
-Run = Callable[[Model, Tensor, Tensor, Ball, Turn], Tensor]
-
-
-def _run_pgd(f: Model, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
-    steps = turn.attack.steps
-    size = usual_step(ball.eps, steps)
-    return pgd(f, x, y, ball, start=turn.start(), steps=steps, step_size=size)
-
-
-ATTACKS: dict[str, Run] = {
-    "fgsm": lambda f, x, y, ball, _turn: fgsm(f, x, y, ball),
-    "pgd": _run_pgd,
-    "apgd-ce": auto,
-    "apgd-dlr": auto,
-    "apgd-t": auto,
-    "fab-t": auto,
-    "square": auto,
-}
 
 
 def evaluate(
@@ -175,9 +154,10 @@ def _starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> 
 
 def _turn(oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn) -> tuple[Tensor, Tensor]:
     """Attack some samples, project what comes back, and judge that by a fresh forward pass."""
-    rows = oracle.rows
+    rows, attack = oracle.rows, turn.attack
     x, y, ball = chunk.x[rows], chunk.y[rows], ball[rows]
-    z = project(ATTACKS[turn.attack.name](oracle, x, y, ball, turn), x, ball)
+    function: AttackFunction = attack.kind.load()
+    z = inside(function(oracle, x.clone(), y.clone(), ball, turn), x, ball, attack.name)
     logits = _finite(oracle(z), f"{turn.attack.name} samples", chunk)
     return z, logits.argmax(1) == y
 
@@ -209,23 +189,34 @@ def _refuse(
             "attack in float32 or float64 (--dtype float32)",
         )
     for trial in plan:
-        _refuse_trial(f, trial, box)
+        _refuse_radius(trial, box)
+        for attack in trial.attacks:
+            _refuse_attack(f, chunk, trial, attack)
     if box is not None:
         _refuse_outside(chunk.x, box)
 
 
-def _refuse_trial(f: Model | ByRow, trial: Trial, box: tuple[float, float] | None) -> None:
+def _refuse_radius(trial: Trial, box: tuple[float, float] | None) -> None:
     if box is not None and trial.norm == "linf" and float(trial.radius) > box[1] - box[0]:
         raise UsageError(
             f"the radius {trial.radius.text} is larger than the whole range {box}",
             "radii are in units of the attacked space: 8/255, not 8",
         )
-    for attack in trial.attacks:
-        if isinstance(f, ByRow) and ATTACKS[attack.name] is auto:
-            raise UsageError(
-                f"{attack.name} cannot attack a model that must know its samples (text)",
-                "use fgsm and pgd there, as in custom:fgsm,pgd",
-            )
+
+
+def _refuse_attack(f: Model | ByRow, chunk: Chunk, trial: Trial, attack: Attack) -> None:
+    """Refuse what the attack cannot work on, and an attack that cannot be loaded."""
+    kind, advice = attack.kind, "use fgsm and pgd there, as in custom:fgsm,pgd"
+    if trial.norm not in kind.norms:
+        known = ", ".join(kind.norms)
+        raise UsageError(f"{attack.name} cannot search {trial.norm} balls, only {known}", advice)
+    if not kind.masked and (chunk.mask is not None or isinstance(f, ByRow)):
+        raise UsageError(
+            f"{attack.name} cannot attack masked samples, nor a model that must know its samples "
+            "(text)",
+            advice,
+        )
+    kind.load()
 
 
 def _refuse_outside(x: Tensor, box: tuple[float, float]) -> None:

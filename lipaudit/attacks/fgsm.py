@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, project, steepest
 from lipaudit.attacks.oracle import Model, logits_and_gradient
+from lipaudit.attacks.turn import Turn
 
 
 @torch.no_grad()
@@ -28,3 +29,8 @@ def fgsm(
     """
     _, gradient = logits_and_gradient(f, x, y)
     return project(x + ball.eps * steepest(gradient, ball), x, ball)
+
+
+def fgsm_turn(f: Model, x: Tensor, y: Tensor, ball: Ball, _turn: Turn) -> Tensor:
+    """Run `fgsm` as one of a plan's attacks; nothing about it is random."""
+    return fgsm(f, x, y, ball)

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lipaudit.attacks.plan import CHUNK, Norm, Trial
+from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks
 from lipaudit.results import Note
-from lipaudit.results.trials import Radius
+from lipaudit.results.trials import Norm, Radius
 
 
 @dataclass(frozen=True)

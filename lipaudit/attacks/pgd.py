@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, project, steepest
 from lipaudit.attacks.oracle import Model, logits_and_gradient, logits_of, margins
+from lipaudit.attacks.turn import Turn
 
 
 @torch.no_grad()
@@ -43,6 +44,13 @@ def pgd(
         best, lowest = _closer(z, margins(logits, y), best, lowest)
         z = project(z + step_size * steepest(gradient, ball), x, ball)
     return _closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
+
+
+def pgd_turn(f: Model, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
+    """Run `pgd` as one of a plan's attacks: from a random start, with the usual step."""
+    steps = turn.attack.steps
+    size = usual_step(ball.eps, steps)
+    return pgd(f, x, y, ball, start=turn.start(), steps=steps, step_size=size)
 
 
 def usual_step(eps: float, steps: int) -> float:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
+from lipaudit.attacks.kinds import AttackKind, attack_kinds
 from lipaudit.errors import UsageError
 from lipaudit.results import Note
-from lipaudit.results.trials import Radius, TrialKey, parse_radius
-
-Norm = Literal["linf", "l2", "token-l2"]
+from lipaudit.results.trials import Norm, Radius, TrialKey, parse_radius
 
 CHUNK: Final = 64
 """Samples that share a random stream: a constant of the method, recorded with every result."""
@@ -21,11 +20,11 @@ class Attack:
     """One attack and how hard it tries.
 
     Attributes:
-        name: fgsm, pgd, apgd-ce, apgd-dlr, apgd-t, fab-t or square.
-        steps: iterations per start (pgd, apgd-*, fab-t).
-        restarts: starts per sample, or per sample and target (all but fgsm).
-        targets: how many other classes are aimed at, the likeliest first (apgd-t, fab-t).
-        queries: forward passes per sample and start (square).
+        name: its name in `attack_kinds`.
+        steps: iterations per start.
+        restarts: starts per sample, or per sample and target.
+        targets: how many other classes are aimed at, the likeliest first.
+        queries: forward passes per sample and start.
     """
 
     name: str
@@ -35,15 +34,25 @@ class Attack:
     queries: int = 5000
 
     @property
+    def kind(self) -> AttackKind:
+        """Where it is and what it can work on."""
+        return attack_kinds()[self.name]
+
+    @property
     def turns(self) -> int:
         """How often it runs on a sample that survives every time."""
-        if self.name == "fgsm":
+        if self.kind.effort == "gradient":
             return 1
-        return self.restarts * (self.targets if self.name in TARGETED else 1)
+        return self.restarts * (self.targets if self.kind.targeted else 1)
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Forward passes without and with a gradient, on a sample that survives every time."""
+        each = {"gradient": (0, 1), "steps": (0, self.steps), "queries": (self.queries, 0)}
+        plain, gradients = each[self.kind.effort]
+        return plain * self.turns, gradients * self.turns
 
 
-TARGETED = ("apgd-t", "fab-t")
-NAMES = ("fgsm", "pgd", "apgd-ce", "apgd-dlr", "apgd-t", "fab-t", "square")
 STANDARD = (Attack("apgd-ce"), Attack("apgd-t"), Attack("fab-t"), Attack("square"))
 QUICK = (Attack("apgd-ce", steps=20), Attack("apgd-t", steps=20, targets=3))
 
@@ -70,6 +79,41 @@ class Trial:
     def key(self) -> TrialKey:
         """What the result is known by in a report."""
         return TrialKey(self.label, self.norm, self.radius)
+
+
+def read_plan(
+    attack: str,
+    *,
+    norm: Norm = "linf",
+    radii: Sequence[Radius] = (),
+    steps: int | None = None,
+    restarts: int | None = None,
+    queries: int | None = None,
+) -> tuple[Trial, ...]:
+    """Read the option `--attack`: names of attacks and presets, separated by commas.
+
+    Every name makes trials of its own, labelled by it; `autoattack` is the preset `standard`.
+    A preset, or `custom:NAME,NAME` for an ensemble, may also stand alone. An attack that is asked
+    for by its own name takes the steps of its kind. Arguments and errors as in `make_plan`.
+    """
+    alone = attack in PRESETS or attack.startswith("custom:")
+    names = [attack] if alone else [name.strip() for name in attack.split(",")]
+    given = {"restarts": restarts, "queries": queries}
+    planned: list[Trial] = []
+    for name in names:
+        spec = _spec(name)
+        kind = attack_kinds().get(spec.removeprefix("custom:"))
+        own = kind.steps if steps is None and kind else steps
+        trials = make_plan(spec, norm=norm, radii=radii, steps=own, **given)
+        label = name.partition(":")[0] if alone else name
+        planned += trials if spec == "paper" else [replace(t, label=label) for t in trials]
+    return tuple(planned)
+
+
+def _spec(name: str) -> str:
+    if name == "autoattack":
+        return "standard"
+    return f"custom:{name}" if name in attack_kinds() else name
 
 
 def make_plan(
@@ -109,7 +153,7 @@ def _builder(spec: str) -> Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]
     if spec not in PRESETS:
         raise UsageError(
             f"unknown attack preset {spec!r}",
-            f"choose {', '.join(PRESETS)} or custom: with names out of {', '.join(NAMES)}",
+            f"choose {', '.join(PRESETS)}, or attacks out of {', '.join(attack_kinds())}",
         )
     return PRESETS[spec]
 
@@ -117,8 +161,9 @@ def _builder(spec: str) -> Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]
 def _named(spec: str) -> tuple[Attack, ...]:
     names = [name.strip() for name in spec.removeprefix("custom:").split(",")]
     for name in names:
-        if name not in NAMES:
-            raise UsageError(f"unknown attack {name!r} in {spec!r}", f"known: {', '.join(NAMES)}")
+        if name not in attack_kinds():
+            known = ", ".join(attack_kinds())
+            raise UsageError(f"unknown attack {name!r} in {spec!r}", f"known: {known}")
     return tuple(Attack(name) for name in names)
 
 
@@ -201,7 +246,7 @@ def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
     if attack.name == "apgd-t" and classes == 3:
         text = "apgd-t ran with the untargeted DLR loss: the model has 3 classes, it needs 4"
         return replace(attack, name="apgd-dlr"), (_info("attack-replaced", text),)
-    if attack.name in TARGETED and attack.targets > classes - 1:
+    if attack.kind.targeted and attack.targets > classes - 1:
         text = f"{attack.name} aims at {classes - 1} classes, not {attack.targets}: all there are"
         return replace(attack, targets=classes - 1), (_info("fewer-targets", text),)
     return attack, ()

@@ -66,9 +66,8 @@ def attack_costs(options: AttackOptions) -> tuple[float, float]:
 
 
 def _cost(attack: Attack) -> float:
-    if attack.name == "square":
-        return float(attack.queries * attack.restarts)
-    return PASS * (1 if attack.name == "fgsm" else attack.steps) * attack.turns
+    plain, gradients = attack.passes
+    return plain + PASS * gradients
 
 
 def _forward(job: Job, samples: int) -> float:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Literal
 
 from lipaudit.errors import UsageError
 
+Norm = Literal["linf", "l2", "token-l2"]
+"""Of a perturbation; token-l2 is the largest l2 norm of a token's."""
 WORST = "worst"
 """Stands for an attack: what no attack of a ball broke."""
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"

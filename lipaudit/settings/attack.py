@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lipaudit.attacks.plan import CHUNK, NAMES, PRESETS, Norm, Trial, make_plan
+from lipaudit.attacks.plan import CHUNK, Trial, read_plan
+from lipaudit.results.trials import Norm
 from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import option
 from lipaudit.settings.parsing import Radii
-
-PGD_STEPS = 40
 
 
 class AttackOptions(MeasureOptions):
@@ -70,26 +68,11 @@ class AttackOptions(MeasureOptions):
         Raises:
             UsageError: an unknown attack, or no radius.
         """
-        if self.attack in PRESETS or self.attack.startswith("custom:"):
-            return self._trials(self.attack, self.attack.partition(":")[0])
-        names = [name.strip() for name in self.attack.split(",")]
-        return tuple(trial for name in names for trial in self._trials(_preset(name), name))
-
-    def _trials(self, preset: str, label: str) -> tuple[Trial, ...]:
-        planned = make_plan(
-            preset,
+        return read_plan(
+            self.attack,
             norm=self.norm,
             radii=self.eps,
-            steps=self.steps or (PGD_STEPS if preset == "custom:pgd" else None),
+            steps=self.steps,
             restarts=self.restarts,
             queries=self.queries,
         )
-        if preset == "paper":
-            return planned
-        return tuple(replace(trial, label=label) for trial in planned)
-
-
-def _preset(name: str) -> str:
-    if name == "autoattack":
-        return "standard"
-    return f"custom:{name}" if name in NAMES else name

@@ -6,15 +6,22 @@ import pytest
 import torch
 from pyautoattack.square import SquareAttack
 
-from lipaudit.attacks.auto import Turn, _canvas, auto
+from lipaudit.attacks.auto import _canvas
 from lipaudit.attacks.balls import Ball, distance, random_start
-from lipaudit.attacks.evaluate import ATTACKS, evaluate
+from lipaudit.attacks.evaluate import evaluate, evaluate_chunk
+from lipaudit.attacks.kinds import ATTACKS
+from lipaudit.attacks.outcome import Chunk
 from lipaudit.attacks.plan import Attack, adapt, make_plan
+from lipaudit.attacks.turn import Turn
 from lipaudit.errors import UsageError
 
-PACKAGE = [name for name, run in ATTACKS.items() if run is auto]
+PACKAGE = [name for name, kind in ATTACKS.items() if "attacks.auto:" in kind.function]
 EACH = pytest.mark.parametrize("name", PACKAGE)
 CLASSES = pytest.mark.parametrize("classes", [2, 3, 4, 9, 10])
+
+
+def auto(model, x, y, ball, turn):
+    return turn.attack.kind.load()(model, x, y, ball, turn)
 
 
 def turn_on(attack, x, ball, number=0):
@@ -145,10 +152,12 @@ def test_a_single_survivor_is_attacked_like_the_others(linear, radius, name):
 @pytest.mark.parametrize(
     "ball", [Ball("token-l2", 0.1, None), Ball("l2", 0.1, None, torch.ones(2, 3, dtype=bool))]
 )
-def test_tokens_and_masks_are_left_to_fgsm_and_pgd(linear, ball):
+@EACH
+def test_tokens_and_masks_are_left_to_fgsm_and_pgd(linear, radius, name, ball):
     model, x, y = linear(4, (3, 5), samples=2)
-    with pytest.raises(UsageError, match="apgd-ce cannot") as caught:
-        auto(model, x, y, ball, turn_on(Attack("apgd-ce"), x, ball))
+    plan = make_plan(f"custom:{name}", norm=ball.norm, radii=[radius("0.1")])
+    with pytest.raises(UsageError, match=f"{name} cannot") as caught:
+        next(evaluate_chunk(model, Chunk(0, x, y, ball.mask), plan, box=None))
     assert "custom:fgsm,pgd" in caught.value.advice
 
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from lipaudit.attacks.kinds import ATTACKS
 from lipaudit.attacks.plan import (
-    NAMES,
     PRESETS,
     Attack,
     adapt,
@@ -82,7 +82,7 @@ def test_mistakes_are_named(spec, settings, message):
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4, 9, 10, 1000])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_fit_any_number_of_classes(name, classes):
     attack, notes = adapt(Attack(name), classes)
     dlr = attack.name in ("apgd-dlr", "apgd-t") and attack.turns > 0

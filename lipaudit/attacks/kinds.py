@@ -1,0 +1,111 @@
+"""The attacks there are: a table of ours, and those of plug-ins. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lipaudit.errors import UsageError
+from lipaudit.results.plugins import entries
+from lipaudit.results.trials import WORST, Norm
+
+GROUP = "lipaudit.attacks"
+"""Entry point group of attacks that other packages add."""
+
+
+@dataclass(frozen=True)
+class AttackKind:
+    """A kind of attack: where it is, and what it can work on.
+
+    Its function is called as `function(f, x, y, ball, turn)` and returns x_adv, in the shape of x:
+
+    - f: x -> logits (batch, classes); differentiable in x (see `oracle.logits_and_gradient`), and
+      counted. It evaluates the samples it was made for, in their order, and no others.
+    - x, y: samples (batch, ...) that are still classified rightly, and their int64 labels.
+    - ball: a `balls.Ball`, the norm, radius, box and mask that x_adv must keep to.
+    - turn: a `turn.Turn`: the settings (`turn.attack.steps`, ...), a seeded generator, a random
+      start, and the target class's rank where there are targets.
+
+    Whatever it returns is checked to lie in the ball and judged by a fresh evaluation of f.
+
+    Attributes:
+        function: `module:function`; imported when the attack first runs.
+        norms: the norms of the balls it can search.
+        masked: whether it can leave masked positions alone and attack a model that must know
+            which samples it gets (text).
+        targeted: whether it takes a turn per other class.
+        effort: what a turn costs: one gradient, in which case restarts add nothing; `steps`
+            gradients; or `queries` forward passes.
+        steps: iterations where it is asked for by its own name; None: those of `Attack`.
+    """
+
+    function: str
+    norms: tuple[Norm, ...] = ("linf", "l2", "token-l2")
+    masked: bool = True
+    targeted: bool = False
+    effort: Literal["gradient", "steps", "queries"] = "steps"
+    steps: int | None = None
+
+    @property
+    def package(self) -> str:
+        """Name the package that its function belongs to."""
+        return self.function.partition(":")[0].partition(".")[0]
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function.
+
+        Raises:
+            UsageError: it is not there, or its module cannot be imported.
+        """
+        try:
+            function: Callable[..., Any] = pkgutil.resolve_name(self.function)
+        except Exception as error:
+            raise UsageError(
+                f"the attack {self.function} cannot be loaded: {type(error).__name__}: {error}",
+                f"update {self.package}, or leave the attack out",
+            ) from error
+        return function
+
+
+def _package(function: str, **how: Any) -> AttackKind:
+    """Describe an attack of pyautoattack, which knows no tokens and no masks."""
+    return AttackKind(
+        f"lipaudit.attacks.auto:{function}", norms=("linf", "l2"), masked=False, **how
+    )
+
+
+ATTACKS: dict[str, AttackKind] = {
+    "fgsm": AttackKind("lipaudit.attacks.fgsm:fgsm_turn", effort="gradient"),
+    "pgd": AttackKind("lipaudit.attacks.pgd:pgd_turn", steps=40),
+    "apgd-ce": _package("apgd"),
+    "apgd-dlr": _package("apgd"),
+    "apgd-t": _package("apgd_targeted", targeted=True),
+    "fab-t": _package("fab_targeted", targeted=True),
+    "square": _package("square", effort="queries"),
+}
+"""Our own attacks by the names under which they are asked for."""
+
+RESERVED = frozenset({"autoattack", "clean", "custom", "paper", "quick", "standard", WORST})
+"""What stands for something else where the name of an attack may stand."""
+
+
+@functools.cache
+def attack_kinds() -> Mapping[str, AttackKind]:
+    """Return every attack by its name: ours, then those that installed packages add.
+
+    Raises:
+        UsageError: a plug-in that cannot be loaded, or has a name that is in use.
+    """
+    plugins = entries(GROUP, AttackKind, taken=ATTACKS.keys() | RESERVED)
+    for name, kind in plugins.items():
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UsageError(
+                f"the plug-in {name!r} ({GROUP}) of {kind.package} has a name that cannot stand "
+                "in --attack: letters, digits, dots and dashes only",
+                f"update {kind.package}, or uninstall it",
+            )
+    return ATTACKS | plugins

@@ -1,0 +1,242 @@
+"""Attacks of other packages: the example plug-in, and plug-ins that do not do what they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipaudit.attacks.evaluate import evaluate
+from lipaudit.attacks.kinds import ATTACKS, RESERVED, AttackKind, attack_kinds
+from lipaudit.attacks.plan import PRESETS, make_plan, read_plan
+from lipaudit.errors import EvaluationError, UsageError
+
+PLUGINS = str(Path(__file__).parents[1] / "plugins")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Install the example package."""
+    monkeypatch.syspath_prepend(PLUGINS)
+    attack_kinds.cache_clear()
+    yield
+    attack_kinds.cache_clear()
+
+
+@pytest.fixture
+def bad(monkeypatch):
+    """Let an attack be a function of this module."""
+
+    def install(function, **how):
+        monkeypatch.setitem(ATTACKS, "bad", AttackKind(f"{__name__}:{function.__name__}", **how))
+        attack_kinds.cache_clear()
+
+    yield install
+    attack_kinds.cache_clear()
+
+
+def lipaudit(*args, cwd):
+    code = "import sys; from lipaudit.cli import main; sys.argv[0] = 'lipaudit'; main()"
+    path = os.pathsep.join([PLUGINS, *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_an_attack_of_another_package_is_used_like_ours(tmp_path):
+    """In lists, tables, JSON, HTML and rules of the gate, with nothing of ours changed."""
+    options = ["--eps", "0.1", "--attack", "fgsm,mi-fgsm", "-n", "24", "-q"]
+    done = lipaudit(
+        "attack", "demo", *options, "-o", "a.json", "-o", "a.html", "-f", "table", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "a.json").read_text())["sections"][0]
+    rows = {row["attack"]: row for row in report["rows"]}
+    assert list(rows) == ["fgsm", "mi-fgsm", "worst"]
+    assert rows["worst"]["robust"] <= rows["mi-fgsm"]["robust"] < rows["fgsm"]["robust"]
+    assert sum(report["samples"]["robust@mi-fgsm,linf,0.1"]) == 24 * rows["mi-fgsm"]["robust"]
+    assert "mi-fgsm" in done.stdout
+    assert "mi-fgsm" in (tmp_path / "a.html").read_text()
+    limit = rows["mi-fgsm"]["robust"]
+    for sign, code in ((-0.01, 0), (0.01, 1)):
+        rule = f"attack.robust@mi-fgsm,linf,0.1 >= {limit + sign:.4f}"
+        gate = lipaudit("gate", "a.json", "-b", "a.json", "--fail-on", rule, cwd=tmp_path)
+        assert gate.returncode == code, gate.stdout + gate.stderr
+
+
+def test_the_example_takes_its_own_steps_and_is_named_where_names_are_listed(example, radius):
+    (trial,) = read_plan("mi-fgsm", radii=[radius("0.1")])
+    assert [attack.steps for attack in trial.attacks] == [10]
+    (ensemble,) = read_plan("custom:mi-fgsm,square", radii=[radius("0.1")])
+    assert [attack.name for attack in ensemble.attacks] == ["mi-fgsm", "square"]
+    with pytest.raises(UsageError) as caught:
+        read_plan("magic", radii=[radius("0.1")])
+    assert "mi-fgsm" in caught.value.advice
+
+
+def test_the_example_is_exact_on_a_linear_model_of_two_classes(example, linear, radius):
+    model, x, y = linear(2, (1, 4, 4), samples=40)
+    reach = model.reach(x, y, "linf")
+    eps = float(reach[reach > 0].median()) * 1.01
+    trials = make_plan("custom:mi-fgsm", radii=[radius(f"{eps:.12f}")], steps=3)
+    outcome = list(evaluate(model, x, y, trials))[-1]
+    assert torch.equal(outcome.robust, reach > eps)
+    assert 0 < int(outcome.robust.sum()) < 40
+    tried = int(outcome.tried.sum())
+    assert (outcome.forwards, outcome.backwards) == (4 * tried, 3 * tried)  # 3 steps, 1 judgement
+
+
+def test_what_the_example_cannot_do_is_refused(example, linear, radius):
+    model, x, y = linear(3, (4,), samples=2)
+    trials = make_plan("custom:mi-fgsm", norm="l2", radii=[radius("0.1")])
+    with pytest.raises(UsageError, match="mi-fgsm cannot search l2 balls, only linf"):
+        list(evaluate(model, x, y, trials))
+
+
+def outside(_f, x, _y, ball, _turn):
+    return x + 1.01 * ball.eps
+
+
+def beside_the_box(_f, x, _y, ball, _turn):
+    return torch.where(x < 0.5, -ball.eps / 2, x)
+
+
+def not_a_number(_f, x, _y, _ball, _turn):
+    return x * torch.nan
+
+
+def shapeless(_f, x, _y, _ball, _turn):
+    return x[:1]
+
+
+def nothing(_f, _x, _y, _ball, _turn):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (outside, "left the ball or the box on 5 samples, by up to 0.001"),
+        (beside_the_box, "left the ball or the box"),
+        (not_a_number, "returned values that are not finite on 5 samples"),
+        (shapeless, r"returned \(1, 4\), not samples \(5, 4\)"),
+        (nothing, r"returned NoneType, not samples \(5, 4\)"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_attack_that_cheats_is_named(bad, radius, function, reason, dtype):
+    bad(function)
+    x, y = torch.full((5, 4), 0.3, dtype=dtype), torch.zeros(5, dtype=torch.int64)
+    trials = make_plan("custom:bad", radii=[radius("0.1")])
+    with pytest.raises(EvaluationError, match=f"the attack bad {reason}"):
+        list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))
+
+
+def moves_its_input(_f, x, y, _ball, _turn):
+    """Pretend that samples and labels were others."""
+    x += 0.4
+    y += 1
+    return x
+
+
+def claims(_f, x, _y, ball, _turn):
+    """Stay in the ball, and break nothing."""
+    return x + ball.eps / 2
+
+
+def test_an_attack_cannot_move_the_samples_or_the_labels(bad, radius):
+    bad(moves_its_input)
+    x, y = torch.full((5, 4), 0.3), torch.zeros(5, dtype=torch.int64)
+    trials = make_plan("custom:bad", radii=[radius("0.1")])
+    with pytest.raises(EvaluationError, match="left the ball or the box on 5 samples, by up to"):
+        list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))
+    assert torch.equal(x, torch.full((5, 4), 0.3))
+    assert not y.any()
+
+
+def test_success_is_our_own_judgement(bad, radius):
+    bad(claims)
+    x, y = torch.full((5, 4), 0.3), torch.zeros(5, dtype=torch.int64)
+    trials = make_plan("custom:bad", radii=[radius("0.1")])
+    outcome = list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))[-1]
+    assert outcome.robust.all()
+    assert outcome.forwards == 5
+    torch.testing.assert_close(outcome.distance, torch.full((5,), 0.05))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("no_such_package.attacks:run", "cannot be loaded: ModuleNotFoundError"),
+        ("lipaudit.attacks.fgsm:nothing", "cannot be loaded: AttributeError"),
+    ],
+)
+def test_an_attack_whose_function_is_missing_is_refused_before_it_starts(
+    monkeypatch, linear, radius, function, reason
+):
+    kind = replace(ATTACKS["fgsm"], function=function)
+    monkeypatch.setitem(ATTACKS, "fgsm", kind)
+    attack_kinds.cache_clear()
+    model, x, y = linear(3)
+    trials = make_plan("custom:fgsm", radii=[radius("0.1")])
+    with pytest.raises(UsageError, match=f"{function} {reason}") as caught:
+        next(evaluate(model, x, y, trials))
+    attack_kinds.cache_clear()
+    assert function.partition(".")[0] in caught.value.advice
+
+
+def test_a_plugin_cannot_take_a_name_of_ours(tmp_path, monkeypatch):
+    assert PRESETS.keys() < RESERVED
+    for name in (*ATTACKS, *RESERVED):
+        with pytest.raises(UsageError, match=f"'{name}' .* of greedy has a name that is in use"):
+            entries_of(tmp_path / name, name, "greedy", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["a,b", "a@b", "a:b", "a b", "-a"])
+def test_a_plugin_needs_a_name_that_can_stand_in_an_option(tmp_path, monkeypatch, name):
+    message = f"'{name}' .* of lipaudit_odd has a name that cannot stand in --attack"
+    with pytest.raises(UsageError, match=message):
+        entries_of(tmp_path / "odd", name, "odd", monkeypatch)
+
+
+def entries_of(folder, name, package, monkeypatch):
+    """Read all attacks where a package made on the spot adds one by this name."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[lipaudit.attacks]\n{name} = lipaudit_{package}:A\n")
+    (folder / f"lipaudit_{package}.py").write_text(
+        "from lipaudit.attacks.kinds import AttackKind\n"
+        f"A = AttackKind('lipaudit_{package}:attack')\n"
+    )
+    attack_kinds.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder)
+            return attack_kinds()
+    finally:
+        attack_kinds.cache_clear()
+
+
+def test_records_load_without_torch():
+    code = "import sys; from lipaudit.attacks.kinds import attack_kinds as k; print(*k())\n"
+    code += "assert 'torch' not in sys.modules"
+    path = os.pathsep.join([PLUGINS, *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [*ATTACKS, "mi-fgsm"]

@@ -17,8 +17,10 @@ BOUNDS: Mapping[str, Bound] = catalogue()
 """The record of every bound."""
 
 Function = Callable[[Heads], Tensor]
-"""Computes a bound: heads in float64, W_V of each scaled to size one, and not all heads of the
-layer where it is large, to (batch, heads) on the same device; NaN where it cannot be given."""
+"""Computes a bound of ||J||, (batch, heads) on the device of the heads; NaN where there is none.
+
+It is handed heads of every kind, in float64, W_V of each scaled to size one (J is homogeneous in
+it), and of a large layer some heads at a time. Padding must not change it: see `Heads`."""
 
 
 def separate_bounds(heads: Heads) -> dict[str, Float[Tensor, "batch heads"]]:

@@ -1,0 +1,190 @@
+"""A package of its own adds a bound, and nothing of ours changes; a wrong one is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "tests/plugins"
+
+
+def python(*args, cwd, path=EXAMPLE):
+    """Run Python where the package in `path` is installed."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{path}", "COLUMNS": "300"}
+    command = [sys.executable, "-m", *map(str, args)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Reports of `bounds demo`, with the example bound."""
+    folder = tmp_path_factory.mktemp("measured")
+    outputs = [f"-o{folder / name}" for name in ("a.json", "a.html", "a.md")]
+    done = python("lipaudit", "bounds", "demo", "-n", 2, "-q", *outputs, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "a.txt").write_text(done.stdout, encoding="utf-8")
+    return folder
+
+
+def test_the_bound_is_in_the_rows_and_above_the_exact_norm(measured):
+    rows = json.loads((measured / "a.json").read_text())["sections"][0]["rows"]
+    assert all(row["frobenius"] > row["exact"] for row in rows)
+    names = list(rows[0])
+    assert names.index("frobenius") == names.index("hu") + 1
+    assert names.index("log10_frobenius") == names.index("log10_hu") + 1
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html"])
+def test_the_bound_is_in_every_format(measured, name):
+    text = (measured / name).read_text(encoding="utf-8")
+    assert text.count("Frobenius") >= 3  # multiples of exact, tightness, picture
+
+
+def test_the_bound_is_explained_and_in_the_schema(tmp_path):
+    done = python("lipaudit", "explain", "frobenius", cwd=tmp_path)
+    assert "||K W_Q^T||_F" in done.stdout
+    assert "proven upper bound, at the samples X only" in done.stdout
+    schema = json.loads(python("lipaudit", "schema", cwd=tmp_path).stdout)
+    assert schema["$defs"]["BoundsRow"]["properties"]["frobenius"]["status"] == "bound"
+    assert "bound_frobenius" in schema["$defs"]["ScalingRow"]["properties"]
+
+
+def test_the_bound_can_be_gated(measured, tmp_path):
+    gate = ("lipaudit", "gate", measured / "a.json", "-b", measured / "a.json", "--fail-on")
+    assert python(*gate, "bounds.frobenius:each <= +5%", cwd=tmp_path).returncode == 0
+    assert python(*gate, "bounds.frobenius:each <= 1e-3", cwd=tmp_path).returncode == 1
+
+
+def test_a_report_is_read_and_printed_where_the_plugin_is_not_installed(measured, tmp_path):
+    again = tmp_path / "again.json"
+    report = ("lipaudit", "report", measured / "a.json", "-f", "markdown", f"-o{again}")
+    done = python(*report, cwd=tmp_path, path=".")
+    assert done.returncode == 0, done.stderr
+    assert "frobenius" in done.stdout
+    before, after = (json.loads(p.read_text())["sections"] for p in (measured / "a.json", again))
+    assert after == before
+
+
+def test_scaling_follows_the_bound(tmp_path):
+    scaling = ("lipaudit", "scaling", "demo", "-n", 2, "--mode", "real", "-q", "-f", "json")
+    sections = json.loads(python(*scaling, cwd=tmp_path).stdout)["sections"]
+    layers = [row for row in sections[0]["rows"] if row["layer"] is not None]
+    assert layers
+    assert all(row["bound_frobenius"] > row["norm"] for row in layers)
+    assert any(row["frobenius_exponent"] for row in sections[1]["rows"])
+
+
+def test_the_guide_quotes_the_example():
+    guide = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    info = EXAMPLE / "lipaudit_example-1.0.dist-info"
+    example = [EXAMPLE / "lipaudit_example/bounds.py", EXAMPLE / "lipaudit_example/formulas.py"]
+    whole = "".join(path.read_text() for path in [*example, info / "entry_points.txt"])
+    quoted = re.findall(r"```\w+\n(.*?)```", guide, re.DOTALL)
+    assert len(quoted) == 3
+    assert all(block in whole for block in quoted)
+
+
+def test_reading_a_report_needs_no_torch(measured, tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom lipaudit import report, schema\n"
+        f"page = report.RENDERERS['html'](schema.load(Path({str(measured / 'a.json')!r})))\n"
+        "assert b'Frobenius' in page\nassert 'torch' not in sys.modules\n"
+        "assert 'lipaudit_example.bounds' in sys.modules"
+    )
+    (tmp_path / "program.py").write_text(code)
+    done = python("program", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_our_tests_of_bounds_take_the_plugin_in(tmp_path):
+    """The guard by name; corner cases and random heads over all that the catalogue has."""
+    heads = "tests/theory/bounds/test_head_bounds.py"
+    done = python(
+        *("pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--rootdir", ROOT),
+        *("-c", ROOT / "pyproject.toml"),
+        f"{ROOT}/tests/measures/test_guard.py::test_a_bound_below_the_norm_ends_the_run[frobenius]",
+        f"{ROOT}/tests/theory/bounds/test_corners.py::test_no_bound_is_below_the_exact_norm",
+        f"{ROOT}/{heads}::test_every_bound_is_above_the_exact_norm",
+        f"{ROOT}/{heads}::test_padding_changes_no_bound",
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout
+
+
+RECORD = """
+from lipaudit.results.bounds import Bound
+words = dict.fromkeys(("label", "meaning", "formula", "source", "explanation"), "x")
+RECORD = Bound(name={name!r}, function={function!r}, **words)
+"""
+FORMULA = """
+import torch
+def low(heads): return torch.full_like(heads.scale.expand(heads.q.shape[:2]), 1e-6)
+def nothing(heads): return None
+def single(heads): return heads.v.square().sum()
+def broken(heads): raise ZeroDivisionError("oops")
+"""
+
+
+@pytest.fixture
+def strangers(tmp_path):
+    """Install a package with one bound; return its folder."""
+
+    def add(name, function, entry=None):
+        (tmp_path / "strange_record.py").write_text(RECORD.format(name=name, function=function))
+        (tmp_path / "strange_formula.py").write_text(FORMULA)
+        info = tmp_path / "strange_bounds-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange-bounds\nVersion: 1\n")
+        points = f"[lipaudit.bounds]\n{entry or name} = strange_record:RECORD\n"
+        (info / "entry_points.txt").write_text(points)
+        return tmp_path
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "says"),
+    [
+        ("low", 3, r"strange of head 0.0 (blocks.0.attn) is"),
+        ("nothing", 3, "the bound strange returned NoneType, not floats of shape (2, 4)"),
+        ("single", 3, "the bound strange returned (), not floats of shape (2, 4)"),
+        ("broken", 3, "the bound strange failed: ZeroDivisionError: oops"),
+        ("absent", 2, "the bound strange cannot be computed: strange_formula:absent"),
+    ],
+)
+def test_a_bound_that_is_wrong_ends_the_run_by_its_name(strangers, function, code, says):
+    folder = strangers("strange", f"strange_formula:{function}")
+    done = python("lipaudit", "bounds", "demo", "-n", 2, "-q", cwd=folder, path=folder)
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert says in done.stderr
+    assert f"strange_formula:{function}" in done.stderr
+    assert "bug in lipaudit" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (("exact", "strange_formula:low"), "has a name that is in use already"),
+        (("castin", "strange_formula:low"), "has a name that is in use already"),
+        (("strange", ""), "names no function that computes it"),
+        (("strange", "strange_formula"), "is not MODULE:FUNCTION"),
+        (("strange", "strange_formula:low", "other"), "is called 'strange' in its record"),
+        (("log10_castin", "strange_formula:low"), "in use already"),
+        (("log10_x", "strange_formula:low"), "no name of a bound"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_refused_by_its_package(strangers, record, says):
+    folder = strangers(*record)
+    done = python("lipaudit", "explain", "sharp", cwd=folder, path=folder)
+    assert done.returncode == 2
+    assert "strange-bounds" in done.stderr
+    assert says in done.stderr

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit status of every command (documented in docs/reference/exit-codes.md)."""
+    """Exit status of every command (documented in docs/errors.md)."""
 
     OK = 0
     REGRESSION = 1

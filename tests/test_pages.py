@@ -1,0 +1,74 @@
+"""What the documentation and the code say of each other: pages that exist, codes that are true."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from lipaudit import errors
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = [
+    *PAGES,
+    *sorted((ROOT / "lipaudit").rglob("*.py")),
+    *sorted((ROOT / "lipaudit").rglob("*.html")),
+    *(ROOT / name for name in ("pyproject.toml", "action.yml", ".pre-commit-hooks.yaml")),
+]
+CITED = re.compile(r"(?<![\w/.])docs/[\w/.-]+\.\w+")
+LINKED = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
+CLASSES = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, errors.LipauditError)
+]
+
+
+def cited(path):
+    return [ROOT / name for name in CITED.findall(path.read_text(encoding="utf-8"))]
+
+
+def linked(path):
+    return [path.parent / name for name in LINKED.findall(path.read_text(encoding="utf-8"))]
+
+
+def test_every_page_that_is_cited_exists():
+    pages = {page: path for path in SOURCES for page in cited(path)}
+    assert ROOT / "docs/errors.md" in pages
+    assert {page: path for page, path in pages.items() if not page.is_file()} == {}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(path):
+    assert [page for page in linked(path) if not page.exists()] == []
+
+
+def rows(first):
+    """Return the cells of the table of docs/errors.md whose lines begin so."""
+    text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    lines = re.findall(rf"^\| ({first}) \|(.*)\|$", text, re.M)
+    return [(key, *(cell.strip() for cell in rest.split("|"))) for key, rest in lines]
+
+
+def test_the_page_of_errors_has_every_exit_code():
+    lines = {int(code): name.strip("`") for code, name, *_ in rows(r"\d+")}
+    assert lines == {code.value: code.name for code in errors.ExitCode} | {130: "", 143: ""}
+
+
+def test_the_page_of_errors_has_every_class_and_its_code():
+    lines = {name.strip("`"): int(code) for name, code, _ in rows(r"`\w+Error`")}
+    assert lines == {kind.__name__: kind.exit_code.value for kind in CLASSES}
+
+
+def test_readme_and_the_page_of_errors_agree():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    codes = re.findall(r"^\| (\d+)(?:, (\d+))? \| ", text, re.M)
+    listed = {int(code) for pair in codes for code in pair if code}
+    assert listed == {int(code) for code, *_ in rows(r"\d+")}
+
+
+def test_the_package_is_typed():
+    assert (files("lipaudit") / "py.typed").is_file()

@@ -37,7 +37,7 @@ from lipaudit.theory.heads import Heads, per_sample
 from lipaudit.theory.spectral.lanczos import Norms
 from lipaudit.theory.spectral.upper import spectral_norm
 
-MADE_OF = ("p_norm", "x_norm", "radius", "softmax_norm_max")
+INGREDIENTS = ("p_norm", "x_norm", "radius", "softmax_norm_max")
 NOTABLE = 1e-4
 """What the rounding of the forward pass may move a norm by, relatively, without a warning."""
 NUMERICAL = "numerical"
@@ -135,7 +135,7 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     """
     found = _norms(numeric_norms(layer, seeds=seeds, **options.accuracy))
     open_head = torch.full_like(found["exact"], torch.nan)
-    found |= dict.fromkeys((*BOUNDS, *MADE_OF, "g1_max", "splitting_gain"), open_head)
+    found |= dict.fromkeys((*BOUNDS, *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
     open_layer = open_head[:, :1]
     found |= dict.fromkeys(("layer_exact", "layer_out", "layer_within", "out_norm"), open_layer)
     found["layer_missed"] = torch.zeros_like(open_layer)
@@ -149,64 +149,64 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     """Make the sections `bounds`, a row per head, and `bounds.layers`, a row per layer."""
     facts = parts[0].facts
-    found = _downgraded({name: joined(parts, name) for name in parts[0].values})
+    measured = _downgraded({name: joined(parts, name) for name in parts[0].values})
     rows = tuple(
-        _row(*labels, {name: values[:, i] for name, values in found.items() if _per_head(name)})
+        _row(*labels, {name: values[:, i] for name, values in measured.items() if _per_head(name)})
         for i, labels in enumerate(
             zip(facts["heads"], facts["kinds"], facts["inputs"], strict=True)
         )
     )
     ids = sample_ids(parts)
-    samples = {"ids": ids, "exact_max": tuple(np.nanmax(found["exact"], 1).tolist())}
-    arrays = {name: Array.of(found[name].T) for name in ("exact", "sharp")}
+    samples = {"ids": ids, "exact_max": tuple(np.nanmax(measured["exact"], 1).tolist())}
+    arrays = {name: Array.of(measured[name].T) for name in ("exact", "sharp")}
     heads = Section(
         measure="bounds",
         settings=options.model_dump(),
         rows=rows,
         samples=samples,
         arrays=arrays,
-        notes=notes(parts) + _remarks(found, facts["apart"], options),
+        notes=notes(parts) + _remarks(measured, facts["apart"], options),
     )
-    return [heads, _layer_section(facts, found, options)]
+    return [heads, _layer_section(facts, measured, options)]
 
 
-def _downgraded(found: dict[str, Values]) -> dict[str, Values]:
+def _downgraded(measured: dict[str, Values]) -> dict[str, Values]:
     """Leave the bounds out of heads that lost their closed form on some sample.
 
     There the structure depends on the data: no bound for all inputs holds, and medians of bounds
     would be over other samples than those of the norms.
     """
-    lost = found["numerical"].any(0)
-    return found | {name: np.where(lost, np.nan, found[name]) for name in BOUNDS}
+    lost = measured["numerical"].any(0)
+    return measured | {name: np.where(lost, np.nan, measured[name]) for name in BOUNDS}
 
 
 def _per_head(name: str) -> bool:
     return not name.startswith("layer_") and name != "out_norm"
 
 
-def _row(head: HeadName, kind: str, input: str, found: dict[str, Values]) -> BoundsRow:
+def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> BoundsRow:
     """Reduce one head over the samples: medians, and what is named a maximum."""
-    medians = {name: _median(found[name]) for name in (*BOUNDS, *MADE_OF)}
-    medians["softmax_norm_max"] = _largest(found["softmax_norm_max"])
+    medians = {name: _median(measured[name]) for name in (*BOUNDS, *INGREDIENTS)}
+    medians["softmax_norm_max"] = _largest(measured["softmax_norm_max"])
     overflowing = [name for name, bound in BOUNDS.items() if bound.log10_label]
     logs = {f"log10_{name}": _log10(medians[name]) for name in overflowing}
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(found["exact"] > 0, found["sharp"] / found["exact"], np.nan)
+        ratio = np.where(measured["exact"] > 0, measured["sharp"] / measured["exact"], np.nan)
     return BoundsRow(
         **head._asdict(),
-        kind=_and(kind, NUMERICAL, found["numerical"]),
-        input=_and(input, MODULE_INPUT, found["numerical"]),
-        tokens=int(found["tokens"].max()),
-        exact=_median(found["exact"]),
-        exact_max=_largest(found["exact"]),
+        kind=_and(kind, NUMERICAL, measured["numerical"]),
+        input=_and(input, MODULE_INPUT, measured["numerical"]),
+        tokens=int(measured["tokens"].max()),
+        exact=_median(measured["exact"]),
+        exact_max=_largest(measured["exact"]),
         **medians,
         **logs,
         sharp_ratio_max=_largest(ratio),
-        splitting_gain=_median(found["splitting_gain"]),
-        upper=_median(found["upper"]),
-        within=_largest(found["within"]),
-        forward_error=_largest(found["forward_error"]),
-        converged=not found["missed"].any(),
+        splitting_gain=_median(measured["splitting_gain"]),
+        upper=_median(measured["upper"]),
+        within=_largest(measured["within"]),
+        forward_error=_largest(measured["forward_error"]),
+        converged=not measured["missed"].any(),
     )
 
 
@@ -216,21 +216,21 @@ def _and(label: str, other: str, numerical: Values) -> str:
 
 
 def _layer_section(
-    facts: Mapping[str, Any], found: dict[str, Values], options: BoundsOptions
+    facts: Mapping[str, Any], measured: dict[str, Values], options: BoundsOptions
 ) -> Section:
     layer_of = np.array([head.layer for head in facts["heads"]])
     rows = []
     for i, (layer, module) in enumerate(facts["layers"]):
-        mine = layer_of == layer
-        sharp, theorem3 = found["sharp"][:, mine], found["theorem3"][:, mine]
-        out = found["out_norm"][:, i]
+        heads = layer_of == layer
+        sharp, theorem3 = measured["sharp"][:, heads], measured["theorem3"][:, heads]
+        out = measured["out_norm"][:, i]
         rows.append(
             LayerRow(
                 layer=layer,
                 module=module,
-                exact=_median(found["layer_exact"][:, i]),
-                exact_out=_median(found["layer_out"][:, i]),
-                within=_largest(found["layer_within"][:, i]),
+                exact=_median(measured["layer_exact"][:, i]),
+                exact_out=_median(measured["layer_out"][:, i]),
+                within=_largest(measured["layer_within"][:, i]),
                 sharp_sum=_median(out * sharp.sum(1)),
                 sharp_rss=_median(out * np.sqrt((sharp**2).sum(1))),
                 theorem3_sum=_median(out * theorem3.sum(1)),
@@ -252,10 +252,10 @@ def _log10(value: float | None) -> float | None:
 
 
 def _remarks(
-    found: dict[str, Values], apart: Sequence[int], options: BoundsOptions
+    measured: dict[str, Values], apart: Sequence[int], options: BoundsOptions
 ) -> tuple[Note, ...]:
     """Say what is missing, what did not converge, and which norms are not the module's."""
-    remarks = [*lower_estimates(float(np.nanmax(found["within"], initial=0.0)))]
+    remarks = [*lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
     if apart:
         text = (
             f"layers {', '.join(map(str, apart))}: queries and keys/values read different inputs, "
@@ -264,11 +264,11 @@ def _remarks(
         )
         remarks.append(Note(level="info", code="inputs-apart", text=text))
     for name, what in (("missed", "head"), ("layer_missed", "layer")):
-        missed = int(found[name].sum())
+        missed = int(measured[name].sum())
         if missed:
             text = f"{missed} {what} norms did not converge to tol: they are lower estimates"
             remarks.append(Note(level="warning", code="not-converged", text=text))
-    lost = found["forward_error"].max(0)
+    lost = measured["forward_error"].max(0)
     if (lost > NOTABLE).any():
         text = (
             f"the logits of {int((lost > NOTABLE).sum())} heads are so large that the rounding of "
@@ -277,8 +277,8 @@ def _remarks(
         )
         remarks.append(Note(level="warning", code="forward-error", text=text))
     for name, bound in BOUNDS.items():
-        absent = np.isnan(found[name]).all(0)
-        elsewhere = absent & found["numerical"].all(0) & (options.input == "module")
+        absent = np.isnan(measured[name]).all(0)
+        elsewhere = absent & measured["numerical"].all(0) & (options.input == "module")
         for heads, why in (
             (absent & ~elsewhere, bound.null or "has no closed form"),
             (elsewhere, "bounds the norm in what the projections read, not the module"),

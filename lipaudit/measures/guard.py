@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 from lipaudit.models.attention.sites import Site
+from lipaudit.results.bounds import remedy
 from lipaudit.theory.bounds.catalogue import BOUNDS
 
 ROUNDING = 1e-9
@@ -29,9 +30,10 @@ def require_bounds_hold(site: Site, ids: Sequence[str], values: Mapping[str, Ten
         EvaluationError: one is below; it names the head and the bound.
     """
     for name, bound in BOUNDS.items():
-        _require(name, values[name], values["exact"], site, ids, plugin=bound.function)
+        _require(name, values[name], values["exact"], site, ids, advice=remedy(bound))
     heads = values["out_norm"] * values["sharp"].square().sum(1, keepdim=True).sqrt()
-    _require("sharp_rss", heads, values["layer_out"], site, ids)
+    advice = remedy(BOUNDS["sharp"])
+    _require("sharp_rss", heads, values["layer_out"], site, ids, advice=advice)
 
 
 def _require(
@@ -41,7 +43,7 @@ def _require(
     site: Site,
     ids: Sequence[str],
     *,
-    plugin: str = "",
+    advice: str,
 ) -> None:
     below = (bound < exact * (1 - ROUNDING)).nonzero()
     if not len(below):
@@ -52,7 +54,5 @@ def _require(
         f"{name} of {where} ({site.module}) is {float(bound[sample, head]):.9g} on sample "
         f"{ids[sample]}, below the exact norm {float(exact[sample, head]):.9g}: one of them is "
         "wrong, and no figure of this run can be relied on",
-        f"The bound is that of a plug-in, {plugin}: tell its authors, and uninstall it meanwhile."
-        if plugin
-        else "This is a bug in lipaudit. Please report it with the model, the data and this line.",
+        advice,
     )

@@ -240,5 +240,14 @@ def ranked() -> list[Bound]:
     return sorted(catalogue().values(), key=lambda bound: bound.rank)
 
 
+def remedy(bound: Bound) -> str:
+    """Say what to do about a bound that is wrong: tell us, or the authors of the plug-in."""
+    if bound.name in OWN:
+        return (
+            "This is a bug in lipaudit. Please report it with the model, the data and this line."
+        )
+    return f"The bound is a plug-in's, {bound.function}: tell its authors, or uninstall it."
+
+
 def _fault(bound: Bound) -> str:
     return "" if bound.function else "names no function that computes it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, UsageError
-from lipaudit.results.bounds import Bound, catalogue
+from lipaudit.results.bounds import Bound, catalogue, remedy
 from lipaudit.theory.heads import Heads
 
 BOUNDS: Mapping[str, Bound] = catalogue()
@@ -23,19 +23,23 @@ It is handed heads of every kind, in float64, W_V of each scaled to size one (J 
 it), and of a large layer some heads at a time. Padding must not change it: see `Heads`."""
 
 
-def separate_bounds(heads: Heads) -> dict[str, Float[Tensor, "batch heads"]]:
+def separate_bounds(
+    heads: Heads, records: Iterable[Bound] = tuple(BOUNDS.values())
+) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return every bound whose record names a function, by its name.
+
+    Args:
+        heads: what the functions are handed.
+        records: of bounds with and without a function.
 
     Raises:
         UsageError: a function cannot be imported.
         EvaluationError: a function fails, or returns anything but floats of shape (batch, heads).
     """
-    alone = [bound for bound in BOUNDS.values() if bound.function]
-    return {bound.name: _computed(bound, heads) for bound in alone}
+    return {bound.name: _computed(bound, heads) for bound in records if bound.function}
 
 
 def _computed(bound: Bound, heads: Heads) -> Tensor:
-    advice = f"the bound is that of a plug-in, {bound.function}: tell its authors"
     shape = heads.q.shape[:2]
     try:
         values = _function(bound)(heads)
@@ -43,11 +47,11 @@ def _computed(bound: Bound, heads: Heads) -> Tensor:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise EvaluationError(f"the bound {bound.name} failed: {reason}", advice) from error
+        raise EvaluationError(f"the bound {bound.name} failed: {reason}", remedy(bound)) from error
     if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
         is_now = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         reason = f"returned {is_now}, not floats of shape {tuple(shape)} (batch, heads)"
-        raise EvaluationError(f"the bound {bound.name} {reason}", advice)
+        raise EvaluationError(f"the bound {bound.name} {reason}", remedy(bound))
     return values.to(torch.float64)
 
 
@@ -58,6 +62,6 @@ def _function(bound: Bound) -> Function:
     except (ImportError, AttributeError) as error:
         raise UsageError(
             f"the bound {bound.name} cannot be computed: {bound.function} is not there: {error}",
-            "update the package of this plug-in, or uninstall it",
+            remedy(bound),
         ) from error
     return function

@@ -64,7 +64,7 @@ def audit(
     from lipaudit.engine.execute import execute
     from lipaudit.engine.files import write
     from lipaudit.engine.prepare import Request, prepare
-    from lipaudit.report import RENDERERS
+    from lipaudit.report import REPORT, render
 
     if quick and full:
         raise UsageError("--quick and --full exclude each other")
@@ -72,7 +72,7 @@ def audit(
     small = quick or (demo and not full)
     measures = audit_options(eps or (DEMO_EPS if demo else EPS), quick=small)
     counts = QUICK if small else FULL if full else {}
-    check_outputs(output)
+    check_outputs(output, REPORT)
     request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed())
     job = prepare(request)
     if not terminal.quiet:
@@ -83,7 +83,7 @@ def audit(
     if run_dir is None:
         (RUNS / ".gitignore").write_text("*\n")
     for name, format in (("report.json", "json"), ("report.html", "html")):
-        write(folder / name, RENDERERS[format](report))
+        write(folder / name, render(report, format))
     emit(report, output)
     if not terminal.quiet:
         _conclude(model, report, folder)

@@ -4,79 +4,73 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipaudit.cli.options import Output
 from lipaudit.engine.files import write
-from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.errors import EvaluationError
 
 if TYPE_CHECKING:
+    from lipaudit.report import Form, Format, Subject
     from lipaudit.results import Report
 
-SUFFIXES = {
-    ".json": "json",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".html": "html",
-    ".htm": "html",
-    ".txt": "table",
-    ".png": "png",
-}
 
-
-def check_outputs(output: Output, *, drawn: bool = False) -> None:
-    """Refuse an unknown format or an unwritable file before any work is done.
+def check_outputs(output: Output, forms: Collection[Form]) -> None:
+    """Refuse what cannot be written before any work is done.
 
     Args:
-        output: where the result goes.
-        drawn: whether there will be an attention map, which is what a PNG shows.
+        output: where the result is to go.
+        forms: those that the result will have.
 
     Raises:
-        UsageError: for an unknown format or file name extension, or a PNG of nothing.
+        UsageError: for an unknown format or suffix, or one that cannot show the result.
         EvaluationError: for a file that cannot be written.
     """
-    from lipaudit.report import RENDERERS
-
-    formats = {output.format, *map(renderer_of, output.output)}
-    if "png" in formats and not drawn:
-        raise UsageError(
-            "a PNG shows one attention map",
-            "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws one.",
-        )
-    if output.format is not None and output.format not in RENDERERS:
-        raise UsageError(
-            f"unknown format {output.format!r}", f"Choose one of: {', '.join(RENDERERS)}."
-        )
+    _formats(output, forms)
     for path in output.output:
         folder = path.resolve().parent
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")
 
 
-def renderer_of(path: Path) -> str:
-    """Return the format that a file's extension asks for.
+def emit(shown: Report | Subject, output: Output, *, always: bool = True) -> None:
+    """Write the files first, then stdout.
+
+    Args:
+        shown: what is written.
+        output: where it goes.
+        always: whether stdout gets it where files are named and no format is.
 
     Raises:
-        UsageError: for an extension without a format.
+        UsageError: for an unknown format or suffix, or one that cannot show the result.
+        EvaluationError: for a file that cannot be written.
     """
-    try:
-        return SUFFIXES[path.suffix.lower()]
-    except KeyError:
-        raise UsageError(
-            f"cannot tell the format of {path} from its name",
-            f"Use one of: {', '.join(SUFFIXES)}.",
-        ) from None
+    from lipaudit.report import of_reports
+    from lipaudit.results import Report
+
+    subject = of_reports(shown) if isinstance(shown, Report) else shown
+    check_outputs(output, subject.keys())
+    stdout, files = _formats(output, subject.keys())
+    for path, format in files.items():
+        write(path, format.render(subject[format.takes]()))
+    if always or output.format or not files:
+        _print(subject, stdout)
 
 
-def emit(report: Report, output: Output) -> None:
-    """Write the files first, then stdout."""
-    from lipaudit.report import RENDERERS, render_terminal
+def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
+    """Return the format of stdout and that of each file."""
+    from lipaudit.report import named, of_file, usual
 
-    for path in output.output:
-        write(path, RENDERERS[renderer_of(path)](report))
-    if output.format in (None, "table"):
-        render_terminal(report, stream=sys.stdout)
+    files = {path: of_file(path, forms) for path in output.output}
+    return named(output.format, forms) if output.format else usual(forms), files
+
+
+def _print(subject: Subject, format: Format) -> None:
+    form = subject[format.takes]()
+    if format.screen:
+        format.screen(form, sys.stdout)
     else:
-        sys.stdout.buffer.write(RENDERERS[output.format](report))
+        sys.stdout.buffer.write(format.render(form))
     sys.stdout.flush()

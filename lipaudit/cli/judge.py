@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lipaudit.cli.app import app, command, guarded
+from lipaudit.cli.options import Output
 
 if TYPE_CHECKING:
-    from lipaudit.gate import Judgement
-    from lipaudit.report.blocks import Chapter
+    from lipaudit.report import Subject
     from lipaudit.results import Report
 
 COMPARE = "Compare and gate"
 Reports = Annotated[list[Path], typer.Argument(help="Reports written with -o X.json.")]
-Format = Annotated[
+FormatOption = Annotated[
     str | None, typer.Option("--format", "-f", help="table, json, markdown or html.")
 ]
-Outputs = Annotated[
+OutputOption = Annotated[
     list[Path] | None, typer.Option("--output", "-o", help="Also write FILE; repeatable.")
 ]
 Base = Annotated[Path, typer.Option("--baseline", "-b", help="The baseline report.")]
 DEFAULT_BASE = Path("lipaudit-baseline.json")  # gate.DEFAULT_PATH, which costs an import
 
 
+def _output(format: str | None, files: list[Path] | None) -> Output:
+    """Return where a result goes; the configuration file has no say: these measure nothing."""
+    return Output(format=format, output=tuple(files or ()))
+
+
 @command("report", panel=COMPARE)
-def report(reports: Reports, format: Format = None, output: Outputs = None) -> None:
+def report(reports: Reports, format: FormatOption = None, output: OutputOption = None) -> None:
     """Render a saved report again, or several side by side.
 
     It needs no model and no torch: the figures are those of the run.
@@ -40,49 +44,15 @@ def report(reports: Reports, format: Format = None, output: Outputs = None) -> N
       [cyan]lipaudit report before.json after.json -f markdown[/]
     """
     from lipaudit import schema
+    from lipaudit.cli.emit import emit
+    from lipaudit.report import of_reports
 
-    _publish_pages([schema.load(path) for path in reports], format, output)
-
-
-def _publish_pages(
-    reports: list[Report],
-    format: str | None,
-    output: list[Path] | None,
-    *,
-    lead: Sequence[Chapter] = (),
-    json: bytes | None = None,
-) -> None:
-    """Write reports side by side: files, and stdout where a format or no file is named.
-
-    Args:
-        reports: one or more.
-        format: what stdout gets.
-        output: files; their extensions say the format.
-        lead: chapters that go before the sections.
-        json: what the format json is, in place of the report.
-    """
-    from lipaudit.cli.emit import renderer_of
-    from lipaudit.engine.files import write
-    from lipaudit.errors import UsageError
-    from lipaudit.report import RENDERERS, render_terminal
-
-    def rendered(name: str) -> bytes:
-        if name == "json":
-            return json or RENDERERS["json"](*reports)
-        return RENDERERS[name](*reports, lead=lead)
-
-    if format is not None and format not in RENDERERS:
-        raise UsageError(f"unknown format {format!r}", f"Choose one of: {', '.join(RENDERERS)}.")
-    for path in output or ():
-        write(path, rendered(renderer_of(path)))
-    if format == "table" or not (format or output):
-        render_terminal(*reports, stream=sys.stdout, lead=lead)
-    elif format:
-        sys.stdout.buffer.write(rendered(format))
+    loaded = [schema.load(path) for path in reports]
+    emit(of_reports(*loaded), _output(format, output), always=False)
 
 
 @command("compare", panel=COMPARE)
-def compare(reports: Reports, format: Format = None, output: Outputs = None) -> None:
+def compare(reports: Reports, format: FormatOption = None, output: OutputOption = None) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
     Changes carry 95 % limits, and what the gate would say of each; nothing fails here.
@@ -92,13 +62,13 @@ def compare(reports: Reports, format: Format = None, output: Outputs = None) -> 
       [cyan]lipaudit compare standard.json jasmin.json robust.json -o compared.html[/]
     """
     from lipaudit import schema
+    from lipaudit.cli.emit import emit
     from lipaudit.gate import compare as compared
-    from lipaudit.report.page.comparison import chapters
+    from lipaudit.report import of_comparison
 
     loaded = [schema.load(path) for path in reports]
-    comparison = compared(loaded)
-    json = comparison.model_dump_json(indent=2).encode() + b"\n"
-    _publish_pages(loaded, format, output, lead=chapters(comparison), json=json)
+    shown = of_comparison(compared(loaded), loaded)
+    emit(shown, _output(format, output), always=False)
 
 
 @command("gate", panel=COMPARE)
@@ -111,8 +81,11 @@ def gate(
         list[str] | None, typer.Option(help="A rule, in place of the configured ones; repeatable.")
     ] = None,
     strict: Annotated[bool, typer.Option(help="Fail on what is not proven (exit 6).")] = False,
-    output: Outputs = None,
-    format: Annotated[str, typer.Option("--format", "-f", help="text, json, markdown.")] = "text",
+    output: OutputOption = None,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", "-f", help="text, table, json, markdown, html or junit."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A TOML file in place of pyproject.toml.")
     ] = None,
@@ -134,14 +107,20 @@ def gate(
       [cyan]lipaudit gate ./model -b base.json --fail-on 'attack.robust >= -2pp'[/]
     """
     from lipaudit.cli.config import read
+    from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.gate import configure, judge, load_baseline
+    from lipaudit.report import JUDGEMENT, of_judgement
 
+    where = _output(format, output)
+    check_outputs(where, JUDGEMENT)
     before = load_baseline(baseline)
     settings = configure(read(config).get("gate", {}), fail_on or ())
     settings["strict"] = settings["strict"] or strict
     report = _current(current, before, quiet=quiet, arch=arch, model_kwargs=model_kwargs)
     judgement = judge(report, before, **settings)
-    _publish(judgement, format, output or [])
+    subject = of_judgement(judgement)
+    _annotate(subject)
+    emit(subject, where)
     raise typer.Exit(judgement.exit_code)
 
 
@@ -171,38 +150,16 @@ def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None
     return execute(prepare(request), OnStderr(current, quiet=quiet))
 
 
-def _publish(judgement: Judgement, format: str, output: list[Path]) -> None:
-    """Write the judgement: files, then GitHub's summary and annotations, then stdout."""
-    from lipaudit.engine.files import write
-    from lipaudit.errors import UsageError
-    from lipaudit.report.formats.text import (
-        render_annotations,
-        render_junit,
-        render_markdown,
-        render_text,
-    )
+def _annotate(subject: Subject) -> None:
+    """Add to a job of GitHub: annotations on stderr, a table to the job's summary."""
+    from lipaudit.report import render
 
-    texts = {
-        "text": lambda: render_text(judgement).encode(),
-        "json": lambda: judgement.model_dump_json(indent=2).encode() + b"\n",
-        "markdown": lambda: render_markdown(judgement).encode(),
-        "junit": lambda: render_junit(judgement),
-    }
-    suffixes = {".xml": "junit", ".json": "json", ".md": "markdown", ".txt": "text"}
-    if format not in texts:
-        raise UsageError(f"unknown format {format!r}", f"Choose one of: {', '.join(texts)}.")
-    for path in output:
-        if path.suffix not in suffixes:
-            raise UsageError(f"cannot tell the format of {path}", "Use .xml, .json, .md or .txt.")
-        write(path, texts[suffixes[path.suffix]]())
-    if os.environ.get("GITHUB_ACTIONS") == "true":
-        sys.stderr.write(render_annotations(judgement))
-        summary = os.environ.get("GITHUB_STEP_SUMMARY")
-        if summary:
-            with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(render_markdown(judgement))
-    sys.stdout.buffer.write(texts[format]())
-    sys.stdout.flush()
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        return
+    sys.stderr.write(render(subject, "annotations").decode())
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("ab") as file:
+            file.write(render(subject, "markdown"))
 
 
 baselines = typer.Typer(no_args_is_help=True, help="Save, show, check and update a baseline.")
@@ -235,13 +192,13 @@ def update(report: Source, reason: Reason, output: Target = DEFAULT_BASE) -> Non
 @guarded
 def show(baseline: Kept = DEFAULT_BASE) -> None:
     """Print a baseline as a table."""
+    from lipaudit.cli.emit import emit
     from lipaudit.gate import load_baseline
-    from lipaudit.report import RENDERERS
 
     standard = load_baseline(baseline)
     sys.stdout.write(f"baseline because: {standard.run.reason or 'no reason given'}\n")
     sys.stdout.flush()
-    sys.stdout.buffer.write(RENDERERS["table"](standard))
+    emit(standard, Output())
 
 
 @baselines.command("check")

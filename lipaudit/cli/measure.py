@@ -53,8 +53,10 @@ def run_measures(
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import execute
     from lipaudit.engine.prepare import Request, prepare
+    from lipaudit.report import DRAWN, REPORT
 
-    check_outputs(output, drawn=any(options.draws for options in measures.values()))
+    drawn = any(options.draws for options in measures.values())
+    check_outputs(output, DRAWN if drawn else REPORT)
     request = Request(model, measures, run, command=typed())
     emit(execute(prepare(request), OnStderr(model, quiet=terminal.quiet, ends=_save)), output)
 

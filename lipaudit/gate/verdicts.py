@@ -77,6 +77,11 @@ class Verdict(Frozen):
     reason: str = ""
 
     @property
+    def unproven(self) -> bool:
+        """Whether the samples neither prove nor refute that the rule holds."""
+        return self.status in UNPROVEN
+
+    @property
     def line(self) -> str:
         """The verdict in one line."""
         where = f" {self.name}" if self.name else ""
@@ -157,7 +162,7 @@ class Judgement(Frozen):
         return self._code(verdict) is not ExitCode.OK
 
     def _code(self, verdict: Verdict) -> ExitCode:
-        if self.strict and verdict.status in UNPROVEN:
+        if self.strict and verdict.unproven:
             return ExitCode.NOT_PROVEN
         return EXIT.get(verdict.status, ExitCode.OK)
 

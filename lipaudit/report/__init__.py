@@ -1,21 +1,38 @@
-"""Reports as bytes: a renderer per format.
+"""Results as bytes: reports, comparisons and judgements, in every format.
 
-A report becomes blocks (`views`), blocks become a page (`document`), and each renderer draws the
-blocks of a page; only `json` writes the report itself, and `png` draws its attention map.
+A result is a `Subject`: the forms that it can take (`page.subjects`). A page is made of blocks
+(`page.views`), and every format draws the blocks of a page or writes another form (`formats`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from lipaudit.report.form import Form as Form
+from lipaudit.report.form import Format as Format
+from lipaudit.report.form import Subject as Subject
+from lipaudit.report.formats import RENDERERS as RENDERERS
+from lipaudit.report.formats import named as named
+from lipaudit.report.formats import of_file as of_file
+from lipaudit.report.formats import usual as usual
+from lipaudit.report.page.subjects import COMPARISON as COMPARISON
+from lipaudit.report.page.subjects import DRAWN as DRAWN
+from lipaudit.report.page.subjects import JUDGEMENT as JUDGEMENT
+from lipaudit.report.page.subjects import REPORT as REPORT
+from lipaudit.report.page.subjects import of_comparison as of_comparison
+from lipaudit.report.page.subjects import of_judgement as of_judgement
+from lipaudit.report.page.subjects import of_reports as of_reports
+from lipaudit.results import Report
 
-from lipaudit.report.formats import html, json, markdown, png, table
-from lipaudit.report.formats.table import render_terminal as render_terminal
 
-RENDERERS: dict[str, Callable[..., bytes]] = {
-    "table": table.render,
-    "json": json.render,
-    "markdown": markdown.render,
-    "html": html.render,
-    "png": png.render,
-}
-"""Renderer of each format: one report, or several side by side, in; the bytes of a file out."""
+def render(shown: Report | Subject, format: str) -> bytes:
+    """Write a result.
+
+    Args:
+        shown: a report, or what `of_reports`, `of_comparison` and `of_judgement` return.
+        format: a name in `RENDERERS`.
+
+    Raises:
+        UsageError: for an unknown format, or one that cannot show the result.
+    """
+    subject = of_reports(shown) if isinstance(shown, Report) else shown
+    how = named(format, subject.keys())
+    return how.render(subject[how.takes]())

@@ -11,7 +11,7 @@ import pytest
 from lipaudit import schema
 from lipaudit.errors import BaselineError, InputError
 from lipaudit.gate import judge, load_baseline, parse_rule
-from lipaudit.report.formats.text import render_junit, render_markdown, render_text
+from lipaudit.report import of_judgement, render
 from lipaudit.results import Note
 
 NORMS = np.random.default_rng(0).lognormal(0, 0.5, 64)
@@ -264,10 +264,11 @@ def test_pair(report, bounds, jacobian, attack, ids, build, rules, code, reason)
     judgement = judge(current, baseline, tuple(map(parse_rule, rules)))
     assert judgement.exit_code == code
     assert reason in judgement.reason
-    text, markdown, xml = (f(judgement) for f in (render_text, render_markdown, render_junit))
+    subject = of_judgement(judgement)
+    text, markdown, xml = (render(subject, f).decode() for f in ("text", "markdown", "junit"))
     assert f"(exit code {code})" in text
     assert ("failed" if code else "passed") in markdown
-    assert (b"<failure" in xml or b"<error" in xml) == bool(code)
+    assert ("<failure" in xml or "<error" in xml) == bool(code)
 
 
 def test_a_judgement_of_nothing_is_strict_json(report, jacobian):

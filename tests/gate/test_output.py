@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from lipaudit.gate import judge
-from lipaudit.report.formats.text import (
-    render_annotations,
-    render_junit,
-    render_markdown,
-    render_text,
-)
+from lipaudit.report import of_judgement, render
 
 EXACT = np.random.default_rng(1).lognormal(0, 0.3, (12, 8))
 ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]
 HOSTILE = "<script>|`x`|\n::error::\x1b[31m"
+
+
+def written(judgement, name):
+    return render(of_judgement(judgement), name).decode()
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def failed(report, bounds, attack):
 
 
 def test_text_names_the_head_and_counts_the_rest(failed):
-    lines = render_text(failed).splitlines()
+    lines = written(failed, "text").splitlines()
     assert lines[0] == "<script>|`x`|�::error::�[31m against demo"
     assert lines[2].startswith(
         "✗ regressed: bounds.exact:each <= +20% layer 3 head 1: 0.9521 -> 1.428 (+50%, limits"
@@ -43,7 +42,7 @@ def test_text_names_the_head_and_counts_the_rest(failed):
 
 
 def test_markdown_keeps_its_table_whatever_the_model_is_called(failed):
-    text = render_markdown(failed)
+    text = written(failed, "markdown")
     assert "<script>" not in text
     assert "\x1b" not in text
     table = [line for line in text.splitlines() if line.startswith("|")]
@@ -53,7 +52,7 @@ def test_markdown_keeps_its_table_whatever_the_model_is_called(failed):
 
 
 def test_annotations_are_one_command_a_line(failed):
-    lines = render_annotations(failed).splitlines()
+    lines = written(failed, "annotations").splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["::error", "::warning"]
     assert "layer 3 head 1" in lines[0]
     assert "+20%25" in lines[0]
@@ -61,7 +60,7 @@ def test_annotations_are_one_command_a_line(failed):
 
 
 def test_junit_has_a_case_per_verdict_and_fails_where_the_gate_does(failed):
-    suite = ElementTree.fromstring(render_junit(failed)).find("testsuite")
+    suite = ElementTree.fromstring(written(failed, "junit")).find("testsuite")
     cases = suite.findall("testcase")
     assert len(cases) == len(failed.verdicts) == int(suite.get("tests"))
     broken = [case for case in cases if case.find("failure") is not None]
@@ -71,25 +70,25 @@ def test_junit_has_a_case_per_verdict_and_fails_where_the_gate_does(failed):
 
 def test_strict_fails_what_is_not_proven_everywhere(failed):
     strict = failed.model_copy(update={"strict": True})
-    assert render_annotations(strict).count("::error") == 2
-    assert ElementTree.fromstring(render_junit(strict)).get("failures") == "2"
-    assert "✗ inconclusive" in render_text(strict)
+    assert written(strict, "annotations").count("::error") == 2
+    assert ElementTree.fromstring(written(strict, "junit")).get("failures") == "2"
+    assert "✗ inconclusive" in written(strict, "text")
 
 
 def test_what_could_not_be_judged_is_an_error(report, jacobian, norms):
     judgement = judge(report(jacobian(norms), dtype="float16"), report(jacobian(norms)))
-    suite = ElementTree.fromstring(render_junit(judgement)).find("testsuite")
+    suite = ElementTree.fromstring(written(judgement, "junit")).find("testsuite")
     assert (suite.get("failures"), suite.get("errors")) == ("0", "2")
-    assert "dtype float32 became float16" in render_annotations(judgement)
+    assert "dtype float32 became float16" in written(judgement, "annotations")
 
 
 def test_control_characters_cannot_break_the_xml(failed):
     named = [v.model_copy(update={"name": "layer \x00 \x1b"}) for v in failed.verdicts]
-    xml = render_junit(failed.model_copy(update={"verdicts": tuple(named)}))
+    xml = written(failed.model_copy(update={"verdicts": tuple(named)}), "junit")
     assert ElementTree.fromstring(xml) is not None
 
 
 def test_a_pass_is_silent_in_annotations(report, bounds):
     same = judge(report(bounds(EXACT)), report(bounds(EXACT)))
-    assert render_annotations(same) == ""
-    assert "passed" in render_markdown(same)
+    assert written(same, "annotations") == ""
+    assert "passed" in written(same, "markdown")

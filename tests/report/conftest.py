@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lipaudit.report.formats import html
+from lipaudit.report.page.document import document
 from lipaudit.results import (
     ROWS,
     Array,
@@ -359,13 +360,13 @@ def make_other() -> Report:
 @pytest.fixture(scope="session")
 def page(report) -> str:
     """The HTML page of one report."""
-    return html.render(report).decode()
+    return html.render(document(report)).decode()
 
 
 @pytest.fixture(scope="session")
 def double_page(report, other) -> str:
     """The HTML page of two reports side by side."""
-    return html.render(report, other).decode()
+    return html.render(document(report, other)).decode()
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from lipaudit.report.formats import json, markdown, table
+from lipaudit.report.page.document import document
 from lipaudit.report.page.views import TITLES
 from lipaudit.results import ROWS
 
 GOLDENS = Path(__file__).parent / "goldens"
 FORMATS = {
-    "table, 80 columns": lambda report: table.render(report, width=80),
-    "table, 120 columns": lambda report: table.render(report, width=120),
-    "markdown": markdown.render,
+    "table, 80 columns": lambda report: table.render(document(report), width=80),
+    "table, 120 columns": lambda report: table.render(document(report), width=120),
+    "markdown": lambda report: markdown.render(document(report)),
     "json": json.render,
 }
 HEADS = (

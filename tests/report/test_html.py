@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lipaudit.report.formats import html
+from lipaudit.report.page.document import document
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -97,13 +98,13 @@ def test_every_section_is_there(report, parsed):
 
 def test_equal_reports_give_equal_bytes(report):
     alone = report.model_copy(update={"sections": report.sections[3:5]})
-    assert html.render(alone) == html.render(alone)
+    assert html.render(document(alone)) == html.render(document(alone))
 
 
 def test_page_of_a_large_model_stays_small(large_report):
-    assert len(html.render(large_report)) < 2_000_000
+    assert len(html.render(document(large_report))) < 2_000_000
 
 
 def test_rows_beyond_the_limit_are_announced(large_report, monkeypatch):
     monkeypatch.setattr(html, "MOST_ROWS", 100)
-    assert "The first 100 of 1024 rows" in html.render(large_report).decode()
+    assert "The first 100 of 1024 rows" in html.render(document(large_report)).decode()

@@ -6,6 +6,7 @@ import pytest
 
 from lipaudit import schema
 from lipaudit.errors import UsageError
+from lipaudit.report import of_reports, render
 from lipaudit.report.formats import json as renderer
 
 
@@ -16,5 +17,5 @@ def test_file_is_strict_json_and_reads_back_the_same(report):
 
 
 def test_several_reports_have_no_common_file(report, other):
-    with pytest.raises(UsageError, match="2 reports"):
-        renderer.render(report, other)
+    with pytest.raises(UsageError, match="do not fit one JSON file"):
+        render(of_reports(report, other), "json")

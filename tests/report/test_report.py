@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lipaudit.errors import UsageError
-from lipaudit.report import RENDERERS
+from lipaudit.report import RENDERERS, REPORT, of_reports, render
 from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Table
 from lipaudit.report.draw.glyphs import bar, coarse, density, pixels
 from lipaudit.report.page.document import document, labels
@@ -17,8 +17,8 @@ from lipaudit.report.page.views import TITLES, VIEWS, blocks
 from lipaudit.results import ROWS
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)
-PAGES = sorted(RENDERERS.keys() - {"png"})
-SIDE_BY_SIDE = sorted(RENDERERS.keys() - {"json", "png"})
+PAGES = sorted(name for name, known in RENDERERS.items() if known.takes in REPORT)
+SIDE_BY_SIDE = sorted(name for name, known in RENDERERS.items() if known.takes == "page")
 
 
 def _of(report, measure, kind):
@@ -29,25 +29,25 @@ def _of(report, measure, kind):
 @pytest.mark.parametrize("name", PAGES)
 def test_every_section_in_every_format(report, name, measure):
     alone = report.model_copy(update={"sections": (report.section(measure),)})
-    text = RENDERERS[name](alone).decode()
+    text = render(alone, name).decode()
     assert measure in text if name == "json" else TITLES[measure] in text
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_rows_without_values_in_every_format(blank_report, name):
-    assert RENDERERS[name](blank_report)
+    assert render(blank_report, name)
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_sections_without_rows_in_every_format(report, name):
     empty = tuple(s.model_copy(update={"rows": (), "arrays": {}}) for s in report.sections)
-    assert RENDERERS[name](report.model_copy(update={"sections": empty}))
+    assert render(report.model_copy(update={"sections": empty}), name)
 
 
 @pytest.mark.parametrize("name", SIDE_BY_SIDE)
 def test_reports_with_different_sections_side_by_side(report, other, blank_report, name):
     fewer = other.model_copy(update={"sections": other.sections[2:4]})
-    text = RENDERERS[name](report, fewer, blank_report).decode()
+    text = render(of_reports(report, fewer, blank_report), name).decode()
     assert all(title in text for title in TITLES.values())
 
 
@@ -55,7 +55,7 @@ def test_reports_with_different_sections_side_by_side(report, other, blank_repor
 def test_measure_without_a_view_shows_its_rows(report, name, monkeypatch):
     monkeypatch.delitem(VIEWS, "attack")
     alone = report.model_copy(update={"sections": (report.section("attack"),)})
-    text = RENDERERS[name](alone).decode()
+    text = render(alone, name).decode()
     assert "backwards" in text
     assert "20.8%" in text
 
@@ -155,12 +155,12 @@ def test_picture_is_the_one_map_of_a_report(report):
     section = report.section("attention")
     arrays = {k: v for k, v in section.arrays.items() if not k.startswith("row")}
     one = section.model_copy(update={"arrays": arrays})
-    image = RENDERERS["png"](report.model_copy(update={"sections": (one,)}))
+    image = render(report.model_copy(update={"sections": (one,)}), "png")
     assert image.startswith(b"\x89PNG")
     bare = section.model_copy(update={"arrays": {}})
     for sections in ((bare,), (), (section,)):
         with pytest.raises(UsageError, match="one attention map"):
-            RENDERERS["png"](report.model_copy(update={"sections": sections}))
+            render(report.model_copy(update={"sections": sections}), "png")
 
 
 @pytest.mark.parametrize("bins", [1, 7, 20, 21, 50])

@@ -6,14 +6,14 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from lipaudit.report import render_terminal
 from lipaudit.report.draw.colours import viridis
 from lipaudit.report.formats import table
+from lipaudit.report.page.document import document
 from lipaudit.report.page.views import bounds
 
 
 def test_off_a_terminal_no_table_is_split(report):
-    text = table.render(report).decode()
+    text = table.render(document(report)).decode()
     assert text.count("head  exact") == 1
     assert "…" not in text
 
@@ -21,7 +21,7 @@ def test_off_a_terminal_no_table_is_split(report):
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_no_line_is_wider_than_the_terminal(report, other, width):
     for reports in ((report,), (report, other)):
-        lines = table.render(*reports, width=width).decode().splitlines()
+        lines = table.render(document(*reports), width=width).decode().splitlines()
         assert max(map(cell_len, lines)) <= width
 
 
@@ -33,12 +33,14 @@ def test_every_number_and_heading_survives_a_narrow_terminal(report, width):
     def words(text: bytes) -> set[str]:
         return set(pattern.findall(text.decode()))
 
-    assert words(table.render(report)) <= words(table.render(report, width=width))
+    assert words(table.render(document(report))) <= words(
+        table.render(document(report), width=width)
+    )
 
 
 def test_colour_changes_no_word(report):
-    coloured = table.render(report, width=80, colour="truecolor").decode()
-    plain = table.render(report, width=80).decode()
+    coloured = table.render(document(report), width=80, colour="truecolor").decode()
+    plain = table.render(document(report), width=80).decode()
     assert "\x1b[" in coloured
     stripped = re.sub(r"\x1b\[[\d;]*m", "", coloured)
     outside_maps = [line for line in plain.splitlines() if not re.search("[▁▂▃▄▅▆▇█░▒▓]", line)]
@@ -46,18 +48,18 @@ def test_colour_changes_no_word(report):
 
 
 def test_control_characters_never_reach_the_terminal(report):
-    assert b"\x1b" not in table.render(report)
-    assert "�[31mred" in table.render(report).decode()
+    assert b"\x1b" not in table.render(document(report))
+    assert "�[31mred" in table.render(document(report)).decode()
 
 
 def test_partial_report_says_so(report):
     partial = report.model_copy(update={"status": "partial"})
-    assert b"PARTIAL" in table.render(partial)
-    assert b"PARTIAL" not in table.render(report)
+    assert b"PARTIAL" in table.render(document(partial))
+    assert b"PARTIAL" not in table.render(document(report))
 
 
 def test_worst_case_is_marked_without_colour(report):
-    assert table.render(report).decode().count("▸ worst") == 2
+    assert table.render(document(report)).decode().count("▸ worst") == 2
 
 
 class Terminal(io.StringIO):
@@ -75,24 +77,24 @@ def terminal(monkeypatch):
 
 
 def test_a_terminal_gets_its_width_and_its_colours(report, terminal):
-    render_terminal(report, stream=terminal)
-    assert terminal.getvalue().encode() == table.render(report, width=70, colour="256")
+    table.screen(document(report), terminal)
+    assert terminal.getvalue().encode() == table.render(document(report), width=70, colour="256")
 
 
 def test_no_color_is_honoured(report, terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    render_terminal(report, stream=terminal)
-    assert terminal.getvalue().encode() == table.render(report, width=70)
+    table.screen(document(report), terminal)
+    assert terminal.getvalue().encode() == table.render(document(report), width=70)
 
 
 def test_a_file_gets_plain_text_of_full_width(report):
     file = io.StringIO()
-    render_terminal(report, stream=file)
-    assert file.getvalue().encode() == table.render(report)
+    table.screen(document(report), file)
+    assert file.getvalue().encode() == table.render(document(report))
 
 
 def test_a_map_in_colour_has_two_of_its_lines_in_each_line_of_half_blocks(report):
-    text = table.render(report, width=80, colour="truecolor").decode()
+    text = table.render(document(report), width=80, colour="truecolor").decode()
     drawn = text[text.index("Attention map of head 1.2") :].splitlines()[1:18]
     assert all(re.sub(r"\x1b\[[\d;]*m", "", line) == "▀" * 34 for line in drawn)
     stored = report.section("attention").arrays["map@1.2"].numpy()

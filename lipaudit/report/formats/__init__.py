@@ -1,1 +1,69 @@
-"""A page as bytes: one file per format."""
+"""A result as bytes: one file per format, each with a `FORMAT` that says what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+from lipaudit.errors import UsageError
+from lipaudit.report.form import Form, Format
+
+
+def collect() -> dict[str, Format]:
+    """Return the format of every file in this folder, by name: a new one is a file here."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    return {module.FORMAT.name: module.FORMAT for module in modules}
+
+
+RENDERERS: dict[str, Format] = collect()
+"""Every format, by the name that `--format` takes."""
+
+
+def named(name: str, forms: Collection[Form]) -> Format:
+    """Return a format by its name.
+
+    Args:
+        name: what `--format` was given.
+        forms: those that the result has.
+
+    Raises:
+        UsageError: for an unknown format, or one that cannot show the result.
+    """
+    if name not in RENDERERS:
+        known = (known.name for known in RENDERERS.values() if known.takes in forms)
+        raise UsageError(f"unknown format {name!r}", f"Choose one of: {', '.join(known)}.")
+    return _showing(RENDERERS[name], forms)
+
+
+def of_file(path: Path, forms: Collection[Form]) -> Format:
+    """Return the format that a file's name asks for.
+
+    Where two formats share the suffix, the result's own one comes before that of any page:
+    `.txt` is a judgement's lines, and a report's tables.
+
+    Raises:
+        UsageError: for a suffix without a format, or whose format cannot show the result.
+    """
+    suffix = path.suffix.lower()
+    candidates = [known for known in RENDERERS.values() if suffix in known.suffixes]
+    if not candidates:
+        known = (s for f in RENDERERS.values() if f.takes in forms for s in f.suffixes)
+        raise UsageError(
+            f"cannot tell the format of {path} from its name",
+            f"Use one of: {', '.join(dict.fromkeys(known))}.",
+        )
+    candidates.sort(key=lambda known: (known.takes not in forms, known.takes == "page"))
+    return _showing(candidates[0], forms)
+
+
+def usual(forms: Collection[Form]) -> Format:
+    """Return the format that a terminal gets when none is named: that of a text file."""
+    return of_file(Path("stdout.txt"), forms)
+
+
+def _showing(known: Format, forms: Collection[Form]) -> Format:
+    if known.takes not in forms:
+        raise UsageError(*known.refusal)
+    return known

@@ -1,30 +1,28 @@
-"""Report as one HTML file: nothing is loaded, nothing runs, it prints and it fits a phone."""
+"""A page as one HTML file: nothing is loaded, nothing runs, it prints and it fits a phone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
     Block,
-    Chapter,
     Curve,
     Density,
+    Document,
     Heatmap,
     Histogram,
     Scatter,
     Table,
 )
-from lipaudit.report.page.document import document
-from lipaudit.results import Report
+from lipaudit.report.form import Format
 
 MOST_ROWS = 1200
 """A folded table is cut here (the JSON has the rest), so that a page stays under 2 MB."""
 
 
-def render(*reports: Report, lead: Sequence[Chapter] = ()) -> bytes:
-    """Write one report, or several side by side, as a page; `lead` goes before the sections."""
+def render(page: Document) -> bytes:
+    """Write a page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -35,7 +33,6 @@ def render(*reports: Report, lead: Sequence[Chapter] = ()) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters |= {"plain": cells.plain, "drawn": _drawn, "tabulated": _tabulated}
-    page = document(*reports, lead=lead)
     return environment.get_template("report.html").render(page=page, kind=kind).encode()
 
 
@@ -79,3 +76,6 @@ def _tabulated(block: Table) -> dict[str, Any]:
 
 def _named(block: Table) -> list[bool]:
     return [column.format == "s" for column in block.columns]
+
+
+FORMAT = Format("html", takes="page", render=render, suffixes=(".html", ".htm"))

@@ -1,4 +1,4 @@
-"""Report as GitHub-flavoured Markdown."""
+"""A page as GitHub-flavoured Markdown."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
     Block,
-    Chapter,
     Curve,
     Density,
+    Document,
     Heatmap,
     Histogram,
     Notes,
@@ -21,17 +21,15 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.draw import glyphs
 from lipaudit.report.draw.alt import extent
-from lipaudit.report.page.document import document
-from lipaudit.results import Report
+from lipaudit.report.form import Format
 
 SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
 BARS = 40
 PLOT = 60
 
 
-def render(*reports: Report, lead: Sequence[Chapter] = ()) -> bytes:
-    """Write one report, or several side by side; `lead` goes before the sections."""
-    page = document(*reports, lead=lead)
+def render(page: Document) -> bytes:
+    """Write a page."""
     lines = [f"# {escape(page.title)}", ""]
     if page.partial:
         lines += ["**Partial: the run was cut short; what follows is incomplete.**", ""]
@@ -133,3 +131,6 @@ def _drawn(title: str, drawing: Sequence[str], legend: str) -> Iterator[str]:
     yield from (f"    {cells.plain(line)}".rstrip() for line in drawing)
     yield ""
     yield f"<sub>{escape(legend)}</sub>"
+
+
+FORMAT = Format("markdown", takes="page", render=render, suffixes=(".md", ".markdown"))

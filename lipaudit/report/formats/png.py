@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lipaudit.errors import UsageError
-from lipaudit.report.blocks import Chapter
-from lipaudit.report.page.views.attention import drawn
-from lipaudit.results import Report
+from lipaudit.report.form import Format
+
+if TYPE_CHECKING:
+    from lipaudit.report.blocks import Curve, Density
 
 
-def render(*reports: Report, lead: Sequence[Chapter] = ()) -> bytes:
-    """Draw the map, or the row of one, that a report holds.
-
-    Raises:
-        UsageError: no report or several hold one.
-    """
+def render(picture: Density | Curve) -> bytes:
+    """Draw an attention map, or a row of one."""
     from lipaudit.report.draw.plots import png
 
-    sections = [report.section("attention") for report in reports]
-    found = [block for section in sections if section for block in drawn(section)]
-    if len(found) != 1:
-        raise UsageError(
-            f"a picture needs one attention map, not {len(found)}",
-            "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws one.",
-        )
-    return png(found[0])
+    return png(picture)
+
+
+FORMAT = Format(
+    "png",
+    takes="picture",
+    render=render,
+    suffixes=(".png",),
+    refusal=(
+        "a PNG shows one attention map",
+        "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws one.",
+    ),
+)

@@ -1,9 +1,10 @@
-"""Report for a terminal, or as plain text of full width."""
+"""A page for a terminal, or as plain text of full width."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -14,7 +15,6 @@ from rich.text import Text
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
     Block,
-    Chapter,
     Curve,
     Density,
     Document,
@@ -29,8 +29,7 @@ from lipaudit.report.draw import glyphs
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.colours import contrast, viridis
 from lipaudit.report.draw.layout import lines, split, wrap
-from lipaudit.report.page.document import document
-from lipaudit.results import Report
+from lipaudit.report.form import Format
 
 FULL = 100_000
 PROSE = 100
@@ -38,17 +37,11 @@ MAP = 64
 STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": "dim"}
 
 
-def render(
-    *reports: Report,
-    lead: Sequence[Chapter] = (),
-    width: int | None = None,
-    colour: str | None = None,
-) -> bytes:
-    """Write reports as text.
+def render(page: Document, width: int | None = None, colour: str | None = None) -> bytes:
+    """Write a page as text.
 
     Args:
-        reports: one report, or several to set side by side.
-        lead: chapters that go before the sections of several reports.
+        page: what is written.
         width: columns of the terminal; None writes tables as wide as they are.
         colour: rich's colour system ("standard", "256", "truecolor"); None writes no escapes.
     """
@@ -62,18 +55,18 @@ def render(
         legacy_windows=False,
     )
     with console.capture() as capture:
-        for item in _page(document(*reports, lead=lead), width or FULL, colour is not None):
+        for item in _page(page, width or FULL, colour is not None):
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
     text = capture.get().strip("\n").split("\n")
     return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
 
 
-def render_terminal(*reports: Report, stream: TextIO, lead: Sequence[Chapter] = ()) -> None:
-    """Write reports to a stream: in its width and colours on a terminal, else in full width."""
+def screen(page: Document, stream: TextIO) -> None:
+    """Write a page to a stream: in its width and colours on a terminal, else in full width."""
     console = Console(file=stream, legacy_windows=False)
     width = console.width if console.is_terminal else None
     colour = None if console.no_color else console.color_system
-    stream.write(render(*reports, lead=lead, width=width, colour=colour).decode())
+    stream.write(render(page, width=width, colour=colour).decode())
 
 
 def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
@@ -188,12 +181,14 @@ def _tile(text: str, share: float | None, cell: int, colour: bool) -> Text:
 
 def _shares(block: Heatmap) -> list[list[float | None]]:
     """Place each finite value between the smallest and the largest."""
-    from lipaudit.report.page.views.common import finite
-
-    known = finite(v for row in block.values for v in row)
+    values = (v for row in block.values for v in row if v is not None)
+    known = [v for v in values if math.isfinite(v)]
     low, high = min(known, default=0.0), max(known, default=0.0)
     span = (high - low) or 1.0
     return [
         [(v - low) / span if v is not None and low <= v <= high else None for v in row]
         for row in block.values
     ]
+
+
+FORMAT = Format("table", takes="page", render=render, suffixes=(".txt",), screen=screen)

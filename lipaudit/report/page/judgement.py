@@ -1,0 +1,124 @@
+"""A judgement of the gate: line by line, and as a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lipaudit.gate.verdicts import Judgement, Verdict, amount, number
+from lipaudit.report.blocks import Block, Chapter, Document, Notes, Paragraph, Table
+from lipaudit.results import Column, Note
+
+MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
+FEW = 6
+"""Rows of one rule that are written out when none of them stands out."""
+COLUMNS = {
+    "verdict": "s",
+    "rule": "s",
+    "row": "s",
+    "baseline": "",
+    "current": "",
+    "change": "",
+    "limits": "s",
+    "samples": "",
+}
+"""Columns of the table: `s` is text, set to the left; what is empty is set to the right."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdicts on one rule.
+
+    Attributes:
+        rule: as it was written.
+        written: what is written out: all when they are few, else those that are no plain pass.
+        rest: how many others there are, by status.
+    """
+
+    rule: str
+    written: tuple[Verdict, ...]
+    rest: Counter[str]
+
+
+def lines(judgement: Judgement) -> list[str]:
+    """Write a judgement line by line, the outcome last."""
+    written = [f"{judgement.current} against {judgement.baseline}", ""]
+    for judged in _by_rule(judgement):
+        written += [f"{_mark(judgement, verdict)} {verdict.line}" for verdict in judged.written]
+        more = "more " if judged.written else ""
+        rest = judged.rest.items()
+        written += [f"  {judged.rule}: {count} {more}rows {status}" for status, count in rest]
+    written += [f"  shown, never failing: {_figures(verdict)}" for verdict in judgement.shown]
+    written += [f"  note: {note}" for note in judgement.notes]
+    return [*written, "", f"{judgement.reason} (exit code {judgement.exit_code})"]
+
+
+def page(judgement: Judgement) -> Document:
+    """Lay a judgement out: the outcome, a table of verdicts, the remarks."""
+    passed = judgement.exit_code == 0
+    shown = [Note(level="info", code="never-fails", text=_figures(v)) for v in judgement.shown]
+    notes = [Note(level="info", code="note", text=text) for text in judgement.notes]
+    remarks: list[Block] = [Notes((*shown, *notes))] if shown or notes else []
+    reason = f"{judgement.reason} (exit code {judgement.exit_code})"
+    return Document(
+        title=f"lipaudit gate {'passed' if passed else 'failed'}: "
+        f"{judgement.current} against {judgement.baseline}",
+        facts=(),
+        findings=(),
+        chapters=(
+            Chapter("verdicts", "Verdicts", (Paragraph(reason), _table(judgement), *remarks)),
+        ),
+    )
+
+
+def _by_rule(judgement: Judgement) -> Iterator[Judged]:
+    rules: dict[str, list[Verdict]] = {}
+    for verdict in judgement.verdicts:
+        rules.setdefault(verdict.rule, []).append(verdict)
+    for rule, verdicts in rules.items():
+        telling = [v for v in verdicts if len(verdicts) <= FEW or _stands_out(judgement, v)]
+        rest = Counter[str](v.status for v in verdicts if v not in telling)
+        yield Judged(rule, tuple(telling), rest)
+
+
+def _stands_out(judgement: Judgement, verdict: Verdict) -> bool:
+    return judgement.fails(verdict) or verdict.status not in {"pass", "unchanged"}
+
+
+def _mark(judgement: Judgement, verdict: Verdict) -> str:
+    return "✗" if judgement.fails(verdict) else MARKS.get(verdict.status, "~")
+
+
+def _figures(verdict: Verdict) -> str:
+    change = amount(verdict.change, verdict.unit)
+    chance = "" if verdict.mcnemar is None else f", exact McNemar p = {verdict.mcnemar:.3g}"
+    return f"{verdict.metric}: {number(verdict.old)} -> {number(verdict.new)} ({change}{chance})"
+
+
+def _table(judgement: Judgement) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for judged in _by_rule(judgement):
+        rows += [_row(judgement, verdict) for verdict in judged.written]
+        more = "more " if judged.written else ""
+        blank = ("",) * (len(COLUMNS) - 3)
+        rows += [(s, judged.rule, f"{n} {more}rows", *blank) for s, n in judged.rest.items()]
+    columns = (Column(label=name, meaning="", format=how) for name, how in COLUMNS.items())
+    return Table("", tuple(columns), tuple(rows))
+
+
+def _row(judgement: Judgement, verdict: Verdict) -> tuple[str, ...]:
+    limits = ""
+    if verdict.low is not None:
+        ends = amount(verdict.low, verdict.unit), amount(verdict.high, verdict.unit)
+        limits = f"{ends[0]} to {ends[1]}"
+    return (
+        f"{_mark(judgement, verdict)} {verdict.status}",
+        verdict.rule,
+        verdict.reason or verdict.name,
+        "" if verdict.old is None else number(verdict.old),
+        "" if verdict.new is None else number(verdict.new),
+        amount(verdict.change, verdict.unit),
+        limits,
+        str(verdict.samples or ""),
+    )

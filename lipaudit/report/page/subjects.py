@@ -1,0 +1,70 @@
+"""What the commands show: reports, a comparison, a judgement, in each form that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from lipaudit.errors import UsageError
+from lipaudit.report.form import Form, Subject
+from lipaudit.report.page.document import document
+from lipaudit.report.page.views.attention import drawn
+
+if TYPE_CHECKING:
+    from lipaudit.gate import Comparison, Judgement
+    from lipaudit.report.blocks import Curve, Density
+    from lipaudit.results import Report
+
+REPORT: frozenset[Form] = frozenset({"page", "record"})
+DRAWN: frozenset[Form] = REPORT | {"picture"}
+"""The forms of a report that holds an attention map."""
+COMPARISON: frozenset[Form] = frozenset({"page", "record"})
+JUDGEMENT: frozenset[Form] = frozenset({"page", "record", "lines", "judgement"})
+
+
+def of_reports(*reports: Report) -> Subject:
+    """Show one report, or several side by side."""
+    subject: dict[Form, Callable[[], Any]] = {"page": cache(lambda: document(*reports))}
+    if len(reports) == 1:
+        subject["record"] = lambda: reports[0]
+    if _pictures(reports):
+        subject["picture"] = lambda: _picture(reports)
+    return subject
+
+
+def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
+    """Show what changed between reports, before the reports themselves side by side."""
+    from lipaudit.report.page.comparison import chapters
+
+    return {
+        "page": cache(lambda: document(*reports, lead=chapters(comparison))),
+        "record": lambda: comparison,
+    }
+
+
+def of_judgement(judgement: Judgement) -> Subject:
+    """Show what the gate decided."""
+    from lipaudit.report.page.judgement import lines, page
+
+    return {
+        "page": cache(lambda: page(judgement)),
+        "record": lambda: judgement,
+        "lines": lambda: lines(judgement),
+        "judgement": lambda: judgement,
+    }
+
+
+def _pictures(reports: Sequence[Report]) -> list[Density | Curve]:
+    sections = [report.section("attention") for report in reports]
+    return [block for section in sections if section for block in drawn(section)]
+
+
+def _picture(reports: Sequence[Report]) -> Density | Curve:
+    pictures = _pictures(reports)
+    if len(pictures) != 1:
+        raise UsageError(
+            f"a picture needs one attention map, not {len(pictures)}",
+            "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws one.",
+        )
+    return pictures[0]

@@ -1,0 +1,173 @@
+"""The table of formats, and the one path on which every command writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lipaudit import schema
+from lipaudit.cli.app import build
+from lipaudit.errors import UsageError
+from lipaudit.gate import compare, judge, parse_rule
+from lipaudit.report import (
+    COMPARISON,
+    DRAWN,
+    JUDGEMENT,
+    RENDERERS,
+    REPORT,
+    Format,
+    formats,
+    of_comparison,
+    of_file,
+    of_judgement,
+    of_reports,
+    render,
+)
+from lipaudit.report.page.judgement import COLUMNS
+
+RULES = "bounds.exact:median <= +20%", "attack.robust >= -2pp"
+OUTLINE = """
+from lipaudit.report.form import Format
+
+
+def render(page):
+    return "".join(f"* {chapter.title}\\n" for chapter in page.chapters).encode()
+
+
+FORMAT = Format("outline", takes="page", render=render, suffixes=(".org",))
+"""
+
+
+@pytest.fixture
+def folder(report, tmp_path, monkeypatch):
+    """A working directory with a report that the gate can judge."""
+    kept = tuple(report.section(name) for name in ("bounds.layers", "attack"))
+    saved = report.model_copy(update={"sections": kept})
+    (tmp_path / "a.json").write_text(schema.dumps(saved), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    return tmp_path
+
+
+def lipaudit(*args):
+    return CliRunner().invoke(build(), list(args))
+
+
+GATE = ("gate", "a.json", "-b", "a.json", "--fail-on", "bounds.layers.exact <= +5%")
+
+
+def test_a_format_is_one_file(tmp_path, folder, monkeypatch):
+    """A file in the folder is all that a new format takes, whatever is written in it."""
+    (tmp_path / "outline.py").write_text(OUTLINE, encoding="utf-8")
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    collected = formats.collect()
+    assert collected.keys() - RENDERERS.keys() == {"outline"}
+    monkeypatch.setitem(RENDERERS, "outline", collected["outline"])
+    assert "* Attacks\n" in lipaudit("report", "a.json", "-f", "outline").stdout
+    compared = lipaudit("compare", "a.json", "a.json", "-o", "c.org")
+    assert (compared.exit_code, compared.stdout) == (0, "")
+    assert "against" in (folder / "c.org").read_text()
+    gated = lipaudit(*GATE, "-o", "g.org")
+    assert gated.stdout.endswith("(exit code 0)\n")
+    assert (folder / "g.org").read_text() == "* Verdicts\n"
+
+
+def test_what_each_format_shows_and_how_its_files_are_called():
+    kinds = {"report": REPORT, "drawn": DRAWN, "compared": COMPARISON, "judged": JUDGEMENT}
+    shown = {
+        name: {kind for kind, forms in kinds.items() if known.takes in forms}
+        for name, known in RENDERERS.items()
+    }
+    assert shown == {
+        **dict.fromkeys(("html", "json", "markdown", "table"), set(kinds)),
+        **dict.fromkeys(("annotations", "junit", "text"), {"judged"}),
+        "png": {"drawn"},
+    }
+    suffixes = [suffix for known in RENDERERS.values() for suffix in known.suffixes]
+    assert {s for s in suffixes if suffixes.count(s) > 1} == {".txt"}
+    assert of_file(Path("a.TXT"), REPORT).name == "table"
+    assert of_file(Path("a.txt"), JUDGEMENT).name == "text"
+
+
+def test_the_forms_that_are_promised_are_those_that_come(report, other):
+    section = report.section("attention")
+    bare = report.model_copy(
+        update={"sections": (section.model_copy(update={"arrays": {}}), report.section("bounds"))}
+    )
+    assert of_reports(bare).keys() == REPORT
+    assert of_reports(report).keys() == DRAWN
+    assert of_reports(bare, bare).keys() == {"page"}
+    assert of_comparison(compare([report, other]), [report, other]).keys() == COMPARISON
+    rules = tuple(map(parse_rule, RULES))
+    assert of_judgement(judge(report, report, rules)).keys() == JUDGEMENT
+
+
+@pytest.mark.parametrize("name", [n for n, f in RENDERERS.items() if f.takes not in REPORT])
+def test_a_format_that_cannot_show_a_report_says_what_to_type(report, name):
+    plain = report.model_copy(update={"sections": ()})
+    with pytest.raises(UsageError) as refused:
+        render(plain, name)
+    assert refused.value.message
+    assert "lipaudit" in refused.value.advice or "-f table" in refused.value.advice
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("-f", "nonsense"), "Choose one of: annotations, html, json, junit, markdown, table"),
+        (("-o", "x.pdf"), "Use one of: .html, .htm, .json, .xml"),
+        (("-f", "png"), "one attention map"),
+        (("-o", "x.png"), "one attention map"),
+    ],
+)
+def test_the_gate_refuses_what_it_cannot_write_before_it_measures(folder, args, says, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    (folder / "bad.py").write_text("def model():\n    raise SystemExit('it was measured')\n")
+    done = lipaudit("gate", "py:bad.py:model", "-b", "a.json", *args)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert "measured" not in done.output
+
+
+@pytest.mark.parametrize("command", [("report", "a.json"), ("compare", "a.json", "a.json"), GATE])
+@pytest.mark.parametrize(
+    ("files", "status"),
+    [(("good.html", "bad.pdf"), 2), (("good.html", "nowhere/x.json"), 3)],
+)
+def test_nothing_is_written_where_not_all_can_be(folder, command, files, status):
+    options = [word for name in files for word in ("-o", name)]
+    done = lipaudit(*command, *options)
+    assert (done.exit_code, done.stdout) == (status, "")
+    assert not (folder / "good.html").exists()
+
+
+@pytest.mark.parametrize("command", [("report", "a.json"), ("compare", "a.json", "a.json"), GATE])
+@pytest.mark.parametrize("name", ["html", "json", "markdown", "table"])
+def test_stdout_and_a_file_get_the_same_bytes(folder, command, name):
+    suffix = next(iter(RENDERERS[name].suffixes))
+    path = folder / f"x{suffix if suffix != '.txt' else '.md'}"
+    done = lipaudit(*command, "-f", name, "-o", str(path))
+    assert done.exit_code == 0, done.output
+    assert done.stdout
+    if suffix != ".txt":
+        assert path.read_bytes() == done.stdout_bytes
+
+
+def test_a_judgement_is_a_page_like_any_other(folder):
+    text = lipaudit(*GATE).stdout
+    table = lipaudit(*GATE, "-f", "table").stdout
+    page = lipaudit(*GATE, "-f", "html").stdout
+    for name in ("layer 0", "layer 2"):
+        assert all(name in shown for shown in (text, table, page))
+    assert "<h2>Verdicts</h2>" in page
+    head = next(line for line in table.splitlines() if line.startswith("verdict"))
+    assert head.split() == [*COLUMNS]
+
+
+def test_formats_say_what_they_are():
+    for name, known in RENDERERS.items():
+        assert isinstance(known, Format)
+        assert known.name == name
+        assert known.takes == "page" or all(known.refusal)

@@ -7,7 +7,8 @@ scale q k^T + bias, or any function of the pairs (q_i, k_j): see `Pairs`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,9 +62,27 @@ class Pairs:
     with_k: Float[Tensor, "#batch #heads n m d"] | None = None
 
 
+@dataclass
+class _Known:
+    """What has been computed of the logits of a layer, by whoever asked first.
+
+    Attributes:
+        maps: P, with the sink as a last key, in each precision that was asked for.
+        causal: whether no query sees a later key.
+    """
+
+    maps: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    causal: bool | None = None
+
+
 @dataclass(frozen=True)
 class Heads:
     """All heads of one attention layer on a batch: everything the theory needs, nothing else.
+
+    P is computed when it is first asked for, once in each precision, and kept as long as the heads
+    are: whoever visits a layer hands the same heads to everything. Heads made of these by `to`,
+    `pick`, `row` and `with_same_map` share it; `dataclasses.replace` starts anew. No tensor of
+    them, nor P, may be written to.
 
     A batch row is a sample, or one window of a sample (`sample` says which). Padding is encoded
     in the data: padded keys have P = 0 through `bias`, padded queries are False in `valid`, and
@@ -140,9 +159,32 @@ class Heads:
         sink = sink[..., None].expand(*logits.shape[:-1], 1)
         return torch.softmax(torch.cat([logits, sink], -1), -1)
 
-    def attention(self) -> Float[Tensor, "batch heads n m"]:
-        """Return P, all of it: memory for batch x heads x n x m numbers."""
-        return self.rows(0, self.q.shape[-2])
+    def attention(self, *, whole: bool = False) -> Float[Tensor, "batch heads n keys"]:
+        """Return P, all of it: memory for batch x heads x n x m numbers while the heads live.
+
+        Args:
+            whole: as in `rows`.
+        """
+        p = self._whole_map()
+        if whole or self.sink is None:
+            return p
+        return p[..., :-1] if self.valid is None else p[..., :-1].contiguous()
+
+    def _whole_map(self) -> Tensor:
+        known, logits = self._known.maps, (self.q, self.k, self.scale, self.bias, self.sink)
+        p = known.get(self.q.dtype)
+        # What was computed without a graph must not stand where one is to pass through P.
+        graph = torch.is_grad_enabled()
+        differentiated = graph and any(t is not None and t.requires_grad for t in logits)
+        if p is None or differentiated or (graph and p.is_inference()):
+            p = self.rows(0, self.q.shape[-2], whole=True)
+            if not p.requires_grad:
+                known[self.q.dtype] = p
+        return p
+
+    @cached_property
+    def _known(self) -> _Known:
+        return _Known()
 
     def visible(self, start: int, stop: int) -> Bool[Tensor, "#batch #heads rows m"]:
         """Return which keys the queries start..stop-1 can see, whatever P makes of them.
@@ -162,11 +204,14 @@ class Heads:
     def is_causal(self) -> bool:
         """Say whether no query sees a later key: by the flag, or by what the bias masks.
 
-        Not by P: keys that are out of reach at X alone are not masked.
+        Not by P: keys that are out of reach at X alone are not masked. Without a bias, with keys
+        of another input or one token the flag says it; a bias is looked through once.
         """
         if self.causal or self.bias is None or self.x_kv is not None or self.x.shape[1] == 1:
             return self.causal
-        return not bool(self.visible(0, self.q.shape[2]).triu(1).any())
+        if self._known.causal is None:
+            self._known.causal = not bool(self.visible(0, self.q.shape[2]).triu(1).any())
+        return self._known.causal
 
     def _bias_rows(self, start: int, stop: int) -> Tensor:
         assert self.bias is not None
@@ -179,20 +224,52 @@ class Heads:
 
     def to(self, dtype: torch.dtype) -> Heads:
         """Return the same heads with every floating-point tensor in another precision."""
-        return _cast(self, dtype)
+        heads: Heads = _cast(self, dtype)
+        # What is cast up has the same logits; what is cast down has others.
+        same = torch.promote_types(self.q.dtype, dtype) == dtype
+        return heads._knowing(self._known) if same else heads
 
     def row(self, b: int) -> Heads:
         """Return one batch row (all heads)."""
         rows = ("x", "x_kv", "q", "k", "v", "scale", "bias", "valid", "to_q", "to_k", "to_v")
         names = (*rows, "pairs", "sink")
         changes: dict[str, Any] = {name: _row(getattr(self, name), b) for name in names}
-        return replace(self, **changes, sample=self.sample[b : b + 1])
+        heads = replace(self, **changes, sample=self.sample[b : b + 1])
+        return heads._knowing(self._part_known(slice(b, b + 1), slice(None)))
 
     def pick(self, index: slice) -> Heads:
         """Return some of the heads (all batch rows)."""
         names = ("q", "k", "v", "scale", "bias", "to_q", "to_k", "to_v", "pairs", "sink")
         changes: dict[str, Any] = {name: _pick(getattr(self, name), index) for name in names}
-        return replace(self, **changes, out=None if self.out is None else self.out[index])
+        heads = replace(self, **changes, out=None if self.out is None else self.out[index])
+        return heads._knowing(self._part_known(slice(None), index))
+
+    def with_same_map(self, **changes: Any) -> Heads:
+        """Return the heads with other values or projections: what P does not depend on.
+
+        Raises:
+            ValueError: a change may be one of P.
+
+        >>> heads = affine_heads(torch.zeros(2, 5, 3), *torch.ones(3, 1, 3, 4))
+        >>> heads.with_same_map(v=2 * heads.v).attention() is heads.attention()
+        True
+        """
+        if not set(changes) <= _BESIDE_MAP:
+            raise ValueError(f"P may depend on {', '.join(sorted(set(changes) - _BESIDE_MAP))}")
+        return replace(self, **changes)._knowing(self._known)
+
+    def _knowing(self, known: _Known) -> Heads:
+        self.__dict__["_known"] = known  # the place of a cached property: no field, not frozen
+        return self
+
+    def _part_known(self, rows: slice, heads: slice) -> _Known:
+        """What is known of some rows and heads; not causality, which part of them may have."""
+        known = self._known.maps.items()
+        return _Known({dtype: p[rows, heads].contiguous() for dtype, p in known})
+
+
+_BESIDE_MAP = frozenset(("v", "to_q", "to_k", "to_v", "out"))
+"""What P does not depend on."""
 
 
 def affine_heads(

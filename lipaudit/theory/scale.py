@@ -38,9 +38,8 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     to_v = heads.to_v
     if to_v is None:
         exponents = _exponents(heads.v.abs().amax((0, 2, 3)))
-        return replace(heads, v=shifted(heads.v, -exponents[:, None, None])), powers_of_two(
-            exponents
-        )
+        v = shifted(heads.v, -exponents[:, None, None])
+        return heads.with_same_map(v=v), powers_of_two(exponents)
     # An expanded weight stays one: heads that are normalised together share it.
     weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
     own = _exponents(weight.abs().amax((1, 2)))
@@ -51,7 +50,8 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
         behind = _exponents(to_v.local.abs().amax((0, 2, 3, 4)))
         unit = replace(unit, local=shifted(to_v.local, -behind[:, None, None, None]))
         exponents = exponents + behind
-    return replace(heads, v=_values(heads, unit, exponents), to_v=unit), powers_of_two(exponents)
+    v = _values(heads, unit, exponents)
+    return heads.with_same_map(v=v, to_v=unit), powers_of_two(exponents)
 
 
 def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "heads n m"], float]:

@@ -23,7 +23,7 @@ from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.theory.bounds.affine import KnownWeights
 from lipaudit.theory.bounds.head_bounds import head_bounds
-from lipaudit.theory.exact.head_norms import head_norms, layer_norms
+from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 
 RANDOM = {"pretrained": False}
 
@@ -77,7 +77,15 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
         heads = layer.heads()
         return head_bounds(heads, weights=known.of(layer.site.index, heads))
 
+    def everything(layer: Layer) -> object:
+        heads = layer.heads()
+        exact = head_norms(heads, seeds=seeds)
+        gain = None if heads.is_causal() else splitting_gain(heads, exact.norm, seeds=seeds)
+        weights = known.of(layer.site.index, heads)
+        return layer_norms(heads, seeds=seeds), head_bounds(heads, weights=weights), gain
+
     bounds = cpu_seconds(visiting(bound))
+    visit = cpu_seconds(visiting(everything))
     rows = AttentionOptions()
     attention = cpu_seconds(
         visiting(lambda layer: layer_statistics(layer, rows), projections=False)
@@ -92,6 +100,7 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
         "exact head norms, tol 1e-4": norms / forward,
         "exact layer norms, before and after W_O": together / forward,
         "all bounds, float64": bounds / forward,
+        "norms, bounds and gains in one visit": visit / forward,
         "norms of the weights, once per model": (weights - empty) / forward,
         "attention statistics": attention / forward,
         "attention statistics, in eager forwards": attention / eager,

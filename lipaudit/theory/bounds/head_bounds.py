@@ -117,8 +117,7 @@ def _bounds(heads: Heads, weights: Weights | None, tokens: Tokens, r: float) -> 
     at = centred(heads)
     p_norm = map_norm(at.p, single=at.single.p)
     # M of the keys is a part of M with the sink: its norm is at most that.
-    whole = at.p if heads.sink is None else heads.rows(0, at.p.shape[-2], whole=True)
-    g1_max, norm_max = row_maxima(whole)
+    g1_max, norm_max = row_maxima(heads.attention(whole=True))
     found = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
     found |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
     if weights is not None and affine_only(heads) is None:

@@ -13,7 +13,7 @@ A sink has dS = 0 and the value 0: it drops out, with P its part on the keys. On
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -206,7 +206,7 @@ def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float
 
     With constant keys and values J is block diagonal, and these are its blocks.
     """
-    products = head_products(replace(heads, to_k=None, to_v=None))
+    products = head_products(heads.with_same_map(to_k=None, to_v=None))
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(heads.q.shape[1], 0)
     first = spectral_norms(products.select, start, tol=tol, max_steps=_SCREEN)
     left = (~first.converged & (first.upper > exact)).nonzero()[:, 0]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.heads import Heads, Pairs, Projection
+from lipaudit.theory.policy import Policy
 
 HEADS = 2
 
@@ -185,6 +186,19 @@ def random_layer() -> Callable[..., Layer]:
     Any field of `Options` may be overridden; `gain` multiplies W_Q, W_K, W_V.
     """
     return _random_layer
+
+
+POLICIES = {
+    "dense": Policy(),  # small layers take exact block norms
+    "formula": Policy(dense_entries=0),
+    "single": Policy(dense_entries=0, single_keys=1),
+}
+
+
+@pytest.fixture(params=POLICIES, scope="session")
+def policy(request) -> Policy:
+    """Every way in which small layers are bounded."""
+    return POLICIES[request.param]
 
 
 @pytest.fixture(params=CASES)

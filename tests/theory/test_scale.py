@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds import sharp
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.scale import unit_values
-from lipaudit.theory.spectral import upper as norms
 
 KINDS = ("affine", "biases", "causal", "rotary", "all-norm", "cross-attention", "padding")
 POWERS = (-30, -20, -12, -3, 3, 12, 20, 30)  # of ten
@@ -31,24 +29,15 @@ def scaled(heads, factors):
     return replace(heads, v=heads.v * f[:, None, None], to_v=to_v)
 
 
-@pytest.fixture(params=["small", "formula", "single"])
-def _every_way(request, monkeypatch):
-    if request.param != "small":
-        monkeypatch.setattr(sharp, "SMALL", 0)
-    if request.param == "single":
-        monkeypatch.setattr(norms, "SINGLE", 1)
-
-
-@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize("name", KINDS)
-def test_bounds_scale_with_each_heads_values(random_layer, name):
+def test_bounds_scale_with_each_heads_values(random_layer, policy, name):
     heads = random_layer(name).heads.to(torch.float32)
-    plain = head_bounds(heads)
+    plain = head_bounds(heads, policy=policy)
     for power in BITS:  # one head beside an ordinary one
-        found = head_bounds(scaled(heads, (2.0**power, 1.0)))
+        bounds = head_bounds(scaled(heads, (2.0**power, 1.0)), policy=policy)
         for bound in BOUNDS:
             want = plain[bound] * torch.tensor([2.0**power, 1.0], dtype=torch.float64)
-            torch.testing.assert_close(found[bound], want, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(bounds[bound], want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", KINDS)

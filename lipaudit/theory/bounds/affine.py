@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipaudit.theory.bounds.centred import Centred, Stack, factor, is_affine, maps, rounding, tiles
 from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import gram_root, spectral_norm
 
 
@@ -127,11 +128,11 @@ class Blocks(NamedTuple):
     gap: Float[Tensor, "batch heads n"]
 
 
-def affine_blocks(at: Centred, rows: AffineRows) -> Blocks:
+def affine_blocks(at: Centred, rows: AffineRows, policy: Policy = POLICY) -> Blocks:
     """Bound the norms of all blocks of affine heads."""
     shape = at.p.shape
     found = Blocks(*(at.p.new_empty(size) for size in (shape[:3], shape, shape[:3], shape[:3])))
-    for tile in tiles(at.p):
+    for tile in tiles(at.p, policy):
         some, mine = at.pick(tile), rows.pick(tile)
         found.t[tile], found.gap[tile] = query_term(some, mine)
         beta, found.kept[tile] = affine_beta(some, mine)

@@ -12,10 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.heads import Heads, Projection
-
-TILE = 2**20
-"""Bytes of attention maps that chains of operations meet together: they stay in the cache."""
-
+from lipaudit.theory.policy import POLICY, Policy
 
 S = TypeVar("S", bound="Stack")
 
@@ -107,11 +104,13 @@ def rounding(rows: Float[Tensor, "*batch n d"]) -> float:
     return (rows.shape[-1] + 16) * torch.finfo(rows.dtype).eps
 
 
-def tiles(maps: Float[Tensor, "batch heads n m"]) -> Iterator[tuple[slice, slice]]:
-    """Cut the maps of a layer into a few at a time, TILE bytes of them where one has less."""
+def tiles(
+    maps: Float[Tensor, "batch heads n m"], policy: Policy = POLICY
+) -> Iterator[tuple[slice, slice]]:
+    """Cut the maps of a layer into a few at a time: `tile_bytes`, or one that has more."""
     batch, heads, n, m = maps.shape
     size = n * m * maps.element_size()
-    rows, some = max(1, TILE // (heads * size)), max(1, TILE // size)
+    rows, some = (max(1, policy.tile_bytes // each) for each in (heads * size, size))
     for b in range(0, batch, rows):
         for h in range(0, heads, some):
             yield slice(b, b + rows), slice(h, h + some)

@@ -20,14 +20,13 @@ from lipaudit.theory.bounds.centred import centred, is_affine
 from lipaudit.theory.bounds.published import Tokens, affine_bounds, general_bounds, tokens_of
 from lipaudit.theory.bounds.sharp import block_bound
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.scale import unit_values
 from lipaudit.theory.softmax import row_maxima
 from lipaudit.theory.spectral.upper import map_norm
 
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding can take from it."""
-MAPS = 2**19
-"""Entries of the attention maps that are met together: 4 MB in float64."""
 
 
 def affine_only(heads: Heads) -> str | None:
@@ -55,7 +54,11 @@ def affine_only(heads: Heads) -> str | None:
 
 @torch.inference_mode()
 def head_bounds(
-    heads: Heads, *, r: float = 0.0, weights: Weights | None = None
+    heads: Heads,
+    *,
+    r: float = 0.0,
+    weights: Weights | None = None,
+    policy: Policy = POLICY,
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return every bound of every head, and what the bounds are made of, in float64.
 
@@ -67,6 +70,7 @@ def head_bounds(
         heads: all heads of a layer, any kind, any precision.
         r: radius of the ball of `hu`.
         weights: what comes of the weights alone, where it is known; see `KnownWeights`.
+        policy: how maps are cut and rounded: no bound holds less for it.
 
     Raises:
         EvaluationError: tokens, queries, keys or values are not finite.
@@ -83,13 +87,13 @@ def head_bounds(
     """
     heads = heads.to(torch.float64)
     _require_finite(heads)
-    tokens = tokens_of(heads)
+    tokens = tokens_of(heads, policy)
     weights = weights or (weights_of(heads) if is_affine(heads) else None)
     heads, size = unit_values(heads)
     weights = weights and weights.per_value(size)
     parts = [
-        _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, r)
-        for chunk in _chunks(heads)
+        _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, r, policy)
+        for chunk in _chunks(heads, policy)
     ]
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     size = size.to(heads.v.device)
@@ -105,26 +109,29 @@ def _require_finite(heads: Heads) -> None:
             )
 
 
-def _chunks(heads: Heads) -> Iterator[slice]:
-    """Some heads at a time, so that a temporary stays near MAPS numbers."""
+def _chunks(heads: Heads, policy: Policy) -> Iterator[slice]:
+    """Some heads at a time, so that a temporary stays near `map_entries` numbers."""
     (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
     per_head = batch * (n * m if is_affine(heads) else max(n * m, n * d * d, m * d * dv))
-    size = max(1, MAPS // per_head)
+    size = max(1, policy.map_entries // per_head)
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def _bounds(heads: Heads, weights: Weights | None, tokens: Tokens, r: float) -> dict[str, Tensor]:
+def _bounds(
+    heads: Heads, weights: Weights | None, tokens: Tokens, r: float, policy: Policy
+) -> dict[str, Tensor]:
     at = centred(heads)
-    p_norm = map_norm(at.p, single=at.single.p)
+    p_norm = map_norm(at.p, single=at.single.p, policy=policy)
     # M of the keys is a part of M with the sink: its norm is at most that.
     g1_max, norm_max = row_maxima(heads.attention(whole=True))
-    found = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
-    found |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
+    terms = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
+    terms |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
     if weights is not None and affine_only(heads) is None:
-        bounds = affine_bounds(heads, at, weights, tokens, found, r=r)
+        bounds = affine_bounds(heads, at, weights, tokens, terms, r=r, policy=policy)
     else:
-        bounds = general_bounds(heads, at, found)
-    bounds["sharp"] = torch.minimum(block_bound(heads, at, weights), bounds["theorem3"])
+        bounds = general_bounds(heads, at, terms, policy=policy)
+    blocks = block_bound(heads, at, weights, policy=policy)
+    bounds["sharp"] = torch.minimum(blocks, bounds["theorem3"])
     bounds |= separate_bounds(heads)
-    found |= {name: bounds[name] * (1 + ROUNDING) for name in bounds}
-    return {name: value.expand_as(p_norm) for name, value in found.items()}
+    raised = {name: bound * (1 + ROUNDING) for name, bound in bounds.items()}
+    return {name: value.expand_as(p_norm) for name, value in (terms | raised).items()}

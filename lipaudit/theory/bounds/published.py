@@ -15,13 +15,11 @@ from torch import Tensor
 
 from lipaudit.theory.bounds.affine import Weights
 from lipaudit.theory.bounds.centred import Centred, factor, local_map, maps, tiles
-from lipaudit.theory.bounds.sharp import chunks, value_norms
+from lipaudit.theory.bounds.sharp import value_norms
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import gram_norm, single_pays, spectral_norm
-
-TOLERANCE = 0.005
-"""Share of `appendix_c` that rounding to single precision may cost."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Tokens:
     gram: Tensor  # of the tokens less their mean, (batch, n, n)
 
 
-def tokens_of(heads: Heads) -> Tokens:
+def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
     """Measure the tokens of a layer; with any bias as [X 1], without padding."""
     x, one = heads.x, _ones(heads)
     valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
@@ -52,7 +50,7 @@ def tokens_of(heads: Heads) -> Tokens:
     return Tokens(
         count=count,
         radius=squares.amax(-1, keepdim=True).sqrt(),
-        norm=gram_norm(torch.baddbmm(gram, ends[0], ends[1].mT))[:, None],
+        norm=gram_norm(torch.baddbmm(gram, ends[0], ends[1].mT), policy=policy)[:, None],
         frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
         longest=lengths.amax(-1, keepdim=True),
         gram=gram,
@@ -70,9 +68,10 @@ def affine_bounds(
     at: Centred,
     weights: Weights,
     tokens: Tokens,
-    found: Mapping[str, Tensor],
+    terms: Mapping[str, Tensor],
     *,
     r: float,
+    policy: Policy = POLICY,
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return hu, castin, mean_field, theorem3, theorem3_g1 and appendix_c of affine heads.
 
@@ -81,8 +80,9 @@ def affine_bounds(
         at: its map, and its keys and values less their mean.
         weights: norms of its weights.
         tokens: norms of its tokens.
-        found: `p_norm`, `softmax_norm_max` and `g1_max`.
+        terms: `p_norm`, `softmax_norm_max` and `g1_max`.
         r: radius of the ball of `hu`.
+        policy: how maps are cut and rounded.
     """
     scale = heads.scale.abs()
     q, k, v, a = weights.q * scale.clamp_min(1.0), weights.k, weights.v, scale * weights.a
@@ -90,19 +90,20 @@ def affine_bounds(
     size = n * (n + 1) * (tokens.frobenius + r).square()
     crowd = torch.where(_unmasked(heads), reach.exp().minimum(root), root)
     growth = 2 * tokens.norm * a
-    spread = torch.minimum(_row_spread(at, tokens.gram), tokens.norm * found["softmax_norm_max"])
+    spread = _row_spread(at, tokens.gram, policy)
+    spread = torch.minimum(spread, tokens.norm * terms["softmax_norm_max"])
     return {
         "hu": (size * v * (q * k + 1)).masked_fill(size < root, torch.nan),
         "castin": 3**0.5 * v * torch.hypot(reach * (4 * n + 1).sqrt(), root),
         "mean_field": v * ((1 + reach) * crowd + reach),
-        "theorem3": v * (found["p_norm"] + growth * tokens.norm * found["softmax_norm_max"]),
-        "theorem3_g1": v * (found["p_norm"] + growth * tokens.norm * found["g1_max"]),
-        "appendix_c": v * (found["p_norm"] + growth * spread),
+        "theorem3": v * (terms["p_norm"] + growth * tokens.norm * terms["softmax_norm_max"]),
+        "theorem3_g1": v * (terms["p_norm"] + growth * tokens.norm * terms["g1_max"]),
+        "appendix_c": v * (terms["p_norm"] + growth * spread),
     }
 
 
 def general_bounds(
-    heads: Heads, at: Centred, found: Mapping[str, Tensor]
+    heads: Heads, at: Centred, terms: Mapping[str, Tensor], *, policy: Policy = POLICY
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return theorem3 and theorem3_g1 in the form that holds for heads of every kind; else NaN.
 
@@ -123,26 +124,27 @@ def general_bounds(
         reach = _largest_image(heads.q * queries[..., None], to_k, keys)
         reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries))
     else:
-        reach = _pair_reach(heads, at, queries, keys)
+        reach = _pair_reach(heads, at, (queries, keys), policy)
     growth = spectral_norm(at.v) * reach
-    nothing = torch.full_like(found["p_norm"], torch.nan)
+    nothing = torch.full_like(terms["p_norm"], torch.nan)
     return dict.fromkeys(("hu", "castin", "mean_field", "appendix_c"), nothing) | {
-        "theorem3": values * found["p_norm"] + growth * found["softmax_norm_max"],
-        "theorem3_g1": values * found["p_norm"] + growth * found["g1_max"],
+        "theorem3": values * terms["p_norm"] + growth * terms["softmax_norm_max"],
+        "theorem3_g1": values * terms["p_norm"] + growth * terms["g1_max"],
     }
 
 
-def _pair_reach(heads: Heads, at: Centred, queries: Tensor, keys: Tensor) -> Tensor:
+def _pair_reach(heads: Heads, at: Centred, used: tuple[Tensor, Tensor], policy: Policy) -> Tensor:
     """Return max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||; unseen pairs do not count."""
     to_q, to_k, _ = maps(heads)
     p, d = at.p, heads.q.shape[-1]
     by_query, by_key = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0, :])
-    for i in chunks(p.shape[2], 2 * by_key.numel() * d):
+    for i in policy.chunks(p.shape[2], 2 * by_key.numel() * d):
         rows = (p[:, :, i] > 0)[..., None] * key_gradients(heads, i)
         by_query[..., i] = _images_norm(rows, to_q, i)
-    for j in chunks(p.shape[3], 2 * by_query.numel() * d):
+    for j in policy.chunks(p.shape[3], 2 * by_query.numel() * d):
         rows = (p[..., j] > 0).mT[..., None] * query_gradients(heads, j)
         by_key[..., j] = _images_norm(rows, to_k, j)
+    queries, keys = used
     return (by_query * queries).amax(-1) + (by_key * keys).amax(-1)
 
 
@@ -163,28 +165,30 @@ def _unmasked(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
     return free.all(-1).all(-1)
 
 
-def _row_spread(at: Centred, gram: Tensor) -> Float[Tensor, "batch heads"]:
+def _row_spread(
+    at: Centred, gram: Tensor, policy: Policy = POLICY
+) -> Float[Tensor, "batch heads"]:
     """Bound max_i ||X^T M(P_i)||, with the Gram matrix of the tokens less their mean.
 
     Column j of X^T M(P_i) is P_ij (x_j - m), m = sum_l P_il x_l. With w_j = P_ij^2 and
     c_j = <x_j, m> - ||m||^2 / 2 the fourth power of its Schatten-4 norm is
     sum_jl w_j w_l (<x_j, x_l> - c_j - c_l)^2: three products with the Gram matrix for all rows,
     within 1 % of the spectral norm on trained heads. Where it pays, the maps are met in
-    single precision first, and again where its rounding costs more than TOLERANCE.
+    single precision first, and again where its rounding costs more than `single_loss`.
     """
     largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
     unit = gram / largest[:, None, None]
-    if not single_pays(at.p):
-        square = _squared_spread(at.p, unit)[0]
+    if not single_pays(at.p, policy):
+        square = _squared_spread(at.p, unit, policy)[0]
     else:
-        square, below = _squared_spread(at.single.p, unit.float())
-        apart = square > (1 + TOLERANCE) ** 2 * below
+        square, below = _squared_spread(at.single.p, unit.float(), policy)
+        apart = square > (1 + policy.single_loss) ** 2 * below
         if apart.any():
-            square = torch.where(apart, _squared_spread(at.p, unit)[0], square)
+            square = torch.where(apart, _squared_spread(at.p, unit, policy)[0], square)
     return (square * largest[:, None]).sqrt()
 
 
-def _squared_spread(p: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+def _squared_spread(p: Tensor, gram: Tensor, policy: Policy = POLICY) -> tuple[Tensor, Tensor]:
     """Bound the largest root of the sums S of `_row_spread` from both sides; gram <= 1.
 
     S = A - 4 B + 2 C + 2 R^2 with A = sum_jl w_j w_l g_jl^2, B = sum_jl w_j w_l c_j g_jl,
@@ -194,12 +198,12 @@ def _squared_spread(p: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """
     tails = gram.square()
     sums = p.new_empty(5, *p.shape[:3])
-    for tile in tiles(p):
-        flat, mine = p[tile].flatten(1, 2), gram[tile[0]]
-        w, c = flat.square(), flat @ mine
+    for tile in tiles(p, policy):
+        flat, g = p[tile].flatten(1, 2), gram[tile[0]]
+        w, c = flat.square(), flat @ g
         c -= 0.5 * (flat * c).sum(-1, keepdim=True)
         wc = w * c
-        b = (w @ mine).mul_(wc).sum(-1)
+        b = (w @ g).mul_(wc).sum(-1)
         a = (w @ tails[tile[0]]).mul_(w).sum(-1)
         parts = torch.stack([a, b, c.mul_(wc).sum(-1), wc.sum(-1), w.sum(-1)])
         sums[:, *tile] = parts.view(5, len(flat), -1, p.shape[2])

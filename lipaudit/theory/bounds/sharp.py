@@ -9,8 +9,6 @@ stands for s q_i, and a_ij for s k_j in s T_i = sum_j P_ij w a_ij^T: see `exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,6 +18,7 @@ from lipaudit.theory.bounds.centred import Centred, factor, is_affine, local_map
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import (
     nonnegative_limits,
     nonnegative_norm,
@@ -27,18 +26,14 @@ from lipaudit.theory.spectral.upper import (
     spectral_norm,
 )
 
-ENTRIES = 2**22
-"""Numbers that a temporary may hold: 32 MB in float64."""
-
-SMALL = 2**18
-"""Entries of a head's dense Jacobian up to which its blocks are formed."""
-
-TOLERANCE = 0.005
-"""Share of the bound that rounding to single precision may cost."""
-
 
 def block_bound(
-    heads: Heads, at: Centred, weights: Weights | None = None, *, steps: int = 10
+    heads: Heads,
+    at: Centred,
+    weights: Weights | None = None,
+    *,
+    steps: int = 10,
+    policy: Policy = POLICY,
 ) -> Float[Tensor, "batch heads"]:
     """Return ||B||, an upper bound of the Jacobian norm at X, for heads of every kind.
 
@@ -47,27 +42,31 @@ def block_bound(
     t_i bounds s ||T_i Phi^q_i|| by a Frobenius (affine) or Schatten-4 norm. With another
     key/value input B = [P∘beta, diag t]. In small layers every block norm is exact.
     """
-    if heads.x_kv is None and at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1] <= SMALL:
-        return nonnegative_norm(exact_blocks(heads), steps)
     joint = heads.x_kv is None
+    entries = at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
+    if joint and entries <= policy.dense_entries:
+        return nonnegative_norm(exact_blocks(heads), steps)
     if is_affine(heads):
-        return _affine_bound(at, affine_rows(heads, at, weights), joint, steps)
-    blocks = _local_beta(heads, at).mul_(at.p)
-    return nonnegative_norm(_matrix(_local_query_term(heads, at), blocks, joint), steps)
+        return _affine_bound(at, affine_rows(heads, at, weights), joint, steps, policy)
+    blocks = _local_beta(heads, at, policy).mul_(at.p)
+    t = _local_query_term(heads, at, policy)
+    return nonnegative_norm(_matrix(t, blocks, joint), steps)
 
 
-def _affine_bound(at: Centred, rows: AffineRows, joint: bool, steps: int) -> Tensor:
+def _affine_bound(
+    at: Centred, rows: AffineRows, joint: bool, steps: int, policy: Policy
+) -> Tensor:
     """Meet the maps in single precision first where that pays, and again where it costs."""
-    if not single_pays(at.p):
-        t, blocks, *_ = affine_blocks(at, rows)
+    if not single_pays(at.p, policy):
+        t, blocks, *_ = affine_blocks(at, rows, policy)
         return nonnegative_norm(_matrix(t, blocks, joint), steps)
-    t, blocks, kept, gap = affine_blocks(at.single, rows.to_single())
+    t, blocks, kept, gap = affine_blocks(at.single, rows.to_single(), policy)
     limits = nonnegative_limits(_matrix(t, blocks, joint), kept, gap, steps)
     norm, least = (end.double() for end in limits)
-    apart = ~(norm <= (1 + TOLERANCE) * least)
+    apart = ~(norm <= (1 + policy.single_loss) * least)
     if apart.any():
         these = (*apart.nonzero(as_tuple=True), None)
-        t, blocks, *_ = affine_blocks(at.pick(these), rows.pick(these))
+        t, blocks, *_ = affine_blocks(at.pick(these), rows.pick(these), policy)
         norm[apart] = nonnegative_norm(_matrix(t, blocks, joint), steps)[:, 0]
     return norm
 
@@ -97,14 +96,15 @@ def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
     return spectral_norm(local_map(to_v) @ factor(to_v).mT)
 
 
-def _local_beta(heads: Heads, at: Centred) -> Tensor:
+def _local_beta(heads: Heads, at: Centred, policy: Policy) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
     _, to_k, to_v = maps(heads)
     along = factor(to_k) @ local_map(to_k).mT
     turn = local_map(to_v) @ (to_v.weight.mT @ to_k.weight)[:, None] @ local_map(to_k).mT
     norms = value_norms(heads)
     beta = torch.empty_like(at.p)
-    for j in chunks(at.p.shape[-1], at.p[..., 0].numel() * (along.shape[-2] + 3 * turn.shape[-2])):
+    per_key = at.p[..., 0].numel() * (along.shape[-2] + 3 * turn.shape[-2])
+    for j in policy.chunks(at.p.shape[-1], per_key):
         if heads.pairs is None:
             u, a = (at.s[..., None] * _images(_some(m, j), heads.q) for m in (along, turn))
         else:
@@ -129,16 +129,16 @@ def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
     return (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt()
 
 
-def _local_query_term(heads: Heads, at: Centred) -> Tensor:
+def _local_query_term(heads: Heads, at: Centred, policy: Policy) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = maps(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
     if heads.pairs is not None:
-        return _pair_query_term(heads, at, phi)
+        return _pair_query_term(heads, at, phi, policy)
     outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
     means = at.p @ at.k
     t = torch.empty_like(at.p[..., 0])
-    for i in chunks(t.shape[-1], 2 * t[..., 0].numel() * outer.shape[-1]):
+    for i in policy.chunks(t.shape[-1], 2 * t[..., 0].numel() * outer.shape[-1]):
         offset = at.o[..., i, :, None] * means[..., i, None, :]
         products = (at.p[..., i, :] @ outer).reshape(offset.shape) - offset
         images = products @ _some(phi, i)
@@ -146,11 +146,11 @@ def _local_query_term(heads: Heads, at: Centred) -> Tensor:
     return at.s[..., 0] * t
 
 
-def _pair_query_term(heads: Heads, at: Centred, phi: Tensor) -> Tensor:
+def _pair_query_term(heads: Heads, at: Centred, phi: Tensor, policy: Policy) -> Tensor:
     """The same of other logits, where the vectors a_ij of one query are its own."""
     (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
     t = torch.empty_like(at.p[..., 0])
-    for i in chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
+    for i in policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
         w = at.v[:, :, None] - at.o[:, :, i, None]
         weighted = at.p[:, :, i, :, None] * key_gradients(heads, i)
         images = w.mT @ weighted @ _some(phi, i)
@@ -161,9 +161,3 @@ def _pair_query_term(heads: Heads, at: Centred, phi: Tensor) -> Tensor:
 def _some(per_token: Tensor, chunk: slice) -> Tensor:
     """Take some of the tokens (third axis), or the one that stands for all."""
     return per_token if per_token.shape[2] == 1 else per_token[:, :, chunk]
-
-
-def chunks(total: int, entries: int) -> Iterator[slice]:
-    """Cut `total` items of `entries` numbers each so that a chunk stays within ENTRIES."""
-    size = max(1, ENTRIES // max(1, entries))
-    return (slice(start, start + size) for start in range(0, total, size))

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-SINGLE = 128
-"""Keys from which on single precision pays, and eigenvalues cost too much."""
+from lipaudit.theory.policy import POLICY, Policy
 
 SQUARINGS = 3
 """How often a Gram matrix is squared to tell its leading eigenvector from the others."""
@@ -41,7 +40,9 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
     return torch.linalg.cholesky_ex(gram, upper=True).L
 
 
-def gram_norm(gram: Float[Tensor, "*batch n n"], tol: float = 1e-6) -> Float[Tensor, "*batch"]:
+def gram_norm(
+    gram: Float[Tensor, "*batch n n"], tol: float = 1e-6, *, policy: Policy = POLICY
+) -> Float[Tensor, "*batch"]:
     """Return ||A||, at most `tol` relatively too large, given G = A A^T.
 
     With u nearly the leading eigenvector, rho = <u, G u>, r = ||G u / rho - u|| and q ||G|| no
@@ -53,7 +54,7 @@ def gram_norm(gram: Float[Tensor, "*batch n n"], tol: float = 1e-6) -> Float[Ten
         >>> gram_norm(torch.tensor([[9.0, 12.0], [12.0, 16.0]], dtype=torch.float64))
         tensor(5., dtype=torch.float64)
     """
-    if gram.shape[-1] < SINGLE:
+    if gram.shape[-1] < policy.single_keys:
         return _largest_eigenvalue(gram).sqrt()
     flat = gram.flatten(0, -3)
     u, q = _leading(flat)
@@ -162,6 +163,8 @@ def map_norm(
     p: Float[Tensor, "*batch n m"],
     tol: float = 1e-6,
     single: Float[Tensor, "*batch n m"] | None = None,
+    *,
+    policy: Policy = POLICY,
 ) -> Float[Tensor, "*batch"]:
     """Return ||P|| of attention maps, never too small and at most `tol` relatively too large.
 
@@ -180,13 +183,13 @@ def map_norm(
     norm = ((image @ p) / u).amax((-2, -1)).sqrt()
     apart = norm > (1 + tol) * torch.linalg.matrix_norm(image)
     if apart.any():
-        norm[apart] = gram_norm(p[apart].mT @ p[apart], tol)
+        norm[apart] = gram_norm(p[apart].mT @ p[apart], tol, policy=policy)
     return norm
 
 
-def single_pays(maps: Float[Tensor, "*batch n m"]) -> bool:
+def single_pays(maps: Float[Tensor, "*batch n m"], policy: Policy = POLICY) -> bool:
     """Whether the maps are large, and products in single precision keep all its digits here."""
-    return maps.shape[-1] >= SINGLE and keeps_single(maps.device)
+    return maps.shape[-1] >= policy.single_keys and keeps_single(maps.device)
 
 
 def keeps_single(device: torch.device) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds import sharp
 from lipaudit.theory.bounds.affine import (
     KnownWeights,
     affine_beta,
@@ -17,7 +16,7 @@ from lipaudit.theory.bounds.affine import (
 )
 from lipaudit.theory.bounds.centred import centred
 from lipaudit.theory.bounds.head_bounds import head_bounds
-from lipaudit.theory.spectral import upper as norms
+from lipaudit.theory.policy import POLICY, Policy
 
 DOUBLE = 1e-6  # what double precision loses itself
 GAINS = [0.1, 1.0, 5.0, 20.0]  # one-hot rows at the end, where differences cancel
@@ -49,34 +48,36 @@ def test_single_precision_bounds_both_sides(random_layer, name, gain):
 
 
 @pytest.mark.parametrize("gain", GAINS)
-def test_blocks_of_tiles_are_those_of_the_whole(random_layer, monkeypatch, gain):
+def test_blocks_of_tiles_are_those_of_the_whole(random_layer, gain):
     double, _ = both(random_layer("biases", n=6, samples=3, gain=gain).heads)
     whole = affine_blocks(*double)
-    monkeypatch.setattr("lipaudit.theory.bounds.centred.TILE", 1)
-    for a, b in zip(whole, affine_blocks(*double), strict=True):
+    cut = affine_blocks(*double, Policy(tile_bytes=1))
+    for a, b in zip(whole, cut, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def bounds_in(monkeypatch, heads, keys):
-    monkeypatch.setattr(sharp, "SMALL", 0)
-    monkeypatch.setattr(norms, "SINGLE", keys)
-    return head_bounds(heads)["sharp"]
+SINGLE = Policy(dense_entries=0, single_keys=1)
+DOUBLE_ONLY = Policy(dense_entries=0, single_keys=10**6)
+
+
+def sharp(heads, policy):
+    return head_bounds(heads, policy=policy)["sharp"]
 
 
 @pytest.mark.parametrize("gain", GAINS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_bound_loses_no_more_than_its_tolerance(random_layer, monkeypatch, name, gain):
+def test_the_bound_loses_no_more_than_its_tolerance(random_layer, name, gain):
     heads = random_layer(name, gain=gain).heads
-    single, double = (bounds_in(monkeypatch, heads, keys) for keys in (1, 10**6))
-    assert (single <= double * (1 + sharp.TOLERANCE + POWER_STEPS)).all()
+    single, double = (sharp(heads, policy) for policy in (SINGLE, DOUBLE_ONLY))
+    assert (single <= double * (1 + POLICY.single_loss + POWER_STEPS)).all()
 
 
-def test_double_precision_takes_over_where_single_costs_too_much(random_layer, monkeypatch):
+def test_double_precision_takes_over_where_single_costs_too_much(random_layer):
     heads = random_layer("biases", n=9).heads
-    double = bounds_in(monkeypatch, heads, 10**6)
-    assert (bounds_in(monkeypatch, heads, 1) != double).any()
-    monkeypatch.setattr(sharp, "TOLERANCE", 0.0)
-    torch.testing.assert_close(bounds_in(monkeypatch, heads, 1), double, rtol=1e-12, atol=0)
+    double = sharp(heads, DOUBLE_ONLY)
+    assert (sharp(heads, SINGLE) != double).any()
+    given_up = sharp(heads, replace(SINGLE, single_loss=0.0))
+    torch.testing.assert_close(given_up, double, rtol=1e-12, atol=0)
 
 
 def test_a_nearly_singular_key_projection_keeps_its_images(random_layer):
@@ -86,8 +87,8 @@ def test_a_nearly_singular_key_projection_keeps_its_images(random_layer):
     weak = replace(heads, to_k=replace(heads.to_k, weight=weight), k=heads.x[:, None] @ weight)
     weak = replace(weak, q=heads.q * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
     u = torch.linalg.vector_norm(weak.scale[..., None, None] * weak.q @ weight.mT, dim=-1)
-    found = affine_rows(weak, centred(weak)).u[..., 0]
-    torch.testing.assert_close(found, u, rtol=1e-6, atol=0)
+    images = affine_rows(weak, centred(weak)).u[..., 0]
+    torch.testing.assert_close(images, u, rtol=1e-6, atol=0)
 
 
 def test_weights_are_met_again_only_when_they_change(random_layer):

@@ -10,39 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory.bounds import sharp
 from lipaudit.theory.bounds.affine import affine_beta, affine_rows, query_term
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.centred import centred
 from lipaudit.theory.bounds.head_bounds import affine_only, head_bounds
 from lipaudit.theory.bounds.sharp import exact_blocks
 from lipaudit.theory.heads import Pairs
-from lipaudit.theory.spectral import upper as norms
+from lipaudit.theory.policy import POLICY, Policy
 
 OTHER = ("softcap", "relative", "relative-softcap", "sink", "sink-rotary")
 AFFINE = ("hu", "castin", "mean_field", "appendix_c")
 
 
-@pytest.fixture(params=["small", "formula"])
-def _both_ways(request, monkeypatch):
-    """Small layers take exact block norms: go through the formula too."""
-    if request.param == "formula":
-        monkeypatch.setattr(sharp, "SMALL", 0)
-
-
-@pytest.fixture(params=["small", "formula", "single"])
-def _every_way(request, monkeypatch):
-    """The formula in single precision as well."""
-    if request.param != "small":
-        monkeypatch.setattr(sharp, "SMALL", 0)
-    if request.param == "single":
-        monkeypatch.setattr(norms, "SINGLE", 1)
-
-
-@pytest.mark.usefixtures("_every_way")
-def test_every_bound_is_above_the_exact_norm(layer):
+def test_every_bound_is_above_the_exact_norm(layer, policy):
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
-    found = head_bounds(layer.heads)
+    found = head_bounds(layer.heads, policy=policy)
     for name in BOUNDS:
         there = ~found[name].isnan()
         assert (found[name] >= exact)[there].all(), name
@@ -184,8 +166,9 @@ def test_the_published_formulas_written_out(random_layer, name, gain):
     assert appendix_c[0] <= found["appendix_c"] <= appendix_c[1] * (1 + 2e-6)
 
 
-@pytest.mark.usefixtures("_both_ways")
-def test_padding_changes_no_bound(random_layer):
+@pytest.mark.parametrize("dense_entries", [POLICY.dense_entries, 0])
+def test_padding_changes_no_bound(random_layer, dense_entries):
+    policy = Policy(dense_entries=dense_entries)
     heads = random_layer("padding", n=6, samples=2).heads
     alone = replace(
         heads.row(1),
@@ -194,21 +177,20 @@ def test_padding_changes_no_bound(random_layer):
         bias=None,
         valid=None,
     )
-    padded, bare = head_bounds(heads.row(1)), head_bounds(alone)
+    padded, bare = (head_bounds(each, policy=policy) for each in (heads.row(1), alone))
     for name, value in bare.items():
         torch.testing.assert_close(
             padded[name], value, rtol=2e-6, atol=0, equal_nan=True, msg=name
         )
 
 
-@pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize("name", OTHER)
 @pytest.mark.parametrize("value_gain", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("gain", [1e-3, 1.0, 30.0])  # nearly uniform to nearly one-hot rows
-def test_bounds_of_other_logits_hold_at_the_edges(random_layer, name, value_gain, gain):
+def test_bounds_of_other_logits_hold_at_the_edges(random_layer, policy, name, value_gain, gain):
     layer = random_layer(name, gain=gain, value_gain=value_gain, twins=True)
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
-    found = head_bounds(layer.heads)
+    found = head_bounds(layer.heads, policy=policy)
     for bound in ("sharp", "theorem3", "theorem3_g1"):
         assert (found[bound] >= exact * (1 - 1e-12)).all(), bound
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lipaudit.theory.bounds import centred, published, sharp
-from lipaudit.theory.bounds import head_bounds as bounds
+from lipaudit.theory.bounds import centred, published
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.head_bounds import head_bounds
-from lipaudit.theory.spectral import upper as norms
+from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.spectral.upper import single_pays
 
 N, D = 24, 10
+SINGLE = Policy(single_keys=1)
 
 
 def maps_and_tokens(spread, outlier):
@@ -48,43 +49,40 @@ def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
 
 @pytest.mark.parametrize("outlier", [1.0, 100.0])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
-def test_single_precision_costs_no_more_than_its_tolerance(monkeypatch, spread, outlier):
+def test_single_precision_costs_no_more_than_its_tolerance(spread, outlier):
     p, x = maps_and_tokens(spread, outlier)
     double = published._row_spread(as_centred(p), x @ x.mT)
-    monkeypatch.setattr(norms, "SINGLE", 1)
-    single = published._row_spread(as_centred(p), x @ x.mT)
+    single = published._row_spread(as_centred(p), x @ x.mT, SINGLE)
     assert (single >= dense_spread(p, x)[..., 0].amax(-1) * (1 - 1e-12)).all()
-    assert (single <= double * (1 + published.TOLERANCE)).all()
+    assert (single <= double * (1 + POLICY.single_loss)).all()
 
 
-def test_single_precision_is_left_alone_where_products_may_be_rounded_further(monkeypatch):
-    monkeypatch.setattr(norms, "SINGLE", 1)
+def test_single_precision_is_left_alone_where_products_may_be_rounded_further():
     p, x = maps_and_tokens(1.0, 1.0)
-    single = published._row_spread(as_centred(p), x @ x.mT)
-    monkeypatch.setattr(published, "single_pays", lambda maps: False)
-    assert (published._row_spread(as_centred(p), x @ x.mT) < single).all()
+    single = published._row_spread(as_centred(p), x @ x.mT, SINGLE)
+    with torch.autocast("cpu"):
+        double = published._row_spread(as_centred(p), x @ x.mT, SINGLE)
+    assert (double < single).all()
 
 
 def test_the_precision_of_products_is_read():
-    large = torch.zeros(norms.SINGLE, norms.SINGLE)
-    assert norms.single_pays(large)
-    assert not norms.single_pays(large[1:, 1:])
-    assert not norms.single_pays(large.to("meta"))
+    large = torch.zeros(POLICY.single_keys, POLICY.single_keys)
+    assert single_pays(large)
+    assert not single_pays(large[1:, 1:])
+    assert not single_pays(large.to("meta"))
     with torch.autocast("cpu"):
-        assert not norms.single_pays(large)
+        assert not single_pays(large)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert not norms.single_pays(large)
+        assert not single_pays(large)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer, monkeypatch):
+def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):
     heads = random_layer("causal", n=7, samples=3).heads
-    monkeypatch.setattr(sharp, "SMALL", 0)
-    whole = head_bounds(heads)
-    monkeypatch.setattr(centred, "TILE", 400)
-    monkeypatch.setattr(bounds, "MAPS", 1)
+    whole = head_bounds(heads, policy=Policy(dense_entries=0))
+    cut = head_bounds(heads, policy=Policy(dense_entries=0, tile_bytes=400, map_entries=1))
     for name in BOUNDS:
-        torch.testing.assert_close(head_bounds(heads)[name], whole[name], rtol=1e-9, atol=0)
+        torch.testing.assert_close(cut[name], whole[name], rtol=1e-9, atol=0)

@@ -1,0 +1,45 @@
+"""How a computation is cut up and rounded, in one place: what it costs, never what it proves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Sizes at which something is cut into pieces, rounded to single precision or formed densely.
+
+    Every bound holds under every policy: it decides over time, memory and how far above the truth
+    a bound lies. The default is tuned on one thread of a CPU with heads of 16 to 512 tokens.
+
+    Attributes:
+        tile_bytes: of attention maps that a chain of operations passes over at once, so that they
+            stay in the cache.
+        map_entries: of the attention maps of a layer that are bounded at once: 4 MB in float64.
+        chunk_entries: numbers that a temporary of heads which are not affine may hold: 32 MB.
+        dense_entries: of a head's Jacobian up to which it is formed, and its blocks' norms exact.
+        single_keys: from how many keys on single precision is tried first, and certificates of
+            norms before eigenvalues.
+        single_loss: share of a bound that single precision may cost; where it costs more the
+            bound is computed anew in double.
+
+    >>> [*Policy(chunk_entries=10).chunks(5, 4)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
+    """
+
+    tile_bytes: int = 2**20
+    map_entries: int = 2**19
+    chunk_entries: int = 2**22
+    dense_entries: int = 2**18
+    single_keys: int = 128
+    single_loss: float = 0.005
+
+    def chunks(self, total: int, entries: int) -> Iterator[slice]:
+        """Cut `total` items of `entries` numbers each: `chunk_entries` at a time, or one item."""
+        size = max(1, self.chunk_entries // max(1, entries))
+        return (slice(start, start + size) for start in range(0, total, size))
+
+
+POLICY = Policy()
+"""The default."""

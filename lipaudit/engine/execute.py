@@ -16,11 +16,11 @@ from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import provenance, versions
 from lipaudit.errors import EvaluationError
 from lipaudit.measures import MEASURES, Measure, Part
-from lipaudit.measures.by_layer import SURVEYED
+from lipaudit.measures.by_layer import chosen
 from lipaudit.measures.measure import sample_ids
-from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.survey import surveyed
 from lipaudit.results import Note, Report, Section
-from lipaudit.settings import MeasureOptions
+from lipaudit.settings import BoundsOptions, MeasureOptions
 
 Adapt = Callable[[MeasureOptions, Sequence[Section]], MeasureOptions]
 """Changes the options of a measure by the sections of those before it."""
@@ -97,34 +97,27 @@ class _Task:
             self.observer.note(_kept(self.name, len(sample_ids(kept)), total, resume))
         kept = kept if resume else []
         done = len(sample_ids(kept))
+        self._forewarn(done)
         self.observer.begins(self.name, total - done)
-        with self._forewarned():
-            for part in journal.recorded(self._measured(done), after=len(kept)):
-                self.observer.advances(self.name, len(part.ids))
-                kept.append(part)
+        for part in journal.recorded(self._measured(done), after=len(kept)):
+            self.observer.advances(self.name, len(part.ids))
+            kept.append(part)
         return kept
 
-    @contextmanager
-    def _forewarned(self) -> Iterator[None]:
-        """Say before it begins what will take long, once the layers are known."""
-        if self.name != "bounds":
-            yield
+    def _forewarn(self, done: int) -> None:
+        """Say before it begins what will take long, as the layers are; they are surveyed once."""
+        net, options = self.job.net, self.options
+        if not isinstance(options, BoundsOptions) or done == len(self.samples.batch):
             return
-
-        def announce(sites: Sequence[Site]) -> None:
-            for note in numerical(self.job, sites):
-                self.observer.note(note)
-
-        token = SURVEYED.set(announce)
-        try:
-            yield
-        finally:
-            SURVEYED.reset(token)
+        first = self.samples.batch[done : done + self._size].trimmed()
+        sites = surveyed(net, first.to(net.device, net.dtype))
+        for note in numerical(self.job, chosen(sites, options.layers)):
+            self.observer.note(note)
 
     def _measured(self, done: int) -> Iterator[Part]:
         """Yield the parts; when memory runs out, go on from there with half the batch."""
         net, batch = self.job.net, self.samples.batch
-        size = self.job.request.run.batch_size or self.measure.batch
+        size = self._size
         while done < len(batch):
             try:
                 cut, options = self._cut(size, done)
@@ -139,6 +132,11 @@ class _Task:
                         "Try --device cpu or --max-tokens.",
                     ) from None
                 size = max(1, size // 2)
+
+    @property
+    def _size(self) -> int:
+        """How many samples are measured at a time, at first."""
+        return self.job.request.run.batch_size or self.measure.batch
 
     def _cut(self, size: int, done: int) -> tuple[int, MeasureOptions]:
         """Return how to cut the samples, and options that know it where chunks are fixed."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
-from lipaudit.measures import attention_map as maps
+from lipaudit.measures import attention_map
 from lipaudit.measures.by_layer import Facts, Reduced, by_layer, head_names, summed
 from lipaudit.measures.measure import (
     Measure,
@@ -55,28 +55,40 @@ CHUNK = 2**18
 """Entries of P that are met at a time: 2 MB in float64 stay in the cache."""
 
 
-def run(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:
+def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> Iterator[Part]:
     """Yield the sums, maxima and histograms of every head, per sample, and what is to be drawn.
 
     Raises:
         UsageError: the head to be drawn is not there.
     """
-    layer_drawn, head_drawn = read_head(options.map) if options.map else (None, 0)
-    drawn: dict[str, Values] = {}
+    reading = _Statistics(options)
+    for part in by_layer(net, batches, reading, layers=options.layers, projections=False):
+        yield part if options.map is None else _with_drawn(part, reading.drawn, options)
 
-    def reduce(layer: Layer, batch: Batch) -> Reduced:
-        if layer.site.index == layer_drawn:
-            drawn.update(maps.draw(layer, head_drawn, options.query))
-        return layer_statistics(layer, options)
 
-    def facts(sites: Sequence[Site]) -> Facts:
+class _Statistics:
+    """Statistics of the attention of a layer; what is to be drawn of the latest batch is kept.
+
+    Attributes:
+        options: of the measure.
+        drawn: arrays of the head that was asked for, on the latest batch.
+    """
+
+    def __init__(self, options: AttentionOptions) -> None:
+        self.options = options
+        self.drawn: dict[str, Values] = {}
+        self._head = read_head(options.map) if options.map else None
+
+    def reduce(self, layer: Layer) -> Reduced:
+        """Return the statistics of a layer, and draw a head of it if it is the one asked for."""
+        if self._head is not None and layer.site.index == self._head[0]:
+            drawn = attention_map.draw(layer, self._head[1], self.options.query)
+            self.drawn.update(drawn)
+        return layer_statistics(layer, self.options)
+
+    def facts(self, sites: Sequence[Site]) -> Facts:
+        """Return the names of the heads."""
         return {"heads": head_names(sites)}
-
-    parts = by_layer(net, batches, options.layers, reduce, facts, projections=False)
-    if options.map is None:
-        yield from parts
-    for part in parts:
-        yield _with_drawn(part, drawn, options)
 
 
 def _with_drawn(part: Part, drawn: dict[str, Values], options: AttentionOptions) -> Part:
@@ -100,8 +112,8 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     parts = [_read(heads.pick(some), options) for some in _groups(heads)]
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
-    found = softmax.row_statistics(softmax.Rows(**read), k=options.k, gamma=options.gamma)
-    rows = torch.stack([found[name] for name in MEANS], 2)
+    by_row = softmax.row_statistics(softmax.Rows(**read), k=options.k, gamma=options.gamma)
+    rows = torch.stack([by_row[name] for name in MEANS], 2)
     reduced = _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
     tokens = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
     reduced["joint_hist"] = reduced["joint_hist"].sum(1, keepdim=True)
@@ -200,12 +212,19 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         for i, head in enumerate(parts[0].facts["heads"])
     )
     ids = {"ids": sample_ids(parts)}
-    settings = options.model_dump()
-    found = Section(measure="attention", settings=settings, rows=rows, samples=ids)
     arrays = _arrays(parts)
     if options.map is not None:
-        arrays |= maps.arrays(parts, options.map, options.query)
-    return [found.model_copy(update={"arrays": arrays, "notes": notes(parts)})]
+        arrays |= attention_map.arrays(parts, options.map, options.query)
+    return [
+        Section(
+            measure="attention",
+            settings=options.model_dump(),
+            rows=rows,
+            samples=ids,
+            arrays=arrays,
+            notes=notes(parts),
+        )
+    ]
 
 
 def _arrays(parts: Sequence[Part]) -> dict[str, Array]:
@@ -220,4 +239,4 @@ def _arrays(parts: Sequence[Part]) -> dict[str, Array]:
     }
 
 
-ATTENTION = Measure(run, summarise, AttentionOptions, batch=8)
+ATTENTION = Measure(measure, summarise, AttentionOptions, batch=8)

@@ -34,8 +34,8 @@ def draw(layer: Layer, head: int, query: int | None) -> dict[str, Values]:
             f"Heads are counted from {layer.site.index}.0 to {layer.site.index}.{count - 1}.",
         )
     heads = layer.attention.pick(slice(head, head + 1)).to(torch.float64)
-    found = _map(heads) if query is None else _row(heads, layer.samples, query)
-    return {name: value.cpu().numpy() for name, value in found.items()}
+    arrays = _map(heads) if query is None else _row(heads, layer.samples, query)
+    return {name: value.cpu().numpy() for name, value in arrays.items()}
 
 
 def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Array]:

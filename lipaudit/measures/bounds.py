@@ -44,29 +44,41 @@ NUMERICAL = "numerical"
 """The kind of heads without a closed form."""
 
 
-def run(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
+def measure(net: Net, batches: Iterable[Batch], options: BoundsOptions) -> Iterator[Part]:
     """Yield the norms and bounds of every head, per sample."""
-    known = KnownWeights()
-    out_norms: dict[int, float] = {}
+    yield from by_layer(net, batches, _NormsAndBounds(options), layers=options.layers)
 
-    def reduce(layer: Layer, batch: Batch) -> Reduced:
-        seeds = [seed_of(sample, options.seed) for sample in batch.ids]
-        site = layer.site
+
+class _NormsAndBounds:
+    """Norms and bounds of the heads of a layer; what its weights alone decide is kept."""
+
+    def __init__(self, options: BoundsOptions) -> None:
+        self.options = options
+        self._weights = KnownWeights()
+        self._out_norms: dict[int, float] = {}
+
+    def reduce(self, layer: Layer) -> Reduced:
+        """Return everything about a layer, per (sample, head) or (sample, 1)."""
+        options, site, ids = self.options, layer.site, layer.batch.ids
+        seeds = [seed_of(sample, options.seed) for sample in ids]
         if not _has_bounds(site, options):
             return _numeric(layer, seeds, options)
         heads = layer.heads()
-        values = _closed_form(heads, seeds, options, known.of(site.index, heads))
-        if heads.out is not None and site.index not in out_norms:
-            out_norms[site.index] = float(spectral_norm(heads.out.double().flatten(0, 1)))
-        out_norm = out_norms.get(site.index, torch.nan)
-        values["out_norm"] = torch.full_like(values["layer_exact"], out_norm)
-        require_bounds_hold(site, batch.ids, values)
+        values = _closed_form(heads, seeds, options, self._weights.of(site.index, heads))
+        values["out_norm"] = torch.full_like(values["layer_exact"], self._out_norm(site, heads))
+        require_bounds_hold(site, ids, values)
         return values
 
-    def facts(sites: Sequence[Site]) -> Facts:
-        return _facts(sites, options)
+    def facts(self, sites: Sequence[Site]) -> Facts:
+        """Return the names and kinds of the heads."""
+        return _facts(sites, self.options)
 
-    yield from by_layer(net, batches, options.layers, reduce, facts)
+    def _out_norm(self, site: Site, heads: Heads) -> float:
+        """Return ||W_O||, NaN without one."""
+        if heads.out is not None and site.index not in self._out_norms:
+            norm = spectral_norm(heads.out.double().flatten(0, 1))
+            self._out_norms[site.index] = float(norm)
+        return self._out_norms.get(site.index, torch.nan)
 
 
 def _has_bounds(site: Site, options: BoundsOptions) -> bool:
@@ -289,4 +301,4 @@ def _remarks(
     return tuple(remarks)
 
 
-BOUNDS_MEASURE = Measure(run, summarise, BoundsOptions, batch=4)
+BOUNDS_MEASURE = Measure(measure, summarise, BoundsOptions, batch=4)

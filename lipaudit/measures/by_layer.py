@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,16 +13,11 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
 from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.checks import require_padding_is_ignored
+from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.attention.sites import Site
-from lipaudit.models.attention.survey import survey
+from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import Net
 from lipaudit.results import Note
-
-SURVEYED: ContextVar[Callable[[Sequence[Site]], None]] = ContextVar(
-    "SURVEYED", default=lambda _: None
-)
-"""Is told which layers are about to be measured, once that is known and before it takes time."""
 
 Facts = dict[str, Any]
 Reduced = dict[str, Tensor]
@@ -60,63 +54,73 @@ def chosen(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[Site, .
     return tuple(site for site in sites if layers is None or site.index in layers)
 
 
+class Reading(Protocol):
+    """What a measure makes of one layer, and says of all; what it learns in a run stays in it."""
+
+    def reduce(self, layer: Layer) -> Reduced:
+        """Return the numbers of a layer, while the model is in it."""
+
+    def facts(self, sites: Sequence[Site]) -> Facts:
+        """Return what does not depend on the sample."""
+
+
 def by_layer(
     net: Net,
     batches: Iterable[Batch],
-    layers: Sequence[int] | None,
-    reduce: Callable[[Layer, Batch], Reduced],
-    facts: Callable[[Sequence[Site]], Facts],
+    reading: Reading,
     *,
+    layers: Sequence[int] | None,
     projections: bool = True,
 ) -> Iterator[Part]:
-    """Yield a Part per batch: `reduce` of every layer, joined along the heads; see `capture`.
+    """Yield a Part per batch: every layer reduced, joined along the heads; see `capture`.
 
-    On a sample on which a layer is not what it was surveyed to be, `reduce` takes it without
-    closed form, and a note says so. The other samples of the batch keep theirs.
+    On a sample on which a layer is not what it was surveyed to be, it is reduced without closed
+    form, and a note says so. The other samples of the batch keep theirs.
     """
+    reduction = _Reduction(reading, layers, projections)
     sites: tuple[Site, ...] = ()
-    visiting = _Visiting(reduce, layers, projections)
-
-    def measure(batch: Batch, sites: tuple[Site, ...]) -> tuple[Reduced, tuple[Note, ...]]:
-        try:
-            return _joined(net, sites, batch, visiting), ()
-        except StructureError as error:
-            if len(batch) == 1:
-                values, more = measure(batch, tuple(_opened(site, error) for site in sites))
-                return values, (_reopened(error), *more)
-        parts = [measure(one, sites) for one in batch.split(1)]
-        whole = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
-        return whole, tuple(note for _, more in parts for note in more)
-
     for batch in batches:
         require_padding_is_ignored(net, batch)
-        if not sites:
-            sites = survey(net, batch)
-            SURVEYED.get()(chosen(sites, layers))
-        picked = chosen(sites, layers)
-        found, remarks = measure(batch, sites)
-        values = {name: t.numpy() for name, t in found.items()}
-        yield Part(batch.ids, values, facts(picked), open_notes(picked) + remarks)
+        sites = sites or surveyed(net, batch)
+        selected = chosen(sites, layers)
+        reduced, changes = _reduced(net, sites, batch, reduction)
+        values = {name: t.numpy() for name, t in reduced.items()}
+        yield Part(batch.ids, values, reading.facts(selected), open_notes(selected) + changes)
 
 
-class _Visiting(NamedTuple):
-    """What is done with which layers."""
+@dataclass(frozen=True)
+class _Reduction:
+    """What is made of which layers."""
 
-    reduce: Callable[[Layer, Batch], Reduced]
+    reading: Reading
     layers: Sequence[int] | None
     projections: bool
 
-
-def _joined(net: Net, sites: Sequence[Site], batch: Batch, visiting: _Visiting) -> Reduced:
-    found: list[Reduced] = []
-
-    def visit(layer: Layer) -> None:
+    def __call__(self, layer: Layer) -> Reduced:
         _require_heads(layer)
-        found.append({k: v.cpu() for k, v in visiting.reduce(layer, batch).items()})
+        return {name: t.cpu() for name, t in self.reading.reduce(layer).items()}
 
-    # All sites, since a layer is known by how many of its module come before it.
-    capture(net, sites, batch, visit, layers=visiting.layers, projections=visiting.projections)
-    return {name: torch.cat([layer[name] for layer in found], 1) for name in found[0]}
+    def joined(self, net: Net, sites: Sequence[Site], batch: Batch) -> Reduced:
+        """Reduce the layers of a batch: arrays (samples, heads or layers)."""
+        layers = capture(net, sites, batch, self, layers=self.layers, projections=self.projections)
+        return {name: torch.cat([layer[name] for layer in layers], 1) for name in layers[0]}
+
+
+def _reduced(
+    net: Net, sites: Sequence[Site], batch: Batch, reduction: _Reduction
+) -> tuple[Reduced, tuple[Note, ...]]:
+    """Reduce a batch; sample by sample, and without closed form, where a layer has changed."""
+    try:
+        return reduction.joined(net, sites, batch), ()
+    except StructureError as error:
+        change = error
+    if len(batch) == 1:
+        opened = [_opened(site, change) for site in sites]
+        reduced, changes = _reduced(net, opened, batch, reduction)
+        return reduced, (_reopened(change), *changes)
+    parts = [_reduced(net, sites, one, reduction) for one in batch.split(1)]
+    whole = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
+    return whole, tuple(note for _, changes in parts for note in changes)
 
 
 def _require_heads(layer: Layer) -> None:
@@ -155,10 +159,10 @@ def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
         Note(
             level="warning",
             code="no-closed-form",
-            text=f"layers {', '.join(str(s.index) for s in found)} ({found[0].module}) "
+            text=f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module}) "
             f"have no closed form: {reason}",
         )
-        for reason, found in reasons.items()
+        for reason, alike in reasons.items()
     )
 
 

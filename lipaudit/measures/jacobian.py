@@ -20,10 +20,10 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
-from lipaudit.models.attention.blocks import Block, attention_blocks, block_norms
-from lipaudit.models.attention.checks import require_padding_is_ignored
-from lipaudit.models.attention.survey import survey
-from lipaudit.models.derivative.endpoints import sample_map
+from lipaudit.models.attention.requirements import require_padding_is_ignored
+from lipaudit.models.attention.residual import Residual, residual_norms, residuals
+from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import Margins, jacobian_norms, margins
 from lipaudit.models.net import Net
@@ -34,65 +34,68 @@ OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGED = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 
 
-def run(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
+def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
     """Yield the norms, margins and first-order radii of every sample."""
-    blocks: Blocks | None = None
+    around: _Around | None = None
     for batch in batches:
         require_padding_is_ignored(net, batch)
-        at = sample_map(net, batch, start=options.start, target=options.target)
-        linear = linearize(at.f, at.x)
-        found = jacobian_norms(
-            linear,
-            norm=options.norm,
-            seeds=[seed_of(i, options.seed) for i in batch.ids],
-            **options.accuracy,
-        )
-        decision = _decision(linear, batch, options, found.upper) if at.target == "logits" else {}
-        values = {
-            "norm": found.norm.double().numpy(),
-            "upper": found.upper.double().numpy(),
-            "within": found.within.double().numpy(),
-            "products": found.products.numpy(),
-            "converged": found.converged.numpy(),
-            **decision,
-        }
-        facts: dict[str, Any] = {"from": at.start, "to": at.target, "method": found.method}
+        values, facts = _of_model(net, batch, options)
         if options.per_layer:
-            blocks = blocks or _blocks(net, batch)
-            values |= _block_values(net, batch, blocks.found, options)
-            facts["blocks"] = [block.module for block in blocks.found]
-        yield Part(batch.ids, values, facts, () if blocks is None else blocks.notes)
+            around = around or _residuals(net, batch)
+            values |= _residual_values(net, batch, around.residuals, options)
+            facts["blocks"] = [residual.module for residual in around.residuals]
+        yield Part(batch.ids, values, facts, () if around is None else around.notes)
 
 
-class Blocks(NamedTuple):
-    """The blocks of a model, and what is said of layers without one."""
+def _of_model(
+    net: Net, batch: Batch, options: JacobianOptions
+) -> tuple[dict[str, Values], dict[str, Any]]:
+    """Return the norms of the model and its margins, per sample, and what was differentiated."""
+    at = sample_function(net, batch, start=options.start, target=options.target)
+    linear = linearize(at.f, at.x)
+    seeds = [seed_of(i, options.seed) for i in batch.ids]
+    norms = jacobian_norms(linear, norm=options.norm, seeds=seeds, **options.accuracy)
+    values = {
+        "norm": norms.norm.double().numpy(),
+        "upper": norms.upper.double().numpy(),
+        "within": norms.within.double().numpy(),
+        "products": norms.products.numpy(),
+        "converged": norms.converged.numpy(),
+    }
+    if at.target == "logits":
+        values |= _decision(linear, batch, options, norms.upper)
+    return values, {"from": at.start, "to": at.target, "method": norms.method}
 
-    found: tuple[Block, ...]
+
+class _Around(NamedTuple):
+    """The residuals around the layers of a model, and what is said of layers without one."""
+
+    residuals: tuple[Residual, ...]
     notes: tuple[Note, ...]
 
 
-def _blocks(net: Net, batch: Batch) -> Blocks:
-    sites = survey(net, batch)
-    around = attention_blocks(net, batch, sites)
-    alone = [str(s.index) for s, block in zip(sites, around, strict=True) if block is None]
+def _residuals(net: Net, batch: Batch) -> _Around:
+    sites = surveyed(net, batch)
+    around = residuals(net, batch, sites)
+    alone = [str(s.index) for s, one in zip(sites, around, strict=True) if one is None]
     text = f"attention layers {', '.join(alone)} have no block: nothing leads past them"
     remarks = (Note(level="info", code="no-block", text=text),) if alone else ()
-    return Blocks(tuple(dict.fromkeys(b for b in around if b is not None)), remarks)
+    return _Around(tuple(dict.fromkeys(one for one in around if one is not None)), remarks)
 
 
-def _block_values(
-    net: Net, batch: Batch, blocks: Sequence[Block], options: JacobianOptions
+def _residual_values(
+    net: Net, batch: Batch, around: Sequence[Residual], options: JacobianOptions
 ) -> dict[str, Values]:
-    """Norms of the blocks, what is proven of them and what they cost, (samples, blocks)."""
+    """Norms of the residuals, what is proven of them and what they cost, (samples, residuals)."""
     seeds = [seed_of(i, options.seed) for i in batch.ids]
-    each = block_norms(net, batch, blocks, seeds=seeds, **options.accuracy)
-    found = [norms for _, norms in each]
-    if not found:
+    each = residual_norms(net, batch, around, seeds=seeds, **options.accuracy)
+    norms = [one for _, one in each]
+    if not norms:
         return {}
     return {
-        f"block_{name}": torch.stack([getattr(norms, name) for norms in found], 1).numpy()
+        f"block_{name}": torch.stack([getattr(one, name) for one in norms], 1).numpy()
         for name in OF_BLOCKS
-    } | {"block_lanczos": np.array([[n.method == "lanczos" for n in found]] * len(batch))}
+    } | {"block_lanczos": np.array([[one.method == "lanczos" for one in norms]] * len(batch))}
 
 
 def _decision(
@@ -104,28 +107,31 @@ def _decision(
     predicted = linear.output.argmax(1)
     y = predicted if batch.y is None else batch.y
     how: dict[str, Any] = {"norm": options.norm, "upper": upper, "rivals": options.rivals}
-    found: Margins = margins(linear, y, **how)
+    first_order: Margins = margins(linear, y, **how)
     right = (y < 0) | (predicted == y)
-    radius = found.radius.masked_fill(~right.cpu(), torch.nan)
-    decision = {"margin": found.margin.numpy(), "radius_first_order": radius.numpy()}
-    decision |= {"rivals": found.rivals.numpy(), "complete": found.complete.numpy()}
+    decision = {
+        "margin": first_order.margin.numpy(),
+        "radius_first_order": first_order.radius.masked_fill(~right.cpu(), torch.nan).numpy(),
+        "rivals": first_order.rivals.numpy(),
+        "complete": first_order.complete.numpy(),
+    }
     known = batch.y is not None and bool((batch.y >= 0).any())
     return decision | ({"correct": right.cpu().numpy()} if known else {})
 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
-    facts, found = parts[0].facts, {name: joined(parts, name) for name in parts[0].values}
-    whole = {name: values for name, values in found.items() if not name.startswith("block_")}
+    facts, arrays = parts[0].facts, {name: joined(parts, name) for name in parts[0].values}
+    whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}
     columns = {name: _cells(name, values) for name, values in whole.items() if name != "within"}
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
     rows = [_row(options, whole, ends)]
     for i, module in enumerate(facts.get("blocks", ())):
-        method = "lanczos" if found["block_lanczos"][0, i] else "dense"
+        method = "lanczos" if arrays["block_lanczos"][0, i] else "dense"
         ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
-        mine = {name: found[f"block_{name}"][:, i] for name in OF_BLOCKS}
-        rows.append(_row(options, mine, ends))
-    blocks = {"per_layer": Array.of(found["block_norm"].T)} if "block_norm" in found else {}
+        block = {name: arrays[f"block_{name}"][:, i] for name in OF_BLOCKS}
+        rows.append(_row(options, block, ends))
+    blocks = {"per_layer": Array.of(arrays["block_norm"].T)} if "block_norm" in arrays else {}
     return [
         Section(
             measure="jacobian",
@@ -133,16 +139,16 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             rows=tuple(rows),
             samples={"ids": sample_ids(parts), **columns},
             arrays=blocks,
-            notes=notes(parts) + _remarks(found),
+            notes=notes(parts) + _remarks(arrays),
         )
     ]
 
 
 def _row(
-    options: JacobianOptions, found: Mapping[str, Values], ends: Mapping[str, str]
+    options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]
 ) -> JacobianRow:
     """Reduce the norms of one map over the samples."""
-    norm = found["norm"].astype(float)
+    norm = values["norm"].astype(float)
     return JacobianRow(
         **ends,
         norm=options.norm,
@@ -152,9 +158,9 @@ def _row(
         p95=float(np.quantile(norm, 0.95)),
         max=float(norm.max()),
         tol=options.tol,
-        within=float(found["within"].max()),
-        products=float(found["products"].mean()),
-        converged=int(found["converged"].sum()),
+        within=float(values["within"].max()),
+        products=float(values["products"].mean()),
+        converged=int(values["converged"].sum()),
     )
 
 
@@ -165,35 +171,35 @@ def _cells(name: str, values: Values) -> tuple[bool | int | float | None, ...]:
     return tuple(values.tolist())
 
 
-def _remarks(found: Mapping[str, Values]) -> tuple[Note, ...]:
-    within = [found[name] for name in ("within", "block_within") if name in found]
+def _remarks(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
+    within = [arrays[name] for name in ("within", "block_within") if name in arrays]
     remarks = [*lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))]
-    if "radius_first_order" in found:
+    if "radius_first_order" in arrays:
         text = "radius_first_order is a first-order estimate at a point, never a certificate"
         remarks.append(Note(level="info", code="indicative", text=text))
-        remarks += _rivals(found)
-    missed = {name: int((~found[name]).sum()) for name in CONVERGED if name in found}
+        remarks += _rivals(arrays)
+    missed = {name: int((~arrays[name]).sum()) for name in CONVERGED if name in arrays}
     for name, count in missed.items():
         if count:
             text = f"{count} {CONVERGED[name]} did not converge to tol: they are lower estimates"
             remarks.append(Note(level="warning", code="not-converged", text=text))
-    undefined = int(np.isnan(found["norm"]).sum())
+    undefined = int(np.isnan(arrays["norm"]).sum())
     if undefined:
         text = f"the norms of {undefined} samples are not numbers: the model overflows there"
         remarks.append(Note(level="warning", code="not-finite", text=text))
     return tuple(remarks)
 
 
-def _rivals(found: Mapping[str, Values]) -> tuple[Note, ...]:
+def _rivals(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
     """Say of how many radii a class that was not looked at may be the nearest."""
-    open_ = ~found["complete"]
+    open_ = ~arrays["complete"]
     if not open_.any():
         return ()
     text = (
         f"{int(open_.sum())} first-order radii are lower limits: the nearest class may be none of "
-        f"the {int(found['rivals'][open_].max())} looked at. Raise --rivals."
+        f"the {int(arrays['rivals'][open_].max())} looked at. Raise --rivals."
     )
     return (Note(level="warning", code="radius-incomplete", text=text),)
 
 
-JACOBIAN = Measure(run, summarise, JacobianOptions, batch=16)
+JACOBIAN = Measure(measure, summarise, JacobianOptions, batch=16)

@@ -41,14 +41,14 @@ OF_HEADS = ("exact", "radius", "tokens", "splitting_gain", *BOUNDS)
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 
 
-def run(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
+def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
     """Yield norms and bounds of every sample at every length; facts hold the worst case."""
     worst: dict[str, Any] = {}
     remarks: tuple[Note, ...] = ()
     for batch in batches:
         if not worst:
-            rows, splits, remarks = worst_case(net, _first(net, batch), options)
-            worst = {"rows": rows, "splits": splits}
+            case = worst_case(net, _first(net, batch), options)
+            worst, remarks = {"rows": [*case.rows], "splits": [*case.splits]}, case.notes()
         values, facts, more = _on_data(net, batch, options)
         yield Part(batch.ids, values, worst | facts, remarks + more)
 
@@ -72,24 +72,24 @@ def _on_data(
     cuts = _cuts(net, batch, options.lengths)
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
     of_heads = BoundsOptions(layers=options.layers, **how)
-    parts = list(bounds.run(net, (c for _, c, _ in cuts), of_heads))
-    found = [{n: part.values[n] for n in (*OF_HEADS, *OF_LAYERS)} for part in parts]
+    parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
+    at_lengths = [{n: part.values[n] for n in (*OF_HEADS, *OF_LAYERS)} for part in parts]
     facts = dict(parts[0].facts)
     missed = sum(int(part.values["missed"].sum()) for part in parts)
     within = [part.values[name] for part in parts for name in ("within", "layer_within")]
     if "real" in options.modes:
-        whole = jacobian.run(net, (c for _, c, _ in cuts), JacobianOptions(**how))
-        for values, part in zip(found, whole, strict=True):
+        whole = jacobian.measure(net, (c for _, c, _ in cuts), JacobianOptions(**how))
+        for values, part in zip(at_lengths, whole, strict=True):
             values["model"] = part.values["norm"][:, None]
             missed += int((~part.values["converged"]).sum())
             within.append(part.values["within"])
             facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
-    arrays = _scattered(cuts, found, (len(batch), len(options.lengths)))
+    arrays = _scattered(cuts, at_lengths, (len(batch), len(options.lengths)))
     return arrays, facts | {"within": _largest(within)}, notes(parts) + _missed(missed)
 
 
 def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
-    """Cut the samples to every length; the longest first: the model is surveyed on it.
+    """Cut the samples to every length; the longest first, on which the model may be surveyed.
 
     Raises:
         InputError: no sample reaches the shortest length, or the model takes its own only.
@@ -107,11 +107,11 @@ def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
 
 
 def _scattered(
-    cuts: Sequence[Cut], found: Sequence[Mapping[str, Values]], shape: tuple[int, int]
+    cuts: Sequence[Cut], at_lengths: Sequence[Mapping[str, Values]], shape: tuple[int, int]
 ) -> dict[str, Values]:
-    """Put what was found at each length where its samples and the length belong."""
-    arrays = {n: np.full((*shape, v.shape[1]), np.nan) for n, v in found[0].items()}
-    for (i, _, which), values in zip(cuts, found, strict=True):
+    """Put the values at each length where its samples and the length belong."""
+    arrays = {n: np.full((*shape, v.shape[1]), np.nan) for n, v in at_lengths[0].items()}
+    for (i, _, which), values in zip(cuts, at_lengths, strict=True):
         for name, array in arrays.items():
             array[which.numpy(), i] = values[name]
     return arrays
@@ -140,11 +140,11 @@ class Curve:
 
 def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     """Make the sections `scaling`, `scaling.fit` and, with the mode split, `scaling.split`."""
-    found = {name: joined(parts, name) for name in parts[0].values}
+    values = {name: joined(parts, name) for name in parts[0].values}
     within = max(part.facts.get("within", 0.0) for part in parts)
     facts = {**parts[0].facts, "within": within}
     rows, fits = [], []
-    for curve in _curves(found, facts, options) if found else ():
+    for curve in _curves(values, facts, options) if values else ():
         law, fit = fit_of(curve.name, curve.n, curve.norm, curve.radius)
         rows += list(_rows(curve, law))
         fits.append(fit.model_copy(update=bound_exponents(curve.n, curve.bounds)))
@@ -168,7 +168,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
 
 
 def _curves(
-    found: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
+    values: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
 ) -> Iterator[Curve]:
     """Yield layers, heads and the model on data, and heads with duplicated tokens."""
     names = facts["heads"]
@@ -177,40 +177,40 @@ def _curves(
     picked = [i for i, h in enumerate(names) if wanted & {"all", f"{h.layer}.{h.head}"}]
     if "real" in options.modes:
         for i, (layer, module) in enumerate(facts["layers"]):
-            yield _layer_curve(layer, module, i, np.flatnonzero(layer_of == layer), found)
-        yield from (_head_curve("real", names[i], i, found, 1.0) for i in picked)
-        model = found["model"][:, :, 0]
-        n = np.nanmax(found["tokens"], 2, initial=0)
+            yield _layer_curve(layer, module, i, np.flatnonzero(layer_of == layer), values)
+        yield from (_head_curve("real", names[i], i, values, 1.0) for i in picked)
+        model = values["model"][:, :, 0]
+        n = np.nanmax(values["tokens"], 2, initial=0)
         yield Curve({"mode": "real"}, n, model, np.full_like(model, np.nan))
     if "split" in options.modes:
         attacked = {(cells["layer"], cells["head"]) for cells in facts["splits"]}
         for i in [i for i, h in enumerate(names) if (h.layer, h.head) in attacked]:
-            gain = found["splitting_gain"][:, :, i]
+            gain = values["splitting_gain"][:, :, i]
             if not np.isnan(gain).all():
-                yield _head_curve("split", names[i], i, found, gain)
+                yield _head_curve("split", names[i], i, values, gain)
 
 
 def _layer_curve(
-    layer: int, module: str, index: int, heads: Values, found: dict[str, Values]
+    layer: int, module: str, index: int, heads: Values, values: dict[str, Values]
 ) -> Curve:
     """A layer after W_O where it has one, else its heads side by side; bounds alike."""
-    out, concat = found["layer_out"][:, :, index], found["layer_exact"][:, :, index]
+    out, concat = values["layer_out"][:, :, index], values["layer_exact"][:, :, index]
     has_out = ~np.isnan(out)
-    factor = np.where(has_out, found["out_norm"][:, :, index], 1.0)
-    bounds = {name: factor * np.sqrt((found[name][:, :, heads] ** 2).sum(2)) for name in BOUNDS}
+    factor = np.where(has_out, values["out_norm"][:, :, index], 1.0)
+    bounds = {name: factor * np.sqrt((values[name][:, :, heads] ** 2).sum(2)) for name in BOUNDS}
     return Curve(
         {"mode": "real", "layer": layer, "module": module},
-        found["tokens"][:, :, heads[0]],
+        values["tokens"][:, :, heads[0]],
         np.where(has_out, out, concat),
-        found["radius"][:, :, heads[0]],
+        values["radius"][:, :, heads[0]],
         bounds,
     )
 
 
 def _head_curve(
-    mode: Mode, head: HeadName, index: int, found: dict[str, Values], gain: Values | float
+    mode: Mode, head: HeadName, index: int, values: dict[str, Values], gain: Values | float
 ) -> Curve:
-    at = {name: values[:, :, index] for name, values in found.items() if name in OF_HEADS}
+    at = {name: array[:, :, index] for name, array in values.items() if name in OF_HEADS}
     bounds = {name: at[name] for name in BOUNDS} if mode == "real" else {}
     name = {"mode": mode, **head._asdict()}
     return Curve(name, at["tokens"], gain * at["exact"], at["radius"], bounds)
@@ -266,4 +266,4 @@ def _remarks(
     return tuple(remarks)
 
 
-SCALING = Measure(run, summarise, ScalingOptions, batch=4)
+SCALING = Measure(measure, summarise, ScalingOptions, batch=4)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,7 +16,7 @@ from lipaudit.errors import StructureError, UsageError
 from lipaudit.measures.by_layer import chosen
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
-from lipaudit.models.attention.survey import survey
+from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import Net
 from lipaudit.results import Note
 from lipaudit.theory.bounds.centred import is_affine
@@ -47,13 +49,13 @@ Cells = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class WorstHead:
     """One head with its worst-case tokens.
 
     Attributes:
         name: layer, head and module, as rows have them.
         head: the head in float64, at the tokens of the first sample.
-        found: its worst-case tokens.
+        worst: its worst-case tokens.
         own: R of the layer, at the first sample.
         masks: whether later keys are masked, each in turn.
         options: of the measure.
@@ -61,7 +63,7 @@ class Case:
 
     name: Cells
     head: Heads
-    found: Adversary
+    worst: Adversary
     own: float
     masks: tuple[bool, ...]
     options: ScalingOptions
@@ -71,20 +73,20 @@ class Case:
         if self.options.radius is not None:
             return self.own, self.options.radius
         lengths = self.options.lengths
-        small = self.found.radius(math.sqrt(lengths[0] * lengths[-1]))
+        small = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
         return (self.own, small) if small < self.own else (self.own,)
 
     def norm(self, n: int, radius: float, *, masked: bool) -> float:
         """Return ||J|| at n worst-case tokens."""
         if masked:
-            at = relocated(self.head, self.found.tokens(n, radius), causal=True)
+            at = relocated(self.head, self.worst.tokens(n, radius), causal=True)
             return float(head_norms(at, seeds=[self.options.seed], tol=self.options.tol).norm)
-        at = relocated(self.head, self.found.points(radius), causal=False)
+        at = relocated(self.head, self.worst.points(radius), causal=False)
         return float(duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0])))
 
     def row(self, mode: str, n: int, radius: float, *, masked: bool, **more: Any) -> Cells:
         """Return a row of `scaling`."""
-        where = {"n": n, "radius": radius, "n_max": self.found.n_max(radius)}
+        where = {"n": n, "radius": radius, "n_max": self.worst.n_max(radius)}
         return self.name | {"mode": mode, "masked": masked} | where | more
 
     def generator(self) -> torch.Generator:
@@ -93,10 +95,34 @@ class Case:
         return torch.Generator().manual_seed(self.options.seed * 10**6 + own)
 
 
-def worst_case(
-    net: Net, sample: Batch, options: ScalingOptions
-) -> tuple[list[Cells], list[Cells], tuple[Note, ...]]:
-    """Return the rows of `scaling`, those of `scaling.split`, and which heads have no worst case.
+class WorstCase(NamedTuple):
+    """The worst case of some heads.
+
+    Attributes:
+        rows: of `scaling`.
+        splits: rows of `scaling.split`.
+        missing: names of heads or layers without a worst case, each with the reason.
+    """
+
+    rows: tuple[Cells, ...] = ()
+    splits: tuple[Cells, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+
+    def notes(self) -> tuple[Note, ...]:
+        """Say which heads have no worst case: one note per reason."""
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.missing:
+            reasons.setdefault(why, []).append(name)
+        return tuple(
+            Note(
+                level="info", code="no-worst-case", text=f"{', '.join(who)}: no worst case, {why}"
+            )
+            for why, who in reasons.items()
+        )
+
+
+def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> WorstCase:
+    """Return the worst case of the chosen heads of a model.
 
     Args:
         net: the model.
@@ -106,32 +132,33 @@ def worst_case(
     Raises:
         UsageError: a layer or head does not exist.
     """
-    every = survey(net, sample)
+    every = surveyed(net, sample)
     sites = chosen(every, options.layers)
     _require_heads(sites, options)
     if set(options.modes) == {"real"}:
-        return [], [], ()
-    rows: list[Cells] = []
-    splits: list[Cells] = []
-    missing: dict[str, list[str]] = {}
+        return WorstCase()
+    of_layer = partial(_of_layer, options=options)
+    layers = capture(net, every, sample, of_layer, layers={site.index for site in sites})
+    return _joined([head for heads in layers for head in heads])
 
-    def visit(layer: Layer) -> None:
-        for name, case in _cases(layer, options):
-            if isinstance(case, str):
-                missing.setdefault(case, []).append(name)
-                continue
-            rows.extend(
-                row for name in MODES if name in options.modes for row in MODES[name](case)
-            )
-            if "split" in options.modes and False in case.masks:
-                splits.append(_split(case))
 
-    capture(net, every, sample, visit, layers={site.index for site in sites})
-    notes = tuple(
-        Note(level="info", code="no-worst-case", text=f"{', '.join(who)}: no worst case, {why}")
-        for why, who in missing.items()
-    )
-    return rows, splits, notes
+def _joined(each: Sequence[WorstCase]) -> WorstCase:
+    columns = zip(*each, strict=True)
+    return WorstCase(*(tuple(chain.from_iterable(column)) for column in columns))
+
+
+def _of_layer(layer: Layer, options: ScalingOptions) -> list[WorstCase]:
+    """Return the worst case of each chosen head of a layer, while the model is in it."""
+    return [_of_head(name, head) for name, head in _worst_heads(layer, options)]
+
+
+def _of_head(name: str, head: WorstHead | str) -> WorstCase:
+    """Measure the modes of a head; of one that is only a reason, keep the reason."""
+    if isinstance(head, str):
+        return WorstCase(missing=((name, head),))
+    rows = (row for mode in MODES if mode in head.options.modes for row in MODES[mode](head))
+    split = "split" in head.options.modes and False in head.masks
+    return WorstCase(tuple(rows), (_split(head),) if split else ())
 
 
 def _require_heads(sites: Sequence[Site], options: ScalingOptions) -> None:
@@ -143,31 +170,35 @@ def _require_heads(sites: Sequence[Site], options: ScalingOptions) -> None:
         )
 
 
-def _cases(layer: Layer, options: ScalingOptions) -> Iterator[tuple[str, Case | str]]:
+def _worst_heads(layer: Layer, options: ScalingOptions) -> Iterator[tuple[str, WorstHead | str]]:
     """Yield the chosen heads of a layer, or why they have no worst case."""
     site = layer.site
-    reason = site.reason
-    heads = None
-    try:
-        heads = layer.heads().row(0).to(torch.float64) if reason is None else None
-    except StructureError as error:
-        reason = error.reason
-    if heads is not None:
-        reason = _unfit(heads)
-    if heads is None or reason is not None:
-        yield f"layer {site.index}", str(reason)
+    heads = _fit_heads(layer)
+    if isinstance(heads, str):
+        yield f"layer {site.index}", heads
         return
     own = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
     masks = {"none": (False,), "causal": (True,), "both": (False, True)}
     for h in _chosen_heads(heads, site, options):
         head, name = heads.pick(slice(h, h + 1)), f"head {site.index}.{h}"
-        found = adversary(head)
-        if found is None:
+        worst = adversary(head)
+        if worst is None:
             yield name, "no real eigenvalue"
             continue
         where = {"layer": site.index, "head": h, "module": site.module}
         mask = masks.get(options.mask, (heads.is_causal(),))
-        yield name, Case(where, head, found, own, mask, options)
+        yield name, WorstHead(where, head, worst, own, mask, options)
+
+
+def _fit_heads(layer: Layer) -> Heads | str:
+    """Return the heads of a layer in float64, or why the construction does not apply to it."""
+    if layer.site.reason is not None:
+        return layer.site.reason
+    try:
+        heads = layer.heads().row(0).to(torch.float64)
+    except StructureError as error:
+        return error.reason
+    return _unfit(heads) or heads
 
 
 def _unfit(heads: Heads) -> str | None:
@@ -188,45 +219,45 @@ def _chosen_heads(heads: Heads, site: Site, options: ScalingOptions) -> list[int
     return [h for h in range(site.heads) if wanted & {"all", f"{site.index}.{h}"}]
 
 
-def _adversarial(case: Case) -> Iterator[Cells]:
-    for masked in case.masks:
-        for radius in case.radii():
-            top = None if masked else mean_field_norm(case.head, case.found, radius)[0]
-            for n in case.options.lengths:
-                norm = case.norm(n, radius, masked=masked)
-                yield case.row("adversarial", n, radius, masked=masked, norm=norm, mean_field=top)
+def _adversarial(head: WorstHead) -> Iterator[Cells]:
+    for masked in head.masks:
+        for radius in head.radii():
+            top = None if masked else mean_field_norm(head.head, head.worst, radius)[0]
+            for n in head.options.lengths:
+                norm = head.norm(n, radius, masked=masked)
+                yield head.row("adversarial", n, radius, masked=masked, norm=norm, mean_field=top)
 
 
-def _radius(case: Case) -> Iterator[Cells]:
+def _radius(head: WorstHead) -> Iterator[Cells]:
     """From n_max = 3 to where it is n^2, evenly in R^2: norms grow until n_max reaches n."""
-    n = case.options.lengths[-1]
-    first, last = case.found.radius(3.0), min(case.own, case.found.radius(n**2.0))
+    n = head.options.lengths[-1]
+    first, last = head.worst.radius(3.0), min(head.own, head.worst.radius(n**2.0))
     squares = torch.linspace(first**2, last**2, RADII if first < last else 1)
     for radius in squares.double().sqrt().tolist():
-        for masked in case.masks:
-            top = None if masked else mean_field_norm(case.head, case.found, radius)[0]
-            norm = case.norm(n, radius, masked=masked)
-            yield case.row("radius", n, radius, masked=masked, norm=norm, mean_field=top)
+        for masked in head.masks:
+            top = None if masked else mean_field_norm(head.head, head.worst, radius)[0]
+            norm = head.norm(n, radius, masked=masked)
+            yield head.row("radius", n, radius, masked=masked, norm=norm, mean_field=top)
 
 
-def _ascent(case: Case) -> Iterator[Cells]:
+def _ascent(head: WorstHead) -> Iterator[Cells]:
     """The best of several random starts on the sphere of the radius."""
-    width, generator = case.head.x.shape[2], case.generator()
-    for masked in case.masks:
-        for radius in case.radii():
-            for n in [n for n in case.options.lengths if n <= SEARCHED]:
+    width, generator = head.head.x.shape[2], head.generator()
+    for masked in head.masks:
+        for radius in head.radii():
+            for n in [n for n in head.options.lengths if n <= SEARCHED]:
                 start = torch.randn(STARTS, n, width, generator=generator, dtype=torch.float64)
-                start = radius * torch.nn.functional.normalize(start, dim=-1).to(case.head.x)
-                x = steepest_tokens(case.head, start, radius, causal=masked)
-                at = relocated(case.head, x, causal=masked)
-                seeds = [case.options.seed] * STARTS
-                norms = head_norms(at, seeds=seeds, tol=case.options.tol).norm
+                start = radius * torch.nn.functional.normalize(start, dim=-1).to(head.head.x)
+                x = steepest_tokens(head.head, start, radius, causal=masked)
+                at = relocated(head.head, x, causal=masked)
+                seeds = [head.options.seed] * STARTS
+                norms = head_norms(at, seeds=seeds, tol=head.options.tol).norm
                 low, high = float(norms.min()), float(norms.max())
                 ends = {"norm_low": low, "norm_high": high}
-                yield case.row("ascent", n, radius, masked=masked, norm=high, **ends)
+                yield head.row("ascent", n, radius, masked=masked, norm=high, **ends)
 
 
-MODES: dict[str, Callable[[Case], Iterator[Cells]]] = {
+MODES: dict[str, Callable[[WorstHead], Iterator[Cells]]] = {
     "adversarial": _adversarial,
     "radius": _radius,
     "ascent": _ascent,
@@ -234,17 +265,17 @@ MODES: dict[str, Callable[[Case], Iterator[Cells]]] = {
 """Rows of a head by mode; the other modes are measured on data."""
 
 
-def _split(case: Case) -> Cells:
+def _split(head: WorstHead) -> Cells:
     """Compare an attack that moves tokens with one that duplicates each of them first."""
-    x = case.head.x[:, :SEARCHED]
-    at, budget = relocated(case.head, x, causal=False), BUDGET * float(x.norm())
-    seeds = [case.options.seed]
-    exact = head_norms(at, seeds=seeds, tol=case.options.tol).norm
+    x = head.head.x[:, :SEARCHED]
+    at, budget = relocated(head.head, x, causal=False), BUDGET * float(x.norm())
+    seeds = [head.options.seed]
+    exact = head_norms(at, seeds=seeds, tol=head.options.tol).norm
     moved, split = (
-        largest_shift(at, tokens, budget, generator=case.generator())
+        largest_shift(at, tokens, budget, generator=head.generator())
         for tokens in (x, x.repeat_interleave(2, 1))
     )
-    return case.name | {
+    return head.name | {
         "n": x.shape[1],
         "budget": budget,
         "norm": float(exact),

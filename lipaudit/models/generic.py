@@ -36,6 +36,11 @@ def generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     return net, _pair(batch, one, other), _pair(batch, one, third)
 
 
+def shape_at(net: Net, batch: Batch) -> torch.Size:
+    """Return the shape of the sample that `generic` makes of a batch."""
+    return (_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
+
+
 def token_embeddings(net: Net) -> list[nn.Module]:
     """Return the token embedding of a text model and every embedding that shares its weight."""
     if net.kind != "text" or net.entry is None:

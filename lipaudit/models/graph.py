@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, MutableMapping
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+
+Past = MutableMapping[Tensor, Collection[Node]]
+"""Of leaves at which a graph was cut: nodes that they depended on before."""
 
 SHAPE_OPS = {"Alias", "AsStrided", "Cat", "Clone", "Expand", "Permute", "Reshape", "Select"}
 SHAPE_OPS |= {"ReshapeAlias", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "Unsqueeze"}
@@ -30,21 +33,25 @@ def vjp(out: Tensor, inp: Tensor | GradientEdge, cotangent: Tensor) -> Tensor | 
     return torch.autograd.grad(out, inp, cotangent, retain_graph=True, allow_unused=True)[0]
 
 
-def leaves(t: Tensor, stop: Collection[Node] = ()) -> tuple[list[Tensor], list[Node]]:
+def leaves(
+    t: Tensor, stop: Collection[Node] = (), past: Past | None = None
+) -> tuple[list[Tensor], list[Node]]:
     """Return the leaf tensors behind t, and the nodes of `stop` that t depends on.
 
-    The walk ends at those nodes; across a cut it goes on by what `remember` wrote down.
+    The walk ends at those nodes; across a cut it goes on by what `past` says of the leaf there.
     """
     if t.grad_fn is None:
         return ([t] if t.requires_grad else []), []
-    found, hit = [], []
+    ends: list[Tensor] = []
+    hits: list[Node] = []
     for node in nodes(t, stop):
         if node in stop:
-            hit.append(node)
+            hits.append(node)
         elif hasattr(node, "variable"):
-            found.append(node.variable)
-            hit += [past for past in past_of(node.variable) if past in stop]
-    return found, hit
+            ends.append(node.variable)
+            before = () if past is None else past.get(node.variable, ())
+            hits += [earlier for earlier in before if earlier in stop]
+    return ends, hits
 
 
 def op(node: Node) -> str:
@@ -75,17 +82,6 @@ def root(t: Tensor) -> object:
     while node is not None and op(node) in SHAPE_OPS - {"Cat"}:
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
     return getattr(node, "variable", node or t)
-
-
-def remember(t: Tensor, past: Collection[Node]) -> None:
-    """Write down what t depended on before the graph was cut."""
-    for leaf in leaves(t)[0]:
-        leaf._past = past  # type: ignore[attr-defined]
-
-
-def past_of(leaf: Tensor) -> Collection[Node]:
-    """Return what `remember` wrote down."""
-    return getattr(leaf, "_past", ())
 
 
 def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:

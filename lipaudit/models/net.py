@@ -67,6 +67,7 @@ class Net:
         end_id: the id that every text must end with, where the model needs one.
         prepare: PIL image -> (channels, height, width) in [0, 1], for images.
         aliases: further names of classes (ImageNet synsets, say) -> index.
+        surveys: what `attention.survey.surveyed` has learnt of this model; of a changed copy anew.
     """
 
     info: ModelInfo
@@ -84,6 +85,7 @@ class Net:
     end_id: int | None = None
     prepare: Callable[[Image], Tensor] | None = None
     aliases: Mapping[str, int] = field(default_factory=dict)
+    surveys: list[Any] = field(init=False, default_factory=list, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:

@@ -14,16 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.attention.capture import run
-from lipaudit.models.attention.observe.events import (
-    AttentionCall,
-    AttentionMode,
-    Explicit,
-    Fused,
-    additive,
-)
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused, additive
+from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import Address, Tracer, undisturbed
+from lipaudit.models.attention.observe.origins import Address
+from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.theory.penalties import (
@@ -93,14 +88,14 @@ def attention_penalty(
 
 @dataclass
 class _Watch:
-    """The penalties of the layers met so far."""
+    """The penalties of the layers so far."""
 
     k: int
     reduction: Reduction
     mask: Tensor | None
     batch: int | None = None
     masked: bool = False
-    found: list[Tensor] = field(default_factory=list)
+    layers: list[Tensor] = field(default_factory=list)
 
     def enter(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Learn the size of the batch from what the model is given."""
@@ -118,7 +113,7 @@ class _Watch:
             values, counted = _row_values(call, self.k)
         if self.mask is not None:
             counted = self.real(counted, self.mask.to(counted.device))
-        self.found.append(over_rows(values, counted, self.reduction).sum() / self.batch)
+        self.layers.append(over_rows(values, counted, self.reduction).sum() / self.batch)
         return call.output
 
     def real(self, counted: Tensor, mask: Tensor) -> Tensor:
@@ -131,7 +126,7 @@ class _Watch:
 
     def total(self) -> Tensor:
         """Return the sum since the last call."""
-        if not self.found:
+        if not self.layers:
             raise InputError(
                 "no attention was seen",
                 "Run the model inside the block, with gradients and uncompiled, before penalty().",
@@ -141,8 +136,8 @@ class _Watch:
                 f"a mask of shape {tuple(self.mask.shape)} fits the queries of no attention layer",
                 "Give (batch, tokens) as the layers see them, or no mask.",
             )
-        found, self.found, self.masked = self.found, [], False
-        return torch.stack([each.to(found[0].device) for each in found]).sum()
+        layers, self.layers, self.masked = self.layers, [], False
+        return torch.stack([each.to(layers[0].device) for each in layers]).sum()
 
 
 def _row_values(call: AttentionCall, k: int) -> tuple[Tensor, Tensor]:
@@ -263,25 +258,25 @@ def _slices(net: Net, batch: Batch, factors: tuple[float, float, float]) -> Iter
                 f"layer {site.index} ({site.module}) makes its queries, keys or values by several "
                 "linear maps in a row: no weight is theirs alone"
             )
-        recipes = (site.structure.q, site.structure.k, site.structure.v)
-        for recipe, factor in zip(recipes, factors, strict=True):
-            if recipe is None:
+        forms = (site.structure.q, site.structure.k, site.structure.v)
+        for form, factor in zip(forms, factors, strict=True):
+            if form is None:
                 continue
-            weight = weights[recipe.source]
+            weight = weights[form.source]
             name = names.get(weight.untyped_storage().data_ptr())
             if name is None:
                 raise InputError(f"a weight of layer {site.index} is not a parameter")
             size, stride, offset = weight.shape, weight.stride(), int(weight.storage_offset())
-            yield _Slices(name, tuple(size), stride, offset, recipe.columns, factor)
+            yield _Slices(name, tuple(size), stride, offset, form.columns, factor)
 
 
 def _weights(net: Net, batch: Batch) -> dict[Address, Tensor]:
     """Return the weight of every linear map that the model applies."""
-    found: dict[Address, Tensor] = {}
+    weights: dict[Address, Tensor] = {}
 
-    def meet(linear: Linear, address: Address) -> None:
-        found[address] = linear.weight
+    def note(linear: Linear, address: Address) -> None:
+        weights[address] = linear.weight
 
     with undisturbed(net.module):
-        run(net, batch, Tracer(lambda *_: None, meet))
-    return found
+        run_observed(net, batch, Tracer(lambda *_: None, note))
+    return weights

@@ -62,7 +62,10 @@ def measure(net: Net, batch: Batch) -> dict[str, float]:
     sites = survey(net, batch)
 
     def visiting(visit: Callable[[Layer], object], **how: bool) -> Callable[[], object]:
-        return lambda: capture(net, sites, batch, lambda layer: (visit(layer), None)[1], **how)
+        def forgotten(layer: Layer) -> None:
+            visit(layer)
+
+        return lambda: capture(net, sites, batch, forgotten, **how)
 
     seeds = list(range(len(batch)))
     with torch.no_grad():

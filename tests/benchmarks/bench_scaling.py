@@ -101,6 +101,11 @@ def compare(heads: Heads, seeds: list[int]) -> dict[str, Found]:
     return {name: (1 - norm / truth, spent) for name, (norm, spent) in methods.items()}
 
 
+def in_double(layer: Layer) -> Heads:
+    """Return a layer as the measure has it."""
+    return layer.heads().to(torch.float64)
+
+
 def main() -> None:
     """Print one line per model, scale and method."""
     parser = argparse.ArgumentParser()
@@ -111,12 +116,7 @@ def main() -> None:
     for name in options.models:
         net = MODELS[name]()
         batch = load_data(None, net, DataOptions(samples=4, max_tokens=options.tokens)).batch
-        layers: list[Heads] = []
-
-        def visit(layer: Layer, layers: list[Heads] = layers) -> None:
-            layers.append(layer.heads().to(torch.float64))
-
-        capture(net, survey(net, batch), batch, visit)
+        layers = capture(net, survey(net, batch), batch, in_double)
         for factor in (1.0, 0.1, 10.0):
             found = [compare(scaled(heads, factor), list(range(4))) for heads in layers]
             for method in found[0]:

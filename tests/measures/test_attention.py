@@ -10,7 +10,7 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
-from lipaudit.measures.attention import MEANS, AttentionOptions, run, summarise
+from lipaudit.measures.attention import MEANS, AttentionOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -71,7 +71,9 @@ def test_statistics_are_those_of_the_models_own_maps(make):
     with torch.no_grad():
         maps = module(input_ids=x, attention_mask=mask.long(), output_attentions=True).attentions
     options = AttentionOptions()
-    [section] = summarise(list(run(net, [Batch(x, None, ("aa", "bb"), mask)], options)), options)
+    [section] = summarise(
+        list(measure(net, [Batch(x, None, ("aa", "bb"), mask)], options)), options
+    )
     assert len(section.rows) == 8
     for row in section.rows:
         p = torch.cat(
@@ -159,7 +161,7 @@ def test_a_head_of_one_hot_rows_has_a_regime(attention, gain):
     ids = torch.stack([torch.randperm(57)[:16] + 3 for _ in range(2)])  # no tie of equal tokens
     batch = Batch(ids, None, ("a1" * 8, "b2" * 8))
     options = AttentionOptions()
-    (section,) = summarise([*run(text_net(module), [batch], options)], options)
+    (section,) = summarise([*measure(text_net(module), [batch], options)], options)
     for row in section.rows:
         assert row.short_rows == 0
         assert row.categorical + row.intermediate == 1
@@ -172,8 +174,8 @@ def test_a_batch_in_pieces_gives_the_same_section():
     x = torch.randint(1, 60, (4, 12))
     ids = ("aa", "bb", "cc", "dd")
     batch, options = Batch(x, None, ids), AttentionOptions()
-    whole = summarise(list(run(net, [batch], options)), options)[0]
-    parts = summarise(list(run(net, batch.split(1), options)), options)[0]
+    whole = summarise(list(measure(net, [batch], options)), options)[0]
+    parts = summarise(list(measure(net, batch.split(1), options)), options)[0]
     for a, b in zip(whole.rows, parts.rows, strict=True):
         for name in (*MEANS, "p_norm", "sink_first", "sink_max"):
             assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-9)
@@ -183,7 +185,7 @@ def test_a_batch_in_pieces_gives_the_same_section():
 
 def section_of(net, batches, **given):
     options = AttentionOptions(**given)
-    return summarise(list(run(net, batches, options)), options)[0]
+    return summarise(list(measure(net, batches, options)), options)[0]
 
 
 def ragged():

@@ -11,7 +11,7 @@ CODE = """
 import resource
 import torch
 from lipaudit.data.batch import Batch
-from lipaudit.measures.attention import AttentionOptions, run, summarise
+from lipaudit.measures.attention import AttentionOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
@@ -32,7 +32,7 @@ spec = ModelSpec(One().requires_grad_(False), (TOKENS,), kind="text", vocabulary
 net = assemble(spec, LoadOptions(), name="one", source="py")
 x = torch.randint(50, (1, TOKENS))
 options = AttentionOptions(map="0.1")
-[section] = summarise(list(run(net, [Batch(x, None, ("aa",))], options)), options)
+[section] = summarise(list(measure(net, [Batch(x, None, ("aa",))], options)), options)
 shape = section.arrays["map@0.1"].shape
 assert len(section.rows) == 8 and section.rows[0].tokens == TOKENS and max(shape) == 256
 assert all(row.p_norm is None for row in section.rows)

@@ -6,7 +6,7 @@ import torch
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.sources import DataOptions, load_data
-from lipaudit.measures.bounds import BoundsOptions, run, summarise
+from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.spec import ModelSpec
@@ -23,7 +23,7 @@ def demo():
 def found(demo):
     net, batch = demo
     options = BoundsOptions(tol=1e-8)
-    parts = list(run(net, [batch], options))
+    parts = list(measure(net, [batch], options))
     return parts, summarise(parts, options)
 
 
@@ -61,7 +61,7 @@ def test_exact_norms_are_those_of_the_dense_jacobian(demo, found):
 def test_norms_that_did_not_converge_are_counted(demo):
     net, batch = demo
     options = BoundsOptions(tol=1e-12, max_steps=2)
-    heads = summarise(list(run(net, [batch], options)), options)[0]
+    heads = summarise(list(measure(net, [batch], options)), options)[0]
     texts = [note.text for note in heads.notes if note.code == "not-converged"]
     assert texts[0].startswith("36 head norms did not converge")
     assert texts[1].startswith("18 layer norms did not converge")
@@ -103,7 +103,7 @@ def test_the_sharp_bound_is_sharp_on_the_demo(found):
 def test_results_do_not_depend_on_the_batch(demo, found):
     net, batch = demo
     options = BoundsOptions(tol=1e-8)
-    pieces = list(run(net, batch.split(1), options))
+    pieces = list(measure(net, batch.split(1), options))
     for name, values in found[0][0].values.items():
         apart = np.concatenate([part.values[name] for part in pieces])
         np.testing.assert_allclose(apart, values, rtol=1e-7, err_msg=name)
@@ -122,7 +122,7 @@ def test_the_sharp_bound_is_sharp_on_minilm():
     net = load(str(where))
     batch = load_data("random", net, DataOptions(samples=2, max_tokens=64)).batch
     options = BoundsOptions()
-    rows = summarise(list(run(net, [batch], options)), options)[0].rows
+    rows = summarise(list(measure(net, [batch], options)), options)[0].rows
     ratios = [row.sharp / row.exact for row in rows]
     assert np.median(ratios) <= 1.8
     assert max(row.sharp_ratio_max for row in rows) <= 3
@@ -146,7 +146,7 @@ def test_a_layer_alone_has_the_norms_that_it_has_among_all():
     spec = ModelSpec(Cascade(), (5, 8), kind="tokens", classifier=False)
     net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
     batch = Batch(torch.randn(2, 5, 8, dtype=torch.float64), None, ("a", "b"))
-    (every,) = run(net, [batch], BoundsOptions())
-    (second,) = run(net, [batch], BoundsOptions(layers=(1,)))
+    (every,) = measure(net, [batch], BoundsOptions())
+    (second,) = measure(net, [batch], BoundsOptions(layers=(1,)))
     assert [head.layer for head in second.facts["heads"]] == [1]
     np.testing.assert_array_equal(second.values["exact"][:, 0], every.values["exact"][:, 1])

@@ -33,7 +33,7 @@ def test_a_bound_below_the_norm_ends_the_run(demo, monkeypatch, name):
     with pytest.raises(
         EvaluationError, match=rf"{name} of head 0\.2 \(blocks\.0\.attn\)"
     ) as found:
-        list(bounds.run(*demo_parts(demo), bounds.BoundsOptions()))
+        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
     assert found.value.exit_code is ExitCode.INTERNAL
     assert demo[1].ids[1] in str(found.value)
 
@@ -41,7 +41,7 @@ def test_a_bound_below_the_norm_ends_the_run(demo, monkeypatch, name):
 def test_a_layer_above_the_sum_of_its_heads_ends_the_run(demo, monkeypatch):
     monkeypatch.setattr(bounds, "spectral_norm", lambda a: torch.tensor(1e-9))
     with pytest.raises(EvaluationError, match=r"sharp_rss of layer 0"):
-        list(bounds.run(*demo_parts(demo), bounds.BoundsOptions()))
+        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
 
 
 def test_ties_lost_by_rounding_would_not_pass_unseen(demo, monkeypatch):
@@ -49,7 +49,7 @@ def test_ties_lost_by_rounding_would_not_pass_unseen(demo, monkeypatch):
     zeros = lambda p: (p.amax((-2, -1)) * 0, p.amax((-2, -1)) * 0)  # noqa: E731
     monkeypatch.setattr(theory, "row_maxima", zeros)
     with pytest.raises(EvaluationError, match="below the exact norm"):
-        list(bounds.run(*demo_parts(demo), bounds.BoundsOptions()))
+        list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
 
 
 def demo_parts(demo):

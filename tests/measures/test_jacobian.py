@@ -14,7 +14,7 @@ from lipaudit import schema
 from lipaudit.data.batch import Batch
 from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import UsageError
-from lipaudit.measures.jacobian import JacobianOptions, run, summarise
+from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.measures.measure import Part
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load
@@ -26,7 +26,7 @@ def test_blocks_are_measured_beside_the_model():
     net = load("demo", LoadOptions(dtype="float64"))
     batch = load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
     options = JacobianOptions(tol=1e-8, per_layer=True)
-    parts = list(run(net, [batch[:2], batch[2:]], options))
+    parts = list(measure(net, [batch[:2], batch[2:]], options))
     section = summarise(parts, options)[0]
     assert [row.module for row in section.rows] == ["", "blocks.0", "blocks.1", "blocks.2"]
     inputs = []
@@ -49,7 +49,7 @@ def test_blocks_are_measured_beside_the_model():
 def test_without_blocks_there_is_one_row():
     net = load("demo")
     batch = load_data("demo", net, DataOptions(samples=1)).batch
-    section = summarise(list(run(net, [batch], JacobianOptions())), JacobianOptions())[0]
+    section = summarise(list(measure(net, [batch], JacobianOptions())), JacobianOptions())[0]
     assert len(section.rows) == 1
     assert section.arrays == {}
 
@@ -102,7 +102,7 @@ def test_a_lower_estimate_says_what_is_proven_of_it():
     net, batch = linear_net(layer)
     for within in (0.03, 1e-6):
         options = JacobianOptions(within=within)
-        section = summarise(list(run(net, [batch], options)), options)[0]
+        section = summarise(list(measure(net, [batch], options)), options)[0]
         row = section.rows[0]
         norms = np.array(section.samples["norm"])
         assert row.converged == 6
@@ -125,7 +125,7 @@ def test_a_radius_that_was_not_completed_says_so():
     truth = 1 / float(torch.linalg.vector_norm(layer.weight[0] - layer.weight[-1]))
     for rivals, complete in ((5, False), (39, True)):
         options = JacobianOptions(rivals=rivals)
-        section = summarise(list(run(net, [batch], options)), options)[0]
+        section = summarise(list(measure(net, [batch], options)), options)[0]
         radius = section.samples["radius_first_order"]
         assert section.samples["rivals"] == (rivals,) * 6
         assert section.samples["complete"] == (complete,) * 6

@@ -11,7 +11,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.lengths import cut
-from lipaudit.measures.scaling import ScalingOptions, run, summarise
+from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.spec import ModelSpec
@@ -60,7 +60,7 @@ def words(count=2, length=12):
 
 def measured(net, batch, **how):
     options = ScalingOptions(**{"lengths": (3, 6, 12), "tol": 1e-9} | how)
-    return summarise(list(run(net, batch.split(4), options)), options)
+    return summarise(list(measure(net, batch.split(4), options)), options)
 
 
 def norm(f, x):
@@ -199,7 +199,7 @@ def test_images_are_resized_and_models_of_one_size_refused():
     vit = load("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=kwargs))
     pixels = Batch(torch.rand(1, 3, 16, 16), None, ("0" * 16,))
     with pytest.raises(InputError, match="does not take 8 tokens"):
-        list(run(vit, [pixels], ScalingOptions(lengths=(8, 16))))
+        list(measure(vit, [pixels], ScalingOptions(lengths=(8, 16))))
 
 
 def test_the_demo_at_its_own_size_is_what_it_was():
@@ -230,6 +230,6 @@ def test_worst_case_exponents_of_minilm():
     options = ScalingOptions(
         lengths=(8, 16, 32, 64), modes=("adversarial",), heads=("all",), layers=(0,)
     )
-    _, fits = summarise(list(run(net, [batch], options)), options)
+    _, fits = summarise(list(measure(net, [batch], options)), options)
     assert len(fits.rows) >= 11
     assert all(abs(fit.exponent - 0.5) < 0.05 for fit in fits.rows)

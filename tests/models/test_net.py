@@ -41,7 +41,7 @@ def test_a_model_that_writes_into_its_embeddings_is_measured_where_it_is():
     def plain(z):
         return net.module.out(torch.tanh(5.0 * z).mean(0))
 
-    (part,) = jacobian.run(net, [batch], jacobian.JacobianOptions())
+    (part,) = jacobian.measure(net, [batch], jacobian.JacobianOptions())
     dense = torch.stack([torch.autograd.functional.jacobian(plain, one).flatten(1) for one in z])
     want = torch.linalg.matrix_norm(dense, 2)
     torch.testing.assert_close(torch.from_numpy(part.values["norm"]), want, rtol=1e-6, atol=0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lipaudit.data.sources import DataOptions, load_data
-from lipaudit.models.derivative.endpoints import sample_map
+from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import jacobian_norms
 from lipaudit.models.sources.loading import LoadOptions, load
@@ -19,7 +19,7 @@ STARTS = 200
 def at_samples(spec, target, dtype, **data):
     net = load(spec, LoadOptions(dtype=dtype))
     batch = load_data("demo" if spec == "demo" else "random", net, DataOptions(**data)).batch
-    return sample_map(net, batch.to(net.device, net.dtype), start=None, target=target)
+    return sample_function(net, batch.to(net.device, net.dtype), start=None, target=target)
 
 
 def dense_norms(at):

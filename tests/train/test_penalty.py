@@ -21,8 +21,7 @@ NAMES += ["handwritten", "t5"]
 
 
 def from_capture(net, sites, batch, **how):
-    found = []
-    capture(net, sites, batch, lambda layer: found.append(layer.attention.attention()))
+    found = capture(net, sites, batch, lambda layer: layer.attention.attention())
     return sum(jasmin(p, **how) * len(p) / len(batch) for p in found)
 
 
@@ -248,8 +247,7 @@ def test_other_ways_are_refused_at_once(zoo, how):
 @pytest.mark.parametrize("name", ["timm-vit", "bert", "gpt2", "torch-encoder", "llama"])
 def test_specformer_takes_each_head_its_own_columns(zoo, name):
     net, sites, batch = zoo(name)
-    found = []
-    capture(net, sites, batch, lambda layer: found.append(layer.heads()))
+    found = capture(net, sites, batch, lambda layer: layer.heads())
     exact = 0.0
     for heads in found:
         for factor, projection in zip(

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention import checks
-from lipaudit.models.attention.observe.events import AttentionCall, Explicit
+from lipaudit.models.attention import agreement
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit
 from lipaudit.models.attention.observe.layouts import layouts
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import origins
 from lipaudit.models.attention.project import probes
+from lipaudit.models.attention.project.decode import decode, token_rows
+from lipaudit.models.attention.project.forms import NotClosedForm, ProjectionForm
 from lipaudit.models.attention.project.logits import logit_form
 from lipaudit.models.attention.project.probes import Source
-from lipaudit.models.attention.project.structure import NotClosedForm, Recipe, decode, token_rows
 from lipaudit.models.attention.sites import OutputMap, Structure
-from lipaudit.models.attention.to_heads import assemble, canonical, product
+from lipaudit.models.attention.to_heads import canonical, product, with_inputs
 from lipaudit.models.graph import is_affine
 from lipaudit.theory.condition import forward_error
 
@@ -37,7 +37,7 @@ class Analysis:
 def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     """Read a call in the first layout in which it has a closed form, or else in the likeliest."""
     tried = []
-    for layout in layouts(call.q, len(batch)):
+    for layout in layouts(call, len(batch)):
         tried.append(_analyse(call, layout, batch))
         if tried[-1].structure is not None:
             return tried[-1]
@@ -58,10 +58,10 @@ def output_map(linear: Linear, source: Source) -> OutputMap | None:
     except NotClosedForm:
         return None
     plain = index.numel() == rows and is_affine(source.t)
-    found = probes.affine_map(source, index, columns) if plain else None
-    if found is None:
+    affine = probes.affine_map(source, index, columns) if plain else None
+    if affine is None:
         return None
-    mix = found[0][0]
+    mix = affine[0][0]
     order = mix.abs().argmax(0)
     gain = mix.gather(0, order[None])[0]
     single = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
@@ -82,56 +82,63 @@ def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
 
 def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     arranged = canonical(call, layout, len(batch))
-    parts = {name: _attempt(getattr(arranged, name), len(batch)) for name in "qkv"}
-    q, k, v = (_kind(part) for part in parts.values())
+    parts = {name: _attempt(arranged, name, len(batch)) for name in "qkv"}
+    q, k, v = ("constant" if part is None else part.kind for part in parts.values())
     try:
         structure = _structure(call, arranged, parts)
-        attention, relative = product(call, layout, batch, None)
-        heads, made = assemble(structure, attention, arranged, batch, relative)
-        lost = forward_error(heads).amax(0)
-        if lost.amax() > checks.HOPELESS:
-            raise NotClosedForm(
-                "rounding",
-                f"its logits are so large that {arranged.q.dtype} cannot tell its attention map: "
-                "use --dtype float64",
-            )
-        if not checks.jacobian_agrees(heads, made, arranged, lost):
-            raise NotClosedForm("wrong", "its closed form disagrees with autograd")
-    except NotClosedForm as found:
-        return Analysis(layout, (q, k, v), None, found.reason)
+        _require_agreement(structure, call, layout, batch)
+    except NotClosedForm as obstacle:
+        return Analysis(layout, (q, k, v), None, obstacle.reason)
     return Analysis(layout, (q, k, v), structure, None)
 
 
-def _attempt(t: Tensor, samples: int) -> Recipe | NotClosedForm | None:
+def _require_agreement(
+    structure: Structure, call: AttentionCall, layout: str, batch: Batch
+) -> None:
+    """Raise NotClosedForm unless the closed form of the layer is that of autograd."""
+    arranged = canonical(call, layout, len(batch))
+    attention, relative = product(call, layout, batch, None)
+    heads, parts = with_inputs(structure, attention, arranged, batch, relative)
+    lost = forward_error(heads).amax(0)
+    if lost.amax() > agreement.HOPELESS:
+        raise NotClosedForm(
+            "rounding",
+            f"its logits are so large that {arranged.q.dtype} cannot tell its attention map: "
+            "use --dtype float64",
+        )
+    if not agreement.jacobian_agrees(heads, parts, arranged, lost):
+        raise NotClosedForm("wrong", "its closed form disagrees with autograd")
+
+
+def _attempt(
+    call: AttentionCall, name: str, samples: int
+) -> ProjectionForm | NotClosedForm | None:
+    t: Tensor = getattr(call, name)
     try:
-        return decode(t, samples)
-    except NotClosedForm as found:
-        return found
-
-
-def _kind(part: Recipe | NotClosedForm | None) -> str:
-    return "constant" if part is None else part.kind
+        return decode(t, call.origins.leaves(t), samples)
+    except NotClosedForm as obstacle:
+        return obstacle
 
 
 def _structure(
     call: AttentionCall,
     arranged: AttentionCall,
-    parts: Mapping[str, Recipe | NotClosedForm | None],
+    parts: Mapping[str, ProjectionForm | NotClosedForm | None],
 ) -> Structure:
-    """Put the recipes together, or raise NotClosedForm with everything that is in the way."""
+    """Put the forms together, or raise NotClosedForm with everything that is in the way."""
     problems = [
         f"{name} {part.reason}" for name, part in parts.items() if isinstance(part, NotClosedForm)
     ]
     problems += _logit_problems(call)
     if problems:
         raise NotClosedForm("several", "; ".join(problems))
-    recipes = {name: part for name, part in parts.items() if isinstance(part, Recipe)}
-    q, k, v = (recipes.get(name) for name in "qkv")
+    forms = {n: part for n, part in parts.items() if isinstance(part, ProjectionForm)}
+    q, k, v = (forms.get(name) for name in "qkv")
     if k is None or v is None:
         raise NotClosedForm("constant", "its keys or values do not depend on the input")
-    if not _same_reading(arranged.k, k, arranged.v, v):
+    if not _read_alike(arranged, ("k", k), ("v", v)):
         raise NotClosedForm("two inputs", "its keys and values read different inputs")
-    joint = q is not None and _same_reading(arranged.q, q, arranged.k, k)
+    joint = q is not None and _read_alike(arranged, ("q", q), ("k", k))
     return Structure(q, k, v, joint, out=None)
 
 
@@ -140,17 +147,19 @@ def _logit_problems(call: AttentionCall) -> list[str]:
         return []
     try:
         logit_form(call, call.form)
-    except NotClosedForm as found:
-        return [found.reason]
+    except NotClosedForm as obstacle:
+        return [obstacle.reason]
     return []
 
 
-def _same_reading(a: Tensor, recipe_a: Recipe, b: Tensor, recipe_b: Recipe) -> bool:
+def _read_alike(
+    call: AttentionCall, a: tuple[str, ProjectionForm], b: tuple[str, ProjectionForm]
+) -> bool:
     """Say whether two parts of a call read the same tokens of the same input."""
-    ((_, one),), ((_, other),) = origins(a), origins(b)
-    rows, others = recipe_a.rows, recipe_b.rows
+    (leaf,), (other,) = (call.origins.leaves(getattr(call, name)) for name, _ in (a, b))
+    index, others = a[1].index, b[1].index
     return (
-        one.reads_same(other)
-        and rows.samples_first == others.samples_first
-        and torch.equal(rows.tokens, others.tokens)
+        leaf.origin.reads_same(other.origin)
+        and index.samples_first == others.samples_first
+        and torch.equal(index.tokens, others.tokens)
     )

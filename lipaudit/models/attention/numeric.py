@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
-from lipaudit.models.attention import checks
+from lipaudit.models.attention.agreement import AGREES, agree
 from lipaudit.models.attention.capture import Layer
-from lipaudit.models.attention.observe.events import AttentionCall, AttentionMode
+from lipaudit.models.attention.observe.calls import AttentionCall
+from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.trace import Frame
 from lipaudit.models.attention.to_heads import canonical
 from lipaudit.models.derivative.linearize import Linearization
@@ -51,9 +52,9 @@ def numeric_norms(
         norms = spectral_norms(lambda _: _products(linear, layer, head), start, rebuild=2.0, **how)
         return norms.times(powers_of_two(linear.exponent))
 
-    found = [of_head(head) for head in range(layer.site.heads)]
-    parts = ("norm", "upper", "products", "converged")
-    return Norms(*(torch.stack([getattr(norms, name) for norms in found], 1) for name in parts))
+    each = [of_head(head) for head in range(layer.site.heads)]
+    names = ("norm", "upper", "products", "converged")
+    return Norms(*(torch.stack([getattr(norms, name) for norms in each], 1) for name in names))
 
 
 def obstacle(layer: Layer) -> str | None:
@@ -90,7 +91,7 @@ def _linearized(layer: Layer) -> Linearization:
 
     linear = Linearization(output, z, torch.zeros(1, dtype=torch.long, device=z.device))
     again = linear.output[0].view_as(layer.output)
-    if not checks.agree(layer.output, again, checks.AGREES, each=1):
+    if not agree(layer.output, again, AGREES, each=1):
         raise EvaluationError(
             f"{layer.site.scope} gives something else when it is run on its own",
             "it keeps state between calls: leave its layers out with --layers",
@@ -98,7 +99,7 @@ def _linearized(layer: Layer) -> Linearization:
     return linear
 
 
-class _Met(Exception):
+class _Output(Exception):
     """Carries the output of the layer out of its module: the rest of the module may stay unrun."""
 
     def __init__(self, output: Tensor) -> None:
@@ -110,10 +111,10 @@ def _output(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
     """Run the module with some tensors replaced: O, (windows, heads, tokens, d_v)."""
     calls: list[AttentionCall] = []
 
-    def meet(call: AttentionCall) -> Tensor:
+    def attention(call: AttentionCall) -> Tensor:
         calls.append(call)
         if len(calls) > layer.number:
-            raise _Met(canonical(call, layer.site.layout, layer.samples).output)
+            raise _Output(canonical(call, layer.site.layout, layer.samples).output)
         return call.output
 
     frame = layer.frame
@@ -121,10 +122,10 @@ def _output(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
     args = [moved.get(id(value), value) for value in frame.args]
     kwargs = {name: moved.get(id(value), value) for name, value in frame.kwargs.items()}
     try:
-        with AttentionMode(meet):
+        with AttentionMode(attention):
             frame.module(*args, **kwargs)
-    except _Met as found:
-        return found.output
+    except _Output as end:
+        return end.output
     raise EvaluationError(f"{layer.site.scope} has no attention when it is run on its own")
 
 

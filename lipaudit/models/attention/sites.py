@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lipaudit.models.attention.observe.trace import Address
-from lipaudit.models.attention.project.structure import Recipe
+from lipaudit.models.attention.observe.origins import Address
+from lipaudit.models.attention.project.forms import ProjectionForm, TokenIndex
 
 ONE_INPUT, APART, KEYS = "one input", "queries apart", "keys and values"
 MODULE_INPUT = "module input"
@@ -39,16 +39,21 @@ class Structure:
     """How the tensors of a closed-form layer come about.
 
     Attributes:
-        q, k, v: their recipes; None for a query that does not depend on the input.
+        q, k, v: their forms; None for a query that does not depend on the input.
         joint: whether q reads the same tokens as k and v.
         out: the output projection, where there is a plain one.
     """
 
-    q: Recipe | None
-    k: Recipe
-    v: Recipe
+    q: ProjectionForm | None
+    k: ProjectionForm
+    v: ProjectionForm
     joint: bool
     out: OutputMap | None
+
+    @property
+    def queries(self) -> TokenIndex | None:
+        """Which tokens the queries are, where they depend on the input."""
+        return None if self.q is None else self.q.index
 
 
 @dataclass(frozen=True)

@@ -2,32 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from os.path import commonprefix
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
-from lipaudit.models.attention import checks
-from lipaudit.models.attention.analysis import analyse, output_map
-from lipaudit.models.attention.capture import observe, run
-from lipaudit.models.attention.numeric import obstacle
-from lipaudit.models.attention.observe.events import AttentionCall, Explicit
-from lipaudit.models.attention.observe.layouts import arrange
-from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import Address, Frame, Tracer, origins, undisturbed
-from lipaudit.models.attention.project.chains import Chains
-from lipaudit.models.attention.project.probes import Source
-from lipaudit.models.attention.sites import Site, Structure
-from lipaudit.models.attention.to_heads import canonical
-from lipaudit.models.generic import generic
-from lipaudit.models.graph import root
+from lipaudit.models.attention import requirements
+from lipaudit.models.attention.observe.calls import AttentionCall
+from lipaudit.models.attention.observe.origins import Address
+from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
+from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.surveyor import Surveyor
+from lipaudit.models.generic import generic, shape_at
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.files import few
+
+
+def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
+    """Return what an earlier survey of this model says of its layers, or survey it.
+
+    A model is surveyed again
+    - when its weights have been written to;
+    - at a sample of another shape, if some layer has no closed form: there it may have one, and
+      reading a layer would not look for it;
+    - at a sample of another shape, if its attention calls are others there, which one pass shows.
+    Otherwise reading compares every closed form, on every batch, with what was surveyed.
+
+    Raises:
+        InputError, EvaluationError: as `survey`.
+    """
+    shape = shape_at(net, batch)
+    known: _Known
+    for known in net.surveys:
+        if known.holds(net, batch, shape):
+            return known.sites
+    sites = survey(net, batch)
+    weights = _versions(net.module)
+    current = [known for known in net.surveys if known.weights == weights]
+    net.surveys[:] = [*current, _Known(sites, weights, {shape})]
+    return sites
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A survey, and for what it holds.
+
+    Attributes:
+        sites: what it says.
+        weights: which weights the model had.
+        shapes: of samples for which it is known to hold.
+    """
+
+    sites: tuple[Site, ...]
+    weights: Hashable
+    shapes: set[torch.Size]
+
+    def holds(self, net: Net, batch: Batch, shape: torch.Size) -> bool:
+        """Say whether the survey holds for a batch; remember it if so."""
+        if self.weights != _versions(net.module):
+            return False
+        if shape not in self.shapes:
+            if not all(site.closed_form for site in self.sites):
+                return False
+            if [site.address for site in self.sites] != _attention_calls(net, batch):
+                return False
+            self.shapes.add(shape)
+        return True
+
+
+def _versions(module: nn.Module) -> Hashable:
+    """Return what changes when a weight is replaced, moved or written to."""
+    tensors = chain(module.parameters(), module.buffers())
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+
+
+def _attention_calls(net: Net, batch: Batch) -> list[Address]:
+    """Return the attention calls of one pass at the shape of a batch."""
+    addresses: list[Address] = []
+
+    def note(_call: AttentionCall, address: Address) -> None:
+        addresses.append(address)
+
+    net, pair, _ = generic(net, batch)
+    with undisturbed(net.module), exact_arithmetic(net.device):
+        run_observed(net, pair, Tracer(note))
+    return addresses
 
 
 def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
@@ -47,18 +111,25 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
     """
     net, pair, other = generic(net, batch)
     with undisturbed(net.module), exact_arithmetic(net.device):
-        output = checks.fixed_output(net, pair)
-        checks.require_isolation(net, pair, other, output)
-        surveyor = _Surveyor(pair)
-        passed_over = surveyor.observe(net, output)
-        if not surveyor.found:
-            raise _no_attention(net, passed_over)
+        output = requirements.fixed_output(net, pair)
+        requirements.require_isolation(net, pair, other, output)
+        surveyor = Surveyor(pair)
+        _run(surveyor, net, output)
+        if not surveyor.layers:
+            raise _no_attention(net, surveyor.tracer.passed_over)
         if surveyor.inner:
-            deeper = _Surveyor(pair, uncut=frozenset(surveyor.inner))
-            deeper.observe(net, output)
+            deeper = Surveyor(pair, uncut=frozenset(surveyor.inner))
+            _run(deeper, net, output)
             surveyor.adopt(deeper)
-        run(net, other, Tracer(surveyor.compare))
-    return tuple(found.site for found in surveyor.found.values())
+        run_observed(net, other, Tracer(surveyor.compare))
+    return tuple(layer.site for layer in surveyor.layers.values())
+
+
+def _run(surveyor: Surveyor, net: Net, output: Tensor) -> None:
+    observed = run_observed(net, surveyor.batch, surveyor.tracer)
+    requirements.require_same(observed, output)
+    if surveyor.tracer.chunked:
+        raise _chunked(net, surveyor.tracer.chunked)
 
 
 def _no_attention(net: Net, passed_over: Mapping[str, str]) -> InputError:
@@ -85,145 +156,3 @@ def _chunked(net: Net, modules: Sequence[str]) -> InputError:
         "read",
         "`lipaudit jacobian` needs no heads",
     )
-
-
-@dataclass
-class _Found:
-    """A layer, and what is needed to go on with it."""
-
-    site: Site
-    first: tuple[Tensor, ...]  # q, k, v of the first sample
-    transposed: bool
-    projected: bool = False
-
-    def as_rows(self, t: Tensor) -> Tensor:
-        """Bring the model's O to (tokens, heads * d_v)."""
-        o = arrange(self.site.layout, t.mT if self.transposed else t, 2)
-        return o.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-@dataclass
-class _Surveyor:
-    """Analyses the attention calls of a pass over two samples."""
-
-    batch: Batch
-    uncut: frozenset[Address] = frozenset()
-    inner: set[Address] = field(default_factory=set)  # what a second pass should not cut
-    chains: Chains = field(default_factory=Chains)
-    frames: list[Frame] = field(default_factory=list)
-    found: dict[Address, _Found] = field(default_factory=dict)
-
-    def observe(self, net: Net, output: Tensor) -> Mapping[str, str]:
-        """Run the model; return what looked like attention and is not."""
-        tracer = Tracer(self.attention, self.linear, inner=self.uncut)
-        self.frames = tracer.place.frames
-        checks.require_same(run(net, self.batch, tracer), output)
-        if tracer.chunked:
-            raise _chunked(net, tracer.chunked)
-        return tracer.passed_over
-
-    def adopt(self, deeper: _Surveyor) -> None:
-        """Take over the layers that another pass, cut at fewer linear maps, could read."""
-        for address, again in deeper.found.items():
-            mine = self.found.get(address)
-            if mine is not None and not mine.site.closed_form and again.site.closed_form:
-                again.site = replace(again.site, index=mine.site.index, inner=deeper.uncut)
-                self.found[address] = again
-
-    def attention(self, call: AttentionCall, address: Address) -> None:
-        """Analyse a call."""
-        analysis, scope = analyse(call, self.batch), _scope(call, self.frames)
-        site = Site(
-            index=len(self.found),
-            module=address.module,
-            heads=canonical(call, analysis.layout, 2).q.shape[1],
-            kinds=analysis.kinds,
-            reason=analysis.reason,
-            address=address,
-            layout=analysis.layout,
-            structure=analysis.structure,
-            sources=frozenset(o.address for t in (call.q, call.k, call.v) for _, o in origins(t)),
-            explicit=isinstance(call.form, Explicit),
-            scope=scope.name,
-            inputs=tuple(key for key, _ in _inputs(scope)),
-            direct=_direct(analysis.structure, call, scope),
-        )
-        if not site.closed_form:
-            made = [origin for t in (call.q, call.k, call.v) for _, origin in origins(t)]
-            self.inner |= self.chains.inner(made)
-            site = self._with_obstacle(site, call)
-            if _tokens_as_heads(site, call, self.batch):
-                reason = f"{site.reason}; nor can its heads be told from its tokens"
-                site = replace(site, reason=reason, inputs=())
-        self.found[address] = _Found(site, _first_sample(call, site), call.transposed)
-
-    def linear(self, linear: Linear, address: Address) -> None:
-        """See whether a linear map is the output projection of a layer."""
-        made = origins(linear.x)
-        self.chains.note(address, linear, [origin for _, origin in made])
-        if len(made) != 1 or made[0][1].address not in self.found:
-            return
-        leaf, origin = made[0]
-        found = self.found[origin.address]
-        if found.site.structure is not None and not found.projected:
-            source = Source(linear.inputs[None, None], leaf, found.as_rows)
-            structure = replace(found.site.structure, out=output_map(linear, source))
-            found.site = replace(found.site, structure=structure)
-        found.projected = True
-
-    def compare(self, call: AttentionCall, address: Address) -> None:
-        """Check in a second pass that a layer's rows belong to the samples they are given to."""
-        found = self.found[address]
-        pairs = zip(found.first, _first_sample(call, found.site), strict=True)
-        if not all(checks.agree(a, b, each=1) for a, b in pairs):
-            reason = "its rows cannot be attributed to samples"
-            found.site = replace(found.site, structure=None, reason=reason, inputs=())
-
-    def _with_obstacle(self, site: Site, call: AttentionCall) -> Site:
-        """Try whether the layer can be differentiated numerically."""
-        why = obstacle(observe(site, call, self.batch, self.frames))
-        if why is None:
-            return site
-        reason = f"{site.reason}; nor can its norms be computed numerically: {why}"
-        return replace(site, reason=reason, inputs=())
-
-
-def _tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
-    """Say whether the heads of a text model's layer are as many as its tokens, which are not.
-
-    Without a closed form nothing else proves which of the axes is which.
-    """
-    heads, tokens = canonical(call, site.layout, len(batch)).q.shape[1:3]
-    return batch.x.ndim == 2 and heads == batch.x.shape[1] != tokens
-
-
-def _first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
-    arranged = canonical(call, site.layout, 2)
-    parts = (arranged.q, arranged.k, arranged.v)
-    return tuple(t[: len(t) // 2].detach() for t in parts)
-
-
-def _scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
-    """Return the innermost module call that holds an attention call and its projections."""
-    made = [origin for t in (call.q, call.k, call.v) for _, origin in origins(t)]
-    names = [frames[-1].name] + [o.address.module for o in made if o.linear is not None]
-    shared = commonprefix([name.split(".") for name in names])
-    inside = (f for f in reversed(frames) if f.name.split(".") == shared[: f.name.count(".") + 1])
-    return next(inside, frames[0])
-
-
-def _inputs(frame: Frame) -> Iterator[tuple[int | str, Tensor]]:
-    given: list[tuple[int | str, Any]] = [*enumerate(frame.args), *frame.kwargs.items()]
-    for key, value in given:
-        if isinstance(value, Tensor) and value.requires_grad:
-            yield key, value
-
-
-def _direct(structure: Structure | None, call: AttentionCall, frame: Frame) -> bool:
-    """Say whether the projections read the inputs of a module, each side its own."""
-    if structure is None:
-        return False
-    given = [root(value) for _, value in _inputs(frame)]
-    read = [origin.root for t in (call.q, call.k) for _, origin in origins(t)]
-    apart = structure.joint or len({id(one) for one in read}) == len(read)
-    return apart and all(any(one is other for other in given) for one in read)

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.observe.events import AttentionCall, Explicit, Fused, additive
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused, additive
 from lipaudit.models.attention.observe.layouts import arrange
+from lipaudit.models.attention.project.forms import TokenIndex
 from lipaudit.models.attention.project.logits import LogitForm, logit_form
 from lipaudit.models.attention.project.positions import position_terms
-from lipaudit.models.attention.project.structure import Projected, Rows, project
+from lipaudit.models.attention.project.projected import Projected, project
 from lipaudit.models.attention.sites import Structure
 from lipaudit.theory.heads import Heads, Pairs
 
-_Rows = tuple[Tensor, Tensor, Tensor]
+_Vectors = tuple[Tensor, Tensor, Tensor]
 """q, k and v."""
 
 
@@ -27,23 +28,25 @@ def canonical(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
     return replace(call, q=q, k=k, v=v, output=o, transposed=False)
 
 
-def distribution(call: AttentionCall, layout: str, batch: Batch, rows: Rows | None) -> Heads:
+def distribution(
+    call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
+) -> Heads:
     """Return P of a layer, without X and projections; of a written-out softmax, by its logits.
 
     Args:
         call: the attention call, as the model made it.
         layout: the axes of its q, k and v.
         batch: the samples, for their padding.
-        rows: which tokens the queries are, where that is known.
+        queries: which tokens these are, where that is known.
     """
     if isinstance(call.form, Fused):
-        return product(call, layout, batch, rows)[0]
+        return product(call, layout, batch, queries)[0]
     parts, form = _from_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
-    return _heads(parts, form, False, batch, rows)
+    return _heads(parts, form, False, batch, queries)
 
 
 def product(
-    call: AttentionCall, layout: str, batch: Batch, rows: Rows | None
+    call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
 ) -> tuple[Heads, Tensor | None]:
     """Return q, k, v and the logits of a layer; and, where q or k meet positions, with a graph.
 
@@ -54,10 +57,12 @@ def product(
     form = _form(call, layout, len(batch))
     parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
     causal = isinstance(call.form, Fused) and call.form.causal
-    return _heads(parts, form, causal, batch, rows), form.relative
+    return _heads(parts, form, causal, batch, queries), form.relative
 
 
-def _heads(parts: _Rows, form: LogitForm, causal: bool, batch: Batch, rows: Rows | None) -> Heads:
+def _heads(
+    parts: _Vectors, form: LogitForm, causal: bool, batch: Batch, queries: TokenIndex | None
+) -> Heads:
     q, k, v = parts
     plain = form.slope is None and form.relative is None
     windows, tokens = q.shape[0], q.shape[2]
@@ -70,7 +75,7 @@ def _heads(parts: _Rows, form: LogitForm, causal: bool, batch: Batch, rows: Rows
         scale=form.scale,
         bias=form.bias,
         causal=causal,
-        valid=_valid(batch, windows, tokens, rows),
+        valid=_valid(batch, windows, tokens, queries),
         to_q=None,
         to_k=None,
         to_v=None,
@@ -81,7 +86,7 @@ def _heads(parts: _Rows, form: LogitForm, causal: bool, batch: Batch, rows: Rows
     )
 
 
-def assemble(
+def with_inputs(
     structure: Structure,
     attention: Heads,
     call: AttentionCall,
@@ -100,25 +105,32 @@ def assemble(
     Raises:
         NotClosedForm: the call is not what the structure says.
     """
-    recipes = {"k": structure.k, "v": structure.v}
-    recipes |= {} if structure.q is None else {"q": structure.q}
-    made = {
-        name: project(recipe, getattr(call, name), len(batch)) for name, recipe in recipes.items()
-    }
-    memory = _without_padding(made["k"], batch)
+    parts = _projected(structure, call, len(batch))
+    memory = _without_padding(parts["k"], batch)
     width = (*call.q.shape[::2], memory.shape[2])
     heads = replace(
         attention,
-        x=_without_padding(made["q"], batch) if "q" in made else memory.new_zeros(width),
+        x=_without_padding(parts["q"], batch) if "q" in parts else memory.new_zeros(width),
         x_kv=None if structure.joint else memory,
-        to_q=made["q"].projection if "q" in made else None,
-        to_k=made["k"].projection,
-        to_v=made["v"].projection,
+        to_q=parts["q"].projection if "q" in parts else None,
+        to_k=parts["k"].projection,
+        to_v=parts["v"].projection,
         out=None if structure.out is None else structure.out.per_head(call.q.shape[1]),
     )
     if relative is not None:
-        heads = replace(heads, pairs=position_terms(heads, relative, made, recipes))
-    return heads, made
+        heads = replace(heads, pairs=position_terms(heads, relative, parts))
+    return heads, parts
+
+
+def _projected(structure: Structure, call: AttentionCall, samples: int) -> dict[str, Projected]:
+    """Project k, v and, where it depends on the input, q."""
+    forms = {"k": structure.k, "v": structure.v}
+    forms |= {} if structure.q is None else {"q": structure.q}
+    tensors = {name: getattr(call, name) for name in forms}
+    return {
+        name: project(form, tensors[name], call.origins.leaves(tensors[name]), samples)
+        for name, form in forms.items()
+    }
 
 
 def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
@@ -150,7 +162,9 @@ def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
     return LogitForm(scale, arranged(bias.expand(*call.q.shape[:-1], call.k.shape[-2])))
 
 
-def _from_logits(logits: Tensor, axes: int, layout: str, samples: int) -> tuple[_Rows, LogitForm]:
+def _from_logits(
+    logits: Tensor, axes: int, layout: str, samples: int
+) -> tuple[_Vectors, LogitForm]:
     """Return q, k, v of width 0 and scale 0: all of P is in the bias, the captured logits."""
     if logits.ndim == axes:
         logits = arrange(layout, logits, samples)
@@ -161,17 +175,17 @@ def _from_logits(logits: Tensor, axes: int, layout: str, samples: int) -> tuple[
     return (q, k, v), LogitForm(logits.new_zeros(1, 1), logits)
 
 
-def _valid(batch: Batch, windows: int, tokens: int, rows: Rows | None) -> Tensor | None:
+def _valid(batch: Batch, windows: int, tokens: int, index: TokenIndex | None) -> Tensor | None:
     mask = batch.mask
     if mask is None or bool(mask.all()):
         return None
-    known = None if rows is None else rows.resized(mask.shape[1], tokens)
+    known = None if index is None else index.resized(mask.shape[1], tokens)
     if known is not None:
         return known.pick(mask)
     return mask if (windows, tokens) == mask.shape else None
 
 
-def _without_padding(made: Projected, batch: Batch) -> Tensor:
-    if batch.mask is None or batch.mask.shape[1] != made.rows.length:
-        return made.x
-    return made.x * made.rows.pick(batch.mask)[..., None]
+def _without_padding(part: Projected, batch: Batch) -> Tensor:
+    if batch.mask is None or batch.mask.shape[1] != part.index.length:
+        return part.x
+    return part.x * part.index.pick(batch.mask)[..., None]

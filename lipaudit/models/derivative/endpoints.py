@@ -1,4 +1,4 @@
-"""The map whose Jacobian is taken: from where in the model to where."""
+"""The function whose Jacobian is taken: from where in the model to where."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
-from lipaudit.models.derivative.linearize import Map
+from lipaudit.models.derivative.linearize import Function
 from lipaudit.models.net import Net
 from lipaudit.settings.jacobian import From, To
 
 
 @dataclass(frozen=True)
-class SampleMap:
+class SampleFunction:
     """f at the samples of a batch.
 
     Attributes:
@@ -28,14 +28,16 @@ class SampleMap:
         target: what f returns.
     """
 
-    f: Map
+    f: Function
     x: Tensor
     start: str
     target: str
 
 
-def sample_map(net: Net, batch: Batch, *, start: From | None, target: To | None) -> SampleMap:
-    """Return the map from `start` to `target` at the samples of a batch.
+def sample_function(
+    net: Net, batch: Batch, *, start: From | None, target: To | None
+) -> SampleFunction:
+    """Return the function from `start` to `target` at the samples of a batch.
 
     By default from the attacked space (pixels of images, embeddings of text) to the logits, or to
     the features of a model without a head.
@@ -51,10 +53,10 @@ def sample_map(net: Net, batch: Batch, *, start: From | None, target: To | None)
 
     def f(z: Tensor, index: Tensor) -> Tensor:
         part = batch.rows(index)
-        run = _from_embedding if embedded else _from_input
-        return read(net, part, lambda: run(net, z, part))
+        forward = _from_embedding if embedded else _from_input
+        return read(net, part, lambda: forward(net, z, part))
 
-    return SampleMap(f, net.embedding(batch) if embedded else batch.x.detach(), name, wanted)
+    return SampleFunction(f, net.embedding(batch) if embedded else batch.x.detach(), name, wanted)
 
 
 def _require(net: Net, start: str | None, embedded: bool, target: str) -> None:
@@ -71,7 +73,7 @@ def _require(net: Net, start: str | None, embedded: bool, target: str) -> None:
         )
 
 
-Run = Callable[[], Any]
+Forward = Callable[[], Any]
 
 
 def _from_input(net: Net, z: Tensor, part: Batch) -> Any:
@@ -83,27 +85,27 @@ def _from_embedding(net: Net, z: Tensor, part: Batch) -> Any:
         return net.call(part.x, part.mask)
 
 
-def _logits(net: Net, part: Batch, run: Run) -> Tensor:
-    return net.read(run())
+def _logits(net: Net, part: Batch, forward: Forward) -> Tensor:
+    return net.read(forward())
 
 
-def _probabilities(net: Net, part: Batch, run: Run) -> Tensor:
-    return torch.softmax(net.read(run()), -1)
+def _probabilities(net: Net, part: Batch, forward: Forward) -> Tensor:
+    return torch.softmax(net.read(forward()), -1)
 
 
-def _features(net: Net, part: Batch, run: Run) -> Tensor:
+def _features(net: Net, part: Batch, forward: Forward) -> Tensor:
     """Read what enters the last linear layer of a classifier, or a headless model's output."""
     if net.classes is None:
-        return net.read(run())
+        return net.read(forward())
     with _linear_inputs(net.module) as seen:
-        run()
+        forward()
     return seen[-1]
 
 
-def _tokens(net: Net, part: Batch, run: Run) -> Tensor:
+def _tokens(net: Net, part: Batch, forward: Forward) -> Tensor:
     """Read the output of the last layer norm over tokens; padded tokens are left out as zeros."""
     with _norm_outputs(net.module) as seen:
-        run()
+        forward()
     tokens = [t for t in seen if t.ndim == 3]
     if not tokens:
         raise InputError("no token features were found", "Use --to features.")
@@ -145,7 +147,7 @@ def _hooked(
             hook.remove()
 
 
-_READERS: dict[str, Callable[[Net, Batch, Run], Tensor]] = {
+_READERS: dict[str, Callable[[Net, Batch, Forward], Tensor]] = {
     "logits": _logits,
     "probabilities": _probabilities,
     "features": _features,

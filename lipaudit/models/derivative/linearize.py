@@ -14,7 +14,7 @@ from lipaudit.models.derivative.linear_mode import AdjointMode
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.powers import times_power
 
-Map = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Tensor, Tensor], Tensor]
 """f(x, index) -> y: row i of x and of y is sample index[i] of the batch, whose mask applies."""
 
 Product = Callable[[Tensor], Tensor]
@@ -50,7 +50,7 @@ class Linearization:
         exponent: per sample, (batch,), on the CPU.
     """
 
-    def __init__(self, f: Map, x: Tensor, index: Tensor) -> None:
+    def __init__(self, f: Function, x: Tensor, index: Tensor) -> None:
         self.f, self.x, self.index = f, x.detach(), index
         self.exponent = torch.zeros(len(x), dtype=torch.int64)
         self._fitted = False
@@ -216,7 +216,7 @@ def _excess(image: Tensor, z: Tensor) -> Tensor:
     return gain.where(gain.abs() > room // 4, 0).long()
 
 
-def linearize(f: Map, x: Tensor) -> Linearization:
+def linearize(f: Function, x: Tensor) -> Linearization:
     """Linearise f at every sample of x, and check that each sample has a Jacobian of its own.
 
     On two of the samples, the check requires that the output of one has exactly no gradient with
@@ -243,7 +243,7 @@ def linearize(f: Map, x: Tensor) -> Linearization:
     return whole
 
 
-def _checked(f: Map, x: Tensor, index: Tensor) -> Tensor:
+def _checked(f: Function, x: Tensor, index: Tensor) -> Tensor:
     """The outputs of two samples, once they are known to be independent functions of the two."""
     pair = Linearization(f, x, index)
     if pair.output.shape[:1] != x.shape[:1]:
@@ -295,7 +295,7 @@ def _require_equal(output: Tensor, reference: Tensor, what: str) -> None:
         )
 
 
-def _evaluate(f: Map, leaf: Tensor, index: Tensor) -> Tensor:
+def _evaluate(f: Function, leaf: Tensor, index: Tensor) -> Tensor:
     """Evaluate f with operations that can be differentiated twice."""
     sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)

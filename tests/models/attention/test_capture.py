@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,24 +72,20 @@ PAIRS = {  # which terms the logits have beside s q k^T: a slope, r, t
 
 def layers_of(net, sites, batch, **options) -> list[Layer]:
     """All layers at once: tests may hold them."""
-    found: list[Layer] = []
-    capture(net, sites, batch, found.append, **options)
-    return found
+    return capture(net, sites, batch, lambda layer: layer, **options)
 
 
 def heads_of(net, sites: tuple[Site, ...], batch: Batch) -> list[Heads]:
-    found: list[Heads] = []
-    capture(net, sites, batch, lambda layer: found.append(layer.heads()))
-    return found
+    return capture(net, sites, batch, Layer.heads)
 
 
 @pytest.mark.parametrize("name", [*CLOSED, *OPEN, "timm-cait"])
 def test_model_is_not_changed(zoo, name):
     net, sites, batch = zoo(name)
-    met: list[Site] = []
-    output = capture(net, sites, batch, lambda layer: met.append(layer.site))
-    assert met == list(sites)
-    torch.testing.assert_close(output, net.output(batch))
+    outputs: list[torch.Tensor] = []
+    keeping = replace(net, read=lambda result: outputs.append(net.read(result)) or outputs[-1])
+    assert capture(keeping, sites, batch, lambda layer: layer.site) == list(sites)
+    torch.testing.assert_close(outputs[0].detach(), net.output(batch))
 
 
 @pytest.mark.parametrize("name", CLOSED)

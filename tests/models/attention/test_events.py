@@ -7,12 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lipaudit.models.attention.observe.events import (
-    AttentionCall,
-    AttentionMode,
-    Fused,
-    probabilities,
-)
+from lipaudit.models.attention.observe.calls import AttentionCall, Fused, probabilities
+from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.linears import Linear, recognise
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -9,8 +9,8 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
-from lipaudit.measures.bounds import BoundsOptions, run, summarise
-from lipaudit.models.attention.capture import capture
+from lipaudit.measures.bounds import BoundsOptions, measure, summarise
+from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.generic import generic
 from lipaudit.models.sources.assembly import assemble
@@ -127,7 +127,7 @@ def test_structure_does_not_depend_on_the_sample(model, kinds, name):
 def test_bound_for_all_inputs_is_not_given_by_a_constant_sample(name):
     """On it, normalised queries look affine, and `castin` would be exceeded within its domain."""
     net, options = net_of(Normed()), BoundsOptions()
-    rows = summarise(list(run(net, [batch_of(ALIKE[name])], options)), options)[0].rows
+    rows = summarise(list(measure(net, [batch_of(ALIKE[name])], options)), options)[0].rows
     assert all(row.castin is None and row.mean_field is None for row in rows)
 
 
@@ -136,7 +136,7 @@ def test_a_constant_sample_and_an_ordinary_one_are_measured_together(name):
     net, options = net_of(Normed()), BoundsOptions(tol=1e-8)
     batch = batch_of(ALIKE[name], random(2))
     found = torch.cat(
-        [torch.as_tensor(part.values["exact"]) for part in run(net, batch.split(1), options)]
+        [torch.as_tensor(part.values["exact"]) for part in measure(net, batch.split(1), options)]
     )
     for x, norms in zip(batch.x, found, strict=True):
         dense = torch.autograd.functional.jacobian(lambda x: net.module(x[None])[0], x)
@@ -171,12 +171,12 @@ def test_heads_that_are_equal_on_a_sample_are_not_grouped():
     x = torch.zeros(TOKENS, WIDTH)
     x[:, [0, -1]] = random(3)[:, [0, -1]]
     net, batch = net_of(Equal()), batch_of(x)
-    (site,), found = survey(net, batch), []
+    (site,) = survey(net, batch)
     assert site.structure.k.repeat == 1
-    capture(net, (site,), batch, lambda layer: found.append(layer.heads()))
+    (heads,) = capture(net, (site,), batch, Layer.heads)
     want = net.module.to_k.weight.unflatten(0, (HEADS, -1)).mT
-    assert torch.equal(found[0].to_k.weight, want)
-    assert head_norms(found[0], seeds=[0]).converged.all()
+    assert torch.equal(heads.to_k.weight, want)
+    assert head_norms(heads, seeds=[0]).converged.all()
 
 
 def test_generic_points_stay_in_the_box_and_move_every_entry(zoo):
@@ -244,7 +244,7 @@ def test_structure_that_changes_with_the_data_is_reopened(size):
     """The run goes on, with norms that hold and without bounds that do not."""
     net, options = net_of(Settled()), BoundsOptions(tol=1e-8)
     batch = batch_of(random(4), 100 * random(5), random(6))
-    parts = list(run(net, batch.split(size), options))
+    parts = list(measure(net, batch.split(size), options))
     found = torch.cat([torch.as_tensor(part.values["exact"]) for part in parts])
     want = torch.tensor([norms_of(net, x) for x in batch.x])
     torch.testing.assert_close(found, want.double(), rtol=1e-6, atol=0.0)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.bounds import BoundsOptions, run, summarise
+from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -122,7 +122,7 @@ def batch() -> Batch:
 def rows_of(attention: Attention, **options):
     """The rows of the measure, the largest norms over two samples, and the notes."""
     chosen = BoundsOptions(tol=1e-9, **options)
-    section = summarise(list(run(net_of(attention), [batch()], chosen)), chosen)[0]
+    section = summarise(list(measure(net_of(attention), [batch()], chosen)), chosen)[0]
     rows = [row for row in section.rows if isinstance(row, BoundsRow)]
     return (
         rows,

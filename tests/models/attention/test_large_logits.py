@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.bounds import BoundsOptions, run, summarise
+from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.hf.calls import describe
@@ -41,7 +41,7 @@ def model(attention: str, gain: float, dtype: str = "float32"):
 
 def section(net, batch):
     options = BoundsOptions()
-    return summarise([*run(net, [batch], options)], options)[0]
+    return summarise([*measure(net, [batch], options)], options)[0]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.heads import per_sample
@@ -15,14 +17,10 @@ SEEDS = [3, 4]
 
 
 def numeric(net, sites, batch: Batch, index: int, seeds=SEEDS):
-    found = []
-
-    def visit(layer) -> None:
-        found.append(numeric_norms(layer, seeds=seeds, tol=1e-8))
-
-    capture(net, sites, batch, visit, layers=[index])
-    assert found[0].converged.all()
-    return found[0].norm
+    norms_of = partial(numeric_norms, seeds=seeds, tol=1e-8)
+    (norms,) = capture(net, sites, batch, norms_of, layers=[index])
+    assert norms.converged.all()
+    return norms.norm
 
 
 @pytest.mark.parametrize(
@@ -33,10 +31,9 @@ def numeric(net, sites, batch: Batch, index: int, seeds=SEEDS):
 def test_numeric_norms_are_those_of_the_closed_form(zoo, name, index):
     """Where the module's input is X itself, the two are the same number."""
     net, sites, batch = zoo(name, "float64")
-    closed = []
-    capture(net, sites, batch, lambda layer: closed.append(layer.heads()), layers=[index])
-    norms = head_norms(closed[0], seeds=SEEDS, tol=1e-8).norm
-    want = per_sample(norms, closed[0].sample)
+    (closed,) = capture(net, sites, batch, Layer.heads, layers=[index])
+    norms = head_norms(closed, seeds=SEEDS, tol=1e-8).norm
+    want = per_sample(norms, closed.sample)
     torch.testing.assert_close(numeric(net, sites, batch, index), want, rtol=1e-6, atol=0.0)
 
 

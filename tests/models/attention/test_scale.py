@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -88,19 +89,17 @@ def test_samples_of_different_size_do_not_disturb_each_other():
 @pytest.mark.parametrize("power", [-30, 12, 25])
 def test_layers_without_a_closed_form(zoo, power):
     net, sites, batch = zoo("deberta", "float32")
-    site, found = sites[0], []
-    values = net.module.get_submodule(site.module).value_proj
+    values = net.module.get_submodule(sites[0].module).value_proj
     batch = Batch(batch.x[:1], None, batch.ids[:1])
 
-    def visit(layer) -> None:
-        found.append(numeric_norms(layer, seeds=[3]))
-
+    norms_of = partial(numeric_norms, seeds=[3])
+    norms = []
     kept = copy.deepcopy(values.state_dict())
     try:
         for factor in (1.0, 10.0**power):
             values.load_state_dict({name: factor * each for name, each in kept.items()})
-            capture(net, sites, batch, visit, layers=[0])
+            norms += capture(net, sites, batch, norms_of, layers=[0])
     finally:
         values.load_state_dict(kept)
-    assert found[1].converged.all()
-    torch.testing.assert_close(found[1].norm / 10.0**power, found[0].norm, rtol=1e-5, atol=0)
+    assert norms[1].converged.all()
+    torch.testing.assert_close(norms[1].norm / 10.0**power, norms[0].norm, rtol=1e-5, atol=0)

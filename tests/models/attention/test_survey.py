@@ -12,7 +12,7 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.models.attention import checks
+from lipaudit.models.attention import agreement
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.models.attention.survey import survey
@@ -279,8 +279,7 @@ def test_logits_of_each_pair_have_a_closed_form(model):
     net, batch = net_and_batch(model(), "float64")
     (site,) = survey(net, batch)
     assert site.closed_form
-    found = []
-    capture(net, (site,), batch, lambda layer: found.append(layer.heads()))
+    found = capture(net, (site,), batch, lambda layer: layer.heads())
     heads, module = found[0], net.module
 
     def outputs(x):
@@ -368,8 +367,7 @@ def test_layer_without_closed_form_says_why(model, reason):
     (site,) = survey(net, batch)
     assert not site.closed_form
     assert re.search(reason, site.reason)
-    rows = []
-    capture(net, (site,), batch, lambda layer: rows.append(layer.attention.attention().sum(-1)))
+    rows = capture(net, (site,), batch, lambda layer: layer.attention.attention().sum(-1))
     torch.testing.assert_close(rows[0], torch.ones_like(rows[0]))
 
 
@@ -389,8 +387,7 @@ def test_layer_that_cannot_be_run_again_says_so():
     (site,) = survey(net, batch)
     assert site.inputs == ()
     assert "nor can its norms be computed numerically" in site.reason
-    found = []
-    capture(net, (site,), batch, lambda layer: found.append(numeric_norms(layer, seeds=[1, 2])))
+    found = capture(net, (site,), batch, lambda layer: numeric_norms(layer, seeds=[1, 2]))
     assert found[0].norm.isnan().all()
     assert not found[0].converged.any()
 
@@ -410,9 +407,9 @@ def test_wrong_structure_cannot_pass():
             verdicts.append(real(replace(heads, **{name: wrong}), made, call, lost))
         return True
 
-    real = checks.jacobian_agrees
+    real = agreement.jacobian_agrees
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "jacobian_agrees", compare)
+        patch.setattr(agreement, "jacobian_agrees", compare)
         sites_of(Model())
     assert verdicts == [True, False, False, False]
 

@@ -50,7 +50,7 @@ def test_the_survey_says_that_heads_cannot_be_told_from_tokens():
 
 @pytest.mark.parametrize(
     ("run", "options"),
-    [(bounds.run, bounds.BoundsOptions()), (attention.run, attention.AttentionOptions())],
+    [(bounds.measure, bounds.BoundsOptions()), (attention.measure, attention.AttentionOptions())],
 )
 def test_another_length_is_refused(run, options):
     net, batch = net_and_batch(12)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention import checks
+from lipaudit.models.attention import agreement
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.probes import Source
@@ -102,8 +102,7 @@ def test_small_bias_beside_giant_logits_is_kept():
     """With logits still larger, and a bias of 0.1, the norm was 13 % off without it."""
     model = Biased()
     net, site, batch = surveyed(model)
-    found = []
-    capture(net, (site,), batch, lambda layer: found.append(layer.heads()))
+    found = capture(net, (site,), batch, lambda layer: layer.heads())
     torch.testing.assert_close(found[0].bias[0, 1], 5e-3 * model.position, rtol=0.0, atol=1e-5)
     norm = head_norms(found[0], seeds=[0], tol=1e-8).norm[0, 1]
     model.double()
@@ -118,8 +117,7 @@ def test_bias_of_rounding_is_none():
             return (q @ k.mT) / 3 + second(0 * self.position)
 
     net, site, batch = surveyed(Zero())
-    found = []
-    capture(net, (site,), batch, lambda layer: found.append(layer.heads().bias))
+    found = capture(net, (site,), batch, lambda layer: layer.heads().bias)
     assert found[0] is None or not found[0][0, 1].any()
 
 
@@ -141,8 +139,7 @@ def test_one_head_hides_nothing_of_another(model, kinds, reason):
 def test_logits_that_a_sample_may_take_to_a_cut_off_are_not_plain(model, plain):
     """Bounds for all inputs are not given for them."""
     net, site, batch = surveyed(model())
-    found = []
-    capture(net, (site,), batch, lambda layer: found.append(layer.heads().pairs))
+    found = capture(net, (site,), batch, lambda layer: layer.heads().pairs)
     assert (found[0] is None) == plain
 
 
@@ -163,7 +160,7 @@ def test_dead_heads_are_read_like_the_others():
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypatch, head):
     """Off by a tenth in one head, beside another that is 1e15 times larger, or smaller."""
-    verdicts, real = [], checks.jacobian_agrees
+    verdicts, real = [], agreement.jacobian_agrees
 
     def compare(heads, made, call, lost):
         weight = heads.to_v.weight.clone()
@@ -172,7 +169,7 @@ def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypat
         verdicts.extend(real(each, made, call, lost) for each in (heads, wrong))
         return True
 
-    monkeypatch.setattr(checks, "jacobian_agrees", compare)
+    monkeypatch.setattr(agreement, "jacobian_agrees", compare)
     surveyed(dead_model())
     assert verdicts == [True, False]
 
@@ -180,9 +177,9 @@ def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypat
 def test_agreement_is_judged_slice_by_slice():
     a = torch.tensor([[1e4, 1.0]])
     b = a + torch.tensor([[0.0, 1e-3]])
-    assert checks.agree(a, b)
-    assert checks.agree(a, b, each=0)
-    assert not checks.agree(a, b, each=1)
+    assert agreement.agree(a, b)
+    assert agreement.agree(a, b, each=0)
+    assert not agreement.agree(a, b, each=1)
 
 
 def test_an_affine_map_is_judged_head_by_head():

@@ -10,7 +10,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.survey import survey
-from lipaudit.models.derivative.endpoints import sample_map
+from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import jacobian_norms
 from lipaudit.models.sources.hf.pooling import mean_pooling
@@ -88,7 +88,7 @@ def drawn(net, samples=2):
 
 
 def norms(net, batch):
-    mapped = sample_map(net, batch, start=None, target=None)
+    mapped = sample_function(net, batch, start=None, target=None)
     return jacobian_norms(linearize(mapped.f, mapped.x)).norm
 
 

@@ -1,8 +1,15 @@
 """Meet every attention call of an unmodified model while it runs.
 
 A model computes attention in one of two ways: by the fused op `scaled_dot_product_attention`, or
-by a softmax over something that contains a product q k^T, whose result multiplies v. The mode
-below recognises both and hands each call to a function, whatever the model's code looks like.
+written out. The mode below recognises both and hands each call to a function, whatever the model's
+code looks like. What is written out is put together from three ops, by the autograd graph alone:
+
+    s = q @ k.mT       a product of two batched tensors that depend on the input: noted
+    p = softmax(f(s))  the graph of the logits leads back to a noted product: p is awaited
+    o = g(p) @ v       the graph of one operand leads back to an awaited p: an attention call
+
+f and g are the model's own: scale, bias, mask, cap, dropout. `project.logits` judges them later.
+
 Kernels that torch does not dispatch (flash-attn, flex attention, compiled or scripted modules)
 cannot be seen.
 """
@@ -18,99 +25,80 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused
 from lipaudit.models.attention.observe.linears import Linear, contraction, recognise
-from lipaudit.models.graph import leaves, past_of, remember, vjp
+from lipaudit.models.graph import Past, leaves, vjp
 
-
-@dataclass(frozen=True)
-class Fused:
-    """Logits of the fused op: scale q k^T + mask (True or 0 where a key is seen)."""
-
-    scale: float
-    mask: Tensor | None
-    causal: bool
-
-
-@dataclass(frozen=True)
-class Explicit:
-    """Logits of a written-out softmax.
-
-    Attributes:
-        product: where q k^T enters the autograd graph of the logits.
-        logits: what the softmax is taken of.
-        p: its result.
-        weights: what multiplies v: p itself, or what the model made of it.
-        others: whether the logits depend on more than this product and constants.
-    """
-
-    product: GradientEdge
-    logits: Tensor
-    p: Tensor
-    weights: Tensor
-    others: bool
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One attention call, with its autograd graph.
-
-    Attributes:
-        q, k, v: (..., tokens, width), leading axes broadcast, grouped heads repeated.
-        form: how the logits come about.
-        output: what the model's own ops make of it, (..., tokens, width), in the model's shape.
-        transposed: whether the model keeps tokens last, (..., width, tokens).
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    form: Fused | Explicit
-    output: Tensor
-    transposed: bool = False
-
-
-def probabilities(call: AttentionCall) -> Tensor:
-    """Return P, all of it, differentiable to any order."""
-    if isinstance(call.form, Explicit):
-        return call.form.p
-    logits = call.form.scale * (call.q @ call.k.mT)
-    if call.form.mask is not None:
-        logits = logits + additive(call.form.mask, logits.dtype)
-    if call.form.causal:
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-        logits = logits.masked_fill(future, -torch.inf)
-    p = torch.softmax(logits, -1)
-    # A row without any key: softmax gives NaN, the fused op zero.
-    return p if call.form.mask is None else p.masked_fill(logits.isneginf().all(-1, True), 0.0)
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as what is added to the logits: -inf where a boolean one is False."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+_PRODUCTS = 8  # that are noted at a time: those of one layer, and some that were no logits
+_AWAITED = 4  # softmaxes at a time that have not met their values yet
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A batched matrix product that may turn out to be q k^T."""
+    """A batched matrix product that may turn out to be q k^T.
+
+    Its edge is kept, not its result: the model may change its logits in place.
+    """
 
     edge: GradientEdge
     a: Tensor
     b: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Softmax:
-    """A softmax over logits that contain a product; v has not been met yet."""
+    """A softmax over logits that contain a product; it has not met its values yet."""
 
     product: _Product
     logits: Tensor
     p: Tensor
     others: bool
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """What a softmax has become, and the values that it multiplies.
+
+    Attributes:
+        weights: g(p), as the model lays it out.
+        values: v, likewise.
+        transposed: whether the model multiplies v^T g(p)^T.
+    """
+
+    softmax: _Softmax
+    weights: Tensor
+    values: Tensor
+    transposed: bool
+
+    @property
+    def p(self) -> Tensor:
+        """The weights, (..., queries, keys)."""
+        return self.weights.mT if self.transposed else self.weights
+
+    @property
+    def v(self) -> Tensor:
+        """The values, (..., keys, width)."""
+        return self.values.mT if self.transposed else self.values
+
+    def fits(self) -> bool:
+        """Say whether P meets v in the axes in which q met k: not if chunks were laid out anew."""
+        a, b = self.softmax.product.a, self.softmax.product.b
+        try:
+            torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], self.v.shape[:-2])  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return False
+        return self.p.shape[-2] == a.shape[-2] and self.v.shape[-2] == b.shape[-1]
+
+    def call(self, output: Tensor) -> AttentionCall:
+        """Return the attention call that this is, with what the model's product gives."""
+        softmax = self.softmax
+        q, k, v = _broadcast(softmax.product.a, softmax.product.b.mT, self.v)
+        form = Explicit(softmax.product.edge, softmax.logits, softmax.p, self.p, softmax.others)
+        return AttentionCall(q, k, v, form, output, self.transposed)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -143,7 +131,8 @@ class AttentionMode(TorchFunctionMode):
         self._on_attention = on_attention
         self._on_linear = on_linear
         self._products: list[_Product] = []
-        self._pending: list[_Softmax] = []
+        self._awaited: list[_Softmax] = []
+        self._past: Past = WeakTensorKeyDictionary()  # behind cuts of logits and of P
 
     def __torch_function__(
         self,
@@ -163,14 +152,25 @@ class AttentionMode(TorchFunctionMode):
     def _linear(
         self, linear: Linear, out: Tensor, on_linear: Callable[[Linear, Tensor], Tensor]
     ) -> Tensor:
+        """Report a linear map; where it mixes logits or P, remember across the cut what they are.
+
+        Talking heads: behind a cut q k^T would be out of sight.
+        """
         cut = on_linear(linear, out)
-        edges = [product.edge for product in self._products]
-        edges += [get_gradient_edge(s.p) for s in self._pending if s.p.grad_fn is not None]
-        known = {edge.node: edge for edge in edges}
-        # Talking heads: a map of logits or of P, behind which q k^T would be out of sight.
-        if cut is not out and (past := leaves(linear.x, known)[1]):
-            remember(cut, [node for node in past if _maps_logits(linear, known[node])])
+        if cut is out:
+            return out
+        known = self._known()
+        hits = leaves(linear.x, known, self._past)[1]
+        past = [node for node in hits if _maps_logits(linear, known[node], self._past)]
+        for leaf in leaves(cut)[0] if hits else ():
+            self._past[leaf] = past
         return cut
+
+    def _known(self) -> dict[Node, GradientEdge]:
+        """Return where the noted products and the awaited maps enter the graph."""
+        edges = [product.edge for product in self._products]
+        edges += [get_gradient_edge(s.p) for s in self._awaited if s.p.grad_fn is not None]
+        return {edge.node: edge for edge in edges}
 
     def _fused(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return self._on_attention(_fused_call(func(*args, **kwargs), *args, **kwargs))
@@ -180,24 +180,32 @@ class AttentionMode(TorchFunctionMode):
             return _multi_head_attention(*args, **kwargs)
 
     def _matmul(self, func: Callable[..., Tensor], *operands: Any, **kwargs: Any) -> Tensor:
+        """Complete an attention call, or note a product that may become one."""
+        out = func(*operands, **kwargs)
         if kwargs or len(operands) != 2 or not all(isinstance(t, Tensor) for t in operands):
-            return func(*operands, **kwargs)
-        a, b = operands
-        for i, softmax in enumerate(self._pending):
-            for weights, values, transposed in ((a, b, False), (b, a, True)):
-                if _reaches(weights, softmax.p):
-                    del self._pending[i]
-                    if not _fits(softmax.product, weights, values, transposed):
-                        self.chunked.append(self._where())
-                        return func(a, b)
-                    return self._on_attention(
-                        _call(softmax, func(a, b), weights, values, transposed)
-                    )
-        out = func(a, b)
-        if out.requires_grad and a.ndim > 2 and b.ndim > 2:
-            # The edge, not the tensor: the model may change its logits in place.
-            self._products = [*self._products[-7:], _Product(get_gradient_edge(out), a, b)]
+            return out
+        meeting = self._meeting(*operands)
+        if meeting is None:
+            self._note_product(out, *operands)
+            return out
+        self._awaited.remove(meeting.softmax)
+        if meeting.fits():
+            return self._on_attention(meeting.call(out))
+        self.chunked.append(self._where())
         return out
+
+    def _meeting(self, a: Tensor, b: Tensor) -> _Meeting | None:
+        """Return the softmax that a product brings to its values, if any."""
+        for softmax in self._awaited:
+            for weights, values, transposed in ((a, b, False), (b, a, True)):
+                if _reaches(weights, softmax.p, self._past):
+                    return _Meeting(softmax, weights, values, transposed)
+        return None
+
+    def _note_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        if out.requires_grad and a.ndim > 2 and b.ndim > 2:
+            product = _Product(get_gradient_edge(out), a, b)
+            self._products = [*self._products, product][-_PRODUCTS:]
 
     def _baddbmm(
         self,
@@ -226,21 +234,22 @@ class AttentionMode(TorchFunctionMode):
         return out.permute([axes.index(x) for x in c.out]).clone()
 
     def _softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Await the values of a softmax whose logits contain a noted product."""
         p = func(*args, **kwargs)
         logits = args[0] if args else kwargs["input"]
         if not logits.requires_grad or logits.ndim < 3:
             return p
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-        known = {product.edge.node: product for product in self._products}
-        inputs, hits = leaves(logits, known)
+        noted = {product.edge.node: product for product in self._products}
+        inputs, hits = leaves(logits, noted, self._past)
         if not hits or dim not in (-1, logits.ndim - 1):
             what = f"a softmax over axis {dim}" if hits else "a softmax without q k^T"
             self.passed_over.setdefault(what, self._where())
             return p
-        first = next(product for node, product in known.items() if node in hits)
+        first = next(product for node, product in noted.items() if node in hits)
         self._products.clear()
-        found = _Softmax(first, logits, p, others=bool(inputs) or len(hits) > 1)
-        self._pending = [*self._pending[-3:], found]
+        softmax = _Softmax(first, logits, p, others=bool(inputs) or len(hits) > 1)
+        self._awaited = [*self._awaited, softmax][-_AWAITED:]
         return p
 
 
@@ -263,31 +272,12 @@ def _fused_call(
     return AttentionCall(q, k, v, Fused(s, attn_mask, is_causal), output)
 
 
-def _call(
-    softmax: _Softmax, output: Tensor, weights: Tensor, values: Tensor, transposed: bool
-) -> AttentionCall:
-    weights, values = (weights.mT, values.mT) if transposed else (weights, values)
-    q, k, v = _broadcast(softmax.product.a, softmax.product.b.mT, values)
-    form = Explicit(softmax.product.edge, softmax.logits, softmax.p, weights, softmax.others)
-    return AttentionCall(q, k, v, form, output, transposed)
-
-
-def _fits(product: _Product, weights: Tensor, values: Tensor, transposed: bool) -> bool:
-    """Say whether P meets v in the axes in which q met k: not if chunks were laid out anew."""
-    p, v = (weights.mT, values.mT) if transposed else (weights, values)
-    try:
-        torch.broadcast_shapes(product.a.shape[:-2], product.b.shape[:-2], v.shape[:-2])  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return False
-    return p.shape[-2] == product.a.shape[-2] and v.shape[-2] == product.b.shape[-1]
-
-
 def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)
 
 
-def _maps_logits(linear: Linear, product: GradientEdge) -> bool:
+def _maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
     """Say whether a linear map mixes the heads of logits entry by entry, or the keys of a row.
 
     Any other map is a layer further on: linear attention and state-space mixers end in a product
@@ -296,7 +286,7 @@ def _maps_logits(linear: Linear, product: GradientEdge) -> bool:
     """
     spread = _spread(linear, product)
     if not spread:
-        cuts = (leaf for leaf in leaves(linear.x)[0] if product.node in past_of(leaf))
+        cuts = (leaf for leaf in leaves(linear.x)[0] if product.node in past.get(leaf, ()))
         return any(sum(n > 1 for n in _spread(linear, cut)) <= 1 for cut in cuts)
     *heads, queries, keys = spread
     return queries == 1 and (keys == 1 or max(heads) == 1)
@@ -311,10 +301,10 @@ def _spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
     return [] if pulled is None else [axis.unique().numel() for axis in pulled.nonzero().T]
 
 
-def _reaches(t: Tensor, target: Tensor) -> bool:
+def _reaches(t: Tensor, target: Tensor, past: Past) -> bool:
     if t.grad_fn is None or target.grad_fn is None:
         return False
-    return bool(leaves(t, (target.grad_fn,))[1])
+    return bool(leaves(t, (target.grad_fn,), past)[1])
 
 
 def _without_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lipaudit.models.attention.observe.trace import origins
+from lipaudit.models.attention.observe.calls import AttentionCall
 
 LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "batch heads tokens": lambda t, _: t,
@@ -39,18 +39,20 @@ def arrange(layout: str, t: Tensor, samples: int) -> Tensor:
     return LAYOUTS[layout](t, samples)
 
 
-def layouts(t: Tensor, samples: int) -> tuple[str, ...]:
+def layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
     """Return the layouts that q could have, most likely first."""
+    t = call.q
     names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
-    heads = _folded_heads(t, samples) if t.ndim == 3 else 0
+    heads = _folded_heads(call, samples) if t.ndim == 3 else 0
     folded = (f"windows*{heads}heads tokens",) if heads else ()
     plain = (name for name in names if "*" not in name or t.shape[0] % samples == 0)
     return (*plain, *folded)
 
 
-def _folded_heads(t: Tensor, samples: int) -> int:
-    """Return how many heads t has if its first axis holds several windows of a sample; else 0."""
-    linears = [origin.linear for _, origin in origins(t) if origin.linear is not None]
+def _folded_heads(call: AttentionCall, samples: int) -> int:
+    """Return how many heads q has if its first axis holds several windows of a sample; else 0."""
+    t = call.q
+    linears = [o.linear for _, o in call.origins.leaves(t) if o.linear is not None]
     tokens = sum(len(linear.inputs) for linear in linears)
     windows = tokens // t.shape[1]
     if len(linears) != 1 or windows <= samples or windows * t.shape[1] != tokens:

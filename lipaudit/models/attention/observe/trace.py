@@ -5,57 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipaudit.models.attention.observe.events import AttentionCall, AttentionMode
+from lipaudit.data.batch import Batch
+from lipaudit.models.attention.observe.calls import AttentionCall
+from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.graph import leaves, root
+from lipaudit.models.attention.observe.origins import Address, Origin, Origins
+from lipaudit.models.generic import token_embeddings
+from lipaudit.models.graph import root
+from lipaudit.models.net import Net
 
 _QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
 """Modules by the dozen in which nothing happens that is looked for."""
-
-
-class Address(NamedTuple):
-    """Which op of a forward pass: the innermost module, the kind of op, its running number there.
-
-    It does not depend on the data: a mixture of experts changes the numbers inside its own
-    modules only.
-    """
-
-    module: str
-    op: str
-    number: int
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What made a leaf of the cut graph: a linear map, the model's input, or an attention.
-
-    Attributes:
-        address: which op it was.
-        linear: the linear map.
-        root: the tensor whose tokens the linear map reads, see `root`; None in a pass that is not
-            the survey's.
-    """
-
-    address: Address
-    linear: Linear | None = None
-    root: object = None
-
-    def reads_same(self, other: Origin) -> bool:
-        """Say whether two linear maps of one pass read the same tokens of one tensor.
-
-        That it is one tensor is a matter of the graph, not of values: two layer norms may agree
-        today. The values, at a generic point, then tell that the tokens come in the same order.
-        """
-        if self.linear is None or other.linear is None or self.root is not other.root:
-            return False
-        x, y = self.linear.inputs, other.linear.inputs
-        return self.root is not None and x.shape == y.shape and torch.equal(x, y)
 
 
 @dataclass
@@ -116,6 +82,7 @@ class Tracer:
         wanted: where to cut; None cuts whatever depends on the input.
         inner: linear maps at which the graph is not cut.
         place: where the pass is.
+        origins: what made the leaves of the cut graph.
         passed_over: what looked like attention and is not, with the module where it was first.
         chunked: the modules whose P is laid out anew before it meets v.
     """
@@ -125,6 +92,7 @@ class Tracer:
     wanted: frozenset[Address] | None = None
     inner: frozenset[Address] = frozenset()
     place: Place = field(default_factory=Place)
+    origins: Origins = field(default_factory=Origins)
     passed_over: dict[str, str] = field(default_factory=dict)
     chunked: list[str] = field(default_factory=list)
 
@@ -158,7 +126,7 @@ class Tracer:
     def attention(self, call: AttentionCall) -> Tensor:
         """Report an attention call, and cut after it."""
         address = self.place.address("attention")
-        self.on_attention(call, address)
+        self.on_attention(replace(call, origins=self.origins), address)
         for frame in self.place.frames:
             frame.attentions += 1
         if self._wants(address, call.output):
@@ -169,19 +137,27 @@ class Tracer:
         return source.requires_grad if self.wanted is None else address in self.wanted
 
     def _cut(self, t: Tensor, origin: Origin) -> Tensor:
-        """Return t as a leaf that knows its origin: a clone, since the model may write into it."""
+        """Return t as a leaf of known origin: a clone, since the model may write into it."""
         leaf = t.detach().requires_grad_()
-        leaf._origin = origin  # type: ignore[attr-defined]
+        self.origins.note(leaf, origin)
         return leaf.clone()
 
 
-def origins(t: Tensor) -> list[tuple[Tensor, Origin]]:
-    """Return the leaves that t was made from, with what made them.
+def run_observed(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
+    """Run a model under observation and return its output."""
+    with tracer.watching(net.module), _cut_at_embeddings(net, tracer):
+        x = batch.x if net.kind == "text" else tracer.input(batch.x)
+        return net.read(net.call(x, batch.mask)).detach()
 
-    A constant for which the model itself asks gradients is none: it depends on nothing.
-    """
-    made = ((leaf, getattr(leaf, "_origin", None)) for leaf in leaves(t)[0])
-    return [(leaf, origin) for leaf, origin in made if origin is not None]
+
+@contextmanager
+def _cut_at_embeddings(net: Net, tracer: Tracer) -> Iterator[None]:
+    """Cut a text model at its token embedding and at every module that shares its weight."""
+    with ExitStack() as hooks:
+        for module in token_embeddings(net):
+            hook = module.register_forward_hook(lambda _module, _args, out: tracer.input(out))
+            hooks.callback(hook.remove)
+        yield
 
 
 @contextmanager

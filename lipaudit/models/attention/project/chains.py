@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import Address, Origin
+from lipaudit.models.attention.observe.origins import Address, Origin
 
 _LATEST = 16  # linear maps that are remembered: those of one attention layer, and some before
 _DEEPEST = 3  # linear maps in a row
@@ -28,18 +28,18 @@ class Chains:
         default_factory=OrderedDict
     )
 
-    def note(self, address: Address, linear: Linear, made: Sequence[Origin]) -> None:
+    def note(self, address: Address, linear: Linear, origins: Sequence[Origin]) -> None:
         """Remember a linear map of something that was made from these origins."""
-        self.latest[address] = linear.x, tuple(origin.address for origin in made)
+        self.latest[address] = linear.x, tuple(origin.address for origin in origins)
         while len(self.latest) > _LATEST:
             self.latest.popitem(last=False)
 
-    def inner(self, made: Sequence[Origin]) -> frozenset[Address]:
-        """Return the linear maps to leave in the graph so that all of `made` read one tensor.
+    def inner(self, origins: Sequence[Origin]) -> frozenset[Address]:
+        """Return the linear maps to leave in the graph so that all of `origins` read one tensor.
 
         The nearest such tensor counts. Empty where there is none, or where they do already.
         """
-        ways = [list(self._back(address)) for address in {o.address for o in made if o.linear}]
+        ways = [list(self._back(address)) for address in {o.address for o in origins if o.linear}]
         for x, _ in ways[0] if ways else ():
             passed = [_until(x, way) for way in ways]
             if all(maps is not None for maps in passed):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lipaudit.models.attention.observe.events import AttentionCall, Explicit
-from lipaudit.models.attention.project.structure import NotClosedForm
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit
+from lipaudit.models.attention.project.forms import NotClosedForm
 from lipaudit.models.graph import SHAPE_OPS, nodes, op, vjp
 
 _AFFINE_OPS = {

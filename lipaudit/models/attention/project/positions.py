@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lipaudit.models.attention.project import probes
+from lipaudit.models.attention.project.forms import NotClosedForm
 from lipaudit.models.attention.project.logits import BESIDE
 from lipaudit.models.attention.project.probes import Source
-from lipaudit.models.attention.project.structure import NotClosedForm, Projected, Recipe
+from lipaudit.models.attention.project.projected import Projected
 from lipaudit.models.graph import leaves
 from lipaudit.theory.heads import Heads, Pairs
 
@@ -23,26 +24,20 @@ LARGEST = 2**27  # numbers in r, or in t: 1 GiB in float64
 _ROUNDING = 64  # times the machine epsilon of the largest gradient
 
 
-def position_terms(
-    heads: Heads,
-    logits: Tensor,
-    made: Mapping[str, Projected],
-    recipes: Mapping[str, Recipe],
-) -> Pairs:
+def position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected]) -> Pairs:
     """Return r and t of a layer, the same in all windows, beside its slope.
 
     Args:
         heads: the layer; its `pairs` hold the slope.
         logits: S with its graph, (windows, heads, queries, keys).
-        made: where its q and k come from.
-        recipes: how they do.
+        parts: where its q, k and v come from.
 
     Raises:
         NotClosedForm: S_ij depends on more than q_i and k_j; what they meet depends on the input;
             or it is too large.
     """
     assert heads.pairs is not None
-    sides = {name: made[name] for name in "qk" if name in made}
+    sides = {name: parts[name] for name in "qk" if name in parts}
     known = {id(part.leaf) for part in sides.values()}
     if any(id(leaf) not in known for leaf in leaves(logits)[0]):
         raise NotClosedForm("x-dependent-bias", BESIDE)
@@ -50,13 +45,12 @@ def position_terms(
     terms: dict[str, Tensor | None] = {"q": None, "k": None}
     for name, part in sides.items():
         turned = name == "k"
+        columns = part.form.columns
         side = _Side(
-            source=_source(logits.mT if turned else logits, part, recipes[name]),
-            rows=part.rows.index(int(heads.sample[-1]) + 1),
-            columns=torch.arange(recipes[name].columns.numel()).view_as(
-                recipes[name].columns.cpu()
-            ),
-            moves=_moves(part, recipes[name]),
+            source=_source(logits.mT if turned else logits, part),
+            rows=part.index.rows(int(heads.sample[-1]) + 1),
+            columns=torch.arange(columns.numel()).view_as(columns.cpu()),
+            moves=_moves(part),
             plain=s * (heads.q if turned else heads.k),
             slope=slope if slope is None or not turned else slope.mT,
             live=live.mT if turned else live,
@@ -66,28 +60,28 @@ def position_terms(
     return Pairs(slope, terms["q"], None if t is None else t.transpose(2, 3))
 
 
-def _source(logits: Tensor, part: Projected, recipe: Recipe) -> Source:
+def _source(logits: Tensor, part: Projected) -> Source:
     """Return the logits as a function of the columns of one linear map that made q (or k)."""
-    if part.projection.local is not None or recipe.repeat > 1:
-        how = "shared keys" if recipe.repeat > 1 else "a rotation or norm"
+    mix, repeat = part.form.mix, part.form.repeat
+    if part.projection.local is not None or repeat > 1:
+        how = "shared keys" if repeat > 1 else "a rotation or norm"
         raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind {how}")
-    mix = recipe.mix
     if mix is not None and mix.shape[-1] != mix.shape[-2]:
         raise NotClosedForm("x-dependent-bias", f"{BESIDE}, behind a map to another width")
-    size = logits[0].numel() * recipe.columns.shape[1]
+    size = logits[0].numel() * part.form.columns.shape[1]
     if size > LARGEST:
         raise NotClosedForm("large", f"its queries or keys meet {size:.1e} numbers of positions")
-    columns = recipe.columns.flatten()
+    columns = part.form.columns.flatten()
     return Source(logits, part.leaf, lambda y: part.linear.outputs(y)[:, columns])
 
 
-def _moves(part: Projected, recipe: Recipe) -> Tensor:
+def _moves(part: Projected) -> Tensor:
     """Return the changes of a leaf, shaped to be expanded to it, that move one channel each."""
-    heads, width = recipe.columns.shape
+    mix, (heads, width) = part.form.mix, part.form.columns.shape
     unit = torch.eye(width, dtype=part.leaf.dtype, device=part.leaf.device)
-    inverse = unit.expand(heads, -1, -1) if recipe.mix is None else torch.linalg.inv(recipe.mix)
+    inverse = unit.expand(heads, -1, -1) if mix is None else torch.linalg.inv(mix)
     moves = inverse.new_zeros(width, part.linear.weight.shape[1])
-    moves[:, recipe.columns] = inverse.permute(2, 0, 1)
+    moves[:, part.form.columns] = inverse.permute(2, 0, 1)
     behind = 0 if part.linear.axis == -1 else part.leaf.ndim - 1 - part.linear.axis
     return moves.view(*moves.shape, *(1,) * behind)
 

@@ -109,10 +109,10 @@ def affine_map(source: Source, rows: Tensor, columns: Tensor) -> tuple[Tensor, T
     mix = t.new_zeros(heads, width, columns.shape[1])
     for channel, g in _probe(source, rows, columns, slot.expand(t.shape[:-1])):
         mix[:, channel[:, 0].flatten()] = g.transpose(0, 1).flatten(1, 2)
-    made = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
-    rest = t - made
+    image = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
+    rest = t - image
     offset = rest.mean((0, 2))
-    if not within(rest - offset[:, None], AFFINE_TOLERANCE, t, made):
+    if not within(rest - offset[:, None], AFFINE_TOLERANCE, t, image):
         return None
     zero = _per_head(offset[None, :, None]) <= AFFINE_TOLERANCE * _per_head(t)
     return mix, offset.masked_fill(zero[:, None], 0.0)
@@ -144,10 +144,10 @@ def is_linear(source: Source, local: Tensor, rows: Tensor, columns: Tensor) -> b
     """Check t = G y."""
     t, y = source.t.detach(), source.values(rows, columns)
     if local.shape[:2] == (1, 1):  # else torch copies it for every head
-        made = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
+        image = torch.einsum("nce,bhne->bhnc", local[0, 0], y)
     else:
-        made = (local @ y[..., None])[..., 0]
-    return within(t - made, LINEAR_TOLERANCE, t)
+        image = (local @ y[..., None])[..., 0]
+    return within(t - image, LINEAR_TOLERANCE, t)
 
 
 def within(rest: Tensor, tolerance: float, *sizes: Tensor) -> bool:

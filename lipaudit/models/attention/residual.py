@@ -1,4 +1,4 @@
-"""The residual blocks around attention layers, and the exact norm of each from input to output."""
+"""The residual connections around attention layers, and the exact norm of each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.capture import run
-from lipaudit.models.attention.observe.events import AttentionCall
-from lipaudit.models.attention.observe.trace import Address, Tracer, undisturbed
+from lipaudit.models.attention.observe.calls import AttentionCall
+from lipaudit.models.attention.observe.origins import Address
+from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
 from lipaudit.models.attention.sites import Site
-from lipaudit.models.derivative.linearize import Map, linearize
+from lipaudit.models.derivative.linearize import Function, linearize
 from lipaudit.models.derivative.model_norms import JacobianNorms, jacobian_norms
 from lipaudit.models.graph import leaves
 from lipaudit.models.net import Net
@@ -25,7 +25,7 @@ from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.accuracy import WITHIN
 
 
-class Block(NamedTuple):
+class Residual(NamedTuple):
     """A call of a module that adds what its attention gives to its own input.
 
     Attributes:
@@ -41,95 +41,95 @@ class Block(NamedTuple):
     output: int
 
 
-def attention_blocks(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Block | None, ...]:
-    """Find the block of every attention layer: the smallest module around it with a skip path.
+def residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Residual | None, ...]:
+    """Find the residual of every attention layer: the smallest module around it with a skip path.
 
     In a pass that is cut at every linear map and every attention, the output of a module still
-    leads back to its input only where something bypasses both. The block of a pre-norm model holds
+    leads back to its input only where something bypasses both. That of a pre-norm model holds
     attention and MLP, that of BERT the attention with its LayerNorm.
 
     Returns:
-        One block per site; None where no module around it has a skip path.
+        One residual per site; None where no module around it has a skip path.
     """
     seen = _SkipPaths()
     module = net.module
     with undisturbed(module), _entered(module, seen.enter), _left(module, seen.leave):
-        run(net, batch[:1], Tracer(seen.attention))
-    return tuple(seen.block(site.address) for site in sites)
+        run_observed(net, batch[:1], Tracer(seen.attention))
+    return tuple(seen.residual(site.address) for site in sites)
 
 
-def block_norms(
+def residual_norms(
     net: Net,
     batch: Batch,
-    blocks: Sequence[Block],
+    residuals: Sequence[Residual],
     *,
     seeds: Sequence[int] | None = None,
     tol: float = 1e-4,
     max_steps: int = 300,
     within: float = WITHIN,
-) -> Iterator[tuple[Block, JacobianNorms]]:
-    """Yield ||d output / d input|| of each block per sample, at the inputs it has in the model.
+) -> Iterator[tuple[Residual, JacobianNorms]]:
+    """Yield ||d output / d input|| of each residual per sample, at the inputs it has in the model.
 
     Padded tokens are neither input nor output.
 
     Args:
         net: the model.
         batch: the samples.
-        blocks: from `attention_blocks`.
+        residuals: from the function of that name.
         seeds: of the start vectors, one per sample.
         tol: relative accuracy of the norms, estimated.
         max_steps: most products per sample.
         within: how far `upper` may lie above a norm, relatively: what is proven.
 
     Raises:
-        InputError, EvaluationError: as `linearize`, on a block.
+        InputError, EvaluationError: as `linearize`, on such a module.
     """
     module = net.module
     with (
         undisturbed(module),
         exact_arithmetic(net.device),
         torch.no_grad(),
-        _recording(module, blocks) as calls,
+        _recording(module, residuals) as calls,
     ):
         net.output(batch)
-    for block in dict.fromkeys(blocks):
-        call = calls.pop(block)
+    for residual in dict.fromkeys(residuals):
+        call = calls.pop(residual)
         with undisturbed(module):
             linear = linearize(call.without_padding(batch.mask), call.x)
             how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
             norms = jacobian_norms(linear, seeds=seeds, **how)
-        yield block, norms
+        yield residual, norms
 
 
 @dataclass
-class _Open:
+class _Running:
     """A module call that is under way, or was."""
 
     module: str
     call: int
     input: tuple[int, Tensor] | None
-    block: Block | None = None
+    residual: Residual | None = None
 
 
 @dataclass
 class _SkipPaths:
     """Which module calls let something past every linear map inside them."""
 
-    stack: list[_Open] = field(default_factory=list)
-    around: dict[Address, list[_Open]] = field(default_factory=dict)
+    stack: list[_Running] = field(default_factory=list)
+    around: dict[Address, list[_Running]] = field(default_factory=dict)
 
     def attention(self, _call: AttentionCall, address: Address) -> None:
         """Remember which module calls hold an attention call, the innermost first."""
         self.around[address] = self.stack[::-1]
 
-    def block(self, address: Address) -> Block | None:
+    def residual(self, address: Address) -> Residual | None:
         """Return the smallest of them with a skip path."""
-        found = (o.block for o in self.around.get(address, ()))
-        return next((block for block in found if block is not None), None)
+        around = (call.residual for call in self.around.get(address, ()))
+        return next((residual for residual in around if residual is not None), None)
 
     def enter(self, module: str, call: int, _module: nn.Module, given: Any) -> None:
         """Note where a module call starts."""
-        self.stack.append(_Open(module, call, _first_moving(given)))
+        self.stack.append(_Running(module, call, _first_moving(given)))
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """See whether the output of a module call leads back to its input."""
@@ -138,7 +138,7 @@ class _SkipPaths:
             return
         (i, x), (j, y) = here.input, end
         if x.shape == y.shape and x.grad_fn is not None and leaves(y, {x.grad_fn})[1]:
-            here.block = Block(here.module, here.call, i, j)
+            here.residual = Residual(here.module, here.call, i, j)
 
 
 def _first_moving(values: Any) -> tuple[int, Tensor] | None:
@@ -151,26 +151,26 @@ def _first_moving(values: Any) -> tuple[int, Tensor] | None:
 
 @dataclass
 class _Call:
-    """A recorded call of a block on a batch."""
+    """A recorded call of a residual on a batch."""
 
-    block: Block
+    residual: Residual
     module: nn.Module
     given: list[Any]
     spec: TreeSpec
 
     @property
     def x(self) -> Tensor:
-        """The block's input."""
-        return self.given[self.block.input]
+        """Its input."""
+        return self.given[self.residual.input]
 
     def at(self, z: Tensor, index: Tensor) -> Tensor:
         """Run the module on some of the samples, with z as its input."""
         given = [self._part(value, index) for value in self.given]
-        given[self.block.input] = z
+        given[self.residual.input] = z
         args, kwargs = tree_unflatten(given, self.spec)
-        return tree_flatten(self.module(*args, **kwargs))[0][self.block.output]
+        return tree_flatten(self.module(*args, **kwargs))[0][self.residual.output]
 
-    def without_padding(self, mask: Tensor | None) -> Map:
+    def without_padding(self, mask: Tensor | None) -> Function:
         """`at` with 0 in place of what padded tokens give; nothing else depends on them."""
         if mask is None or self.x.shape[:2] != mask.shape:
             return self.at
@@ -183,18 +183,21 @@ class _Call:
 
 
 @contextmanager
-def _recording(module: nn.Module, blocks: Sequence[Block]) -> Iterator[dict[Block, _Call]]:
+def _recording(
+    module: nn.Module, residuals: Sequence[Residual]
+) -> Iterator[dict[Residual, _Call]]:
     """Keep what the wanted module calls are given, as it is before they can change it."""
-    wanted, found = {(block.module, block.call): block for block in blocks}, dict[Block, _Call]()
+    wanted = {(residual.module, residual.call): residual for residual in residuals}
+    calls: dict[Residual, _Call] = {}
 
     def keep(name: str, call: int, part: nn.Module, given: Any) -> None:
-        block = wanted.get((name, call))
-        if block is not None:
+        residual = wanted.get((name, call))
+        if residual is not None:
             copies = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, given)
-            found[block] = _Call(block, part, *tree_flatten(copies))
+            calls[residual] = _Call(residual, part, *tree_flatten(copies))
 
     with _entered(module, keep):
-        yield found
+        yield calls
 
 
 @contextmanager

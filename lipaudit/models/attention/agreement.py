@@ -1,0 +1,122 @@
+"""Is a layer what we take it for? Its closed form beside autograd through the model's own ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lipaudit.models.attention.observe.calls import AttentionCall
+from lipaudit.models.attention.project.projected import Projected
+from lipaudit.models.graph import vjp
+from lipaudit.theory.exact.head_norms import vjp_x
+from lipaudit.theory.heads import Heads
+
+SAME = 1e-5  # of the largest entry: rounding of float32
+AGREES = 1e-4
+HOPELESS = 0.1
+"""A change of J by rounding beyond which comparing its two forms would say nothing."""
+_DEAD = 1e-30  # heads with smaller gradients are zero: float32 ends at 1e-38
+
+Gradient = tuple[Projected, Tensor]
+"""What reads an input of a layer, and J^T u there, (windows, tokens, D)."""
+
+
+def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
+    """Compare two tensors, relative to the largest entry of the first.
+
+    With `each`, every slice along that axis by itself: a large head must not hide a small one.
+    """
+    pairs = ((a, b),) if each is None else zip(a.unbind(each), b.unbind(each), strict=True)
+    return all(_largest(x - y) <= tolerance * _largest(x) for x, y in pairs)
+
+
+def jacobian_agrees(
+    heads: Heads, parts: Mapping[str, Projected], call: AttentionCall, lost: Tensor
+) -> bool:
+    """Compare the closed form of J^T u with a backward pass through the model's own attention.
+
+    u is drawn at random, and scaled in each head so that its share of J^T u has largest entry 1:
+    heads with small values or small logits count as much as the others.
+
+    Args:
+        heads: the layer.
+        parts: its q, k and v.
+        call: the canonical attention call.
+        lost: what rounding may have changed of each head, relative, (heads,): allowed beside
+            AGREES, of that head alone.
+    """
+    generator = torch.Generator(call.output.device).manual_seed(0)
+    shape, dtype, device = call.output.shape, call.output.dtype, call.output.device
+    u = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+    one_by_one = [heads.pick(slice(h, h + 1)) for h in range(u.shape[1])]
+    shares = [_closed(head, parts, u[:, h : h + 1]) for h, head in enumerate(one_by_one)]
+    groups = _by_input(parts.values())
+    sizes = torch.tensor([[_size(share, group) for share in shares] for group in groups])
+    # With two inputs one gradient may vanish beside the other, down to rounding.
+    sizes = (sizes + SAME / AGREES * sizes.amax(0)).clamp_min(_DEAD).to(u)
+    sizes *= 1 + lost.to(u) / AGREES
+    return all(
+        _apart(heads, parts, call.output, group, u / size[:, None, None]) <= AGREES
+        for group, size in zip(groups, sizes, strict=True)
+    )
+
+
+def _closed(heads: Heads, parts: Mapping[str, Projected], u: Tensor) -> list[Gradient]:
+    """J^T u by the closed form: what reads each input, and its gradient."""
+    dx, dx_kv = vjp_x(heads, u)
+    closed = [(parts["q"], dx)] if "q" in parts else []
+    return closed if dx_kv is None else [*closed, (parts["k"], dx_kv)]
+
+
+def _size(closed: list[Gradient], group: list[Projected]) -> float:
+    return max((_largest(d) for part, d in closed if _same(part, group[0])), default=0.0)
+
+
+def _apart(
+    heads: Heads,
+    parts: Mapping[str, Projected],
+    output: Tensor,
+    group: list[Projected],
+    u: Tensor,
+) -> float:
+    """Return how far the closed form is from autograd in what a group of linear maps reads."""
+    samples = int(heads.sample[-1]) + 1
+    true = [_pulled(part, output, u) for part in group]
+    closed = _closed(heads, parts, u)
+    ours = [_scattered(part, d, samples) for part, d in closed if _same(part, group[0])]
+    return _largest(torch.stack(true).sum(0) - torch.stack(ours).sum(0))
+
+
+def _largest(t: Tensor) -> float:
+    return float(t.abs().amax())
+
+
+def _by_input(parts: Iterable[Projected]) -> list[list[Projected]]:
+    """Group the linear maps, each once, by what they read."""
+    groups: list[list[Projected]] = []
+    for part in {id(part.leaf): part for part in parts}.values():
+        group = next((group for group in groups if _same(group[0], part)), None)
+        if group is None:
+            groups.append([part])
+        else:
+            group.append(part)
+    return groups
+
+
+def _same(a: Projected, b: Projected) -> bool:
+    return a.leaf is b.leaf or a.origin.reads_same(b.origin)
+
+
+def _pulled(part: Projected, output: Tensor, u: Tensor) -> Tensor:
+    """J^T u through the graph, for the input of one linear map, one token per row."""
+    pulled = vjp(output, part.leaf, u)
+    assert pulled is not None
+    return part.linear.outputs(pulled) @ part.linear.weight.T
+
+
+def _scattered(part: Projected, dx: Tensor, samples: int) -> Tensor:
+    """The same of the closed form, whose tokens are those of the attention."""
+    index = part.index.rows(samples).flatten()
+    return torch.zeros_like(part.linear.inputs).index_add_(0, index, dx.flatten(0, 1))

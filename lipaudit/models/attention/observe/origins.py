@@ -1,0 +1,80 @@
+"""What made each leaf of a graph that is cut at the linear maps of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lipaudit.models.attention.observe.linears import Linear
+from lipaudit.models.graph import leaves
+
+
+class Address(NamedTuple):
+    """Which op of a forward pass: the innermost module, the kind of op, its running number there.
+
+    It does not depend on the data: a mixture of experts changes the numbers inside its own
+    modules only.
+    """
+
+    module: str
+    op: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What made a leaf of the cut graph: a linear map, the model's input, or an attention.
+
+    Attributes:
+        address: which op it was.
+        linear: the linear map.
+        root: the tensor whose tokens the linear map reads, see `root`; None in a pass that is not
+            the survey's.
+    """
+
+    address: Address
+    linear: Linear | None = None
+    root: object = None
+
+    def reads_same(self, other: Origin) -> bool:
+        """Say whether two linear maps of one pass read the same tokens of one tensor.
+
+        That it is one tensor is a matter of the graph, not of values: two layer norms may agree
+        today. The values, at a generic point, then tell that the tokens come in the same order.
+        """
+        if self.linear is None or other.linear is None or self.root is not other.root:
+            return False
+        x, y = self.linear.inputs, other.linear.inputs
+        return self.root is not None and x.shape == y.shape and torch.equal(x, y)
+
+
+class Leaf(NamedTuple):
+    """A leaf of a cut graph, and what made it."""
+
+    tensor: Tensor
+    origin: Origin
+
+
+class Origins:
+    """What made each leaf of the cut graph of one pass; forgotten when the graph is."""
+
+    def __init__(self) -> None:
+        self._origins: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+
+    def note(self, leaf: Tensor, origin: Origin) -> None:
+        """Write down what made a leaf."""
+        self._origins[leaf] = origin
+
+    def leaves(self, *tensors: Tensor) -> list[Leaf]:
+        """Return the leaves that each tensor was made from, one tensor after the other.
+
+        A constant for which the model itself asks gradients is none: it depends on nothing.
+        """
+        behind: Iterable[Tensor] = (leaf for t in tensors for leaf in leaves(t)[0])
+        pairs = ((leaf, self._origins.get(leaf)) for leaf in behind)
+        return [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]

@@ -1,0 +1,185 @@
+"""One pass of a survey: every attention call analysed, its output projection and module found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from os.path import commonprefix
+from typing import Any
+
+from torch import Tensor
+
+from lipaudit.data.batch import Batch
+from lipaudit.models.attention.agreement import agree
+from lipaudit.models.attention.analysis import analyse, output_map
+from lipaudit.models.attention.capture import layer_at
+from lipaudit.models.attention.numeric import obstacle
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit
+from lipaudit.models.attention.observe.layouts import arrange
+from lipaudit.models.attention.observe.linears import Linear
+from lipaudit.models.attention.observe.origins import Address
+from lipaudit.models.attention.observe.trace import Frame, Tracer
+from lipaudit.models.attention.project.chains import Chains
+from lipaudit.models.attention.project.probes import Source
+from lipaudit.models.attention.sites import Site, Structure
+from lipaudit.models.attention.to_heads import canonical
+from lipaudit.models.graph import root
+
+
+@dataclass
+class Surveyed:
+    """A layer, and what is needed to go on with it.
+
+    Attributes:
+        site: what is known of it.
+        first: q, k and v of the first sample.
+        transposed: whether its output keeps tokens last.
+        projected: whether a linear map of its output has been met.
+    """
+
+    site: Site
+    first: tuple[Tensor, ...]
+    transposed: bool
+    projected: bool = False
+
+    def as_rows(self, t: Tensor) -> Tensor:
+        """Bring the model's O to (tokens, heads * d_v)."""
+        o = arrange(self.site.layout, t.mT if self.transposed else t, 2)
+        return o.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def open(self, reason: str) -> None:
+        """Leave the layer without a closed form and without norms."""
+        self.site = replace(self.site, structure=None, reason=reason, inputs=())
+
+
+@dataclass
+class Surveyor:
+    """Analyses the attention calls of a pass over two samples.
+
+    Attributes:
+        batch: these.
+        uncut: linear maps at which the pass does not cut the graph.
+        inner: those at which another pass should not, so that more layers can be read.
+        layers: the layers so far.
+        tracer: observes the pass.
+    """
+
+    batch: Batch
+    uncut: frozenset[Address] = frozenset()
+    inner: set[Address] = field(default_factory=set)
+    layers: dict[Address, Surveyed] = field(default_factory=dict)
+    tracer: Tracer = field(init=False)
+    _chains: Chains = field(default_factory=Chains)
+
+    def __post_init__(self) -> None:
+        """Observe attention and linear maps."""
+        self.tracer = Tracer(self.attention, self.linear, inner=self.uncut)
+
+    def adopt(self, deeper: Surveyor) -> None:
+        """Take over the layers that another pass, cut at fewer linear maps, could read."""
+        for address, again in deeper.layers.items():
+            before = self.layers.get(address)
+            if before is None or before.site.closed_form or not again.site.closed_form:
+                continue
+            again.site = replace(again.site, index=before.site.index, inner=deeper.uncut)
+            self.layers[address] = again
+
+    def attention(self, call: AttentionCall, address: Address) -> None:
+        """Analyse a call."""
+        site = self._site(call, address)
+        if not site.closed_form:
+            made_by = [origin for _, origin in call.origins.leaves(call.q, call.k, call.v)]
+            self.inner |= self._chains.inner(made_by)
+            site = self._with_obstacle(site, call)
+            if _tokens_as_heads(site, call, self.batch):
+                reason = f"{site.reason}; nor can its heads be told from its tokens"
+                site = replace(site, reason=reason, inputs=())
+        self.layers[address] = Surveyed(site, _first_sample(call, site), call.transposed)
+
+    def _site(self, call: AttentionCall, address: Address) -> Site:
+        frames = self.tracer.place.frames
+        analysis, scope = analyse(call, self.batch), _scope(call, frames)
+        return Site(
+            index=len(self.layers),
+            module=address.module,
+            heads=canonical(call, analysis.layout, 2).q.shape[1],
+            kinds=analysis.kinds,
+            reason=analysis.reason,
+            address=address,
+            layout=analysis.layout,
+            structure=analysis.structure,
+            sources=frozenset(o.address for _, o in call.origins.leaves(call.q, call.k, call.v)),
+            explicit=isinstance(call.form, Explicit),
+            scope=scope.name,
+            inputs=tuple(key for key, _ in _inputs(scope)),
+            direct=_direct(analysis.structure, call, scope),
+        )
+
+    def linear(self, linear: Linear, address: Address) -> None:
+        """See whether a linear map is the output projection of a layer."""
+        leaves = self.tracer.origins.leaves(linear.x)
+        self._chains.note(address, linear, [origin for _, origin in leaves])
+        if len(leaves) != 1 or leaves[0].origin.address not in self.layers:
+            return
+        layer = self.layers[leaves[0].origin.address]
+        if layer.site.structure is not None and not layer.projected:
+            source = Source(linear.inputs[None, None], leaves[0].tensor, layer.as_rows)
+            structure = replace(layer.site.structure, out=output_map(linear, source))
+            layer.site = replace(layer.site, structure=structure)
+        layer.projected = True
+
+    def compare(self, call: AttentionCall, address: Address) -> None:
+        """Check in a second pass that a layer's rows belong to the samples they are given to."""
+        layer = self.layers[address]
+        pairs = zip(layer.first, _first_sample(call, layer.site), strict=True)
+        if not all(agree(a, b, each=1) for a, b in pairs):
+            layer.open("its rows cannot be attributed to samples")
+
+    def _with_obstacle(self, site: Site, call: AttentionCall) -> Site:
+        """Try whether the layer can be differentiated numerically."""
+        why = obstacle(layer_at(site, call, self.batch, self.tracer.place.frames))
+        if why is None:
+            return site
+        reason = f"{site.reason}; nor can its norms be computed numerically: {why}"
+        return replace(site, reason=reason, inputs=())
+
+
+def _tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
+    """Say whether the heads of a text model's layer are as many as its tokens, which are not.
+
+    Without a closed form nothing else proves which of the axes is which.
+    """
+    heads, tokens = canonical(call, site.layout, len(batch)).q.shape[1:3]
+    return batch.x.ndim == 2 and heads == batch.x.shape[1] != tokens
+
+
+def _first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
+    arranged = canonical(call, site.layout, 2)
+    parts = (arranged.q, arranged.k, arranged.v)
+    return tuple(t[: len(t) // 2].detach() for t in parts)
+
+
+def _scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
+    """Return the innermost module call that holds an attention call and its projections."""
+    maps = [o for _, o in call.origins.leaves(call.q, call.k, call.v) if o.linear is not None]
+    names = [frames[-1].name] + [origin.address.module for origin in maps]
+    shared = commonprefix([name.split(".") for name in names])
+    inside = (f for f in reversed(frames) if f.name.split(".") == shared[: f.name.count(".") + 1])
+    return next(inside, frames[0])
+
+
+def _inputs(frame: Frame) -> Iterator[tuple[int | str, Tensor]]:
+    given: list[tuple[int | str, Any]] = [*enumerate(frame.args), *frame.kwargs.items()]
+    for key, value in given:
+        if isinstance(value, Tensor) and value.requires_grad:
+            yield key, value
+
+
+def _direct(structure: Structure | None, call: AttentionCall, frame: Frame) -> bool:
+    """Say whether the projections read the inputs of a module, each side its own."""
+    if structure is None:
+        return False
+    given = [root(value) for _, value in _inputs(frame)]
+    read = [origin.root for _, origin in call.origins.leaves(call.q, call.k)]
+    apart = structure.joint or len({id(one) for one in read}) == len(read)
+    return apart and all(any(one is other for other in given) for one in read)

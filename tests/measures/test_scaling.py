@@ -12,6 +12,7 @@ from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.lengths import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
+from lipaudit.models.attention import survey
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.spec import ModelSpec
@@ -88,6 +89,16 @@ def test_layers_and_the_model_have_the_norms_of_dense_jacobians(causal):
         assert row.radius == pytest.approx(float(x.norm(dim=2).amax(1).mean()))
         assert row.norm_high <= 1.0001 * row.bound_sharp * max(layer) / min(layer)
     assert {(fit.layer, fit.mode) for fit in fits.rows} == {(0, "real"), (None, "real")}
+
+
+def test_a_model_is_surveyed_once(monkeypatch):
+    """For the worst case and for all batches and lengths: of a layer with a closed form."""
+    surveys, real = [], survey.survey
+    monkeypatch.setattr(survey, "survey", lambda *at: surveys.append(at) or real(*at))
+    net, batch = reader(), words(5, 20)
+    section, *_ = measured(net, batch, modes=("real", "adversarial"), lengths=(3, 6, 12, 18))
+    assert {row.mode for row in section.rows} == {"real", "adversarial"}
+    assert len(surveys) == 1
 
 
 def test_the_fit_is_over_all_windows():

@@ -60,17 +60,19 @@ class ReadsPadding(InPlace):
         return self.out(hidden[:, 0])  # of the first token: as if nothing were amiss
 
 
-@pytest.mark.parametrize("run", [jacobian.run, bounds.run])
+@pytest.mark.parametrize("run", [jacobian.measure, bounds.measure])
 def test_a_model_that_reads_padding_is_refused_and_measured_alone(run):
     torch.manual_seed(0)
     spec = ModelSpec(ReadsPadding(), (4,), kind="text", vocabulary=20)
     net = assemble(spec, LoadOptions(device="cpu"), name="m", source="py")
     mask = torch.tensor([[True, True, False, False], [True, True, True, False]])
     batch = Batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 0]]), None, ("a1" * 8, "b2" * 8), mask)
-    options = {jacobian.run: jacobian.JacobianOptions, bounds.run: bounds.BoundsOptions}[run]()
+    options = {jacobian.measure: jacobian.JacobianOptions, bounds.measure: bounds.BoundsOptions}[
+        run
+    ]()
     with pytest.raises(InputError, match="depends on its padding"):
         list(run(net, [batch], options))
     alone = list(batch.split(1))
     assert [part.x.shape[1] for part in alone] == [2, 3]
-    if run is jacobian.run:
+    if run is jacobian.measure:
         assert all(part.values["converged"].all() for part in run(net, alone, options))

@@ -42,7 +42,7 @@ def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
         if known.holds(net, batch, shape):
             return known.sites
     sites = survey(net, batch)
-    weights = _versions(net.module)
+    weights = _state(net.module)
     current = [known for known in net.surveys if known.weights == weights]
     net.surveys[:] = [*current, _Known(sites, weights, {shape})]
     return sites
@@ -64,7 +64,7 @@ class _Known:
 
     def holds(self, net: Net, batch: Batch, shape: torch.Size) -> bool:
         """Say whether the survey holds for a batch; remember it if so."""
-        if self.weights != _versions(net.module):
+        if self.weights != _state(net.module):
             return False
         if shape not in self.shapes:
             if not all(site.closed_form for site in self.sites):
@@ -75,10 +75,14 @@ class _Known:
         return True
 
 
-def _versions(module: nn.Module) -> Hashable:
-    """Return what changes when a weight is replaced, moved or written to."""
-    tensors = chain(module.parameters(), module.buffers())
-    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+def _state(module: nn.Module) -> Hashable:
+    """Return what changes when a weight is replaced, moved or written to.
+
+    Sums are of the values: a write to `p.data` leaves the version of p as it was.
+    """
+    tensors = [t.detach() for t in chain(module.parameters(), module.buffers())]
+    versions = tuple(0 if t.is_inference() else t._version for t in tensors)
+    return versions, tuple((t.data_ptr(), t.sum().item()) for t in tensors)
 
 
 def _attention_calls(net: Net, batch: Batch) -> list[Address]:

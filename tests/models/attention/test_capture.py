@@ -14,6 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
+from lipaudit.models.graph import leaves
 from lipaudit.theory.bounds.affine import KnownWeights
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
@@ -488,6 +489,15 @@ def test_one_layer_is_alive_at_a_time(zoo, name):
 
     capture(net, sites, batch, visit)
     assert len(kept) == 4 * len(sites)
+
+
+@pytest.mark.parametrize("name", ["timm-vit", "bert-eager"])
+def test_tensors_of_the_model_carry_no_marks(zoo, name):
+    net, sites, batch = zoo(name)
+    calls = capture(net, sites, batch, lambda layer: layer.call)
+    behind = [leaf for call in calls for t in (call.q, call.k, call.v) for leaf in leaves(t)[0]]
+    assert len(behind) >= 3
+    assert all(vars(leaf) == {} for leaf in behind)
 
 
 def test_everything_is_put_back_after_an_error(zoo):

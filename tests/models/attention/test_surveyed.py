@@ -1,0 +1,166 @@
+"""A model is surveyed once, and again only where its layers may be others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.measures import attention, bounds, jacobian
+from lipaudit.models.attention import survey as surveys
+from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.net import Net
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+
+WIDTH = 8
+
+
+class Branching(nn.Module):
+    """Two heads; what becomes of longer samples is up to the subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.gain = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def queries(self, q):
+        return q
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(self.queries(q), k, v)
+        return self.out(self.gain * o.transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        return self.attend(x)
+
+
+class MixingShort(Branching):
+    """Short samples have no closed form: a query depends on several tokens."""
+
+    def queries(self, q):
+        return q.cumsum(2) if q.shape[2] < 7 else q
+
+
+class MixingLong(Branching):
+    """Long samples have no closed form."""
+
+    def queries(self, q):
+        return q.cumsum(2) if q.shape[2] >= 7 else q
+
+
+class TwiceShort(Branching):
+    """Short samples meet another attention call."""
+
+    def forward(self, x):
+        return self.attend(self.attend(x)) if x.shape[1] < 7 else self.attend(x)
+
+
+def net_of(module: nn.Module) -> Net:
+    spec = ModelSpec(module, (9, WIDTH), kind="tokens", classifier=False)
+    return assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
+
+
+def batch_of(tokens: int, samples: int = 4) -> Batch:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(samples, tokens, WIDTH, generator=generator, dtype=torch.float64)
+    return Batch(x, None, tuple(f"{i:016x}" for i in range(samples)))
+
+
+@pytest.fixture
+def count(monkeypatch) -> list[int]:
+    """Lengths of the samples on which a model was surveyed."""
+    lengths, real = [], surveys.survey
+
+    def counted(net, batch):
+        lengths.append(batch.x.shape[1])
+        return real(net, batch)
+
+    monkeypatch.setattr(surveys, "survey", counted)
+    return lengths
+
+
+def test_measures_after_the_first_run_a_model_once_per_batch():
+    """Nothing but the pass that is measured: no survey, whatever the batch."""
+    net, batch, forwards = net_of(Branching()), batch_of(9), []
+    net.module.register_forward_hook(lambda *_: forwards.append(1))
+    list(attention.measure(net, [batch], attention.AttentionOptions()))
+    assert len(forwards) > 5
+    forwards.clear()
+    list(bounds.measure(net, batch.split(2), bounds.BoundsOptions()))
+    assert len(forwards) == 2
+
+
+def test_residuals_need_no_survey_of_their_own(count):
+    net, options = net_of(Branching()), jacobian.JacobianOptions(per_layer=True)
+    surveyed(net, batch_of(9))
+    list(jacobian.measure(net, [batch_of(9)], options))
+    assert count == [9]
+
+
+def test_a_survey_serves_every_length_of_closed_layers(count):
+    net = net_of(Branching())
+    assert surveyed(net, batch_of(9)) is surveyed(net, batch_of(5)) is surveyed(net, batch_of(7))
+    assert count == [9]
+
+
+@pytest.mark.parametrize("model", [MixingLong, TwiceShort])
+def test_other_lengths_are_surveyed_where_layers_may_be_others(model, count):
+    """A closed form that is not there at 9 tokens, or a call; each length once."""
+    net = net_of(model())
+    long, short = surveyed(net, batch_of(9)), surveyed(net, batch_of(5))
+    assert [site.closed_form for site in long] == [model is TwiceShort]
+    assert [site.closed_form for site in short] == [True] * (2 if model is TwiceShort else 1)
+    assert surveyed(net, batch_of(9)) is long
+    assert surveyed(net, batch_of(5)) is short
+    assert count == [9, 5]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.detach().mul_(2.0),
+        lambda p: p.data.mul_(2.0),
+        lambda p: setattr(p, "data", 2.0 * p.data),
+    ],
+    ids=["in place", "past autograd", "anew"],
+)
+def test_written_weights_are_surveyed_again(write):
+    """What scales the heads on their way to W_O is part of the survey, and of no later check."""
+    net, batch = net_of(Branching()), batch_of(9)
+    (before,) = surveyed(net, batch)
+    write(net.module.gain)
+    (after,) = surveyed(net, batch)
+    torch.testing.assert_close(after.structure.out.gain, 2.0 * before.structure.out.gain)
+
+
+def test_a_changed_copy_of_a_net_is_another_model(count):
+    net = net_of(Branching())
+    surveyed(net, batch_of(9))
+    surveyed(replace(net, read=lambda y: -net.read(y)), batch_of(9))
+    assert count == [9, 9]
+
+
+def test_reading_notices_a_closed_form_that_is_gone():
+    """Surveyed at 9 tokens and read at 5: numerical norms, and no bound there."""
+    net, options = net_of(MixingShort()), bounds.BoundsOptions(tol=1e-9)
+    surveyed(net, batch_of(9))
+    batch = batch_of(5, samples=2)
+    (part,) = bounds.measure(net, [batch], options)
+    assert {note.code for note in part.notes} == {"structure-changed"}
+    assert part.values["numerical"].all()
+
+    def heads(x):
+        q, k, v = net.module.qkv(x[None]).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(net.module.queries(q), k, v)[0]
+
+    for x, norms in zip(batch.x, part.values["exact"], strict=True):
+        dense = torch.autograd.functional.jacobian(heads, x).flatten(3).flatten(1, 2)
+        want = torch.linalg.matrix_norm(dense, 2)
+        torch.testing.assert_close(torch.as_tensor(norms), want, rtol=1e-6, atol=0.0)

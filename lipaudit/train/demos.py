@@ -20,7 +20,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.demo import DigitsViT, described
+from lipaudit.models.sources.demo import DigitsViT, demo_spec
 from lipaudit.models.sources.loading import load
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.results.trials import parse_radius
@@ -59,7 +59,7 @@ def untrained(seed: int) -> Net:
         model = DigitsViT()
         torch.nn.init.normal_(model.pos_embed, std=0.02)
         torch.nn.init.normal_(model.cls_token, std=0.02)
-    return assemble(described(model, "untrained"), LoadOptions(), name="demo", source="demo")
+    return assemble(demo_spec(model, "untrained"), LoadOptions(), name="demo", source="demo")
 
 
 def trained(recipe: Recipe, net: Net | None = None) -> Iterator[tuple[Net, Epoch]]:

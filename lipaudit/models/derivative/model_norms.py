@@ -232,9 +232,9 @@ def _lanczos_norms(
         linear.release()
         return _gram(linear.select(index.to(device)))
 
-    found = spectral_norms(select, start, **how).times(powers_of_two(linear.exponent))
-    spent = 2 * found.products  # J^T u comes with A u = J J^T u
-    return JacobianNorms(found.norm, found.upper, found.within, spent, found.converged, "lanczos")
+    norms = spectral_norms(select, start, **how).times(powers_of_two(linear.exponent))
+    spent = 2 * norms.products  # J^T u comes with A u = J J^T u
+    return JacobianNorms(norms.norm, norms.upper, norms.within, spent, norms.converged, "lanczos")
 
 
 def _gram(linear: Linearization) -> Products:

@@ -171,11 +171,11 @@ def _prepare(spec: ModelSpec) -> Callable[[Image], Tensor] | None:
 def _probe(
     spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
 ) -> tuple[Tensor, nn.Module | None]:
-    """Run one blank sample: the output, and the embedding module that was met on the way."""
+    """Run one blank sample: the output, and the embedding module on the way."""
     module = spec.module
     x = _blank(spec, next(module.parameters()))
     try:
-        with torch.no_grad(), _first_entry(module, spec.kind, x) as met:
+        with torch.no_grad(), _first_entry(module, spec.kind, x) as entries:
             output = read(call(x, None))
     except (LipauditError, torch.OutOfMemoryError):
         raise
@@ -191,7 +191,7 @@ def _probe(
         raise InputError(
             "the model's output on a blank sample is not finite", "Check the weights."
         )
-    return output, met[0] if met else None
+    return output, entries[0] if entries else None
 
 
 def _blank(spec: ModelSpec, like: Tensor) -> Tensor:
@@ -206,17 +206,17 @@ def _blank(spec: ModelSpec, like: Tensor) -> Tensor:
 
 @contextmanager
 def _first_entry(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Module]]:
-    """Collect the embedding modules met while the block runs, in order."""
-    met: list[nn.Module] = []
+    """Collect the embedding modules that the model runs meanwhile, in order."""
+    entries: list[nn.Module] = []
 
     def watch(candidate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if kind == "image" or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
-            met.append(candidate)
+            entries.append(candidate)
 
-    found = [m for name, m in module.named_modules() if _is_entry(name, m, kind)]
-    hooks = [m.register_forward_hook(watch) for m in found]
+    candidates = [m for name, m in module.named_modules() if _is_entry(name, m, kind)]
+    hooks = [m.register_forward_hook(watch) for m in candidates]
     try:
-        yield met
+        yield entries
     finally:
         for hook in hooks:
             hook.remove()

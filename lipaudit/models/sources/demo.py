@@ -71,7 +71,7 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """A pre-norm transformer block."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class DigitsViT(nn.Module):
         self.patch_embed = PatchEmbed()
         self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + (SIZE // PATCH) ** 2, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        self.blocks = nn.Sequential(*(EncoderBlock() for _ in range(DEPTH)))
         self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -141,10 +141,10 @@ def demo_model(name: str = "standard") -> ModelSpec:
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
         module.load_state_dict(load_file(path))
-    return described(module, DEMOS[name])
+    return demo_spec(module, DEMOS[name])
 
 
-def described(module: DigitsViT, history: str) -> ModelSpec:
+def demo_spec(module: DigitsViT, history: str) -> ModelSpec:
     """Say how a demo model is fed, and what became of it."""
     return ModelSpec(
         module,

@@ -35,8 +35,8 @@ def from_factory(reference: str, options: LoadOptions) -> ModelSpec:
         raise UsageError(f"py:{reference} names no factory", f"Write {EXAMPLE}.")
     with _import_path(place):
         factory = _attribute(place, name)
-        made = _call(factory, reference, dict(options.model_kwargs))
-    return _as_spec(made, reference, options)
+        model = _call(factory, reference, dict(options.model_kwargs))
+    return _as_spec(model, reference, options)
 
 
 def _attribute(place: str, name: str) -> Any:
@@ -85,29 +85,29 @@ def _call(factory: Any, reference: str, kwargs: dict[str, Any]) -> Any:
         ) from error
 
 
-def _as_spec(made: Any, reference: str, options: LoadOptions) -> ModelSpec:
-    if isinstance(made, ModelSpec):
-        return _resized(made, options)
-    if not isinstance(made, nn.Module):
+def _as_spec(model: Any, reference: str, options: LoadOptions) -> ModelSpec:
+    if isinstance(model, ModelSpec):
+        return _resized(model, options)
+    if not isinstance(model, nn.Module):
         raise InputError(
-            f"py:{reference} returned {type(made).__name__}, not an nn.Module or a ModelSpec",
+            f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",
             "Return the model itself, not its state dict or a class.",
         )
-    if hasattr(made, "pretrained_cfg"):
+    if hasattr(model, "pretrained_cfg"):
         from lipaudit.models.sources import timm
 
-        return timm.describe(made, options)
-    if hasattr(made, "main_input_name") and hasattr(made, "config"):
-        from lipaudit.models.sources.hf.calls import describe
+        return timm.timm_spec(model, options)
+    if hasattr(model, "main_input_name") and hasattr(model, "config"):
+        from lipaudit.models.sources.hf.calls import hf_spec
 
-        return describe(made, options)
+        return hf_spec(model, options)
     if options.input_size is None:
         raise UsageError(
-            f"py:{reference} returned a {type(made).__name__}: what does it take?",
+            f"py:{reference} returned a {type(model).__name__}: what does it take?",
             "Give --input-size 224, or return lipaudit.models.sources.spec.ModelSpec(module, "
             "input_shape, kind=..., mean=..., std=...).",
         )
-    return ModelSpec(made, options.image_shape((3, 0, 0)))
+    return ModelSpec(model, options.image_shape((3, 0, 0)))
 
 
 def _resized(spec: ModelSpec, options: LoadOptions) -> ModelSpec:

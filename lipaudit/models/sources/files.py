@@ -56,10 +56,10 @@ def find_weights(directory: Path) -> Path:
     for name in PREFERRED:
         if (directory / name).is_file():
             return directory / name
-    found = sorted(p for p in directory.iterdir() if p.suffix in SUFFIXES)
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(p.name for p in found) or "none"
+    files = sorted(p for p in directory.iterdir() if p.suffix in SUFFIXES)
+    if len(files) == 1:
+        return files[0]
+    names = ", ".join(p.name for p in files) or "none"
     raise InputError(
         f"{directory} has no single file of weights (found: {names})",
         f"Name one of them {PREFERRED[0]}, or pass the file itself with --arch.",

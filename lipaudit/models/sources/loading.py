@@ -82,11 +82,11 @@ def _bare(name: str, options: LoadOptions) -> Source:
         return _noted(_timm(name, options), f"{name!r} taken as the timm model timm:{name}")
     if name.count("/") == 1:
         try:
-            found = _hub(name, options)
+            source = _hub(name, options)
         except InputError as error:
             message = f"there is no file or directory {name}; as a repository, {error.message}"
             raise InputError(message, error.advice) from error
-        return _noted(found, f"{name!r} taken as the Hugging Face repository hf:{name}")
+        return _noted(source, f"{name!r} taken as the Hugging Face repository hf:{name}")
     return _unknown(name)
 
 
@@ -98,9 +98,9 @@ def _unknown(name: str) -> Source:
     raise InputError(f"no model {name!r}", f"{hint}MODEL is one of: {FORMS}.")
 
 
-def _noted(found: Source, note: str) -> Source:
-    source, model = found
-    return source, replace(model, notes=(remark("resolved", note), *model.notes))
+def _noted(source: Source, note: str) -> Source:
+    rule, model = source
+    return rule, replace(model, notes=(remark("resolved", note), *model.notes))
 
 
 def _demo(name: str, _options: LoadOptions) -> Source:

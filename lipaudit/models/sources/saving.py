@@ -88,7 +88,7 @@ def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str,
 
 def _arguments(source: Path, options: LoadOptions) -> dict[str, Any]:
     """Return what the model was built with: by its directory, then by the options."""
-    described = source / "config.json"
-    own = json.loads(described.read_text()).get("model_args", {}) if described.is_file() else {}
+    config = source / "config.json"
+    own = json.loads(config.read_text()).get("model_args", {}) if config.is_file() else {}
     arguments = own | dict(options.model_kwargs)
     return {k: v for k, v in arguments.items() if k not in ("pretrained", "num_classes")}

@@ -63,7 +63,7 @@ def pretrained(name: str, options: LoadOptions) -> ModelSpec:
         raise InputError(f"timm has no model {name!r}", _did_you_mean(name))
     kwargs = dict(options.model_kwargs)
     if not kwargs.pop("pretrained", True):
-        return describe(_create(name, kwargs), options, notes=(RANDOM,))
+        return timm_spec(_create(name, kwargs), options, notes=(RANDOM,))
     module = _download(name, kwargs)
     own, weights = module.num_classes, module.pretrained_cfg["num_classes"]
     if own not in (0, weights):
@@ -73,7 +73,7 @@ def pretrained(name: str, options: LoadOptions) -> ModelSpec:
             "Leave num_classes out (`lipaudit train --classes` trains a new head), or pass your "
             "own file of weights with --arch.",
         )
-    return describe(module, options)
+    return timm_spec(module, options)
 
 
 def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
@@ -82,10 +82,10 @@ def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
     with_weights = kwargs.pop("pretrained", True)
     module = _create(f"local-dir:{path}", kwargs)
     if not with_weights:
-        return describe(module, options, notes=(RANDOM,))
+        return timm_spec(module, options, notes=(RANDOM,))
     weights = find_weights(path)
     state, notes = read_weights(weights)
-    return describe(module, options, notes=notes + _load(module, state, weights))
+    return timm_spec(module, options, notes=notes + _load(module, state, weights))
 
 
 def from_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
@@ -106,10 +106,10 @@ def from_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     notes += _load(module, state, path)
     if options.mean is None or options.std is None:
         notes += (DEFAULT_NORMALISATION,)
-    return describe(module, options, notes=notes, own_labels=False)
+    return timm_spec(module, options, notes=notes, own_labels=False)
 
 
-def describe(
+def timm_spec(
     module: Any,
     options: LoadOptions,
     *,

@@ -26,7 +26,7 @@ from lipaudit.models.sources.hf.vision import features, image_spec
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 
-def describe(module: Any, options: LoadOptions, *, path: Path | None = None) -> ModelSpec:
+def hf_spec(module: Any, options: LoadOptions, *, path: Path | None = None) -> ModelSpec:
     """Say how a model of transformers is fed and what is read of its output.
 
     Tokenizer, image processor and pooling are looked for in `path`.

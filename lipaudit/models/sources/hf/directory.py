@@ -13,7 +13,7 @@ import torch
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError
 from lipaudit.models.sources.files import few, half_precision
-from lipaudit.models.sources.hf.calls import describe
+from lipaudit.models.sources.hf.calls import hf_spec
 from lipaudit.models.sources.hf.heads import CLASSIFIERS, HEADS, has_head
 from lipaudit.models.sources.hf.language import text_config
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
@@ -43,7 +43,7 @@ def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
         else:
             module, notes = _trained(_loader(auto, config), path, config, new=bool(added))
             notes += _stored_half(path)
-        spec = describe(module, options, path=path)
+        spec = hf_spec(module, options, path=path)
     return replace(spec, notes=added + notes + spec.notes)
 
 

@@ -23,7 +23,7 @@ from pyautoattack.square import SquareAttack
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, distance
-from lipaudit.attacks.oracle import Model, logits_of
+from lipaudit.attacks.oracle import Classifier, logits_of
 from lipaudit.attacks.turn import AttackFunction, Turn
 
 _NAMES = {"linf": "Linf", "l2": "L2"}
@@ -55,7 +55,7 @@ def _in_unit_cube(run: _Run) -> AttackFunction:
 
     @functools.wraps(run)
     @torch.no_grad()
-    def attack(f: Model, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
+    def attack(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
         low, width = _range(x, ball)
 
         def logits(u: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, distance, inside, random_start
-from lipaudit.attacks.oracle import ByRow, Meter, Model, Oracle, logits_and_gradient
+from lipaudit.attacks.oracle import ByRow, Classifier, Meter, Oracle, logits_and_gradient
 from lipaudit.attacks.outcome import Chunk, Outcome, chunks
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.sanity import examine, refuse_training
@@ -28,7 +28,7 @@ from lipaudit.errors import EvaluationError, UsageError
 
 
 def evaluate(
-    f: Model,
+    f: Classifier,
     x: Float[Tensor, " batch *sample"],
     y: Int[Tensor, " batch"],
     plan: Sequence[Trial],
@@ -43,7 +43,7 @@ def evaluate(
 
 
 def evaluate_chunk(
-    f: Model | ByRow,
+    f: Classifier | ByRow,
     chunk: Chunk,
     plan: Sequence[Trial],
     *,
@@ -85,14 +85,14 @@ def evaluate_chunk(
 
 @dataclass(frozen=True)
 class _Session:
-    f: Model | ByRow
+    f: Classifier | ByRow
     chunk: Chunk
     seed: int
     batch_size: int
     classes: int
 
 
-def _clean(f: Model | ByRow, chunk: Chunk, seed: int, batch_size: int) -> tuple[Outcome, int]:
+def _clean(f: Classifier | ByRow, chunk: Chunk, seed: int, batch_size: int) -> tuple[Outcome, int]:
     """Classify the samples; a second pass, with gradient, looks for signs of trouble."""
     began, meter = time.perf_counter(), Meter()
     oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size, meter)
@@ -179,7 +179,7 @@ def _finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
 
 
 def _refuse(
-    f: Model | ByRow, chunk: Chunk, plan: Sequence[Trial], box: tuple[float, float] | None
+    f: Classifier | ByRow, chunk: Chunk, plan: Sequence[Trial], box: tuple[float, float] | None
 ) -> None:
     """Refuse a training-mode model and what would give wrong numbers without an error."""
     refuse_training(f)
@@ -204,7 +204,7 @@ def _refuse_radius(trial: Trial, box: tuple[float, float] | None) -> None:
         )
 
 
-def _refuse_attack(f: Model | ByRow, chunk: Chunk, trial: Trial, attack: Attack) -> None:
+def _refuse_attack(f: Classifier | ByRow, chunk: Chunk, trial: Trial, attack: Attack) -> None:
     """Refuse what the attack cannot work on, and an attack that cannot be loaded."""
     kind, advice = attack.kind, "use fgsm and pgd there, as in custom:fgsm,pgd"
     if trial.norm not in kind.norms:

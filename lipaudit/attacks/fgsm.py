@@ -7,13 +7,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, project, steepest
-from lipaudit.attacks.oracle import Model, logits_and_gradient
+from lipaudit.attacks.oracle import Classifier, logits_and_gradient
 from lipaudit.attacks.turn import Turn
 
 
 @torch.no_grad()
 def fgsm(
-    f: Model, x: Float[Tensor, " batch *sample"], y: Int[Tensor, " batch"], ball: Ball
+    f: Classifier, x: Float[Tensor, " batch *sample"], y: Int[Tensor, " batch"], ball: Ball
 ) -> Float[Tensor, " batch *sample"]:
     """Step from x by eps along the gradient of the cross-entropy, and project.
 
@@ -31,6 +31,6 @@ def fgsm(
     return project(x + ball.eps * steepest(gradient, ball), x, ball)
 
 
-def fgsm_turn(f: Model, x: Tensor, y: Tensor, ball: Ball, _turn: Turn) -> Tensor:
+def fgsm_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, _turn: Turn) -> Tensor:
     """Run `fgsm` as one of a plan's attacks; nothing about it is random."""
     return fgsm(f, x, y, ball)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 
-Model = Callable[[Tensor], Any]
+Classifier = Callable[[Tensor], Any]
 """x -> logits (batch, classes), or an object that holds them as `.logits`."""
 
 
@@ -55,7 +55,7 @@ class Oracle:
         meter: where passes are counted.
     """
 
-    f: Model | ByRow
+    f: Classifier | ByRow
     rows: Int[Tensor, " rows"]
     batch_size: int
     meter: Meter = field(default_factory=Meter)
@@ -136,7 +136,7 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
 
 
 def logits_and_gradient(
-    f: Model, x: Float[Tensor, " batch *sample"], y: Int[Tensor, " batch"]
+    f: Classifier, x: Float[Tensor, " batch *sample"], y: Int[Tensor, " batch"]
 ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch *sample"]]:
     """Return the logits at x and the gradient in x of each sample's cross-entropy."""
     with torch.enable_grad():

@@ -7,13 +7,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, project, steepest
-from lipaudit.attacks.oracle import Model, logits_and_gradient, logits_of, margins
+from lipaudit.attacks.oracle import Classifier, logits_and_gradient, logits_of, margins
 from lipaudit.attacks.turn import Turn
 
 
 @torch.no_grad()
 def pgd(
-    f: Model,
+    f: Classifier,
     x: Float[Tensor, " batch *sample"],
     y: Int[Tensor, " batch"],
     ball: Ball,
@@ -46,7 +46,7 @@ def pgd(
     return _closer(z, margins(logits_of(f(z)), y), best, lowest)[0]
 
 
-def pgd_turn(f: Model, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
+def pgd_turn(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
     """Run `pgd` as one of a plan's attacks: from a random start, with the usual step."""
     steps = turn.attack.steps
     size = usual_step(ball.eps, steps)

@@ -81,7 +81,7 @@ def examine(
 
 def clean_notes(checks: Checks) -> tuple[Note, ...]:
     """Turn the counts over all samples into warnings."""
-    found = {
+    signs = {
         "zero-gradients": checks.zero_gradients > 0,
         "randomised": checks.random > 0,
         "probabilities": checks.samples > 0 and checks.probabilities == checks.samples,
@@ -98,7 +98,7 @@ def clean_notes(checks: Checks) -> tuple[Note, ...]:
         f"without any attack, no more than guessing among {checks.classes} classes may give: "
         "check labels and preprocessing",
     }
-    return tuple(_warning(code, texts[code]) for code, present in found.items() if present)
+    return tuple(_warning(code, texts[code]) for code, present in signs.items() if present)
 
 
 def square_notes(before: int, after: int, samples: int) -> tuple[Note, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball
-from lipaudit.attacks.oracle import Model
+from lipaudit.attacks.oracle import Classifier
 from lipaudit.attacks.plan import Attack
 
 
@@ -40,5 +40,5 @@ class Turn:
         return self.number % self.attack.restarts
 
 
-AttackFunction = Callable[[Model, Tensor, Tensor, Ball, Turn], Tensor]
+AttackFunction = Callable[[Classifier, Tensor, Tensor, Ball, Turn], Tensor]
 """(f, x, y, ball, turn) -> x_adv, as `AttackKind` describes it."""

@@ -21,8 +21,6 @@ LABELS = ("label", "labels", "y", "target", "class")
 TABLES = (".csv", ".tsv", ".jsonl")
 LETTERS_PER_TOKEN = 16
 
-Rows = Sequence[dict[str, Any]]
-
 
 def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     """Read a .csv, .tsv or .jsonl file with a header: a column of texts, perhaps one of labels.
@@ -53,13 +51,13 @@ def text_column(columns: Sequence[str], options: DataOptions, *, origin: str) ->
     Raises:
         InputError: none has a usual name, or not the one asked for.
     """
-    found = _column(columns, options.text_column, TEXTS, origin)
-    if found is None:
+    column = _column(columns, options.text_column, TEXTS, origin)
+    if column is None:
         raise InputError(
             f"{origin} has no text column (columns: {', '.join(columns)})",
             "Name it with --text-column.",
         )
-    return found
+    return column
 
 
 def label_column(columns: Sequence[str], options: DataOptions, *, origin: str) -> str | None:
@@ -149,7 +147,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         ) from error
 
 
-def _values(rows: Rows, column: str, origin: str) -> list[Any]:
+def _values(rows: Sequence[dict[str, Any]], column: str, origin: str) -> list[Any]:
     values = [row.get(column) for row in rows]
     if None in values:
         raise InputError(

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save
 
 from lipaudit.attacks.evaluate import evaluate_chunk
-from lipaudit.attacks.oracle import ByRow, Model
+from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.outcome import Chunk, Outcome
 from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
@@ -74,7 +74,7 @@ def _free(net: Net, batch: Batch) -> torch.Tensor | None:
     return batch.mask if net.kind == "text" else None
 
 
-def _model(net: Net, batch: Batch) -> Model | ByRow:
+def _model(net: Net, batch: Batch) -> Classifier | ByRow:
     if net.kind == "text":
         return ByRow(lambda z, rows: net.forward(z, batch.rows(rows)))
     return lambda z: net.forward(z, batch)
@@ -88,7 +88,7 @@ def _part(
     options: AttackOptions,
 ) -> Part:
     clean, by_trial = outcomes[0], [[o for o in outcomes if o.trial is trial] for trial in trials]
-    ends = [found[-1] for found in by_trial]
+    ends = [each[-1] for each in by_trial]
     assert batch.y is not None
     with torch.no_grad():
         pieces = [net.output(piece).argmax(1) for piece in batch.split(options.batch_size)]
@@ -101,7 +101,7 @@ def _part(
     }
     if options.save_adv is not None:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
-    cost = [[sum(getattr(o, what) for o in found) for what in COSTS] for found in by_trial]
+    cost = [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial]
     facts = {"checks": clean.checks, "cost": cost, "square": _square(by_trial)}
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
@@ -113,12 +113,11 @@ COSTS = ("seconds", "forwards", "backwards")
 
 def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
     """Count what stood before and after Square, where gradient attacks came before it."""
-    found = []
-    for outcomes in by_trial:
-        last = outcomes[-1]
-        counts = last.attack == "square" and len(outcomes) > 1
-        found.append((int(last.tried.sum()), int(last.robust.sum())) if counts else (0, 0))
-    return found
+    last = [each[-1] if len(each) > 1 else None for each in by_trial]
+    return [
+        (int(o.tried.sum()), int(o.robust.sum())) if o and o.attack == "square" else (0, 0)
+        for o in last
+    ]
 
 
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
@@ -185,11 +184,11 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     checks: Checks = parts[0].facts["checks"]
     for part in parts[1:]:
         checks = checks + part.facts["checks"]
-    found = clean_notes(checks)
+    remarks = clean_notes(checks)
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
-    found += square_notes(int(before), int(after), samples)
+    remarks += square_notes(int(before), int(after), samples)
     planned = tuple(note for trial in trials for note in trial.notes)
-    return tuple(dict.fromkeys(found + planned + notes(parts)))
+    return tuple(dict.fromkeys(remarks + planned + notes(parts)))
 
 
 def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> bytes:

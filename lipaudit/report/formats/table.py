@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import math
-from collections.abc import Iterator
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.cells import cell_len
-from rich.console import Console, RenderableType
-from rich.style import Style
-from rich.text import Text
-
-from lipaudit.report import cells
-from lipaudit.report.blocks import (
-    Block,
-    Curve,
-    Density,
-    Document,
-    Heatmap,
-    Histogram,
-    Notes,
-    Paragraph,
-    Scatter,
-    Table,
-)
-from lipaudit.report.draw import glyphs
-from lipaudit.report.draw.alt import extent
-from lipaudit.report.draw.colours import contrast, viridis
-from lipaudit.report.draw.layout import lines, split, wrap
 from lipaudit.report.form import Format
 
-FULL = 100_000
-PROSE = 100
-MAP = 64
-STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": "dim"}
+if TYPE_CHECKING:
+    from lipaudit.report.blocks import Document
 
 
 def render(page: Document, width: int | None = None, colour: str | None = None) -> bytes:
@@ -45,150 +18,17 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
         width: columns of the terminal; None writes tables as wide as they are.
         colour: rich's colour system ("standard", "256", "truecolor"); None writes no escapes.
     """
-    console = Console(
-        file=io.StringIO(),
-        width=width or FULL,
-        height=100,
-        color_system=colour,  # type: ignore[arg-type]
-        force_terminal=colour is not None,
-        no_color=False,
-        legacy_windows=False,
-    )
-    with console.capture() as capture:
-        for item in _page(page, width or FULL, colour is not None):
-            console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
-    text = capture.get().strip("\n").split("\n")
-    return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
+    from lipaudit.report.draw.terminal import drawn
+
+    return drawn(page, width, colour)
 
 
 def screen(page: Document, stream: TextIO) -> None:
     """Write a page to a stream: in its width and colours on a terminal, else in full width."""
-    console = Console(file=stream, legacy_windows=False)
-    width = console.width if console.is_terminal else None
-    colour = None if console.no_color else console.color_system
-    stream.write(render(page, width=width, colour=colour).decode())
+    from lipaudit.report.draw.terminal import look
 
-
-def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
-    yield _heading(page.title, "═", width)
-    if page.partial:
-        yield Text("PARTIAL: the run was cut short; what follows is incomplete.", "bold red")
-    yield from _facts(page, width)
-    if page.findings:
-        yield _heading("What stands out", "─", width)
-        yield from (_item("•", f"{text} [{source}]", width) for text, source in page.findings)
-    for chapter in page.chapters:
-        yield _heading(chapter.title, "─", width)
-        for block in chapter.blocks:
-            yield from _block(block, width, colour)
-
-
-def _heading(title: str, rule: str, width: int) -> Text:
-    lines = wrap(title, min(width, PROSE))
-    return Text("\n".join(["", *lines, rule * max(map(cell_len, lines))]), "bold")
-
-
-def _facts(page: Document, width: int) -> Iterator[Text]:
-    pad = max((len(name) for name, _ in page.facts), default=0)
-    yield from (_item(name.ljust(pad), value, width) for name, value in page.facts)
-
-
-def _item(mark: str, text: str, width: int) -> Text:
-    lines = wrap(text, min(width, PROSE) - len(mark) - 1)
-    return Text(f"{mark} " + f"\n{' ' * (len(mark) + 1)}".join(lines))
-
-
-def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
-    match block:
-        case Table():
-            yield from _table(block, width)
-        case Heatmap():
-            yield from _heatmap(block, width, colour)
-        case Histogram() | Scatter() | Curve():
-            yield _title(block.title, width)
-            yield Text("\n".join(_drawing(block, width)))
-        case Density():
-            yield _title(block.title, width)
-            yield from _density(block, min(width - 1, MAP), colour)
-            yield Text("\n".join(wrap(extent(block), min(width, PROSE))), STYLES["note"])
-        case Paragraph():
-            yield Text("\n".join(wrap(block.text, min(width, PROSE))))
-        case Notes():
-            yield Text("")
-            yield from (_item(f"{n.level}:", f"{n.text} ({n.code})", width) for n in block.notes)
-
-
-def _drawing(block: Histogram | Scatter | Curve, width: int) -> list[str]:
-    if isinstance(block, Histogram):
-        return [*glyphs.histogram(block, min(40, width - 30)), cells.standing(block.x)]
-    plot = glyphs.plot(block, min(60, width - 12))
-    return [*plot, *wrap(glyphs.legend(block), min(width, PROSE))]
-
-
-def _density(block: Density, width: int, colour: bool) -> Iterator[Text]:
-    """Draw a density in shades, or in colours with two of its lines in a line of half blocks."""
-    if not colour:
-        yield from map(Text, glyphs.density(block, width))
-        return
-    shares = glyphs.pixels(block, width)
-    for above, below in zip(shares[::2], shares[1::2], strict=True):
-        line = Text()
-        for pair in zip(above, below, strict=True):
-            upper, lower = (f"rgb{viridis(share)}".replace(" ", "") for share in pair)
-            line.append("▀", Style(color=upper, bgcolor=lower))
-        yield line
-
-
-def _title(title: str, width: int) -> Text:
-    return Text("\n".join(["", *wrap(title, width)]) if title else "", "bold")
-
-
-def _table(block: Table, width: int) -> Iterator[RenderableType]:
-    if block.folded:
-        yield Text(f"\n{block.title}: in the json, markdown and html formats")
-        return
-    yield _title(block.title, width)
-    yield from (Text(line, STYLES[kind]) for kind, line in lines(block, width))
-
-
-def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
-    shares = _shares(block)
-    texts = [[cells.text(v, block.column) for v in row] for row in block.values]
-    cell = max((cell_len(t) for row in texts for t in row), default=1) + 2
-    lead = max(map(len, (*block.rows, "layer"))) + 1
-    yield _title(block.title, width)
-    for group in split([lead, *[cell] * len(block.columns)], keys=1, width=width, gap=0):
-        picked = [i - 1 for i in group[1:]]
-        ticks = "".join(f"{block.columns[i]:>{cell - 1}} " for i in picked)
-        yield Text(f"{'layer':<{lead}}" + ticks, "bold")
-        for name, row, share in zip(block.rows, texts, shares, strict=True):
-            line = Text(f"{name:>{lead - 1}} ")
-            for i in picked:
-                line.append_text(_tile(row[i], share[i], cell, colour))
-            yield line
-    yield Text(f"layer down, head across; {cells.standing(block.column)}", STYLES["note"])
-
-
-def _tile(text: str, share: float | None, cell: int, colour: bool) -> Text:
-    """Write one number on its colour, or with a bar glyph behind it."""
-    number = text.rjust(cell - 1)
-    if share is None or not colour:
-        return Text(number + (" " if share is None else glyphs.level(share)))
-    rgb = viridis(share)
-    style = Style(color=contrast(rgb), bgcolor=f"rgb({rgb[0]},{rgb[1]},{rgb[2]})")
-    return Text(f"{number} ", style)
-
-
-def _shares(block: Heatmap) -> list[list[float | None]]:
-    """Place each finite value between the smallest and the largest."""
-    values = (v for row in block.values for v in row if v is not None)
-    known = [v for v in values if math.isfinite(v)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    span = (high - low) or 1.0
-    return [
-        [(v - low) / span if v is not None and low <= v <= high else None for v in row]
-        for row in block.values
-    ]
+    width, colour = look(stream)
+    stream.write(render(page, width, colour).decode())
 
 
 FORMAT = Format("table", takes="page", render=render, suffixes=(".txt",), screen=screen)

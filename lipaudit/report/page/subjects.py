@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import UsageError
 from lipaudit.report.form import Form, Subject
-from lipaudit.report.page.document import document
-from lipaudit.report.page.views.attention import drawn
 
 if TYPE_CHECKING:
     from lipaudit.gate import Comparison, Judgement
@@ -25,6 +23,8 @@ JUDGEMENT: frozenset[Form] = frozenset({"page", "record", "lines", "judgement"})
 
 def of_reports(*reports: Report) -> Subject:
     """Show one report, or several side by side."""
+    from lipaudit.report.page.document import document
+
     subject: dict[Form, Callable[[], Any]] = {"page": cache(lambda: document(*reports))}
     if len(reports) == 1:
         subject["record"] = lambda: reports[0]
@@ -36,6 +36,7 @@ def of_reports(*reports: Report) -> Subject:
 def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     """Show what changed between reports, before the reports themselves side by side."""
     from lipaudit.report.page.comparison import chapters
+    from lipaudit.report.page.document import document
 
     return {
         "page": cache(lambda: document(*reports, lead=chapters(comparison))),
@@ -56,6 +57,8 @@ def of_judgement(judgement: Judgement) -> Subject:
 
 
 def _pictures(reports: Sequence[Report]) -> list[Density | Curve]:
+    from lipaudit.report.page.views.attention import drawn
+
     sections = [report.section("attention") for report in reports]
     return [block for section in sections if section for block in drawn(section)]
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lipaudit.errors import InputError
-from lipaudit.results import Report
+from lipaudit.results import Report, row_types
 from lipaudit.results.report import SCHEMA_VERSION
 
 
@@ -59,8 +59,14 @@ def load(path: Path) -> Report:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a report."""
-    return Report.model_json_schema(by_alias=True)
+    """Return the JSON Schema of a report: its rows are those of any measure that is installed."""
+    schema = Report.model_json_schema(by_alias=True)
+    rows = {kind.__name__: kind.model_json_schema() for kind in row_types().values()}
+    any_row = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in rows]}
+    schema["$defs"]["Section"]["properties"]["rows"]["items"] = any_row
+    schema["$defs"].pop("Row", None)
+    schema["$defs"] |= rows
+    return schema
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:

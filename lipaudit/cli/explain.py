@@ -46,10 +46,10 @@ def explain(
 
 def _columns() -> dict[str, Column]:
     """Return every column, by row and by sample, as `section.column`."""
-    from lipaudit.results import ROWS, SAMPLES
+    from lipaudit.results import measures, row_types
 
-    kinds = {section: row.columns() for section, row in ROWS.items()}
-    both = [*kinds.items(), *SAMPLES.items()]
+    kinds = {section: row.columns() for section, row in row_types().items()}
+    both = [*kinds.items(), *((name, record.samples) for name, record in measures().items())]
     return {f"{section}.{name}": c for section, columns in both for name, c in columns.items()}
 
 

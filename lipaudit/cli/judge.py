@@ -138,13 +138,13 @@ def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None
     from lipaudit.engine.execute import execute
     from lipaudit.engine.prepare import Request, prepare
     from lipaudit.gate import protocol
-    from lipaudit.settings import RECORDS, RunOptions
+    from lipaudit.settings import RunOptions, option_types
 
     how = protocol(baseline)
     replaced = {name: value for name, value in given.items() if value is not None}
     run = {"data": how.data, "seed": how.seed, "dtype": how.dtype} | how.options | replaced
     measures = {
-        name: RECORDS[name].options.checked(settings) for name, settings in how.settings.items()
+        name: option_types()[name].checked(settings) for name, settings in how.settings.items()
     }
     request = Request(current, measures, RunOptions.checked(run), how.samples, command=typed())
     return execute(prepare(request), OnStderr(current, quiet=quiet))

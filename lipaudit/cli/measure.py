@@ -11,7 +11,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.options import ModelSpec, Output, Terminal
-from lipaudit.settings import RECORDS, AttackOptions, MeasureOptions, RunOptions
+from lipaudit.settings import AttackOptions, MeasureOptions, RunOptions, option_types
 
 if TYPE_CHECKING:
     from lipaudit.measures import Part
@@ -37,8 +37,8 @@ def _command(options_type: type[MeasureOptions]) -> Callable[..., None]:
     return measure
 
 
-for _name, _record in RECORDS.items():
-    command(_name, panel=MEASURE)(_command(_record.options))
+for _name, _options in option_types().items():
+    command(_name, panel=MEASURE)(_command(_options))
 
 
 def run_measures(

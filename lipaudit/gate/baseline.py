@@ -17,7 +17,7 @@ from lipaudit.errors import (
 from lipaudit.gate.comparable import fault
 from lipaudit.gate.contrasts import trusted
 from lipaudit.gate.rules import DEFAULT_RULES
-from lipaudit.results import ROWS, Report, Section
+from lipaudit.results import Report, Section, row_types
 
 DEFAULT_PATH = Path("lipaudit-baseline.json")
 _SAVE = "Write one with lipaudit baseline save REPORT."
@@ -89,7 +89,7 @@ def promote(report: Report, reason: str) -> Report:
         raise UsageError("a baseline needs a reason", "Say why: --reason 'first release'.")
     if reasons := problems(report):
         raise EvaluationError(f"this report is no baseline: {reasons[0]}", "Measure again.")
-    order = list(ROWS)
+    order = list(row_types())
     run = report.run
     return report.model_copy(
         update={

@@ -12,7 +12,7 @@ from lipaudit.gate.judging import judge_alone
 from lipaudit.gate.readings import row_names
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
 from lipaudit.gate.verdicts import Verdict, VerdictStatus
-from lipaudit.results import SAMPLES, Column, Report, Section, labels
+from lipaudit.results import Column, Report, Section, labels, sample_columns
 from lipaudit.results.columns import Float, Frozen
 from lipaudit.results.trials import parse_column
 
@@ -136,11 +136,11 @@ def _rules(old: Report, new: Report) -> Iterator[Rule]:
     for section in old.sections:
         if new.section(section.measure) is None:
             continue
-        for name, column in SAMPLES.get(section.measure, {}).items():
+        for name, column in sample_columns(section.measure).items():
             if column.better or name == "correct":
                 yield from _sample_rules(section, name, column)
         for name, column in section.columns().items():
-            sampled = name in SAMPLES.get(section.measure, {})
+            sampled = name in sample_columns(section.measure)
             if column.better and not sampled and _per_layer(section, name):
                 op = "<=" if column.better == "lower" else ">="
                 yield parse_rule(f"{section.measure}.{name}:median {op} +0%")

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lipaudit.errors import UsageError
-from lipaudit.results import ROWS, SAMPLES
+from lipaudit.results import measures, row_types, sample_columns
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]
@@ -75,7 +75,7 @@ class Rule:
     @property
     def per_sample(self) -> bool:
         """Whether it reads a per-sample column rather than a column of rows."""
-        return self.stat != "each" and self.column in SAMPLES.get(self.measure, {})
+        return self.stat != "each" and self.column in sample_columns(self.measure)
 
     @property
     def worse(self) -> int:
@@ -135,11 +135,11 @@ def metrics() -> tuple[str, ...]:
     """Return the name of every metric a rule may use."""
     rows = (
         f"{measure}.{name}"
-        for measure, row in ROWS.items()
+        for measure, row in row_types().items()
         for name, column in row.columns().items()
         if column.format != "s"
     )
-    samples = (f"{measure}.{name}" for measure, names in SAMPLES.items() for name in names)
+    samples = (f"{m}.{name}" for m, record in measures().items() for name in record.samples)
     return tuple(dict.fromkeys((*rows, *samples)))
 
 
@@ -152,12 +152,12 @@ def _metric(text: str) -> tuple[str, str]:
 
 
 def _stat(text: str | None, measure: str, column: str) -> Stat:
-    sampled = column in SAMPLES.get(measure, {})
+    sampled = column in sample_columns(measure)
     if text is None:
         return "each" if not sampled else "mean" if column in BINARY else "median"
     if text not in STATS:
         raise UsageError(f"unknown statistic {text!r}", f"Choose one of: {', '.join(STATS)}.")
-    row = ROWS[measure].columns().get(column)
+    row = row_types()[measure].columns().get(column)
     if text == "each" and (row is None or row.format == "s" or column in BINARY):
         raise UsageError(
             f"{measure}.{column} is measured per sample, `each` judges row by row",

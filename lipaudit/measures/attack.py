@@ -201,4 +201,4 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> bytes
     return save(tensors | {"y": joined(parts, "label").astype(np.int64)})
 
 
-ATTACK = Measure(run, summarise, AttackOptions, batch=CHUNK, chunk=CHUNK)
+MEASURE = Measure(run, summarise, AttackOptions, batch=CHUNK, chunk=CHUNK)

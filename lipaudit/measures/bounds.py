@@ -301,4 +301,4 @@ def _remarks(
     return tuple(remarks)
 
 
-BOUNDS_MEASURE = Measure(measure, summarise, BoundsOptions, batch=4)
+MEASURE = Measure(measure, summarise, BoundsOptions, batch=4)

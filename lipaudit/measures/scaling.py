@@ -266,4 +266,4 @@ def _remarks(
     return tuple(remarks)
 
 
-SCALING = Measure(measure, summarise, ScalingOptions, batch=4)
+MEASURE = Measure(measure, summarise, ScalingOptions, batch=4)

@@ -7,6 +7,10 @@ better, the domain on which the figure holds and how far it is proven) stands be
 from lipaudit.results.columns import Column as Column
 from lipaudit.results.columns import Row as Row
 from lipaudit.results.columns import Status as Status
+from lipaudit.results.measures import MeasureRecord as MeasureRecord
+from lipaudit.results.measures import measures as measures
+from lipaudit.results.measures import row_types as row_types
+from lipaudit.results.measures import sample_columns as sample_columns
 from lipaudit.results.report import Array as Array
 from lipaudit.results.report import Data as Data
 from lipaudit.results.report import Model as Model
@@ -15,7 +19,6 @@ from lipaudit.results.report import Report as Report
 from lipaudit.results.report import Run as Run
 from lipaudit.results.report import Section as Section
 from lipaudit.results.report import labels as labels
-from lipaudit.results.rows import ROWS as ROWS
 from lipaudit.results.rows import AttackRow as AttackRow
 from lipaudit.results.rows import AttentionRow as AttentionRow
 from lipaudit.results.rows import BoundsRow as BoundsRow
@@ -24,4 +27,3 @@ from lipaudit.results.rows import LayerRow as LayerRow
 from lipaudit.results.rows import ScalingFitRow as ScalingFitRow
 from lipaudit.results.rows import ScalingRow as ScalingRow
 from lipaudit.results.rows import ScalingSplitRow as ScalingSplitRow
-from lipaudit.results.samples import SAMPLES as SAMPLES

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from lipaudit.results.columns import Cell, Column, Float, Frozen, Row
-from lipaudit.results.rows import ROWS, AnyRow
-from lipaudit.results.samples import SAMPLES
+from lipaudit.results.measures import row_types, sample_columns
 from lipaudit.results.trials import parse_column
 
 if TYPE_CHECKING:
@@ -55,7 +61,7 @@ class Section(Frozen):
     """The result of one measure.
 
     Attributes:
-        measure: its name, which decides the row type (`ROWS`).
+        measure: its name, which decides the row type (`row_types`).
         settings: the options it ran with.
         rows: one per head, layer, attack..., ordered by (layer, head) where there are any.
         samples: per-sample columns in the order of its `ids`.
@@ -65,7 +71,7 @@ class Section(Frozen):
 
     measure: str
     settings: dict[str, Any] = {}
-    rows: tuple[AnyRow, ...] = ()
+    rows: tuple[SerializeAsAny[Row], ...] = ()
     samples: dict[str, tuple[Cell, ...]] = {}
     arrays: dict[str, Array] = {}
     notes: tuple[Note, ...] = ()
@@ -73,9 +79,10 @@ class Section(Frozen):
     @field_validator("rows", mode="before")
     @classmethod
     def _typed(cls, rows: Any, info: ValidationInfo) -> Any:
-        kind = ROWS.get(info.data.get("measure", ""))
+        measure = info.data.get("measure", "")
+        kind = row_types().get(measure)
         if kind is None:
-            raise ValueError(f"unknown measure {info.data.get('measure')!r}")
+            raise ValueError(f"no measure {measure!r} is installed here")
         return tuple(row if isinstance(row, Row) else kind.model_validate(row) for row in rows)
 
     @field_validator("samples")
@@ -86,12 +93,24 @@ class Section(Frozen):
             raise ValueError(f"per-sample columns of different lengths: {sorted(lengths)}")
         return samples
 
+    def frame(self) -> Any:
+        """Return the rows as a pandas DataFrame, or as a list of dicts where there is no pandas.
+
+        Columns stand as in the tables, in their units (`columns` says which).
+        """
+        cells = [row.cells() for row in self.rows]
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            return cells
+        return pandas.DataFrame(cells, columns=list(self.columns()))
+
     def columns(self) -> dict[str, Column]:
         """Return how the columns of `rows` read.
 
         One that is declared nowhere here, of a plug-in that is not installed, reads as its name.
         """
-        columns = ROWS[self.measure].columns()
+        columns = row_types()[self.measure].columns()
         absent = {name for row in self.rows for name in row.model_extra or ()} - columns.keys()
         strange = "A number of a plug-in that is not installed here."
         return columns | {
@@ -100,7 +119,7 @@ class Section(Frozen):
 
     def sample_column(self, name: str) -> Column:
         """Return how a per-sample column reads (`robust@pgd,linf,2/255` reads as `robust`)."""
-        known = SAMPLES.get(self.measure, {})
+        known = sample_columns(self.measure)
         return known.get(parse_column(name)[0], Column(label=name, meaning=""))
 
 

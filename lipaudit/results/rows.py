@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from lipaudit.results import readings
 from lipaudit.results.bounds import Bound, catalogue
@@ -272,17 +272,3 @@ class ScalingSplitRow(HeadRow):
     split: Float | None = column(
         "split", "The same with every token duplicated first.", status="empirical"
     )
-
-
-AnyRow = (
-    BoundsRow
-    | LayerRow
-    | AttentionRow
-    | JacobianRow
-    | AttackRow
-    | ScalingRow
-    | ScalingFitRow
-    | ScalingSplitRow
-)
-ROWS: dict[str, type[Row]] = {row.section: row for row in get_args(AnyRow)}
-"""Row type of each section, by the section's name."""

@@ -1,11 +1,9 @@
-"""What all measures take, and the record by which a measure is known before torch is loaded."""
+"""What all measures take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from lipaudit.results.columns import Row
 from lipaudit.settings.option import Settings
 from lipaudit.settings.parsing import Layers
 
@@ -43,23 +41,3 @@ class MeasureOptions(Settings):
     def outline(self, samples: int) -> str:
         """Say before it begins what will be measured, where that is not obvious."""
         return ""
-
-
-@dataclass(frozen=True)
-class MeasureRecord:
-    """A measure, as the command line, the gate and the report know it: without torch.
-
-    Attributes:
-        options: its options; their docstring is the help of its command.
-        rows: row types of its sections, the one of its own name first.
-        runs: `module:name` of its `lipaudit.measures.Measure`, imported when it first runs.
-    """
-
-    options: type[MeasureOptions]
-    rows: tuple[type[Row], ...]
-    runs: str
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self.options.section

@@ -16,11 +16,12 @@ import torch
 from scipy.special import stdtrit
 
 from lipaudit.measures.attack import ATTACK, AttackOptions
-from lipaudit.measures.attention import ATTENTION, AttentionOptions
+from lipaudit.measures.attention import MEASURE as ATTENTION
 from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
 from lipaudit.measures.measure import Measure, Options
 from lipaudit.models.net import Net
 from lipaudit.results import Section
+from lipaudit.settings import AttentionOptions
 from lipaudit.train.demos import STANDARD, shipped, trained
 
 VARIANTS = {

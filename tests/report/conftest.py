@@ -8,7 +8,6 @@ import pytest
 from lipaudit.report.formats import html
 from lipaudit.report.page.document import document
 from lipaudit.results import (
-    ROWS,
     Array,
     AttackRow,
     AttentionRow,
@@ -24,6 +23,7 @@ from lipaudit.results import (
     ScalingRow,
     ScalingSplitRow,
     Section,
+    row_types,
 )
 
 HOSTILE = "<script>alert(1)</script>"
@@ -397,7 +397,7 @@ def blank_report() -> Report:
     """One row per section with nothing in it but what names the row."""
     names = {"layer": 0, "head": 0, "attack": "pgd", "norm": "linf", "eps": 0.1, "n": 8}
     sections = []
-    for measure, kind in ROWS.items():
+    for measure, kind in row_types().items():
         required = {n: names[n] for n, field in kind.model_fields.items() if field.is_required()}
         sections.append(Section(measure=measure, rows=(kind(**required),)))
     return make_report().model_copy(update={"sections": tuple(sections)})

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lipaudit.report import cells
-from lipaudit.results import ROWS, Column
+from lipaudit.results import Column, row_types
 
 
 def column(**how: object) -> Column:
@@ -58,7 +58,7 @@ def test_columns_that_stand_apart_are_marked():
     assert notes == ["ᵃ exact at X", "ᵇ empirical in the ball"]
 
 
-@pytest.mark.parametrize("kind", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("kind", row_types().values(), ids=row_types())
 def test_marks_suffice_for_every_row_type(kind):
     columns = list(kind.columns().values())
     marks, notes = cells.footnotes(columns)

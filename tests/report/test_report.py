@@ -14,7 +14,7 @@ from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, 
 from lipaudit.report.draw.glyphs import bar, coarse, density, pixels
 from lipaudit.report.page.document import document, labels
 from lipaudit.report.page.views import TITLES, VIEWS, blocks
-from lipaudit.results import ROWS
+from lipaudit.results import row_types
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)
 PAGES = sorted(name for name, known in RENDERERS.items() if known.takes in REPORT)
@@ -25,7 +25,7 @@ def _of(report, measure, kind):
     return [b for b in blocks(report.section(measure)) if isinstance(b, kind)]
 
 
-@pytest.mark.parametrize("measure", ROWS)
+@pytest.mark.parametrize("measure", row_types())
 @pytest.mark.parametrize("name", PAGES)
 def test_every_section_in_every_format(report, name, measure):
     alone = report.model_copy(update={"sections": (report.section(measure),)})
@@ -61,7 +61,7 @@ def test_measure_without_a_view_shows_its_rows(report, name, monkeypatch):
 
 
 def test_every_measure_has_a_title():
-    assert TITLES.keys() == ROWS.keys()
+    assert TITLES.keys() == row_types().keys()
 
 
 def test_several_models_draw_their_distributions_over_heads(report, other):
@@ -167,7 +167,7 @@ def test_picture_is_the_one_map_of_a_report(report):
 def test_coarser_bins_keep_every_count(bins):
     rng = np.random.default_rng(bins)
     counts = tuple(map(float, rng.integers(0, 9, bins)))
-    column = next(iter(ROWS["bounds"].columns().values()))
+    column = next(iter(row_types()["bounds"].columns().values()))
     block = Histogram("h", column, tuple(map(float, range(bins + 1))), {"a": counts})
     joined = coarse(block)
     assert sum(joined.counts["a"]) == sum(counts)
@@ -180,7 +180,7 @@ def test_coarser_bins_keep_every_count(bins):
 @pytest.mark.parametrize("down", [True, False])
 def test_pixels_are_roots_of_the_means_of_equal_squares(side, width, shown, down):
     values = np.random.default_rng(side).random((side, side)) ** 4
-    column = next(iter(ROWS["bounds"].columns().values()))
+    column = next(iter(row_types()["bounds"].columns().values()))
     ends = (0.0, float(side))
     block = Density("d", column, column, tuple(map(tuple, values)), ends, ends, column, down)
     drawn = np.array(pixels(block, width))

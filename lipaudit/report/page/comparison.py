@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lipaudit.gate.comparison import Comparison, HeadRatios, Pair
 from lipaudit.gate.verdicts import Verdict, amount, number
 from lipaudit.report.blocks import Block, Chapter, Heatmap, Notes, Paragraph, Table
-from lipaudit.results import ROWS, Column, Note
+from lipaudit.results import Column, Note, row_types
 
 HOW = (
     "Changes are paired: each sample is compared with itself. Limits are those of a 95 % interval "
@@ -64,7 +64,7 @@ def _row(verdict: Verdict) -> tuple[str | None, ...]:
 
 def _heatmap(ratios: HeadRatios) -> Heatmap:
     measure, _, name = ratios.metric.rpartition(".")
-    status = ROWS[measure].columns()[name].status
+    status = row_types()[measure].columns()[name].status
     change = {"label": "change", "meaning": "New over old, less one.", "format": "+.1%"}
     return Heatmap(
         title=f"{ratios.metric}: change of every head",

@@ -62,6 +62,14 @@ def test_the_bound_can_be_gated(measured, tmp_path):
     assert python(*gate, "bounds.frobenius:each <= 1e-3", cwd=tmp_path).returncode == 1
 
 
+def test_the_bound_is_compared(measured, tmp_path):
+    both = (measured / "a.json", measured / "a.json")
+    done = python("lipaudit", "compare", *both, "-f", "json", cwd=tmp_path)
+    assert '"metric": "bounds.frobenius:median"' in done.stdout
+    side_by_side = python("lipaudit", "report", *both, "-f", "table", cwd=tmp_path).stdout
+    assert "Frobenius over heads" in side_by_side
+
+
 def test_a_report_is_read_and_printed_where_the_plugin_is_not_installed(measured, tmp_path):
     again = tmp_path / "again.json"
     report = ("lipaudit", "report", measured / "a.json", "-f", "markdown", f"-o{again}")

@@ -10,6 +10,7 @@ FROBENIUS = Bound(
     source="an example",
     explanation="The size of weights, tokens and attention map, without any spectral norm.",
     null="needs affine projections and logits s q k^T",
+    better="lower",
     function="lipaudit_example.formulas:frobenius",
     log10_label="log10 Frob.",
     scaling=True,

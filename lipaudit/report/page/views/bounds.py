@@ -40,8 +40,9 @@ def view(section: Section) -> Iterator[Block]:
 
 
 def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
-    """Compare how norms and the sharp bound are distributed over heads."""
-    yield from spread(sections, ("exact", "sharp", "sharp_ratio_max", "p_norm", "splitting_gain"))
+    """Compare how norms, and the bounds of which less is better, are distributed over heads."""
+    bounds = (bound.name for bound in ranked() if bound.better)
+    yield from spread(sections, ("exact", *bounds, "sharp_ratio_max", "p_norm", "splitting_gain"))
 
 
 def layers_side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:

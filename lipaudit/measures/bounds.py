@@ -112,28 +112,28 @@ def _closed_form(
     """Return everything about a closed-form layer, per (sample, head) or (sample, 1)."""
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
     whole = layer_norms(heads, seeds=seeds, **options.accuracy)
-    found = head_bounds(heads, weights=weights)
+    reduced = head_bounds(heads, weights=weights)
     gain = torch.full_like(exact.norm, torch.nan)
     if not heads.is_causal() and heads.sink is None:
         gain = splitting_gain(heads, exact.norm, seeds=seeds)
-    found["splitting_gain"] = gain
-    found |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}
-    found["layer_missed"] = _missed(whole.concat)[:, None]
-    found["layer_within"] = whole.concat.within[:, None]
-    found["layer_out"] = torch.full_like(found["layer_exact"], torch.nan)
+    reduced["splitting_gain"] = gain
+    reduced |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}
+    reduced["layer_missed"] = _missed(whole.concat)[:, None]
+    reduced["layer_within"] = whole.concat.within[:, None]
+    reduced["layer_out"] = torch.full_like(reduced["layer_exact"], torch.nan)
     if heads.out is not None and whole.out is not None:
-        found["layer_out"] = whole.out.norm[:, None]
-        found["layer_missed"] += _missed(whole.out)[:, None]
-        found["layer_within"] = found["layer_within"].maximum(whole.out.within[:, None])
-    found["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
-    found["numerical"] = torch.zeros_like(exact.norm)
-    found["forward_error"] = forward_error(heads)
-    return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in found.items()}
+        reduced["layer_out"] = whole.out.norm[:, None]
+        reduced["layer_missed"] += _missed(whole.out)[:, None]
+        reduced["layer_within"] = reduced["layer_within"].maximum(whole.out.within[:, None])
+    reduced["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
+    reduced["numerical"] = torch.zeros_like(exact.norm)
+    reduced["forward_error"] = forward_error(heads)
+    return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in reduced.items()}
 
 
 def _norms(exact: Norms) -> Reduced:
-    found = {"exact": exact.norm, "upper": exact.upper, "within": exact.within}
-    return found | {"missed": _missed(exact)}
+    reduced = {"exact": exact.norm, "upper": exact.upper, "within": exact.within}
+    return reduced | {"missed": _missed(exact)}
 
 
 def _missed(norms: Norms) -> Tensor:
@@ -145,17 +145,17 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
 
     NaN where it was surveyed with a closed form and its module cannot be run on its own.
     """
-    found = _norms(numeric_norms(layer, seeds=seeds, **options.accuracy))
-    open_head = torch.full_like(found["exact"], torch.nan)
-    found |= dict.fromkeys((*BOUNDS, *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
+    reduced = _norms(numeric_norms(layer, seeds=seeds, **options.accuracy))
+    open_head = torch.full_like(reduced["exact"], torch.nan)
+    reduced |= dict.fromkeys((*BOUNDS, *INGREDIENTS, "g1_max", "splitting_gain"), open_head)
     open_layer = open_head[:, :1]
-    found |= dict.fromkeys(("layer_exact", "layer_out", "layer_within", "out_norm"), open_layer)
-    found["layer_missed"] = torch.zeros_like(open_layer)
-    found["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
-    found["numerical"] = torch.ones_like(open_head)
+    reduced |= dict.fromkeys(("layer_exact", "layer_out", "layer_within", "out_norm"), open_layer)
+    reduced["layer_missed"] = torch.zeros_like(open_layer)
+    reduced["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
+    reduced["numerical"] = torch.ones_like(open_head)
     attention = layer.attention
-    found["forward_error"] = per_sample(forward_error(attention).cpu(), attention.sample.cpu())
-    return found
+    reduced["forward_error"] = per_sample(forward_error(attention).cpu(), attention.sample.cpu())
+    return reduced
 
 
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:

@@ -32,10 +32,10 @@ def test_a_bound_below_the_norm_ends_the_run(demo, monkeypatch, name):
     monkeypatch.setattr(bounds, "head_bounds", wrong)
     with pytest.raises(
         EvaluationError, match=rf"{name} of head 0\.2 \(blocks\.0\.attn\)"
-    ) as found:
+    ) as caught:
         list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
-    assert found.value.exit_code is ExitCode.INTERNAL
-    assert demo[1].ids[1] in str(found.value)
+    assert caught.value.exit_code is ExitCode.INTERNAL
+    assert demo[1].ids[1] in str(caught.value)
 
 
 def test_a_layer_above_the_sum_of_its_heads_ends_the_run(demo, monkeypatch):

@@ -20,7 +20,8 @@ LEVEL = 0.025
 """One-sided level of the limits: together they are a 95 % interval."""
 TOLERANCE = 1e-4
 """Relative accuracy of the norms: a smaller change of a figure without an interval is none."""
-HEAT = ("bounds.exact", "bounds.sharp", "attention.softmax_norm")
+HEAT = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm",)}
+"""Columns that are mapped over the heads; of other sections all that have a better direction."""
 _NO_MARGIN: dict[VerdictStatus, VerdictStatus] = {
     "pass": "inconclusive",
     "pass (not proven)": "inconclusive",
@@ -115,7 +116,7 @@ def _pair(old: Report, new: Report, old_name: str, new_name: str) -> Pair:
         old=old_name,
         new=new_name,
         verdicts=tuple(_neutral(verdict) for verdict in verdicts),
-        ratios=tuple(r for metric in HEAT if (r := _ratios(metric, old, new))),
+        ratios=tuple(r for metric in _mapped(new) if (r := _ratios(metric, old, new))),
         notes=differences(new, old),
     )
 
@@ -141,7 +142,7 @@ def _rules(old: Report, new: Report) -> Iterator[Rule]:
                 yield from _sample_rules(section, name, column)
         for name, column in section.columns().items():
             sampled = name in sample_columns(section.measure)
-            if column.better and not sampled and _per_layer(section, name):
+            if column.better and not sampled and _by_rows(section, name):
                 op = "<=" if column.better == "lower" else ">="
                 yield parse_rule(f"{section.measure}.{name}:median {op} +0%")
 
@@ -161,9 +162,21 @@ def _sample_rules(section: Section, name: str, column: Column) -> Iterator[Rule]
     yield parse_rule(f"{metric}:p95 {op} {limit}")
 
 
-def _per_layer(section: Section, name: str) -> bool:
+def _by_rows(section: Section, name: str) -> bool:
+    """Tell whether a column is compared by its rows: of layers, or where no samples are kept."""
     cells = [row.cells() for row in section.rows]
-    return any("layer" in row and row[name] is not None for row in cells)
+    sampled = bool(sample_columns(section.measure))
+    return any(row.get(name) is not None and ("layer" in row or not sampled) for row in cells)
+
+
+def _mapped(report: Report) -> Iterator[str]:
+    """Return the columns of heads whose changes are mapped."""
+    for section in report.sections:
+        columns = section.columns()
+        if {"layer", "head"} <= columns.keys():
+            better = [name for name, column in columns.items() if column.better]
+            names = HEAT.get(section.measure, better)
+            yield from (f"{section.measure}.{name}" for name in names)
 
 
 def _ratios(metric: str, old: Report, new: Report) -> HeadRatios | None:

@@ -12,6 +12,7 @@ from lipaudit.errors import UsageError
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import Values
 from lipaudit.results import AttackRow, Row, Section
+from lipaudit.results.naming import naming
 from lipaudit.results.trials import WORST, TrialKey, parse_column
 
 STATISTICS: dict[str, Callable[..., Any]] = {
@@ -90,7 +91,7 @@ def _cells(rule: Rule, section: Section) -> dict[str, float]:
     kept = [name for name, row in rows.items() if all(_matches(row, w) for w in rule.selector)]
     trials = {name: _trial(rows[name]) for name in kept}
     kept = _worst(trials, rule.selector)
-    cells = {name: rows[name].cells()[rule.column] for name in kept}
+    cells = {name: rows[name].cells().get(rule.column) for name in kept}
     return {name: float(cell) for name, cell in cells.items() if cell is not None}
 
 
@@ -143,7 +144,13 @@ def _name(row: Row) -> str:
         layer = [f"{key} {named[key]}" for key in ("layer", "head") if key in named]
         rest = [f"{key} {named[key]}" for key in ("mode", "n") if key in named]
         return " ".join(layer + rest)
-    return ",".join(str(value) for value in named.values())
+    if named:
+        return ",".join(str(value) for value in named.values())
+    return " ".join(
+        str(cells[name]) if isinstance(cells[name], str) else f"{name} {cells[name]}"
+        for name in naming(type(row).columns())
+        if cells[name] not in (None, "")
+    )
 
 
 def _nothing(rule: Rule, section: Section) -> UsageError:

@@ -83,7 +83,7 @@ class Section(Frozen):
         kind = row_types().get(measure)
         if kind is None:
             raise ValueError(f"no measure {measure!r} is installed here")
-        return tuple(row if isinstance(row, Row) else kind.model_validate(row) for row in rows)
+        return tuple(row if isinstance(row, kind) else kind.model_validate(row) for row in rows)
 
     @field_validator("samples")
     @classmethod

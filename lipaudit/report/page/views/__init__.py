@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lipaudit.report.blocks import Block, Notes, Paragraph
-from lipaudit.report.page.views import attack, attention, bounds, jacobian, scaling
-from lipaudit.report.page.views.common import SideBySide, View, every_row, stacked
+from lipaudit.report.page.views import attack, attention, bounds, default, jacobian, scaling
+from lipaudit.report.page.views.common import SideBySide, View
 from lipaudit.results import Section
 
 TITLES = {
@@ -22,16 +22,6 @@ TITLES = {
 }
 
 
-def _plain(section: Section) -> Iterable[Block]:
-    """Show every row of a section that has no view of its own."""
-    yield every_row(section, folded=False)
-
-
-def _plain_side_by_side(sections: Mapping[str, Section]) -> Iterable[Block]:
-    columns = list(next(iter(sections.values())).columns())
-    yield stacked(sections, columns[1:], columns[:1])
-
-
 VIEWS: dict[str, View] = {
     "bounds": bounds.view,
     "attention": attention.view,
@@ -40,7 +30,7 @@ VIEWS: dict[str, View] = {
     "scaling": scaling.view,
     "scaling.fit": scaling.fit_view,
 }
-"""View of each section; a section without one is shown as a plain table of its rows."""
+"""View of each section; `default` shows a section without one."""
 
 SIDE_BY_SIDE: dict[str, SideBySide] = {
     "bounds": bounds.side_by_side,
@@ -51,7 +41,7 @@ SIDE_BY_SIDE: dict[str, SideBySide] = {
     "scaling": scaling.side_by_side,
     "scaling.fit": scaling.fit_side_by_side,
 }
-"""How each section of several reports is shown; without an entry the rows are stacked."""
+"""How each section of several reports is shown; `default` for one without an entry."""
 
 
 def blocks(section: Section) -> tuple[Block, ...]:
@@ -60,7 +50,7 @@ def blocks(section: Section) -> tuple[Block, ...]:
     settings = "; ".join(f"{name} {listed(value)}" for name, value in given.items())
     return (
         *([Paragraph(f"Settings: {settings}.")] if settings else []),
-        *(VIEWS.get(section.measure, _plain)(section) if section.rows else [NOTHING]),
+        *(VIEWS.get(section.measure, default.view)(section) if section.rows else [NOTHING]),
         *([Notes(section.notes)] if section.notes else []),
     )
 
@@ -71,7 +61,7 @@ def side_by_side(sections: Mapping[str, Section]) -> tuple[Block, ...]:
     if not filled:
         return (NOTHING,)
     return tuple(
-        SIDE_BY_SIDE.get(next(iter(filled.values())).measure, _plain_side_by_side)(filled)
+        SIDE_BY_SIDE.get(next(iter(filled.values())).measure, default.side_by_side)(filled)
     )
 
 

@@ -1,0 +1,132 @@
+"""Rules on a measure that the gate has never heard of: names and directions from its row type."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from lipaudit.errors import UsageError
+from lipaudit.gate import compare, judge, parse_rule, promote
+from lipaudit.results import Column, Row, Section
+from lipaudit.results.columns import Float, column
+from lipaudit.results.heads import HeadRow
+from tests.strangers import register
+from tests.strangers import registry as registry
+
+TENSION = np.random.default_rng(5).lognormal(0, 0.3, 64)
+
+
+class SpreadRow(Row):
+    """One stage: how far its features spread."""
+
+    section: ClassVar[str] = "spread"
+    stage: str = column("stage", "Part of the model.", ..., format="s")
+    depth: int = column("depth", "Blocks before it.", 0, format="d")
+    spread: Float | None = column("spread", "How far features spread.", better="lower")
+
+
+class HeatRow(HeadRow):
+    """One head: its temperature."""
+
+    section: ClassVar[str] = "heat"
+    heat: Float | None = column("T", "Temperature.", better="lower")
+
+
+@pytest.fixture
+def strange(monkeypatch, registry, report, ids):
+    """A report of two measures that are registered as a plug-in would."""
+    tension = Column(label="tension", meaning="Of the sample.", better="lower")
+    register(monkeypatch, SpreadRow, {"tension": tension})
+    register(monkeypatch, HeatRow)
+
+    def build(stem=1.0, trunk=2.0, times=1.0, hot=1.0, weights="a"):
+        spread = Section(
+            measure="spread",
+            rows=[
+                SpreadRow(stage="stem", depth=0, spread=stem),
+                SpreadRow(stage="trunk", depth=3, spread=trunk),
+            ],
+            samples={"ids": ids(64), "tension": tuple((times * TENSION).tolist())},
+        )
+        heat = Section(
+            measure="heat",
+            rows=[HeatRow(layer=i, head=0, heat=1.0 + i * hot) for i in range(2)],
+        )
+        return report(spread, heat, weights=weights)
+
+    return build
+
+
+def verdicts(current, baseline, *rules):
+    judgement = judge(current, baseline, tuple(map(parse_rule, rules)))
+    return {(v.metric, v.name): v.status for v in judgement.verdicts}
+
+
+def test_a_rule_judges_each_row_by_the_name_its_columns_give(strange):
+    assert verdicts(strange(trunk=2.5, weights="b"), strange(), "spread.spread <= +5%") == {
+        ("spread.spread:each", "stem depth 0"): "pass",
+        ("spread.spread:each", "trunk depth 3"): "regressed",
+    }
+
+
+@pytest.mark.parametrize("selector", ["stem", "stage=stem", "depth=0"])
+def test_a_selector_picks_rows_by_their_columns(strange, selector):
+    rule = f"spread.spread@{selector} <= +5%"
+    found = verdicts(strange(trunk=9.0, weights="b"), strange(), rule)
+    assert list(found.values()) == ["pass"]
+
+
+def test_a_statistic_and_a_limit_of_their_own(strange):
+    current = strange(trunk=4.0, weights="b")
+    assert verdicts(current, strange(), "spread.spread:max <= 3") == {
+        ("spread.spread:max", ""): "regressed"
+    }
+    assert verdicts(current, strange(), "spread.spread:median <= +100%") == {
+        ("spread.spread:median", ""): "pass"
+    }
+
+
+def test_samples_are_judged_pair_by_pair(strange):
+    current, rule = strange(times=1.1, weights="b"), "spread.tension <= {}"
+    (verdict,) = judge(current, strange(), (parse_rule(rule.format("+5%")),)).verdicts
+    assert (verdict.status, verdict.samples) == ("regressed", 64)
+    assert (verdict.low, verdict.change, verdict.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert list(verdicts(current, strange(), rule.format("+20%")).values()) == ["pass"]
+
+
+def test_heads_are_named_as_heads(strange):
+    found = verdicts(strange(hot=2.0, weights="b"), strange(), "heat.heat <= +5%")
+    assert found == {
+        ("heat.heat:each", "layer 0 head 0"): "pass",
+        ("heat.heat:each", "layer 1 head 0"): "regressed",
+    }
+
+
+def test_a_comparison_has_its_figures_and_a_map_of_its_heads(strange):
+    pair = compare([strange(), strange(trunk=4.0, hot=2.0, weights="b")]).pairs[0]
+    found = {v.metric: v.status for v in pair.verdicts}
+    assert found["heat.heat:median"] == "regressed"
+    assert found["spread.tension:median"] == "inconclusive"
+    (ratios,) = pair.ratios
+    assert ratios.metric == "heat.heat"
+    assert np.array(ratios.values) == pytest.approx(np.log([[1.0], [1.5]]))
+
+
+def test_rows_are_compared_where_no_samples_are_kept(strange, monkeypatch):
+    register(monkeypatch, SpreadRow)
+    pair = compare([strange(), strange(trunk=4.0, weights="b")]).pairs[0]
+    assert {v.metric: v.status for v in pair.verdicts}["spread.spread:median"] == "regressed"
+
+
+def test_a_baseline_keeps_it(strange):
+    assert promote(strange(), "first").section("spread") == strange().section("spread")
+
+
+def test_what_it_does_not_have_is_refused(strange):
+    for text in ("spread.width <= +5%", "spread.stage <= +5%", "sprawl.spread <= +5%"):
+        with pytest.raises(UsageError, match="unknown metric"):
+            parse_rule(text)
+    with pytest.raises(UsageError, match="matches nothing"):
+        verdicts(strange(), strange(), "spread.spread@branch <= +5%")

@@ -1,0 +1,157 @@
+"""A measure that nobody here has heard of: its row type is all that the page needs."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import pytest
+
+from lipaudit import schema
+from lipaudit.report import RENDERERS, of_comparison, of_reports, render
+from lipaudit.report.blocks import Heatmap, Histogram, Table
+from lipaudit.report.page.views import blocks, side_by_side
+from lipaudit.results import Column, Note, Row, Section
+from lipaudit.results.columns import Float, column
+from lipaudit.results.heads import HeadRow
+from tests.strangers import register
+from tests.strangers import registry as registry
+
+PAGES = sorted(name for name, known in RENDERERS.items() if known.takes == "page")
+
+
+class SpreadRow(Row):
+    """One stage: how far its features spread."""
+
+    section: ClassVar[str] = "spread"
+    stage: str = column("stage", "Part of the model.", ..., format="s")
+    depth: int = column("depth", "Blocks before it.", 0, format="d")
+    spread: Float | None = column(
+        "||S|| <= 1",
+        "How far features spread.",
+        better="lower",
+        unit="nat",
+        format=".2f",
+        status="estimate",
+        domain="ball",
+    )
+    share: Float | None = column("moved", "Share of features that moved.", format=".1%")
+
+
+class WiderRow(SpreadRow):
+    """The same with a column more."""
+
+    extra: Float | None = column("extra", "A later thought.", unit="s", domain="", format=".1f")
+
+
+class HeatRow(HeadRow):
+    """One head: its temperature."""
+
+    section: ClassVar[str] = "heat"
+    heat: Float | None = column("T", "Temperature.", better="lower")
+    other: Float | None = column("U", "Of no better direction.")
+
+
+@pytest.fixture
+def strange(monkeypatch, registry):
+    """Two sections of measures that are registered as a plug-in would."""
+    tension = Column(label="tension", meaning="Of the sample.", better="lower")
+    flag = Column(label="ok", meaning="Whether it is.", format="")
+    register(monkeypatch, SpreadRow, {"tension": tension, "ok": flag})
+    register(monkeypatch, HeatRow)
+    rows = [
+        SpreadRow(stage="stem", depth=0, spread=1.234, share=0.5),
+        SpreadRow(stage="trunk", depth=3, spread=None, share=0.25),
+    ]
+    samples = {"ids": tuple("abc"), "tension": (1.0, 2.0, 4.0), "ok": (1, 0, 1)}
+    note = Note(level="warning", code="odd", text="One stage was left out.")
+    spread = Section(
+        measure="spread", settings={"k": 3}, rows=rows, samples=samples, notes=(note,)
+    )
+    heads = [HeatRow(layer=i, head=j, heat=i + j / 10) for i in range(2) for j in range(3)]
+    return spread, Section(measure="heat", rows=heads)
+
+
+@pytest.fixture
+def strangers(report, strange):
+    return report.model_copy(update={"sections": strange})
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_its_columns_say_how_they_are_written(strangers, name):
+    text = render(strangers, name).decode().replace("\\", "")
+    for words in (
+        "spread",
+        "Settings: k 3.",
+        "‖S‖",
+        "1.23 nat",
+        "–",
+        "50.0%",
+        "trunk",
+        "One stage",
+    ):
+        assert words in text
+    assert re.search(r"[ᵃᵇᶜ] estimate in the ball", text)
+    assert re.search(r"[ᵃᵇᶜ] exact at X", text)
+
+
+def test_it_is_written_and_read_back(strangers):
+    assert schema.loads(schema.dumps(strangers)) == strangers
+    assert render(strangers, "json").decode() == schema.dumps(strangers)
+    assert "SpreadRow" in schema.json_schema()["$defs"]
+
+
+def test_a_row_of_another_measure_is_refused(strange):
+    with pytest.raises(ValueError, match="SpreadRow"):
+        Section(measure="spread", rows=strange[1].rows)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_new_column_appears_by_itself(strangers, monkeypatch, name):
+    register(monkeypatch, WiderRow)
+    wider = Section(measure="spread", rows=[WiderRow(stage="stem", depth=0, extra=2.5)])
+    text = render(strangers.model_copy(update={"sections": (wider,)}), name).decode()
+    assert "extra" in text
+    assert "2.5 s" in text
+
+
+def test_figures_of_heads_are_mapped_and_those_of_samples_counted(strange):
+    spread, heat = map(blocks, strange)
+    (bars,) = (block for block in spread if isinstance(block, Histogram))
+    assert (bars.title, sum(bars.counts["samples"])) == ("tension per sample", 3)
+    (mapped,) = (block for block in heat if isinstance(block, Heatmap))
+    assert mapped.column.label == "T"
+    assert mapped.values == ((0.0, 0.1, 0.2), (1.0, 1.1, 1.2))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_reports_with_it_stand_side_by_side(strangers, strange, name):
+    text = render(of_reports(strangers, strangers), name).decode()
+    assert text.count("trunk") == 2
+    assert "tension per sample" in text
+
+
+def test_rows_of_one_name_stand_together(strange):
+    tables = [b for b in side_by_side(dict.fromkeys("AB", strange[1])) if isinstance(b, Table)]
+    assert [row[:4] for row in tables[0].rows[:4]] == [
+        (0, 0, "A", 0.0),
+        (0, 0, "B", 0.0),
+        (0, 1, "A", 0.1),
+        (0, 1, "B", 0.1),
+    ]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_comparison_shows_what_changed_of_it(strangers, strange, name):
+    from lipaudit.gate import compare
+
+    spread, heat = strange
+    hotter = [row.model_copy(update={"heat": 2 * row.heat + 0.1}) for row in heat.rows]
+    changed = strangers.model_copy(
+        update={"sections": (spread, heat.model_copy(update={"rows": tuple(hotter)}))}
+    )
+    reports = [strangers, changed]
+    text = render(of_comparison(compare(reports), reports), name).decode()
+    assert "heat.heat: change of every head" in text
+    assert "heat.heat:median" in text
+    assert "spread.tension:median" in text

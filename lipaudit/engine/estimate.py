@@ -13,7 +13,7 @@ from lipaudit.results import Note
 from lipaudit.settings import AttackOptions
 
 SURVEY = 30.0
-"""Forwards that finding out what a model is costs, before the first sample is read."""
+"""Forwards that finding out what a model is costs, once, before the first sample is read."""
 READ = {"attention": 5.0, "bounds": 75.0}
 """Forwards per sample of what is computed layer by layer; docs/performance.md has measurements."""
 MOST_PRODUCTS = 60.0
@@ -32,7 +32,8 @@ def takes(job: Job) -> str:
     """Say how long the measures of a job take, and by what measurement."""
     alone, together = _forward(job, 1), _forward(job, TIMED)
     count = job.counts
-    sure = alone * sum(SURVEY + cost * count[name] for name, cost in READ.items() if name in count)
+    reading = [cost * count[name] for name, cost in READ.items() if name in count]
+    sure = alone * (sum(reading) + (SURVEY if reading else 0.0))
     if "jacobian" in count:
         classes = job.net.classes or MOST_PRODUCTS
         sure += together * min(1.5 * classes, MOST_PRODUCTS) * count["jacobian"]

@@ -112,7 +112,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     parts = [_read(heads.pick(some), options) for some in _groups(heads)]
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
-    by_row = softmax.row_statistics(softmax.Rows(**read), k=options.k, gamma=options.gamma)
+    by_row = softmax.row_statistics(softmax.RowProfile(**read), k=options.k, gamma=options.gamma)
     rows = torch.stack([by_row[name] for name in MEANS], 2)
     reduced = _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
     tokens = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
@@ -128,7 +128,7 @@ def _groups(heads: Heads) -> Iterator[slice]:
 
 
 def _read(heads: Heads, options: AttentionOptions) -> Reduced:
-    """Meet the rows of P in chunks: what `softmax.Rows` holds, the mass on each key, ||P||."""
+    """Meet the rows of P in chunks: their `RowProfile`, the mass on each key, ||P||."""
     batch, count, queries = heads.q.shape[:3]
     keys = heads.k.shape[2]
     mass = heads.q.new_zeros(batch, count, keys)
@@ -140,9 +140,9 @@ def _read(heads: Heads, options: AttentionOptions) -> Reduced:
         p = heads.rows(start, stop) if whole is None else whole[:, :, start:stop]
         mass += p.sum(-2)
         seen = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
-        chunks.append(softmax.read_rows(p, options.k, keys=seen))
+        chunks.append(softmax.profile_rows(p, options.k, keys=seen))
     columns = zip(*chunks, strict=True)
-    rows = {n: torch.cat(c, 2) for n, c in zip(softmax.Rows._fields, columns, strict=True)}
+    rows = {n: torch.cat(c, 2) for n, c in zip(softmax.RowProfile._fields, columns, strict=True)}
     p_norm = mass.new_full((batch, count), torch.nan) if whole is None else map_norm(whole, 1e-7)
     return rows | {"mass": mass, "p_norm": p_norm}
 

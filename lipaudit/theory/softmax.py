@@ -137,7 +137,7 @@ def regimes(p: Float[Tensor, "*rows n"], gamma: float = 0.1) -> Int[Tensor, "*ro
     return _regimes(rows.first, rows.g1, rows.keys, gamma)
 
 
-class Rows(NamedTuple):
+class RowProfile(NamedTuple):
     """What is taken from the entries of each row; the statistics follow from it row by row.
 
     Attributes:
@@ -169,9 +169,9 @@ class Rows(NamedTuple):
         return _g(self.kth, self.first + self.others - self.kth, self.following)
 
 
-def read_rows(
+def profile_rows(
     p: Float[Tensor, "*rows n"], k: int = 10, *, keys: Int[Tensor, "*rows"] | None = None
-) -> Rows:
+) -> RowProfile:
     """Meet the entries of each row, once.
 
     Args:
@@ -181,17 +181,17 @@ def read_rows(
             is so peaked that others have p = 0 by rounding.
 
     Example:
-        >>> read_rows(torch.tensor([[0.5, 0.25, 0.25]]), k=2).gk
+        >>> profile_rows(torch.tensor([[0.5, 0.25, 0.25]]), k=2).gk
         tensor([0.2500])
     """
     rows = _ordered(p, k)
     kth, following = rows.p[..., -k], rows.p[..., -k - 1]
     norm = _secular_root(rows)
     keys = rows.keys if keys is None else keys
-    return Rows(rows.first, rows.second, kth, following, rows.others, norm, entropy(p), keys)
+    return RowProfile(rows.first, rows.second, kth, following, rows.others, norm, entropy(p), keys)
 
 
-def row_statistics(rows: Rows, *, k: int = 10, gamma: float = 0.1) -> dict[str, Tensor]:
+def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> dict[str, Tensor]:
     """Return what is known of each row, NaN where it does not count.
 
     p_(1), p_(2), g_1, ||M||, g_1/||M||, g_1/g_k, the entropy, that of a uniform row as its unit,
@@ -200,31 +200,31 @@ def row_statistics(rows: Rows, *, k: int = 10, gamma: float = 0.1) -> dict[str, 
     with one key no normalised entropy, rows with fewer than 3 no regime.
 
     Args:
-        rows: as read with the same k.
+        profile: of the rows, with the same k.
         k: the k of g_1/g_k, > 1.
         gamma: threshold of the regimes, 0 < gamma < 1/4.
 
     Example:
-        >>> uniform = read_rows(torch.full((1, 20), 0.05, dtype=torch.float64))
+        >>> uniform = profile_rows(torch.full((1, 20), 0.05, dtype=torch.float64))
         >>> {name: float(row_statistics(uniform)[name]) for name in ("g1", "gk_ratio", "uniform")}
         {'g1': 0.05, 'gk_ratio': 1.0, 'uniform': 1.0}
     """
-    keys, g1 = rows.keys, rows.g1
-    kind = _regimes(rows.first, g1, keys, gamma)
-    found = {
-        "top1": rows.first,
-        "top2": rows.second,
+    keys, g1 = profile.keys, profile.g1
+    kind = _regimes(profile.first, g1, keys, gamma)
+    statistics = {
+        "top1": profile.first,
+        "top2": profile.second,
         "g1": g1,
-        "softmax_norm": rows.norm,
-        "g1_ratio": _where(rows.norm > 0, g1 / rows.norm),
-        "gk_ratio": _where(rows.following > 0, g1 / rows.gk),
-        "entropy": rows.entropy,
-        "entropy_normalized": _where(keys > 1, rows.entropy / keys.to(g1).log()),
-        "support": rows.entropy.exp(),
+        "softmax_norm": profile.norm,
+        "g1_ratio": _where(profile.norm > 0, g1 / profile.norm),
+        "gk_ratio": _where(profile.following > 0, g1 / profile.gk),
+        "entropy": profile.entropy,
+        "entropy_normalized": _where(keys > 1, profile.entropy / keys.to(g1).log()),
+        "support": profile.entropy.exp(),
     }
     for name, code in SHARES.items():
-        found[name] = _where(kind != LEFT_OUT, (kind == code).to(g1))
-    return {name: _where(keys > 0, value) for name, value in found.items()}
+        statistics[name] = _where(kind != LEFT_OUT, (kind == code).to(g1))
+    return {name: _where(keys > 0, value) for name, value in statistics.items()}
 
 
 def _where(counts: Tensor, value: Tensor) -> Tensor:

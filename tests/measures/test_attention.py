@@ -14,7 +14,7 @@ from lipaudit.measures.attention import MEANS, AttentionOptions, measure, summar
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.theory.softmax import read_rows, row_statistics
+from lipaudit.theory.softmax import profile_rows, row_statistics
 
 SMALL = {
     "vocab_size": 60,
@@ -132,7 +132,7 @@ def test_known_rows_have_the_regimes_of_the_theory():
     two[:2] = 0.5
     wide = torch.full((40,), 1e-12, dtype=torch.float64)
     peaked = wide + (1 - 40e-12) * one_hot
-    found = row_statistics(read_rows(torch.stack([uniform, two, peaked])), k=10, gamma=0.1)
+    found = row_statistics(profile_rows(torch.stack([uniform, two, peaked])), k=10, gamma=0.1)
     assert found["g1"].tolist() == pytest.approx([1 / 40, 0.5, 40e-12], rel=1e-2)
     assert found["uniform"].tolist()[0] == 1.0
     assert found["categorical"].tolist()[2] == 1.0
@@ -143,7 +143,7 @@ def test_one_hot_rows_are_categorical_as_far_as_their_keys_are_seen():
     """Their other entries are 0 by rounding, which is no mask."""
     rows = torch.eye(5, dtype=torch.float64)[:3]
     keys = torch.tensor([5, 2, 0])  # all seen; two seen; a padded query
-    found = row_statistics(read_rows(rows, keys=keys), k=2)
+    found = row_statistics(profile_rows(rows, keys=keys), k=2)
     assert found["categorical"].tolist()[0] == 1.0
     assert found["entropy_normalized"].tolist()[:2] == [0.0, 0.0]
     assert found["categorical"][1:].isnan().all()
@@ -345,7 +345,7 @@ def test_long_maps_have_no_norm_unless_asked():
 def test_g1_is_never_below_the_norm_of_the_softmax(logits, sharpness, ties):
     """Near one-hot rows, and rows with ties at the top, included."""
     row = torch.tensor(logits + [max(logits)] * ties, dtype=torch.float64) * sharpness
-    found = row_statistics(read_rows(torch.softmax(row, -1)[None]), k=10, gamma=0.1)
+    found = row_statistics(profile_rows(torch.softmax(row, -1)[None]), k=10, gamma=0.1)
     ratio = float(found["g1_ratio"])
     assert np.isnan(ratio) == (float(found["softmax_norm"]) == 0)
     assert np.isnan(ratio) or ratio >= 1 - 1e-12

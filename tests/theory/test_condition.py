@@ -57,6 +57,6 @@ def test_exact_norms_are_those_of_the_rounded_heads(gain):
     """Where single precision cannot tell P, the iteration is made again in double."""
     for seed in range(5):
         single, _ = both(seed, gain)
-        found = head_norms(single, seeds=[0, 1], within=1e-4)
-        assert found.converged.all()
-        torch.testing.assert_close(found.norm, norms(single), rtol=1e-4, atol=0)
+        exact = head_norms(single, seeds=[0, 1], within=1e-4)
+        assert exact.converged.all()
+        torch.testing.assert_close(exact.norm, norms(single), rtol=1e-4, atol=0)

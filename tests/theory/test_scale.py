@@ -85,8 +85,8 @@ def test_a_bias_that_swamps_the_values_costs_them_no_digits(random_layer):
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
     swamped = replace(layer.heads.to_v, bias=layer.heads.to_v.bias + 1e4)
     heads = replace(layer.heads, v=layer.heads.v + 1e4, to_v=swamped).to(torch.float32)
-    found = head_norms(heads, seeds=[0, 1], tol=1e-6).norm
-    torch.testing.assert_close(found, exact, rtol=2e-5, atol=0)
+    norms = head_norms(heads, seeds=[0, 1], tol=1e-6).norm
+    torch.testing.assert_close(norms, exact, rtol=2e-5, atol=0)
 
 
 def test_powers_of_two_change_no_digit(layer):

@@ -16,7 +16,7 @@ from lipaudit.theory.softmax import (
     UNIFORM,
     entropy,
     g,
-    read_rows,
+    profile_rows,
     regimes,
     row_maxima,
     row_statistics,
@@ -152,7 +152,7 @@ def test_uniform_maps_of_every_length(n):
     assert norm_max == p.max()
     assert g1_max >= norm_max
     assert (g(p) >= softmax_norm(p)).all()
-    assert (row_statistics(read_rows(p), k=2)["g1_ratio"] >= 1).all()
+    assert (row_statistics(profile_rows(p), k=2)["g1_ratio"] >= 1).all()
 
 
 def test_the_norm_is_not_above_g1_by_its_last_digit():

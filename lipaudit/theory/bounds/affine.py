@@ -13,7 +13,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.centred import Centred, Stack, factor, is_affine, maps, rounding, tiles
+from lipaudit.theory.bounds.centred import (
+    Centred,
+    Stack,
+    factor,
+    is_affine,
+    projections,
+    rounding,
+    tiles,
+)
 from lipaudit.theory.heads import Heads, Projection
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import gram_root, spectral_norm
@@ -49,7 +57,7 @@ class Weights(Stack):
 
 def weights_of(heads: Heads) -> Weights:
     """Meet the weights of affine heads, in float64, once for all samples."""
-    to_q, to_k, to_v = (projection.to(torch.float64) for projection in maps(heads))
+    to_q, to_k, to_v = (projection.to(torch.float64) for projection in projections(heads))
     q, k, v = (_augmented(projection) for projection in (to_q, to_k, to_v))
     return Weights(
         q=spectral_norm(q),
@@ -67,20 +75,20 @@ class KnownWeights:
     """Weights of a model's layers, met once for as long as they are the same memory, unchanged."""
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[list[Tensor], list[Any], Weights]] = {}
+        self._known: dict[int, tuple[list[Tensor], list[Any], Weights]] = {}
 
     def of(self, layer: int, heads: Heads) -> Weights | None:
         """Return those of a layer, in float64; None where its heads are not affine."""
         if not is_affine(heads):
             return None
-        projections = [p for p in (heads.to_q, heads.to_k, heads.to_v) if p is not None]
-        parts = [t for p in projections for t in (p.weight, p.bias) if t is not None]
+        own = [p for p in (heads.to_q, heads.to_k, heads.to_v) if p is not None]
+        parts = [t for p in own for t in (p.weight, p.bias) if t is not None]
         if any(t.is_inference() for t in parts):  # they keep no record of changes
             return weights_of(heads)
         memory = [(t.data_ptr(), t._version, t.shape, t.stride()) for t in parts]
-        if layer not in self._met or self._met[layer][1] != memory:
-            self._met[layer] = parts, memory, weights_of(heads)  # what is held is not reused
-        return self._met[layer][2]
+        if layer not in self._known or self._known[layer][1] != memory:
+            self._known[layer] = parts, memory, weights_of(heads)  # what is held is not reused
+        return self._known[layer][2]
 
 
 def _augmented(projection: Projection) -> Tensor:
@@ -116,7 +124,7 @@ def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> Af
     )
 
 
-class Blocks(NamedTuple):
+class BlockLimits(NamedTuple):
     """Upper limits of the entries of P∘beta and diag t, and how far above the truth they can be.
 
     Row i of P∘beta keeps at least the share `kept` of its limits; t_i is less by at most `gap`.
@@ -128,16 +136,17 @@ class Blocks(NamedTuple):
     gap: Float[Tensor, "batch heads n"]
 
 
-def affine_blocks(at: Centred, rows: AffineRows, policy: Policy = POLICY) -> Blocks:
+def affine_blocks(at: Centred, rows: AffineRows, policy: Policy = POLICY) -> BlockLimits:
     """Bound the norms of all blocks of affine heads."""
     shape = at.p.shape
-    found = Blocks(*(at.p.new_empty(size) for size in (shape[:3], shape, shape[:3], shape[:3])))
+    sizes = (shape[:3], shape, shape[:3], shape[:3])
+    limits = BlockLimits(*(at.p.new_empty(size) for size in sizes))
     for tile in tiles(at.p, policy):
-        some, mine = at.pick(tile), rows.pick(tile)
-        found.t[tile], found.gap[tile] = query_term(some, mine)
-        beta, found.kept[tile] = affine_beta(some, mine)
-        torch.mul(beta, some.p, out=found.blocks[tile])
-    return found
+        part, part_rows = at.pick(tile), rows.pick(tile)
+        limits.t[tile], limits.gap[tile] = query_term(part, part_rows)
+        beta, limits.kept[tile] = affine_beta(part, part_rows)
+        torch.mul(beta, part.p, out=limits.blocks[tile])
+    return limits
 
 
 def split_excess(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n m"]:

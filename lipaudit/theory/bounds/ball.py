@@ -25,7 +25,7 @@ from lipaudit.theory.bounds.centred import (
     centred,
     factor,
     is_affine,
-    maps,
+    projections,
     squared_distances,
 )
 from lipaudit.theory.heads import Heads
@@ -76,7 +76,7 @@ class _Moves:
 
 
 def _moves(heads: Heads, at: Centred, r: float) -> _Moves:
-    to_q, to_k, to_v = maps(heads)
+    to_q, to_k, to_v = projections(heads)
     key, value = (r * spectral_norm(to.weight)[:, None, None] for to in (to_k, to_v))
     product = spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]
     means = at.p @ at.k
@@ -133,6 +133,6 @@ def _query_term(heads: Heads, at: Centred, rows: AffineRows, move: _Moves) -> Te
     """Bound s ||T_i W_Q^T|| over the ball."""
     changed = move.p * move.w * move.keys
     moved = move.upper * (move.shift * (move.keys + move.key) + move.w * move.key)
-    norm = spectral_norm(maps(heads)[0].weight)[:, None]
+    norm = spectral_norm(projections(heads)[0].weight)[:, None]
     start, _ = query_term(at, rows)
     return start + at.s[..., 0].abs() * norm * (changed + moved).sum(-1)

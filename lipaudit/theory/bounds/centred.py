@@ -116,7 +116,7 @@ def tiles(
             yield slice(b, b + rows), slice(h, h + some)
 
 
-def maps(heads: Heads) -> tuple[Projection, Projection, Projection]:
+def projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
     """Return the projections to q, k and v; a constant is a projection with W = 0."""
     source = heads.x if heads.x_kv is None else heads.x_kv
     return (
@@ -135,7 +135,7 @@ def is_affine(heads: Heads) -> bool:
     """Whether the formulas for affine heads apply: no rotation, no norm, plain logits, no sink."""
     if heads.pairs is not None or heads.sink is not None:
         return False
-    return all(projection.local is None for projection in maps(heads))
+    return all(projection.local is None for projection in projections(heads))
 
 
 def local_map(projection: Projection) -> Float[Tensor, "#batch #heads #tokens d e"]:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.theory.bounds.affine import Weights
-from lipaudit.theory.bounds.centred import Centred, factor, local_map, maps, tiles
+from lipaudit.theory.bounds.centred import Centred, factor, local_map, projections, tiles
 from lipaudit.theory.bounds.sharp import value_norms
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads, Projection
@@ -59,8 +59,8 @@ def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
 
 def _ones(heads: Heads) -> int:
     """Whether a bias makes [X 1] of X."""
-    maps = (heads.to_q, heads.to_k, heads.to_v)
-    return int(any(projection is not None and projection.bias is not None for projection in maps))
+    own = (heads.to_q, heads.to_k, heads.to_v)
+    return int(any(projection is not None and projection.bias is not None for projection in own))
 
 
 def affine_bounds(
@@ -117,7 +117,7 @@ def general_bounds(
     the second term is at most ||V_c|| max_i ||M(P_i)|| max_j ||B_j Phi^k_j||; the third acts
     query by query. With a sink V^T M(P_i) is the same with P_i on the keys alone, V not centred.
     """
-    to_q, to_k, _ = maps(heads)
+    to_q, to_k, _ = projections(heads)
     queries, keys = at.p.sum(-1) > 0, at.seen[..., 0] > 0
     values = (value_norms(heads) * keys).amax(-1)
     if heads.pairs is None:
@@ -135,7 +135,7 @@ def general_bounds(
 
 def _pair_reach(heads: Heads, at: Centred, used: tuple[Tensor, Tensor], policy: Policy) -> Tensor:
     """Return max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||; unseen pairs do not count."""
-    to_q, to_k, _ = maps(heads)
+    to_q, to_k, _ = projections(heads)
     p, d = at.p, heads.q.shape[-1]
     by_query, by_key = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0, :])
     for i in policy.chunks(p.shape[2], 2 * by_key.numel() * d):

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.bounds.affine import AffineRows, Weights, affine_blocks, affine_rows
-from lipaudit.theory.bounds.centred import Centred, factor, is_affine, local_map, maps
+from lipaudit.theory.bounds.centred import Centred, factor, is_affine, local_map, projections
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads
@@ -92,13 +92,13 @@ def exact_blocks(heads: Heads) -> Float[Tensor, "batch heads n n"]:
 
 def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
     """Return ||Phi^v_j|| of every key token, or of all at once where values are affine."""
-    to_v = maps(heads)[2]
+    to_v = projections(heads)[2]
     return spectral_norm(local_map(to_v) @ factor(to_v).mT)
 
 
 def _local_beta(heads: Heads, at: Centred, policy: Policy) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
-    _, to_k, to_v = maps(heads)
+    _, to_k, to_v = projections(heads)
     along = factor(to_k) @ local_map(to_k).mT
     turn = local_map(to_v) @ (to_v.weight.mT @ to_k.weight)[:, None] @ local_map(to_k).mT
     norms = value_norms(heads)
@@ -131,7 +131,7 @@ def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
 
 def _local_query_term(heads: Heads, at: Centred, policy: Policy) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
-    to_q = maps(heads)[0]
+    to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
     if heads.pairs is not None:
         return _pair_query_term(heads, at, phi, policy)

@@ -171,9 +171,9 @@ def vjp_x(
     (tensor([[[2., 2.]]]), None)
     """
     layer = layer_products(heads)
-    found = dict(zip([side.source for side in layer.sides], layer.pull(u), strict=True))
-    dx = found.get("x", torch.zeros_like(heads.x))
-    return dx, None if heads.x_kv is None else found.get("x_kv", torch.zeros_like(heads.x_kv))
+    gradients = dict(zip([side.source for side in layer.sides], layer.pull(u), strict=True))
+    dx = gradients.get("x", torch.zeros_like(heads.x))
+    return dx, None if heads.x_kv is None else gradients.get("x_kv", torch.zeros_like(heads.x_kv))
 
 
 def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
@@ -219,19 +219,21 @@ def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float
 def _token_jacobians(heads: Heads) -> list[Tensor]:
     """Phi^q, Phi^k, Phi^v, each (#batch, heads, tokens, d, D); zero for a constant."""
     x_kv = heads.x if heads.x_kv is None else heads.x_kv
-    found = []
+    jacobians = []
     for projection, rows, x in (
         (heads.to_q, heads.q, heads.x),
         (heads.to_k, heads.k, x_kv),
         (heads.to_v, heads.v, x_kv),
     ):
         if projection is None:
-            found.append(rows.new_zeros(*rows.shape, x.shape[2]))
+            jacobians.append(rows.new_zeros(*rows.shape, x.shape[2]))
         elif projection.local is None:
-            found.append(projection.weight.mT[None, :, None].expand(1, -1, rows.shape[2], -1, -1))
+            jacobians.append(
+                projection.weight.mT[None, :, None].expand(1, -1, rows.shape[2], -1, -1)
+            )
         else:
-            found.append(projection.local @ projection.weight.mT[:, None])
-    return found
+            jacobians.append(projection.local @ projection.weight.mT[:, None])
+    return jacobians
 
 
 def _starts(heads: Heads, seeds: Sequence[int], channels: int) -> Tensor:

@@ -124,5 +124,5 @@ def _each(
     if len(used) == 1:
         return product(rows, vectors[used[0]])
     parts = [(sets == i).nonzero()[:, 0] for i in used]
-    found = [product(rows[part], vectors[i]) for part, i in zip(parts, used, strict=True)]
-    return torch.cat(found)[torch.cat(parts).argsort()]
+    products = [product(rows[part], vectors[i]) for part, i in zip(parts, used, strict=True)]
+    return torch.cat(products)[torch.cat(parts).argsort()]

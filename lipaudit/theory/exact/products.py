@@ -305,11 +305,11 @@ def _attend(heads: Heads) -> _Attend:
 
 
 def _sides(heads: Heads) -> list[_Side]:
-    maps = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}
+    projections = {"q": heads.to_q, "k": heads.to_k, "v": heads.to_v}
     groups = {"x": ("q", "k", "v")} if heads.x_kv is None else {"x": ("q",), "x_kv": ("k", "v")}
     sides = []
     for source, names in groups.items():
-        used = {name: m for name in names if (m := maps[name]) is not None}
+        used = {name: m for name in names if (m := projections[name]) is not None}
         if used:
             sides.append(_side(source, used, heads.q.shape[:2]))
     return sides

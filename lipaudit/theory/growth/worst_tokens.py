@@ -80,8 +80,8 @@ def adversary(heads: Heads) -> Adversary | None:
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> eye = torch.eye(2, dtype=torch.float64)[None]
-    >>> found = adversary(affine_heads(eye[:, :1], eye, -eye, eye))
-    >>> found.lead, round(found.gamma, 4), round(found.n_max(1.0), 4)
+    >>> worst = adversary(affine_heads(eye[:, :1], eye, -eye, eye))
+    >>> worst.lead, round(worst.gamma, 4), round(worst.n_max(1.0), 4)
     (-1.0, 0.7071, 5.1133)
     """
     to_q, to_k, _ = _affine(heads)
@@ -164,19 +164,19 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
     return torch.maximum(weighted_norm(heads, counts), spectral_norm(apart * repeated))
 
 
-def mean_field_norm(heads: Heads, found: Adversary, radius: float) -> tuple[float, float]:
+def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[float, float]:
     """Return the largest mean-field constant of the two points, and at how many second ones.
 
     The maximum of `weighted_norm` over the weights (1, m), log m within 6 of log n_max: what the
     norm of the worst-case tokens reaches as n grows. It grows like R^2 e^{c R^2} with the radius.
     """
-    at = relocated(heads, found.points(radius), causal=False)
+    at = relocated(heads, worst.points(radius), causal=False)
 
     def norm(log_m: float) -> float:
         weights = torch.tensor([1.0, math.exp(log_m)], dtype=at.x.dtype, device=at.x.device)
         return float(weighted_norm(at, weights))
 
-    centre = min(found.gap(radius), 600.0)
+    centre = min(worst.gap(radius), 600.0)
     # There may be several humps: a grid finds the highest, golden sections its top.
     top = max((centre + 0.5 * i for i in range(-12, 13)), key=norm)
     log_m = _maximise(norm, top - 0.5, top + 0.5)

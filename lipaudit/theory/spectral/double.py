@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lipaudit.theory.spectral.lanczos import Norms, Products, Select
 
-SINGLE = 1e-5
+SINGLE_ERROR = 1e-5
 """What single precision may lack of a norm where it can tell P; measured: at most 3e-6."""
 
 Solve = Callable[..., Norms]
@@ -59,7 +59,7 @@ def norms_in_double(
     length = torch.linalg.vector_norm(vector.double(), dim=1).clamp_min(1e-300)
     single, norm = norms.norm, (family.pulled_norm(vector.double()) / length).cpu()
     norms = replace(norms, norm=norm, upper=torch.maximum(norms.upper, norm), vector=None)
-    again = ((single - norm).abs() > SINGLE * norm).nonzero()[:, 0]
+    again = ((single - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
     if not len(again):
         return norms
     start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))

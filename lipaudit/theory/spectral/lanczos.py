@@ -34,7 +34,7 @@ ETA = 1e-3
 """Probability, over the random start, that a norm exceeds its `upper`."""
 
 _ROOM = 100  # a power of two by which a vector may be scaled, in any precision
-_BLOCK = 8  # basis vectors per allocation: memory grows with the steps that are taken
+_GROWTH = 8  # basis vectors per allocation: memory grows with the steps that are taken
 
 
 @dataclass(frozen=True)
@@ -142,23 +142,23 @@ def spectral_norms(
     >>> norms.norm, norms.products
     (tensor([3.], dtype=torch.float64), tensor([3]))
     """
-    running, found = _begin(start, guess), _blank(start, vectors=vectors)
+    running, norms = _begin(start, guess), _blank(start, vectors=vectors)
     products = select(running.index)
     for _ in range(max_steps):
         running.advance(running.image(products))
         fresh = running.settled(tol, within) & ~running.done
         if not fresh.any():
             continue
-        _record(found, running, fresh)
-        found.converged[running.index[fresh]] = True
+        _record(norms, running, fresh)
+        norms.converged[running.index[fresh]] = True
         running.done |= fresh
         if running.done.all():
-            return found
+            return norms
         if int(running.done.sum()) >= rebuild * len(running.done):
             running.keep(~running.done)
             products = select(running.index)
-    _record(found, running, ~running.done)
-    return found
+    _record(norms, running, ~running.done)
+    return norms
 
 
 @dataclass
@@ -168,7 +168,7 @@ class _Running:
     index: Tensor  # which of the caller's problems
     size: Tensor  # dimension of the space A acts on
     done: Tensor
-    blocks: list[Tensor]  # the orthonormal basis U, (problems, _BLOCK, size) each
+    basis: list[Tensor]  # the orthonormal basis U, (problems, _GROWTH, size) each
     t: Tensor  # T = U^T A U, tridiagonal, lower triangle; on the CPU, float64
     beta: Tensor  # what couples the newest basis vector to T
     level: Tensor  # log of beta_1 ... beta_k / delta
@@ -199,13 +199,13 @@ class _Running:
             # The recurrence first: the sweep below then removes rounding only, and one suffices.
             before = self._vector(self.steps - 1)
             w.addcmul_(self.beta.to(w)[:, None, None], before, value=-1)
-        for i, block in enumerate(self.blocks):
-            filled = block[:, : self.steps + 1 - _BLOCK * i]
+        for i, block in enumerate(self.basis):
+            filled = block[:, : self.steps + 1 - _GROWTH * i]
             w.baddbmm_(w @ filled.mT, filled, alpha=-1)
         beta = torch.linalg.vector_norm(w, dim=2, keepdim=True)
         self._couple(torch.cat([alpha, beta], 2)[:, 0].to("cpu", torch.float64))
-        if self.steps % _BLOCK == 0:
-            self.blocks.append(w.new_zeros(len(w), _BLOCK, w.shape[2]))
+        if self.steps % _GROWTH == 0:
+            self.basis.append(w.new_zeros(len(w), _GROWTH, w.shape[2]))
         tiny = torch.finfo(w.dtype).tiny
         torch.div(w, beta.clamp_min(tiny), out=self._vector(self.steps))
 
@@ -220,9 +220,9 @@ class _Running:
 
     def vectors(self, mask: Tensor) -> Tensor:
         """The combinations of basis vectors that belong to the largest Ritz values of some."""
-        weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.blocks[0])
-        total = torch.zeros_like(self.blocks[0][mask, :1])
-        for part, block in zip(torch.split(weights, _BLOCK, 1), self.blocks, strict=False):
+        weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.basis[0])
+        total = torch.zeros_like(self.basis[0][mask, :1])
+        for part, block in zip(torch.split(weights, _GROWTH, 1), self.basis, strict=False):
             total.baddbmm_(part[:, None], block[mask, : part.shape[1]])
         return total.squeeze(1)
 
@@ -232,8 +232,8 @@ class _Running:
 
     def keep(self, mask: Tensor) -> None:
         """Drop the other problems."""
-        self.blocks = [block[mask] for block in self.blocks]
-        for name in (f.name for f in fields(self) if f.name != "blocks"):
+        self.basis = [block[mask] for block in self.basis]
+        for name in (f.name for f in fields(self) if f.name != "basis"):
             setattr(self, name, getattr(self, name)[mask])
 
     def _first(self, products: Products) -> Tensor:
@@ -277,13 +277,13 @@ class _Running:
         self.shorter, self.ritz = self.ritz, torch.linalg.eigvalsh(self.t)
 
     def _vector(self, k: int) -> Tensor:
-        return self.blocks[k // _BLOCK][:, k % _BLOCK, None]
+        return self.basis[k // _GROWTH][:, k % _GROWTH, None]
 
 
 def _begin(start: Tensor, guess: Tensor | None) -> _Running:
     count, size = start.shape
     dimension = start.ne(0).sum(1).cpu()
-    block, length = start.new_zeros(count, _BLOCK, size), torch.ones(count, dtype=torch.float64)
+    block, length = start.new_zeros(count, _GROWTH, size), torch.ones(count, dtype=torch.float64)
     block[:, 0] = _normalized(start)
     if guess is not None:
         mixed = block[:, 0] + _normalized(guess)
@@ -294,7 +294,7 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
         index=torch.arange(count),
         size=dimension,
         done=torch.zeros(count, dtype=torch.bool),
-        blocks=[block],
+        basis=[block],
         t=empty[:, :, None].expand(-1, -1, 0),
         beta=empty.sum(1),
         level=length.log() - log_delta(dimension, ETA),
@@ -325,13 +325,13 @@ def _blank(start: Tensor, *, vectors: bool) -> Norms:
     return Norms(numbers, numbers.clone(), numbers.long(), numbers.bool(), vector)
 
 
-def _record(found: Norms, running: _Running, mask: Tensor) -> None:
+def _record(norms: Norms, running: _Running, mask: Tensor) -> None:
     which, ritz, exponent = running.index[mask], running.ritz[mask], running.exponent[mask]
     top = ritz[:, -1].clamp_min(0.0)
     limit = probabilistic_limit(ritz, running.level[mask])
     limit = torch.where(running.exhausted()[mask], top, limit)
-    found.norm[which] = times_power(top.sqrt(), -exponent // 2)
-    found.upper[which] = times_power(limit.sqrt(), -exponent // 2)
-    found.products[which] = running.steps + running.repeated[mask]
-    if found.vector is not None and len(which):
-        found.vector[which] = running.vectors(mask)
+    norms.norm[which] = times_power(top.sqrt(), -exponent // 2)
+    norms.upper[which] = times_power(limit.sqrt(), -exponent // 2)
+    norms.products[which] = running.steps + running.repeated[mask]
+    if norms.vector is not None and len(which):
+        norms.vector[which] = running.vectors(mask)

@@ -24,18 +24,18 @@ AFFINE = ("hu", "castin", "mean_field", "appendix_c")
 
 def test_every_bound_is_above_the_exact_norm(layer, policy):
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
-    found = head_bounds(layer.heads, policy=policy)
+    bounds = head_bounds(layer.heads, policy=policy)
     for name in BOUNDS:
-        there = ~found[name].isnan()
-        assert (found[name] >= exact)[there].all(), name
-    assert (found["sharp"] <= found["theorem3"]).all()
-    assert (found["theorem3"] <= found["theorem3_g1"] * (1 + 1e-12)).all()
+        there = ~bounds[name].isnan()
+        assert (bounds[name] >= exact)[there].all(), name
+    assert (bounds["sharp"] <= bounds["theorem3"]).all()
+    assert (bounds["theorem3"] <= bounds["theorem3_g1"] * (1 + 1e-12)).all()
 
 
 def test_bounds_for_affine_heads_are_missing_elsewhere_and_only_there(layer):
-    found = head_bounds(layer.heads)
+    bounds = head_bounds(layer.heads)
     for name in AFFINE:
-        assert found[name].isnan().all() == (affine_only(layer.heads) is not None), name
+        assert bounds[name].isnan().all() == (affine_only(layer.heads) is not None), name
 
 
 @settings(deadline=None, max_examples=4)
@@ -45,24 +45,24 @@ def test_bounds_hold_for_random_weights_of_any_size(random_layer, seed, gain):
     for name in plain + OTHER:
         layer = random_layer(name, seed=seed, gain=gain)
         exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
-        found = head_bounds(layer.heads)
+        bounds = head_bounds(layer.heads)
         for bound in BOUNDS:
-            there = ~found[bound].isnan()
-            assert (found[bound] >= exact * (1 - 1e-12))[there].all(), (name, bound)
+            there = ~bounds[bound].isnan()
+            assert (bounds[bound] >= exact * (1 - 1e-12))[there].all(), (name, bound)
 
 
 def test_ingredients_are_what_they_are_called(random_layer):
     heads = random_layer("affine").heads
-    found = head_bounds(heads)
+    bounds = head_bounds(heads)
     p = heads.attention()
     jacobians = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
-    torch.testing.assert_close(found["p_norm"], torch.linalg.matrix_norm(p, 2), rtol=1e-6, atol=0)
+    torch.testing.assert_close(bounds["p_norm"], torch.linalg.matrix_norm(p, 2), rtol=1e-6, atol=0)
     torch.testing.assert_close(
-        found["softmax_norm_max"], torch.linalg.matrix_norm(jacobians, 2).amax(-1)
+        bounds["softmax_norm_max"], torch.linalg.matrix_norm(jacobians, 2).amax(-1)
     )
     x_norm = torch.linalg.matrix_norm(heads.x, 2)
-    torch.testing.assert_close(found["x_norm"][:, 0], x_norm, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found["radius"][:, 0], heads.x.norm(dim=-1).amax(-1))
+    torch.testing.assert_close(bounds["x_norm"][:, 0], x_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(bounds["radius"][:, 0], heads.x.norm(dim=-1).amax(-1))
 
 
 def test_one_token_is_bounded_by_its_value_map(random_layer):
@@ -74,9 +74,9 @@ def test_one_token_is_bounded_by_its_value_map(random_layer):
 def test_hu_is_above_theorem_3_for_tokens_of_size_one_or_more(random_layer):
     for seed in range(5):
         layer = random_layer("affine", seed=seed)
-        found = head_bounds(layer.heads)
+        bounds = head_bounds(layer.heads)
         assert (layer.heads.x.flatten(1).norm(dim=1) >= 1).all()
-        assert (found["hu"] >= found["theorem3"]).all()
+        assert (bounds["hu"] >= bounds["theorem3"]).all()
 
 
 def test_hu_is_not_given_where_it_does_not_hold(random_layer):
@@ -100,15 +100,15 @@ def test_the_query_term_is_the_frobenius_norm(random_layer):
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     t = torch.einsum("bhija,bhjd->bhiad", c, k) @ heads.to_q.weight.mT[:, None]
     truth = heads.scale[..., None] * torch.linalg.matrix_norm(t)
-    found = query_term(at, affine_rows(heads, at))[0]
-    torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-9)
+    t = query_term(at, affine_rows(heads, at))[0]
+    torch.testing.assert_close(t, truth, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["affine", "biases", "causal", "position-bias"])
 @pytest.mark.parametrize("gain", [0.3, 1.5, 4.0])
 def test_castin_and_mean_field_hold_for_other_tokens_of_the_same_radius(random_layer, name, gain):
     layer = random_layer(name, gain=gain)
-    found, radius = head_bounds(layer.heads), layer.heads.x.norm(dim=-1).amax(-1)
+    bounds, radius = head_bounds(layer.heads), layer.heads.x.norm(dim=-1).amax(-1)
     for seed in range(5):
         other = random_layer(name, seed=seed).heads.x
         if seed == 0:  # what makes the constant grow: one token apart, the others together
@@ -116,8 +116,8 @@ def test_castin_and_mean_field_hold_for_other_tokens_of_the_same_radius(random_l
         x = other / other.norm(dim=-1, keepdim=True) * radius[:, None, None]
         moved = replace(layer, heads=replace(layer.heads, x=x))
         exact = torch.linalg.matrix_norm(moved.jacobian(), 2)
-        assert (found["castin"] >= exact).all()
-        assert (found["mean_field"] >= exact).all()
+        assert (bounds["castin"] >= exact).all()
+        assert (bounds["mean_field"] >= exact).all()
 
 
 def test_hu_holds_on_its_ball(random_layer):
@@ -135,7 +135,7 @@ def test_hu_holds_on_its_ball(random_layer):
 def test_the_published_formulas_written_out(random_layer, name, gain):
     """One sample and head, every factor by a singular value decomposition of the full matrix."""
     heads = random_layer(name, gain=gain).heads
-    found = {name: value[0, 0].item() for name, value in head_bounds(heads).items()}
+    bounds = {name: value[0, 0].item() for name, value in head_bounds(heads).items()}
     x, p, s = heads.x[0], heads.attention()[0, 0], heads.scale[0, 0]
     wq, wk, wv = (getattr(heads, f"to_{c}").weight[0] for c in "qkv")
     if name == "biases":
@@ -159,11 +159,11 @@ def test_the_published_formulas_written_out(random_layer, name, gain):
         "theorem3_g1": norm(wv) * (norm(p) + 2 * norm(x) ** 2 * a * g1.max()),
     }
     for bound, value in expected.items():
-        assert found[bound] == pytest.approx(value.item(), rel=2e-6), bound
+        assert bounds[bound] == pytest.approx(value.item(), rel=2e-6), bound
     spread = norm(x.T @ m).max()
     limit = 5**0.25 * spread  # a Schatten-4 norm of rank at most 5 - 1
     appendix_c = [norm(wv) * (norm(p) + 2 * v * norm(x) * a) for v in (spread, limit)]
-    assert appendix_c[0] <= found["appendix_c"] <= appendix_c[1] * (1 + 2e-6)
+    assert appendix_c[0] <= bounds["appendix_c"] <= appendix_c[1] * (1 + 2e-6)
 
 
 @pytest.mark.parametrize("dense_entries", [POLICY.dense_entries, 0])
@@ -190,15 +190,15 @@ def test_padding_changes_no_bound(random_layer, dense_entries):
 def test_bounds_of_other_logits_hold_at_the_edges(random_layer, policy, name, value_gain, gain):
     layer = random_layer(name, gain=gain, value_gain=value_gain, twins=True)
     exact = torch.linalg.matrix_norm(layer.jacobian(), 2)
-    found = head_bounds(layer.heads, policy=policy)
+    bounds = head_bounds(layer.heads, policy=policy)
     for bound in ("sharp", "theorem3", "theorem3_g1"):
-        assert (found[bound] >= exact * (1 - 1e-12)).all(), bound
+        assert (bounds[bound] >= exact * (1 - 1e-12)).all(), bound
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_theorem_3_of_other_logits_written_out(random_layer, name):
     heads = random_layer(name, n=4).heads
-    found = head_bounds(heads)["theorem3"][0, 0].item()
+    bounds = head_bounds(heads)["theorem3"][0, 0].item()
     whole = heads.rows(0, 4, whole=True)[0, 0]
     p, s = heads.attention()[0, 0], heads.scale[0, 0]
     q, k, v = (t[0, 0] for t in (heads.q, heads.k, heads.v))
@@ -223,13 +223,13 @@ def test_theorem_3_of_other_logits_written_out(random_layer, name):
     reach = norm(seen * a @ phi(heads.to_q)) + norm((seen * b).transpose(0, 1) @ phi(heads.to_k))
     m = torch.diag_embed(whole) - whole[:, :, None] * whole[:, None]
     expected = norm(phi(heads.to_v)) * norm(p) + norm(m) * norm(v) * reach
-    assert found == pytest.approx(expected.item(), rel=2e-6)
+    assert bounds == pytest.approx(expected.item(), rel=2e-6)
 
 
 @pytest.mark.parametrize("name", ["rotary", "qk-norm", "all-norm", "cross-attention"])
 def test_the_general_form_of_theorem_3_written_out(random_layer, name):
     heads = random_layer(name).heads
-    found = head_bounds(heads)["theorem3"][0, 0].item()
+    bounds = head_bounds(heads)["theorem3"][0, 0].item()
     p = heads.attention()[0, 0]
     (q, v, k), s = (t[0, 0] for t in (heads.q, heads.v, heads.k)), heads.scale[0, 0]
     v, k = v - v.mean(0), k - k.mean(0)
@@ -244,7 +244,7 @@ def test_the_general_form_of_theorem_3_written_out(random_layer, name):
     m = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     products = norm(q @ phi(heads.to_k)) + norm(k @ phi(heads.to_q))
     expected = norm(phi(heads.to_v)) * norm(p) + s * norm(m) * norm(v) * products
-    assert found == pytest.approx(expected.item(), rel=2e-6)
+    assert bounds == pytest.approx(expected.item(), rel=2e-6)
 
 
 def test_values_that_are_not_finite_are_refused(random_layer):

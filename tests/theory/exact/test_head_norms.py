@@ -79,8 +79,8 @@ def test_vjp_is_the_transposed_jacobian(layer):
     dx, dx_kv = vjp_x(heads, u)
     assert dx.shape == heads.x.shape
     assert (dx_kv is None) == (heads.x_kv is None)
-    found = dx.flatten(1) if dx_kv is None else torch.cat([dx.flatten(1), dx_kv.flatten(1)], 1)
-    torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+    pulled = dx.flatten(1) if dx_kv is None else torch.cat([dx.flatten(1), dx_kv.flatten(1)], 1)
+    torch.testing.assert_close(pulled, truth, rtol=0, atol=1e-12)
 
 
 KINDS = ["biases", "qk-norm", "windows", "softcap", "relative", "relative-own", "sink"]
@@ -212,9 +212,9 @@ def duplicated(layer, times):
 def test_splitting_gain_is_what_duplicates_do(random_layer, name, seed, gain, times):
     layer = random_layer(name, seed=seed, gain=gain, samples=1, n=4)
     exact = spectral(layer.jacobian())
-    found = splitting_gain(layer.heads, exact, seeds=[0], tol=1e-12)
+    gain = splitting_gain(layer.heads, exact, seeds=[0], tol=1e-12)
     truth = spectral(duplicated(layer, times).jacobian())
-    torch.testing.assert_close(found * exact, truth, rtol=1e-10, atol=0)
+    torch.testing.assert_close(gain * exact, truth, rtol=1e-10, atol=0)
 
 
 def test_some_heads_gain_from_splitting(random_layer):
@@ -231,8 +231,8 @@ def test_splitting_gain_of_many_tokens(random_layer):
     t = torch.einsum("bhija,bhjd->bhiad", c, heads.k)
     blocks = t @ heads.to_q.weight.mT[:, None] / 8**0.5
     largest = spectral(blocks).amax(2)
-    found = splitting_gain(heads, largest / 3, seeds=SEEDS, tol=1e-11)
-    torch.testing.assert_close(found, torch.full_like(found, 3.0), rtol=1e-10, atol=0)
+    gain = splitting_gain(heads, largest / 3, seeds=SEEDS, tol=1e-11)
+    torch.testing.assert_close(gain, torch.full_like(gain, 3.0), rtol=1e-10, atol=0)
     assert splitting_gain(heads, largest * 3, seeds=SEEDS).eq(1).all()
 
 
@@ -297,8 +297,8 @@ def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
     truth = head_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).norm
     whole = layer_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).concat.norm
     for seed in range(60):
-        found = head_norms(heads, seeds=[seed]).norm
-        torch.testing.assert_close(found, truth, rtol=1e-4, atol=0)
+        norm = head_norms(heads, seeds=[seed]).norm
+        torch.testing.assert_close(norm, truth, rtol=1e-4, atol=0)
         together = layer_norms(heads, seeds=[seed]).concat.norm
         torch.testing.assert_close(together, whole, rtol=1e-4, atol=0)
 

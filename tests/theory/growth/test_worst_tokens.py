@@ -118,30 +118,30 @@ def test_worst_case_tokens_are_an_eigenvector_with_the_gap_that_n_max_says(sign,
     heads = random_head(3, biases=biases, gain=2.0)
     maps = replace(heads.to_k, weight=sign * heads.to_q.weight)  # A is definite
     heads = relocated(replace(heads, to_k=maps), heads.x)
-    found = adversary(heads)
-    assert (found.lead, found.follow) == ((1, 0.5) if sign == 1 else (-1, 1))
+    worst = adversary(heads)
+    assert (worst.lead, worst.follow) == ((1, 0.5) if sign == 1 else (-1, 1))
     wq, wk = heads.to_q.weight[0], heads.to_k.weight[0]
     a = float(heads.scale[0, 0]) * wk @ wq.T
-    torch.testing.assert_close(a @ found.u, found.eigenvalue * found.u)
+    torch.testing.assert_close(a @ worst.u, worst.eigenvalue * worst.u)
     # At n = n_max the first token holds half of the attention of the others.
-    radius = found.radius(101.0)
-    p = relocated(heads, found.tokens(101, radius)).attention()[0, 0]
+    radius = worst.radius(101.0)
+    p = relocated(heads, worst.tokens(101, radius)).attention()[0, 0]
     assert float(p[5, 0]) == pytest.approx(0.5, abs=1e-9)
-    assert found.n_max(radius) == pytest.approx(101.0)
+    assert worst.n_max(radius) == pytest.approx(101.0)
 
 
 def test_worst_case_norms_need_only_the_two_points():
     heads = random_head(1, gain=2.0)
-    found = adversary(heads)
-    x = found.tokens(9, 1.3)
+    worst = adversary(heads)
+    x = worst.tokens(9, 1.3)
     counts = torch.tensor([1.0, 8.0], dtype=torch.float64)
     dense = norm(jacobian(heads, x[0]))
-    at = relocated(heads, found.points(1.3))
+    at = relocated(heads, worst.points(1.3))
     assert float(duplicated_norm(at, counts)) == pytest.approx(dense, rel=1e-10)
 
 
-def worst_norms(heads, found, radius, lengths):
-    at = relocated(heads, found.points(radius))
+def worst_norms(heads, worst, radius, lengths):
+    at = relocated(heads, worst.points(radius))
     counts = [torch.tensor([1.0, n - 1.0], dtype=torch.float64) for n in lengths]
     return [float(duplicated_norm(at, c)) for c in counts]
 
@@ -149,34 +149,34 @@ def worst_norms(heads, found, radius, lengths):
 @pytest.mark.parametrize("seed", range(6))
 def test_the_worst_case_grows_like_root_n_then_peaks_and_falls(seed):
     heads = random_head(seed, width=8, d=4, dv=4, biases=seed % 2 == 1)
-    found = adversary(heads)
-    large = found.radius(1e30)
+    worst = adversary(heads)
+    large = worst.radius(1e30)
     lengths = torch.logspace(1.5, 12, 12, dtype=torch.float64).round()
-    fit = power_law(lengths, torch.tensor(worst_norms(heads, found, large, lengths.tolist())))
+    fit = power_law(lengths, torch.tensor(worst_norms(heads, worst, large, lengths.tolist())))
     assert fit.exponent == pytest.approx(0.5, abs=0.05)
-    small = found.radius(1e4)
-    far = worst_norms(heads, found, small, (1e7, 1e8))
-    near = max(worst_norms(heads, found, small, (1e4, 2e4, 4e4)))
-    assert near > worst_norms(heads, found, small, (1e3,))[0]
+    small = worst.radius(1e4)
+    far = worst_norms(heads, worst, small, (1e7, 1e8))
+    near = max(worst_norms(heads, worst, small, (1e4, 2e4, 4e4)))
+    assert near > worst_norms(heads, worst, small, (1e3,))[0]
     assert near > far[0] > far[1]
 
 
 def test_two_points_grow_exponentially_in_the_squared_radius():
     heads = random_head(2, biases=False)
-    found = adversary(heads)
-    squares = torch.linspace(20.0, 100.0, 9, dtype=torch.float64) / found.gamma
-    norms = [mean_field_norm(heads, found, float(r2) ** 0.5)[0] for r2 in squares]
+    worst = adversary(heads)
+    squares = torch.linspace(20.0, 100.0, 9, dtype=torch.float64) / worst.gamma
+    norms = [mean_field_norm(heads, worst, float(r2) ** 0.5)[0] for r2 in squares]
     slopes = np.diff(np.log(norms) - np.log(squares.numpy())) / np.diff(squares.numpy())
     # log(norm / R^2) = gamma R^2 + constant
-    np.testing.assert_allclose(slopes, found.gamma, rtol=0.02)
+    np.testing.assert_allclose(slopes, worst.gamma, rtol=0.02)
 
 
 def test_the_mean_field_norm_is_the_plateau_over_all_multiplicities():
     heads = random_head(5, gain=2.0)
-    found = adversary(heads)
-    radius = found.radius(300.0)
-    top, at = mean_field_norm(heads, found, radius)
-    points = relocated(heads, found.points(radius))
+    worst = adversary(heads)
+    radius = worst.radius(300.0)
+    top, at = mean_field_norm(heads, worst, radius)
+    points = relocated(heads, worst.points(radius))
     weights = torch.logspace(-2, 6, 400, dtype=torch.float64)
     each = [float(weighted_norm(points, torch.tensor([1.0, w]).double())) for w in weights]
     assert top == pytest.approx(max(each), rel=1e-3)
@@ -198,9 +198,9 @@ def test_ascent_stays_in_the_ball_and_beats_its_start(causal):
 
 def test_ascent_finds_what_the_worst_case_tokens_reach():
     heads = random_head(6, width=6, d=3, dv=3, biases=False)
-    found = adversary(heads)
-    radius = found.radius(64.0)
-    at = relocated(heads, found.points(radius))
+    worst = adversary(heads)
+    radius = worst.radius(64.0)
+    at = relocated(heads, worst.points(radius))
     known = float(duplicated_norm(at, torch.tensor([1.0, 7.0], dtype=torch.float64)))
     gen = torch.Generator().manual_seed(1)
     start = torch.randn(4, 8, 6, generator=gen, dtype=torch.float64)

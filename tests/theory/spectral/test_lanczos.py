@@ -223,15 +223,15 @@ def test_norms_of_any_size(dtype, powers):
         part = j * factors[:, None, None]
         apply = lambda u: (part @ (part.mT @ u[..., None]))[..., 0]  # noqa: E731
         guessed = guess * factors[:, None] ** 0.5
-        found = spectral_norms(lambda i: apply, start, guess=guessed, rebuild=2.0)
-        return found, factors.double()
+        norms = spectral_norms(lambda i: apply, start, guess=guessed, rebuild=2.0)
+        return norms, factors.double()
 
     want, _ = norms_of(0)
     assert want.converged.all()
     rounding = 1e-12 if dtype == torch.float64 else 1e-5
     for power in powers:
-        found, factors = norms_of(power)
-        torch.testing.assert_close(found.norm / factors, want.norm, rtol=rounding, atol=0)
-        torch.testing.assert_close(found.upper / factors, want.upper, rtol=10 * rounding, atol=0)
-        assert torch.equal(found.products[::2], want.products[::2])
-        assert found.converged.all()
+        norms, factors = norms_of(power)
+        torch.testing.assert_close(norms.norm / factors, want.norm, rtol=rounding, atol=0)
+        torch.testing.assert_close(norms.upper / factors, want.upper, rtol=10 * rounding, atol=0)
+        assert torch.equal(norms.products[::2], want.products[::2])
+        assert norms.converged.all()

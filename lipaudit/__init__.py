@@ -1,3 +1,41 @@
-"""lipaudit audits how robust a transformer checkpoint is (Lipschitz bounds, norms, attacks)."""
+"""lipaudit: how robust is a transformer checkpoint?
+
+    import lipaudit
+
+    report = lipaudit.audit("demo", ["bounds", "jacobian"], samples=8)
+    report.section("bounds").frame()
+    lipaudit.render(report, "html")
+    lipaudit.bounds.sharp(x, wq, wk, wv)
+
+What is public here is loaded when it is first used: `import lipaudit` loads nothing else.
+"""
+
+import pkgutil
 
 __version__ = "0.1.0"
+
+PUBLIC = {
+    "LipauditError": "lipaudit.errors:LipauditError",
+    "ModelSpec": "lipaudit.models.sources.spec:ModelSpec",
+    "Observer": "lipaudit.engine.observer:Observer",
+    "Report": "lipaudit.results:Report",
+    "audit": "lipaudit.api.measuring:audit",
+    "bounds": "lipaudit.api.bounds",
+    "load": "lipaudit.schema:load",
+    "measure": "lipaudit.api.measuring:measure",
+    "render": "lipaudit.report:render",
+    "watch": "lipaudit.train.penalty:attention_penalty",
+}
+"""Where each public name is."""
+
+__all__ = ["__version__", *PUBLIC]
+
+
+def __getattr__(name: str) -> object:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'lipaudit' has no attribute {name!r}")
+    return pkgutil.resolve_name(PUBLIC[name])
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -44,14 +44,14 @@ def loads(text: str, *, name: str = "report") -> Report:
         ) from None
 
 
-def load(path: Path) -> Report:
+def load(path: Path | str) -> Report:
     """Read a report from a file.
 
     Raises:
         InputError: when the file is missing, unreadable or not a report.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise InputError(f"cannot read {path}: {reason}", "Check the path.") from None

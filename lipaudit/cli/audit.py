@@ -16,23 +16,14 @@ from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURE, typed
 from lipaudit.cli.options import ModelSpec, Output, Terminal
 from lipaudit.errors import UsageError
-from lipaudit.settings import (
-    AttackOptions,
-    AttentionOptions,
-    BoundsOptions,
-    JacobianOptions,
-    MeasureOptions,
-    RunOptions,
-)
+from lipaudit.settings import AttentionOptions, MeasureOptions, RunOptions
+from lipaudit.settings.audit import FULL, QUICK, audit_options
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job
     from lipaudit.results import BoundsRow, Report, Section
 
 RUNS = Path("lipaudit-runs")
-QUICK = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64}
-FULL = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512}
-DEMO_EPS, EPS = "0.1", "2/255"
 
 
 @command("audit", panel=MEASURE)
@@ -70,7 +61,7 @@ def audit(
         raise UsageError("--quick and --full exclude each other")
     demo = model.partition(":")[0] == "demo"
     small = quick or (demo and not full)
-    measures = audit_options(eps or (DEMO_EPS if demo else EPS), quick=small)
+    measures = audit_options(eps, demo=demo, quick=small)
     counts = QUICK if small else FULL if full else {}
     check_outputs(output, REPORT)
     request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed())
@@ -87,25 +78,6 @@ def audit(
     emit(report, output)
     if not terminal.quiet:
         _conclude(model, report, folder)
-
-
-def audit_options(eps: str, *, quick: bool) -> dict[str, MeasureOptions]:
-    """Return what an audit measures, in this order.
-
-    Args:
-        eps: radii of the attacks.
-        quick: the quick preset of AutoAttack in place of all of it.
-
-    Raises:
-        UsageError: for a bad radius.
-    """
-    attack = "fgsm,pgd,quick" if quick else "fgsm,pgd,autoattack"
-    return {
-        "bounds": BoundsOptions(),
-        "attention": AttentionOptions(),
-        "jacobian": JacobianOptions(),
-        "attack": AttackOptions.checked({"eps": eps, "attack": attack}),
-    }
 
 
 def _announce(job: Job) -> None:

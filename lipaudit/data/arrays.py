@@ -36,16 +36,28 @@ def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
             f"Name the inputs {' or '.join(INPUTS)}, the labels {' or '.join(LABELS)}.",
         )
+    return draw_arrays(x, y, net, options, origin=str(path))
+
+
+def draw_arrays(
+    x: Tensor, y: Tensor | None, net: Intake, options: DataOptions, *, origin: str
+) -> Drawn:
+    """Draw samples from tensors, in the forms that `read_arrays` takes.
+
+    Raises:
+        InputError: of another shape than the model takes, or values out of range; it says of
+            what origin.
+    """
     if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
         raise InputError(
-            f"{path} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
+            f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
             "Labels are one integer per input.",
         )
     order = picks(len(x), options.samples, options.seed)
-    samples = _checked(x[order], net, path)
+    samples = _checked(x[order], net, origin)
     labels = None if y is None else [int(v) for v in y[order]]
     if labels is not None:
-        require_labels(labels, net, origin=str(path))
+        require_labels(labels, net, origin=origin)
     return Drawn(list(samples), labels)
 
 
@@ -70,24 +82,24 @@ def _named(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
     return next((arrays[n] for n in names if n in arrays), None)
 
 
-def _checked(x: Tensor, net: Intake, path: Path) -> Tensor:
+def _checked(x: Tensor, net: Intake, origin: str) -> Tensor:
     if net.kind == "text":
-        return _token_ids(x, net, path)
-    x = _laid_out(x, net, path)
+        return _token_ids(x, net, origin)
+    x = _laid_out(x, net, origin)
     x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
     if not bool(torch.isfinite(x).all()):
-        raise InputError(f"{path} holds NaN or infinite values", "Remove those samples.")
+        raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
     if net.box is not None and (x.min() < net.box[0] or x.max() > net.box[1]):
         low, high = net.box
         raise InputError(
-            f"{path} holds values from {x.min():.4g} to {x.max():.4g}; the model takes "
+            f"{origin} holds values from {x.min():.4g} to {x.max():.4g}; the model takes "
             f"[{low:g}, {high:g}]",
             "Divide by 255, or save uint8; give pixels as they are, without normalisation.",
         )
     return x
 
 
-def _laid_out(x: Tensor, net: Intake, path: Path) -> Tensor:
+def _laid_out(x: Tensor, net: Intake, origin: str) -> Tensor:
     """Bring images to channels first; a grey image may come without its channel."""
     want, got = tuple(net.sample_shape), tuple(x.shape[1:])
     if got == want:
@@ -97,22 +109,22 @@ def _laid_out(x: Tensor, net: Intake, path: Path) -> Tensor:
     if net.kind == "image" and want[0] == 1 and got == want[1:]:
         return x[:, None]
     raise InputError(
-        f"{path} holds samples of shape {got}; the model takes {want}",
+        f"{origin} holds samples of shape {got}; the model takes {want}",
         "Resize them first (a folder of images is resized for you), or build the model for "
         "that size with --model-kwargs img_size=... or --input-size.",
     )
 
 
-def _token_ids(x: Tensor, net: Intake, path: Path) -> Tensor:
+def _token_ids(x: Tensor, net: Intake, origin: str) -> Tensor:
     if x.is_floating_point() or x.ndim != 2 or x.shape[1] > net.sample_shape[0]:
         raise InputError(
-            f"{path} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
+            f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
             f"(samples, at most {net.sample_shape[0]})",
             "Give the text itself as .txt, .csv or .jsonl, or integer token ids.",
         )
     if x.min() < 0 or (net.vocabulary is not None and x.max() >= net.vocabulary):
         raise InputError(
-            f"{path} holds token ids from {x.min()} to {x.max()}; the vocabulary has "
+            f"{origin} holds token ids from {x.min()} to {x.max()}; the vocabulary has "
             f"{net.vocabulary}",
             "Use the tokenizer of this model.",
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from lipaudit.data.arrays import read_arrays
+from torch import Tensor
+
+from lipaudit.data.arrays import draw_arrays, read_arrays
 from lipaudit.data.drawing import Drawn, to_batch
 from lipaudit.data.hub_sets import read_dataset
 from lipaudit.data.images import read_folder
@@ -41,7 +43,26 @@ def load_data(spec: str | None, net: Intake, options: DataOptions | None = None)
             f"--samples {options.samples} leaves nothing to measure", "Give 1 or more."
         )
     spec = spec or ("demo" if net.info.source == "demo" else "random")
-    drawn = _read(spec, net, options)
+    return _samples(spec, _read(spec, net, options), net, options)
+
+
+def own_samples(x: Tensor, y: Tensor | None, net: Intake, options: DataOptions) -> Samples:
+    """Draw samples from tensors that are at hand, in the form the model takes.
+
+    Args:
+        x: images (samples, channels, height, width), float sequences (samples, tokens, width) or
+            token ids (samples, tokens).
+        y: labels (samples,), or None.
+        net: the model.
+        options: how many, and by which seed.
+
+    Raises:
+        InputError: of another shape than the model takes, or values out of range.
+    """
+    return _samples("tensors", draw_arrays(x, y, net, options, origin="x"), net, options)
+
+
+def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samples:
     notes = drawn.notes
     if len(drawn.x) < options.samples:
         text = f"{spec} has {len(drawn.x)} samples, {options.samples} were asked for"

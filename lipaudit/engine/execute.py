@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from lipaudit.data.batch import Batch
 from lipaudit.data.sources import Samples
 from lipaudit.engine.estimate import numerical
 from lipaudit.engine.journal import Journal
@@ -97,19 +98,17 @@ class _Task:
             self.observer.note(_kept(self.name, len(sample_ids(kept)), total, resume))
         kept = kept if resume else []
         done = len(sample_ids(kept))
-        self._forewarn(done)
         self.observer.begins(self.name, total - done)
         for part in journal.recorded(self._measured(done), after=len(kept)):
             self.observer.advances(self.name, len(part.ids))
             kept.append(part)
         return kept
 
-    def _forewarn(self, done: int) -> None:
+    def _forewarn(self, first: Batch) -> None:
         """Say before it begins what will take long, as the layers are; they are surveyed once."""
         net, options = self.job.net, self.options
-        if not isinstance(options, BoundsOptions) or done == len(self.samples.batch):
+        if not isinstance(options, BoundsOptions):
             return
-        first = self.samples.batch[done : done + self._size].trimmed()
         sites = surveyed(net, first.to(net.device, net.dtype))
         for note in numerical(self.job, chosen(sites, options.layers)):
             self.observer.note(note)
@@ -117,10 +116,13 @@ class _Task:
     def _measured(self, done: int) -> Iterator[Part]:
         """Yield the parts; when memory runs out, go on from there with half the batch."""
         net, batch = self.job.net, self.samples.batch
-        size = self._size
+        size, begun = self.job.request.run.batch_size or self.measure.batch, False
         while done < len(batch):
             try:
                 cut, options = self._cut(size, done)
+                if not begun:
+                    self._forewarn(batch[done : done + cut].trimmed())
+                    begun = True
                 batches = (b.to(net.device, net.dtype) for b in batch[done:].split(cut))
                 for part in self.measure.run(net, batches, options):
                     done += len(part.ids)
@@ -132,11 +134,6 @@ class _Task:
                         "Try --device cpu or --max-tokens.",
                     ) from None
                 size = max(1, size // 2)
-
-    @property
-    def _size(self) -> int:
-        """How many samples are measured at a time, at first."""
-        return self.job.request.run.batch_size or self.measure.batch
 
     def _cut(self, size: int, done: int) -> tuple[int, MeasureOptions]:
         """Return how to cut the samples, and options that know it where chunks are fixed."""

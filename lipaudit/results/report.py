@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -174,6 +175,12 @@ class Report(Frozen):
     def section(self, measure: str) -> Section | None:
         """Return the section of a measure, None when it was not measured."""
         return next((s for s in self.sections if s.measure == measure), None)
+
+    def _repr_html_(self) -> str:
+        """Show itself in a notebook: its page, in a frame of its own so that styles stay apart."""
+        # By name: what draws reports stands above them, and nothing else needs it from here.
+        page = import_module("lipaudit.report").render(self, "html").decode()
+        return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:40em;border:0"></iframe>'
 
 
 def labels(reports: Sequence[Report]) -> list[str]:

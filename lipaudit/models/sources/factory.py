@@ -93,14 +93,9 @@ def _as_spec(model: Any, reference: str, options: LoadOptions) -> ModelSpec:
             f"py:{reference} returned {type(model).__name__}, not an nn.Module or a ModelSpec",
             "Return the model itself, not its state dict or a class.",
         )
-    if hasattr(model, "pretrained_cfg"):
-        from lipaudit.models.sources import timm
-
-        return timm.timm_spec(model, options)
-    if hasattr(model, "main_input_name") and hasattr(model, "config"):
-        from lipaudit.models.sources.hf.calls import hf_spec
-
-        return hf_spec(model, options)
+    spec = recognised(model, options)
+    if spec is not None:
+        return spec
     if options.input_size is None:
         raise UsageError(
             f"py:{reference} returned a {type(model).__name__}: what does it take?",
@@ -108,6 +103,19 @@ def _as_spec(model: Any, reference: str, options: LoadOptions) -> ModelSpec:
             "input_shape, kind=..., mean=..., std=...).",
         )
     return ModelSpec(model, options.image_shape((3, 0, 0)))
+
+
+def recognised(module: nn.Module, options: LoadOptions) -> ModelSpec | None:
+    """Return how to feed a module of timm or transformers, None for any other."""
+    if hasattr(module, "pretrained_cfg"):
+        from lipaudit.models.sources import timm
+
+        return timm.timm_spec(module, options)
+    if hasattr(module, "main_input_name") and hasattr(module, "config"):
+        from lipaudit.models.sources.hf.calls import hf_spec
+
+        return hf_spec(module, options)
+    return None
 
 
 def _resized(spec: ModelSpec, options: LoadOptions) -> ModelSpec:

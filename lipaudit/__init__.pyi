@@ -1,0 +1,14 @@
+from lipaudit.api import bounds as bounds
+from lipaudit.api.measuring import audit as audit
+from lipaudit.api.measuring import measure as measure
+from lipaudit.engine.observer import Observer as Observer
+from lipaudit.errors import LipauditError as LipauditError
+from lipaudit.models.sources.spec import ModelSpec as ModelSpec
+from lipaudit.report import render as render
+from lipaudit.results import Report as Report
+from lipaudit.schema import load as load
+from lipaudit.train.penalty import attention_penalty
+
+watch = attention_penalty
+__version__: str
+PUBLIC: dict[str, str]

@@ -1,0 +1,1 @@
+"""lipaudit from Python: what `import lipaudit` offers by name, loaded when it is first used."""

@@ -1,0 +1,175 @@
+"""Measure a checkpoint, or a module of one's own, from Python."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.data.sources import Samples, own_samples
+from lipaudit.engine.execute import execute
+from lipaudit.engine.observer import Observer
+from lipaudit.engine.prepare import Request, data_options, load_options, prepare
+from lipaudit.errors import UsageError
+from lipaudit.models.net import Net
+from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.own import borrowed
+from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.results import Report
+from lipaudit.settings import MeasureOptions, RunOptions, option_types
+from lipaudit.settings.audit import audit_options
+
+Model = str | nn.Module | ModelSpec
+Data = str | Any | tuple[Any, Any] | None
+
+
+def measure(
+    model: Model,
+    name: str,
+    *,
+    data: Data = None,
+    input_shape: Sequence[int] | None = None,
+    observer: Observer | None = None,
+    **options: Any,
+) -> Report:
+    """Run one measure: what `lipaudit NAME MODEL` does.
+
+    Args:
+        model: the name of a checkpoint as on the command line, an `nn.Module`, which is left as
+            it was, or a `ModelSpec`.
+        name: bounds, attention, jacobian, attack, scaling, or that of a plug-in.
+        data: as on the command line, or arrays: x, or (x, y) with labels.
+        input_shape: of one sample, for a module that does not say what it takes.
+        observer: is told what happens; nothing is printed.
+        options: any option of the measure or of every run, by its name on the command line with
+            underscores: `samples=8, tol=1e-5, eps="2/255"`.
+
+    Raises:
+        LipauditError: whatever goes wrong, with what to do about it.
+
+    Example:
+        >>> report = measure("demo", "jacobian", samples=2)
+        >>> report.section("jacobian").rows[0].samples
+        2
+    """
+    kind = _kind(name)
+    run_options, own = _split(options, kind)
+    plan = {name: kind.checked(own)}
+    return _run(model, plan, run_options, data, input_shape, observer, command="measure")
+
+
+def audit(
+    model: Model,
+    measures: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    data: Data = None,
+    input_shape: Sequence[int] | None = None,
+    observer: Observer | None = None,
+    **options: Any,
+) -> Report:
+    """Run several measures on one load of a model: what `lipaudit audit MODEL` does.
+
+    Args:
+        model: as of `measure`.
+        measures: their names, or their options by their names; by default bounds, attention,
+            jacobian and attack, which is left out where there are no labels.
+        data: as of `measure`.
+        input_shape: as of `measure`.
+        observer: as of `measure`.
+        options: any option of every run: `samples=8, seed=1, device="cpu"`; `eps` of the attacks.
+
+    Raises:
+        LipauditError: whatever goes wrong, with what to do about it.
+
+    Example:
+        >>> report = audit("demo", ["bounds", "jacobian"], samples=2)
+        >>> [section.measure for section in report.sections]
+        ['bounds', 'bounds.layers', 'jacobian']
+    """
+    demo = isinstance(model, str) and model.partition(":")[0] == "demo"
+    usual = audit_options(options.pop("eps", None), demo=demo, quick=True)
+    if measures is None:
+        plan = dict(usual)
+    else:
+        given = measures if isinstance(measures, Mapping) else dict.fromkeys(measures, {})
+        plan = {
+            name: _kind(name).checked(own) if own else usual.get(name) or _kind(name)()
+            for name, own in given.items()
+        }
+    run_options, _ = _split(options, None)
+    return _run(model, plan, run_options, data, input_shape, observer, command="audit")
+
+
+def _run(
+    model: Model,
+    measures: Mapping[str, MeasureOptions],
+    run: RunOptions,
+    data: Data,
+    input_shape: Sequence[int] | None,
+    observer: Observer | None,
+    *,
+    command: str,
+) -> Report:
+    named = data if isinstance(data, str) or data is None else None
+    run = run.model_copy(update={"data": named}) if named else run
+    name = model if isinstance(model, str) else type(model).__name__
+    request = Request(
+        name, measures, run, skip_unlabelled=command == "audit", command=f"lipaudit.{command}()"
+    )
+    with _net(model, run, input_shape) as net:
+        most = max(run.samples or options.samples for options in measures.values())
+        samples = None if data is None or named else _at_hand(data, net, run, most)
+        return execute(prepare(request, net=net, samples=samples), observer)
+
+
+@contextmanager
+def _net(model: Model, run: RunOptions, input_shape: Sequence[int] | None) -> Iterator[Net]:
+    options = load_options(run)
+    if isinstance(model, str):
+        yield load(model, options)
+        return
+    with borrowed(model, options, input_shape) as net:
+        yield net
+
+
+def _at_hand(data: Any, net: Net, run: RunOptions, most: int) -> Samples:
+    x, y = data if isinstance(data, tuple) else (data, None)
+    labels = None if y is None else _tensor(y)
+    return own_samples(_tensor(x), labels, net, data_options(run, most))
+
+
+def _tensor(values: Any) -> Tensor:
+    return torch.as_tensor(values).detach().cpu()
+
+
+def _kind(name: str) -> type[MeasureOptions]:
+    known = option_types()
+    if name not in known:
+        raise UsageError(f"there is no measure {name!r}", _nearest(name, list(known)))
+    return known[name]
+
+
+def _split(
+    options: Mapping[str, Any], kind: type[MeasureOptions] | None
+) -> tuple[RunOptions, dict[str, Any]]:
+    """Return the options of every run, and those of the measure.
+
+    Raises:
+        UsageError: an option that neither has.
+    """
+    shared = RunOptions.options()
+    own = {} if kind is None else kind.options()
+    for name in options:
+        if name not in shared and name not in own:
+            raise UsageError(f"there is no option {name!r}", _nearest(name, [*own, *shared]))
+    run = RunOptions.checked({n: v for n, v in options.items() if n not in own})
+    return run, {n: v for n, v in options.items() if n in own}
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known)}."

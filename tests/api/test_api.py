@@ -1,0 +1,174 @@
+"""lipaudit from Python: the same figures as the command line, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.app import build
+from lipaudit.errors import UsageError
+
+
+class Attention(nn.Module):
+    """Two heads over four tokens, and a classifier of what they give."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(12, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        tokens = self.embed(x.flatten(2).unflatten(1, (3,)).transpose(1, 2).reshape(len(x), 4, 12))
+        return self.head(self.drop(self.attention(tokens, tokens, tokens)[0]).mean(1))
+
+
+@pytest.fixture
+def module():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Attention()
+
+
+def numbers(report: lipaudit.Report) -> list[dict]:
+    """The sections of a report without what is measured with a clock."""
+    sections = json.loads(report.model_dump_json())["sections"]
+    for section in sections:
+        for row in section["rows"]:
+            row.pop("seconds", None)
+    return sections
+
+
+def test_an_audit_gives_what_the_command_gives(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(
+        build(), ["audit", "demo", "-n", "4", "-q", "--run-dir", "run", "--seed", "3"]
+    )
+    assert done.exit_code == 0, done.output
+    theirs = numbers(lipaudit.load("run/report.json"))
+    ours = numbers(lipaudit.audit("demo", samples=4, seed=3))
+    kept = {"arrays", "notes"}  # the command also keeps the map of the strongest head
+    assert [{k: v for k, v in s.items() if k not in kept} for s in ours] == [
+        {k: v for k, v in s.items() if k not in kept} for s in theirs
+    ]
+
+
+def test_a_measure_takes_the_options_of_its_command():
+    report = lipaudit.measure("demo", "attack", eps="0.1", attack="fgsm", samples=8)
+    assert [row.attack for row in report.section("attack").rows] == ["fgsm", "worst"]
+    report = lipaudit.audit("demo", {"bounds": {"layers": "1", "tol": 1e-3}}, samples=2)
+    assert report.section("bounds").settings["layers"] == [1] or (1,)
+    assert {row.layer for row in report.section("bounds").rows} == {1}
+
+
+def test_a_module_of_ones_own_is_measured_and_left_as_it_was(module):
+    module.train()
+    module.attention.eval()
+    module.embed.weight.requires_grad_(False)
+    modes = [part.training for part in module.modules()]
+    trained = [p.requires_grad for p in module.parameters()]
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    x, y = torch.rand(6, 3, 4, 4), torch.randint(3, (6,))
+    rng = torch.get_rng_state()
+    report = lipaudit.audit(module, data=(x, y), input_shape=(3, 4, 4), samples=6, eps="0.01")
+    assert {s.measure for s in report.sections} >= {"bounds", "attention", "jacobian", "attack"}
+    assert report.run.model.spec == "Attention"
+    assert [part.training for part in module.modules()] == modes
+    assert [p.requires_grad for p in module.parameters()] == trained
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    assert all(p.grad is None for p in module.parameters())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_its_figures_are_those_of_the_same_model_by_name(module, tmp_path, monkeypatch):
+    x = torch.rand(3, 3, 4, 4)
+    report = lipaudit.measure(module, "jacobian", data=x, input_shape=(3, 4, 4), samples=3)
+    module.eval()
+    order = torch.randperm(3, generator=torch.Generator().manual_seed(0))
+    for i, norm in zip(order, report.section("jacobian").samples["norm"], strict=True):
+        dense = torch.autograd.functional.jacobian(module.double(), x[i : i + 1].double())
+        assert norm == pytest.approx(float(torch.linalg.matrix_norm(dense.reshape(3, -1), 2)))
+
+
+def test_another_precision_is_measured_on_a_copy(module):
+    x = torch.rand(2, 3, 4, 4)
+    report = lipaudit.measure(
+        module, "bounds", data=x, input_shape=(3, 4, 4), samples=2, dtype="float64"
+    )
+    assert report.run.dtype == "float64"
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_it_is_left_as_it_was_after_an_error(module):
+    module.train()
+    with pytest.raises(UsageError, match="labelled"):
+        lipaudit.measure(module, "attack", eps="0.1", input_shape=(3, 4, 4))
+    assert all(part.training for part in module.modules())
+    assert all(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: lipaudit.measure("demo", "bound"), "no measure 'bound'"),
+        (lambda m: lipaudit.measure("demo", "bounds", tools=1), "no option 'tools'"),
+        (lambda m: lipaudit.measure("demo", "bounds", samples=0), "--samples"),
+        (lambda m: lipaudit.measure(m, "bounds"), "what does the Attention take"),
+        (lambda m: lipaudit.measure(m, "bounds", input_shape=(1, 2, 3, 4)), "input_shape"),
+        (lambda m: lipaudit.measure(3, "bounds"), "int is no model"),
+        (lambda m: lipaudit.audit("demo", ["bounds"], samples=1, tol=1e-3), "no option 'tol'"),
+        (lambda m: lipaudit.render(lipaudit.load("nowhere.json"), "html"), "cannot read"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(module, call, says):
+    with pytest.raises(lipaudit.LipauditError, match=re.escape(says)):
+        call(module)
+
+
+def test_an_observer_is_told_and_nothing_is_printed(capsys):
+    class Told(lipaudit.Observer):
+        def __init__(self):
+            self.events = []
+
+        def begins(self, measure, samples):
+            self.events.append((measure, samples))
+
+        def advances(self, measure, samples):
+            self.events.append(samples)
+
+    observer = Told()
+    lipaudit.measure("demo", "attention", samples=10, observer=observer)
+    assert observer.events == [("attention", 10), 8, 2]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_section_is_a_frame_and_a_report_shows_itself():
+    report = lipaudit.measure("demo", "bounds", samples=2)
+    frame = report.section("bounds").frame()
+    rows = frame if isinstance(frame, list) else frame.to_dict("records")
+    assert len(rows) == 12
+    assert all(row["sharp"] >= row["exact"] for row in rows)
+    shown = report._repr_html_()
+    assert shown.startswith("<iframe")  # the page's style does not reach the notebook's
+    assert "&lt;svg" in shown
+
+
+def test_importing_is_free_and_every_name_is_typed():
+    code = "import sys, lipaudit; assert not {'torch', 'pydantic', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    stub = Path(lipaudit.__file__).with_suffix(".pyi").read_text()
+    assert set(re.findall(r"(?<= as )\w+|^\w+(?= = )", stub, re.M)) == set(lipaudit.PUBLIC)
+    assert all(getattr(lipaudit, name) is not None for name in dir(lipaudit))
+    with pytest.raises(AttributeError):
+        _ = lipaudit.nothing

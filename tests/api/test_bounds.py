@@ -1,0 +1,65 @@
+"""The bounds on bare tensors: those of the theory, above the dense Jacobian's norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lipaudit
+from lipaudit.errors import UsageError
+from lipaudit.results.bounds import catalogue
+
+
+def attention(x, wq, wk, wv, *, biases=(0, 0, 0), scale=None, causal=False, mask=None):
+    q, k, v = (x @ w + b for w, b in zip((wq, wk, wv), biases, strict=True))
+    logits = (q.shape[-1] ** -0.5 if scale is None else scale) * q @ k.mT
+    logits = logits if mask is None else logits + mask
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf)
+    return logits.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"scale": 2.0},
+        {"causal": True},
+        {"mask": torch.linspace(-1, 1, 25).reshape(5, 5)},
+        {"biases": tuple(torch.linspace(0, 1, 3).double() * i for i in (1, -1, 2))},
+    ],
+    ids=["plain", "scale", "causal", "mask", "biases"],
+)
+def test_the_norm_is_that_of_the_dense_jacobian_and_no_bound_is_below(how):
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 4, generator=rng, dtype=torch.float64)
+    weights = torch.randn(3, 4, 3, generator=rng, dtype=torch.float64)
+    dense = torch.autograd.functional.jacobian(lambda z: attention(z, *weights, **how), x)
+    truth = torch.linalg.matrix_norm(dense.reshape(15, 20), 2)
+    norm = lipaudit.bounds.exact(x, *weights, **how)
+    assert norm.shape == ()
+    torch.testing.assert_close(norm, truth, rtol=1e-6, atol=0)
+    bounds = lipaudit.bounds.every(x, *weights, **how)
+    assert bounds.keys() == catalogue().keys()
+    for name, bound in bounds.items():
+        if name == "hu" and not bound.isfinite():
+            continue
+        assert bound >= truth, name
+        assert getattr(lipaudit.bounds, name)(x, *weights, **how) == bound
+
+
+def test_shapes_follow_the_tensors():
+    x, w = torch.randn(2, 5, 4), torch.randn(3, 4, 2)
+    assert lipaudit.bounds.sharp(x, w, w, w).shape == (2, 3)
+    assert lipaudit.bounds.sharp(x[0], w, w, w).shape == (3,)
+    assert lipaudit.bounds.sharp(x, w[0], w[0], w[0]).shape == (2,)
+    assert "P_ij beta_ij" in lipaudit.bounds.sharp.__doc__
+    assert "sharp" in dir(lipaudit.bounds)
+
+
+def test_what_does_not_fit_is_refused():
+    x, w = torch.randn(5, 4), torch.randn(3, 2)
+    with pytest.raises(UsageError, match="do not fit"):
+        lipaudit.bounds.exact(x, w, w, w)
+    with pytest.raises(AttributeError, match="no bound 'blunt'"):
+        lipaudit.bounds.blunt(x, w, w, w)

@@ -79,9 +79,15 @@ def column(
 
 
 class Row(Frozen):
-    """One line of a section; subclasses say which columns a measure has."""
+    """One line of a section; subclasses say which columns a measure has.
+
+    Attributes:
+        section: the name of the section that such rows make up.
+        title: its heading on a page; empty: its name.
+    """
 
     section: ClassVar[str]
+    title: ClassVar[str] = ""
 
     @classmethod
     def columns(cls) -> dict[str, Column]:

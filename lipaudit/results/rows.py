@@ -16,6 +16,7 @@ class BoundsRow(HeadNorms, OpenRow):
     """One head: its exact Jacobian norm and the upper bounds (medians over samples)."""
 
     section: ClassVar[str] = "bounds"
+    title: ClassVar[str] = "Heads: exact norms and bounds"
     behind: ClassVar[str] = "exact_max"
 
     @classmethod
@@ -29,6 +30,7 @@ class LayerRow(Row):
     """One attention layer: heads concatenated, with and without W_O."""
 
     section: ClassVar[str] = "bounds.layers"
+    title: ClassVar[str] = "Layers"
     layer: int = column("layer", "Attention layer, in the order of execution.", ..., format="d")
     module: str = column("module", "Module that computes the attention.", "", format="s")
     exact: Float | None = column(
@@ -62,6 +64,7 @@ class AttentionRow(HeadRow):
     """One head: how its attention rows are distributed (means over rows and samples)."""
 
     section: ClassVar[str] = "attention"
+    title: ClassVar[str] = "Heads: attention distributions"
     tokens: int = column("tokens", "Keys of the longest sample.", 0, format="d")
     top1: Float | None = column("p(1)", "Largest entry of a row.")
     top2: Float | None = column("p(2)", "Second largest entry of a row.")
@@ -120,6 +123,7 @@ class JacobianRow(Row):
     """The Jacobian norm of the whole model, over samples; or of the rest from one block on."""
 
     section: ClassVar[str] = "jacobian"
+    title: ClassVar[str] = "Jacobian norms"
     from_: str = column("from", "Where the derivative is taken.", "", alias="from", format="s")
     to: str = column("to", "What is differentiated.", "", format="s")
     module: str = column(
@@ -154,6 +158,7 @@ class AttackRow(Row):
     """One attack at one radius."""
 
     section: ClassVar[str] = "attack"
+    title: ClassVar[str] = "Attacks"
     attack: str = column("attack", "Attack; worst = the worst over all of them.", ..., format="s")
     norm: str = column("norm", "linf or l2.", ..., format="s")
     eps: Float = column("eps", "Radius in pixel space [0, 1].", ..., format=".4g")
@@ -189,6 +194,7 @@ class ScalingRow(OpenRow):
     """The norm of one head, layer or model at one sequence length and radius."""
 
     section: ClassVar[str] = "scaling"
+    title: ClassVar[str] = "Norms over the sequence length"
     behind: ClassVar[str] = "mean_field"
     layer: int | None = column("layer", "Attention layer; empty: the model.", format="d")
     head: int | None = column("head", "Head; empty: the layer.", format="d")
@@ -226,6 +232,7 @@ class ScalingFitRow(OpenRow):
     """A log-log fit of the norm against length (and radius)."""
 
     section: ClassVar[str] = "scaling.fit"
+    title: ClassVar[str] = "Scaling exponents"
     behind: ClassVar[str] = "radius_exponent_se"
     layer: int | None = column("layer", "Attention layer; empty: the model.", format="d")
     head: int | None = column("head", "Head; empty: the layer.", format="d")
@@ -262,6 +269,7 @@ class ScalingSplitRow(HeadRow):
     """One head: attacks that only move tokens, and that duplicate every token first."""
 
     section: ClassVar[str] = "scaling.split"
+    title: ClassVar[str] = "Splitting tokens before moving them"
     n: int = column("n", "Tokens before any is duplicated.", 0, format="d")
     budget: Float | None = column("budget", "||M||_F of the move, the same for both.", domain="")
     norm: Float | None = column("norm", "||J||.", reading=readings.NORM)

@@ -13,7 +13,6 @@ import pytest
 
 from lipaudit.report.formats import json, markdown, table
 from lipaudit.report.page.document import document
-from lipaudit.report.page.views import TITLES
 from lipaudit.results import row_types
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -35,8 +34,8 @@ def cut(text: str) -> dict[str, str]:
     """Cut a text at the heads of its sections; `page` is what stands before and after them."""
     lines = text.splitlines(keepends=True)
     starts = {}
-    for measure, title in TITLES.items():
-        heads = {head.format(title=title, measure=measure) for head in HEADS}
+    for measure, kind in row_types().items():
+        heads = {head.format(title=kind.title, measure=measure) for head in HEADS}
         (starts[measure],) = (i for i, line in enumerate(lines) if line.rstrip("\n") in heads)
     end = max(i for i, line in enumerate(lines) if line.rstrip("\n") in END)
     places = [*starts.values(), end]

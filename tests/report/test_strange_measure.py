@@ -48,6 +48,7 @@ class HeatRow(HeadRow):
     """One head: its temperature."""
 
     section: ClassVar[str] = "heat"
+    title: ClassVar[str] = "How hot heads are"
     heat: Float | None = column("T", "Temperature.", better="lower")
     other: Float | None = column("U", "Of no better direction.")
 
@@ -122,6 +123,13 @@ def test_figures_of_heads_are_mapped_and_those_of_samples_counted(strange):
     (mapped,) = (block for block in heat if isinstance(block, Heatmap))
     assert mapped.column.label == "T"
     assert mapped.values == ((0.0, 0.1, 0.2), (1.0, 1.1, 1.2))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_its_heading_is_its_title_or_its_name(strangers, name):
+    text = render(strangers, name).decode()
+    assert "How hot heads are" in text
+    assert re.search(r"^(## |<h2>)?spread(</h2>)?$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
-from lipaudit.report.page.views import TITLES, blocks, listed, side_by_side
+from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.results import Column, Report, labels
 
 LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
@@ -47,10 +47,7 @@ def _single(report: Report) -> Document:
         facts=facts(report),
         findings=findings,
         chapters=(
-            *(
-                Chapter(s.measure, TITLES.get(s.measure, s.measure), blocks(s))
-                for s in report.sections
-            ),
+            *(Chapter(s.measure, title(s.measure), blocks(s)) for s in report.sections),
             Chapter("reading", "How to read the figures", last),
         ),
         partial=report.status == "partial",
@@ -67,7 +64,7 @@ def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
             for name, report in zip(names, reports, strict=True)
             if (section := report.section(measure)) is not None
         }
-        chapters.append(Chapter(measure, TITLES.get(measure, measure), side_by_side(sections)))
+        chapters.append(Chapter(measure, title(measure), side_by_side(sections)))
     return Document(
         title=f"lipaudit: {len(reports)} models side by side",
         facts=(),

@@ -8,19 +8,7 @@ from typing import Any
 from lipaudit.report.blocks import Block, Notes, Paragraph
 from lipaudit.report.page.views import attack, attention, bounds, default, jacobian, scaling
 from lipaudit.report.page.views.common import SideBySide, View
-from lipaudit.results import Section
-
-TITLES = {
-    "bounds": "Heads: exact norms and bounds",
-    "bounds.layers": "Layers",
-    "attention": "Heads: attention distributions",
-    "jacobian": "Jacobian norms",
-    "attack": "Attacks",
-    "scaling": "Norms over the sequence length",
-    "scaling.fit": "Scaling exponents",
-    "scaling.split": "Splitting tokens before moving them",
-}
-
+from lipaudit.results import Section, row_types
 
 VIEWS: dict[str, View] = {
     "bounds": bounds.view,
@@ -42,6 +30,11 @@ SIDE_BY_SIDE: dict[str, SideBySide] = {
     "scaling.fit": scaling.fit_side_by_side,
 }
 """How each section of several reports is shown; `default` for one without an entry."""
+
+
+def title(measure: str) -> str:
+    """Return the heading of a section."""
+    return row_types()[measure].title or measure
 
 
 def blocks(section: Section) -> tuple[Block, ...]:

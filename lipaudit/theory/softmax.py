@@ -89,6 +89,7 @@ def row_maxima(
 
 def _strongest(p: Tensor) -> Tensor:
     """Return the rows that can attain a maximum of their map, the same number of every map."""
+    # g_1 = p (1 - p + p_(2)) with 0 <= p_(2) <= min(p, 1 - p): both ends, from p = p_(1) alone.
     first = p.amax(-1)
     lower = first * (1 - first)
     upper = torch.minimum(first, 2 * lower)

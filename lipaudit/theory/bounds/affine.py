@@ -44,7 +44,7 @@ class Weights(Stack):
     v: Float[Tensor, " heads"]
     a: Float[Tensor, " heads"]
     value: Float[Tensor, " heads"]
-    to_u: Float[Tensor, "heads d d"]
+    to_u: Float[Tensor, "heads d r"]
     to_a: Float[Tensor, "heads d dv"]
     to_z: Float[Tensor, "heads d d"]
 
@@ -63,10 +63,13 @@ def weights_of(heads: Heads) -> Weights:
         q=spectral_norm(q),
         k=spectral_norm(k),
         v=spectral_norm(v),
+        # ||W_Q W_K^T|| = ||W_Q R^T|| for every R with R^T R = W_K^T W_K; with more it is more.
         a=spectral_norm(q @ gram_root(k).mT),
         value=spectral_norm(to_v.weight),
+        # Not gram_root: ||a_i||^2 / ||u_i||^2 below needs ||u_i|| itself, no upper limit of it.
         to_u=factor(to_k)[:, 0].mT,
         to_a=to_k.weight.mT @ to_v.weight,
+        # kappa enters t_i^2 = ||sum_j P_ij w_ij z_j^T||_F^2, which grows with z's Gram matrix.
         to_z=gram_root(to_q.weight).mT,
     )
 
@@ -113,6 +116,7 @@ def affine_rows(heads: Heads, at: Centred, weights: Weights | None = None) -> Af
     """Return what the block norms of affine heads are made of."""
     weights = weights or weights_of(heads)
     s = heads.scale[..., None, None]
+    # <u_i, u_i> = s^2 q_i^T W_K^T W_K q_i; a_i = W_V^T u_i = s (W_K^T W_V)^T q_i: D is gone.
     u = torch.linalg.vector_norm(heads.q @ (s * weights.to_u), dim=-1, keepdim=True)
     a = heads.q @ (s * weights.to_a)
     return AffineRows(
@@ -151,6 +155,7 @@ def affine_blocks(at: Centred, rows: AffineRows, policy: Policy = POLICY) -> Blo
 
 def split_excess(at: Centred, rows: AffineRows) -> Float[Tensor, "batch heads n m"]:
     """Return ||a/||u|| + ||u|| w||^2 - ||u||^2 ||w||^2."""
+    # The cross term is 2 <a_i, w_ij> = 2 <a_i, v_j> - 2 <a_i, o_i>; ||a_i||^2 / ||u_i||^2 = turn.
     return ((2 * rows.a) @ at.v.mT).add_(rows.turn - 2 * (rows.a * at.o).sum(-1, keepdim=True))
 
 
@@ -164,6 +169,8 @@ def query_term(
     terms add up to at most m_1^2 + m_0 (2 m_2 + 2 m_1 ||o_i|| + m_0 ||o_i||^2), and each has
     relative errors below those of sums of N terms of products.
     """
+    # <w_ij, w_il> = (||w_ij||^2 + ||w_il||^2) / 2 - h_jl. The sum is symmetric in j and l, so
+    # either half may stand for both: ||w_il||^2 and, for -h_jl, <v_j, v_l> - ||v_l||^2.
     inner = at.p @ (at.v @ at.v.mT).sub_(at.v2.mT).mul_(rows.z @ rows.z.mT)
     inner.addcmul_((at.p @ rows.z) @ rows.z.mT, at.w2)
     squares = inner.mul_(at.p).sum(-1)
@@ -171,8 +178,12 @@ def query_term(
     m0, m1, m2 = (torch.stack([z, z * v2.sqrt(), z * v2], -2) @ at.p.mT).unbind(-2)
     o2 = at.o2[..., 0]
     terms = m1.square() + m0 * (2 * m2 + 2 * m1 * o2.sqrt() + m0 * o2)
-    error = (rounding(at.p) + 2 * rounding(at.v)) * terms
-    upper, lower = ((squares + e).clamp_min(0.0).sqrt() for e in (error, -error))
+    # In units u = eps / 2 of terms, rounding(x of n columns) = 2 n + 32. The two sums over tokens
+    # cost 2 m, kappa d, <v_j, v_l> d_v, casting P, P, z, z, v, v 6, other sums and products 20.
+    # Downwards ||w||^2 counts too, which is raised by 2 d_v + 32 and off by 2 d_v + 10.
+    channels = max(rounding(at.v), rounding(rows.z))
+    over, under = ((rounding(at.p) + times * channels) * terms for times in (2, 3))
+    upper, lower = ((squares + e).clamp_min(0.0).sqrt() for e in (over, -under))
     return upper, upper - lower
 
 
@@ -185,13 +196,21 @@ def affine_beta(
     most 2 `error`; beta itself is at least ||W_V||.
     """
     share, wv2 = rounding(at.v), rows.wv.square()
+    # reach >= ||v_j||^2 + ||o_i||^2 >= ||w_ij||^2 / 2, and ||v_j|| + ||o_i|| <= (2 reach)^1/2.
     reach = at.v2.amax(-2, keepdim=True) + at.o2
+    # The limit of ||w||^2 is its value + share (v^2 + o^2) + its error, which is no more again.
     moved = 2 * share * reach
+    # split_excess: 2 <a, v - o> costs (2 d_v + 8) u ||a|| (||v|| + ||o||) with its casts, and
+    # ||a|| = u_i turn^1/2; turn costs a few u of itself. share = (2 d_v + 32) u.
     error = share * (rows.u * (2 * rows.turn * reach).sqrt() + rows.turn)
     triangle = 2 * rows.wv * rows.u
+    # x^1/2 - (x - m)^1/2 = m / (x^1/2 + (x - m)^1/2) <= min(m / x^1/2, m^1/2).
     shift = torch.minimum(moved / at.w2.amin(-1, keepdim=True).sqrt(), moved.sqrt())
     loss = torch.maximum(2 * error, triangle * shift) + rows.u.square() * moved + 2 * share * wv2
+    # beta^2 = W_V^2 + u^2 w^2 + min(split excess, 2 W_V u w); each summand at its upper limit. The
+    # last sums round by a few u of W_V^2 + u^2 w^2: w^2 keeps 20 u (v^2 + o^2) >= 10 u w^2 unused.
     excess = torch.minimum(split_excess(at, rows).add_(error), at.w2.sqrt().mul_(triangle))
     squares = excess.addcmul_(at.w2, rows.u.square()).add_((1 + share) * wv2)
+    # true beta^2 >= squares - loss >= squares (1 - loss / W_V^2), since squares >= W_V^2.
     kept = (1 - share) * (1 - loss / wv2).clamp_min(0.0).sqrt()
     return squares.clamp_min_(0.0).sqrt_(), kept[..., 0]

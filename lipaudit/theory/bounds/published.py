@@ -86,10 +86,14 @@ def affine_bounds(
     """
     scale = heads.scale.abs()
     q, k, v, a = weights.q * scale.clamp_min(1.0), weights.k, weights.v, scale * weights.a
+    # `hu` as published has no s: below 1 it is left out, which raises the bound; above 1 it acts.
     n, root, reach = tokens.count, tokens.count.sqrt(), a * tokens.longest.square()
     size = n * (n + 1) * (tokens.frobenius + r).square()
+    # ||P||^2 <= (largest row sum) (largest column sum) <= 1 N; unmasked logits of at most `reach`
+    # in size give P_ij <= e^(2 reach) / N, so columns sum to at most e^(2 reach).
     crowd = torch.where(_unmasked(heads), reach.exp().minimum(root), root)
     growth = 2 * tokens.norm * a
+    # ||X^T M(P_i)|| <= ||X|| ||M(P_i)||: appendix_c is never above theorem3.
     spread = _row_spread(at, tokens.gram, policy)
     spread = torch.minimum(spread, tokens.norm * terms["softmax_norm_max"])
     return {
@@ -176,12 +180,14 @@ def _row_spread(
     within 1 % of the spectral norm on trained heads. Where it pays, the maps are met in
     single precision first, and again where its rounding costs more than `single_loss`.
     """
+    # With entries at most 1 the allowance for c below is one number, and nothing overflows.
     largest = gram.diagonal(0, -2, -1).amax(-1).clamp_min(torch.finfo(gram.dtype).tiny)
     unit = gram / largest[:, None, None]
     if not single_pays(at.p, policy):
         square = _squared_spread(at.p, unit, policy)[0]
     else:
         square, below = _squared_spread(at.single.p, unit.float(), policy)
+        # Both ends hold: below <= truth <= square. Apart from a share, double precision decides.
         apart = square > (1 + policy.single_loss) ** 2 * below
         if apart.any():
             square = torch.where(apart, _squared_spread(at.p, unit, policy)[0], square)
@@ -200,6 +206,7 @@ def _squared_spread(p: Tensor, gram: Tensor, policy: Policy = POLICY) -> tuple[T
     sums = p.new_empty(5, *p.shape[:3])
     for tile in tiles(p, policy):
         flat, g = p[tile].flatten(1, 2), gram[tile[0]]
+        # c_j = <x_j, m> - ||m||^2 / 2 by the Gram matrix: (P g)_ij - (P g P^T)_ii / 2.
         w, c = flat.square(), flat @ g
         c -= 0.5 * (flat * c).sum(-1, keepdim=True)
         wc = w * c
@@ -208,8 +215,11 @@ def _squared_spread(p: Tensor, gram: Tensor, policy: Policy = POLICY) -> tuple[T
         parts = torch.stack([a, b, c.mul_(wc).sum(-1), wc.sum(-1), w.sum(-1)])
         sums[:, *tile] = parts.view(5, len(flat), -1, p.shape[2])
     a, b, q, r, total = sums.double()
+    # (g - c_j - c_l)^2 = g^2 - 2 g (c_j + c_l) + c_j^2 + c_l^2 + 2 c_j c_l, summed with w_j w_l.
+    # |terms| add up to A + 4 |B| + 2 C + 2 R^2 <= 3 (A + 2 C), each off by e / 2 = 2 (N + 16) u 2.
     e = 2 * (p.shape[-1] + 16) * torch.finfo(p.dtype).eps
     fourth, error = a - 4 * b + 2 * total * q + 2 * r.square(), 3 * e * (a + 2 * total * q)
+    # S^1/2 is the norm of D (g - c 1^T - 1 c^T) D, D^2 = diag w: it moves by 2 (e / 2) sum_j w_j.
     upper = (1 + e) * ((fourth + error).clamp_min(0.0).sqrt() + e * total)
     lower = (fourth - error).clamp_min(0.0).sqrt() - e * total
     return upper.amax(-1), lower.amax(-1)
@@ -225,6 +235,7 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor) -> Tensor
     images = small @ local_map(projection) @ factor(projection).mT
     if projection.local is not None:
         images = images * used[..., None, None]
+    # ||E^2||_F <= ||E|| ||E||_F, and ||E||^2 = ||E^2|| <= ||E^2||_F.
     e = images @ images.mT
     size, upper = (torch.linalg.matrix_norm(power) for power in (e, e @ e))
     lower = (upper / size).nan_to_num(0.0).amax(-1, keepdim=True)

@@ -62,7 +62,9 @@ def _affine_bound(
         return nonnegative_norm(_matrix(t, blocks, joint), steps)
     t, blocks, kept, gap = affine_blocks(at.single, rows.to_single(), policy)
     limits = nonnegative_limits(_matrix(t, blocks, joint), kept, gap, steps)
+    # ||B|| in exact arithmetic lies between the two: where they are close, so is norm to it.
     norm, least = (end.double() for end in limits)
+    # Negated, so that NaN (an overflow in single precision) counts as apart.
     apart = ~(norm <= (1 + policy.single_loss) * least)
     if apart.any():
         these = (*apart.nonzero(as_tuple=True), None)
@@ -75,6 +77,7 @@ def _matrix(t: Tensor, blocks: Tensor, joint: bool) -> Tensor:
     """Return B, where queries and keys read one input or two."""
     if not joint:
         return torch.cat([blocks, torch.diag_embed(t)], -1)
+    # ||J_ii|| <= P_ii beta_ii + t_i; dX_q and dX_kv are other columns where they are two inputs.
     blocks.diagonal(0, -2, -1).add_(t)
     return blocks
 
@@ -99,6 +102,7 @@ def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
 def _local_beta(heads: Heads, at: Centred, policy: Policy) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
     _, to_k, to_v = projections(heads)
+    # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
     along = factor(to_k) @ local_map(to_k).mT
     turn = local_map(to_v) @ (to_v.weight.mT @ to_k.weight)[:, None] @ local_map(to_k).mT
     norms = value_norms(heads)
@@ -124,6 +128,9 @@ def _images(stack: Tensor, q: Tensor) -> Tensor:
 def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
     """Bound every block norm given u, a = Phi^v u and w, vectors in the second last axis."""
     u2, w2 = u.square().sum(-2), w.square().sum(-2)
+    # x = c u / ||u|| + y, y across u: (Phi + w u^T) x = c (Phi u / ||u|| + ||u|| w) + Phi y is at
+    # most (||Phi u / ||u|| + ||u|| w||^2 + ||Phi||^2)^1/2 ||x|| by Cauchy-Schwarz. `split` and
+    # `triangle` are the squares of the two limits less ||Phi||^2 + ||u||^2 ||w||^2.
     split = (a.square().sum(-2) / u2).nan_to_num(0.0) + 2 * (a * w).sum(-2)
     triangle = 2 * norm * (u2 * w2).sqrt()
     return (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt()
@@ -135,6 +142,7 @@ def _local_query_term(heads: Heads, at: Centred, policy: Policy) -> Tensor:
     phi = local_map(to_q) @ factor(to_q).mT
     if heads.pairs is not None:
         return _pair_query_term(heads, at, phi, policy)
+    # T_i = sum_j P_ij (v_j - o_i) k_j^T = sum_j P_ij v_j k_j^T - o_i (sum_j P_ij k_j)^T.
     outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
     means = at.p @ at.k
     t = torch.empty_like(at.p[..., 0])
@@ -142,6 +150,7 @@ def _local_query_term(heads: Heads, at: Centred, policy: Policy) -> Tensor:
         offset = at.o[..., i, :, None] * means[..., i, None, :]
         products = (at.p[..., i, :] @ outer).reshape(offset.shape) - offset
         images = products @ _some(phi, i)
+        # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
         t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
     return at.s[..., 0] * t
 

@@ -154,6 +154,8 @@ def splitting_gain(
         return torch.ones_like(exact)  # J J^T is the blocks' R R^T plus the part of X_kv
     heads, size = unit_values(heads)
     exact = exact / size
+    # Directions in which all copies of a token move alike give ||J||. Those that sum to 0 over the
+    # copies change no key's or value's total: what is left of row i is s T_i Phi^q_i.
     blocks = _largest_block(heads, exact.flatten(), seeds, tol).view_as(exact)
     return torch.where(blocks <= exact, 1.0, blocks / exact)
 
@@ -187,6 +189,8 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     tensor([[[[2., 0.],
               [0., 2.]]]])
     """
+    # J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i, term by term; b and a are
+    # s q and s k where the logits are plain, and dP_ij = P_ij (dS_ij - sum_l P_il dS_il) gives c.
     p, v = heads.attention(), heads.v
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     phi_q, phi_k, phi_v = _token_jacobians(heads)
@@ -209,6 +213,7 @@ def _largest_block(heads: Heads, exact: Tensor, seeds: Sequence[int], tol: float
     products = head_products(heads.with_same_map(to_k=None, to_v=None))
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(heads.q.shape[1], 0)
     first = spectral_norms(products.select, start, tol=tol, max_steps=_SCREEN)
+    # A limit below ||J|| ends it: the gain is then 1, whatever the block norm is exactly.
     left = (~first.converged & (first.upper > exact)).nonzero()[:, 0]
     if not len(left):
         return first.norm

@@ -61,6 +61,7 @@ class _Attend:
             more = self.pairs.push(tangents.get("q"), tangents.get("k"))
             dp = sum(more, start=self.pairs.scaled(dp))
         dp.mul_(self.p)
+        # dO = P dV + (P * dS)(V - o): sum_j P_ij dS_ij (v_j - o_i), the second part by row sums.
         out.baddbmm_(dp, self.v)
         return out.addcmul_(dp.sum(-1, keepdim=True), self.o, value=-1)
 
@@ -109,6 +110,7 @@ class HeadProducts:
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem, (problems, n dv)."""
+        # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
         rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
         tangents: dict[str, Tensor] = {}
         for side, gram in zip(self.sides, self.grams, strict=True):
@@ -284,6 +286,8 @@ def _value_path(attend: _Attend, sides: list[_Side]) -> Tensor:
     p, side, dv = attend.p, sides[-1], attend.v.shape[2]
     if side.local.get("v", p) is not None:
         return torch.zeros_like(attend.o)
+    # The norm and left vector of a Kronecker product are those of its factors; four power steps
+    # on P are enough for a guess.
     rows = p.new_ones(len(p), 1, p.shape[1])
     for _ in range(4):
         rows = torch.nn.functional.normalize(rows @ p, dim=-1) @ p.mT

@@ -49,16 +49,20 @@ class Adversary:
 
     def gap(self, radius: float) -> float:
         """Return 2 R^2 gamma + tilt R: the logit of token 1 over that of another one."""
+        # A follower f R u sees x by s <W_Q f R u, W_K x> = lambda f R <u, x>: token 1 is ahead by
+        # lambda R^2 f (lead - f): lambda R^2 / 4 for (1, 1/2), -2 lambda R^2 for (-1, 1).
         return 2 * radius**2 * self.gamma + self.tilt * radius
 
     def n_max(self, radius: float) -> float:
         """Return 1 + e^gap: the sqrt n law holds well under it."""
+        # A follower gives token 1 the weight e^gap / (e^gap + n - 1): one half at n_max.
         gap = self.gap(radius)
         return 1 + math.exp(gap) if gap < 700 else math.inf
 
     def radius(self, n_max: float) -> float:
         """Return the radius at which n_max has a given value above 2."""
         double = 4 * self.gamma
+        # double R^2 / 2 + tilt R = log(n_max - 1), solved for R > 0.
         root = math.sqrt(self.tilt**2 + 2 * double * math.log(n_max - 1))
         return (root - self.tilt) / double
 
@@ -141,6 +145,7 @@ def weighted_norm(heads: Heads, weights: Float[Tensor, " n"]) -> Float[Tensor, "
     >>> weighted_norm(affine_heads(x, eye, eye, 3 * eye), torch.tensor([7.0], dtype=torch.float64))
     tensor([[3.]], dtype=torch.float64)
     """
+    # sum_i w_i ||x_i||^2 = ||W^1/2 x||^2: the norm is that of W^1/2 J W^-1/2.
     root = weights.sqrt()
     jacobian = dense_jacobian(replace(heads, bias=weights.log()[None, None, None]))
     left = root.repeat_interleave(heads.v.shape[3])[:, None]
@@ -158,6 +163,7 @@ def duplicated_norm(heads: Heads, counts: Float[Tensor, " n"]) -> Float[Tensor, 
     >>> duplicated_norm(affine_heads(x, eye, eye, eye), torch.tensor([5.0], dtype=torch.float64))
     tensor([[1.]], dtype=torch.float64)
     """
+    # Moves of the copies of a token that sum to 0 reach only their own outputs, by T_i alone.
     bias = counts.log()[None, None, None]
     apart = dense_jacobian(replace(heads, bias=bias, to_k=None, to_v=None))  # block diagonal
     repeated = (counts > 1).repeat_interleave(heads.v.shape[3])[:, None]

@@ -56,9 +56,12 @@ def norms_in_double(
         return replace(norms, vector=None)
     family, vector = double(), norms.vector
     assert vector is not None
+    # At an angle e from the leading vector ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2.
+    # No u gives more than ||J||: what single precision left in the vector cannot raise the norm.
     length = torch.linalg.vector_norm(vector.double(), dim=1).clamp_min(1e-300)
     single, norm = norms.norm, (family.pulled_norm(vector.double()) / length).cpu()
     norms = replace(norms, norm=norm, upper=torch.maximum(norms.upper, norm), vector=None)
+    # P of large logits differs between the precisions, and so does the leading vector.
     again = ((single - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
     if not len(again):
         return norms

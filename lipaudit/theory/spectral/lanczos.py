@@ -285,6 +285,8 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
     dimension = start.ne(0).sum(1).cpu()
     block, length = start.new_zeros(count, _GROWTH, size), torch.ones(count, dtype=torch.float64)
     block[:, 0] = _normalized(start)
+    # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0 (Anderson,
+    # symmetric unimodal density), so delta / |g + h| holds as delta did.
     if guess is not None:
         mixed = block[:, 0] + _normalized(guess)
         length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
@@ -297,6 +299,7 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
         basis=[block],
         t=empty[:, :, None].expand(-1, -1, 0),
         beta=empty.sum(1),
+        # Growing by log beta_k with every step: p_k(t) = 1 / delta is log det(t - T) = level.
         level=length.log() - log_delta(dimension, ETA),
         ritz=empty,
         shorter=empty,

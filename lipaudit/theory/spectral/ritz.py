@@ -38,6 +38,7 @@ def log_delta(size: Tensor, eta: float) -> Tensor:
     For size >= 3 the density of <u, v> is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
     """
     half = size.double() / 2
+    # P(|<u, v>| < delta) <= 2 delta density = eta.
     density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
     return math.log(eta / 2) - density
 
@@ -50,6 +51,7 @@ def below(ritz: Tensor, level: Tensor, factor: float) -> Tensor:
         level: log of beta_1 ... beta_k / delta.
         factor: above 1.
     """
+    # det(t - T) = prod_i (t - theta_i) at t = factor theta_1; p_k increases beyond theta_1.
     return (factor * ritz[:, -1:] - ritz).log().sum(1) >= level
 
 
@@ -61,6 +63,8 @@ def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
     """
     top = ritz[:, -1].clamp_min(0.0)
     gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
+    # f(y) = y + sum_i log(e^y + gap_i) lies above k y and above y + sum_i log gap_i: where either
+    # reaches the level, f is not below it. f is convex, so Newton's steps from there stay above.
     y = torch.minimum(level / ritz.shape[1], level - gaps.sum(1))
     for _ in range(60):
         value = y + torch.logaddexp(y[:, None], gaps).sum(1)
@@ -87,6 +91,7 @@ def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
     # The squared last entry of T's top eigenvector, in terms of the interlacing eigenvalues.
     last = (((top - shorter) / top).clamp_min(0.0) / gaps).prod(1)
     residual = (beta / top[:, 0]).square() * last
+    # |lambda - theta_1| <= |r| for some eigenvalue lambda; <= |r|^2 / gap where the gap holds.
     if ritz.shape[1] == 1:
         return residual.sqrt()
     return torch.minimum(residual.sqrt(), residual / gaps[:, -1])

@@ -35,6 +35,8 @@ def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
     """
     gram = a.mT @ a
     trace = gram.diagonal(0, -2, -1).sum(-1, keepdim=True)
+    # R^T R = G + shift + error. In units of u trace(G): forming G costs n, Cholesky m + 1 (Higham,
+    # Theorem 10.3: |error| <= gamma_{m+1} |R|^T |R|); the shift is 4 (n + m).
     info = torch.finfo(a.dtype)
     gram.diagonal(0, -2, -1).add_(2 * sum(a.shape[-2:]) * info.eps * trace + info.tiny)
     return torch.linalg.cholesky_ex(gram, upper=True).L
@@ -56,7 +58,10 @@ def gram_norm(
     """
     if gram.shape[-1] < policy.single_keys:
         return _largest_eigenvalue(gram).sqrt()
-    flat = gram.flatten(0, -3)
+    flat = gram.reshape(-1, *gram.shape[-2:])
+    # In the basis (u, across u) G is [[rho, rho r], [rho r, C]] with ||C|| <= q lambda for its
+    # norm lambda: (lambda - rho)(lambda - q lambda) <= rho^2 r^2. Hence lambda^2 - rho lambda -
+    # rho^2 r^2 / (1 - q) <= 0, of which the limit is the larger root.
     u, q = _leading(flat)
     image = torch.bmm(u, flat)
     rho = (image * u).sum(-1, keepdim=True)
@@ -65,7 +70,11 @@ def gram_norm(
     apart = ~(square <= (1 + 2 * tol) * rho[:, 0, 0])
     if apart.any():
         square[apart] = _largest_eigenvalue(flat[apart])
-    return square.sqrt().view(gram.shape[:-2]) * (1 + _rounding(gram))
+    # rho is off by at most n u <|u|, |G| |u|> <= n u ||G||_F and 2 n u rho. 1 + rounding raises
+    # the square by (8 n + 64) u, enough while ||G||_F <= 4 lambda; beyond it grows with that.
+    share = torch.linalg.vector_norm(flat / square[:, None, None], dim=(1, 2)).nan_to_num(0.0)
+    raised = square.sqrt() * (1 + _rounding(gram) * (share / 4).clamp_min(1.0))
+    return raised.view(gram.shape[:-2])
 
 
 def _largest_eigenvalue(gram: Tensor) -> Tensor:
@@ -88,6 +97,8 @@ def _leading(gram: Tensor) -> tuple[Tensor, Tensor]:
     error = rounding * size
     root = 1.0
     for _ in range(SQUARINGS):
+        # (A + E)^2 - A^2 = A E + E A + E^2, and the product itself rounds by at most
+        # rounding ||A||_F^2; ||.||_F is submultiplicative.
         root *= 0.5
         error = (2 * error + rounding * size) * size + error.square()
         power = torch.bmm(power, power)
@@ -95,8 +106,11 @@ def _leading(gram: Tensor) -> tuple[Tensor, Tensor]:
         u = _unit_steps(power, u)
         image = torch.bmm(u, power)
         along = (image * u).sum((1, 2))
+        # ||(1 - u u^T) A (1 - u u^T)||_F^2 = ||A||_F^2 - 2 ||A u||^2 + <u, A u>^2, each of which
+        # is at most ||A||_F^2 and rounds by at most `rounding` of that.
         across = (1 + 4 * rounding) * size.square() + along.square()
         across = (across - 2 * image.square().sum((1, 2))).clamp_min(0.0).sqrt()
+        # q^m = ||A across u|| / ||A||, the first at most, the second at least. NaN where it fails.
         share = (across + error) / (along - error)
         if not (share > SEPARATE).any():
             break
@@ -127,6 +141,7 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
         tensor(3.0000)
     """
     u = _positive_steps(b.float(), steps).to(b)
+    # Any u > 0 will do: rounding of the steps, in single precision, costs sharpness alone.
     return _collatz_wielandt(b, u, u @ b.mT)
 
 
@@ -144,6 +159,7 @@ def nonnegative_limits(
     """
     u = _positive_steps(b.float(), steps).to(b)
     image = u @ b.mT
+    # A u >= diag(kept) B u - diag(gap) u_last >= 0 and u >= 0, so ||A|| >= ||A u|| / ||u||.
     lost = u[..., -b.shape[-2] :] * gap[..., None, :]
     least = (image * kept[..., None, :] - lost).clamp_min(0.0)
     length, unit = (torch.linalg.vector_norm(rows, dim=(-2, -1)) for rows in (least, u))
@@ -151,6 +167,8 @@ def nonnegative_limits(
 
 
 def _collatz_wielandt(b: Tensor, u: Tensor, image: Tensor) -> Tensor:
+    # No sum cancels: image is off by m u, the second product by n u more, relatively; the root
+    # halves it. _rounding is four times that.
     return ((image @ b) / u).amax((-2, -1)).sqrt() * (1 + _rounding(b))
 
 

@@ -16,6 +16,7 @@ from lipaudit.theory.bounds.affine import (
 )
 from lipaudit.theory.bounds.centred import centred
 from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY, Policy
 
 DOUBLE = 1e-6  # what double precision loses itself
@@ -101,3 +102,15 @@ def test_weights_are_met_again_only_when_they_change(random_layer):
     other = replace(heads, to_v=replace(heads.to_v, weight=3 * heads.to_v.weight))
     torch.testing.assert_close(known.of(0, other).value, 6 * before.value)
     assert known.of(2, random_layer("rotary").heads) is None
+
+
+@pytest.mark.parametrize("channels", [1, 2000])
+def test_the_allowance_of_the_query_term_covers_sums_over_query_channels(channels):
+    """kappa = z z^T sums d terms, which may be far more than the d_v of the values."""
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 4, generator=gen, dtype=torch.float64)
+    weights = (torch.randn(1, 4, d, generator=gen).double() for d in (channels, channels, 1))
+    _, (at, rows) = both(affine_heads(x, *weights))
+    t, gap = (end.double() for end in query_term(at, rows))
+    worst = channels * torch.finfo(torch.float32).eps / 2  # gamma_d, for positive terms attained
+    assert (t.square() - (t - gap).square() >= 2 * worst * t.square()).all()

@@ -85,3 +85,13 @@ def test_limits_of_entries_limit_the_norm(dtype, extra):
     assert (upper >= exact * (1 - 1e-6)).all()
     assert (lower <= reached * (1 + 1e-6)).all()
     assert (lower >= 0.99 * reached * (1 - 1e-3)).all()
+
+
+def test_the_gram_norm_allows_for_what_rounds_where_no_eigenvalue_dominates():
+    """<u, G u> is off by up to n u ||G||_F, which may be many times ||G||."""
+    n = 512
+    gram = torch.eye(n, dtype=torch.float64)
+    gram[0, 0] = 2.0
+    worst = n * torch.finfo(torch.float64).eps / 2 * torch.linalg.matrix_norm(gram)
+    assert gram_norm(gram).square() >= 2 + worst
+    assert torch.equal(gram_norm(gram[None]), gram_norm(gram)[None])

@@ -10,8 +10,6 @@
 What is public here is loaded when it is first used: `import lipaudit` loads nothing else.
 """
 
-import pkgutil
-
 __version__ = "0.1.0"
 
 PUBLIC = {
@@ -34,7 +32,9 @@ __all__ = ["__version__", *PUBLIC]
 def __getattr__(name: str) -> object:
     if name not in PUBLIC:
         raise AttributeError(f"module 'lipaudit' has no attribute {name!r}")
-    return pkgutil.resolve_name(PUBLIC[name])
+    from pkgutil import resolve_name
+
+    return resolve_name(PUBLIC[name])
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command that the arguments name (entry point `lipaudit`)."""
-    from lipaudit.cli.app import build
+    from lipaudit.cli.commands import build
 
     build()()

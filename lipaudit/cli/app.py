@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.markup import escape
 
 from lipaudit import __version__
 from lipaudit.cli.options import Output, Terminal, configured, resolved
@@ -31,13 +30,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def build() -> typer.Typer:
-    """Return the application with every command registered."""
-    from lipaudit.cli import audit, explain, judge, measure, tools, train  # noqa: F401  (importing registers the commands)
-
-    return app
 
 
 def _version(asked: bool) -> None:
@@ -136,6 +128,7 @@ def _first_line(error: Exception) -> str:
 
 def _complain(message: str, advice: str = "") -> None:
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"[bold red]error:[/] {escape(message)}")

@@ -32,8 +32,8 @@ def explain(
       [cyan]lipaudit explain jacobian.norm[/]
     """
     columns = _columns()
-    named = [key for key in columns if name in (key, key.rpartition(".")[2])]
-    named = named or [key for key in columns if key.rpartition(".")[0] == name]
+    parts = {key: (key, *key.rpartition(".")[::2]) for key in columns}
+    named = [key for key, (whole, section, own) in parts.items() if name in (whole, section, own)]
     if not named:
         names = sorted({key.rpartition(".")[2] for key in columns} | set(columns))
         near = difflib.get_close_matches(name, names, 3)

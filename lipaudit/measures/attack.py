@@ -28,7 +28,7 @@ Z95 = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 
 
-def run(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
+def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
     """Yield, per chunk of samples, what each trial left standing.
 
     Raises:
@@ -201,4 +201,4 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> bytes
     return save(tensors | {"y": joined(parts, "label").astype(np.int64)})
 
 
-MEASURE = Measure(run, summarise, AttackOptions, batch=CHUNK, chunk=CHUNK)
+MEASURE = Measure(measure, summarise, AttackOptions, batch=CHUNK, chunk=CHUNK)

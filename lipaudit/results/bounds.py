@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Literal
@@ -106,16 +106,18 @@ class Bound:
         """Return its columns in the section `bounds`, the logarithm last."""
         columns = {self.name: self.column()}
         if self.log10_label:
-            meaning = f"log10 of {self.name}, where that may overflow."
-            logarithm = {"label": self.log10_label, "meaning": meaning, "format": ".3g"}
-            no_more = {"unit": "", "better": None, "formula": "", "reading": ""}
-            columns[f"log10_{self.name}"] = self.column().model_copy(update=logarithm | no_more)
+            columns[f"log10_{self.name}"] = Column(
+                label=self.log10_label,
+                meaning=f"log10 of {self.name}, where that may overflow.",
+                domain=self.domain,
+                status=self.status,
+            )
         return columns
 
     def over_lengths(self) -> dict[str, Column]:
         """Return its column in the section `scaling`."""
-        median = {"meaning": f"{self.name}, median over the windows.", "better": None}
-        return {f"bound_{self.name}": self.column().model_copy(update=median)}
+        meaning = f"{self.name}, median over the windows."
+        return {f"bound_{self.name}": replace(self.column(), meaning=meaning, better=None)}
 
     def exponent(self) -> dict[str, Column]:
         """Return the column of its exponent in the section `scaling.fit`."""

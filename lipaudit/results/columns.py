@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -38,11 +39,16 @@ class Frozen(BaseModel):
     """Base of everything in a report: immutable, closed, NaN and infinities written as strings."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", ser_json_inf_nan="strings", populate_by_name=True
+        frozen=True,
+        extra="forbid",
+        ser_json_inf_nan="strings",
+        populate_by_name=True,
+        defer_build=True,  # what a command does not need costs it nothing
     )
 
 
-class Column(Frozen):
+@dataclass(frozen=True)
+class Column:
     """How a column reads.
 
     Attributes:
@@ -74,7 +80,7 @@ def column(
     label: str, meaning: str, default: Any = None, *, alias: str | None = None, **how: Any
 ) -> Any:
     """Declare a column of a row type: a pydantic field that carries its `Column`."""
-    extra = Column(label=label, meaning=meaning, **how).model_dump()
+    extra = asdict(Column(label=label, meaning=meaning, **how))
     return Field(default=default, description=meaning, json_schema_extra=extra, alias=alias)
 
 
@@ -93,7 +99,7 @@ class Row(Frozen):
     def columns(cls) -> dict[str, Column]:
         """Return the columns of this row type in the order they are printed."""
         return {
-            field.alias or name: Column.model_validate(field.json_schema_extra)
+            field.alias or name: Column(**cast("dict[str, Any]", field.json_schema_extra))
             for name, field in cls.model_fields.items()
         }
 
@@ -143,7 +149,7 @@ class OpenRow(Row):
         schema = handler.resolve_ref_schema(handler(core))
         number = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}], "default": None}
         properties = {
-            name: number | {"title": name, "description": column.meaning} | column.model_dump()
+            name: number | {"title": name, "description": column.meaning} | asdict(column)
             for name, column in cls.declared().items()
         }
         schema["properties"] = _inserted(schema["properties"], cls.behind, properties)

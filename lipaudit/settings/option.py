@@ -62,7 +62,9 @@ def option(
 class Settings(BaseModel):
     """A group of options: immutable, closed; fields declared by `option` can be typed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
+    )
 
     @classmethod
     def options(cls) -> dict[str, Option]:

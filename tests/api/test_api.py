@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lipaudit
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 from lipaudit.errors import UsageError
 
 

@@ -15,13 +15,10 @@ from pathlib import Path
 import torch
 from scipy.special import stdtrit
 
-from lipaudit.measures.attack import ATTACK, AttackOptions
-from lipaudit.measures.attention import MEASURE as ATTENTION
-from lipaudit.measures.jacobian import JACOBIAN, JacobianOptions
-from lipaudit.measures.measure import Measure, Options
+from lipaudit.measures import MEASURES
 from lipaudit.models.net import Net
 from lipaudit.results import Section
-from lipaudit.settings import AttentionOptions
+from lipaudit.settings import AttackOptions, AttentionOptions, JacobianOptions, MeasureOptions
 from lipaudit.train.demos import STANDARD, shipped, trained
 
 VARIANTS = {
@@ -33,27 +30,28 @@ EPS = ("0.05", "0.1")
 RECIPE = STANDARD.model_copy(update={"epochs": 40})
 
 
-def section(measure: Measure, options: Options, net: Net) -> Section:
+def section(options: MeasureOptions, net: Net) -> Section:
     """Run a measure on the held-out digits."""
+    measure = MEASURES[options.section]
     parts = list(measure.run(net, shipped("test").split(measure.batch), options))
     return measure.summarise(parts, options)[0]
 
 
 def figures(net: Net, accuracy: float) -> dict[str, float]:
     """Measure one trained model."""
-    attention = section(ATTENTION, AttentionOptions(), net).rows
-    jacobian = section(JACOBIAN, JacobianOptions(), net).rows[0]
-    found = {
+    attention = section(AttentionOptions(), net).rows
+    jacobian = section(JacobianOptions(), net).rows[0]
+    values = {
         "g1": statistics.median(row.g1 for row in attention),
         "softmax norm": statistics.median(row.softmax_norm for row in attention),
         "Jacobian norm": jacobian.median,
         "clean": accuracy,
     }
     options = AttackOptions(attack="fgsm,pgd,quick", eps=EPS)
-    for row in section(ATTACK, options, net).rows:
+    for row in section(options, net).rows:
         if row.attack != "worst":
-            found[f"{row.attack} {row.eps_text}"] = row.robust
-    return found
+            values[f"{row.attack} {row.eps_text}"] = row.robust
+    return values
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 
 MAP = ("attention", "demo", "-n", "2", "--map", "1.3")
 

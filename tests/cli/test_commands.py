@@ -192,7 +192,7 @@ def test_weights_are_gated_both_ways_with_the_architecture_of_the_baseline(tmp_p
 def test_bad_input_is_one_clear_line_and_the_documented_exit_code(
     args, code, says, tmp_path, monkeypatch
 ):
-    from lipaudit.cli.app import build
+    from lipaudit.cli.commands import build
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
@@ -213,7 +213,7 @@ def test_an_internal_error_is_3_and_not_a_regression(tmp_path):
 
 @pytest.mark.parametrize(("args", "code"), [((), 130), (("terminated",), 143)])
 def test_a_stopped_run_has_a_status_of_its_own(args, code, tmp_path, monkeypatch):
-    from lipaudit.cli.app import build
+    from lipaudit.cli.commands import build
     from lipaudit.engine import execute
 
     def stopped(*_args, **_options):

@@ -9,7 +9,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 
 BASE = """
 [tool.lipaudit]

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 
 SHAPE = "img_size=8,patch_size=2,in_chans=1,num_classes=10"
 SHAPE += ",embed_dim=48,depth=3,num_heads=4,mlp_ratio=2"

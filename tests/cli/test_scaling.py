@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 
 
 def invoke(*args):

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.saving import save
 from lipaudit.train.record import save_model

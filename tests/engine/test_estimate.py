@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 from lipaudit.engine import estimate
 
 MODEL = '''

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from lipaudit.attacks.plan import CHUNK
 from lipaudit.data.sources import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.attack import AttackOptions, run, summarise, wilson
+from lipaudit.measures.attack import AttackOptions, measure, summarise, wilson
 from lipaudit.models.sources.loading import load
 
 
@@ -18,7 +18,7 @@ def net():
 def section(net, batch_size=64, samples=24, **options):
     batch = load_data("demo", net, DataOptions(samples=samples)).batch
     options = AttackOptions(batch_size=batch_size, steps=4, **options)
-    return summarise(list(run(net, batch.split(64), options)), options)[0]
+    return summarise(list(measure(net, batch.split(64), options)), options)[0]
 
 
 def test_rows_and_columns_agree(net):
@@ -59,7 +59,7 @@ def test_the_recorded_chunk_is_the_one_that_was_used(net):
     batch = load_data("demo", net, DataOptions(samples=2 * CHUNK)).batch
     for size in (CHUNK // 2, CHUNK + 1):
         with pytest.raises(UsageError, match="chunks of 64"):
-            list(run(net, batch.split(size), options))
+            list(measure(net, batch.split(size), options))
 
 
 def test_a_radius_of_zero_changes_nothing(net):
@@ -80,4 +80,4 @@ def test_what_cannot_be_attacked_is_refused(net):
         AttackOptions(attack="magic", eps=("0.1",))
     batch = load_data("random", net, DataOptions(samples=2)).batch
     with pytest.raises(InputError):
-        list(run(net, [batch], AttackOptions(attack="fgsm", eps=("0.1",))))
+        list(measure(net, [batch], AttackOptions(attack="fgsm", eps=("0.1",))))

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lipaudit import schema
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report import (

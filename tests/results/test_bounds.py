@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from lipaudit import schema
-from lipaudit.cli.app import build
+from lipaudit.cli.commands import build
 from lipaudit.gate.rules import metrics, parse_rule
 from lipaudit.report.blocks import Scatter, Table
 from lipaudit.report.cells import STATUS, pretty

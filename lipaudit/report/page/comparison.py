@@ -65,7 +65,6 @@ def _row(verdict: Verdict) -> tuple[str | None, ...]:
 def _heatmap(ratios: HeadRatios) -> Heatmap:
     measure, _, name = ratios.metric.rpartition(".")
     status = row_types()[measure].columns()[name].status
-    change = {"label": "change", "meaning": "New over old, less one.", "format": "+.1%"}
     return Heatmap(
         title=f"{ratios.metric}: change of every head",
         values=tuple(
@@ -73,5 +72,5 @@ def _heatmap(ratios: HeadRatios) -> Heatmap:
         ),
         rows=tuple(map(str, ratios.layers)),
         columns=tuple(map(str, ratios.heads)),
-        column=Column(**change, status=status),
+        column=Column("change", "New over old, less one.", format="+.1%", status=status),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Curve, Series, Table
 from lipaudit.report.page.views.common import MODEL, typed
@@ -57,7 +58,7 @@ def _start(row: AttackRow) -> tuple[object, ...]:
 
 
 def _interval(columns: Mapping[str, Column]) -> Column:
-    return columns["robust_low"].model_copy(update={"label": "95 % Wilson"})
+    return replace(columns["robust_low"], label="95 % Wilson")
 
 
 def _worst(rows: list[AttackRow]) -> list[AttackRow]:
@@ -67,7 +68,7 @@ def _worst(rows: list[AttackRow]) -> list[AttackRow]:
 def _curves(
     columns: Mapping[str, Column], groups: Mapping[str, list[AttackRow]]
 ) -> Iterable[Block]:
-    accuracy = columns["robust"].model_copy(update={"label": "accuracy"})
+    accuracy = replace(columns["robust"], label="accuracy")
     everything = [row for rows in groups.values() for row in rows]
     for norm in dict.fromkeys(row.norm for row in everything):
         series = [

@@ -46,9 +46,9 @@ def view(section: Section) -> Iterator[Block]:
         "Share of rows in the intermediate (fragile) regime",
         rows,
         lambda row: row.intermediate,
-        columns["intermediate"].model_copy(update={"format": ".0%"}),
+        replace(columns["intermediate"], format=".0%"),
     )
-    g1 = columns["g1"].model_copy(update={"format": ".3f"})
+    g1 = replace(columns["g1"], format=".3f")
     yield heatmap("g1, mean over rows", rows, lambda row: row.g1, g1)
     fragile = largest(rows, "intermediate", TOP)
     yield table("Most intermediate heads", section, fragile, FRAGILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lipaudit.report.blocks import Block, Scatter, Series, Table
@@ -138,7 +139,7 @@ def _points(section: Section, rows: list[BoundsRow], bound: str) -> list[tuple[A
 
 
 def _times(column: Column) -> Column:
-    return column.model_copy(update={"unit": "×"})
+    return replace(column, unit="×")
 
 
 def _multiple(log10: float | None) -> float | str | None:

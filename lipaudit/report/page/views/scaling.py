@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Curve, Paragraph, Series, Table
 from lipaudit.report.page.views.common import every_row, order, stacked, typed
@@ -89,7 +90,7 @@ def _over_lengths(section: Section, rows: Sequence[ScalingRow]) -> Table:
     lengths = sorted({row.n for row in rows})
     norms = {(where(row.layer, row.head), row.n): row.norm for row in rows}
     radii = {where(row.layer, row.head): row.radius for row in rows}
-    across = [columns["norm"].model_copy(update={"label": f"n={n}"}) for n in lengths]
+    across = [replace(columns["norm"], label=f"n={n}") for n in lengths]
     return Table(
         "On data: norms, medians over the windows",
         (WHERE, columns["radius"], *across),

@@ -1,0 +1,131 @@
+"""A measure of another package: its command, its figures, and everywhere that they appear."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.errors import UsageError
+from lipaudit.models.sources.loading import load
+from lipaudit.results import measures
+from lipaudit.results.measures import OWN, MeasureRecord
+
+PLUGINS = Path(__file__).parents[1] / "plugins"
+
+
+def lipaudit(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": f"{PLUGINS}{os.pathsep}{root}", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "lipaudit", *args]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Path:
+    """A directory with the report of the example's measure in every format."""
+    folder = tmp_path_factory.mktemp("measured")
+    files = [f"-oa.{suffix}" for suffix in ("json", "md", "html", "txt")]
+    done = lipaudit("confidence", "demo", "-n", "24", "--temperature", "2", *files, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_its_figures_are_those_of_the_model(measured):
+    section = json.loads((measured / "a.json").read_text())["sections"][0]
+    net = load("demo")
+    batch = load_data("demo", net, DataOptions(samples=24)).batch
+    with torch.no_grad():
+        truth = (net.output(batch) / 2).double().softmax(1).amax(1)
+    assert section["settings"] == {"seed": 0, "layers": None, "temperature": 2.0}
+    assert section["samples"]["ids"] == list(batch.ids)
+    assert section["samples"]["confidence"] == pytest.approx(truth.tolist())
+    assert section["rows"][0]["mean"] == pytest.approx(float(truth.mean()))
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.html", "a.txt"])
+def test_it_is_in_every_format(measured, name):
+    text = (measured / name).read_text()
+    assert "Confidence of the predictions" in text
+    assert "lowest" in text
+
+
+def test_it_has_a_command_an_explanation_and_a_place_in_the_schema(measured):
+    assert "Divide the logits by it." in lipaudit("confidence", "--help", cwd=measured).stdout
+    assert "confidence" in lipaudit("--help", cwd=measured).stdout
+    assert "Smallest over the samples." in lipaudit("explain", "confidence", cwd=measured).stdout
+    assert "ConfidenceRow" in json.loads(lipaudit("schema", cwd=measured).stdout)["$defs"]
+    wrong = lipaudit("confidence", "demo", "--temperature", "0", cwd=measured)
+    assert wrong.returncode == 2
+    assert "--temperature" in wrong.stderr
+
+
+def test_it_can_be_gated_and_resumed(measured):
+    rule = ("--fail-on", "confidence.confidence:mean >= -1%")
+    same = lipaudit("gate", "demo", "-b", "a.json", "-q", *rule, cwd=measured)
+    assert same.returncode == 0, same.stdout + same.stderr
+    worse = json.loads((measured / "a.json").read_text())
+    worse["run"]["model"]["weights_sha256"] = "0" * 64
+    values = worse["sections"][0]["samples"]["confidence"]
+    worse["sections"][0]["samples"]["confidence"] = [0.9 * value for value in values]
+    (measured / "worse.json").write_text(json.dumps(worse))
+    failed = lipaudit("gate", "worse.json", "-b", "a.json", *rule, cwd=measured)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+
+
+def test_a_report_of_a_measure_that_is_not_installed_is_refused(measured, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    done = subprocess.run(
+        [sys.executable, "-m", "lipaudit", "report", "a.json"],
+        cwd=measured,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert "no measure 'confidence' is installed here" in done.stderr
+
+
+class Point:
+    """An entry point."""
+
+    def __init__(self, name: str, record: object) -> None:
+        self.name, self.record, self.group, self.dist = name, record, "lipaudit.measures", None
+
+    def load(self) -> object:
+        return self.record
+
+
+BOUNDS = OWN["bounds"]
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "says"),
+    [
+        ("bounds", BOUNDS, "name that is in use"),
+        ("other", 3, "is int, not"),
+        ("other", BOUNDS, "is called 'bounds' in its record"),
+        ("other", replace(BOUNDS, name="other"), "no row type of the section 'other'"),
+        ("other", replace(BOUNDS, name="other", rows=()), "no row type of the section 'other'"),
+    ],
+)
+def test_a_bad_record_is_refused(monkeypatch, name, record, says):
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point(name, record)])
+    measures.cache_clear()
+    with pytest.raises(UsageError, match=says):
+        measures()
+    monkeypatch.undo()
+    measures.cache_clear()
+
+
+def test_what_a_record_names_must_be_there():
+    record = MeasureRecord(name="other", rows=(), options="nowhere:Options", runs="")
+    with pytest.raises(UsageError, match="nowhere:Options cannot be loaded"):
+        record.load(record.options)

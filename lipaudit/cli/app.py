@@ -184,7 +184,6 @@ def _type(option: Option) -> Any:
 
 def _spelled(option: Option) -> Any:
     """Return how an option is typed and explained."""
-    shown = option.default not in (None, False)
     flags = option.flags
     if option.kind is bool and option.default is True:
         flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
@@ -193,7 +192,7 @@ def _spelled(option: Option) -> Any:
         help=option.help,
         rich_help_panel=option.panel or None,
         envvar=option.env or None,
-        show_default=str(option.default) if shown else False,
+        show_default=option.shown or False,
     )
 
 

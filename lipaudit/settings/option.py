@@ -40,6 +40,11 @@ class Option:
     env: str = ""
     repeats: bool = False
 
+    @property
+    def shown(self) -> str:
+        """Its default as the help shows it: nothing where it is off, or not given."""
+        return "" if self.default is None or self.default is False else str(self.default)
+
 
 def option(
     default: Any, help: str, *flags: str, panel: str = "", env: str = "", **checks: Any

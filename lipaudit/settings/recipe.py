@@ -73,8 +73,9 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _needed(self) -> Recipe:
-        for name in self.NEEDS.keys() & self.model_fields_set:
-            other, values = self.NEEDS[name]
-            if getattr(self, other) not in values:
+        written = self.model_dump(mode="json")
+        for name, (other, values) in self.NEEDS.items():
+            changed = written[name] != type(self).model_fields[name].default
+            if changed and getattr(self, other) not in values:
                 raise UsageError(f"{flag(name)} goes with {flag(other)} {' or '.join(values)}")
         return self

@@ -1,0 +1,38 @@
+"""Options are stated once: the commands, the page and the settings agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from lipaudit.cli.commands import build
+from lipaudit.settings import Recipe, RunOptions, option_types
+from lipaudit.settings.page import page
+
+DOCS = Path(__file__).parents[2] / "docs"
+GROUPS = option_types() | {"train": Recipe}
+
+
+def test_the_page_is_that_of_the_settings():
+    assert (DOCS / "options.md").read_text() == page()
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_command_has_every_option_of_its_settings(name):
+    command = typer.main.get_command(build()).commands[name]
+    typed = {parameter.name: parameter for parameter in command.params}
+    for option in [*GROUPS[name].options().values(), *RunOptions.options().values()]:
+        parameter = typed[option.name]
+        assert set(option.flags) <= {flag.split("/")[0] for flag in parameter.opts}
+        assert parameter.help == option.help
+        assert parameter.default is None  # what is not typed may be configured
+        assert parameter.show_default == (option.shown or False)
+
+
+@pytest.mark.parametrize("kind", [*GROUPS.values(), RunOptions], ids=lambda kind: kind.__name__)
+def test_defaults_pass_their_own_checks(kind):
+    least = {"eps": "2/255"} if "attack" in kind.model_fields else {}
+    settings = kind.checked(least)
+    assert kind.checked(settings.model_dump(mode="json")) == settings

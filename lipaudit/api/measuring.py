@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lipaudit.models.sources.own import borrowed
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Report
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
-from lipaudit.settings.audit import audit_options
+from lipaudit.settings.audit import QUICK, audit_options
 
 Model = str | nn.Module | ModelSpec
 Data = str | Any | tuple[Any, Any] | None
@@ -57,9 +58,9 @@ def measure(
         2
     """
     kind = _kind(name)
-    run_options, own = _split(options, kind)
-    plan = {name: kind.checked(own)}
-    return _run(model, plan, run_options, data, input_shape, observer, command="measure")
+    run, own = _split(options, kind)
+    request = Request(_name(model), {name: kind.checked(own)}, run, command="lipaudit.measure()")
+    return _report(model, request, data, input_shape, observer)
 
 
 def audit(
@@ -91,7 +92,7 @@ def audit(
         ['bounds', 'bounds.layers', 'jacobian']
     """
     demo = isinstance(model, str) and model.partition(":")[0] == "demo"
-    usual = audit_options(options.pop("eps", None), demo=demo, quick=True)
+    usual = audit_options(options.pop("eps", None), demo=demo, quick=demo)
     if measures is None:
         plan = dict(usual)
     else:
@@ -100,29 +101,33 @@ def audit(
             name: _kind(name).checked(own) if own else usual.get(name) or _kind(name)()
             for name, own in given.items()
         }
-    run_options, _ = _split(options, None)
-    return _run(model, plan, run_options, data, input_shape, observer, command="audit")
+    run, _ = _split(options, None)
+    counts = QUICK if demo else {}
+    request = Request(
+        _name(model), plan, run, counts, skip_unlabelled=True, command="lipaudit.audit()"
+    )
+    return _report(model, request, data, input_shape, observer)
 
 
-def _run(
+def _name(model: Model) -> str:
+    if isinstance(model, str):
+        return model
+    return type(model.module if isinstance(model, ModelSpec) else model).__name__
+
+
+def _report(
     model: Model,
-    measures: Mapping[str, MeasureOptions],
-    run: RunOptions,
+    request: Request,
     data: Data,
     input_shape: Sequence[int] | None,
     observer: Observer | None,
-    *,
-    command: str,
 ) -> Report:
-    named = data if isinstance(data, str) or data is None else None
-    run = run.model_copy(update={"data": named}) if named else run
-    name = model if isinstance(model, str) else type(model).__name__
-    request = Request(
-        name, measures, run, skip_unlabelled=command == "audit", command=f"lipaudit.{command}()"
-    )
-    with _net(model, run, input_shape) as net:
-        most = max(run.samples or options.samples for options in measures.values())
-        samples = None if data is None or named else _at_hand(data, net, run, most)
+    """Carry a request out, on a model and samples that may be at hand already."""
+    if isinstance(data, str):
+        run = request.run.model_copy(update={"data": data})
+        request, data = replace(request, run=run), None
+    with _net(model, request.run, input_shape) as net:
+        samples = None if data is None else _at_hand(data, net, request)
         return execute(prepare(request, net=net, samples=samples), observer)
 
 
@@ -136,10 +141,11 @@ def _net(model: Model, run: RunOptions, input_shape: Sequence[int] | None) -> It
         yield net
 
 
-def _at_hand(data: Any, net: Net, run: RunOptions, most: int) -> Samples:
+def _at_hand(data: Any, net: Net, request: Request) -> Samples:
     x, y = data if isinstance(data, tuple) else (data, None)
     labels = None if y is None else _tensor(y)
-    return own_samples(_tensor(x), labels, net, data_options(run, most))
+    most = max(request.count(name) for name in request.measures)
+    return own_samples(_tensor(x), labels, net, data_options(request.run, most))
 
 
 def _tensor(values: Any) -> Tensor:

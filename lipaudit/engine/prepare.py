@@ -33,6 +33,10 @@ class Request:
     skip_unlabelled: bool = False
     command: str = ""
 
+    def count(self, name: str) -> int:
+        """Return how many samples a measure is to take."""
+        return self.run.samples or self.counts.get(name, self.measures[name].samples)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -66,7 +70,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     """
     request = _filled(request)
     net = net or load(request.model, load_options(request.run))
-    wanted = {name: _count(name, request) for name in request.measures}
+    wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _samples(net, request, max(wanted.values()))
     notes = net.info.notes + samples.notes
     if request.skip_unlabelled and samples.batch.y is None:
@@ -89,10 +93,6 @@ def _filled(request: Request) -> Request:
         for name, options in request.measures.items()
     }
     return replace(request, run=run, measures=measures)
-
-
-def _count(name: str, request: Request) -> int:
-    return request.run.samples or request.counts.get(name, request.measures[name].samples)
 
 
 def _skipped(name: str) -> Note:

@@ -187,12 +187,14 @@ def _spelled(option: Option) -> Any:
     flags = option.flags
     if option.kind is bool and option.default is True:
         flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}", *flags[1:])
+    # Said here, since the default of what is typed is None: then the configuration may say.
+    default = f" [dim]\\[default: {option.shown}][/]" if option.shown else ""
     return typer.Option(
         *flags,
-        help=option.help,
+        help=option.help + default,
         rich_help_panel=option.panel or None,
         envvar=option.env or None,
-        show_default=option.shown or False,
+        show_default=False,
     )
 
 

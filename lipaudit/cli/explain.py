@@ -25,7 +25,7 @@ def explain(
 ) -> None:
     """What a number means, where it holds, and what it does not mean.
 
-    NAME is a bound, a column, a section, or SECTION.COLUMN.
+    NAME is a bound, a column, a section, SECTION.COLUMN, or an option without its dashes.
 
     [dim]Examples:[/]
       [cyan]lipaudit explain sharp[/]
@@ -34,12 +34,14 @@ def explain(
     columns = _columns()
     parts = {key: (key, *key.rpartition(".")[::2]) for key in columns}
     named = [key for key, (whole, section, own) in parts.items() if name in (whole, section, own)]
-    if not named:
+    options = list(_options(name))
+    if not named and not options:
         names = sorted({key.rpartition(".")[2] for key in columns} | set(columns))
         near = difflib.get_close_matches(name, names, 3)
         advice = f"Did you mean {' or '.join(near)}?" if near else "Try: lipaudit explain bounds"
         raise UsageError(f"nothing is called {name!r}", advice)
-    typer.echo("\n\n".join("\n".join(_entry(key, columns[key])) for key in named))
+    entries = ["\n".join(_entry(key, columns[key])) for key in named]
+    typer.echo("\n\n".join([*entries, *options]))
     if any(columns[key].formula for key in named):
         typer.echo("\n" + "\n".join(textwrap.wrap(_symbols(), 80)))
 
@@ -51,6 +53,18 @@ def _columns() -> dict[str, Column]:
     kinds = {section: row.columns() for section, row in row_types().items()}
     both = [*kinds.items(), *((name, record.samples) for name, record in measures().items())]
     return {f"{section}.{name}": c for section, columns in both for name, c in columns.items()}
+
+
+def _options(name: str) -> Iterator[str]:
+    """Describe the options of that name, by the command that has them."""
+    from lipaudit.settings import Recipe, RunOptions, Settings, option_types
+
+    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
+    for owner, group in (groups | {"every measure": RunOptions}).items():
+        for option in group.options().values():
+            if name in (option.name, option.flags[0].removeprefix("--")):
+                default = f" Default: {option.shown}." if option.shown else ""
+                yield f"{option.flags[0]} of {owner}: {option.help}{default}"
 
 
 def _symbols() -> str:

@@ -43,7 +43,9 @@ class Option:
     @property
     def shown(self) -> str:
         """Its default as the help shows it: nothing where it is off, or not given."""
-        return "" if self.default is None or self.default is False else str(self.default)
+        if self.default is None or self.default is False:
+            return ""
+        return "on" if self.default is True else str(self.default)
 
 
 def option(

@@ -270,6 +270,8 @@ def test_learning_commands_print_something_useful(tmp_path):
         (["explain", "theorem3"], "2 ||X||^2 ||A|| max_i ||M(P_i)||"),
         (["explain", "robust"], "a stronger attack may break more"),
         (["explain", "jacobian"], "jacobian.norm"),
+        (["explain", "max-tokens"], "--max-tokens of every measure: Cut texts"),
+        (["explain", "within"], "--within of bounds"),
         (["env"], "torch"),
         (["models"], "timm:NAME"),
     ):

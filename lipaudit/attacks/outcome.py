@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks
 from lipaudit.results import Note
-from lipaudit.results.trials import Norm, Radius
 
 
 @dataclass(frozen=True)
@@ -76,16 +74,3 @@ def chunks(
     for number, start in enumerate(range(0, len(x), CHUNK)):
         part = slice(start, start + CHUNK)
         yield Chunk(number, x[part], y[part], None if mask is None else mask[part])
-
-
-def worst_case(outcomes: Iterable[Outcome]) -> dict[tuple[Norm, Radius], Bool[Tensor, " batch"]]:
-    """Return the samples that no attack of their norm and radius broke, in order of the chunks."""
-    stands: dict[tuple[Norm, Radius], dict[int, Tensor]] = {}
-    for outcome in outcomes:
-        if outcome.trial is not None:
-            flags = stands.setdefault((outcome.trial.norm, outcome.trial.radius), {})
-            flags[outcome.chunk] = flags.get(outcome.chunk, outcome.robust) & outcome.robust
-    return {
-        ball: torch.cat([flags[number] for number in sorted(flags)])
-        for ball, flags in stands.items()
-    }

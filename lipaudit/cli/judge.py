@@ -25,7 +25,7 @@ OutputOption = Annotated[
     list[Path] | None, typer.Option("--output", "-o", help="Also write FILE; repeatable.")
 ]
 Base = Annotated[Path, typer.Option("--baseline", "-b", help="The baseline report.")]
-DEFAULT_BASE = Path("lipaudit-baseline.json")  # gate.DEFAULT_PATH, which costs an import
+DEFAULT_BASE = Path("lipaudit-baseline.json")
 
 
 def _output(format: str | None, files: list[Path] | None) -> Output:

@@ -53,10 +53,10 @@ def models(
     if name:
         import timm
 
-        found = timm.list_models(f"*{name}*")
-        if not found:
+        names = timm.list_models(f"*{name}*")
+        if not names:
             raise UsageError(f"timm has no model with {name!r} in its name", "Try: vit, swin")
-        typer.echo("\n".join(f"timm:{model}" for model in found))
+        typer.echo("\n".join(f"timm:{model}" for model in names))
         return
     typer.echo(SUPPORTED)
 

@@ -101,15 +101,15 @@ def _checked(x: Tensor, net: Intake, origin: str) -> Tensor:
 
 def _laid_out(x: Tensor, net: Intake, origin: str) -> Tensor:
     """Bring images to channels first; a grey image may come without its channel."""
-    want, got = tuple(net.sample_shape), tuple(x.shape[1:])
-    if got == want:
+    wanted, shape = tuple(net.sample_shape), tuple(x.shape[1:])
+    if shape == wanted:
         return x
-    if net.kind == "image" and got == (*want[1:], want[0]):
+    if net.kind == "image" and shape == (*wanted[1:], wanted[0]):
         return x.movedim(-1, 1)
-    if net.kind == "image" and want[0] == 1 and got == want[1:]:
+    if net.kind == "image" and wanted[0] == 1 and shape == wanted[1:]:
         return x[:, None]
     raise InputError(
-        f"{origin} holds samples of shape {got}; the model takes {want}",
+        f"{origin} holds samples of shape {shape}; the model takes {wanted}",
         "Resize them first (a folder of images is resized for you), or build the model for "
         "that size with --model-kwargs img_size=... or --input-size.",
     )

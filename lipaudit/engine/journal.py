@@ -65,14 +65,14 @@ class Journal:
 
     def parts(self, ids: Sequence[str]) -> list[Part]:
         """Return what an earlier run finished of these samples, up to a file that does not fit."""
-        found: list[Part] = []
+        finished: list[Part] = []
         with suppress(OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
             for path in self.paths():
-                part, done = _read(path), len(sample_ids(found))
+                part, done = _read(path), len(sample_ids(finished))
                 if part.ids != tuple(ids[done : done + len(part.ids)]):
                     break
-                found.append(part)
-        return found
+                finished.append(part)
+        return finished
 
     def recorded(self, parts: Iterable[Part], *, after: int = 0) -> Iterator[Part]:
         """Yield the parts, each once it is kept behind the first `after`."""

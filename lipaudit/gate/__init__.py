@@ -1,6 +1,5 @@
 """The gate: rules, paired statistics, verdicts, baselines. It never loads torch."""
 
-from lipaudit.gate.baseline import DEFAULT_PATH as DEFAULT_PATH
 from lipaudit.gate.baseline import Protocol as Protocol
 from lipaudit.gate.baseline import load_baseline as load_baseline
 from lipaudit.gate.baseline import problems as problems

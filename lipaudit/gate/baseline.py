@@ -19,7 +19,6 @@ from lipaudit.gate.contrasts import trusted
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.results import Report, Section, row_types
 
-DEFAULT_PATH = Path("lipaudit-baseline.json")
 _SAVE = "Write one with lipaudit baseline save REPORT."
 
 

@@ -6,7 +6,6 @@ Specformer, ECCV 2024, as [Y25] states it. Everything is differentiable almost e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -143,7 +142,3 @@ def specformer(
         for _ in range(steps):
             v = F.normalize(weight.mT @ (weight @ v), dim=-2)
     return (weight @ v).square().sum(), v[..., 0]
-
-
-PENALTIES: dict[str, Callable[..., object]] = {"jasmin": jasmin, "specformer": specformer}
-"""The penalties by name."""

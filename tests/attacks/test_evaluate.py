@@ -9,7 +9,7 @@ from torch import nn
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import derive_seed, evaluate, evaluate_chunk
 from lipaudit.attacks.oracle import ByRow
-from lipaudit.attacks.outcome import Chunk, chunks, worst_case
+from lipaudit.attacks.outcome import Chunk, chunks
 from lipaudit.attacks.plan import CHUNK, make_plan
 from lipaudit.errors import EvaluationError, UsageError
 
@@ -126,24 +126,6 @@ def test_when_all_are_misclassified_nothing_runs(digits, everything):
     assert not clean.robust.any()
     assert len(outcomes) == 6
     assert not any(o.tried.any() or o.robust.any() or o.forwards for o in outcomes)
-
-
-def test_the_worst_case_is_over_attacks_of_one_ball(digits, radius):
-    x, y = digits.x.repeat(2, 1, 1, 1)[:100], digits.y.repeat(2)[:100]
-    radii = [radius("0.02"), radius("0.08")]
-    plan = make_plan("custom:fgsm", radii=radii) + make_plan("custom:pgd", radii=radii, steps=3)
-    outcomes = list(evaluate(digits.conv, x, y, plan))
-    worst = worst_case(outcomes)
-    assert set(worst) == {("linf", radii[0]), ("linf", radii[1])}
-    for ball, flags in worst.items():
-        each = [
-            torch.cat(
-                [o.robust for o in outcomes if o.attack == name and o.trial.radius == ball[1]]
-            )
-            for name in ("fgsm", "pgd")
-        ]
-        assert torch.equal(flags, each[0] & each[1])
-    assert worst["linf", radii[1]].sum() < worst["linf", radii[0]].sum()
 
 
 def test_chunks_are_numbered_pieces_of_the_original_samples():
@@ -305,4 +287,3 @@ def test_no_samples_give_no_outcome(radius):
     plan = make_plan("custom:fgsm", radii=[radius("0.1")])
     nothing = evaluate(lambda z: z, torch.rand(0, 3), torch.zeros(0, dtype=torch.int64), plan)
     assert list(nothing) == []
-    assert worst_case([]) == {}

@@ -6,7 +6,7 @@ of two keep A near one, so that norms of any size are met alike.
 
 A norm is always a lower estimate. A problem ends when the estimate of its error is at most `tol`
 and what can be proven, that with probability 1 - ETA the truth is at most `upper`, is at most
-`within` above it; or once `tol` itself is proven. `theory.ritz` derives both, and why the first
+`within` above it; or once `tol` itself is proven. `spectral.ritz` derives both, and why the first
 is no proof.
 """
 

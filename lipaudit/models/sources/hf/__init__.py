@@ -1,1 +1,1 @@
-"""Models of transformers: from a directory with config.json to a `Loaded` model."""
+"""Models of transformers: a directory with config.json, or a model at hand, to a `ModelSpec`."""

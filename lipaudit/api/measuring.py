@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.data.sources import Samples, own_samples
+from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, data_options, load_options, prepare

@@ -19,7 +19,7 @@ from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
 
 if TYPE_CHECKING:
-    from lipaudit.data.sources import Samples
+    from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
     from lipaudit.train import Epoch
 
@@ -99,7 +99,7 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
 
 
 def _samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
-    from lipaudit.data.sources import load_data
+    from lipaudit.data.loading import load_data
     from lipaudit.engine.prepare import data_options
 
     if spec in (None, "random"):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.sources import Samples
+from lipaudit.data.loading import Samples
 from lipaudit.engine.estimate import numerical
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.observer import Observer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lipaudit.data.sources import DataOptions, Samples, load_data
+from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load

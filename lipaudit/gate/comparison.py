@@ -9,8 +9,8 @@ from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate.comparable import REPEAT, differences
 from lipaudit.gate.contrasts import Contrast, contrasts
 from lipaudit.gate.judging import judge_alone
-from lipaudit.gate.readings import row_names
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
+from lipaudit.gate.values import row_names
 from lipaudit.gate.verdicts import Verdict, VerdictStatus
 from lipaudit.results import Column, Report, Section, labels, sample_columns
 from lipaudit.results.columns import Float, Frozen

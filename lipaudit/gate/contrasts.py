@@ -10,7 +10,6 @@ import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate.comparable import REPEAT, fault, same_protocol, shared
-from lipaudit.gate.readings import STATISTICS, Reading, read
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import (
     DIGITS,
@@ -21,6 +20,7 @@ from lipaudit.gate.statistics import (
     resampled_change,
     share_change,
 )
+from lipaudit.gate.values import STATISTICS, Reading, read
 from lipaudit.results import Report, Section
 
 

@@ -16,7 +16,7 @@ from lipaudit.engine.provenance import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError
 
 if TYPE_CHECKING:
-    from lipaudit.data.sources import Samples
+    from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
     from lipaudit.models.sources.spec import LoadOptions
     from lipaudit.settings import Recipe

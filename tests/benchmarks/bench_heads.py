@@ -15,7 +15,7 @@ from importlib.resources import files
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.measures.attention import AttentionOptions, layer_statistics
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey

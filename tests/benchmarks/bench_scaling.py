@@ -17,7 +17,7 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net

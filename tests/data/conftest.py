@@ -70,7 +70,7 @@ def token_taker():
 @pytest.fixture
 def refused():
     """Load data that must be refused, and return what the error says."""
-    from lipaudit.data.sources import DataOptions, load_data
+    from lipaudit.data.loading import DataOptions, load_data
     from lipaudit.errors import InputError, LipauditError
 
     def check(spec, net, kind=InputError, **options):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 
 RNG = np.random.default_rng(0)
 BYTES = RNG.integers(0, 256, (6, 3, 8, 8), dtype=np.uint8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 
 ALL = DataOptions(samples=4)
 

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from lipaudit.data.images import resized
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 
 
 def picture(path, colour=(10, 20, 30), size=(8, 8), mode="RGB"):

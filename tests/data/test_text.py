@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 
 ROWS = [("a b c", "bad"), ("d e", "good"), ("f g h i", "good"), ("j", "bad")]

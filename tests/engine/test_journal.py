@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import Journal
 from lipaudit.measures import MEASURES
 from lipaudit.measures.measure import Part, sample_ids

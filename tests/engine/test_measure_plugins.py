@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.models.sources.loading import load
 from lipaudit.results import measures

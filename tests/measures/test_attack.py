@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from lipaudit.attacks.plan import CHUNK
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, measure, summarise, wilson
 from lipaudit.models.sources.loading import load

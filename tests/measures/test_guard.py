@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
 from lipaudit.models.sources.loading import load

@@ -12,7 +12,7 @@ from torch import nn
 
 from lipaudit import schema
 from lipaudit.data.batch import Batch
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.measures.measure import Part

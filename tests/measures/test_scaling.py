@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.lengths import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise

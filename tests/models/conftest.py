@@ -14,7 +14,7 @@ from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.hf.calls import hf_spec
+from lipaudit.models.sources.hf.outputs import hf_spec
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 VOCABULARY, MOST_TOKENS = 60, 32

@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 import torch
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import jacobian_norms

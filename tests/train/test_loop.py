@@ -235,7 +235,7 @@ def test_mixing_shares_out_the_classes():
 
 
 def test_shipped_digits_have_the_ids_of_loading():
-    from lipaudit.data.sources import DataOptions, load_data
+    from lipaudit.data.loading import DataOptions, load_data
 
     net = untrained(0)
     loaded = load_data("demo", net, DataOptions(samples=360)).batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.sources.loading import LoadOptions, load
 from lipaudit.models.sources.saving import save
 

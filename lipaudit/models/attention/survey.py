@@ -20,7 +20,7 @@ from lipaudit.models.attention.surveyor import Surveyor
 from lipaudit.models.generic import generic, shape_at
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.models.sources.files import few
+from lipaudit.models.sources.weights import few
 
 
 def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:

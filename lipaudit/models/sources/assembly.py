@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lipaudit.data.images import resized
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.net import ModelInfo, Net
-from lipaudit.models.sources.files import few, half_precision, require_finite, sha256
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.weights import few, half_precision, require_finite, sha256
 from lipaudit.results import Note
 
 Call = Callable[[Tensor, Tensor | None], Any]

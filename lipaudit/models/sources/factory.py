@@ -112,7 +112,7 @@ def recognised(module: nn.Module, options: LoadOptions) -> ModelSpec | None:
 
         return timm.timm_spec(module, options)
     if hasattr(module, "main_input_name") and hasattr(module, "config"):
-        from lipaudit.models.sources.hf.calls import hf_spec
+        from lipaudit.models.sources.hf.outputs import hf_spec
 
         return hf_spec(module, options)
     return None

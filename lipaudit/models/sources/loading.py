@@ -14,9 +14,9 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import DEMOS, demo_model
-from lipaudit.models.sources.files import SUFFIXES
 from lipaudit.models.sources.spec import LoadOptions as LoadOptions
 from lipaudit.models.sources.spec import ModelSpec as ModelSpec
+from lipaudit.models.sources.weights import SUFFIXES
 
 SEED = 0
 """Random weights, where they are asked for, are always the same."""

@@ -15,14 +15,14 @@ from torch import nn
 from lipaudit.data.images import resized
 from lipaudit.data.intake import remark, warning
 from lipaudit.errors import InputError, LipauditError, UsageError
-from lipaudit.models.sources.files import (
+from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
+from lipaudit.models.sources.weights import (
     State,
     find_weights,
     load_strictly,
     mismatches,
     read_weights,
 )
-from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.results import Note
 
 if typing.TYPE_CHECKING:

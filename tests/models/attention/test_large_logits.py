@@ -10,7 +10,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.hf.calls import hf_spec
+from lipaudit.models.sources.hf.outputs import hf_spec
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.theory.bounds.catalogue import BOUNDS
 

@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, LipauditError
 from lipaudit.models.sources.loading import LoadOptions, load
 

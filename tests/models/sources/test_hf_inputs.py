@@ -7,7 +7,7 @@ import torch
 from torch.autograd.functional import jacobian
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.derivative.endpoints import sample_function

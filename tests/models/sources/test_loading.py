@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 import lipaudit.models.sources.demo as demo
 from lipaudit.data.batch import Batch
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, LipauditError, UsageError
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, ModelSpec, load

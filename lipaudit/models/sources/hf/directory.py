@@ -12,11 +12,11 @@ import torch
 
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError
-from lipaudit.models.sources.files import few, half_precision
-from lipaudit.models.sources.hf.calls import hf_spec
-from lipaudit.models.sources.hf.heads import CLASSIFIERS, HEADS, has_head
 from lipaudit.models.sources.hf.language import text_config
+from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.hf.task_heads import CLASSIFIERS, HEADS, has_head
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
+from lipaudit.models.sources.weights import few, half_precision
 from lipaudit.results import Note
 
 FEATURES = "AutoModel"

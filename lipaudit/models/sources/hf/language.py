@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.errors import InputError
-from lipaudit.models.sources.hf.heads import has_head, is_classifier, labels
 from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
+from lipaudit.models.sources.hf.task_heads import has_head, is_classifier, labels
 from lipaudit.models.sources.hf.towers import reads_last_position, tower_call, tower_features
 from lipaudit.models.sources.spec import ModelSpec
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from lipaudit.data.images import resized
 from lipaudit.data.intake import warning
 from lipaudit.errors import InputError
-from lipaudit.models.sources.hf.heads import has_head, is_classifier, labels
 from lipaudit.models.sources.hf.pooling import mean_pooling
+from lipaudit.models.sources.hf.task_heads import has_head, is_classifier, labels
 from lipaudit.models.sources.hf.towers import tower_call, tower_features
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lipaudit.data.sources import DataOptions, load_data
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 
 

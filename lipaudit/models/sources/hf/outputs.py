@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from lipaudit.errors import InputError
-from lipaudit.models.sources.hf.heads import has_head, is_classifier, labels
 from lipaudit.models.sources.hf.language import text_config, text_spec
 from lipaudit.models.sources.hf.sound import SPECTROGRAM, WAVEFORM, sound_shape
+from lipaudit.models.sources.hf.task_heads import has_head, is_classifier, labels
 from lipaudit.models.sources.hf.towers import TAKES, chosen_tower
 from lipaudit.models.sources.hf.vision import features, image_spec
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec

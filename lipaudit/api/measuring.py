@@ -17,22 +17,22 @@ from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, data_options, load_options, prepare
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Net
-from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import borrowed
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Report
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
-from lipaudit.settings.audit import QUICK, audit_options
+from lipaudit.settings.audit import QUICK_SAMPLES, audit_options
 
-Model = str | nn.Module | ModelSpec
-Data = str | Any | tuple[Any, Any] | None
+AnyModel = str | nn.Module | ModelSpec
+AnyData = str | Any | tuple[Any, Any] | None
 
 
 def measure(
-    model: Model,
+    model: AnyModel,
     name: str,
     *,
-    data: Data = None,
+    data: AnyData = None,
     input_shape: Sequence[int] | None = None,
     observer: Observer | None = None,
     **options: Any,
@@ -64,10 +64,10 @@ def measure(
 
 
 def audit(
-    model: Model,
+    model: AnyModel,
     measures: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
     *,
-    data: Data = None,
+    data: AnyData = None,
     input_shape: Sequence[int] | None = None,
     observer: Observer | None = None,
     **options: Any,
@@ -102,23 +102,23 @@ def audit(
             for name, own in given.items()
         }
     run, _ = _split(options, None)
-    counts = QUICK if demo else {}
+    counts = QUICK_SAMPLES if demo else {}
     request = Request(
         _name(model), plan, run, counts, skip_unlabelled=True, command="lipaudit.audit()"
     )
     return _report(model, request, data, input_shape, observer)
 
 
-def _name(model: Model) -> str:
+def _name(model: AnyModel) -> str:
     if isinstance(model, str):
         return model
     return type(model.module if isinstance(model, ModelSpec) else model).__name__
 
 
 def _report(
-    model: Model,
+    model: AnyModel,
     request: Request,
-    data: Data,
+    data: AnyData,
     input_shape: Sequence[int] | None,
     observer: Observer | None,
 ) -> Report:
@@ -132,10 +132,10 @@ def _report(
 
 
 @contextmanager
-def _net(model: Model, run: RunOptions, input_shape: Sequence[int] | None) -> Iterator[Net]:
+def _net(model: AnyModel, run: RunOptions, input_shape: Sequence[int] | None) -> Iterator[Net]:
     options = load_options(run)
     if isinstance(model, str):
-        yield load(model, options)
+        yield load_net(model, options)
         return
     with borrowed(model, options, input_shape) as net:
         yield net

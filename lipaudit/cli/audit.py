@@ -14,10 +14,10 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURE, typed
-from lipaudit.cli.options import ModelSpec, Output, Terminal
+from lipaudit.cli.options import ModelArgument, Output, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import AttentionOptions, MeasureOptions, RunOptions
-from lipaudit.settings.audit import FULL, QUICK, audit_options
+from lipaudit.settings.audit import FULL_SAMPLES, QUICK_SAMPLES, audit_options
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job
@@ -28,7 +28,7 @@ RUNS = Path("lipaudit-runs")
 
 @command("audit", panel=MEASURE)
 def audit(
-    model: ModelSpec,
+    model: ModelArgument,
     run: RunOptions,
     output: Output,
     terminal: Terminal,
@@ -62,7 +62,7 @@ def audit(
     demo = model.partition(":")[0] == "demo"
     small = quick or (demo and not full)
     measures = audit_options(eps, demo=demo, quick=small)
-    counts = QUICK if small else FULL if full else {}
+    counts = QUICK_SAMPLES if small else FULL_SAMPLES if full else {}
     check_outputs(output, REPORT)
     request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed())
     job = prepare(request)

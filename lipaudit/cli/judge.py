@@ -165,14 +165,16 @@ def _annotate(subject: Subject) -> None:
 baselines = typer.Typer(no_args_is_help=True, help="Save, show, check and update a baseline.")
 app.add_typer(baselines, name="baseline", rich_help_panel=COMPARE)
 Reason = Annotated[str, typer.Option("--reason", help="Why this is the new standard.")]
-Source = Annotated[Path, typer.Argument(help="A report written with -o X.json.")]
+Promoted = Annotated[Path, typer.Argument(help="A report written with -o X.json.")]
 Target = Annotated[Path, typer.Option("--output", "-o", help="Where the baseline is kept.")]
 Kept = Annotated[Path, typer.Argument(help="The baseline.")]
 
 
 @baselines.command("save")
 @guarded
-def save(report: Source, output: Target = DEFAULT_BASE, reason: Reason = "first baseline") -> None:
+def save(
+    report: Promoted, output: Target = DEFAULT_BASE, reason: Reason = "first baseline"
+) -> None:
     """Promote a report to a baseline; refuses to overwrite one (use update)."""
     from lipaudit.errors import UsageError
 
@@ -183,7 +185,7 @@ def save(report: Source, output: Target = DEFAULT_BASE, reason: Reason = "first 
 
 @baselines.command("update")
 @guarded
-def update(report: Source, reason: Reason, output: Target = DEFAULT_BASE) -> None:
+def update(report: Promoted, reason: Reason, output: Target = DEFAULT_BASE) -> None:
     """Replace a baseline by a report, and record why."""
     _promote(report, output, reason)
 

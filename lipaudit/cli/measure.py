@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.options import ModelSpec, Output, Terminal
+from lipaudit.cli.options import ModelArgument, Output, Terminal
 from lipaudit.settings import AttackOptions, MeasureOptions, RunOptions, option_types
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _command(options_type: type[MeasureOptions]) -> Callable[..., None]:
         run_measures(model, {name: options}, run, output, terminal)
 
     measure.__doc__ = options_type.__doc__
-    measure.__annotations__ |= {"model": ModelSpec, "options": options_type}
+    measure.__annotations__ |= {"model": ModelArgument, "options": options_type}
     return measure
 
 

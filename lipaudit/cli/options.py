@@ -15,7 +15,7 @@ from lipaudit.settings import RunOptions, Settings, option
 
 OUTPUT = "Output"
 
-ModelSpec = Annotated[
+ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",

@@ -14,7 +14,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import typed
-from lipaudit.cli.options import ModelSpec, Terminal
+from lipaudit.cli.options import ModelArgument, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @command("train", panel="Improve a checkpoint")
 def train(
-    model: ModelSpec,
+    model: ModelArgument,
     recipe: Recipe,
     run: RunOptions,
     terminal: Terminal,
@@ -72,12 +72,12 @@ class Task:
 def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bool) -> None:
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.prepare import load_options
-    from lipaudit.models.sources.loading import load
+    from lipaudit.models.sources.loading import load_net
     from lipaudit.train import train as epochs_of
-    from lipaudit.train.record import Record, save_model
+    from lipaudit.train.record import TrainingRecord, save_model
 
     options = replace(load_options(run), classes=task.classes)
-    net = load(model, options)
+    net = load_net(model, options)
     demo = net.info.source == "demo"
     data = _samples(run.data or ("demo:train" if demo else None), net, run, "--data")
     check = task.held_out or ("demo" if demo else None)
@@ -85,7 +85,7 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     observer = OnStderr(model, quiet=quiet)
     for note in net.info.notes + data.notes:
         observer.note(note)
-    record = Record(task.out, net, data, tested, recipe, command=typed())
+    record = TrainingRecord(task.out, net, data, tested, recipe, command=typed())
     state = record.resumed()
     if state is not None and not quiet:
         typer.echo(f"Going on after epoch {state['epochs']} of {recipe.epochs}.", err=True)

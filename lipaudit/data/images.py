@@ -17,7 +17,7 @@ from lipaudit.errors import InputError
 from lipaudit.results import Note
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def resized(
@@ -33,12 +33,12 @@ def resized(
         InputError: no picture has that many channels.
     """
     channels, height, width = shape
-    if channels not in MODES:
+    if channels not in COLOUR_MODES:
         raise InputError(
             f"the model takes {channels} channels, which no picture has",
             "Give the data as an .npz file with x of shape (samples, channels, height, width).",
         )
-    image = _eight_bit(image).convert(MODES[channels])
+    image = _eight_bit(image).convert(COLOUR_MODES[channels])
     if image.size == (width, height):
         return _pixels(image)
     if not steps:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Net
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results import Note
 from lipaudit.settings import MeasureOptions, RunOptions
 
@@ -69,7 +69,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         LipauditError: whatever goes wrong, with the exit code it deserves.
     """
     request = _filled(request)
-    net = net or load(request.model, load_options(request.run))
+    net = net or load_net(request.model, load_options(request.run))
     wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _samples(net, request, max(wanted.values()))
     notes = net.info.notes + samples.notes

@@ -1,6 +1,6 @@
 """The gate: rules, paired statistics, verdicts, baselines. It never loads torch."""
 
-from lipaudit.gate.baseline import Protocol as Protocol
+from lipaudit.gate.baseline import BaselineProtocol as BaselineProtocol
 from lipaudit.gate.baseline import load_baseline as load_baseline
 from lipaudit.gate.baseline import problems as problems
 from lipaudit.gate.baseline import promote as promote

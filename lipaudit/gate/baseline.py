@@ -23,7 +23,7 @@ _SAVE = "Write one with lipaudit baseline save REPORT."
 
 
 @dataclass(frozen=True)
-class Protocol:
+class BaselineProtocol:
     """How a baseline was measured: what `gate MODEL` must repeat.
 
     Attributes:
@@ -43,11 +43,11 @@ class Protocol:
     samples: dict[str, int]
 
 
-def protocol(baseline: Report) -> Protocol:
+def protocol(baseline: Report) -> BaselineProtocol:
     """Read from a baseline how it was measured."""
     run = baseline.run
     measured = [s for s in baseline.sections if "." not in s.measure]
-    return Protocol(
+    return BaselineProtocol(
         data=run.data.spec,
         seed=run.seed,
         dtype=run.dtype,

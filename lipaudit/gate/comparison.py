@@ -12,7 +12,7 @@ from lipaudit.gate.judging import judge_alone
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
 from lipaudit.gate.values import row_names
 from lipaudit.gate.verdicts import Verdict, VerdictStatus
-from lipaudit.results import Column, Report, Section, labels, sample_columns
+from lipaudit.results import Column, Report, Section, model_labels, sample_columns
 from lipaudit.results.columns import Float, Frozen
 from lipaudit.results.trials import parse_column
 
@@ -96,7 +96,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
     """
     if len(reports) < 2:
         raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
-    names = labels(reports)
+    names = model_labels(reports)
     pairs = tuple(
         _pair(reports[0], report, names[0], name)
         for report, name in zip(reports[1:], names[1:], strict=True)

@@ -20,7 +20,7 @@ from lipaudit.gate.statistics import (
     resampled_change,
     share_change,
 )
-from lipaudit.gate.values import STATISTICS, Reading, read
+from lipaudit.gate.values import STATISTICS, RuleValues, read
 from lipaudit.results import Report, Section
 
 
@@ -72,7 +72,7 @@ def contrasts(rule: Rule, current: Report, baseline: Report) -> list[Contrast]:
     return _changes(rule, reading, before, same)
 
 
-def trusted(rule: Rule, report: Report, section: Section) -> Reading:
+def trusted(rule: Rule, report: Report, section: Section) -> RuleValues:
     """Read the values of a rule from a report's section, or refuse them.
 
     Raises:
@@ -127,7 +127,7 @@ def _exact(value: float) -> Fraction:
     return Fraction(format(value, f".{DIGITS}g"))
 
 
-def _changes(rule: Rule, new: Reading, old: Reading, same: bool) -> list[Contrast]:
+def _changes(rule: Rule, new: RuleValues, old: RuleValues, same: bool) -> list[Contrast]:
     missing = [name for name in old.names if name not in new.names]
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in new.names if name not in old.names]
@@ -155,7 +155,7 @@ def _sampled(rule: Rule, name: str, old: Values, new: Values, same: bool) -> Con
     )
 
 
-def _fixed(rule: Rule, name: str, old: Reading, new: Reading, same: bool) -> Contrast:
+def _fixed(rule: Rule, name: str, old: RuleValues, new: RuleValues, same: bool) -> Contrast:
     """Compare two values as they are: the suite itself is the contract."""
     before, now = old.points[name], new.points[name]
     _positive(rule, np.array([before, now]))

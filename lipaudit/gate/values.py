@@ -25,7 +25,7 @@ _NAMES = ("layer", "head", "from", "to", "mode", "n", "module")
 
 
 @dataclass(frozen=True)
-class Reading:
+class RuleValues:
     """What one report holds for one rule.
 
     Attributes:
@@ -42,7 +42,7 @@ class Reading:
     ids: tuple[str, ...]
 
 
-def read(rule: Rule, section: Section) -> Reading:
+def read(rule: Rule, section: Section) -> RuleValues:
     """Read the values of a rule; rows whose cell is null (not measured) are left out.
 
     Raises:
@@ -61,7 +61,7 @@ def read(rule: Rule, section: Section) -> Reading:
     names = tuple(points)
     if not rule.per_sample and rule.stat != "each":
         points = {"": float(STATISTICS[rule.stat](list(points.values())))}
-    return Reading(names, points, pairs, ids)
+    return RuleValues(names, points, pairs, ids)
 
 
 def row_names(rows: Iterable[Row]) -> list[str]:

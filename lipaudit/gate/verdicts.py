@@ -87,9 +87,9 @@ class Verdict(Frozen):
         where = f" {self.name}" if self.name else ""
         if self.reason:
             return f"{self.status}: {self.rule}{where}: {self.reason}"
-        values = f"{number(self.new)}"
+        values = f"{written(self.new)}"
         if self.old is not None:
-            values = f"{number(self.old)} -> {values}{self._change()}"
+            values = f"{written(self.old)} -> {values}{self._change()}"
         return f"{self.status}: {self.rule}{where}: {values}{self._power()}"
 
     def _change(self) -> str:
@@ -177,7 +177,7 @@ def amount(value: float | None, unit: str) -> str:
     return f"{value:+.3g}"
 
 
-def number(value: float | None) -> str:
+def written(value: float | None) -> str:
     """Write a value."""
     return "none" if value is None else f"{value:.4g}"
 

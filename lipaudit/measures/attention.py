@@ -23,7 +23,7 @@ from lipaudit.measures.measure import (
     Values,
     joined,
     notes,
-    number,
+    number_or_none,
     sample_ids,
 )
 from lipaudit.models.attention.capture import Layer
@@ -51,7 +51,7 @@ MEANS = (
 BINS = 50
 RATIO = (1.0, 1.5)
 """Range of the histograms of g_1 / ||M||, the last bin open."""
-CHUNK = 2**18
+ENTRIES = 2**18
 """Entries of P that are met at a time: 2 MB in float64 stay in the cache."""
 
 
@@ -61,9 +61,9 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     Raises:
         UsageError: the head to be drawn is not there.
     """
-    reading = _Statistics(options)
-    for part in by_layer(net, batches, reading, layers=options.layers, projections=False):
-        yield part if options.map is None else _with_drawn(part, reading.drawn, options)
+    reader = _Statistics(options)
+    for part in by_layer(net, batches, reader, layers=options.layers, projections=False):
+        yield part if options.map is None else _with_drawn(part, reader.drawn, options)
 
 
 class _Statistics:
@@ -123,7 +123,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
 def _groups(heads: Heads) -> Iterator[slice]:
     """Some heads at a time, so that their maps stay near CHUNK numbers."""
     batch, count, queries = heads.q.shape[:3]
-    size = max(1, CHUNK // (batch * queries * heads.k.shape[2]))
+    size = max(1, ENTRIES // (batch * queries * heads.k.shape[2]))
     return (slice(start, start + size) for start in range(0, count, size))
 
 
@@ -134,7 +134,7 @@ def _read(heads: Heads, options: AttentionOptions) -> Reduced:
     mass = heads.q.new_zeros(batch, count, keys)
     whole = heads.attention() if max(queries, keys) <= options.p_norm_tokens else None
     chunks = []
-    size = max(1, CHUNK // (batch * count * keys))
+    size = max(1, ENTRIES // (batch * count * keys))
     for start in range(0, queries, size):
         stop = min(queries, start + size)
         p = heads.rows(start, stop) if whole is None else whole[:, :, start:stop]
@@ -200,14 +200,14 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         AttentionRow(
             **head._asdict(),
             tokens=int(tokens[i]),
-            **{name: number(means[i, j]) for j, name in enumerate(MEANS)},
-            g1_max=number(largest[i, 0]),
-            softmax_norm_max=number(largest[i, 1]),
-            sink_first=number(sink[i, 0]),
-            sink_max=number(sink[i, 1]),
+            **{name: number_or_none(means[i, j]) for j, name in enumerate(MEANS)},
+            g1_max=number_or_none(largest[i, 0]),
+            softmax_norm_max=number_or_none(largest[i, 1]),
+            sink_first=number_or_none(sink[i, 0]),
+            sink_max=number_or_none(sink[i, 1]),
             sink_token=int(np.bincount(token[:, i]).argmax()),
             short_rows=int(short[i]),
-            p_norm=number(p_norm[i]),
+            p_norm=number_or_none(p_norm[i]),
         )
         for i, head in enumerate(parts[0].facts["heads"])
     )

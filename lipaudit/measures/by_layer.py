@@ -54,7 +54,7 @@ def chosen(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[Site, .
     return tuple(site for site in sites if layers is None or site.index in layers)
 
 
-class Reading(Protocol):
+class LayerReader(Protocol):
     """What a measure makes of one layer, and says of all; what it learns in a run stays in it."""
 
     def reduce(self, layer: Layer) -> Reduced:
@@ -67,7 +67,7 @@ class Reading(Protocol):
 def by_layer(
     net: Net,
     batches: Iterable[Batch],
-    reading: Reading,
+    reader: LayerReader,
     *,
     layers: Sequence[int] | None,
     projections: bool = True,
@@ -77,7 +77,7 @@ def by_layer(
     On a sample on which a layer is not what it was surveyed to be, it is reduced without closed
     form, and a note says so. The other samples of the batch keep theirs.
     """
-    reduction = _Reduction(reading, layers, projections)
+    reduction = _Reduction(reader, layers, projections)
     sites: tuple[Site, ...] = ()
     for batch in batches:
         require_padding_is_ignored(net, batch)
@@ -85,20 +85,20 @@ def by_layer(
         selected = chosen(sites, layers)
         reduced, changes = _reduced(net, sites, batch, reduction)
         values = {name: t.numpy() for name, t in reduced.items()}
-        yield Part(batch.ids, values, reading.facts(selected), open_notes(selected) + changes)
+        yield Part(batch.ids, values, reader.facts(selected), open_notes(selected) + changes)
 
 
 @dataclass(frozen=True)
 class _Reduction:
     """What is made of which layers."""
 
-    reading: Reading
+    reader: LayerReader
     layers: Sequence[int] | None
     projections: bool
 
     def __call__(self, layer: Layer) -> Reduced:
         _require_heads(layer)
-        return {name: t.cpu() for name, t in self.reading.reduce(layer).items()}
+        return {name: t.cpu() for name, t in self.reader.reduce(layer).items()}
 
     def joined(self, net: Net, sites: Sequence[Site], batch: Batch) -> Reduced:
         """Reduce the layers of a batch: arrays (samples, heads or layers)."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lipaudit.measures.measure import Values, number
+from lipaudit.measures.measure import Values, number_or_none
 from lipaudit.results import ScalingFitRow, ScalingRow
 from lipaudit.theory.growth.worst_tokens import PowerLaw, power_law
 
@@ -51,13 +51,13 @@ def fit_of(
     joint = power_law(lengths, norms, radii) if known else PowerLaw(*[math.nan] * 6)
     row = ScalingFitRow(
         **{key: value for key, value in name.items() if key != "module"},
-        exponent=number(alone.exponent),
-        exponent_se=number(alone.exponent_se),
-        r2=number(alone.r2),
-        joint_exponent=number(joint.exponent),
-        joint_exponent_se=number(joint.exponent_se),
-        radius_exponent=number(joint.radius_exponent),
-        radius_exponent_se=number(joint.radius_exponent_se),
+        exponent=number_or_none(alone.exponent),
+        exponent_se=number_or_none(alone.exponent_se),
+        r2=number_or_none(alone.r2),
+        joint_exponent=number_or_none(joint.exponent),
+        joint_exponent_se=number_or_none(joint.exponent_se),
+        radius_exponent=number_or_none(joint.radius_exponent),
+        radius_exponent_se=number_or_none(joint.radius_exponent_se),
     )
     return alone, row
 

@@ -11,7 +11,7 @@ from lipaudit.models.attention.sites import Site
 from lipaudit.results.bounds import remedy
 from lipaudit.theory.bounds.catalogue import BOUNDS
 
-ROUNDING = 1e-9
+ROUNDING_SLACK = 1e-9
 """What rounding in float64 may take from a bound, or add to a norm, relatively."""
 
 
@@ -45,7 +45,7 @@ def _require(
     *,
     advice: str,
 ) -> None:
-    below = (bound < exact * (1 - ROUNDING)).nonzero()
+    below = (bound < exact * (1 - ROUNDING_SLACK)).nonzero()
     if not len(below):
         return
     sample, head = below[0].tolist()

@@ -16,7 +16,7 @@ from lipaudit.measures.measure import (
     joined,
     lower_estimates,
     notes,
-    number,
+    number_or_none,
     sample_ids,
     seed_of,
 )
@@ -31,7 +31,7 @@ from lipaudit.results import Array, JacobianRow, Note, Section
 from lipaudit.settings.jacobian import JacobianOptions
 
 OF_BLOCKS = ("norm", "within", "products", "converged")
-CONVERGED = {"converged": "norms of the model", "block_converged": "norms of blocks"}
+CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
 
 
 def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
@@ -167,7 +167,7 @@ def _row(
 def _cells(name: str, values: Values) -> tuple[bool | int | float | None, ...]:
     """Return plain values; NaN is None where it says "not given", and itself in a norm."""
     if values.dtype.kind == "f" and name not in ("norm", "upper"):
-        return tuple(number(v) for v in values)
+        return tuple(number_or_none(v) for v in values)
     return tuple(values.tolist())
 
 
@@ -178,10 +178,10 @@ def _remarks(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
         text = "radius_first_order is a first-order estimate at a point, never a certificate"
         remarks.append(Note(level="info", code="indicative", text=text))
         remarks += _rivals(arrays)
-    missed = {name: int((~arrays[name]).sum()) for name in CONVERGED if name in arrays}
+    missed = {name: int((~arrays[name]).sum()) for name in CONVERGENCE if name in arrays}
     for name, count in missed.items():
         if count:
-            text = f"{count} {CONVERGED[name]} did not converge to tol: they are lower estimates"
+            text = f"{count} {CONVERGENCE[name]} did not converge to tol: they are lower estimates"
             remarks.append(Note(level="warning", code="not-converged", text=text))
     undefined = int(np.isnan(arrays["norm"]).sum())
     if undefined:

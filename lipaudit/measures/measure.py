@@ -82,6 +82,6 @@ def lower_estimates(within: float) -> tuple[Note, ...]:
     return (Note(level="info", code="lower-estimates", text=text),) if within > 0 else ()
 
 
-def number(value: float) -> float | None:
+def number_or_none(value: float) -> float | None:
     """Return a plain float, None for NaN (not given)."""
     return None if np.isnan(value) else float(value)

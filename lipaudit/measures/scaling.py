@@ -33,11 +33,11 @@ from lipaudit.results import Note, ScalingRow, ScalingSplitRow, Section
 from lipaudit.results.bounds import catalogue
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions
-from lipaudit.settings.scaling import Mode, ScalingOptions
+from lipaudit.settings.scaling import ScalingMode, ScalingOptions
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 
-BOUNDS = tuple(name for name, bound in catalogue().items() if bound.scaling)
-OF_HEADS = ("exact", "radius", "tokens", "splitting_gain", *BOUNDS)
+FOLLOWED = tuple(name for name, bound in catalogue().items() if bound.scaling)
+OF_HEADS = ("exact", "radius", "tokens", "splitting_gain", *FOLLOWED)
 OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 
 
@@ -128,7 +128,7 @@ def _missed(count: int) -> tuple[Note, ...]:
 
 
 @dataclass(frozen=True)
-class Curve:
+class NormCurve:
     """A norm over samples and lengths, and what is told with it: arrays (samples, lengths)."""
 
     name: dict[str, Any]
@@ -169,7 +169,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
 
 def _curves(
     values: dict[str, Values], facts: Mapping[str, Any], options: ScalingOptions
-) -> Iterator[Curve]:
+) -> Iterator[NormCurve]:
     """Yield layers, heads and the model on data, and heads with duplicated tokens."""
     names = facts["heads"]
     layer_of = np.array([head.layer for head in names])
@@ -181,7 +181,7 @@ def _curves(
         yield from (_head_curve("real", names[i], i, values, 1.0) for i in picked)
         model = values["model"][:, :, 0]
         n = np.nanmax(values["tokens"], 2, initial=0)
-        yield Curve({"mode": "real"}, n, model, np.full_like(model, np.nan))
+        yield NormCurve({"mode": "real"}, n, model, np.full_like(model, np.nan))
     if "split" in options.modes:
         attacked = {(cells["layer"], cells["head"]) for cells in facts["splits"]}
         for i in [i for i, h in enumerate(names) if (h.layer, h.head) in attacked]:
@@ -192,13 +192,13 @@ def _curves(
 
 def _layer_curve(
     layer: int, module: str, index: int, heads: Values, values: dict[str, Values]
-) -> Curve:
+) -> NormCurve:
     """A layer after W_O where it has one, else its heads side by side; bounds alike."""
     out, concat = values["layer_out"][:, :, index], values["layer_exact"][:, :, index]
     has_out = ~np.isnan(out)
     factor = np.where(has_out, values["out_norm"][:, :, index], 1.0)
-    bounds = {name: factor * np.sqrt((values[name][:, :, heads] ** 2).sum(2)) for name in BOUNDS}
-    return Curve(
+    bounds = {name: factor * np.sqrt((values[name][:, :, heads] ** 2).sum(2)) for name in FOLLOWED}
+    return NormCurve(
         {"mode": "real", "layer": layer, "module": module},
         values["tokens"][:, :, heads[0]],
         np.where(has_out, out, concat),
@@ -208,15 +208,15 @@ def _layer_curve(
 
 
 def _head_curve(
-    mode: Mode, head: HeadName, index: int, values: dict[str, Values], gain: Values | float
-) -> Curve:
+    mode: ScalingMode, head: HeadName, index: int, values: dict[str, Values], gain: Values | float
+) -> NormCurve:
     at = {name: array[:, :, index] for name, array in values.items() if name in OF_HEADS}
-    bounds = {name: at[name] for name in BOUNDS} if mode == "real" else {}
+    bounds = {name: at[name] for name in FOLLOWED} if mode == "real" else {}
     name = {"mode": mode, **head._asdict()}
-    return Curve(name, at["tokens"], gain * at["exact"], at["radius"], bounds)
+    return NormCurve(name, at["tokens"], gain * at["exact"], at["radius"], bounds)
 
 
-def _rows(curve: Curve, law: PowerLaw) -> Iterator[ScalingRow]:
+def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[ScalingRow]:
     """Reduce a curve over the samples, a row per length that some sample reaches."""
     for i in range(curve.n.shape[1]):
         norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]

@@ -19,7 +19,7 @@ from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import Net
 from lipaudit.results import Note
-from lipaudit.theory.bounds.centred import is_affine
+from lipaudit.theory.bounds.centred import are_affine
 from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
 from lipaudit.theory.growth.ascent import largest_shift, steepest_tokens
 from lipaudit.theory.growth.worst_tokens import (
@@ -41,7 +41,7 @@ RADII = 12
 BUDGET = 0.01
 """Move of the attacks that split tokens or do not, as a share of ||X||_F."""
 
-ROUNDING = 1e-4
+NO_BIAS = 1e-4
 """A bias up to this is what rounding leaves of the logits of a model that adds none."""
 
 Cells = dict[str, Any]
@@ -203,10 +203,10 @@ def _fit_heads(layer: Layer) -> Heads | str:
 
 def _unfit(heads: Heads) -> str | None:
     """Return why the construction does not apply to a layer."""
-    if heads.x_kv is not None or not is_affine(heads) or heads.to_k is None or heads.to_v is None:
+    if heads.x_kv is not None or not are_affine(heads) or heads.to_k is None or heads.to_v is None:
         return "it is for self-attention with affine projections"
     p = heads.attention()
-    if heads.bias is not None and float(heads.bias.expand_as(p)[p > 0].abs().max()) > ROUNDING:
+    if heads.bias is not None and float(heads.bias.expand_as(p)[p > 0].abs().max()) > NO_BIAS:
         return "it knows no position bias"
     return None
 

@@ -18,7 +18,7 @@ from lipaudit.results.report import Note as Note
 from lipaudit.results.report import Report as Report
 from lipaudit.results.report import Run as Run
 from lipaudit.results.report import Section as Section
-from lipaudit.results.report import labels as labels
+from lipaudit.results.report import model_labels as model_labels
 from lipaudit.results.rows import AttackRow as AttackRow
 from lipaudit.results.rows import AttentionRow as AttentionRow
 from lipaudit.results.rows import BoundsRow as BoundsRow

@@ -183,7 +183,7 @@ class Report(Frozen):
         return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:40em;border:0"></iframe>'
 
 
-def labels(reports: Sequence[Report]) -> list[str]:
+def model_labels(reports: Sequence[Report]) -> list[str]:
     """Name each report by its model, with a letter in front where models repeat."""
     specs = [report.run.model.spec for report in reports]
     if len(set(specs)) == len(specs):

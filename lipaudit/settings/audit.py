@@ -10,8 +10,8 @@ from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions
 from lipaudit.settings.measure import MeasureOptions
 
-QUICK = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64}
-FULL = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512}
+QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64}
+FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512}
 DEMO_EPS, EPS = "0.1", "2/255"
 
 

@@ -10,8 +10,8 @@ from lipaudit.errors import UsageError
 from lipaudit.settings.option import option
 from lipaudit.settings.solver import NormOptions
 
-From = Literal["pixels", "embeddings"]
-To = Literal["logits", "probabilities", "features", "tokens"]
+StartPoint = Literal["pixels", "embeddings"]
+EndPoint = Literal["logits", "probabilities", "features", "tokens"]
 
 
 class JacobianOptions(NormOptions):
@@ -30,8 +30,8 @@ class JacobianOptions(NormOptions):
     section: ClassVar[str] = "jacobian"
     samples: ClassVar[int] = 64
 
-    start: From | None = option(None, "pixels or embeddings; text: embeddings.", "--from")
-    target: To | None = option(None, "logits, probabilities, features or tokens.", "--to")
+    start: StartPoint | None = option(None, "pixels or embeddings; text: embeddings.", "--from")
+    target: EndPoint | None = option(None, "logits, probabilities, features or tokens.", "--to")
     norm: Literal["2", "inf"] = option("2", "2 (spectral), or inf (largest L1 row norm).")
     rivals: int = option(16, "Most classes to look at for the first-order radius.", ge=1)
     per_layer: bool = option(False, "Also the norm of every block, input to output.")

@@ -11,8 +11,8 @@ from lipaudit.settings.option import option
 from lipaudit.settings.parsing import Layers, Lengths, Names, listed
 from lipaudit.theory.accuracy import TOL
 
-Mode = Literal["real", "adversarial", "radius", "ascent", "split"]
-Modes = Annotated[tuple[Mode, ...], listed]
+ScalingMode = Literal["real", "adversarial", "radius", "ascent", "split"]
+ScalingModes = Annotated[tuple[ScalingMode, ...], listed]
 
 
 class ScalingOptions(MeasureOptions):
@@ -36,7 +36,7 @@ class ScalingOptions(MeasureOptions):
     samples: ClassVar[int] = 4
 
     lengths: Lengths = option("8:256:log8", "Tokens, FIRST:LAST:logCOUNT.")
-    modes: Modes = option(
+    modes: ScalingModes = option(
         "real,adversarial,radius,ascent,split",
         "real, adversarial, radius, ascent, split (comma-separated).",
         "--mode",

@@ -11,7 +11,7 @@ from torch import Tensor
 Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def shifted(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
+def translated(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
     """Move each image by up to so many pixels in each direction, zeros coming in."""
     padded = F.pad(x, (pixels, pixels, pixels, pixels))
     windows = padded.unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)

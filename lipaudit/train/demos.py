@@ -21,7 +21,7 @@ from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import DigitsViT, demo_spec
-from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.results.trials import parse_radius
 from lipaudit.settings.recipe import Recipe
@@ -113,7 +113,7 @@ def main() -> None:
     if asked.digits:
         write_digits(folders["data"])
     for name in asked.names:
-        *_, (net, last) = trained(RECIPES[name], load("demo") if name == "robust" else None)
+        *_, (net, last) = trained(RECIPES[name], load_net("demo") if name == "robust" else None)
         facts = {"held_out_accuracy": f"{last.accuracy:.4f}", "data": CREDIT}
         facts["recipe"] = RECIPES[name].model_dump_json()
         stored = save(net.module.state_dict(), facts)

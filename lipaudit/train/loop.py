@@ -20,10 +20,10 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import Net
 from lipaudit.settings.recipe import Recipe
-from lipaudit.train.augment import Mix, flipped, mixing, shifted
+from lipaudit.train.augment import Mix, flipped, mixing, translated
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 
-State = dict[str, Any]
+CheckpointState = dict[str, Any]
 """What a checkpoint holds: tensors, numbers, strings, and lists and dictionaries of them."""
 
 
@@ -45,7 +45,7 @@ class Epoch:
     penalty: float | None
     accuracy: float | None
     lr: float
-    state: State
+    state: CheckpointState
 
 
 def train(
@@ -77,7 +77,7 @@ def train(
     if held_out is not None:
         _require_labels(net, held_out, "the held-out data")
     with _trainable(net.module):
-        run = _Run.start(net, data, recipe)
+        run = _Training.start(net, data, recipe)
         first = run.restore(state) if state is not None else 0
         for number in range(first, recipe.epochs):
             with _seeded(recipe.seed, number):
@@ -88,7 +88,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Training:
     """What moves along with training."""
 
     net: Net
@@ -100,7 +100,7 @@ class _Run:
     weights: SpecformerPenalty | None
 
     @classmethod
-    def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Run:
+    def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Training:
         steps = recipe.epochs * len(_batches(torch.arange(len(data)), recipe.batch_size))
         optimizer = _optimizer(net.module, recipe)
         mixes = net.kind == "image" and recipe.adversarial is None
@@ -111,7 +111,7 @@ class _Run:
             weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
         return cls(net, recipe, optimizer, _schedule(optimizer, recipe, steps), mix, rng, weights)
 
-    def state(self, epochs: int) -> State:
+    def state(self, epochs: int) -> CheckpointState:
         # Copies: the next epoch changes the tensors in place.
         return {
             "model": _copied(self.net.module.state_dict()),
@@ -174,7 +174,7 @@ class _Run:
         x = batch.x
         if self.net.kind != "image":
             return x
-        x = shifted(x, self.recipe.shift, self.rng) if self.recipe.shift else x
+        x = translated(x, self.recipe.shift, self.rng) if self.recipe.shift else x
         x = flipped(x, self.rng) if self.recipe.flip else x
         return self.attacked(x, _labels(batch)) if self.recipe.adversarial else x
 

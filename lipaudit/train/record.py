@@ -42,7 +42,7 @@ def check_target(out: Path, *, resume: bool) -> None:
         raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None
 
 
-class Record:
+class TrainingRecord:
     """The directory of a run: a checkpoint after every epoch, and a record beside it."""
 
     def __init__(
@@ -144,11 +144,11 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
     """Write the model, each file whole or not at all; return whether `out` is now a MODEL."""
-    from lipaudit.models.sources.saving import save
+    from lipaudit.models.sources.saving import save_net
 
     try:
         with tempfile.TemporaryDirectory(dir=out) as folder:
-            complete = save(net, Path(folder), options)
+            complete = save_net(net, Path(folder), options)
             for path in [p for p in Path(folder).rglob("*") if p.is_file()]:
                 target = out / path.relative_to(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import make_plan
-from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.loading import load_net
 from lipaudit.results.trials import parse_radius
 from lipaudit.train.demos import shipped
 
@@ -42,7 +42,7 @@ class Counted:
     """A model that counts the samples it is given."""
 
     def __init__(self) -> None:
-        self.net, self.samples = load("demo"), 0
+        self.net, self.samples = load_net("demo"), 0
 
     def __call__(self, x: Tensor) -> Tensor:
         self.samples += len(x)

@@ -20,7 +20,7 @@ from lipaudit.measures.attention import AttentionOptions, layer_statistics
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.theory.bounds.affine import KnownWeights
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
@@ -35,9 +35,9 @@ def minilm() -> str:
 
 
 MODELS = {
-    "vit_tiny": lambda: load("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=RANDOM)),
-    "vit_base": lambda: load("timm:vit_base_patch16_224", LoadOptions(model_kwargs=RANDOM)),
-    "minilm": lambda: load(minilm()),
+    "vit_tiny": lambda: load_net("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=RANDOM)),
+    "vit_base": lambda: load_net("timm:vit_base_patch16_224", LoadOptions(model_kwargs=RANDOM)),
+    "minilm": lambda: load_net(minilm()),
 }
 
 

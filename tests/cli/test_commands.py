@@ -73,7 +73,7 @@ def test_adversarial_examples_reproduce_the_printed_accuracy(tmp_path):
     import torch
     from safetensors.torch import load_file
 
-    from lipaudit.models.sources.loading import load
+    from lipaudit.models.sources.loading import load_net
 
     done = lipaudit(
         "attack", "demo", "--eps", "0.1", "--attack", "fgsm,pgd", "--steps", "5", "-n", "32",
@@ -81,7 +81,7 @@ def test_adversarial_examples_reproduce_the_printed_accuracy(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     section = strict(done.stdout)["sections"][0]
-    saved, net = load_file(tmp_path / "adv.safetensors"), load("demo")
+    saved, net = load_file(tmp_path / "adv.safetensors"), load_net("demo")
     for row in section["rows"]:
         if row["attack"] == "worst":
             continue
@@ -116,9 +116,9 @@ def test_a_model_is_gated_by_the_protocol_of_the_baseline(audited):
 def test_one_amplified_head_fails_the_gate_and_is_named(audited):
     from safetensors.torch import save_file
 
-    from lipaudit.models.sources.loading import load
+    from lipaudit.models.sources.loading import load_net
 
-    state = {k: v.clone() for k, v in load("demo").module.state_dict().items()}
+    state = {k: v.clone() for k, v in load_net("demo").module.state_dict().items()}
     state["blocks.1.attn.qkv.weight"][96 + 12 : 96 + 24] *= 1.5  # W_V of head 1.1
     save_file(state, audited / "worse.safetensors")
     (audited / "worse.py").write_text(
@@ -137,9 +137,9 @@ def test_one_amplified_head_fails_the_gate_and_is_named(audited):
 def test_weights_are_gated_both_ways_with_the_architecture_of_the_baseline(tmp_path):
     from safetensors.torch import save_file
 
-    from lipaudit.models.sources.loading import load
+    from lipaudit.models.sources.loading import load_net
 
-    state = load("demo").module.state_dict()
+    state = load_net("demo").module.state_dict()
     save_file(state, tmp_path / "good.safetensors")
     state["blocks.1.attn.qkv.weight"][96 + 12 : 96 + 24] *= 1.5
     save_file(state, tmp_path / "worse.safetensors")

@@ -16,8 +16,8 @@ from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
-from lipaudit.models.sources.loading import LoadOptions, load
-from lipaudit.models.sources.saving import save
+from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.saving import save_net
 from lipaudit.train.record import save_model
 
 ARGS = ("demo", "-n", "256", "--epochs", "8", "--batch-size", "32", "--lr", "1e-3")
@@ -84,7 +84,7 @@ def test_the_result_is_a_model_argument(whole):
 
 def test_a_model_is_not_written_over(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    save(load("demo"), tmp_path / "vit")
+    save_net(load_net("demo"), tmp_path / "vit")
     before = (tmp_path / "vit/model.safetensors").read_bytes()
     done = CliRunner().invoke(build(), ["train", "vit", "--data", "demo:train", "--out", "vit"])
     assert done.exit_code == 2
@@ -99,11 +99,11 @@ def test_a_model_of_transformers_brings_its_folders_along(tmp_path):
     (tmp_path / "vit/notes/data.md").write_text("cats\n")
     out = tmp_path / "vit/tuned"
     out.mkdir()
-    net = load(str(tmp_path / "vit"))
+    net = load_net(str(tmp_path / "vit"))
     assert save_model(net, out, LoadOptions())
     assert (out / "notes/data.md").read_text() == "cats\n"
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "notes"}
-    again = load(str(out))
+    again = load_net(str(out))
     x = torch.rand(2, 3, 16, 16)
     torch.testing.assert_close(again.read(again.call(x, None)), net.read(net.call(x, None)))
 

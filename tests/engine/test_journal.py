@@ -18,7 +18,7 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import Journal
 from lipaudit.measures import MEASURES
 from lipaudit.measures.measure import Part, sample_ids
-from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.loading import load_net
 
 ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "130", "--steps", "30")
 NORMS = ("jacobian", "demo", "-n", "32", "--batch-size", "1", "--per-layer")
@@ -98,7 +98,7 @@ def test_a_stopped_run_says_how_to_go_on(by, code, tmp_path):
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
-    net = load("demo")
+    net = load_net("demo")
     measure = MEASURES[name]
     size = measure.chunk or 2
     batch = load_data("demo", net, DataOptions(samples=size + 2)).batch

@@ -14,7 +14,7 @@ import torch
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
-from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.loading import load_net
 from lipaudit.results import measures
 from lipaudit.results.measures import OWN, MeasureRecord
 
@@ -40,7 +40,7 @@ def measured(tmp_path_factory) -> Path:
 
 def test_its_figures_are_those_of_the_model(measured):
     section = json.loads((measured / "a.json").read_text())["sections"][0]
-    net = load("demo")
+    net = load_net("demo")
     batch = load_data("demo", net, DataOptions(samples=24)).batch
     with torch.no_grad():
         truth = (net.output(batch) / 2).double().softmax(1).amax(1)
@@ -99,7 +99,7 @@ class Point:
     def __init__(self, name: str, record: object) -> None:
         self.name, self.record, self.group, self.dist = name, record, "lipaudit.measures", None
 
-    def load(self) -> object:
+    def load_net(self) -> object:
         return self.record
 
 

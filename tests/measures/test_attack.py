@@ -7,12 +7,12 @@ from lipaudit.attacks.plan import CHUNK
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, measure, summarise, wilson
-from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.loading import load_net
 
 
 @pytest.fixture(scope="module")
 def net():
-    return load("demo")
+    return load_net("demo")
 
 
 def section(net, batch_size=64, samples=24, **options):

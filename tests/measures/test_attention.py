@@ -12,7 +12,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
 from lipaudit.measures.attention import MEANS, AttentionOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.softmax import profile_rows, row_statistics
 
@@ -279,12 +279,12 @@ def swin_maps(net, batch):
 
 
 def demo():
-    return load("demo", LoadOptions(dtype="float64"))
+    return load_net("demo", LoadOptions(dtype="float64"))
 
 
 def swin():
     kwargs = {"pretrained": False, "img_size": 64, "window_size": 4, "depths": (2, 2, 1, 1)}
-    net = load(
+    net = load_net(
         "timm:swin_tiny_patch4_window7_224", LoadOptions(dtype="float64", model_kwargs=kwargs)
     )
     for name, p in net.module.named_parameters():

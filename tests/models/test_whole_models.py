@@ -11,13 +11,13 @@ from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import jacobian_norms
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 
 STARTS = 200
 
 
 def at_samples(spec, target, dtype, **data):
-    net = load(spec, LoadOptions(dtype=dtype))
+    net = load_net(spec, LoadOptions(dtype=dtype))
     batch = load_data("demo" if spec == "demo" else "random", net, DataOptions(**data)).batch
     return sample_function(net, batch.to(net.device, net.dtype), start=None, target=target)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from tests.reference.timm_models import Small
 
 NARROW, WIDE = "float32", "float64"
@@ -35,7 +35,7 @@ def timm_loader(small: Small) -> Loader:
     def loader(dtype: Any) -> Net:
         size = None if small.side is None else (small.side,)
         options = LoadOptions(model_kwargs=kwargs, device="cpu", dtype=dtype, input_size=size)
-        return load(f"timm:{small.name}" if by_name else small.name, options)
+        return load_net(f"timm:{small.name}" if by_name else small.name, options)
 
     return loader
 
@@ -56,7 +56,7 @@ def transformers_loader(config: dict[str, Any], folder: Path) -> Loader:
         eager = {"experts_implementation": "eager"} if dtype == WIDE else {}
         (folder / "config.json").write_text(json.dumps(config | eager))
         given: dict[str, Any] = {"model_kwargs": {"pretrained": False}, "input_size": size}
-        return load(str(folder), LoadOptions(device="cpu", dtype=dtype, **given))
+        return load_net(str(folder), LoadOptions(device="cpu", dtype=dtype, **given))
 
     return loader
 

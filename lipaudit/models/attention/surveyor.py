@@ -20,7 +20,7 @@ from lipaudit.models.attention.observe.linears import Linear
 from lipaudit.models.attention.observe.origins import Address
 from lipaudit.models.attention.observe.trace import Frame, Tracer
 from lipaudit.models.attention.project.chains import Chains
-from lipaudit.models.attention.project.probes import Source
+from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.sites import Site, Structure
 from lipaudit.models.attention.to_heads import canonical
 from lipaudit.models.graph import root
@@ -123,7 +123,7 @@ class Surveyor:
             return
         layer = self.layers[leaves[0].origin.address]
         if layer.site.structure is not None and not layer.projected:
-            source = Source(linear.inputs[None, None], leaves[0].tensor, layer.as_rows)
+            source = Probed(linear.inputs[None, None], leaves[0].tensor, layer.as_rows)
             structure = replace(layer.site.structure, out=output_map(linear, source))
             layer.site = replace(layer.site, structure=structure)
         layer.projected = True

@@ -13,7 +13,7 @@ from lipaudit.models.attention.observe.layouts import arrange
 from lipaudit.models.attention.project.forms import TokenIndex
 from lipaudit.models.attention.project.logits import LogitForm, logit_form
 from lipaudit.models.attention.project.positions import position_terms
-from lipaudit.models.attention.project.projected import Projected, project
+from lipaudit.models.attention.project.projected import Projected, projected
 from lipaudit.models.attention.sites import Structure
 from lipaudit.theory.heads import Heads, Pairs
 
@@ -128,7 +128,7 @@ def _projected(structure: Structure, call: AttentionCall, samples: int) -> dict[
     forms |= {} if structure.q is None else {"q": structure.q}
     tensors = {name: getattr(call, name) for name in forms}
     return {
-        name: project(form, tensors[name], call.origins.leaves(tensors[name]), samples)
+        name: projected(form, tensors[name], call.origins.leaves(tensors[name]), samples)
         for name, form in forms.items()
     }
 

@@ -14,7 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.models.derivative.linearize import Function
 from lipaudit.models.net import Net
-from lipaudit.settings.jacobian import From, To
+from lipaudit.settings.jacobian import EndPoint, StartPoint
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SampleFunction:
 
 
 def sample_function(
-    net: Net, batch: Batch, *, start: From | None, target: To | None
+    net: Net, batch: Batch, *, start: StartPoint | None, target: EndPoint | None
 ) -> SampleFunction:
     """Return the function from `start` to `target` at the samples of a batch.
 

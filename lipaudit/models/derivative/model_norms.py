@@ -15,7 +15,7 @@ from lipaudit.theory.accuracy import WITHIN
 from lipaudit.theory.powers import powers_of_two, times_power
 from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
-Norm = Literal["2", "inf"]
+OutputNorm = Literal["2", "inf"]
 Method = Literal["dense", "lanczos", "rows"]
 
 DENSE = 16
@@ -71,7 +71,7 @@ class Margins:
 def jacobian_norms(
     linear: Linearization,
     *,
-    norm: Norm = "2",
+    norm: OutputNorm = "2",
     tol: float = 1e-4,
     max_steps: int = 300,
     within: float = WITHIN,
@@ -107,7 +107,7 @@ def margins(
     linear: Linearization,
     y: Tensor,
     *,
-    norm: Norm = "inf",
+    norm: OutputNorm = "inf",
     upper: Tensor | None = None,
     rivals: int | None = None,
 ) -> Margins:
@@ -141,7 +141,7 @@ def margins(
 class _Slopes:
     """The norms ||grad(f_y - f_j)||_q."""
 
-    def __init__(self, linear: Linearization, y: Tensor, upper: Tensor, norm: Norm) -> None:
+    def __init__(self, linear: Linearization, y: Tensor, upper: Tensor, norm: OutputNorm) -> None:
         self.linear, self.dual, self.every = linear, 1 if norm == "inf" else 2, linear.outputs
         if self.every > DENSE:
             linear.fit()

@@ -1,1 +1,1 @@
-"""Names of checkpoints, and the checked `Net` that each gives: `loading.load` is the door."""
+"""Names of checkpoints, and the checked `Net` that each gives: `loading.load_net` is the door."""

@@ -14,7 +14,7 @@ from lipaudit.data.images import resized
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.models.sources.weights import few, half_precision, require_finite, sha256
+from lipaudit.models.sources.weights import few, half_precision, require_finite_weights, sha256
 from lipaudit.results import Note
 
 Call = Callable[[Tensor, Tensor | None], Any]
@@ -35,7 +35,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     """
     _require_images(spec, options)
     module, notes = _single_precision(spec.module)
-    require_finite(module, name)
+    require_finite_weights(module, name)
     digest = sha256(module)
     module.eval().requires_grad_(False).to(device(options.device), _dtype(options.dtype))
     call, preprocess = _call(spec, options)

@@ -23,10 +23,10 @@ SEED = 0
 
 FORMS = "demo, timm:NAME, hf:ORG/NAME, a directory, a file of weights with --arch, py:FILE:FACTORY"
 
-Source = tuple[str, ModelSpec]
+NamedSpec = tuple[str, ModelSpec]
 
 
-def load(spec: str, options: LoadOptions | None = None) -> Net:
+def load_net(spec: str, options: LoadOptions | None = None) -> Net:
     """Load the model that a MODEL argument names.
 
     The forms: `demo[:NAME]`; `timm:NAME`; `hf:ORG/NAME[@REVISION]` (`hf-hub:` is the same); a
@@ -56,7 +56,7 @@ def load(spec: str, options: LoadOptions | None = None) -> Net:
         return assemble(model, options, name=spec, source=source)
 
 
-def _resolve(spec: str, options: LoadOptions) -> Source:
+def _resolve(spec: str, options: LoadOptions) -> NamedSpec:
     prefix, colon, rest = spec.partition(":")
     if colon and prefix in PREFIXES:
         return PREFIXES[prefix](rest, options)
@@ -65,7 +65,7 @@ def _resolve(spec: str, options: LoadOptions) -> Source:
     return _bare(spec, options)
 
 
-def _bare(name: str, options: LoadOptions) -> Source:
+def _bare(name: str, options: LoadOptions) -> NamedSpec:
     """Look a bare name up, and say what it was taken for."""
     path = Path(name)
     if name in DEMOS:
@@ -90,7 +90,7 @@ def _bare(name: str, options: LoadOptions) -> Source:
     return _unknown(name)
 
 
-def _unknown(name: str) -> Source:
+def _unknown(name: str) -> NamedSpec:
     from lipaudit.models.sources import timm
 
     close = timm.similar_names(name)
@@ -98,16 +98,16 @@ def _unknown(name: str) -> Source:
     raise InputError(f"no model {name!r}", f"{hint}MODEL is one of: {FORMS}.")
 
 
-def _noted(source: Source, note: str) -> Source:
+def _noted(source: NamedSpec, note: str) -> NamedSpec:
     rule, model = source
     return rule, replace(model, notes=(remark("resolved", note), *model.notes))
 
 
-def _demo(name: str, _options: LoadOptions) -> Source:
+def _demo(name: str, _options: LoadOptions) -> NamedSpec:
     return "demo", demo_model(name or "standard")
 
 
-def _timm(name: str, options: LoadOptions) -> Source:
+def _timm(name: str, options: LoadOptions) -> NamedSpec:
     from lipaudit.data.hub_sets import hub_access
     from lipaudit.models.sources import timm
 
@@ -115,7 +115,7 @@ def _timm(name: str, options: LoadOptions) -> Source:
         return "timm", timm.pretrained(name, options)
 
 
-def _hub(name: str, options: LoadOptions) -> Source:
+def _hub(name: str, options: LoadOptions) -> NamedSpec:
     from lipaudit.models.sources.hub import fetch
 
     repository, _, revision = name.partition("@")
@@ -126,7 +126,7 @@ def _hub(name: str, options: LoadOptions) -> Source:
     return _directory(path, options)
 
 
-def _directory(path: Path, options: LoadOptions) -> Source:
+def _directory(path: Path, options: LoadOptions) -> NamedSpec:
     """Read a directory by the keys of its config.json: timm's, or those of transformers."""
     keys = _config_keys(path)
     if "model_type" in keys:
@@ -164,7 +164,7 @@ def _config_keys(path: Path) -> set[str]:
     return set(content) if isinstance(content, dict) else set()
 
 
-def _file(path: Path, options: LoadOptions) -> Source:
+def _file(path: Path, options: LoadOptions) -> NamedSpec:
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path} is not a file of weights", f"They end in {', '.join(SUFFIXES)}.")
     if options.arch is None:
@@ -178,13 +178,13 @@ def _file(path: Path, options: LoadOptions) -> Source:
     return "file", timm.from_file(path, options.arch.removeprefix("timm:"), options)
 
 
-def _factory(reference: str, options: LoadOptions) -> Source:
+def _factory(reference: str, options: LoadOptions) -> NamedSpec:
     from lipaudit.models.sources.factory import from_factory
 
     return "py", from_factory(reference, options)
 
 
-PREFIXES: dict[str, Callable[[str, LoadOptions], Source]] = {
+PREFIXES: dict[str, Callable[[str, LoadOptions], NamedSpec]] = {
     "demo": _demo,
     "timm": _timm,
     "hf": _hub,

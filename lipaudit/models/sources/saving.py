@@ -1,4 +1,4 @@
-"""Write a model as a directory that `load` reads back."""
+"""Write a model as a directory that `load_net` reads back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lipaudit.models.sources.spec import LoadOptions
 WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.h5", "*.onnx", "*.msgpack", "*.ckpt*")
 
 
-def save(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
+def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool:
     """Write the weights of a model and, where its library has a format for it, its configuration.
 
     Models of transformers are written in their format, with all but the weights of the directory

@@ -107,7 +107,7 @@ def half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
     return (remark("half-precision", text),) if names else ()
 
 
-def require_finite(module: nn.Module, origin: str) -> None:
+def require_finite_weights(module: nn.Module, origin: str) -> None:
     """Refuse weights that are NaN or infinite, and a model without any.
 
     Raises:

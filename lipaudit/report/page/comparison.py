@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lipaudit.gate.comparison import Comparison, HeadRatios, Pair
-from lipaudit.gate.verdicts import Verdict, amount, number
+from lipaudit.gate.verdicts import Verdict, amount, written
 from lipaudit.report.blocks import Block, Chapter, Heatmap, Notes, Paragraph, Table
 from lipaudit.results import Column, Note, row_types
 
@@ -53,7 +53,7 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def _row(verdict: Verdict) -> tuple[str | None, ...]:
-    old, new = (None if v is None else number(v) for v in (verdict.old, verdict.new))
+    old, new = (None if v is None else written(v) for v in (verdict.old, verdict.new))
     change = None if verdict.change is None else amount(verdict.change, verdict.unit)
     limits = None
     if verdict.low is not None and verdict.high is not None:

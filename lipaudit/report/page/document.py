@@ -8,7 +8,7 @@ from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
-from lipaudit.results import Column, Report, labels
+from lipaudit.results import Column, Report, model_labels
 
 LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
 
@@ -55,7 +55,7 @@ def _single(report: Report) -> Document:
 
 
 def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
-    names = labels(reports)
+    names = model_labels(reports)
     measures = dict.fromkeys(s.measure for report in reports for s in report.sections)
     chapters = []
     for measure in measures:

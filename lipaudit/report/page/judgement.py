@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lipaudit.gate.verdicts import Judgement, Verdict, amount, number
+from lipaudit.gate.verdicts import Judgement, Verdict, amount, written
 from lipaudit.report.blocks import Block, Chapter, Document, Notes, Paragraph, Table
 from lipaudit.results import Column, Note
 
@@ -93,7 +93,7 @@ def _mark(judgement: Judgement, verdict: Verdict) -> str:
 def _figures(verdict: Verdict) -> str:
     change = amount(verdict.change, verdict.unit)
     chance = "" if verdict.mcnemar is None else f", exact McNemar p = {verdict.mcnemar:.3g}"
-    return f"{verdict.metric}: {number(verdict.old)} -> {number(verdict.new)} ({change}{chance})"
+    return f"{verdict.metric}: {written(verdict.old)} -> {written(verdict.new)} ({change}{chance})"
 
 
 def _table(judgement: Judgement) -> Table:
@@ -116,8 +116,8 @@ def _row(judgement: Judgement, verdict: Verdict) -> tuple[str, ...]:
         f"{_mark(judgement, verdict)} {verdict.status}",
         verdict.rule,
         verdict.reason or verdict.name,
-        "" if verdict.old is None else number(verdict.old),
-        "" if verdict.new is None else number(verdict.new),
+        "" if verdict.old is None else written(verdict.old),
+        "" if verdict.new is None else written(verdict.new),
         amount(verdict.change, verdict.unit),
         limits,
         str(verdict.samples or ""),

@@ -16,8 +16,8 @@ from torch import Tensor
 from lipaudit.theory.bounds.centred import (
     Centred,
     Stack,
+    are_affine,
     factor,
-    is_affine,
     projections,
     rounding,
     tiles,
@@ -82,7 +82,7 @@ class KnownWeights:
 
     def of(self, layer: int, heads: Heads) -> Weights | None:
         """Return those of a layer, in float64; None where its heads are not affine."""
-        if not is_affine(heads):
+        if not are_affine(heads):
             return None
         own = [p for p in (heads.to_q, heads.to_k, heads.to_v) if p is not None]
         parts = [t for p in own for t in (p.weight, p.bias) if t is not None]

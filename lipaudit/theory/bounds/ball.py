@@ -22,9 +22,9 @@ from lipaudit.theory.bounds.affine import (
 )
 from lipaudit.theory.bounds.centred import (
     Centred,
+    are_affine,
     centred,
     factor,
-    is_affine,
     projections,
     squared_distances,
 )
@@ -52,7 +52,7 @@ def ball_sharp(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
     if r < 0:
         raise UsageError(f"the radius of a ball cannot be negative: {r}")
     heads = heads.to(torch.float64)
-    if heads.x_kv is not None or not is_affine(heads):
+    if heads.x_kv is not None or not are_affine(heads):
         return torch.full_like(heads.q[..., 0, 0], torch.nan)
     at = centred(heads)
     rows = affine_rows(heads, at)

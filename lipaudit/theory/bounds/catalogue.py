@@ -16,7 +16,7 @@ from lipaudit.theory.heads import Heads
 BOUNDS: Mapping[str, Bound] = catalogue()
 """The record of every bound."""
 
-Function = Callable[[Heads], Tensor]
+BoundFunction = Callable[[Heads], Tensor]
 """Computes a bound of ||J||, (batch, heads) on the device of the heads; NaN where there is none.
 
 It is handed heads of every kind, in float64, W_V of each scaled to size one (J is homogeneous in
@@ -55,10 +55,10 @@ def _computed(bound: Bound, heads: Heads) -> Tensor:
     return values.to(torch.float64)
 
 
-def _function(bound: Bound) -> Function:
+def _function(bound: Bound) -> BoundFunction:
     module, _, name = bound.function.partition(":")
     try:
-        function: Function = getattr(import_module(module), name)
+        function: BoundFunction = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UsageError(
             f"the bound {bound.name} cannot be computed: {bound.function} is not there: {error}",

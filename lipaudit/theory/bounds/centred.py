@@ -135,7 +135,7 @@ def _zero(x: Tensor, rows: Tensor) -> Projection:
     return Projection(weight=weight, bias=None, local=None, kind="constant")
 
 
-def is_affine(heads: Heads) -> bool:
+def are_affine(heads: Heads) -> bool:
     """Whether the formulas for affine heads apply: no rotation, no norm, plain logits, no sink."""
     if heads.pairs is not None or heads.sink is not None:
         return False

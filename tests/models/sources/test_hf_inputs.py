@@ -14,7 +14,7 @@ from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import jacobian_norms
 from lipaudit.models.sources.hf.pooling import mean_pooling
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 
 transformers = pytest.importorskip("transformers")
 
@@ -101,7 +101,7 @@ def dense_norms(f, x):
 @pytest.mark.parametrize(("kind", "settings"), [("Funnel", FUNNEL), ("MobileBert", MOBILE)])
 def test_a_configuration_need_not_have_every_special_id(tmp_path, kind, settings):
     module = saved(tmp_path, f"{kind}ForSequenceClassification", config_of(kind, **settings))
-    net, batch = load(str(tmp_path), WIDE), tokens()
+    net, batch = load_net(str(tmp_path), WIDE), tokens()
     batch.x[0, 0] = net.pad_id  # transformers then asks for the ids of the beginning and the end
     torch.testing.assert_close(net.output(batch), module(input_ids=batch.x).logits)
     assert survey(net, batch)
@@ -111,14 +111,14 @@ def test_a_model_without_a_vocabulary_is_refused(tmp_path):
     settings = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"num_hash_buckets": 8}
     saved(tmp_path, "CanineModel", config_of("Canine", **settings))
     with pytest.raises(InputError, match="CanineModel has no vocabulary"):
-        load(str(tmp_path))
+        load_net(str(tmp_path))
 
 
 def test_a_recurrent_model_without_attention_is_refused_and_has_a_jacobian(tmp_path):
     settings = {k: v for k, v in TEXT.items() if "heads" not in k and "position" not in k}
     config = config_of("Rwkv", **settings | {"num_hidden_layers": 2}, attention_hidden_size=16)
     module = saved(tmp_path, "RwkvModel", config)
-    net, batch = load(str(tmp_path), WIDE), tokens()
+    net, batch = load_net(str(tmp_path), WIDE), tokens()
     with pytest.raises(InputError, match="no attention was seen in RwkvModel"):
         survey(net, batch)
     z = module.get_input_embeddings()(batch.x).detach()
@@ -136,33 +136,33 @@ def test_labels_that_are_null_are_no_labels(tmp_path):
         sequence_reduction_ratios=[2, 1], image_size=16, num_labels=3,
     )  # fmt: skip
     saved(tmp_path, "PvtForImageClassification", config, id2label=None, label2id=None)
-    net = load(str(tmp_path), WIDE)
+    net = load_net(str(tmp_path), WIDE)
     assert (net.info.labels, net.sample_shape) == (None, (3, 16, 16))
 
 
 def test_a_model_that_needs_more_than_text_is_refused(tmp_path):
     saved(tmp_path, "ViltModel", config_of("Vilt", **TEXT, image_size=8, patch_size=4))
     with pytest.raises(InputError, match=r"ViltModel cannot be run .*pixel_values") as caught:
-        load(str(tmp_path))
+        load_net(str(tmp_path))
     assert "input-size" not in caught.value.advice
 
 
 def test_videos_are_refused(tmp_path):
     saved(tmp_path, "VideoMAEModel", config_of("VideoMAE", **SEEN, num_frames=4))
     with pytest.raises(InputError, match="VideoMAEModel takes videos of 4 frames"):
-        load(str(tmp_path))
+        load_net(str(tmp_path))
 
 
 def test_a_class_that_no_auto_class_knows_is_loaded_as_it_is_named(tmp_path):
     module = saved(tmp_path, "SiglipTextModel", config_of("SiglipText", **TEXT, pad_token_id=1))
-    net, batch = load(str(tmp_path), WIDE), tokens()
+    net, batch = load_net(str(tmp_path), WIDE), tokens()
     expected = module(input_ids=batch.x).last_hidden_state.mean(1)
     torch.testing.assert_close(net.output(batch), expected)
 
 
 def test_a_model_that_keeps_tokens_first_is_fed_one_sample_per_row(tmp_path):
     module = saved(tmp_path, "XLNetForSequenceClassification", config_of("XLNet", **XLNET))
-    net, batch = load(str(tmp_path), WIDE), tokens()
+    net, batch = load_net(str(tmp_path), WIDE), tokens()
     torch.testing.assert_close(net.output(batch), module(input_ids=batch.x).logits)
     z = net.point(batch)
     assert z.shape == (2, 6, 16)
@@ -173,7 +173,7 @@ def test_a_model_that_keeps_tokens_first_is_fed_one_sample_per_row(tmp_path):
 
 def test_random_texts_end_where_the_model_reads_them(tmp_path):
     module = saved(tmp_path, "BartForSequenceClassification", config_of("Bart", **BART))
-    net = load(str(tmp_path), WIDE)
+    net = load_net(str(tmp_path), WIDE)
     batch = drawn(net, 16)
     assert ((batch.x == 2).sum(1) == 1).all()
     assert (batch.x[:, -1] == 2).all()
@@ -183,7 +183,7 @@ def test_random_texts_end_where_the_model_reads_them(tmp_path):
 
 def test_texts_without_their_end_are_refused(tmp_path):
     saved(tmp_path, "BartForSequenceClassification", config_of("Bart", **BART))
-    net, batch = load(str(tmp_path), WIDE), tokens()
+    net, batch = load_net(str(tmp_path), WIDE), tokens()
     batch.x[1, -1] = 5
     with pytest.raises(InputError, match="the id 2 of the end"):
         net.output(batch)
@@ -193,7 +193,7 @@ def test_texts_without_their_end_are_refused(tmp_path):
 def test_a_classifier_of_sounds_takes_a_second_of_waveform(tmp_path, kind):
     config = config_of(kind, **WAVE)
     module = saved(tmp_path, f"{kind}ForSequenceClassification", config)
-    net = load(str(tmp_path), WIDE)
+    net = load_net(str(tmp_path), WIDE)
     batch = drawn(net)
     assert (net.kind, net.sample_shape, net.classes) == ("tokens", (16_000,), 3)
     torch.testing.assert_close(net.output(batch), module(batch.x).logits)
@@ -208,7 +208,7 @@ def test_a_spectrogram_is_a_float_sequence(tmp_path):
         num_mel_bins=8, frequency_stride=4, time_stride=4, num_labels=3,
     )  # fmt: skip
     module = saved(tmp_path, "ASTForAudioClassification", config)
-    net = load(str(tmp_path), WIDE)
+    net = load_net(str(tmp_path), WIDE)
     batch = drawn(net)
     assert (net.sample_shape, net.classes) == ((12, 8), 3)
     true = dense_norms(lambda x: module(x).logits, batch.x)
@@ -222,7 +222,7 @@ def test_a_model_that_writes_sounds_down_is_read_for_its_encoder(tmp_path):
         num_mel_bins=4, max_source_positions=5, max_target_positions=8,
     )  # fmt: skip
     module = saved(tmp_path, "WhisperModel", config)
-    net = load(str(tmp_path), WIDE)
+    net = load_net(str(tmp_path), WIDE)
     batch = drawn(net)
     expected = module.get_encoder()(batch.x).last_hidden_state.mean(1)
     assert net.sample_shape == (4, 10)
@@ -232,17 +232,17 @@ def test_a_model_that_writes_sounds_down_is_read_for_its_encoder(tmp_path):
 def test_a_model_with_two_towers_says_what_to_type(tmp_path):
     saved(tmp_path, "CLIPModel", clip())
     with pytest.raises(UsageError, match="CLIPModel has a tower for images") as caught:
-        load(str(tmp_path))
+        load_net(str(tmp_path))
     assert caught.value.advice == "Add --tower image or --tower text."
     with pytest.raises(UsageError, match="no tower 'sound'"):
-        load(str(tmp_path), LoadOptions(tower="sound"))
+        load_net(str(tmp_path), LoadOptions(tower="sound"))
     with pytest.raises(UsageError, match="demo has no towers"):
-        load("demo", LoadOptions(tower="image"))
+        load_net("demo", LoadOptions(tower="image"))
 
 
 def test_the_tower_of_images_gives_what_is_compared(tmp_path):
     module = saved(tmp_path, "CLIPModel", clip())
-    net = load(str(tmp_path), LoadOptions(tower="image", dtype="float64"))
+    net = load_net(str(tmp_path), LoadOptions(tower="image", dtype="float64"))
     batch = drawn(net)
 
     def tower(x):
@@ -257,7 +257,7 @@ def test_the_tower_of_images_gives_what_is_compared(tmp_path):
 
 def test_the_tower_of_text_reads_the_end(tmp_path):
     module = saved(tmp_path, "CLIPModel", clip())
-    net = load(str(tmp_path), LoadOptions(tower="text", dtype="float64"))
+    net = load_net(str(tmp_path), LoadOptions(tower="text", dtype="float64"))
     batch = drawn(net)
     last = module.text_model(input_ids=batch.x).last_hidden_state[:, -1]
     torch.testing.assert_close(net.output(batch), module.text_projection(last))
@@ -271,7 +271,7 @@ def test_padding_is_refused_where_the_last_position_is_read(tmp_path):
         vision_config=SEEN,
     )  # fmt: skip
     saved(tmp_path, "SiglipModel", config)
-    net, batch = load(str(tmp_path), LoadOptions(tower="text")), tokens()
+    net, batch = load_net(str(tmp_path), LoadOptions(tower="text")), tokens()
     assert net.output(batch).shape == (2, 16)
     padded = Batch(batch.x, None, batch.ids, torch.arange(6) < torch.tensor([[6], [4]]))
     with pytest.raises(InputError, match="reads the last position"):
@@ -280,7 +280,7 @@ def test_padding_is_refused_where_the_last_position_is_read(tmp_path):
 
 def test_the_size_of_images_stands_with_the_part_that_sees(tmp_path):
     saved(tmp_path, "CLIPForImageClassification", clip(num_labels=3))
-    assert load(str(tmp_path)).sample_shape == (3, 8, 8)
+    assert load_net(str(tmp_path)).sample_shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("kind", ["LongformerForSequenceClassification", "LEDModel"])
@@ -292,7 +292,7 @@ def test_sliding_windows_are_refused_by_name_and_have_a_jacobian(tmp_path, kind)
     else:
         config = config_of("Longformer", **TEXT, attention_window=[4], num_labels=3)
     saved(tmp_path, kind, config)
-    net, batch = load(str(tmp_path), WIDE), tokens(8)
+    net, batch = load_net(str(tmp_path), WIDE), tokens(8)
     with pytest.raises(
         InputError, match=r"sliding windows \(.*0\..*self_?attn|0\.attention\.self"
     ):
@@ -321,7 +321,7 @@ def test_a_backward_pass_that_the_model_forbids_is_no_bug_of_ours(tmp_path):
         is_decoder=False, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     saved(tmp_path, "ReformerModel", config)
-    net, batch = load(str(tmp_path), WIDE), tokens(8)
+    net, batch = load_net(str(tmp_path), WIDE), tokens(8)
     with pytest.raises(InputError, match="cannot be linearised"):
         norms(net, batch)
 
@@ -330,13 +330,13 @@ def test_a_constant_with_gradients_is_not_where_attention_comes_from(tmp_path):
     config = config_of("Mra", **TEXT, block_per_row=1, num_labels=3)
     saved(tmp_path, "MraForSequenceClassification", config)
     with pytest.raises(InputError, match="no attention was seen"):
-        survey(load(str(tmp_path)), tokens(16))
+        survey(load_net(str(tmp_path)), tokens(16))
 
 
 def test_a_model_that_joins_the_samples_of_a_batch_is_refused(tmp_path):
     settings = SEEN | {"head_dim": 8}
     saved(tmp_path, "PixtralVisionModel", config_of("PixtralVision", **settings))
-    net = load(str(tmp_path))
+    net = load_net(str(tmp_path))
     with pytest.raises(InputError, match=r"2 samples give an output of shape \(1, 16\)"):
         survey(net, drawn(net))
 

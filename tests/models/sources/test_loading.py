@@ -10,7 +10,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, LipauditError, UsageError
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import LoadOptions, ModelSpec, load
+from lipaudit.models.sources.loading import LoadOptions, ModelSpec, load_net
 
 PLAIN = """
 import torch
@@ -50,7 +50,7 @@ def source(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(demo.DEMOS))
 def test_a_demo_reads_the_held_out_digits(name):
-    net = load(f"demo:{name}")
+    net = load_net(f"demo:{name}")
     samples = load_data("demo", net, DataOptions(samples=360))
     right = (net.output(samples.batch).argmax(1) == samples.batch.y).double().mean()
     assert len(samples.batch) == 360
@@ -64,7 +64,7 @@ def test_a_demo_is_as_good_as_its_file_says(name):
     from safetensors import safe_open
 
     path = files("lipaudit.models") / f"assets/demo_{name}.safetensors"
-    net = load(f"demo:{name}")
+    net = load_net(f"demo:{name}")
     batch = load_data("demo", net, DataOptions(samples=360)).batch
     with safe_open(str(path), "pt") as stored:
         said = stored.metadata()["held_out_accuracy"]
@@ -79,7 +79,7 @@ def test_the_robust_demo_stands_what_the_standard_one_does_not():
 
     left = {}
     for name in ("standard", "robust"):
-        net = load(f"demo:{name}")
+        net = load_net(f"demo:{name}")
         batch = load_data("demo", net, DataOptions(samples=64)).batch
         plan = make_plan("custom:pgd", norm="linf", radii=[parse_radius("0.1")], steps=10)
         outcomes = evaluate(lambda x, net=net: net.read(net.call(x, None)), batch.x, batch.y, plan)
@@ -98,7 +98,7 @@ def test_timm_loads_the_demo_and_agrees():
     twin.load_state_dict(
         load_file(str(files("lipaudit.models") / "assets/demo_standard.safetensors")), strict=True
     )
-    net = load("demo")
+    net = load_net("demo")
     batch = load_data("demo", net, DataOptions(samples=16)).batch
     with torch.no_grad():
         expected = twin((batch.x - 0.5) / 0.5)
@@ -126,36 +126,36 @@ def test_the_held_out_digits_are_those_of_scikit_learn():
 
     train_x, train_y, test_x, test_y = digits()
     for name, x, y in (("demo", test_x, test_y), ("demo:train", train_x, train_y)):
-        batch = load_data(name, load("demo"), DataOptions(samples=len(x))).batch
+        batch = load_data(name, load_net("demo"), DataOptions(samples=len(x))).batch
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         assert torch.equal(batch.x, x[order])
         assert torch.equal(batch.y, y[order])
 
 
 def test_a_bare_demo_name_is_noted():
-    assert [n.code for n in load("standard").info.notes] == ["resolved"]
-    assert load("demo").info.notes == ()
+    assert [n.code for n in load_net("standard").info.notes] == ["resolved"]
+    assert load_net("demo").info.notes == ()
 
 
 def test_loading_leaves_the_callers_state_alone(source):
     torch.manual_seed(7)
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
-    load(f"py:{source}:described")
+    load_net(f"py:{source}:described")
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_default_dtype() == dtype
 
 
 def test_a_net_is_frozen_in_eval_mode_and_hashed_by_content(source):
-    net, twin = (load(f"py:{source}:described") for _ in range(2))
+    net, twin = (load_net(f"py:{source}:described") for _ in range(2))
     assert not net.module.training
     assert not any(p.requires_grad for p in net.module.parameters())
     assert net.info.weights_sha256 == twin.info.weights_sha256
-    assert net.info.weights_sha256 != load("demo").info.weights_sha256
+    assert net.info.weights_sha256 != load_net("demo").info.weights_sha256
     assert net.info.parameters == 12 * 4 + 4
 
 
 def test_normalisation_happens_inside(source):
-    net = load(f"py:{source}:described")
+    net = load_net(f"py:{source}:described")
     x = torch.rand(2, 3, 2, 2)
     expected = net.module((x - 0.5) / 0.25)
     torch.testing.assert_close(net.output(Batch(x, None, ("a", "b"))), expected)
@@ -164,7 +164,7 @@ def test_normalisation_happens_inside(source):
 
 def test_mean_and_std_override_what_the_source_says(source):
     options = LoadOptions(mean=(0.1, 0.2, 0.3), std=(2.0,))
-    net = load(f"py:{source}:described", options)
+    net = load_net(f"py:{source}:described", options)
     x = torch.rand(1, 3, 2, 2)
     expected = net.module((x - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 2)
     torch.testing.assert_close(net.output(Batch(x, None, ("a",))), expected)
@@ -172,39 +172,39 @@ def test_mean_and_std_override_what_the_source_says(source):
 
 
 def test_float64_reaches_the_parameters(source):
-    net = load(f"py:{source}:described", LoadOptions(dtype="float64"))
+    net = load_net(f"py:{source}:described", LoadOptions(dtype="float64"))
     assert net.dtype == torch.float64
 
 
 def test_half_precision_is_converted_and_noted(source):
-    net = load(f"py:{source}:half", LoadOptions(input_size=(3, 2, 2)))
+    net = load_net(f"py:{source}:half", LoadOptions(input_size=(3, 2, 2)))
     assert net.dtype == torch.float32
     assert [n.code for n in net.info.notes] == ["half-precision"]
     assert "float16" in net.info.notes[0].text
 
 
 def test_a_plain_module_takes_the_input_size_that_is_given(source):
-    net = load(f"py:{source}:many", LoadOptions(input_size=(2,), model_kwargs={"classes": 7}))
+    net = load_net(f"py:{source}:many", LoadOptions(input_size=(2,), model_kwargs={"classes": 7}))
     assert net.sample_shape == (3, 2, 2)
     assert net.classes == 7
 
 
 def test_a_model_of_float_tokens(source):
-    net = load(f"py:{source}:sequence")
+    net = load_net(f"py:{source}:sequence")
     batch = load_data("random", net, DataOptions(samples=2)).batch
     assert net.output(batch).shape == (2, 3, 2)
     assert (net.classes, net.box) == (None, None)
 
 
 def test_a_factory_in_an_importable_module():
-    net = load("py:lipaudit.models.sources.demo:demo_model")
-    assert net.info.weights_sha256 == load("demo").info.weights_sha256
+    net = load_net("py:lipaudit.models.sources.demo:demo_model")
+    assert net.info.weights_sha256 == load_net("demo").info.weights_sha256
 
 
 def refused(spec, kind=InputError, **options):
     """Return what an error says, once it is the right one and says what to do."""
     with pytest.raises(LipauditError) as caught:
-        load(spec, LoadOptions(**options))
+        load_net(spec, LoadOptions(**options))
     assert type(caught.value) is kind
     assert caught.value.exit_code == (ExitCode.INPUT if kind is InputError else ExitCode.USAGE)
     assert caught.value.advice

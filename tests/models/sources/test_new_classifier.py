@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.sources.loading import LoadOptions, load
-from lipaudit.models.sources.saving import save
+from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.saving import save_net
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT = transformers.BertConfig(**SMALL, vocab_size=32, intermediate_size=24)
@@ -29,8 +29,8 @@ def samples(net):
 
 
 def assert_read_back(net, folder, options):
-    assert save(net, folder, options)
-    again, x = load(str(folder)), samples(net)
+    assert save_net(net, folder, options)
+    again, x = load_net(str(folder)), samples(net)
     assert again.classes == net.classes
     assert not any(note.code == "new-classifier" for note in again.info.notes)
     torch.testing.assert_close(again.read(again.call(x, None)), net.read(net.call(x, None)))
@@ -42,7 +42,7 @@ def test_transformers(name, tmp_path):
     trained = build(config)
     trained.save_pretrained(tmp_path / "trained")
     options = LoadOptions(classes=5)
-    net = load(str(tmp_path / "trained"), options)
+    net = load_net(str(tmp_path / "trained"), options)
     assert net.classes == 5
     assert net.info.labels is None
     assert "new-classifier" in {note.code for note in net.info.notes}
@@ -51,7 +51,7 @@ def test_transformers(name, tmp_path):
     kept = [key for key in ours if "pooler" not in key]
     assert len(kept) > 20
     assert all(torch.equal(ours[key], theirs[key]) for key in kept)
-    again = load(str(tmp_path / "trained"), options)
+    again = load_net(str(tmp_path / "trained"), options)
     assert again.info.weights_sha256 == net.info.weights_sha256
     assert_read_back(net, tmp_path / "saved", options)
 
@@ -60,14 +60,14 @@ def test_a_missing_layer_is_refused_all_the_same(tmp_path):
     transformers.BertModel(BERT).save_pretrained(tmp_path)
     deeper = LoadOptions(classes=5, model_kwargs={"num_hidden_layers": 3})
     with pytest.raises(InputError, match=r"encoder\.layer\.2.* missing"):
-        load(str(tmp_path), deeper)
+        load_net(str(tmp_path), deeper)
 
 
 def test_as_many_classes_as_before_keep_their_head(tmp_path):
     labels = {0: "cat", 1: "dog", 2: "owl"}
     config = transformers.ViTConfig(**VIT.to_dict() | {"id2label": labels})
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
-    same = [load(str(tmp_path), LoadOptions(classes=n)) for n in (3, None)]
+    same = [load_net(str(tmp_path), LoadOptions(classes=n)) for n in (3, None)]
     assert same[0].info == same[1].info
     assert same[0].info.labels == ("cat", "dog", "owl")
 
@@ -75,10 +75,10 @@ def test_as_many_classes_as_before_keep_their_head(tmp_path):
 def test_timm(tmp_path):
     kwargs = {"img_size": 8, "patch_size": 4, "depth": 2, "embed_dim": 24, "num_classes": 7}
     options = LoadOptions(model_kwargs=kwargs | {"pretrained": False})
-    first = load("timm:vit_tiny_patch16_224", options)
-    assert save(first, tmp_path / "first", options)
+    first = load_net("timm:vit_tiny_patch16_224", options)
+    assert save_net(first, tmp_path / "first", options)
     for n, source in ((3, tmp_path / "first"), (1000, tmp_path / "first")):
-        net = load(str(source), LoadOptions(classes=n))
+        net = load_net(str(source), LoadOptions(classes=n))
         assert net.classes == n
         assert net.info.labels is None
         for (name, ours), theirs in zip(
@@ -93,7 +93,7 @@ def test_a_file_of_weights(tmp_path):
     module = timm.create_model("vit_tiny_patch16_224", num_classes=7, **kwargs)
     torch.save(module.state_dict(), tmp_path / "weights.pt")
     options = LoadOptions(arch="timm:vit_tiny_patch16_224", model_kwargs=kwargs, classes=4)
-    net = load(str(tmp_path / "weights.pt"), options)
+    net = load_net(str(tmp_path / "weights.pt"), options)
     assert net.classes == 4
     assert torch.equal(net.module.cls_token, module.cls_token)
     assert_read_back(net, tmp_path / "saved", options)
@@ -101,4 +101,4 @@ def test_a_file_of_weights(tmp_path):
 
 def test_models_with_classes_of_their_own():
     with pytest.raises(UsageError, match="classes"):
-        load("demo", LoadOptions(classes=5))
+        load_net("demo", LoadOptions(classes=5))

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError, UsageError
-from lipaudit.models.sources.loading import LoadOptions, load
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.timm import timm_spec
 
 timm = pytest.importorskip("timm")
@@ -40,7 +40,7 @@ def normalised(x):
 
 def refused(spec, kind=InputError, **options):
     with pytest.raises(LipauditError) as caught:
-        load(str(spec), LoadOptions(**options))
+        load_net(str(spec), LoadOptions(**options))
     assert type(caught.value) is kind
     assert caught.value.advice
     return f"{caught.value.message} | {caught.value.advice}"
@@ -50,7 +50,7 @@ def refused(spec, kind=InputError, **options):
 def test_a_file_of_weights(tmp_path, model, weights, suffix):
     path = tmp_path / f"w{suffix}"
     save_file(weights, path) if suffix == ".safetensors" else torch.save(weights, path)
-    net = load(str(path), LoadOptions(**ARCH))
+    net = load_net(str(path), LoadOptions(**ARCH))
     x = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(logits(net, x), model(normalised(x)))
     assert (net.classes, net.sample_shape, net.info.source) == (3, (3, 32, 32), "file")
@@ -61,14 +61,14 @@ def test_a_file_of_weights(tmp_path, model, weights, suffix):
 def test_mean_and_std_silence_the_note_on_normalisation(tmp_path, weights):
     save_file(weights, tmp_path / "w.safetensors")
     options = LoadOptions(**ARCH, mean=(0.2,), std=(0.3,))
-    assert load(str(tmp_path / "w.safetensors"), options).info.notes == ()
+    assert load_net(str(tmp_path / "w.safetensors"), options).info.notes == ()
 
 
 def test_a_training_checkpoint_gives_its_average_and_says_so(tmp_path, model, weights):
     worse = {k: torch.zeros_like(v) for k, v in weights.items()}
     ema = {f"module.{k}": v for k, v in weights.items()}
     torch.save({"state_dict": worse, "state_dict_ema": ema, "epoch": 3}, tmp_path / "c.pth")
-    net = load(str(tmp_path / "c.pth"), LoadOptions(**ARCH))
+    net = load_net(str(tmp_path / "c.pth"), LoadOptions(**ARCH))
     x = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(logits(net, x), model(normalised(x)))
     assert "state_dict_ema" in net.info.notes[0].text
@@ -76,14 +76,14 @@ def test_a_training_checkpoint_gives_its_average_and_says_so(tmp_path, model, we
 
 def test_half_precision_weights_are_noted(tmp_path, weights):
     save_file({k: v.to(torch.bfloat16) for k, v in weights.items()}, tmp_path / "w.safetensors")
-    net = load(str(tmp_path / "w.safetensors"), LoadOptions(**ARCH))
+    net = load_net(str(tmp_path / "w.safetensors"), LoadOptions(**ARCH))
     assert net.dtype == torch.float32
     assert "bfloat16" in net.info.notes[0].text
 
 
 def test_weights_of_another_size_go_through_timms_own_conversion(tmp_path, weights):
     save_file(weights, tmp_path / "w.safetensors")
-    net = load(
+    net = load_net(
         str(tmp_path / "w.safetensors"),
         LoadOptions(arch="timm:test_vit", model_kwargs={"img_size": 64, "depth": 1}),
     )
@@ -95,7 +95,7 @@ def test_a_directory_in_timms_format(tmp_path, model):
     from timm.models import save_for_hf
 
     save_for_hf(model, str(tmp_path), model_args=KWARGS, safe_serialization=True)
-    net = load(str(tmp_path))
+    net = load_net(str(tmp_path))
     x = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(logits(net, x), model(normalised(x)))
     assert (net.info.source, net.info.notes) == ("timm", ())
@@ -103,14 +103,14 @@ def test_a_directory_in_timms_format(tmp_path, model):
 
 def test_random_weights_are_asked_for_said_loudly_and_always_the_same():
     options = LoadOptions(model_kwargs={"pretrained": False, "depth": 1})
-    net, twin = load("timm:test_vit", options), load("test_vit", options)
+    net, twin = load_net("timm:test_vit", options), load_net("test_vit", options)
     assert net.info.weights_sha256 == twin.info.weights_sha256
     assert [(n.level, n.code) for n in net.info.notes] == [("warning", "random-weights")]
     assert [n.code for n in twin.info.notes] == ["resolved", "random-weights"]
 
 
 def test_imagenet_models_know_their_classes():
-    net = load("timm:test_vit", LoadOptions(model_kwargs={"pretrained": False, "depth": 1}))
+    net = load_net("timm:test_vit", LoadOptions(model_kwargs={"pretrained": False, "depth": 1}))
     assert net.info.labels[0].startswith("tench")
     assert net.aliases["n01440764"] == 0
 
@@ -129,7 +129,7 @@ def test_offline_is_for_the_one_call(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    load("timm:test_vit", LoadOptions(model_kwargs={"pretrained": False}, offline=True))
+    load_net("timm:test_vit", LoadOptions(model_kwargs={"pretrained": False}, offline=True))
     assert constants.HF_HUB_OFFLINE is False
 
 
@@ -138,13 +138,13 @@ def test_fused_attention_is_chosen_and_the_setting_restored():
 
     set_fused_attn(True)
     kwargs = {"pretrained": False, "img_size": 64, "window_size": 2, "depths": (1, 1, 1, 1)}
-    net = load("timm:swin_tiny_patch4_window7_224", LoadOptions(model_kwargs=kwargs))
+    net = load_net("timm:swin_tiny_patch4_window7_224", LoadOptions(model_kwargs=kwargs))
     assert all(m.fused_attn for m in net.module.modules() if hasattr(m, "fused_attn"))
     assert (use_fused_attn(), use_fused_attn(experimental=True)) == (True, False)
 
 
 def test_images_are_resized_as_timm_does():
-    net = load("timm:test_vit", LoadOptions(model_kwargs={"pretrained": False, "depth": 1}))
+    net = load_net("timm:test_vit", LoadOptions(model_kwargs={"pretrained": False, "depth": 1}))
     picture = Image.effect_mandelbrot((300, 200), (-2, -1, 1, 1), 40).convert("RGB")
     config = timm.data.resolve_model_data_config(net.module)
     whole = timm.data.create_transform(**config, is_training=False)
@@ -219,7 +219,7 @@ def test_a_head_of_another_size_would_be_random(monkeypatch, tmp_path, weights):
         "timm.models._builder.load_state_dict_from_hf", lambda *_a, **_k: _imagenet(weights)
     )
     kwargs = {"img_size": 32, "depth": 1}
-    assert load("timm:test_vit", LoadOptions(model_kwargs=kwargs)).classes == 1000
+    assert load_net("timm:test_vit", LoadOptions(model_kwargs=kwargs)).classes == 1000
     text = refused("timm:test_vit", UsageError, model_kwargs=kwargs | {"num_classes": 3})
     assert "random" in text
 
@@ -244,11 +244,11 @@ class Rearranged(torch.nn.Module):
 def test_channels_are_those_of_the_image_and_not_of_the_first_convolution():
     assert timm_spec(Rearranged(3), LoadOptions()).input_shape == (3, 8, 8)
     kwargs = {"pretrained": False, "img_size": 32, "depth": 1, "in_chans": 1}
-    net = load("timm:test_vit", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
+    net = load_net("timm:test_vit", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
     assert net.sample_shape == (1, 32, 32)
 
 
 def test_a_size_that_was_asked_for_is_that_of_the_samples():
     kwargs = {"pretrained": False, "img_size": 64, "num_classes": 3}
-    net = load("timm:gcvit_xxtiny", LoadOptions(model_kwargs=kwargs))
+    net = load_net("timm:gcvit_xxtiny", LoadOptions(model_kwargs=kwargs))
     assert net.sample_shape == (3, 64, 64)

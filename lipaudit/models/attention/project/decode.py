@@ -33,7 +33,7 @@ from torch import Tensor
 from lipaudit.models.attention.observe.origins import Leaf
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.forms import NotClosedForm, ProjectionForm, TokenIndex
-from lipaudit.models.attention.project.probes import Source
+from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.graph import is_affine
 
 LARGEST_LOCAL = 2**28  # numbers in a local Jacobian: 1 GiB in float32
@@ -60,7 +60,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     (y, origin) = leaves[0]
     if origin.linear is None:
         raise NotClosedForm("unprojected", "is not the output of a linear map")
-    source = Source(t, y, origin.linear.outputs)
+    source = Probed(t, y, origin.linear.outputs)
     rows = token_rows(source)
     source, columns, repeat = _heads(source)
     index = by_sample(rows, samples, origin.linear.inputs.shape[0])
@@ -73,13 +73,13 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     return form
 
 
-def token_rows(source: Source) -> Tensor:
+def token_rows(source: Probed) -> Tensor:
     """Find the row of y that each token reads, (windows, tokens)."""
     windows, _, tokens, _ = source.t.shape
     number = torch.arange(windows * tokens, device=source.t.device)
     if probes.in_order(source, number.view(windows, tokens)):
         return number.view(windows, tokens)
-    token = probes.labels(source, number.view(windows, 1, tokens, 1), rows=True)
+    token = probes.fed_labels(source, number.view(windows, 1, tokens, 1), rows=True)
     if token is None:
         raise NotClosedForm("mixing", "depends on several tokens")
     times = torch.bincount(token[token >= 0], minlength=number.numel())
@@ -113,7 +113,7 @@ def by_sample(rows: Tensor, samples: int, total: int) -> TokenIndex:
     raise NotClosedForm("rows", "has rows that cannot be attributed to samples")
 
 
-def _heads(source: Source) -> tuple[Source, Tensor | None, int]:
+def _heads(source: Probed) -> tuple[Probed, Tensor | None, int]:
     """Find the columns of y that each distinct head reads, (heads, e), and how often it stands.
 
     Returns:
@@ -128,10 +128,10 @@ def _heads(source: Source) -> tuple[Source, Tensor | None, int]:
     return source, None if repeat == 1 else _head_columns(source), repeat
 
 
-def _head_columns(source: Source) -> Tensor | None:
+def _head_columns(source: Probed) -> Tensor | None:
     heads = source.t.shape[1]
     number = torch.arange(heads, device=source.t.device).view(1, heads, 1, 1)
-    head = probes.labels(source, number, rows=False)
+    head = probes.fed_labels(source, number, rows=False)
     if head is None:
         return None
     sizes = torch.bincount(head[head >= 0], minlength=heads)
@@ -153,7 +153,7 @@ def _undo_repeat(t: Tensor) -> tuple[Tensor, int]:
     return t, 1
 
 
-def _refine(source: Source, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
+def _refine(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
     """Tell affine, rotation, linear-pos and local apart."""
     if not is_affine(source.t):
         _refuse_large(source, form)
@@ -166,7 +166,7 @@ def _refine(source: Source, rows: Tensor, form: ProjectionForm) -> ProjectionFor
     return _by_position(source, rows, form)
 
 
-def _by_position(source: Source, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
+def _by_position(source: Probed, rows: Tensor, form: ProjectionForm) -> ProjectionForm:
     """Tell t_i = G_i y_i, orthogonal or not, from what is affine in y with a constant."""
     local = probes.position_map(source, rows, form.columns)
     shared = local is not None
@@ -179,7 +179,7 @@ def _by_position(source: Source, rows: Tensor, form: ProjectionForm) -> Projecti
     return replace(form, kind=kind, shared=shared)
 
 
-def _refuse_large(source: Source, form: ProjectionForm) -> None:
+def _refuse_large(source: Probed, form: ProjectionForm) -> None:
     size = source.t.numel() * form.columns.shape[1]
     if size > LARGEST_LOCAL:
         raise NotClosedForm("large", f"has a local Jacobian of {size:.1e} numbers")

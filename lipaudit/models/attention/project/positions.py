@@ -15,7 +15,7 @@ from torch import Tensor
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.forms import NotClosedForm
 from lipaudit.models.attention.project.logits import BESIDE
-from lipaudit.models.attention.project.probes import Source
+from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.project.projected import Projected
 from lipaudit.models.graph import leaves
 from lipaudit.theory.heads import Heads, Pairs
@@ -60,7 +60,7 @@ def position_terms(heads: Heads, logits: Tensor, parts: Mapping[str, Projected])
     return Pairs(slope, terms["q"], None if t is None else t.transpose(2, 3))
 
 
-def _source(logits: Tensor, part: Projected) -> Source:
+def _source(logits: Tensor, part: Projected) -> Probed:
     """Return the logits as a function of the columns of one linear map that made q (or k)."""
     mix, repeat = part.form.mix, part.form.repeat
     if part.projection.local is not None or repeat > 1:
@@ -72,7 +72,7 @@ def _source(logits: Tensor, part: Projected) -> Source:
     if size > LARGEST:
         raise NotClosedForm("large", f"its queries or keys meet {size:.1e} numbers of positions")
     columns = part.form.columns.flatten()
-    return Source(logits, part.leaf, lambda y: part.linear.outputs(y)[:, columns])
+    return Probed(logits, part.leaf, lambda y: part.linear.outputs(y)[:, columns])
 
 
 def _moves(part: Projected) -> Tensor:
@@ -101,7 +101,7 @@ class _Side:
         live: P_ij > 0; the other pairs do not matter.
     """
 
-    source: Source
+    source: Probed
     rows: Tensor
     columns: Tensor
     moves: Tensor
@@ -146,9 +146,9 @@ class _Side:
         """Check by exact zeros that row i of the logits of a head depends on its q_i only."""
         windows, heads, tokens, _ = self.source.t.shape
         number = torch.arange(windows * tokens, device=self.rows.device)
-        by_row = probes.labels(self.source, number.view(windows, 1, tokens, 1), rows=True)
+        by_row = probes.fed_labels(self.source, number.view(windows, 1, tokens, 1), rows=True)
         head = torch.arange(heads, device=self.rows.device)
-        by_column = probes.labels(self.source, head.view(1, heads, 1, 1), rows=False)
+        by_column = probes.fed_labels(self.source, head.view(1, heads, 1, 1), rows=False)
         for labels, place, want in (
             (by_row, self.rows.flatten(), number),
             (by_column, self.columns.flatten(), head.repeat_interleave(self.columns.shape[1])),

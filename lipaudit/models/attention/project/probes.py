@@ -20,7 +20,7 @@ LINEAR_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Source:
+class Probed:
     """A tensor t of an attention call, (windows, heads, tokens, width), and what made it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source:
         y = self.as_rows(self.leaf.detach())
         return take(take(y, rows, 0), columns, -1).transpose(1, 2)
 
-    def merged(self) -> Source:
+    def merged(self) -> Probed:
         """Return all heads as one."""
         return replace(self, t=self.t.transpose(1, 2).flatten(2).unsqueeze(1))
 
@@ -63,7 +63,7 @@ def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     return torch.unflatten(t.index_select(dim, flat), dim, index.shape)
 
 
-def labels(source: Source, code: Tensor, *, rows: bool) -> Tensor | None:
+def fed_labels(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
     """Find which value of `code`, broadcast over t, each row (or column) of y feeds.
 
     Bit by bit: what feeds something with this bit, and what feeds something without it.
@@ -85,7 +85,7 @@ def labels(source: Source, code: Tensor, *, rows: bool) -> Tensor | None:
     return label.masked_fill(~used, -1)
 
 
-def reads_only(source: Source, rows: Tensor) -> bool:
+def reads_only(source: Probed, rows: Tensor) -> bool:
     """Check a row map by one product: half of the tokens of t must not touch other rows of y."""
     u = source.random()
     pick = u[:, :1, :, :1]
@@ -95,13 +95,13 @@ def reads_only(source: Source, rows: Tensor) -> bool:
     return not bool(touched.any())
 
 
-def in_order(source: Source, rows: Tensor) -> bool:
+def in_order(source: Probed, rows: Tensor) -> bool:
     """Say whether y has just these rows: the usual case, seen in two products."""
     touched = (source.pull(source.random()) != 0).any(1)
     return len(touched) == rows.numel() and bool(touched.all()) and reads_only(source, rows)
 
 
-def affine_map(source: Source, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
+def affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return M (heads, d, e) and c (heads, d) with t = M y + c at every token, or None."""
     t = source.t.detach()
     windows, heads, tokens, width = t.shape
@@ -118,7 +118,7 @@ def affine_map(source: Source, rows: Tensor, columns: Tensor) -> tuple[Tensor, T
     return mix, offset.masked_fill(zero[:, None], 0.0)
 
 
-def position_map(source: Source, rows: Tensor, columns: Tensor) -> Tensor | None:
+def position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None:
     """Return G (1, 1, tokens, d, e) with t_i = G_i y_i in every head and window, or None."""
     t = source.t.detach()
     windows, heads, tokens, width = t.shape
@@ -130,7 +130,7 @@ def position_map(source: Source, rows: Tensor, columns: Tensor) -> Tensor | None
     return local if is_linear(source, local, rows, columns) else None
 
 
-def local_map(source: Source, rows: Tensor, columns: Tensor) -> Tensor:
+def local_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the local Jacobian of t, (windows, heads, tokens, d, e): one product per channel."""
     t = source.t.detach()
     local = t.new_zeros(*t.shape, columns.shape[1])
@@ -140,7 +140,7 @@ def local_map(source: Source, rows: Tensor, columns: Tensor) -> Tensor:
     return local
 
 
-def is_linear(source: Source, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
+def is_linear(source: Probed, local: Tensor, rows: Tensor, columns: Tensor) -> bool:
     """Check t = G y."""
     t, y = source.t.detach(), source.values(rows, columns)
     if local.shape[:2] == (1, 1):  # else torch copies it for every head
@@ -171,7 +171,7 @@ def is_orthogonal(local: Tensor) -> bool:
 
 
 def _probe(
-    source: Source, rows: Tensor, columns: Tensor, slot: Tensor
+    source: Probed, rows: Tensor, columns: Tensor, slot: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Differentiate one channel of every vector of t at a time, until each slot has had all.
 

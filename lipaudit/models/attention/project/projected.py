@@ -12,7 +12,7 @@ from lipaudit.models.attention.observe.origins import Leaf, Origin
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.decode import by_sample, token_rows
 from lipaudit.models.attention.project.forms import NotClosedForm, ProjectionForm, TokenIndex
-from lipaudit.models.attention.project.probes import Source
+from lipaudit.models.attention.project.probes import Probed
 from lipaudit.theory.heads import Projection
 
 
@@ -39,7 +39,7 @@ class Projected:
     origin: Origin
 
 
-def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: int) -> Projected:
+def projected(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: int) -> Projected:
     """Build the projection of a decoded q, k or v on the batch at hand.
 
     Args:
@@ -52,7 +52,7 @@ def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: in
         NotClosedForm: it is not what was decoded.
     """
     leaf, origin, linear = _reading(form, leaves)
-    source = Source(t[:, :: form.repeat], leaf, linear.outputs)
+    source = Probed(t[:, :: form.repeat], leaf, linear.outputs)
     index = _index_on(form, source, samples, linear.inputs.shape[0])
     rows = index.rows(samples)
     projection = _projection(form, source, linear, rows)
@@ -69,7 +69,7 @@ def _reading(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[Tensor, Orig
     raise NotClosedForm("changed", "comes from another linear map than at first")
 
 
-def _index_on(form: ProjectionForm, source: Source, samples: int, total: int) -> TokenIndex:
+def _index_on(form: ProjectionForm, source: Probed, samples: int, total: int) -> TokenIndex:
     index = form.index.resized(total // samples, source.t.shape[2])
     if index is None:
         return by_sample(token_rows(source), samples, total)
@@ -79,7 +79,7 @@ def _index_on(form: ProjectionForm, source: Source, samples: int, total: int) ->
     return index
 
 
-def _projection(form: ProjectionForm, source: Source, linear: Linear, rows: Tensor) -> Projection:
+def _projection(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
     if form.kind == "affine":
         return _affine(form, source, linear, rows)
     if form.kind == "cross-head":
@@ -88,7 +88,7 @@ def _projection(form: ProjectionForm, source: Source, linear: Linear, rows: Tens
     return _local(form, source, linear, rows)
 
 
-def _affine(form: ProjectionForm, source: Source, linear: Linear, rows: Tensor) -> Projection:
+def _affine(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
     """T = M y + c of y = X W + b: t = X (W M^T) + (M b + c), checked on every token."""
     mix, offset, columns = form.mix, form.offset, form.columns
     t, value = source.t.detach(), source.values(rows, columns)
@@ -105,7 +105,7 @@ def _affine(form: ProjectionForm, source: Source, linear: Linear, rows: Tensor) 
     return Projection(weight, bias, None, "affine")
 
 
-def _local(form: ProjectionForm, source: Source, linear: Linear, rows: Tensor) -> Projection:
+def _local(form: ProjectionForm, source: Probed, linear: Linear, rows: Tensor) -> Projection:
     """t_i = phi(X_i W + b) with the Jacobian G_i of phi."""
     columns = form.columns
     local = probes.position_map(source, rows, columns) if form.shared else None

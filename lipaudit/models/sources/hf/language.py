@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipaudit.errors import InputError
 from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
-from lipaudit.models.sources.hf.task_heads import has_head, is_classifier, labels
+from lipaudit.models.sources.hf.task_heads import class_names, has_head, is_classifier
 from lipaudit.models.sources.hf.towers import reads_last_position, tower_call, tower_features
 from lipaudit.models.sources.spec import ModelSpec
 
@@ -39,7 +39,7 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
         (_most_tokens(module, config, tokenizer),),
         kind="text",
         classifier=is_classifier(module),
-        labels=labels(module),
+        labels=class_names(module),
         vocabulary=config.vocab_size,
         tokenize=None if tokenizer is None else _tokenize(tokenizer),
         pad_id=pad,

@@ -20,7 +20,7 @@ from typing import Any
 from lipaudit.errors import InputError
 from lipaudit.models.sources.hf.language import text_config, text_spec
 from lipaudit.models.sources.hf.sound import SPECTROGRAM, WAVEFORM, sound_shape
-from lipaudit.models.sources.hf.task_heads import has_head, is_classifier, labels
+from lipaudit.models.sources.hf.task_heads import class_names, has_head, is_classifier
 from lipaudit.models.sources.hf.towers import TAKES, chosen_tower
 from lipaudit.models.sources.hf.vision import features, image_spec
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -64,7 +64,7 @@ def _sound_spec(module: Any) -> ModelSpec:
         sound_shape(module),
         kind="tokens",
         classifier=is_classifier(module),
-        labels=labels(module),
+        labels=class_names(module),
         call=lambda x, _mask: call(**{takes: x}),
         read=features(module, None),
         architecture=type(module).__name__,

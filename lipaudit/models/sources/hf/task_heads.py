@@ -28,7 +28,7 @@ def is_classifier(module: Any) -> bool:
     return type(module).__name__.endswith(tuple(CLASSIFIERS))
 
 
-def labels(module: Any) -> tuple[str, ...] | None:
+def class_names(module: Any) -> tuple[str, ...] | None:
     """Return the class names, unless they are the placeholders LABEL_0, LABEL_1, ..."""
     if not is_classifier(module):
         return None

@@ -12,7 +12,7 @@ from lipaudit.data.images import resized
 from lipaudit.data.intake import warning
 from lipaudit.errors import InputError
 from lipaudit.models.sources.hf.pooling import mean_pooling
-from lipaudit.models.sources.hf.task_heads import has_head, is_classifier, labels
+from lipaudit.models.sources.hf.task_heads import class_names, has_head, is_classifier
 from lipaudit.models.sources.hf.towers import tower_call, tower_features
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
@@ -44,8 +44,8 @@ def image_spec(
         mean=mean,
         std=std,
         classifier=is_classifier(module),
-        labels=labels(module),
-        aliases=_aliases(labels(module)),
+        labels=class_names(module),
+        aliases=_aliases(class_names(module)),
         prepare=None if options.input_size else _preparation(processor, shape),
         call=lambda x, _mask: call(pixel_values=x),
         read=features(module, tower),

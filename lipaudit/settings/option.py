@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lipaudit.errors import UsageError
 
@@ -82,7 +82,7 @@ class Settings(BaseModel):
             if not isinstance(extra, Mapping) or "option" not in extra:
                 continue
             spelled: Any = extra["option"]
-            kind, repeats = _kind(field.annotation)
+            kind, repeats = _kind(field.annotation, field.metadata)
             described[name] = Option(
                 name=name,
                 flags=tuple(spelled["flags"]) or (flag(name),),
@@ -122,10 +122,13 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _kind(annotation: Any) -> tuple[type, bool]:
+def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:
     """Return what a command line reads for a type, and whether the option repeats."""
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Annotated:
+        inner, *added = get_args(annotation)
+        return _kind(inner, [*added, *metadata])
+    if any(isinstance(each, BeforeValidator) for each in metadata):
+        return str, False  # it parses text itself: `auto`, say, where the type is a number
     if get_origin(annotation) in (Union, UnionType):
         choices = [each for each in get_args(annotation) if each is not type(None)]
         return _kind(choices[0]) if len(choices) == 1 else (str, False)

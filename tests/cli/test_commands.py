@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+
+from lipaudit.cli.commands import build
 
 
 def lipaudit(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -279,6 +282,33 @@ def test_learning_commands_print_something_useful(tmp_path):
         assert done.returncode == 0
         assert says in done.stdout
     assert "properties" in strict(lipaudit("schema", cwd=tmp_path).stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "shown"),
+    [
+        ("bounds", "--tol", "[default: 0.0001]"),
+        ("bounds", "--seed", "[default: 0]"),
+        ("bounds", "--dtype", "[default: float32]"),
+        ("train", "--k", "[default: 0]"),
+        ("train", "--flip", "[default: flip]"),
+        ("bounds", "--samples", ""),
+        ("bounds", "--resume", ""),
+    ],
+)
+def test_help_shows_the_default_as_it_would_be_typed(name, flag, shown):
+    said = CliRunner().invoke(build(), [name, "--help"], env={"COLUMNS": "150"}).output
+    line = next(line for line in said.splitlines() if line.startswith(f"│ {flag} "))
+    assert re.findall(r"\[default.*\]", line) == ([shown] if shown else [])
+
+
+def test_a_batch_size_of_auto_is_what_it_is_without(tmp_path):
+    common = ("attention", "demo", "-n", 2, "-f", "json")
+    auto, without = (
+        lipaudit(*common, *how, cwd=tmp_path) for how in (("--batch-size", "auto"), ())
+    )
+    assert auto.returncode == 0, auto.stderr
+    assert strict(auto.stdout)["sections"] == strict(without.stdout)["sections"]
 
 
 def test_help_does_not_load_torch():

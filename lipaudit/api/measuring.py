@@ -123,6 +123,10 @@ def _report(
     observer: Observer | None,
 ) -> Report:
     """Carry a request out, on a model and samples that may be at hand already."""
+    if request.run.resume and not isinstance(model, str):
+        raise UsageError(
+            "resume goes on with a checkpoint by its name; a module has none", "Leave it out."
+        )
     if isinstance(data, str):
         run = request.run.model_copy(update={"data": data})
         request, data = replace(request, run=run), None

@@ -20,6 +20,7 @@ from lipaudit.measures import MEASURES, Measure, Part
 from lipaudit.measures.by_layer import chosen
 from lipaudit.measures.measure import sample_ids
 from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.net import OWN
 from lipaudit.results import Note, Report, Section
 from lipaudit.settings import BoundsOptions, MeasureOptions
 
@@ -48,7 +49,10 @@ def execute(
     with ExitStack() as held, _kept_if_interrupted(observer, journals):
         for name, given in job.request.measures.items():
             task = _Task(job, name, adapt(given, sections), observer)
-            journals.append(held.enter_context(Journal(task.identity())))
+            journal = Journal(task.identity())
+            # What makes a module of one's own give its numbers has no name: it keeps nothing.
+            own = job.net.info.source == OWN
+            journals.append(journal if own else held.enter_context(journal))
             parts = task.parts(journals[-1])
             observer.ends(name, parts, task.options)
             first, *others = MEASURES[name].summarise(parts, task.options)

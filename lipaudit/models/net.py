@@ -15,6 +15,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.results import Note
 
 Kind = Literal["image", "tokens", "text"]
+OWN = "module"
+"""Source of a module that was given as it is, which no name leads back to."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class ModelInfo:
 
     Attributes:
         spec: the MODEL argument as the user typed it.
-        source: which rule resolved it: demo, timm, hf, file or py.
+        source: which rule resolved it: demo, timm, hf, file or py; or `OWN`.
         architecture: the architecture's name.
         parameters: number of parameters.
         weights_sha256: hash over the sorted (name, dtype, shape, bytes) of the state dict.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lipaudit.data.images import resized
 from lipaudit.errors import InputError, LipauditError, UsageError
@@ -34,6 +35,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         UsageError: a normalisation that does not fit the images, an unknown dtype or device.
     """
     _require_images(spec, options)
+    require_values(spec.module, name)
     module, notes = _single_precision(spec.module)
     require_finite_weights(module, name)
     digest = sha256(module)
@@ -120,6 +122,24 @@ def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
     named = [name for name, value in given.items() if value is not None]
     if named and spec.kind != "image":
         raise UsageError(f"{few(named)} given, and the model takes {spec.kind}", "Leave it out.")
+
+
+def require_values(module: nn.Module, name: str) -> None:
+    """Refuse a module that is no Python to be watched, or has tensors without values.
+
+    Raises:
+        InputError: TorchScript, the meta device, or a lazy module that never ran.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(
+            f"{name} is TorchScript, which cannot be read", "Give the module it was made from."
+        )
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            raise InputError(
+                f"{path} of {name} has no values",
+                "Load the weights (a lazy module: run it once) before it is measured.",
+            )
 
 
 def _single_precision(module: nn.Module) -> tuple[nn.Module, tuple[Note, ...]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.net import Kind, Net
-from lipaudit.models.sources.assembly import DTYPES, assemble, device
+from lipaudit.models.net import OWN, Kind, Net
+from lipaudit.models.sources.assembly import assemble, require_values
 from lipaudit.models.sources.factory import recognised
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
@@ -26,8 +26,9 @@ def borrowed(
 ) -> Iterator[Net]:
     """Make a module ready to be measured while the block runs, and put it back as it was.
 
-    Flags (training, requires_grad) come back, and its device and dtype are kept: where others are
-    asked for, a copy is measured.
+    Flags (training, requires_grad), dtype and device come back, and every tensor with the very
+    storage it had. No copy could stand in for it: functions of a `ModelSpec` may refer to the
+    module itself, and tensors that a forward pass left on it cannot be copied.
 
     Args:
         model: a module, or a `ModelSpec` that says how to feed one.
@@ -43,17 +44,36 @@ def borrowed(
     if options.device == "auto":
         first = next(spec.module.parameters(), torch.empty(0))
         options = replace(options, device=str(first.device))
-    if not _as_asked(spec.module, options):
-        spec = _spec(deepcopy(model), options, input_shape)
-    modes = {module: module.training for module in spec.module.modules()}
-    trained = {parameter: parameter.requires_grad for parameter in spec.module.parameters()}
+    require_values(spec.module, type(spec.module).__name__)
+    with _put_back(spec.module):
+        yield assemble(spec, options, name=type(spec.module).__name__, source=OWN)
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Put back, when the block ends, all that `assemble` changes of a module."""
+    modes = {each: each.training for each in module.modules()}
+    tables: list[dict[str, Any]] = []
+    for each in module.modules():
+        tables += [each._parameters, each._buffers]
+    tensors = [(t, name, held) for t in tables for name, held in t.items() if held is not None]
+    values = [(held, held.data) for _, _, held in tensors]
+    trained = [(held, held.requires_grad) for held in module.parameters()]
+    gradients = [(held, held.grad, held.grad.data) for held, _ in trained if held.grad is not None]
     try:
-        yield assemble(spec, options, name=type(spec.module).__name__, source="module")
+        yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for parameter, requires_grad in trained.items():
-            parameter.requires_grad_(requires_grad)
+        for each, mode in modes.items():
+            each.training = mode
+        for table, name, held in tensors:
+            table[name] = held
+        for held, value in values:
+            held.data = value
+        for held, gradient, value in gradients:
+            gradient.data = value
+            held.grad = gradient
+        for held, requires_grad in trained:
+            held.requires_grad_(requires_grad)
 
 
 def _spec(
@@ -66,6 +86,7 @@ def _spec(
             f"{type(model).__name__} is no model",
             "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
         )
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps is the same function
     if shape is not None:
         if len(shape) not in KINDS:
             raise UsageError(
@@ -80,10 +101,3 @@ def _spec(
             "Give input_shape=(3, 32, 32), or a lipaudit.ModelSpec that says how to feed it.",
         )
     return spec
-
-
-def _as_asked(module: nn.Module, options: LoadOptions) -> bool:
-    """Tell whether every floating-point tensor has the device and the dtype asked for."""
-    wanted = device(options.device), DTYPES[options.dtype]
-    tensors = [*module.parameters(), *module.buffers()]
-    return all((t.device, t.dtype) == wanted for t in tensors if t.is_floating_point())

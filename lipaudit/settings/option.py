@@ -45,7 +45,7 @@ class Option:
         """Its default as the help shows it: nothing where it is off, or not given."""
         if self.default is None or self.default is False:
             return ""
-        return "on" if self.default is True else str(self.default)
+        return self.flags[0].removeprefix("--") if self.default is True else str(self.default)
 
 
 def option(

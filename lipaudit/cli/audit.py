@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import MEASURE, typed
+from lipaudit.cli.measure import MEASURING, typed_command
 from lipaudit.cli.options import ModelArgument, Output, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import AttentionOptions, MeasureOptions, RunOptions
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RUNS = Path("lipaudit-runs")
 
 
-@command("audit", panel=MEASURE)
+@command("audit", panel=MEASURING)
 def audit(
     model: ModelArgument,
     run: RunOptions,
@@ -64,7 +64,7 @@ def audit(
     measures = audit_options(eps, demo=demo, quick=small)
     counts = QUICK_SAMPLES if small else FULL_SAMPLES if full else {}
     check_outputs(output, REPORT)
-    request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed())
+    request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed_command())
     job = prepare(request)
     if not terminal.quiet:
         _announce(job)
@@ -116,7 +116,7 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
     saved = folder / "report.json"
     lines = [
         "",
-        *(f"{value:>8}  {meaning}" for value, meaning in _found(report)),
+        *(f"{value:>8}  {meaning}" for value, meaning in _figures(report)),
         "",
         f"report: {folder / 'report.html'}",
         f"data:   {saved}",
@@ -127,7 +127,7 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
     typer.echo("\n".join(lines), err=True)
 
 
-def _found(report: Report) -> Iterator[tuple[str, str]]:
+def _figures(report: Report) -> Iterator[tuple[str, str]]:
     from lipaudit.report.cells import text
     from lipaudit.report.page.views.common import typed
     from lipaudit.results import AttackRow, JacobianRow

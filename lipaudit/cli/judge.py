@@ -133,7 +133,7 @@ def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None
 
     if current.endswith(".json"):
         return schema.load(Path(current))
-    from lipaudit.cli.measure import typed
+    from lipaudit.cli.measure import typed_command
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import execute
     from lipaudit.engine.prepare import Request, prepare
@@ -146,7 +146,9 @@ def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None
     measures = {
         name: option_types()[name].checked(settings) for name, settings in how.settings.items()
     }
-    request = Request(current, measures, RunOptions.checked(run), how.samples, command=typed())
+    request = Request(
+        current, measures, RunOptions.checked(run), how.samples, command=typed_command()
+    )
     return execute(prepare(request), OnStderr(current, quiet=quiet))
 
 

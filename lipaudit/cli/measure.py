@@ -16,7 +16,7 @@ from lipaudit.settings import AttackOptions, MeasureOptions, RunOptions, option_
 if TYPE_CHECKING:
     from lipaudit.measures import Part
 
-MEASURE = "Measure a checkpoint"
+MEASURING = "Measure a checkpoint"
 
 
 def _command(options_type: type[MeasureOptions]) -> Callable[..., None]:
@@ -38,7 +38,7 @@ def _command(options_type: type[MeasureOptions]) -> Callable[..., None]:
 
 
 for _name, _options in option_types().items():
-    command(_name, panel=MEASURE)(_command(_options))
+    command(_name, panel=MEASURING)(_command(_options))
 
 
 def run_measures(
@@ -57,7 +57,7 @@ def run_measures(
 
     drawn = any(options.draws for options in measures.values())
     check_outputs(output, DRAWN if drawn else REPORT)
-    request = Request(model, measures, run, command=typed())
+    request = Request(model, measures, run, command=typed_command())
     emit(execute(prepare(request), OnStderr(model, quiet=terminal.quiet, ends=_save)), output)
 
 
@@ -70,6 +70,6 @@ def _save(parts: Sequence[Part], options: MeasureOptions) -> None:
         write(options.save_adv, adversarial_examples(parts, options))
 
 
-def typed() -> str:
+def typed_command() -> str:
     """Return the command as it was typed."""
     return shlex.join(["lipaudit", *sys.argv[1:]])

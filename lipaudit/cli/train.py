@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import typed
+from lipaudit.cli.measure import typed_command
 from lipaudit.cli.options import ModelArgument, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
@@ -85,7 +85,7 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     observer = OnStderr(model, quiet=quiet)
     for note in net.info.notes + data.notes:
         observer.note(note)
-    record = TrainingRecord(task.out, net, data, tested, recipe, command=typed())
+    record = TrainingRecord(task.out, net, data, tested, recipe, command=typed_command())
     state = record.resumed()
     if state is not None and not quiet:
         typer.echo(f"Going on after epoch {state['epochs']} of {recipe.epochs}.", err=True)

@@ -18,7 +18,7 @@ from lipaudit.data.synthetic import random_samples
 from lipaudit.data.text import TABLES, read_table, read_text
 from lipaudit.errors import InputError, UsageError
 
-DIGITS = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
+DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 FORMS = (
     "demo, demo:train, random, a folder of images, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, "
     "hf:NAME"
@@ -73,7 +73,7 @@ def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samp
 def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
     if spec == "random":
         return random_samples(net, options)
-    if spec in DIGITS:
+    if spec in DIGIT_FILES:
         return _digits(spec, net, options)
     if spec.startswith("hf:"):
         return read_dataset(spec.removeprefix("hf:"), net, options)
@@ -104,5 +104,5 @@ def _digits(spec: str, net: Intake, options: DataOptions) -> Drawn:
             f"shape {tuple(net.sample_shape)}",
             "Give your own data, or --data random.",
         )
-    with as_file(files("lipaudit.data") / "assets" / DIGITS[spec]) as path:
+    with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as path:
         return read_arrays(path, net, options)

@@ -128,7 +128,7 @@ class _Task:
                     self._forewarn(batch[done : done + cut].trimmed())
                     begun = True
                 batches = (b.to(net.device, net.dtype) for b in batch[done:].split(cut))
-                for part in self.measure.run(net, batches, options):
+                for part in self.measure.parts(net, batches, options):
                     done += len(part.ids)
                     yield part
             except torch.OutOfMemoryError:

@@ -21,7 +21,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.measure import Measure, Part, Values, joined, notes, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
-from lipaudit.results.trials import WORST, TrialKey
+from lipaudit.results.trials import COSTS, WORST, TrialKey
 from lipaudit.settings.attack import AttackOptions
 
 Z95 = 1.959963984540054
@@ -106,9 +106,6 @@ def _part(
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
     return Part(batch.ids, arrays, facts, remarks)
-
-
-COSTS = ("seconds", "forwards", "backwards")
 
 
 def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:

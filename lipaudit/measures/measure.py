@@ -38,7 +38,7 @@ class Measure:
     """One sub-command's computation.
 
     Attributes:
-        run: yields a Part per batch.
+        parts: yields a Part per batch.
         summarise: makes the sections from all parts; pure.
         options: the type of its options.
         batch: how many samples it takes at a time by default.
@@ -46,7 +46,7 @@ class Measure:
             then goes to the options.
     """
 
-    run: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
+    parts: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
     summarise: Callable[[Sequence[Part], Any], list[Section]]
     options: type[MeasureOptions]
     batch: int

@@ -13,6 +13,8 @@ Norm = Literal["linf", "l2", "token-l2"]
 """Of a perturbation; token-l2 is the largest l2 norm of a token's."""
 WORST = "worst"
 """Stands for an attack: what no attack of a ball broke."""
+COSTS = ("seconds", "forwards", "backwards")
+"""Columns of what a trial cost."""
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
 

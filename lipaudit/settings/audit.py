@@ -19,7 +19,7 @@ def audit_options(eps: Any = None, *, demo: bool, quick: bool) -> dict[str, Meas
     """Return what an audit measures, in this order.
 
     Args:
-        eps: radii of the attacks; None is `DEMO_EPS` for a demo and `EPS` for other models.
+        eps: radii of the attacks; None is 0.1 for a demo and 2/255 for other models.
         demo: whether the model is a demo.
         quick: the quick preset of AutoAttack in place of all of it.
 

@@ -33,7 +33,7 @@ RECIPE = STANDARD.model_copy(update={"epochs": 40})
 def section(options: MeasureOptions, net: Net) -> Section:
     """Run a measure on the held-out digits."""
     measure = MEASURES[options.section]
-    parts = list(measure.run(net, shipped("test").split(measure.batch), options))
+    parts = list(measure.parts(net, shipped("test").split(measure.batch), options))
     return measure.summarise(parts, options)[0]
 
 

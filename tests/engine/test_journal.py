@@ -105,7 +105,7 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     options = measure.options.model_validate(SMALL.get(name, {}))
     if measure.chunk is not None:
         options = options.model_copy(update={"batch_size": 4, "first_chunk": 0})
-    parts = list(measure.run(net, batch.split(size), options))
+    parts = list(measure.parts(net, batch.split(size), options))
     with Journal({"measure": name}, tmp_path) as journal:
         assert list(journal.recorded(parts)) == parts
     with Journal({"measure": name}, tmp_path) as journal:

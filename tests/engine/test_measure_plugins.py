@@ -99,7 +99,7 @@ class Point:
     def __init__(self, name: str, record: object) -> None:
         self.name, self.record, self.group, self.dist = name, record, "lipaudit.measures", None
 
-    def load_net(self) -> object:
+    def load(self) -> object:
         return self.record
 
 

@@ -179,7 +179,7 @@ def _truths(
 
 def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:
     measure = MEASURES[name]
-    parts = list(measure.run(net, [batch], measure.options(**options)))
+    parts = list(measure.parts(net, [batch], measure.options(**options)))
     measure.summarise(parts, measure.options(**options))
     return parts[0]
 
@@ -236,7 +236,7 @@ def _rows(net: Net, batch: Batch, options: dict[str, Any]) -> dict[tuple[int, in
     """Return the rows of `attention`, by (layer, head), of the last sample, in its padding."""
     measure = MEASURES["attention"]
     given = measure.options(**options)
-    section = measure.summarise(list(measure.run(net, [batch[-1:]], given)), given)[0]
+    section = measure.summarise(list(measure.parts(net, [batch[-1:]], given)), given)[0]
     return {(row.layer, row.head): row for row in section.rows}
 
 

@@ -16,7 +16,7 @@ from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.trace import Frame
 from lipaudit.models.attention.to_heads import canonical
 from lipaudit.models.derivative.linearize import Linearization
-from lipaudit.theory.accuracy import WITHIN
+from lipaudit.theory.accuracy import TOL, WITHIN
 from lipaudit.theory.powers import powers_of_two
 from lipaudit.theory.spectral.lanczos import Norms, Products, random_starts, spectral_norms
 
@@ -25,7 +25,7 @@ def numeric_norms(
     layer: Layer,
     *,
     seeds: Sequence[int],
-    tol: float = 1e-4,
+    tol: float = TOL,
     max_steps: int = 300,
     within: float = WITHIN,
 ) -> Norms:

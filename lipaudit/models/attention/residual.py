@@ -22,7 +22,7 @@ from lipaudit.models.derivative.model_norms import JacobianNorms, jacobian_norms
 from lipaudit.models.graph import leaves
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.accuracy import WITHIN
+from lipaudit.theory.accuracy import TOL, WITHIN
 
 
 class Residual(NamedTuple):
@@ -64,7 +64,7 @@ def residual_norms(
     residuals: Sequence[Residual],
     *,
     seeds: Sequence[int] | None = None,
-    tol: float = 1e-4,
+    tol: float = TOL,
     max_steps: int = 300,
     within: float = WITHIN,
 ) -> Iterator[tuple[Residual, JacobianNorms]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipaudit.errors import UsageError
 from lipaudit.models.derivative.linearize import Linearization, require_finite
-from lipaudit.theory.accuracy import WITHIN
+from lipaudit.theory.accuracy import TOL, WITHIN
 from lipaudit.theory.powers import powers_of_two, times_power
 from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
@@ -72,7 +72,7 @@ def jacobian_norms(
     linear: Linearization,
     *,
     norm: OutputNorm = "2",
-    tol: float = 1e-4,
+    tol: float = TOL,
     max_steps: int = 300,
     within: float = WITHIN,
     seeds: Sequence[int] | None = None,

@@ -28,11 +28,9 @@ from lipaudit.theory.bounds.centred import (
     projections,
     squared_distances,
 )
+from lipaudit.theory.bounds.head_bounds import ROUNDING
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.spectral.upper import nonnegative_norm, spectral_norm
-
-ROUNDING = 1e-12
-"""The bound is raised by this share: more than float64 rounding can take from it."""
 
 
 def ball_sharp(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:

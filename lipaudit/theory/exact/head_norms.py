@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.accuracy import WITHIN
+from lipaudit.theory.accuracy import TOL, WITHIN
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.exact.products import ScaledHeads, Through, head_products, layer_products
 from lipaudit.theory.heads import Heads
@@ -48,7 +48,7 @@ def head_norms(
     heads: Heads,
     *,
     seeds: Sequence[int],
-    tol: float = 1e-4,
+    tol: float = TOL,
     max_steps: int = 300,
     within: float = WITHIN,
 ) -> Norms:
@@ -87,7 +87,7 @@ def layer_norms(
     heads: Heads,
     *,
     seeds: Sequence[int],
-    tol: float = 1e-4,
+    tol: float = TOL,
     max_steps: int = 300,
     within: float = WITHIN,
 ) -> LayerNorms:

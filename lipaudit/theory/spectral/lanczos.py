@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory.accuracy import WITHIN
+from lipaudit.theory.accuracy import TOL, WITHIN
 from lipaudit.theory.powers import times_power
 from lipaudit.theory.spectral.ritz import below, kato_temple, log_delta, probabilistic_limit
 
@@ -103,7 +103,7 @@ def spectral_norms(
     start: Float[Tensor, "problems size"],
     *,
     guess: Float[Tensor, "problems size"] | None = None,
-    tol: float = 1e-4,
+    tol: float = TOL,
     max_steps: int = 300,
     within: float = WITHIN,
     rebuild: float = 0.5,

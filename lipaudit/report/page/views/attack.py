@@ -8,10 +8,9 @@ from dataclasses import replace
 from lipaudit.report.blocks import Block, Curve, Series, Table
 from lipaudit.report.page.views.common import MODEL, typed
 from lipaudit.results import AttackRow, Column, Section
-from lipaudit.results.trials import WORST
+from lipaudit.results.trials import COSTS, WORST
 
 NAMES = ("attack", "norm", "eps_text", "samples", "clean", "robust")
-COSTS = ("seconds", "forwards", "backwards")
 
 
 def view(section: Section) -> Iterator[Block]:

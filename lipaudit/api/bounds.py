@@ -15,6 +15,7 @@ plug-ins add. `exact` is the norm that they bound.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from lipaudit.errors import UsageError
 from lipaudit.results.bounds import catalogue
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.heads import Heads, affine_heads
 
 
 def heads(
@@ -55,30 +56,21 @@ def heads(
         UsageError: shapes that do not fit.
     """
     x = (x if x.ndim == 3 else x[None]).to(torch.float64)
-    maps = [_projection(w, b) for w, b in zip((wq, wk, wv), biases, strict=True)]
-    for projection in maps:
-        if projection.weight.shape[:2] != (len(maps[0].weight), x.shape[-1]):
+    weights = [_per_head(weight, 3) for weight in (wq, wk, wv)]
+    for weight in weights:
+        if weight.shape[:2] != (len(weights[0]), x.shape[-1]):
             raise UsageError(
-                f"weights {tuple(projection.weight.shape)} do not fit tokens {tuple(x.shape)}",
+                f"weights {tuple(weight.shape)} do not fit tokens {tuple(x.shape)}",
                 "W_Q, W_K and W_V are (D, d) or (heads, D, d), tokens (batch, tokens, D).",
             )
-    q, k, v = (_applied(x, projection) for projection in maps)
-    size = q.shape[-1] ** -0.5 if scale is None else scale
-    return Heads(
-        x=x,
-        x_kv=None,
-        q=q,
-        k=k,
-        v=v,
-        scale=x.new_full((1, 1), size),
+    layer = affine_heads(x, *weights)
+    for name, bias in zip("qkv", biases, strict=True):
+        layer = layer if bias is None else _biased(layer, name, _per_head(bias, 2))
+    return replace(
+        layer,
+        scale=layer.scale if scale is None else x.new_full((1, 1), scale),
         bias=None if mask is None else _four(mask).to(torch.float64),
         causal=causal,
-        valid=None,
-        to_q=maps[0],
-        to_k=maps[1],
-        to_v=maps[2],
-        out=None,
-        sample=torch.arange(len(x), device=x.device),
     )
 
 
@@ -119,15 +111,18 @@ def _one(name: str, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -
     return every(x, wq, wk, wv, **how)[name]
 
 
-def _projection(weight: Tensor, bias: Tensor | None) -> Projection:
-    per_head = (weight if weight.ndim == 3 else weight[None]).to(torch.float64)
-    added = None if bias is None else (bias if bias.ndim == 2 else bias[None]).to(torch.float64)
-    return Projection(weight=per_head, bias=added, local=None, kind="affine")
+def _per_head(t: Tensor, ndim: int) -> Tensor:
+    return (t if t.ndim == ndim else t[None]).to(torch.float64)
 
 
-def _applied(x: Tensor, projection: Projection) -> Tensor:
-    image = x[:, None] @ projection.weight
-    return image if projection.bias is None else image + projection.bias[:, None]
+def _biased(layer: Heads, name: str, bias: Tensor) -> Heads:
+    tokens, to = getattr(layer, name), getattr(layer, f"to_{name}")
+    bias = bias.expand(tokens.shape[1], -1)  # one for all heads is one for each
+    changes: dict[str, Any] = {
+        name: tokens + bias[:, None],
+        f"to_{name}": replace(to, bias=bias),
+    }
+    return replace(layer, **changes)
 
 
 def _four(mask: Tensor) -> Tensor:

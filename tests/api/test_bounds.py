@@ -57,6 +57,17 @@ def test_shapes_follow_the_tensors():
     assert "sharp" in dir(lipaudit.bounds)
 
 
+def test_one_bias_for_all_heads_is_one_for_each():
+    rng = torch.Generator().manual_seed(1)
+    x, bias = torch.randn(5, 4, generator=rng), torch.randn(2, generator=rng)
+    weights = torch.randn(3, 3, 4, 2, generator=rng)
+    shared = lipaudit.bounds.every(x, *weights, biases=(bias, None, bias))
+    for head in range(3):
+        alone = lipaudit.bounds.every(x, *weights[:, head], biases=(bias, None, bias))
+        for name, value in alone.items():
+            torch.testing.assert_close(shared[name][head], value, equal_nan=True, msg=name)
+
+
 def test_what_does_not_fit_is_refused():
     x, w = torch.randn(5, 4), torch.randn(3, 2)
     with pytest.raises(UsageError, match="do not fit"):

@@ -12,7 +12,7 @@ from lipaudit.errors import UsageError
 from lipaudit.report import RENDERERS, REPORT, of_reports, render
 from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Table
 from lipaudit.report.draw.glyphs import bar, coarse, density, pixels
-from lipaudit.report.page.document import document, labels
+from lipaudit.report.page.document import document, model_labels
 from lipaudit.report.page.views import VIEWS, blocks, title
 from lipaudit.results import row_types
 
@@ -70,16 +70,16 @@ def test_several_models_draw_their_distributions_over_heads(report, other):
     page = document(report, other)
     figures = [b for chapter in page.chapters for b in chapter.blocks if isinstance(b, Histogram)]
     assert figures
-    assert all(list(b.counts) == labels([report, other]) for b in figures)
+    assert all(list(b.counts) == model_labels([report, other]) for b in figures)
     exact = next(b for b in figures if b.title == "exact over heads")
     known = [r.exact for r in report.section("bounds").rows if r.exact is not None]
     known = [v for v in known if np.isfinite(v)]
     expected, _ = np.histogram(known, exact.edges)
-    assert exact.counts[labels([report, other])[0]] == tuple(expected)
+    assert exact.counts[model_labels([report, other])[0]] == tuple(expected)
 
 
 def test_equal_models_are_told_apart(report):
-    assert len(set(labels([report, report]))) == 2
+    assert len(set(model_labels([report, report]))) == 2
 
 
 def test_multiples_come_from_logarithms_where_bounds_overflow(report):
@@ -134,7 +134,7 @@ def test_ratio_histogram_ends_with_its_last_row(report):
 
 def test_several_models_show_their_rows_side_by_side(report, other):
     """Figs. 1, 2 and 3 of Yudin et al., a model beside the other."""
-    names = labels([report, other])
+    names = model_labels([report, other])
     part = next(p for p in document(report, other).chapters if p.name == "attention")
     titles = [b.title for b in part.blocks if isinstance(b, Curve | Density)]
     for name in names:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, data_options, load_options, prepare
-from lipaudit.errors import UsageError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import borrowed
@@ -25,7 +27,7 @@ from lipaudit.settings import MeasureOptions, RunOptions, option_types
 from lipaudit.settings.audit import QUICK_SAMPLES, audit_options
 
 AnyModel = str | nn.Module | ModelSpec
-AnyData = str | Any | tuple[Any, Any] | None
+AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None
 
 
 def measure(
@@ -65,7 +67,7 @@ def measure(
 
 def audit(
     model: AnyModel,
-    measures: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
     *,
     data: AnyData = None,
     input_shape: Sequence[int] | None = None,
@@ -77,7 +79,7 @@ def audit(
     Args:
         model: as of `measure`.
         measures: their names, or their options by their names; by default bounds, attention,
-            jacobian and attack, which is left out where there are no labels.
+            jacobian and attack. What needs labels is left out where there are none.
         data: as of `measure`.
         input_shape: as of `measure`.
         observer: as of `measure`.
@@ -93,20 +95,27 @@ def audit(
     """
     demo = isinstance(model, str) and model.partition(":")[0] == "demo"
     usual = audit_options(options.pop("eps", None), demo=demo, quick=demo)
-    if measures is None:
-        plan = dict(usual)
-    else:
-        given = measures if isinstance(measures, Mapping) else dict.fromkeys(measures, {})
-        plan = {
-            name: _kind(name).checked(own) if own else usual.get(name) or _kind(name)()
-            for name, own in given.items()
-        }
+    names = [measures] if isinstance(measures, str) else usual if measures is None else measures
+    if not names:
+        raise UsageError("no measure is named", f"There are: {', '.join(option_types())}.")
+    own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
+    own |= measures if isinstance(measures, Mapping) else {}
+    plan = {name: _planned(name, own[name], usual.get(name)) for name in own}
     run, _ = _split(options, None)
     counts = QUICK_SAMPLES if demo else {}
     request = Request(
         _name(model), plan, run, counts, skip_unlabelled=True, command="lipaudit.audit()"
     )
     return _report(model, request, data, input_shape, observer)
+
+
+def _planned(name: str, own: Mapping[str, Any], usual: MeasureOptions | None) -> MeasureOptions:
+    """Return the options of a measure of an audit: one's own, else those it usually has there."""
+    kind = _kind(name)
+    if usual is None:
+        return kind.checked(_fields(own, kind))
+    given = {field: getattr(usual, field) for field in usual.model_fields_set}
+    return kind.checked(given | _fields(own, kind))
 
 
 def _name(model: AnyModel) -> str:
@@ -127,8 +136,8 @@ def _report(
         raise UsageError(
             "resume goes on with a checkpoint by its name; a module has none", "Leave it out."
         )
-    if isinstance(data, str):
-        run = request.run.model_copy(update={"data": data})
+    if isinstance(data, str | os.PathLike):
+        run = request.run.model_copy(update={"data": os.fspath(data)})
         request, data = replace(request, run=run), None
     with _net(model, request.run, input_shape) as net:
         samples = None if data is None else _at_hand(data, net, request)
@@ -146,14 +155,28 @@ def _net(model: AnyModel, run: RunOptions, input_shape: Sequence[int] | None) ->
 
 
 def _at_hand(data: Any, net: Net, request: Request) -> Samples:
-    x, y = data if isinstance(data, tuple) else (data, None)
+    x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     labels = None if y is None else _tensor(y)
     most = max(request.count(name) for name in request.measures)
     return own_samples(_tensor(x), labels, net, data_options(request.run, most))
 
 
 def _tensor(values: Any) -> Tensor:
-    return torch.as_tensor(values).detach().cpu()
+    """Return values as a tensor of the host, whatever array or nested list they are.
+
+    Raises:
+        InputError: they are none.
+    """
+    try:
+        if not isinstance(values, Tensor):
+            # A tensor shares the memory of an array only in its order, and where it may write.
+            values = torch.as_tensor(np.require(values, requirements=["C", "W"]))
+        return values.detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"data of type {type(values).__name__} are no array of samples ({error})",
+            "Give x or (x, y), arrays or tensors, or a name that --data takes.",
+        ) from error
 
 
 def _kind(name: str) -> type[MeasureOptions]:
@@ -173,11 +196,18 @@ def _split(
     """
     shared = RunOptions.options()
     own = {} if kind is None else kind.options()
-    for name in options:
+    given = options if kind is None else _fields(options, kind)
+    for name in given:
         if name not in shared and name not in own:
             raise UsageError(f"there is no option {name!r}", _nearest(name, [*own, *shared]))
-    run = RunOptions.checked({n: v for n, v in options.items() if n not in own})
-    return run, {n: v for n, v in options.items() if n in own}
+    run = RunOptions.checked({n: v for n, v in given.items() if n not in own})
+    return run, {n: v for n, v in given.items() if n in own}
+
+
+def _fields(options: Mapping[str, Any], kind: type[MeasureOptions]) -> dict[str, Any]:
+    """Return options by their fields: `to` and `mode` of a command line are no names of one."""
+    spelled = {o.flags[0].removeprefix("--"): name for name, o in kind.options().items()}
+    return {spelled.get(name.replace("_", "-"), name): value for name, value in options.items()}
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -48,6 +48,10 @@ def draw_arrays(
         InputError: of another shape than the model takes, or values out of range; it says of
             what origin.
     """
+    if x.ndim == 0 or len(x) == 0:
+        raise InputError(f"{origin} has no samples", "The first axis of an array counts them.")
+    if x.is_complex():
+        raise InputError(f"{origin} holds {x.dtype}", "A model takes real numbers.")
     if y is not None and (y.shape != (len(x),) or y.is_floating_point()):
         raise InputError(
             f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",

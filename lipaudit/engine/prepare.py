@@ -77,6 +77,11 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         skipped = [name for name, options in request.measures.items() if options.labelled]
         notes += tuple(map(_skipped, skipped))
         kept = {name: o for name, o in request.measures.items() if name not in skipped}
+        if not kept:
+            raise UsageError(
+                f"{', '.join(skipped)}: nothing is left without labelled samples",
+                "Name some that have labels (--data).",
+            )
         request = replace(request, measures=kept)
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
     return Job(request, net, samples, counts, notes)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 from lipaudit.errors import UsageError
 from lipaudit.results.trials import Radius, parse_radius
@@ -132,12 +132,32 @@ def _listed(text: str) -> tuple[str, ...]:
     return tuple(piece.strip() for piece in text.split(",") if piece.strip())
 
 
+def _radius(value: Any) -> Any:
+    """Read text, and a number as it is written: 0.1 is one tenth."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return parse_radius(str(value)) if number or isinstance(value, str) else value
+
+
 def _radii(values: Any) -> Any:
     values = _listed(values) if isinstance(values, str) else values
-    return tuple(parse_radius(v) if isinstance(v, str) else v for v in values)
+    each = values if isinstance(values, Iterable) else (values,)
+    return tuple(map(_radius, each))
 
 
-Layers = Annotated[tuple[int, ...] | None, _parsed(read_layers)]
+def _layers(value: Any) -> Any:
+    if isinstance(value, str):
+        return read_layers(value)
+    return (value,) if isinstance(value, int) else value
+
+
+def _counted(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Put layers in order, each once, as `read_layers` does."""
+    if layers is not None and (not layers or min(layers) < 0):
+        raise ValueError("layers are counted from 0, and one is the least")
+    return None if layers is None else tuple(sorted(set(layers)))
+
+
+Layers = Annotated[tuple[int, ...] | None, BeforeValidator(_layers), AfterValidator(_counted)]
 Lengths = Annotated[tuple[int, ...], _parsed(read_lengths)]
 listed = _parsed(_listed)
 """Reads a comma-separated list."""
@@ -145,7 +165,9 @@ Names = Annotated[tuple[str, ...] | None, listed]
 Numbers = Annotated[tuple[float, ...] | None, _parsed(read_numbers)]
 Keywords = Annotated[Mapping[str, Any] | None, _parsed(read_keywords)]
 Size = Annotated[int | None, _parsed(read_size)]
-OneRadius = Annotated[Radius, _parsed(parse_radius), PlainSerializer(lambda radius: radius.text)]
+OneRadius = Annotated[
+    Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)
+]
 """A radius of an attack, exact, with the text it was typed as; JSON has the text."""
 Radii = Annotated[
     tuple[Radius, ...],

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import lipaudit
 from lipaudit.cli.commands import build
 from lipaudit.errors import UsageError
+from lipaudit.results.trials import parse_radius
 
 
 class Attention(nn.Module):
@@ -180,6 +182,79 @@ def test_it_is_left_as_it_was_after_an_error(module):
     assert all(p.requires_grad for p in module.parameters())
 
 
+X = torch.ones(4, 3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (torch.tensor(1.0), "x has no samples"),
+        (X[:0], "x has no samples"),
+        (X.to(torch.complex64), "x holds torch.complex64"),
+        ([X, torch.zeros(4)], "data of type list are no array"),
+        ((X, torch.zeros(4), 1), "data of type tuple are no array"),
+        (object(), "data of type object are no array"),
+        ({"x": X}, "data of type dict are no array"),
+        (["a", "b"], "data of type list are no array"),
+        (Path("nowhere.npz"), "there is no data 'nowhere.npz'"),
+    ],
+)
+def test_data_that_are_none_are_one_clear_error(module, data, says):
+    with pytest.raises(lipaudit.LipauditError, match=re.escape(says)):
+        lipaudit.measure(module, "jacobian", data=data, input_shape=(3, 4, 4), samples=1)
+
+
+def test_arrays_of_any_layout_are_the_same_samples(module):
+    array = np.random.default_rng(0).random((3, 3, 4, 4), dtype=np.float32)
+    fixed = array.copy()
+    fixed.flags.writeable = False
+    reports = [
+        lipaudit.measure(module, "jacobian", data=data, input_shape=(3, 4, 4), samples=3)
+        for data in (torch.from_numpy(array), array[::-1].copy()[::-1], fixed, list(array))
+    ]
+    assert len({report.run.data.suite_id for report in reports}) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"eps": 0.1}, {"eps": [0.1]}, {"eps": ("0.1",)}, {"eps": (parse_radius("1/10"),)}],
+)
+def test_a_radius_may_be_text_a_number_or_a_list(options):
+    report = lipaudit.measure("demo", "attack", attack="fgsm", samples=2, **options)
+    assert {float(parse_radius(row.eps_text)) for row in report.section("attack").rows} == {0.1}
+
+
+def test_options_have_the_names_of_the_command_line():
+    asked = [
+        lipaudit.measure("demo", "jacobian", samples=1, **{name: "probabilities"})
+        for name in ("to", "target")
+    ]
+    assert numbers(asked[0]) == numbers(asked[1])
+    assert asked[0].section("jacobian").settings["target"] == "probabilities"
+
+
+def test_layers_may_be_a_number_or_any_list_of_them():
+    chosen = [
+        lipaudit.measure("demo", "bounds", samples=1, layers=layers).section("bounds").settings
+        for layers in ("0,1", [1, 0, 1], range(2))
+    ]
+    assert [settings["layers"] for settings in chosen] == [(0, 1)] * 3
+    only = lipaudit.measure("demo", "bounds", samples=1, layers=1).section("bounds")
+    assert {row.layer for row in only.rows} == {1}
+
+
+def test_what_an_audit_is_told_of_a_measure_comes_on_top_of_the_usual():
+    attack = lipaudit.audit("demo", {"attack": {"attack": "fgsm"}}, eps=0.2, samples=2)
+    assert [row.eps_text for row in attack.section("attack").rows] == ["0.2", "0.2"]
+    attack = lipaudit.audit("demo", {"attack": {"attack": "fgsm"}}, samples=2)
+    assert [row.eps_text for row in attack.section("attack").rows] == ["0.1", "0.1"]
+
+
+def test_one_measure_may_be_named_without_a_list():
+    report = lipaudit.audit("demo", "jacobian", samples=1)
+    assert [section.measure for section in report.sections] == ["jacobian"]
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -190,6 +265,11 @@ def test_it_is_left_as_it_was_after_an_error(module):
         (lambda m: lipaudit.measure(m, "bounds", input_shape=(1, 2, 3, 4)), "input_shape"),
         (lambda m: lipaudit.measure(3, "bounds"), "int is no model"),
         (lambda m: lipaudit.audit("demo", ["bounds"], samples=1, tol=1e-3), "no option 'tol'"),
+        (lambda m: lipaudit.audit("demo", []), "no measure is named"),
+        (lambda m: lipaudit.measure("demo", "bounds", layers=-1), "counted from 0"),
+        (lambda m: lipaudit.measure("demo", "bounds", layers=[]), "counted from 0"),
+        (lambda m: lipaudit.audit(m, ["attack"], input_shape=(3, 4, 4)), "nothing is left"),
+        (lambda m: lipaudit.measure(m, "bounds", input_shape=8), "input_shape 8"),
         (lambda m: lipaudit.render(lipaudit.load("nowhere.json"), "html"), "cannot read"),
     ],
 )

@@ -88,9 +88,9 @@ def _spec(
         )
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps is the same function
     if shape is not None:
-        if len(shape) not in KINDS:
+        if not isinstance(shape, Sequence) or len(shape) not in KINDS:
             raise UsageError(
-                f"input_shape {tuple(shape)} is none of a sample",
+                f"input_shape {shape} is none of a sample",
                 "Give (channels, height, width), (tokens, width) or (samples,).",
             )
         return ModelSpec(model, tuple(shape), kind=KINDS[len(shape)])

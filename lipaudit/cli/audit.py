@@ -68,7 +68,8 @@ def audit(
     job = prepare(request)
     if not terminal.quiet:
         _announce(job)
-    report = execute(job, OnStderr(model, quiet=terminal.quiet), adapt=_with_strongest)
+    with OnStderr(model, quiet=terminal.quiet) as observer:
+        report = execute(job, observer, adapt=_with_strongest)
     folder = run_dir or RUNS / _name(model, report)
     folder.mkdir(parents=True, exist_ok=True)
     if run_dir is None:

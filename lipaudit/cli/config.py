@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def read(path: Path | None) -> dict[str, Any]:
     """Return the whole configuration: of `path`, or of the file in the working directory.
 
     Raises:
-        UsageError: when `path` is missing or a file is not valid TOML.
+        UsageError: when `path` is missing, or a file is not valid TOML or has a value for a table.
     """
     if path is not None:
         return _load(path)
@@ -36,6 +37,16 @@ def _load(path: Path) -> dict[str, Any]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read the configuration {path}: {error}") from None
-    if path.name == "pyproject.toml":
-        return dict(document.get("tool", {}).get("lipaudit", {}))
-    return dict(document.get("tool", {}).get("lipaudit", document))
+    tools = _table(document, "tool", path)
+    own = {} if path.name == "pyproject.toml" else document
+    values = _table(tools, "lipaudit", path) if "lipaudit" in tools else own
+    for name in SUBTABLES:
+        _table(values, name, path)
+    return dict(values)
+
+
+def _table(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+    table = values.get(name, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{name!r} in {path} is {table!r}, not a table", f"Write [{name}].")
+    return table

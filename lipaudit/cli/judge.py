@@ -149,7 +149,8 @@ def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None
     request = Request(
         current, measures, RunOptions.checked(run), how.samples, command=typed_command()
     )
-    return execute(prepare(request), OnStderr(current, quiet=quiet))
+    with OnStderr(current, quiet=quiet) as observer:
+        return execute(prepare(request), observer)
 
 
 def _annotate(subject: Subject) -> None:

@@ -58,7 +58,10 @@ def run_measures(
     drawn = any(options.draws for options in measures.values())
     check_outputs(output, DRAWN if drawn else REPORT)
     request = Request(model, measures, run, command=typed_command())
-    emit(execute(prepare(request), OnStderr(model, quiet=terminal.quiet, ends=_save)), output)
+    job = prepare(request)
+    with OnStderr(model, quiet=terminal.quiet, ends=_save) as observer:
+        report = execute(job, observer)
+    emit(report, output)
 
 
 def _save(parts: Sequence[Part], options: MeasureOptions) -> None:

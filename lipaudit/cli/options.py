@@ -12,6 +12,7 @@ import typer
 from lipaudit.cli.config import table
 from lipaudit.errors import UsageError
 from lipaudit.settings import RunOptions, Settings, option
+from lipaudit.settings.option import Option
 
 OUTPUT = "Output"
 
@@ -83,9 +84,28 @@ def resolved(group: type[Group], typed: Mapping[str, Any], defaults: Mapping[str
     """Return a group of options: what was typed, else what is configured, else the defaults.
 
     Raises:
-        UsageError: for a value that an option does not take.
+        UsageError: for a value that an option does not take, whether it counts or not.
     """
     said = {name: value for name, value in typed.items() if value is not None}
     names = group.options()
-    both = {**defaults, **said}
-    return group.checked({name: value for name, value in both.items() if name in names})
+    own = {n: _as_typed(n, value, names[n]) for n, value in defaults.items() if n in names}
+    if own:
+        group.checked(own, spelled=_key)
+    return group.checked(own | {name: value for name, value in said.items() if name in names})
+
+
+def _as_typed(name: str, value: Any, option: Option) -> Any:
+    """Return a value of the file as a command line would have given it.
+
+    Raises:
+        UsageError: true or false where it says nothing, or the like.
+    """
+    if isinstance(value, bool) != (option.kind is bool):
+        wanted = "true or false" if option.kind is bool else "a value"
+        raise UsageError(f"{_key(name)} is {value!r}: it takes {wanted}")
+    return (value,) if option.repeats and isinstance(value, str) else value
+
+
+def _key(name: str) -> str:
+    """Name an option as the configuration file does."""
+    return f"{name.replace('_', '-')} in the lipaudit configuration"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,7 +22,7 @@ Ends = Callable[[Sequence["Part"], "MeasureOptions"], None]
 
 
 class OnStderr(Observer):
-    """Draws what happens to a job.
+    """Draws what happens to a job; on leaving its block the terminal is as it was.
 
     Args:
         model: as it was named.
@@ -38,6 +38,12 @@ class OnStderr(Observer):
         self.bar: Progress | None = None
         self.label, self.total, self.done = "", 0, 0
         self.start = self.last = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def note(self, note: Note) -> None:
         """Print a remark; it is also in the report."""

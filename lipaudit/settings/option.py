@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -96,8 +96,14 @@ class Settings(BaseModel):
         return described
 
     @classmethod
-    def checked(cls, values: Mapping[str, Any]) -> Self:
+    def checked(
+        cls, values: Mapping[str, Any], *, spelled: Callable[[str], str] | None = None
+    ) -> Self:
         """Return the settings of these values, the others being the defaults.
+
+        Args:
+            values: by the names of the fields.
+            spelled: how a field is named to the user; as on the command line, if None.
 
         Raises:
             UsageError: for a value that an option does not take; it names the option.
@@ -107,10 +113,14 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else ""
-            known = cls.options().get(name)
-            typed = known.flags[0] if known else flag(name)
+            named = (spelled or cls._flag)(name)
             wrong = first["msg"].removeprefix("Value error, ")
-            raise UsageError(f"{typed}: {first['input']!r}: {wrong}") from None
+            raise UsageError(f"{named}: {first['input']!r}: {wrong}") from None
+
+    @classmethod
+    def _flag(cls, name: str) -> str:
+        known = cls.options().get(name)
+        return known.flags[0] if known else flag(name)
 
 
 def flag(name: str) -> str:

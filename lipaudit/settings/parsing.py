@@ -76,12 +76,12 @@ def read_keywords(text: str) -> dict[str, Any]:
     """Read `k=v,...`; values are numbers, true, false and none where they can be, else strings.
 
     Raises:
-        UsageError: when it is not of that form.
+        ValueError: when it is not of that form.
     """
     pairs = [piece.partition("=") for piece in text.split(",") if piece]
     for key, equals, _ in pairs:
         if not (key.strip().isidentifier() and equals):
-            raise UsageError(f"--model-kwargs {text!r} is not k=v,...", "Example: depth=2")
+            raise ValueError("it is not k=v,...; example: depth=2")
     return {key.strip(): _value(value.strip()) for key, _, value in pairs}
 
 
@@ -114,12 +114,12 @@ def read_size(text: str) -> int | None:
     """Read a number of samples, or auto as None.
 
     Raises:
-        UsageError: when it is neither.
+        ValueError: when it is neither.
     """
     if text == "auto":
         return None
     if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--batch-size must be auto or a positive number, not {text!r}")
+        raise ValueError("it must be auto or a positive number")
     return int(text)
 
 

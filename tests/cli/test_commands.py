@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
@@ -228,6 +230,23 @@ def test_a_stopped_run_has_a_status_of_its_own(args, code, tmp_path, monkeypatch
     assert done.exit_code == code
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), ValueError("no")])
+@pytest.mark.parametrize("args", [("attention", "demo"), ("audit", "demo", "--run-dir", "run")])
+def test_a_run_that_ends_early_gives_the_cursor_back(args, fault, tmp_path, monkeypatch):
+    from lipaudit.cli import progress
+    from lipaudit.engine import execute
+
+    def fail(task, done):
+        raise fault
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "Console", functools.partial(Console, force_terminal=True))
+    monkeypatch.setattr(execute._Task, "_measured", fail)
+    said = CliRunner().invoke(build(), [*args, "-n", "1"]).stderr
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert 0 <= said.rfind(hidden) < said.rfind(shown) < said.rfind("error:")
 
 
 def test_strict_fails_on_what_is_not_proven(audited):

@@ -81,9 +81,14 @@ def test_train_takes_what_concerns_it(lipaudit):
     ("line", "says"),
     [
         ("sample = 3", "Did you mean 'samples'?"),
-        ("samples = 0", "--samples"),
-        ('samples = "many"', "--samples"),
-        ('batch-size = "lots"', "--batch-size"),
+        ("samples = 0", "samples in the lipaudit configuration: 0"),
+        ('samples = "many"', "samples in the lipaudit configuration: 'many'"),
+        ("samples = true", "samples in the lipaudit configuration is True"),
+        ('quiet = "yes"', "quiet in the lipaudit configuration is 'yes'"),
+        ('batch-size = "lots"', "batch-size in the lipaudit configuration: 'lots'"),
+        ('model-kwargs = "x"', "model-kwargs in the lipaudit configuration: 'x'"),
+        ("output = [1]", "output in the lipaudit configuration: 1"),
+        ("gate = 3", "'gate' in pyproject.toml is 3, not a table"),
         ('format = "yaml"', "unknown format"),
         ("verbose = true", "unknown key 'verbose'"),
     ],
@@ -93,3 +98,21 @@ def test_a_wrong_line_is_named(lipaudit, line, says):
     assert done.exit_code == 2
     assert says in " ".join(done.stderr.split())
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("text", ["tool = 3", "[tool]\nlipaudit = 3"])
+def test_a_file_without_the_table_is_named(lipaudit, text):
+    done = lipaudit("attention", "demo", config=text)
+    assert done.exit_code == 2
+    assert "pyproject.toml is 3, not a table" in " ".join(done.stderr.split())
+
+
+def test_one_file_of_output_needs_no_list(lipaudit):
+    done = lipaudit("attention", "demo", "-n", "1", config='[tool.lipaudit]\noutput = "x.md"\n')
+    assert done.exit_code == 0, done.output
+    assert Path("x.md").is_file()
+
+
+def test_a_wrong_line_is_named_where_another_value_is_typed(lipaudit):
+    done = lipaudit("attention", "demo", "-n", "1", config="[tool.lipaudit]\nsamples = 0\n")
+    assert done.exit_code == 2

@@ -29,7 +29,7 @@ class AttentionOptions(MeasureOptions):
     layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
     gamma: float = option(0.1, "Rows with g1 above it are intermediate.", gt=0, lt=0.25)
     k: int = option(10, "The k of g1/gk.", gt=1)
-    p_norm_tokens: int = option(2048, "Leave ||P|| out above this many tokens.")
+    p_norm_tokens: int = option(2048, "Leave ||P|| out above this many tokens.", ge=0)
     # Neither of the two is a setting of the report: they change no number.
     map: str | None = option(
         None, "Draw the map of LAYER.HEAD on the first sample; -o map.png too.", exclude=True

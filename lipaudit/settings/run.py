@@ -48,7 +48,7 @@ class RunOptions(Settings):
     tower: str | None = option(
         None, "Which tower of a model with two: image or text.", panel=MODEL
     )
-    seed: int = option(0, "Seed of everything random.", panel=RUN)
+    seed: int = option(0, "Seed of everything random.", panel=RUN, ge=-(2**63), lt=2**63)
     device: str | None = option(None, "auto, cpu, cuda, cuda:1, mps.", panel=RUN)
     dtype: Literal["float32", "float64"] = option("float32", "float32 or float64.", panel=RUN)
     batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN)

@@ -40,18 +40,21 @@ class ScalingOptions(MeasureOptions):
         "real,adversarial,radius,ascent,split",
         "real, adversarial, radius, ascent, split (comma-separated).",
         "--mode",
+        min_length=1,
     )
     layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
     heads: Names = option(
         None, "Also these heads: 0.8,5.11 or all. Default: the strongest per layer."
     )
-    radius: Annotated[float, Field(gt=0)] | None = option(
+    radius: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = option(
         None, "Worst case at this radius beside the layer's own."
     )
     mask: Literal["own", "none", "causal", "both"] = option(
         "own", "Mask of the worst case: own, none, causal or both."
     )
-    tol: float = option(TOL, "Estimated relative accuracy of the norms.")
+    tol: float = option(
+        TOL, "Estimated relative accuracy of the norms.", ge=0, allow_inf_nan=False
+    )
 
     @property
     def tokens(self) -> int | None:

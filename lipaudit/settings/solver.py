@@ -18,9 +18,13 @@ class NormOptions(MeasureOptions):
         within: how far the probabilistic limit may lie above a norm: what is proven.
     """
 
-    tol: float = option(TOL, "Estimated relative accuracy of the norms.")
+    tol: float = option(
+        TOL, "Estimated relative accuracy of the norms.", ge=0, allow_inf_nan=False
+    )
     max_steps: int = 300
-    within: float = option(WITHIN, "Proven relative accuracy of the norms (prob. 0.999).", gt=0)
+    within: float = option(
+        WITHIN, "Proven relative accuracy of the norms (prob. 0.999).", gt=0, allow_inf_nan=False
+    )
 
     @property
     def accuracy(self) -> dict[str, Any]:

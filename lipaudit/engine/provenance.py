@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
 
 from lipaudit import __version__
+from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.engine.prepare import Job
 from lipaudit.results import Data, Model, Run
+from lipaudit.results.bounds import GROUP as BOUNDS
+from lipaudit.results.measures import GROUP as MEASURES
 
 PACKAGES = ("lipaudit", "torch", "timm", "transformers", "numpy", "pyautoattack")
+GROUPS = (BOUNDS, MEASURES, ATTACKS)
 
 
 def provenance(job: Job) -> Run:
@@ -47,7 +51,13 @@ def versions() -> dict[str, str]:
             installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return installed
+    return installed | _plugins()
+
+
+def _plugins() -> dict[str, str]:
+    """Return the versions of the packages that add bounds, measures or attacks."""
+    brought = [point.dist for group in GROUPS for point in entry_points(group=group)]
+    return {dist.name: dist.version for dist in brought if dist is not None}
 
 
 def _device(device: torch.device) -> str:

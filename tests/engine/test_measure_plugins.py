@@ -50,6 +50,12 @@ def test_its_figures_are_those_of_the_model(measured):
     assert section["rows"][0]["mean"] == pytest.approx(float(truth.mean()))
 
 
+def test_the_report_says_which_version_of_it_the_figures_are_of(measured):
+    """A journal asks the same: what another version of a plug-in has finished is not gone on."""
+    versions = json.loads((measured / "a.json").read_text())["run"]["versions"]
+    assert versions["lipaudit-example"] == "1.0"
+
+
 @pytest.mark.parametrize("name", ["a.md", "a.html", "a.txt"])
 def test_it_is_in_every_format(measured, name):
     text = (measured / name).read_text()

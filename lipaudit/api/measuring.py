@@ -94,10 +94,13 @@ def audit(
         ['bounds', 'bounds.layers', 'jacobian']
     """
     demo = isinstance(model, str) and model.partition(":")[0] == "demo"
-    usual = audit_options(options.pop("eps", None), demo=demo, quick=demo)
+    eps = options.pop("eps", None)
+    usual = audit_options(eps, demo=demo, quick=demo)
     names = [measures] if isinstance(measures, str) else usual if measures is None else measures
     if not names:
         raise UsageError("no measure is named", f"There are: {', '.join(option_types())}.")
+    if eps is not None and "attack" not in names:
+        raise UsageError("eps is the radius of attacks, and none is asked for", "Leave it out.")
     own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
     own |= measures if isinstance(measures, Mapping) else {}
     plan = {name: _planned(name, own[name], usual.get(name)) for name in own}
@@ -148,6 +151,8 @@ def _report(
 def _net(model: AnyModel, run: RunOptions, input_shape: Sequence[int] | None) -> Iterator[Net]:
     options = load_options(run)
     if isinstance(model, str):
+        if input_shape is not None:
+            raise UsageError(f"{model} says itself what it takes", "Leave input_shape out.")
         yield load_net(model, options)
         return
     with borrowed(model, options, input_shape) as net:

@@ -6,6 +6,8 @@ A result is a `Subject`: the forms that it can take (`page.subjects`). A page is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lipaudit.report.form import Form as Form
 from lipaudit.report.form import Format as Format
 from lipaudit.report.form import Subject as Subject
@@ -23,16 +25,18 @@ from lipaudit.report.page.subjects import of_reports as of_reports
 from lipaudit.results import Report
 
 
-def render(shown: Report | Subject, format: str) -> bytes:
+def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
     """Write a result.
 
     Args:
-        shown: a report, or what `of_reports`, `of_comparison` and `of_judgement` return.
+        shown: a report, several that go side by side, or what `of_reports`, `of_comparison` and
+            `of_judgement` return.
         format: a name in `RENDERERS`.
 
     Raises:
         UsageError: for an unknown format, or one that cannot show the result.
     """
-    subject = of_reports(shown) if isinstance(shown, Report) else shown
+    reports = [shown] if isinstance(shown, Report) else shown
+    subject = of_reports(*reports) if isinstance(reports, Sequence) else reports
     how = named(format, subject.keys())
     return how.render(subject[how.takes]())

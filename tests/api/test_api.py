@@ -260,6 +260,8 @@ def test_one_measure_may_be_named_without_a_list():
     [
         (lambda m: lipaudit.measure("demo", "bound"), "no measure 'bound'"),
         (lambda m: lipaudit.measure("demo", "bounds", tools=1), "no option 'tools'"),
+        (lambda m: lipaudit.measure("demo", "bounds", input_shape=(1, 8, 8)), "says itself"),
+        (lambda m: lipaudit.audit("demo", ["bounds"], eps="0.1"), "radius of attacks"),
         (lambda m: lipaudit.measure("demo", "bounds", samples=0), "--samples"),
         (lambda m: lipaudit.measure(m, "bounds"), "what does the Attention take"),
         (lambda m: lipaudit.measure(m, "bounds", input_shape=(1, 2, 3, 4)), "input_shape"),
@@ -301,6 +303,7 @@ def test_a_section_is_a_frame_and_a_report_shows_itself():
     rows = frame if isinstance(frame, list) else frame.to_dict("records")
     assert len(rows) == 12
     assert all(row["sharp"] >= row["exact"] for row in rows)
+    assert lipaudit.render([report, report], "html").count(b"A: demo") > 0
     shown = report._repr_html_()
     assert shown.startswith("<iframe")  # the page's style does not reach the notebook's
     assert "&lt;svg" in shown

@@ -47,6 +47,28 @@ def test_a_model_that_writes_into_its_embeddings_is_measured_where_it_is():
     torch.testing.assert_close(torch.from_numpy(part.values["norm"]), want, rtol=1e-6, atol=0)
 
 
+def test_writing_into_embeddings_is_not_taken_for_reading_padding():
+    torch.manual_seed(0)
+    spec = ModelSpec(MaskedMean(), (4,), kind="text", vocabulary=20)
+    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="py")
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    batch = Batch(torch.tensor([[3, 7, 0, 0], [2, 2, 9, 4]]), None, ("a1" * 8, "b2" * 8), mask)
+    (together,) = jacobian.measure(net, [batch], jacobian.JacobianOptions())
+    alone = list(jacobian.measure(net, batch.split(1), jacobian.JacobianOptions()))
+    assert together.values["norm"] == pytest.approx([p.values["norm"][0] for p in alone], rel=1e-4)
+
+
+class MaskedMean(InPlace):
+    """The same over real tokens only: padding is ignored."""
+
+    def forward(self, ids, mask=None):
+        x = self.table(ids)
+        x *= 5.0
+        weight = torch.ones_like(ids) if mask is None else mask.to(ids.dtype)
+        total = (torch.tanh(x) * weight[..., None]).sum(1)
+        return self.out(total / weight.sum(1, keepdim=True))
+
+
 class ReadsPadding(InPlace):
     """A model whose tokens read their right neighbour, padding or not, as MobileBERT's do."""
 

@@ -93,7 +93,8 @@ def _token_vectors(net: Net, sample: Batch) -> list[tuple[str, Tensor]]:
         if not isinstance(out, Tensor) or out.ndim != 3 or not out.is_floating_point():
             return
         if out.shape[:2] == sample.x.shape[:2]:
-            seen.append((name, out[:, real]))
+            # A copy: some models scale their embeddings in place, and would do so to what is kept.
+            seen.append((name, out[:, real].clone()))
 
     with ExitStack() as hooks, torch.no_grad():
         for name, part in net.module.named_modules():

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.results.bounds import catalogue
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms
@@ -79,9 +79,18 @@ def exact(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -> Tensor:
 
     Arguments are those of `heads`; the shape is (batch, heads), less an axis for each that the
     tokens and the weights came without.
+
+    Raises:
+        UsageError: shapes that do not fit.
+        EvaluationError: a norm did not converge.
     """
     layer = heads(x, wq, wk, wv, **how)
     norms = head_norms(layer, seeds=range(len(layer.x)), tol=1e-6, within=1e-6)
+    if not norms.converged.all():
+        raise EvaluationError(
+            f"{int((~norms.converged).sum())} norms did not converge to 1e-6",
+            "lipaudit.theory.exact.head_norms takes other accuracies, and says what is proven.",
+        )
     return _shaped(norms.norm, x, wq)
 
 

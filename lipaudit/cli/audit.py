@@ -15,7 +15,7 @@ import typer
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURING, typed_command
 from lipaudit.cli.options import ModelArgument, Output, Terminal
-from lipaudit.errors import UsageError
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.settings import AttentionOptions, MeasureOptions, RunOptions
 from lipaudit.settings.audit import FULL_SAMPLES, QUICK_SAMPLES, audit_options
 
@@ -53,7 +53,7 @@ def audit(
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr
     from lipaudit.engine.execute import execute
-    from lipaudit.engine.files import write
+    from lipaudit.engine.files import require_writable, write
     from lipaudit.engine.prepare import Request, prepare
     from lipaudit.report import REPORT, render
 
@@ -64,14 +64,15 @@ def audit(
     measures = audit_options(eps, demo=demo, quick=small)
     counts = QUICK_SAMPLES if small else FULL_SAMPLES if full else {}
     check_outputs(output, REPORT)
+    if run_dir is not None:
+        require_writable(_made(run_dir) / "report.json")
     request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed_command())
     job = prepare(request)
     if not terminal.quiet:
         _announce(job)
     with OnStderr(model, quiet=terminal.quiet) as observer:
         report = execute(job, observer, adapt=_with_strongest)
-    folder = run_dir or RUNS / _name(model, report)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = run_dir or _made(RUNS / _name(model, report))
     if run_dir is None:
         (RUNS / ".gitignore").write_text("*\n")
     for name, format in (("report.json", "json"), ("report.html", "html")):
@@ -79,6 +80,21 @@ def audit(
     emit(report, output)
     if not terminal.quiet:
         _conclude(model, report, folder)
+
+
+def _made(folder: Path) -> Path:
+    """Return a directory, made if it is not there.
+
+    Raises:
+        EvaluationError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvaluationError(
+            f"cannot write to {folder}: {error.strerror}", "Name another --run-dir."
+        ) from None
+    return folder
 
 
 def _announce(job: Job) -> None:

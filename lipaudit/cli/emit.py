@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipaudit.cli.options import Output
-from lipaudit.engine.files import write
-from lipaudit.errors import EvaluationError
+from lipaudit.engine.files import require_writable, write
 
 if TYPE_CHECKING:
     from lipaudit.report import Form, Format, Subject
@@ -30,9 +28,7 @@ def check_outputs(output: Output, forms: Collection[Form]) -> None:
     """
     _formats(output, forms)
     for path in output.output:
-        folder = path.resolve().parent
-        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")
+        require_writable(path)
 
 
 def emit(shown: Report | Subject, output: Output, *, always: bool = True) -> None:

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.options import ModelArgument, Output, Terminal
-from lipaudit.settings import AttackOptions, MeasureOptions, RunOptions, option_types
-
-if TYPE_CHECKING:
-    from lipaudit.measures import Part
+from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
 MEASURING = "Measure a checkpoint"
 
 
-def _command(options_type: type[MeasureOptions]) -> Callable[..., None]:
+def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., None]:
     """Return the body of a measure's command; its help is the docstring of its options."""
 
     def measure(
         model: str, options: MeasureOptions, run: RunOptions, output: Output, terminal: Terminal
     ) -> None:
-        name = options.section
         outline = options.outline(run.samples or options.samples)
         if outline and not terminal.quiet:
             takes = "under a minute" if model.startswith("demo") else "minutes"
@@ -38,7 +33,7 @@ def _command(options_type: type[MeasureOptions]) -> Callable[..., None]:
 
 
 for _name, _options in option_types().items():
-    command(_name, panel=MEASURING)(_command(_options))
+    command(_name, panel=MEASURING)(_command(_name, _options))
 
 
 def run_measures(
@@ -59,18 +54,9 @@ def run_measures(
     check_outputs(output, DRAWN if drawn else REPORT)
     request = Request(model, measures, run, command=typed_command())
     job = prepare(request)
-    with OnStderr(model, quiet=terminal.quiet, ends=_save) as observer:
+    with OnStderr(model, quiet=terminal.quiet) as observer:
         report = execute(job, observer)
     emit(report, output)
-
-
-def _save(parts: Sequence[Part], options: MeasureOptions) -> None:
-    """Write the adversarial examples, where they were asked for."""
-    if isinstance(options, AttackOptions) and options.save_adv is not None:
-        from lipaudit.engine.files import write
-        from lipaudit.measures.attack import adversarial_examples
-
-        write(options.save_adv, adversarial_examples(parts, options))
 
 
 def typed_command() -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,12 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lipaudit.engine.observer import Observer
 from lipaudit.results import Note
 
-if TYPE_CHECKING:
-    from lipaudit.measures.measure import Part
-    from lipaudit.settings import MeasureOptions
-
 HEARTBEAT = 30.0
-Ends = Callable[[Sequence["Part"], "MeasureOptions"], None]
 
 
 class OnStderr(Observer):
@@ -27,13 +21,10 @@ class OnStderr(Observer):
     Args:
         model: as it was named.
         quiet: whether to say nothing.
-        ends: what is to be done with the parts of a measure that has ended.
     """
 
-    def __init__(
-        self, model: str, *, quiet: bool, ends: Ends = lambda _parts, _options: None
-    ) -> None:
-        self.model, self.quiet, self._ends = model, quiet, ends
+    def __init__(self, model: str, *, quiet: bool) -> None:
+        self.model, self.quiet = model, quiet
         self.console = Console(stderr=True, soft_wrap=True, highlight=False)
         self.bar: Progress | None = None
         self.label, self.total, self.done = "", 0, 0
@@ -68,10 +59,9 @@ class OnStderr(Observer):
         elif not self.quiet:
             self._beat(time.monotonic())
 
-    def ends(self, measure: str, parts: Sequence[Part], options: MeasureOptions) -> None:
+    def ends(self, measure: str) -> None:
         """Take the bar away."""
         self.close()
-        self._ends(parts, options)
 
     def close(self) -> None:
         """Take the bar away, if there is one."""

@@ -11,6 +11,7 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import Samples
 from lipaudit.engine.estimate import numerical
+from lipaudit.engine.files import write
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
@@ -54,7 +55,10 @@ def execute(
             own = job.net.info.source == OWN
             journals.append(journal if own else held.enter_context(journal))
             parts = task.parts(journals[-1])
-            observer.ends(name, parts, task.options)
+            observer.ends(name)
+            written = MEASURES[name].written(parts, task.options)
+            for path, content in zip(task.options.files, written, strict=True):
+                write(path, content)
             first, *others = MEASURES[name].summarise(parts, task.options)
             sections += [first.model_copy(update={"notes": job.notes + first.notes}), *others]
         for journal in journals:

@@ -25,6 +25,17 @@ def write(path: Path, content: bytes) -> None:
         raise EvaluationError(f"cannot write {path}: {error.strerror}") from None
 
 
+def require_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work that would be lost.
+
+    Raises:
+        EvaluationError: it is a folder, or there is no folder for it that can be written to.
+    """
+    folder = path.resolve().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

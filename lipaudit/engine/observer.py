@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from lipaudit.results import Note
-
-if TYPE_CHECKING:
-    from lipaudit.measures.measure import Part
-    from lipaudit.settings import MeasureOptions
 
 
 class Observer:
@@ -24,5 +17,5 @@ class Observer:
     def advances(self, measure: str, samples: int) -> None:
         """So many more samples are measured."""
 
-    def ends(self, measure: str, parts: Sequence[Part], options: MeasureOptions) -> None:
-        """A measure has ended: the parts that are about to be summarised."""
+    def ends(self, measure: str) -> None:
+        """A measure has ended."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from lipaudit.data.loading import DataOptions, Samples, load_data
+from lipaudit.engine.files import require_writable
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load_net
@@ -68,6 +69,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     Raises:
         LipauditError: whatever goes wrong, with the exit code it deserves.
     """
+    for path in (path for options in request.measures.values() for path in options.files):
+        require_writable(path)
     request = _filled(request)
     net = net or load_net(request.model, load_options(request.run))
     wanted = {name: request.count(name) for name in request.measures}

@@ -188,14 +188,16 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     return tuple(dict.fromkeys(remarks + planned + notes(parts)))
 
 
-def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> bytes:
-    """Return a safetensors file: a tensor per trial, `ATTACK,NORM,EPS`, and the labels `y`."""
+def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:
+    """Return a safetensors file, if it is asked for: a tensor per trial and the labels `y`."""
+    if options.save_adv is None:
+        return []
     x_adv = joined(parts, "x_adv")
     tensors = {
         str(trial.key): np.ascontiguousarray(x_adv[:, i])
         for i, trial in enumerate(options.trials())
     }
-    return save(tensors | {"y": joined(parts, "label").astype(np.int64)})
+    return [save(tensors | {"y": joined(parts, "label").astype(np.int64)})]
 
 
-MEASURE = Measure(measure, summarise, AttackOptions, batch=CHUNK, chunk=CHUNK)
+MEASURE = Measure(measure, summarise, batch=CHUNK, chunk=CHUNK, written=adversarial_examples)

@@ -239,4 +239,4 @@ def _arrays(parts: Sequence[Part]) -> dict[str, Array]:
     }
 
 
-MEASURE = Measure(measure, summarise, AttentionOptions, batch=8)
+MEASURE = Measure(measure, summarise, batch=8)

@@ -301,4 +301,4 @@ def _remarks(
     return tuple(remarks)
 
 
-MEASURE = Measure(measure, summarise, BoundsOptions, batch=4)
+MEASURE = Measure(measure, summarise, batch=4)

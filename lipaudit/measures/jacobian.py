@@ -202,4 +202,4 @@ def _rivals(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
     return (Note(level="warning", code="radius-incomplete", text=text),)
 
 
-MEASURE = Measure(measure, summarise, JacobianOptions, batch=16)
+MEASURE = Measure(measure, summarise, batch=16)

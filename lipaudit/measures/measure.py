@@ -11,7 +11,6 @@ import numpy as np
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
 from lipaudit.results import Note, Section
-from lipaudit.settings.measure import MeasureOptions
 
 Values = np.ndarray[Any, np.dtype[Any]]
 
@@ -40,17 +39,17 @@ class Measure:
     Attributes:
         parts: yields a Part per batch.
         summarise: makes the sections from all parts; pure.
-        options: the type of its options.
         batch: how many samples it takes at a time by default.
         chunk: samples per Part where that is part of the result's definition; the batch size
             then goes to the options.
+        written: what stands in the files of its options, in their order.
     """
 
     parts: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
     summarise: Callable[[Sequence[Part], Any], list[Section]]
-    options: type[MeasureOptions]
     batch: int
     chunk: int | None = None
+    written: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
 
 
 def joined(parts: Sequence[Part], name: str) -> Values:

@@ -266,4 +266,4 @@ def _remarks(
     return tuple(remarks)
 
 
-MEASURE = Measure(measure, summarise, ScalingOptions, batch=4)
+MEASURE = Measure(measure, summarise, batch=4)

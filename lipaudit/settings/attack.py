@@ -26,7 +26,6 @@ class AttackOptions(MeasureOptions):
       [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper[/]
     """
 
-    section: ClassVar[str] = "attack"
     samples: ClassVar[int] = 128
     labelled: ClassVar[bool] = True
 
@@ -61,6 +60,11 @@ class AttackOptions(MeasureOptions):
     def _possible(self) -> AttackOptions:
         self.trials()
         return self
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that the measure writes beside the report."""
+        return () if self.save_adv is None else (self.save_adv,)
 
     def trials(self) -> tuple[Trial, ...]:
         """Return what is run: attacks one after the other, in each ball.

@@ -23,7 +23,6 @@ class AttentionOptions(MeasureOptions):
       [cyan]lipaudit attention ./my-bert --data reviews.csv --map 3.1 --query 0[/]
     """
 
-    section: ClassVar[str] = "attention"
     samples: ClassVar[int] = 32
 
     layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")

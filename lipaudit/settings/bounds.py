@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from lipaudit.settings.option import option
 from lipaudit.settings.parsing import Layers
@@ -23,8 +23,6 @@ class BoundsOptions(NormOptions):
       [cyan]lipaudit bounds timm:vit_base_patch16_224 --data photos/ --samples 16[/]
       [cyan]lipaudit bounds ./my-bert --data reviews.csv --layers 0,5-7 -o bounds.json[/]
     """
-
-    section: ClassVar[str] = "bounds"
 
     layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
     input: Literal["projections", "module"] = option(

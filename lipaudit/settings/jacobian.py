@@ -27,7 +27,6 @@ class JacobianOptions(NormOptions):
       [cyan]lipaudit jacobian ./my-bert --data reviews.csv --to features[/]
     """
 
-    section: ClassVar[str] = "jacobian"
     samples: ClassVar[int] = 64
 
     start: StartPoint | None = option(None, "pixels or embeddings; text: embeddings.", "--from")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from lipaudit.settings.option import Settings
@@ -18,8 +19,6 @@ class MeasureOptions(Settings):
         layers: which attention layers; None is all.
     """
 
-    section: ClassVar[str]
-    """Name of the measure, of its command and of its section."""
     samples: ClassVar[int] = 8
     """How many samples it takes when nobody says."""
     labelled: ClassVar[bool] = False
@@ -37,6 +36,11 @@ class MeasureOptions(Settings):
     def draws(self) -> bool:
         """Whether there will be an attention map, which is what a PNG shows."""
         return False
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that the measure writes beside the report."""
+        return ()
 
     def outline(self, samples: int) -> str:
         """Say before it begins what will be measured, where that is not obvious."""

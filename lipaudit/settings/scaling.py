@@ -32,7 +32,6 @@ class ScalingOptions(MeasureOptions):
       [cyan]lipaudit scaling timm:NAME --model-kwargs dynamic_img_size=true[/]
     """
 
-    section: ClassVar[str] = "scaling"
     samples: ClassVar[int] = 4
 
     lengths: Lengths = option("8:256:log8", "Tokens, FIRST:LAST:logCOUNT.")

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
 import lipaudit
 from lipaudit.cli.commands import build
-from lipaudit.errors import UsageError
+from lipaudit.errors import LipauditError, UsageError
 from lipaudit.results.trials import parse_radius
 
 
@@ -295,6 +296,27 @@ def test_an_observer_is_told_and_nothing_is_printed(capsys):
     lipaudit.measure("demo", "attention", samples=10, observer=observer)
     assert observer.events == [("attention", 10), 8, 2]
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_an_attack_found_is_written_and_a_wrong_path_is_said_before_it_begins(tmp_path):
+    begun = []
+
+    class Told(lipaudit.Observer):
+        def begins(self, measure, samples):
+            begun.append(measure)
+
+    def attack(path):
+        options = {"eps": "1/255", "attack": "fgsm", "save_adv": path}
+        return lipaudit.measure("demo", "attack", samples=4, observer=Told(), **options)
+
+    with pytest.raises(LipauditError, match="cannot write"):
+        attack(tmp_path / "nowhere" / "adv.safetensors")
+    assert not begun
+    attack(tmp_path / "adv.safetensors")
+    assert begun == ["attack"]
+    tensors = load_file(tmp_path / "adv.safetensors")
+    assert {name: value.shape[0] for name, value in tensors.items()} == dict.fromkeys(tensors, 4)
+    assert len(tensors) == 2
 
 
 def test_a_section_is_a_frame_and_a_report_shows_itself():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import lipaudit
-from lipaudit.errors import UsageError
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.results.bounds import catalogue
+from lipaudit.theory.exact.head_norms import head_norms
 
 
 def attention(x, wq, wk, wv, *, biases=(0, 0, 0), scale=None, causal=False, mask=None):
@@ -74,3 +77,12 @@ def test_what_does_not_fit_is_refused():
         lipaudit.bounds.exact(x, w, w, w)
     with pytest.raises(AttributeError, match="no bound 'blunt'"):
         lipaudit.bounds.blunt(x, w, w, w)
+
+
+def test_a_norm_that_did_not_converge_is_not_given(monkeypatch):
+    x, w = torch.randn(5, 4), torch.randn(3, 4, 2)
+    norms = head_norms(lipaudit.bounds.heads(x, *w), seeds=[0], tol=1e-6)
+    unconverged = replace(norms, converged=torch.zeros_like(norms.converged))
+    monkeypatch.setattr("lipaudit.api.bounds.head_norms", lambda *_args, **_how: unconverged)
+    with pytest.raises(EvaluationError, match="1 norms did not converge"):
+        lipaudit.bounds.exact(x, *w)

@@ -30,17 +30,17 @@ EPS = ("0.05", "0.1")
 RECIPE = STANDARD.model_copy(update={"epochs": 40})
 
 
-def section(options: MeasureOptions, net: Net) -> Section:
+def section(name: str, options: MeasureOptions, net: Net) -> Section:
     """Run a measure on the held-out digits."""
-    measure = MEASURES[options.section]
+    measure = MEASURES[name]
     parts = list(measure.parts(net, shipped("test").split(measure.batch), options))
     return measure.summarise(parts, options)[0]
 
 
 def figures(net: Net, accuracy: float) -> dict[str, float]:
     """Measure one trained model."""
-    attention = section(AttentionOptions(), net).rows
-    jacobian = section(JacobianOptions(), net).rows[0]
+    attention = section("attention", AttentionOptions(), net).rows
+    jacobian = section("jacobian", JacobianOptions(), net).rows[0]
     values = {
         "g1": statistics.median(row.g1 for row in attention),
         "softmax norm": statistics.median(row.softmax_norm for row in attention),
@@ -48,7 +48,7 @@ def figures(net: Net, accuracy: float) -> dict[str, float]:
         "clean": accuracy,
     }
     options = AttackOptions(attack="fgsm,pgd,quick", eps=EPS)
-    for row in section(options, net).rows:
+    for row in section("attack", options, net).rows:
         if row.attack != "worst":
             values[f"{row.attack} {row.eps_text}"] = row.robust
     return values

@@ -133,3 +133,15 @@ def test_text_that_is_too_long_is_cut_with_a_note(bounds):
 @pytest.mark.parametrize("within", ["-1", "0"])
 def test_a_proof_of_less_than_nothing(bounds, within):
     assert_refused(bounds("demo", "--within", within), 2, "--within")
+
+
+def test_a_demo_is_made_one_way(bounds):
+    assert_refused(bounds("demo", "--model-kwargs", "depth=1"), 2, "demo is made one way")
+
+
+def test_a_run_folder_that_cannot_be_is_said_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    done = CliRunner().invoke(build(), ["audit", "demo", "--run-dir", "file", "-n", "4"])
+    assert_refused(done, 3, "cannot write to file: File exists")
+    assert "roughly" not in done.stderr

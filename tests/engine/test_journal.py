@@ -19,6 +19,7 @@ from lipaudit.engine.journal import Journal
 from lipaudit.measures import MEASURES
 from lipaudit.measures.measure import Part, sample_ids
 from lipaudit.models.sources.loading import load_net
+from lipaudit.settings import option_types
 
 ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "130", "--steps", "30")
 NORMS = ("jacobian", "demo", "-n", "32", "--batch-size", "1", "--per-layer")
@@ -102,7 +103,7 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     measure = MEASURES[name]
     size = measure.chunk or 2
     batch = load_data("demo", net, DataOptions(samples=size + 2)).batch
-    options = measure.options.model_validate(SMALL.get(name, {}))
+    options = option_types()[name].checked(SMALL.get(name, {}))
     if measure.chunk is not None:
         options = options.model_copy(update={"batch_size": 4, "first_chunk": 0})
     parts = list(measure.parts(net, batch.split(size), options))

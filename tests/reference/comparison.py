@@ -16,6 +16,7 @@ from lipaudit.errors import LipauditError
 from lipaudit.measures import MEASURES
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
+from lipaudit.settings import option_types
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from tests.reference import loaded, truth
 
@@ -179,8 +180,9 @@ def _truths(
 
 def _measure(net: Net, batch: Batch, name: str, options: dict[str, Any]) -> Any:
     measure = MEASURES[name]
-    parts = list(measure.parts(net, [batch], measure.options(**options)))
-    measure.summarise(parts, measure.options(**options))
+    given = option_types()[name].checked(options)
+    parts = list(measure.parts(net, [batch], given))
+    measure.summarise(parts, given)
     return parts[0]
 
 
@@ -235,7 +237,7 @@ def _heads(
 def _rows(net: Net, batch: Batch, options: dict[str, Any]) -> dict[tuple[int, int], Any]:
     """Return the rows of `attention`, by (layer, head), of the last sample, in its padding."""
     measure = MEASURES["attention"]
-    given = measure.options(**options)
+    given = option_types()["attention"].checked(options)
     section = measure.summarise(list(measure.parts(net, [batch[-1:]], given)), given)[0]
     return {(row.layer, row.head): row for row in section.rows}
 

@@ -49,6 +49,8 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
         source, model = _resolve(spec, options)
         if options.arch is not None and source != "file":
             raise UsageError(f"--arch is for files of weights; {spec} says what it is", "Drop it.")
+        if options.model_kwargs and source == "demo":
+            raise UsageError(f"{spec} is made one way", "Leave --model-kwargs out.")
         if options.tower is not None and source not in ("hf", "py"):
             raise UsageError(f"{spec} has no towers", "Leave --tower out.")
         if options.classes is not None and source in ("demo", "py"):

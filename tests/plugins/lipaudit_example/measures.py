@@ -25,7 +25,6 @@ class ConfidenceOptions(MeasureOptions):
     [dim]Example:[/] [cyan]lipaudit confidence demo --temperature 2[/]
     """
 
-    section: ClassVar[str] = "confidence"
     samples: ClassVar[int] = 32
     temperature: float = option(1.0, "Divide the logits by it.", gt=0)
 

@@ -34,4 +34,4 @@ def summarise(parts: Sequence[Part], options: ConfidenceOptions) -> list[Section
     ]
 
 
-MEASURE = Measure(measure, summarise, ConfidenceOptions, batch=16)
+MEASURE = Measure(measure, summarise, batch=16)

@@ -105,7 +105,7 @@ def layer_norms(
     def norms(family: type[ScaledHeads] | type[Through], weights: Tensor) -> Norms:
         single = family(layer, weights.to(heads.v))
         start = _starts(heads, seeds, single.channels)
-        families = single.select, lambda: family(double(), weights)
+        families = single.select, lambda: family(double(), weights.to(heads.v.device))
         return norms_in_double(solve, families, start, single.value_path())
 
     # All values are of size one: each head gets its own size back, relative to the largest.

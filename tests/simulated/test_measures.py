@@ -1,0 +1,112 @@
+"""What is measured on an accelerator is what is measured on the CPU, and nothing mixes devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lipaudit
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.settings import Recipe
+from lipaudit.train import train
+from lipaudit.train.demos import shipped
+from tests.simulated.conftest import MODELS, samples
+
+pytestmark = pytest.mark.simulated
+
+AUTO = "custom:apgd-ce,apgd-t,fab-t,square"
+SCALING = {"lengths": "4:8:log2", "layers": "0", "mode": "real,adversarial,radius,split"}
+MEASURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bounds": ("bounds", {}),
+    "attention": ("attention", {}),
+    "jacobian": ("jacobian", {}),
+    "jacobian-rows": ("jacobian", {"norm": "inf"}),
+    "jacobian-features": ("jacobian", {"to": "tokens"}),
+    "by-layer": ("jacobian", {"per_layer": True}),
+    "fgsm-pgd": ("attack", {"attack": "fgsm,pgd", "eps": "8/255", "steps": 5}),
+    "auto": ("attack", {"attack": AUTO, "eps": "8/255", "queries": 20, "steps": 5}),
+    "scaling": ("scaling", SCALING),
+}
+EVERYWHERE = [name for name in MEASURES if name not in ("fgsm-pgd", "auto")]
+CASES = [(model, name) for model in MODELS for name in EVERYWHERE]
+CASES += [("demo", "fgsm-pgd"), ("demo", "auto"), ("bert", "fgsm-pgd"), ("llama", "fgsm-pgd")]
+
+
+def same(here: Any, there: Any, path: str = "") -> list[str]:
+    """Where two reports differ by more than the rounding of float32, times aside."""
+    if isinstance(here, dict):
+        names = [name for name in here if name not in ("seconds", "batch_size")]
+        return [line for name in names for line in same(here[name], there[name], f"{path}.{name}")]
+    if isinstance(here, (list, tuple)):
+        assert len(here) == len(there), path
+        pairs = enumerate(zip(here, there, strict=True))
+        return [line for i, (a, b) in pairs for line in same(a, b, f"{path}[{i}]")]
+    if isinstance(here, float) and isinstance(there, float):
+        near = np.isclose(here, there, rtol=1e-4, atol=1e-6, equal_nan=True)
+        return [] if near else [f"{path}: {here} {there}"]
+    return [] if here == there else [f"{path}: {here} {there}"]
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_an_accelerator_gives_the_figures_of_the_cpu(simulated, model, name):
+    measure, options = MEASURES[name]
+    if measure == "attack" and model != "demo":
+        options = options | {"norm": "token-l2", "eps": "0.5"}
+    here, there = (
+        lipaudit.measure(MODELS[model](), measure, device=where, **samples(model), **options)
+        for where in ("cpu", simulated)
+    )
+    assert there.run.device == simulated
+    assert here.sections[0].rows
+    assert not same(
+        [section.model_dump(mode="json") for section in here.sections],
+        [section.model_dump(mode="json") for section in there.sections],
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"penalty": "jasmin", "k": 2}, {"penalty": "specformer"}, {"adversarial": "pgd"}],
+    ids=["plain", "jasmin", "specformer", "pgd"],
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_training_on_an_accelerator_is_training_on_the_cpu(simulated, options, optimizer):
+    recipe = Recipe(epochs=2, batch_size=16, optimizer=optimizer, lr=1e-3, **options)
+    data = shipped("train")[:40]
+
+    def epochs(where):
+        net = load_net("demo", LoadOptions(device=where))
+        return list(train(net, data, recipe, held_out=data)), net.module.state_dict()
+
+    (here, weights), (there, moved) = epochs("cpu"), epochs(simulated)
+    assert moved[next(iter(moved))].device.type == simulated
+    for a, b in zip(here, there, strict=True):
+        a, b = (dataclasses.replace(epoch, state={}) for epoch in (a, b))
+        assert not same(dataclasses.asdict(a), dataclasses.asdict(b))
+    # Adam divides a gradient by its size: rounding, where it is 0, becomes a step.
+    for name, tensor in weights.items() if optimizer == "sgd" else ():
+        torch.testing.assert_close(moved[name].cpu(), tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_training_of_a_text_model_on_an_accelerator(simulated):
+    from lipaudit.data.batch import Batch, sample_ids
+
+    ids, labels = samples("bert", 8)["data"]
+    data = Batch(ids, labels, sample_ids(ids, labels), ids != 0)
+    recipe = Recipe(epochs=1, batch_size=4, lr=1e-3, penalty="jasmin")
+
+    def loss(where):
+        net = assemble(MODELS["bert"](), LoadOptions(device=where), name="bert", source="py")
+        net.module.config.hidden_dropout_prob = 0
+        for module in net.module.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # its random numbers are the device's own
+        return next(iter(train(net, data, recipe))).loss
+
+    assert loss(simulated) == pytest.approx(loss("cpu"), rel=1e-4)

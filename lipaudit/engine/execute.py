@@ -22,6 +22,7 @@ from lipaudit.measures.by_layer import chosen
 from lipaudit.measures.measure import sample_ids
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import OWN
+from lipaudit.models.precision import exact_arithmetic
 from lipaudit.results import Note, Report, Section
 from lipaudit.settings import BoundsOptions, MeasureOptions
 
@@ -47,7 +48,8 @@ def execute(
         observer.note(note)
     sections: list[Section] = []
     journals: list[Journal] = []
-    with ExitStack() as held, _kept_if_interrupted(observer, journals):
+    exact = exact_arithmetic(job.net.device)
+    with ExitStack() as held, _kept_if_interrupted(observer, journals), exact:
         for name, given in job.request.measures.items():
             task = _Task(job, name, adapt(given, sections), observer)
             journal = Journal(task.identity())

@@ -13,21 +13,49 @@ import torch
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute in the tensors' own precision with gradients on: no TF32, autocast, inference mode.
 
-    Every setting comes back as it was. TF32 would leave three digits of a spectral norm.
+    Every setting comes back as it was. TF32 would leave three digits of a spectral norm. A model
+    may still choose for itself, by `torch.backends.cudnn.flags()` say: it is measured as it is.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        for settings, name, value in _tf32_switches():
-            stack.callback(setattr, settings, name, getattr(settings, name))
-            setattr(settings, name, value)
+        _leave_out_tf32(stack)
         yield
 
 
-def _tf32_switches() -> list[tuple[Any, str, Any]]:
-    """The settings that allow TF32: torch 2.9 renamed them and refuses to read a mixture."""
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    if hasattr(cudnn, "conv"):
-        return [(part, "fp32_precision", "ieee") for part in (cuda, cudnn.conv, cudnn.rnn)]
-    return [(cuda, "allow_tf32", False), (cudnn, "allow_tf32", False)]
+def _leave_out_tf32(stack: ExitStack) -> None:
+    """Compute in float32 where it is asked for, until the stack is closed.
+
+    torch 2.9 has a setting per operation beside the two older ones, and refuses to read the older
+    where they contradict it: so all of them say the same here, and each is read where nothing
+    contradicts it.
+    """
+    for part in _operations():  # the general ones first: what follows them reads as "none"
+        stack.callback(setattr, part, "fp32_precision", part.fp32_precision)
+        part.fp32_precision = "none"
+    cudnn = torch.backends.cudnn
+    stack.callback(setattr, cudnn, "allow_tf32", _cudnn_allows_tf32())
+    stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
+    for part in _operations():
+        part.fp32_precision = "ieee"
+
+
+def _operations() -> list[Any]:
+    """What torch keeps a precision of, from all there is to single operations."""
+    backends: Any = torch.backends
+    cudnn, onednn = backends.cudnn, backends.mkldnn
+    if not hasattr(cudnn, "conv"):
+        return []
+    single = [part for each in (cudnn, onednn) for part in (each.conv, each.rnn)]
+    return [backends, cudnn, onednn, backends.cuda.matmul, onednn.matmul, *single]
+
+
+def _cudnn_allows_tf32() -> bool:
+    """Return the older setting; once all newer ones are "none", only True contradicts them."""
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return True

@@ -1,0 +1,139 @@
+"""Whatever the caller has switched on, figures are of float32, and it is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.backends import cuda, cudnn, mkldnn
+
+import lipaudit
+from lipaudit.engine.execute import execute
+from lipaudit.engine.prepare import Request, prepare
+from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.settings import RunOptions, option_types
+
+MATMUL = torch.set_float32_matmul_precision
+CPU = torch.device("cpu")
+
+
+def precision(part, value: str) -> Callable[[], None]:
+    return lambda: setattr(part, "fp32_precision", value)
+
+
+CALLERS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "matmul high": lambda: MATMUL("high"),
+    "matmul medium": lambda: MATMUL("medium"),
+    "cudnn without TF32": lambda: setattr(cudnn, "allow_tf32", False),
+    "cuda with TF32": lambda: setattr(cuda.matmul, "allow_tf32", True),
+}
+if hasattr(cudnn, "conv"):
+    CALLERS |= {
+        "everything TF32": precision(torch.backends, "tf32"),
+        "cudnn ieee": precision(cudnn, "ieee"),
+        "convolutions ieee": precision(cudnn.conv, "ieee"),
+        "matmul TF32, newly": precision(cuda.matmul, "tf32"),
+        "half precision on the CPU": precision(mkldnn, "bf16"),
+        "mixed": lambda: (MATMUL("high"), precision(cudnn.rnn, "ieee")(), MATMUL("medium")),
+    }
+
+
+def settings() -> dict[str, object]:
+    """All that decides in which precision a product of float32 is taken, as torch tells it."""
+    parts = {"all": torch.backends, "cuda": cuda.matmul, "cudnn": cudnn, "cpu": mkldnn}
+    if hasattr(cudnn, "conv"):
+        parts |= {"conv": cudnn.conv, "rnn": cudnn.rnn, "cpu matmul": mkldnn.matmul}
+    told = {name: getattr(part, "fp32_precision", None) for name, part in parts.items()}
+    for name, read in {
+        "old cudnn": lambda: cudnn.allow_tf32,
+        "old cuda": lambda: cuda.matmul.allow_tf32,
+        "old matmul": torch.get_float32_matmul_precision,
+    }.items():
+        try:
+            told[name] = read()
+        except RuntimeError:
+            told[name] = "unreadable"
+    return told
+
+
+def is_float32(told: dict[str, object]) -> bool:
+    new = [told[name] in ("ieee", None) for name in ("cuda", "cudnn", "cpu", "all")]
+    old = told["old cudnn"], told["old cuda"], told["old matmul"]
+    return all(new) and old == (False, False, "highest")
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """What a test switches goes back to what torch begins with."""
+    try:
+        yield
+    finally:
+        for part in (torch.backends, cudnn, mkldnn) if hasattr(cudnn, "conv") else ():
+            part.fp32_precision = "none"
+        MATMUL("highest")
+        cudnn.allow_tf32 = True
+        if hasattr(cudnn, "conv"):
+            cuda.matmul.fp32_precision = mkldnn.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_float32_is_float32_and_every_setting_comes_back(caller):
+    with put_back():
+        CALLERS[caller]()
+        before = settings()
+        with exact_arithmetic(CPU):
+            assert is_float32(settings())
+            with exact_arithmetic(CPU):
+                assert is_float32(settings())
+            assert is_float32(settings())
+        assert settings() == before
+
+
+@pytest.mark.parametrize("measure", ["bounds", "attention", "jacobian", "attack", "scaling"])
+def test_every_measure_runs_the_model_in_float32(measure):
+    net = load_net("demo", LoadOptions(device="cpu"))
+    seen: list[dict[str, object]] = []
+    net.module.register_forward_pre_hook(lambda *_: seen.append(settings()))
+    own = {
+        "attack": {"attack": "fgsm,apgd-ce", "eps": "8/255"},
+        "scaling": {"modes": "real", "lengths": "4:8:log2", "layers": "0"},
+    }.get(measure, {})
+    options = option_types()[measure].checked(own)
+    with put_back():
+        CALLERS["matmul high"]()
+        execute(prepare(Request("demo", {measure: options}, RunOptions(samples=2)), net=net))
+    assert seen
+    assert all(map(is_float32, seen))
+
+
+class WithFlags(nn.Module):
+    """A model that chooses how cuDNN works, as some do around their convolutions."""
+
+    def __init__(self, *, chooses: bool) -> None:
+        super().__init__()
+        self.chooses = chooses
+        self.read, self.head = nn.Conv2d(1, 4, 3), nn.Linear(16, 3)
+
+    def forward(self, x):
+        with cudnn.flags(enabled=False) if self.chooses else torch.enable_grad():
+            x = self.read(x)
+        return self.head(x.flatten(1).tanh())
+
+
+def test_a_model_may_use_flags_of_its_own():
+    def norms(*, chooses: bool):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = WithFlags(chooses=chooses).eval()
+        report = lipaudit.measure(module, "jacobian", input_shape=(1, 4, 4), samples=2)
+        return report.section("jacobian").samples["norm"]
+
+    before = settings()
+    assert norms(chooses=True) == norms(chooses=False)
+    assert settings() == before

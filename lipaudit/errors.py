@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -74,3 +76,52 @@ class BaselineError(LipauditError):
     """The baseline is missing, damaged or not comparable with the current report."""
 
     exit_code = ExitCode.BASELINE
+
+
+SHORT, ALIKE = 3, 0.85
+"""What is longer may be the start of a name, if it is as much like it."""
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three known names that may have been meant by another, the likeliest first.
+
+    >>> similar("pdg", ["fgsm", "pgd", "square"])
+    ['pgd']
+    >>> similar("vit_tiny", ["deit_tiny", "vit_tiny_patch16"])
+    ['vit_tiny_patch16', 'deit_tiny']
+    """
+    from difflib import get_close_matches
+
+    word = name.lower()
+    spelled = {each.lower(): each for each in reversed(list(known))}
+    begun = {each[: len(word)]: each for each in spelled} if len(word) > SHORT else {}
+    starts = [begun[start] for start in get_close_matches(word, begun, 3, ALIKE)]
+    near = [*starts, *get_close_matches(word, spelled, 3)]
+    return [spelled[each] for each in dict.fromkeys(near)][:3]
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """Say what may have been meant by a name that is not known: the advice of an error.
+
+    Args:
+        name: as it was given.
+        known: the names there are.
+        otherwise: what is said where none is near; the list of all, if None.
+
+    >>> suggestion("sgdd", ["sgd", "adamw"])
+    "Did you mean 'sgd'?"
+    >>> suggestion("lion", ["sgd", "adamw"])
+    'There are: sgd, adamw.'
+    """
+    known = list(known)
+    if near := similar(name, known):
+        return f"Did you mean {' or '.join(map(repr, near))}?"
+    return f"There are: {', '.join(known)}." if otherwise is None else otherwise
+
+
+def neighbours(path: Path) -> list[str]:
+    """Return the paths beside one that is not there: known names for `suggestion`."""
+    try:
+        return sorted(str(path.parent / each.name) for each in path.parent.iterdir())
+    except OSError:
+        return []

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, neighbours, suggestion
 from lipaudit.results import Report, row_types
 from lipaudit.results.report import SCHEMA_VERSION
 
@@ -54,7 +54,8 @@ def load(path: Path | str) -> Report:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        raise InputError(f"cannot read {path}: {reason}", "Check the path.") from None
+        advice = suggestion(str(path), neighbours(Path(path)), "Check the path.")
+        raise InputError(f"cannot read {path}: {reason}", advice) from None
     return loads(text, name=str(path))
 
 

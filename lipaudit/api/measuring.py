@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, data_options, load_options, prepare
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import borrowed
@@ -187,7 +186,7 @@ def _tensor(values: Any) -> Tensor:
 def _kind(name: str) -> type[MeasureOptions]:
     known = option_types()
     if name not in known:
-        raise UsageError(f"there is no measure {name!r}", _nearest(name, list(known)))
+        raise UsageError(f"there is no measure {name!r}", suggestion(name, known))
     return known[name]
 
 
@@ -204,7 +203,7 @@ def _split(
     given = options if kind is None else _fields(options, kind)
     for name in given:
         if name not in shared and name not in own:
-            raise UsageError(f"there is no option {name!r}", _nearest(name, [*own, *shared]))
+            raise UsageError(f"there is no option {name!r}", suggestion(name, [*own, *shared]))
     run = RunOptions.checked({n: v for n, v in given.items() if n not in own})
     return run, {n: v for n, v in given.items() if n in own}
 
@@ -213,8 +212,3 @@ def _fields(options: Mapping[str, Any], kind: type[MeasureOptions]) -> dict[str,
     """Return options by their fields: `to` and `mode` of a command line are no names of one."""
     spelled = {o.flags[0].removeprefix("--"): name for name, o in kind.options().items()}
     return {spelled.get(name.replace("_", "-"), name): value for name, value in options.items()}
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known)}."

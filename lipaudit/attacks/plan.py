@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lipaudit.attacks.kinds import AttackKind, attack_kinds
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.results import Note
 from lipaudit.results.trials import Norm, Radius, TrialKey, parse_radius
 
@@ -151,10 +151,8 @@ def _builder(spec: str) -> Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]
     if spec.startswith("custom:"):
         return lambda norm, radii: _ensemble("custom", _named(spec), norm, radii)
     if spec not in PRESETS:
-        raise UsageError(
-            f"unknown attack preset {spec!r}",
-            f"choose {', '.join(PRESETS)}, or attacks out of {', '.join(attack_kinds())}",
-        )
+        known = ("autoattack", *PRESETS, *attack_kinds())
+        raise UsageError(f"unknown attack preset {spec!r}", suggestion(spec, known))
     return PRESETS[spec]
 
 
@@ -162,8 +160,8 @@ def _named(spec: str) -> tuple[Attack, ...]:
     names = [name.strip() for name in spec.removeprefix("custom:").split(",")]
     for name in names:
         if name not in attack_kinds():
-            known = ", ".join(attack_kinds())
-            raise UsageError(f"unknown attack {name!r} in {spec!r}", f"known: {known}")
+            advice = suggestion(name, attack_kinds())
+            raise UsageError(f"unknown attack {name!r} in {spec!r}", advice)
     return tuple(Attack(name) for name in names)
 
 

@@ -150,7 +150,8 @@ def with_groups(function: Callable[..., None]) -> Callable[..., None]:
         return _resigned(function, own)
 
     def call(**typed: Any) -> None:
-        defaults = configured(typed.get("config"))
+        shared = any(group in SHARED for group in groups.values())
+        defaults = configured(typed.get("config")) if shared else {}
         values = {
             name: resolved(group, typed, defaults if group in SHARED else {})
             for name, group in groups.items()

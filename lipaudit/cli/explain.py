@@ -2,89 +2,93 @@
 
 from __future__ import annotations
 
-import difflib
+import shutil
 import textwrap
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
 from lipaudit.cli.app import command
+from lipaudit.cli.options import Plain, Shown
 from lipaudit.cli.tools import LEARN
-from lipaudit.errors import UsageError
+from lipaudit.cli.topics import Topic, explained, known_names, topics
+from lipaudit.errors import UsageError, suggestion
 
-if TYPE_CHECKING:
-    from lipaudit.results import Column
+WIDEST = 100
+
+
+def _completed(incomplete: str) -> list[str]:
+    return known_names()
 
 
 @command("explain", panel=LEARN)
 def explain(
+    output: Shown,
+    terminal: Plain,
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="For example bounds, bounds.sharp, g1.")
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="For example bounds, theorem 3, g1, pgd; without it, every name by topic.",
+        ),
+    ] = None,
 ) -> None:
     """What a number means, where it holds, and what it does not mean.
 
-    NAME is a bound, a column, a section, SECTION.COLUMN, or an option without its dashes.
+    NAME is anything that a page, a table, a note or a JSON file says: a bound, a column or its
+    heading, a section, an attack, a verdict, a rule of the gate, the code of a note, an option.
 
     [dim]Examples:[/]
-      [cyan]lipaudit explain sharp[/]
-      [cyan]lipaudit explain jacobian.norm[/]
+      [cyan]lipaudit explain theorem 3[/]
+      [cyan]lipaudit explain jacobian.norm:median[/]
     """
-    columns = _columns()
-    parts = {key: (key, *key.rpartition(".")[::2]) for key in columns}
-    named = [key for key, (whole, section, own) in parts.items() if name in (whole, section, own)]
-    options = list(_options(name))
-    if not named and not options:
-        names = sorted({key.rpartition(".")[2] for key in columns} | set(columns))
-        near = difflib.get_close_matches(name, names, 3)
-        advice = f"Did you mean {' or '.join(near)}?" if near else "Try: lipaudit explain bounds"
-        raise UsageError(f"nothing is called {name!r}", advice)
-    entries = ["\n".join(_entry(key, columns[key])) for key in named]
-    typer.echo("\n\n".join([*entries, *options]))
-    if any(columns[key].formula for key in named):
-        typer.echo("\n" + "\n".join(textwrap.wrap(_symbols(), 80)))
+    from lipaudit.cli.emit import emit
+
+    text = " ".join(name or ())
+    entries = explained(text) if text else topics()
+    if not entries:
+        advice = suggestion(text, known_names(), "lipaudit explain lists every name.")
+        raise UsageError(f"nothing is called {text!r}", advice)
+    lines = _pages(entries) if text else _index(entries)
+    record = [asdict(topic) for topic in entries]
+    emit({"lines": lambda: list(lines), "record": lambda: record}, output)
 
 
-def _columns() -> dict[str, Column]:
-    """Return every column, by row and by sample, as `section.column`."""
-    from lipaudit.results import measures, row_types
-
-    kinds = {section: row.columns() for section, row in row_types().items()}
-    both = [*kinds.items(), *((name, record.samples) for name, record in measures().items())]
-    return {f"{section}.{name}": c for section, columns in both for name, c in columns.items()}
-
-
-def _options(name: str) -> Iterator[str]:
-    """Describe the options of that name, by the command that has them."""
-    from lipaudit.settings import Recipe, RunOptions, Settings, option_types
-
-    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
-    for owner, group in (groups | {"every measure": RunOptions}).items():
-        for option in group.options().values():
-            if name in (option.name, option.flags[0].removeprefix("--")):
-                default = f" Default: {option.shown}." if option.shown else ""
-                yield f"{option.flags[0]} of {owner}: {option.help}{default}"
-
-
-def _symbols() -> str:
+def _pages(entries: Sequence[Topic]) -> Iterator[str]:
+    """Yield the lines that explain topics."""
     from lipaudit.results.bounds import SYMBOLS
 
-    return SYMBOLS
+    for number, topic in enumerate(entries):
+        yield from [""] if number else []
+        yield from _wrapped(f"{topic.title}: {topic.meaning}", "", "  ")
+        for paragraph in topic.details:
+            yield from _wrapped(paragraph, "  ", "  ")
+    if any(topic.formula for topic in entries):
+        yield ""
+        yield from _wrapped(SYMBOLS)
 
 
-def _entry(key: str, column: Column) -> Iterator[str]:
-    from lipaudit.report.cells import STATUS, UNMEASURED
+def _index(entries: Sequence[Topic]) -> Iterator[str]:
+    """Yield the names under their topics."""
+    groups: dict[str, dict[str, None]] = {}
+    for topic in entries:
+        groups.setdefault(topic.group, {})[topic.name] = None
+    yield from _wrapped("lipaudit explain NAME explains one of these, or a heading of a page.")
+    for group, names in groups.items():
+        if group:
+            yield from ("", group)
+            yield from _wrapped(", ".join(names), "  ", "  ")
 
-    yield f"{key}: {column.meaning}"
-    for paragraph in (column.formula, *column.reading.splitlines()):
-        yield from _indented(paragraph)
-    if column.domain and column.format not in UNMEASURED:
-        where = "" if column.domain == "at X" else f": {column.domain}"
-        yield from _indented(f"{column.status.capitalize()}: {STATUS[column.status]}{where}.")
-    if column.better:
-        yield f"  {column.better.capitalize()} is better."
 
-
-def _indented(text: str) -> list[str]:
-    return textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent="  ")
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    width = min(shutil.get_terminal_size().columns, WIDEST)
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipaudit.cli.app import app, command, guarded
-from lipaudit.cli.options import Output
+from lipaudit.cli.app import app, command, guarded, with_groups
+from lipaudit.cli.options import Output, Plain, Shown
 
 if TYPE_CHECKING:
     from lipaudit.report import Subject
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 COMPARE = "Compare and gate"
 Reports = Annotated[list[Path], typer.Argument(help="Reports written with -o X.json.")]
-FormatOption = Annotated[
-    str | None, typer.Option("--format", "-f", help="table, json, markdown or html.")
-]
 OutputOption = Annotated[
     list[Path] | None, typer.Option("--output", "-o", help="Also write FILE; repeatable.")
 ]
@@ -34,7 +31,7 @@ def _output(format: str | None, files: list[Path] | None) -> Output:
 
 
 @command("report", panel=COMPARE)
-def report(reports: Reports, format: FormatOption = None, output: OutputOption = None) -> None:
+def report(reports: Reports, output: Shown, terminal: Plain) -> None:
     """Render a saved report again, or several side by side.
 
     It needs no model and no torch: the figures are those of the run.
@@ -48,11 +45,11 @@ def report(reports: Reports, format: FormatOption = None, output: OutputOption =
     from lipaudit.report import of_reports
 
     loaded = [schema.load(path) for path in reports]
-    emit(of_reports(*loaded), _output(format, output), always=False)
+    emit(of_reports(*loaded), output, always=False)
 
 
 @command("compare", panel=COMPARE)
-def compare(reports: Reports, format: FormatOption = None, output: OutputOption = None) -> None:
+def compare(reports: Reports, output: Shown, terminal: Plain) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
     Changes carry 95 % limits, and what the gate would say of each; nothing fails here.
@@ -68,7 +65,7 @@ def compare(reports: Reports, format: FormatOption = None, output: OutputOption 
 
     loaded = [schema.load(path) for path in reports]
     shown = of_comparison(compared(loaded), loaded)
-    emit(shown, _output(format, output), always=False)
+    emit(shown, output, always=False)
 
 
 @command("gate", panel=COMPARE)
@@ -175,54 +172,66 @@ Kept = Annotated[Path, typer.Argument(help="The baseline.")]
 
 @baselines.command("save")
 @guarded
+@with_groups
 def save(
-    report: Promoted, output: Target = DEFAULT_BASE, reason: Reason = "first baseline"
+    report: Promoted,
+    terminal: Plain,
+    output: Target = DEFAULT_BASE,
+    reason: Reason = "first baseline",
 ) -> None:
     """Promote a report to a baseline; refuses to overwrite one (use update)."""
     from lipaudit.errors import UsageError
 
     if output.exists():
         raise UsageError(f"{output} exists", "Use: lipaudit baseline update --reason '...'")
-    _promote(report, output, reason)
+    _promote(report, output, reason, quiet=terminal.quiet)
 
 
 @baselines.command("update")
 @guarded
-def update(report: Promoted, reason: Reason, output: Target = DEFAULT_BASE) -> None:
+@with_groups
+def update(
+    report: Promoted, reason: Reason, terminal: Plain, output: Target = DEFAULT_BASE
+) -> None:
     """Replace a baseline by a report, and record why."""
-    _promote(report, output, reason)
+    _promote(report, output, reason, quiet=terminal.quiet)
 
 
 @baselines.command("show")
 @guarded
-def show(baseline: Kept = DEFAULT_BASE) -> None:
-    """Print a baseline as a table."""
+@with_groups
+def show(output: Shown, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
+    """Print a baseline, and on stderr why it is one."""
     from lipaudit.cli.emit import emit
     from lipaudit.gate import load_baseline
 
     standard = load_baseline(baseline)
-    sys.stdout.write(f"baseline because: {standard.run.reason or 'no reason given'}\n")
-    sys.stdout.flush()
-    emit(standard, Output())
+    if not terminal.quiet:
+        typer.echo(f"baseline because: {standard.run.reason or 'no reason given'}", err=True)
+    emit(standard, output, always=False)
 
 
 @baselines.command("check")
 @guarded
-def check(baseline: Kept = DEFAULT_BASE) -> None:
+@with_groups
+def check(output: Shown, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
     """Check that a baseline can be read and gated against."""
+    from lipaudit.cli.emit import emit
     from lipaudit.errors import BaselineError
     from lipaudit.gate import load_baseline, problems
 
     reasons = problems(load_baseline(baseline))
     if reasons:
         raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
-    typer.echo(f"{baseline}: fit to gate against")
+    line, record = f"{baseline}: fit to gate against", {"baseline": str(baseline), "fit": True}
+    emit({"lines": lambda: [line], "record": lambda: record}, output)
 
 
-def _promote(report: Path, output: Path, reason: str) -> None:
+def _promote(report: Path, output: Path, reason: str, *, quiet: bool) -> None:
     from lipaudit import schema
     from lipaudit.engine.files import write
     from lipaudit.gate import promote
 
     write(output, schema.dumps(promote(schema.load(report), reason)).encode())
-    typer.echo(f"wrote {output}", err=True)
+    if not quiet:
+        typer.echo(f"wrote {output}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from lipaudit.cli.config import table
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import RunOptions, Settings, option
 from lipaudit.settings.option import Option
 
@@ -26,15 +25,22 @@ ModelArgument = Annotated[
 ]
 
 
+def _formats() -> tuple[str, ...]:
+    from lipaudit.report import RENDERERS
+
+    return tuple(RENDERERS)
+
+
 class Output(Settings):
     """Where a result goes."""
 
     format: str | None = option(
         None,
-        "What stdout gets: table, json, markdown, html.",
+        "What stdout gets: table, text, json, markdown, html...",
         "--format",
         "-f",
         panel=OUTPUT,
+        values=_formats,
     )
     output: tuple[Path, ...] = option(
         (),
@@ -45,11 +51,20 @@ class Output(Settings):
     )
 
 
-class Terminal(Settings):
-    """What is said on stderr, and where defaults come from."""
+class Shown(Output):
+    """Where a result goes that the configuration file has no say in: it is no report of a run."""
+
+
+class Plain(Settings):
+    """What is said on stderr."""
 
     quiet: bool = option(False, "No progress, no notes on stderr.", "--quiet", "-q", panel=OUTPUT)
     verbose: bool = option(False, "Tracebacks and details.", "--verbose", "-v", panel=OUTPUT)
+
+
+class Terminal(Plain):
+    """What is said on stderr, and where defaults come from."""
+
     config: Path | None = option(None, "A TOML file in place of pyproject.toml.", panel="Run")
 
 
@@ -73,9 +88,7 @@ def configured(path: Path | None) -> dict[str, Any]:
     values = table(path)
     for key in values:
         if key not in CONFIGURABLE:
-            near = difflib.get_close_matches(key, CONFIGURABLE, 1)
-            known = f"Known keys: {', '.join(sorted(CONFIGURABLE))}."
-            advice = f"Did you mean {near[0]!r}?" if near else known
+            advice = suggestion(key, sorted(CONFIGURABLE))
             raise UsageError(f"unknown key {key!r} in the lipaudit configuration", advice)
     return {CONFIGURABLE[key]: value for key, value in values.items()}
 

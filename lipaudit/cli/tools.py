@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.errors import UsageError
+from lipaudit.cli.options import Plain, Shown
+from lipaudit.errors import UsageError, suggestion
 
 LEARN = "Learn"
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @command("env", panel=LEARN)
-def env(as_json: AsJson = False) -> None:
+def env(output: Shown, terminal: Plain) -> None:
     """Versions, devices and threads: what to paste into a bug report."""
     import torch
 
+    from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.engine.provenance import versions
 
+    check_outputs(output, ("lines", "record"))
     facts: dict[str, str] = versions() | {
         "platform": sys.platform,
         "cuda": torch.version.cuda or "none",
         "devices": ", ".join(_devices()),
         "threads": str(torch.get_num_threads()),
     }
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        width = max(map(len, facts))
-        typer.echo("\n".join(f"{key:<{width}}  {value}" for key, value in facts.items()))
+    width = max(map(len, facts))
+    lines = [f"{key:<{width}}  {value}" for key, value in facts.items()]
+    emit({"lines": lambda: lines, "record": lambda: facts}, output)
 
 
 def _devices() -> list[str]:
@@ -44,21 +43,26 @@ def _devices() -> list[str]:
 
 @command("models", panel=LEARN)
 def models(
-    name: Annotated[str, typer.Argument(help="Part of a timm model's name.")] = "",
+    output: Shown,
+    terminal: Plain,
+    name: Annotated[str, typer.Argument(help="Part of the name of a model of timm.")] = "",
 ) -> None:
     """What can be audited: the forms of MODEL, the demos, and timm's models by name.
 
     [dim]Example:[/] [cyan]lipaudit models vit_tiny[/]
     """
-    if name:
-        import timm
+    from lipaudit.cli.emit import emit
+    from lipaudit.models.sources.names import demo_names, timm_names
 
-        names = timm.list_models(f"*{name}*")
-        if not names:
-            raise UsageError(f"timm has no model with {name!r} in its name", "Try: vit, swin")
-        typer.echo("\n".join(f"timm:{model}" for model in names))
-        return
-    typer.echo(SUPPORTED)
+    names = [f"timm:{each}" for each in timm_names() if name in each]
+    if name:
+        names = [each for each in demo_names() if name in each] + names
+    if not names:
+        advice = suggestion(name, timm_names(), "Try: vit, swin")
+        raise UsageError(f"no model has {name!r} in its name", advice)
+    lines = names if name else SUPPORTED.splitlines()
+    listed = names if name else [*demo_names(), *names]
+    emit({"lines": lambda: lines, "record": lambda: {"models": listed}}, output)
 
 
 SUPPORTED = """\
@@ -83,8 +87,9 @@ lipaudit models PART lists timm's names."""
 
 
 @command("schema", panel=LEARN)
-def schema() -> None:
+def schema(output: Shown, terminal: Plain) -> None:
     """Print the JSON Schema of a report."""
+    from lipaudit.cli.emit import emit
     from lipaudit.schema import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    emit({"record": json_schema}, output)

@@ -14,7 +14,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import typed_command
-from lipaudit.cli.options import ModelArgument, Terminal
+from lipaudit.cli.options import ModelArgument, Shown, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
 
@@ -29,8 +29,11 @@ def train(
     model: ModelArgument,
     recipe: Recipe,
     run: RunOptions,
+    output: Shown,
     terminal: Terminal,
-    out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("trained"),
+    out: Annotated[
+        Path, typer.Option(help="Directory of the result; -f and -o give its record.")
+    ] = Path("trained"),
     classes: Annotated[
         int | None,
         typer.Option(help="Of the data: a model of another number gets a new, random classifier."),
@@ -50,14 +53,17 @@ def train(
       [cyan]lipaudit train timm:vit_small_patch16_224 --data flowers/ --classes 17[/]
       [cyan]lipaudit train ./vit --data train/ --adversarial pgd --eps 2/255[/]
     """
-    from lipaudit.train.record import check_target
+    from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.train.record import check_target, written
 
     if classes is not None and classes < 2:
         raise UsageError(f"--classes {classes}: a classifier has 2 at least")
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})
     recipe = recipe.model_copy(update=given)
     check_target(out, resume=run.resume)
+    check_outputs(output, ("lines", "record"))
     _train(model, run, recipe, Task(classes, held_out, out), quiet=terminal.quiet)
+    emit({"lines": lambda: [str(out)], "record": lambda: written(out)}, output)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
         record.keep(epoch)
     complete = save_model(net, task.out, options)
     record.finish()
-    _farewell(task.out, complete, quiet=quiet)
+    if not quiet:
+        _farewell(task.out, complete)
 
 
 def _samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
@@ -125,10 +132,7 @@ def _reported(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Iterator[E
             typer.echo(line, err=True)
 
 
-def _farewell(out: Path, complete: bool, *, quiet: bool) -> None:
-    typer.echo(str(out))
-    if quiet:
-        return
+def _farewell(out: Path, complete: bool) -> None:
     if complete:
         typer.echo(f"Trained. Measure it: lipaudit audit {shlex.quote(str(out))}", err=True)
     else:

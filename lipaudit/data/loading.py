@@ -16,7 +16,7 @@ from lipaudit.data.intake import Intake, remark
 from lipaudit.data.intake import Samples as Samples
 from lipaudit.data.synthetic import random_samples
 from lipaudit.data.text import TABLES, read_table, read_text
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 FORMS = (
@@ -81,7 +81,9 @@ def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
     if path.is_dir():
         return read_folder(path, net, options)
     if not path.is_file():
-        raise InputError(f"there is no data {spec!r}", f"--data is one of: {FORMS}.")
+        known = (*DIGIT_FILES, "random", *neighbours(path))
+        advice = suggestion(spec, known, f"--data is one of: {FORMS}.")
+        raise InputError(f"there is no data {spec!r}", advice)
     return _read_file(path, net, options)
 
 

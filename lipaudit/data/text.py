@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipaudit.data.drawing import Drawn, class_indices, picks, require_labels
 from lipaudit.data.intake import DataOptions, Intake, remark, warning
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.results import Note
 
 TEXTS = ("text", "sentence", "content", "review", "question", "document")
@@ -160,9 +160,7 @@ def _column(
     columns: Sequence[str], asked: str | None, usual: Sequence[str], origin: str
 ) -> str | None:
     if asked is not None and asked not in columns:
-        raise InputError(
-            f"{origin} has no column {asked!r}", f"Its columns are: {', '.join(columns)}."
-        )
+        raise InputError(f"{origin} has no column {asked!r}", suggestion(asked, columns))
     return asked or next((name for name in usual if name in columns), None)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.results import measures, row_types, sample_columns
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
@@ -120,7 +119,8 @@ def configure(table: Mapping[str, Any], fail_on: Sequence[str] = ()) -> dict[str
     kinds = {"rules": list, "alpha": float, "strict": bool}
     for key, value in table.items():
         if key not in kinds:
-            raise UsageError(f"unknown key {key!r} in [tool.lipaudit.gate]", _near(key, kinds))
+            message = f"unknown key {key!r} in [tool.lipaudit.gate]"
+            raise UsageError(message, suggestion(key, kinds))
         if not isinstance(value, kinds[key]):
             raise UsageError(f"{key} = {value!r} in [tool.lipaudit.gate] is not a {_kind(key)}")
     texts = list(fail_on) or table.get("rules", [])
@@ -147,7 +147,7 @@ def _metric(text: str) -> tuple[str, str]:
     measure, _, column = text.rpartition(".")
     known = metrics()
     if text not in known:
-        raise UsageError(f"unknown metric {text!r}", _near(text, known))
+        raise UsageError(f"unknown metric {text!r}", suggestion(text, known))
     return measure, column
 
 
@@ -156,7 +156,7 @@ def _stat(text: str | None, measure: str, column: str) -> Stat:
     if text is None:
         return "each" if not sampled else "mean" if column in BINARY else "median"
     if text not in STATS:
-        raise UsageError(f"unknown statistic {text!r}", f"Choose one of: {', '.join(STATS)}.")
+        raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
     row = row_types()[measure].columns().get(column)
     if text == "each" and (row is None or row.format == "s" or column in BINARY):
         raise UsageError(
@@ -188,13 +188,6 @@ def _limit(text: str, rule: str) -> Limit:
 
 def _kind(key: str) -> str:
     return {"rules": "list of strings", "alpha": "number", "strict": "truth value"}[key]
-
-
-def _near(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(word, known, 3)
-    if near:
-        return f"Did you mean {' or '.join(near)}?"
-    return f"Known: {', '.join(known)}."
 
 
 DEFAULT_RULES = tuple(

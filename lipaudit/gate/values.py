@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import Values
 from lipaudit.results import AttackRow, Row, Section
@@ -125,9 +125,7 @@ def _matches(row: Row, word: str) -> bool:
     if not equals:
         return any(isinstance(cell, str) and cell == word for cell in cells.values())
     if key not in cells:
-        raise UsageError(
-            f"rows of {row.section} have no column {key!r}", f"Columns: {', '.join(cells)}."
-        )
+        raise UsageError(f"rows of {row.section} have no column {key!r}", suggestion(key, cells))
     return value == str(cells[key])
 
 

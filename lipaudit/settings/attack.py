@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lipaudit.attacks.plan import CHUNK, Trial, read_plan
+from lipaudit.attacks.kinds import attack_kinds
+from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan
 from lipaudit.results.trials import Norm
 from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import option
@@ -34,6 +35,7 @@ class AttackOptions(MeasureOptions):
         "fgsm,pgd,autoattack",
         "fgsm, pgd, autoattack (comma-separated), paper, standard, quick, or "
         "custom:apgd-ce,apgd-t,fab-t,square.",
+        values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )
     norm: Norm = option("linf", "linf, l2, or token-l2 (embeddings).")
     steps: int | None = option(None, "Iterations, in place of the own.", gt=0)

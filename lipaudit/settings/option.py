@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, suggestion
 
 PLAIN = (bool, int, float, Path)
 """Types that a command line reads by itself; all others are written as text."""
+
+COMMAS = "comma-separated"
+"""What the help of an option says that takes several words at once."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Option:
         panel: heading of the help under which it stands.
         env: environment variable that gives it, too.
         repeats: whether it may be given several times.
+        values: returns words that it takes, for shells and errors; not always all of them.
+        commas: whether several of them may be given, separated by commas.
     """
 
     name: str
@@ -39,6 +45,8 @@ class Option:
     panel: str = ""
     env: str = ""
     repeats: bool = False
+    values: Callable[[], Iterable[str]] = tuple
+    commas: bool = False
 
     @property
     def shown(self) -> str:
@@ -49,7 +57,13 @@ class Option:
 
 
 def option(
-    default: Any, help: str, *flags: str, panel: str = "", env: str = "", **checks: Any
+    default: Any,
+    help: str,
+    *flags: str,
+    panel: str = "",
+    env: str = "",
+    values: Callable[[], Iterable[str]] | None = None,
+    **checks: Any,
 ) -> Any:
     """Declare an option: a pydantic field that knows how it is typed on a command line.
 
@@ -59,9 +73,10 @@ def option(
         flags: as they are typed; by default `--` and the field's name.
         panel: heading of the help under which it stands.
         env: environment variable that gives it, too.
+        values: returns words that it takes, where its type does not list them.
         checks: further arguments of `pydantic.Field`.
     """
-    spelled: dict[str, Any] = {"flags": list(flags), "panel": panel, "env": env}
+    spelled: dict[str, Any] = {"flags": list(flags), "panel": panel, "env": env, "values": values}
     checks.setdefault("validate_default", isinstance(default, str))
     return Field(default, description=help, json_schema_extra={"option": spelled}, **checks)
 
@@ -92,6 +107,8 @@ class Settings(BaseModel):
                 panel=spelled["panel"],
                 env=spelled["env"],
                 repeats=repeats,
+                values=spelled["values"] or partial(_choices, field.annotation),
+                commas=COMMAS in (field.description or ""),
             )
         return described
 
@@ -115,7 +132,9 @@ class Settings(BaseModel):
             name = str(first["loc"][0]) if first["loc"] else ""
             named = (spelled or cls._flag)(name)
             wrong = first["msg"].removeprefix("Value error, ")
-            raise UsageError(f"{named}: {first['input']!r}: {wrong}") from None
+            option = cls.options().get(name)
+            advice = suggestion(str(first["input"]), option.values(), "") if option else ""
+            raise UsageError(f"{named}: {first['input']!r}: {wrong}", advice) from None
 
     @classmethod
     def _flag(cls, name: str) -> str:
@@ -130,6 +149,17 @@ def flag(name: str) -> str:
     '--max-tokens'
     """
     return "--" + name.replace("_", "-")
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """Return the words that a type lists: those of its first `Literal`.
+
+    >>> _choices(tuple[Literal["a", "b"], ...] | None)
+    ('a', 'b')
+    """
+    if get_origin(annotation) is Literal:
+        return tuple(map(str, get_args(annotation)))
+    return next(filter(None, map(_choices, get_args(annotation))), ())
 
 
 def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[type, bool]:

@@ -33,6 +33,7 @@ class RunOptions(Settings):
         "demo, an image folder, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, hf:NAME or random.",
         panel=DATA,
         env="LIPAUDIT_DATA",
+        values=lambda: ("demo", "demo:train", "random"),
     )
     samples: int | None = option(
         None, "How many samples to use.", "--samples", "-n", panel=DATA, ge=1
@@ -46,10 +47,18 @@ class RunOptions(Settings):
     std: Numbers = option(None, "Override the pixel deviation, R,G,B.", panel=MODEL)
     input_size: int | None = option(None, "Override the image size.", panel=MODEL, ge=1)
     tower: str | None = option(
-        None, "Which tower of a model with two: image or text.", panel=MODEL
+        None,
+        "Which tower of a model with two: image or text.",
+        panel=MODEL,
+        values=lambda: ("image", "text"),
     )
     seed: int = option(0, "Seed of everything random.", panel=RUN, ge=-(2**63), lt=2**63)
-    device: str | None = option(None, "auto, cpu, cuda, cuda:1, mps.", panel=RUN)
+    device: str | None = option(
+        None,
+        "auto, cpu, cuda, cuda:1, mps.",
+        panel=RUN,
+        values=lambda: ("auto", "cpu", "cuda", "mps"),
+    )
     dtype: Literal["float32", "float64"] = option("float32", "float32 or float64.", panel=RUN)
     batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN)
     resume: bool = option(False, "Go on with an interrupted run of the same command.", panel=RUN)

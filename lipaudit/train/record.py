@@ -42,6 +42,11 @@ def check_target(out: Path, *, resume: bool) -> None:
         raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None
 
 
+def written(out: Path) -> dict[str, Any]:
+    """Return the record in the directory of a run."""
+    return dict(json.loads((out / RECORD).read_text()))
+
+
 class TrainingRecord:
     """The directory of a run: a checkpoint after every epoch, and a record beside it."""
 

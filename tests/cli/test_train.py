@@ -147,7 +147,7 @@ def test_a_new_classifier_is_trained_resumed_and_read_back(photos, monkeypatch):
         (["demo", "--k", "1"], 2, "--k"),
         (["demo", "--penalty", "l2"], 2, "--penalty"),
         (["demo", "--eps", "two"], 2, "not a radius"),
-        (["demo", "-o", "x.json"], 2, "No such option"),
+        (["demo", "-o", "x.html"], 2, "html cannot show this"),
         (["demo", "--resume"], 2, "nothing to resume"),
         (["demo", "--eps", "0.1"], 2, "--eps goes with --adversarial pgd"),
         (["demo", "--penalty", "specformer", "--k", "10"], 2, "--k goes with --penalty jasmin"),

@@ -116,8 +116,8 @@ def test_a_format_that_cannot_show_a_report_says_what_to_type(report, name):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("-f", "nonsense"), "Choose one of: annotations, html, json, junit, markdown, table"),
-        (("-o", "x.pdf"), "Use one of: .html, .htm, .json, .xml"),
+        (("-f", "nonsense"), "There are: annotations, html, json, junit, markdown, table"),
+        (("-o", "x.pdf"), "There are: .html, .htm, .json, .xml"),
         (("-f", "png"), "one attention map"),
         (("-o", "x.png"), "one attention map"),
     ],

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, suggestion
+from lipaudit.models.sources.names import DEMOS
 from lipaudit.models.sources.spec import ModelSpec
 
 WIDTH, HIDDEN, DEPTH, HEADS, PATCH, SIZE, CLASSES = 48, 96, 3, 4, 2, 8, 10
@@ -35,13 +36,6 @@ AS_TIMM = (
     },
 )
 """The architecture of timm that the demos are, with its arguments."""
-
-DEMOS = {
-    "standard": "trained without any defence",
-    "jasmin": "trained with the JaSMin penalty, k = 10",
-    "robust": "trained on adversarial examples, L-inf 0.1",
-}
-"""Every demo checkpoint by name, with what distinguishes it."""
 
 
 class Attention(nn.Module):
@@ -137,7 +131,7 @@ def demo_model(name: str = "standard") -> ModelSpec:
         InputError: there is no demo of that name.
     """
     if name not in DEMOS:
-        raise InputError(f"there is no demo {name!r}", f"The demos are: {', '.join(DEMOS)}.")
+        raise InputError(f"there is no demo {name!r}", suggestion(name, DEMOS))
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
         module.load_state_dict(load_file(path))

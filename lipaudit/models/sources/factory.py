@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
@@ -45,9 +45,8 @@ def _attribute(place: str, name: str) -> Any:
         return getattr(module, name)
     except AttributeError as error:
         functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        raise InputError(
-            f"{place} has no {name!r}", f"It has: {', '.join(functions) or 'no functions'}."
-        ) from error
+        advice = suggestion(name, functions, None if functions else "It has no functions.")
+        raise InputError(f"{place} has no {name!r}", advice) from error
 
 
 def _module(place: str) -> Any:

@@ -10,18 +10,17 @@ from pathlib import Path
 import torch
 
 from lipaudit.data.intake import remark
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.demo import DEMOS, demo_model
+from lipaudit.models.sources.demo import demo_model
+from lipaudit.models.sources.names import DEMOS, FORMS, similar_models
 from lipaudit.models.sources.spec import LoadOptions as LoadOptions
 from lipaudit.models.sources.spec import ModelSpec as ModelSpec
 from lipaudit.models.sources.weights import SUFFIXES
 
 SEED = 0
 """Random weights, where they are asked for, are always the same."""
-
-FORMS = "demo, timm:NAME, hf:ORG/NAME, a directory, a file of weights with --arch, py:FILE:FACTORY"
 
 NamedSpec = tuple[str, ModelSpec]
 
@@ -77,7 +76,8 @@ def _bare(name: str, options: LoadOptions) -> NamedSpec:
     if path.is_file():
         return _file(path, options)
     if path.suffix in SUFFIXES or name.startswith((".", "/", "~")):
-        raise InputError(f"there is no file or directory {name}", "Check the path.")
+        advice = suggestion(name, neighbours(path), "Check the path.")
+        raise InputError(f"there is no file or directory {name}", advice)
     from lipaudit.models.sources import timm
 
     if timm.is_timm(name):
@@ -93,9 +93,7 @@ def _bare(name: str, options: LoadOptions) -> NamedSpec:
 
 
 def _unknown(name: str) -> NamedSpec:
-    from lipaudit.models.sources import timm
-
-    close = timm.similar_names(name)
+    close = similar_models(name)
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
     raise InputError(f"no model {name!r}", f"{hint}MODEL is one of: {FORMS}.")
 

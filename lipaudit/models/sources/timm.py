@@ -14,7 +14,8 @@ from torch import nn
 
 from lipaudit.data.images import resized
 from lipaudit.data.intake import remark, warning
-from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
+from lipaudit.models.sources.names import timm_names
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.weights import (
     State,
@@ -41,15 +42,6 @@ def is_timm(name: str) -> bool:
     import timm
 
     return bool(timm.is_model(name.partition(".")[0]))
-
-
-def similar_names(name: str) -> list[str]:
-    """Return names of timm models that look like `name`."""
-    from difflib import get_close_matches
-
-    import timm
-
-    return get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
 
 
 def pretrained(name: str, options: LoadOptions) -> ModelSpec:
@@ -275,8 +267,7 @@ def synsets(subset: str = "imagenet-1k") -> dict[str, int]:
 
 
 def _did_you_mean(name: str) -> str:
-    close = similar_names(name)
-    return f"Did you mean {' or '.join(close)}?" if close else "`timm.list_models()` lists all."
+    return suggestion(name.partition(".")[0], timm_names(), "`lipaudit models PART` lists names.")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.report.form import Form, Format
 
 
@@ -21,6 +21,10 @@ RENDERERS: dict[str, Format] = collect()
 """Every format, by the name that `--format` takes."""
 
 
+USUAL = ("text", "table", "json")
+"""What a terminal gets: text where a result has lines, else a page, else data."""
+
+
 def named(name: str, forms: Collection[Form]) -> Format:
     """Return a format by its name.
 
@@ -32,8 +36,8 @@ def named(name: str, forms: Collection[Form]) -> Format:
         UsageError: for an unknown format, or one that cannot show the result.
     """
     if name not in RENDERERS:
-        known = (known.name for known in RENDERERS.values() if known.takes in forms)
-        raise UsageError(f"unknown format {name!r}", f"Choose one of: {', '.join(known)}.")
+        known = [known.name for known in RENDERERS.values() if known.takes in forms]
+        raise UsageError(f"unknown format {name!r}", suggestion(name, known))
     return _showing(RENDERERS[name], forms)
 
 
@@ -49,21 +53,21 @@ def of_file(path: Path, forms: Collection[Form]) -> Format:
     suffix = path.suffix.lower()
     candidates = [known for known in RENDERERS.values() if suffix in known.suffixes]
     if not candidates:
-        known = (s for f in RENDERERS.values() if f.takes in forms for s in f.suffixes)
-        raise UsageError(
-            f"cannot tell the format of {path} from its name",
-            f"Use one of: {', '.join(dict.fromkeys(known))}.",
-        )
+        known = [s for f in RENDERERS.values() if f.takes in forms for s in f.suffixes]
+        message = f"cannot tell the format of {path} from its name"
+        raise UsageError(message, suggestion(suffix, dict.fromkeys(known)))
     candidates.sort(key=lambda known: (known.takes not in forms, known.takes == "page"))
     return _showing(candidates[0], forms)
 
 
 def usual(forms: Collection[Form]) -> Format:
-    """Return the format that a terminal gets when none is named: that of a text file."""
-    return of_file(Path("stdout.txt"), forms)
+    """Return the format that a terminal gets when none is named: the first that can be had."""
+    return next(known for n in USUAL if (known := RENDERERS[n]).takes in forms)
 
 
 def _showing(known: Format, forms: Collection[Form]) -> Format:
     if known.takes not in forms:
-        raise UsageError(*known.refusal)
+        able = (each.name for each in RENDERERS.values() if each.takes in forms)
+        here = f"{known.name} cannot show this", f"There are: {', '.join(able)}."
+        raise UsageError(*(known.refusal if "page" in forms and known.refusal[0] else here))
     return known

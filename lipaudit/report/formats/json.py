@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import Any
+
+from pydantic import BaseModel
 
 from lipaudit import schema
 from lipaudit.report.form import Format
 from lipaudit.results import Report
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
-
-def render(record: BaseModel) -> bytes:
-    """Write a report, a comparison or a judgement."""
+def render(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
+    """Write a report, a comparison, a judgement or plain values."""
     if isinstance(record, Report):
         return schema.dumps(record).encode()
-    return record.model_dump_json(indent=2).encode() + b"\n"
+    if isinstance(record, BaseModel):
+        return record.model_dump_json(indent=2).encode() + b"\n"
+    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
 
 
 FORMAT = Format(

@@ -1,0 +1,226 @@
+"""What can be explained: a topic for everything that pages, tables, notes and JSON print."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lipaudit.results import Column
+
+PIECES = re.compile(r"[@:,;=]+")
+LIMIT = re.compile(r"(?:<=|>=).*")
+
+
+@dataclass(frozen=True)
+class Topic:
+    """One thing that has a name.
+
+    Attributes:
+        group: the heading of the index under which it stands; empty: not in the index.
+        name: in the index.
+        title: in its explanation.
+        meaning: one sentence.
+        details: paragraphs that follow it.
+        words: what else it goes by.
+        formula: whether it needs the symbols of formulas.
+    """
+
+    group: str
+    name: str
+    title: str
+    meaning: str
+    details: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    formula: bool = False
+
+
+@cache
+def topics() -> tuple[Topic, ...]:
+    """Return everything that can be explained, in the order of the index."""
+    return (
+        *_measures(),
+        *_columns(),
+        *_statuses(),
+        *_attacks(),
+        *_judged(),
+        *_glossary(),
+        *_options(),
+        *_commands(),
+    )
+
+
+def explained(text: str) -> list[Topic]:
+    """Return the topics of a name as it is printed, [] where it is none.
+
+    What is put together of several names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`)
+    is explained name by name; radii and other values explain themselves.
+    """
+    name = LIMIT.sub("", text).strip() or text
+    whole = _named(text) or _named(name)
+    if whole:
+        return whole
+    first, *more = [piece.strip() for piece in PIECES.split(name)]
+    start = _named(first) if more else []
+    rest = (topic for piece in more for topic in _named(piece) if topic.name == topic.title)
+    return list(dict.fromkeys([*start, *rest])) if start else []
+
+
+def known_names() -> list[str]:
+    """Return every name that can be explained."""
+    return list(dict.fromkeys(w for t in topics() for w in (t.name, t.title, *t.words)))
+
+
+def _named(name: str) -> list[Topic]:
+    for spelled in (str, plain):
+        near = [t for t in topics() if spelled(name) in map(spelled, (t.name, t.title, *t.words))]
+        if near:
+            near.sort(key=lambda topic: (topic.title != name, not topic.group))
+            return [topic for topic in near if topic.group] or near
+    return []
+
+
+def plain(name: str) -> str:
+    """Return a name without what printing adds: marks, case, spaces, hyphens, mathematics."""
+    from lipaudit.report.cells import MARKS, pretty
+
+    return re.sub(rf"[\s_\-]|^--|[{MARKS}]$", "", pretty(name)).lower()
+
+
+def _measures() -> Iterator[Topic]:
+    from lipaudit.results import measures, row_types
+    from lipaudit.settings import option_types
+
+    for name in measures():
+        first, *rest = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
+        said = tuple(p.replace("\n", " ") for p in rest if not p.startswith("[dim]"))
+        yield Topic("Measures and sections", name, name, first.replace("\n", " "), said)
+    for section, row in row_types().items():
+        title = row.title or section
+        yield Topic("Measures and sections", section, section, f"A table: {title}.", (), (title,))
+
+
+def _columns() -> Iterator[Topic]:
+    """Yield every column, by row and by sample; bounds apart from the rest."""
+    from lipaudit.results import measures, row_types
+    from lipaudit.results.bounds import catalogue
+
+    for section, row in row_types().items():
+        for name, column in row.columns().items():
+            bound = section == "bounds" and name in catalogue()
+            group = "Bounds" if bound else f"Columns of {section}"
+            yield _column(group, section, name, column)
+    for section, record in measures().items():
+        for name, column in record.samples.items():
+            yield _column(f"Columns of {section}", section, name, column, " (per sample)")
+
+
+def _column(group: str, section: str, name: str, column: Column, of: str = "") -> Topic:
+    from lipaudit.report.cells import STATUS, UNMEASURED
+
+    full = f"{section}.{name}"
+    details = [column.formula, *column.reading.splitlines()]
+    if column.domain and column.format not in UNMEASURED:
+        where = "" if column.domain == "at X" else f": {column.domain}"
+        details.append(f"{column.status.capitalize()}: {STATUS[column.status]}{where}.")
+    if column.better:
+        details.append(f"{column.better.capitalize()} is better.")
+    return Topic(
+        group,
+        name,
+        full + of,
+        column.meaning,
+        tuple(filter(None, details)),
+        (full, section, column.label),
+        formula=bool(column.formula),
+    )
+
+
+def _statuses() -> Iterator[Topic]:
+    from lipaudit.report.cells import STATUS
+
+    for name, meaning in STATUS.items():
+        yield Topic(
+            "How far a figure is proven", name, name, f"{meaning[0].upper()}{meaning[1:]}."
+        )
+
+
+def _attacks() -> Iterator[Topic]:
+    from lipaudit.attacks.kinds import RESERVED, attack_kinds
+    from lipaudit.report.glossary import ATTACKS
+
+    for name, kind in attack_kinds().items():
+        meaning = ATTACKS.get(name, f"An attack of the package {kind.package}.")
+        yield Topic("Attacks", name, name, meaning, (f"Norms: {', '.join(kind.norms)}.",))
+    yield from _listed("Attacks", {name: ATTACKS[name] for name in sorted(RESERVED)})
+
+
+def _judged() -> Iterator[Topic]:
+    from typing import get_args
+
+    from lipaudit.gate.rules import STATS
+    from lipaudit.gate.verdicts import VerdictStatus
+    from lipaudit.report.glossary import NORMS, STATISTICS, VERDICTS
+    from lipaudit.results.trials import Norm
+
+    yield from _listed("Norms of attacks", {name: NORMS[name] for name in get_args(Norm)})
+    yield from _listed("Statistics of rules", {name: STATISTICS[name] for name in STATS})
+    verdicts = {name: VERDICTS[name] for name in get_args(VerdictStatus)}
+    yield from _listed("Verdicts of the gate", verdicts)
+
+
+def _glossary() -> Iterator[Topic]:
+    from lipaudit.report.glossary import NOTES, WORDS
+
+    yield from _listed("Words of pages", WORDS)
+    yield from _listed("Notes, by their code", NOTES)
+
+
+def _listed(group: str, meanings: Mapping[str, str]) -> Iterator[Topic]:
+    for name, meaning in meanings.items():
+        yield Topic(group, name, name, meaning)
+
+
+def _options() -> Iterator[Topic]:
+    """Yield the options, each with its command, and the words that they take."""
+    from lipaudit.cli.options import Output, Terminal
+    from lipaudit.settings import Recipe, RunOptions, Settings, option_types
+
+    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
+    groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
+    for owner, group in groups.items():
+        said = _values(inspect.getdoc(group) or "")
+        for option in group.options().values():
+            flag = option.flags[0]
+            default = f" Default: {option.shown}." if option.shown else ""
+            title = f"{flag} of {owner}"
+            words = (flag, *option.flags[1:], option.name)
+            bare = flag.removeprefix("--")
+            yield Topic("Options", bare, title, option.help + default, (), words)
+            for value in option.values():
+                meaning = said.get(value, option.help)
+                yield Topic("", value, f"{value}, a value of {title}", meaning)
+
+
+def _values(text: str) -> dict[str, str]:
+    """Read the lists `  NAME   what it is` of a help text."""
+    return dict(re.findall(r"^  (\w+) {2,}(\S.*)$", text, re.MULTILINE))
+
+
+def _commands() -> Iterator[Topic]:
+    import typer
+
+    from lipaudit.cli.app import app
+
+    def walk(command: object, path: str) -> Iterator[Topic]:
+        for name, each in getattr(command, "commands", {}).items():
+            full = f"{path} {name}".strip()
+            short = (each.help or "").partition("\n")[0]
+            yield Topic("Commands", full, f"lipaudit {full}", short)
+            yield from walk(each, full)
+
+    yield from walk(typer.main.get_command(app), "")

@@ -1,0 +1,55 @@
+"""Names of checkpoints, told without loading any: no torch and no timm is imported."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from lipaudit.errors import similar
+
+DEMOS = {
+    "standard": "trained without any defence",
+    "jasmin": "trained with the JaSMin penalty, k = 10",
+    "robust": "trained on adversarial examples, L-inf 0.1",
+}
+"""Every demo checkpoint by name, with what distinguishes it."""
+SOURCES = ("demo", "timm", "hf", "hf-hub", "py")
+"""What stands before the colon of a MODEL argument."""
+FORMS = "demo, timm:NAME, hf:ORG/NAME, a directory, a file of weights with --arch, py:FILE:FACTORY"
+
+_REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)
+
+
+@cache
+def timm_names() -> tuple[str, ...]:
+    """Return the architectures of timm in order, read in its source: importing it takes seconds.
+
+    They are those of `timm.list_models()`; none where timm is not installed.
+    """
+    package = find_spec("timm")
+    folders = (package and package.submodule_search_locations) or ()
+    files = (path for folder in folders for path in Path(folder, "models").rglob("*.py"))
+    texts = (path.read_text(encoding="utf-8") for path in files)
+    return tuple(sorted({name for text in texts for name in _REGISTERED.findall(text)}))
+
+
+def demo_names() -> tuple[str, ...]:
+    """Return the demos as MODEL arguments."""
+    return ("demo", *(f"demo:{name}" for name in DEMOS))
+
+
+def similar_models(spec: str) -> list[str]:
+    """Return MODEL arguments that may have been meant by one that names nothing."""
+    source, colon, name = spec.partition(":")
+    if not colon:
+        source, name = "", spec
+    elif source not in SOURCES:
+        source = next(iter(similar(source, SOURCES)), "")
+    demos = [f"demo:{close}" for close in similar(name, DEMOS)] if source != "timm" else []
+    if not source:
+        demos = similar(name, ("demo",)) + demos
+    bare = name.partition(".")[0]
+    listed = similar(bare, timm_names()) if source in ("", "timm") else []
+    return [*demos, *(f"timm:{close}" for close in listed)][:3]

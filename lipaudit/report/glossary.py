@@ -1,0 +1,178 @@
+"""What the words of a page mean that no column, bound or option explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ATTACKS: Mapping[str, str] = {
+    "fgsm": "One step of size eps along the sign of the gradient (Goodfellow et al. 2015).",
+    "pgd": "Projected gradient steps from a random start (Madry et al. 2018); the iterate closest "
+    "to success counts.",
+    "apgd-ce": "PGD that chooses its own step sizes, on the cross-entropy (Croce and Hein 2020).",
+    "apgd-dlr": "PGD that chooses its own step sizes, on the difference of logits ratio, which "
+    "does not depend on their scale.",
+    "apgd-t": "APGD on the difference of logits ratio, towards one other class after the other.",
+    "fab-t": "Looks for the nearest point of one other class after the other (Croce and Hein "
+    "2020).",
+    "square": "Changes squares of the picture at random and keeps what helps; sees no gradient "
+    "(Andriushchenko et al. 2020).",
+    "words": "Replaces words of a text, within a number of changes.",
+    "characters": "Changes characters of a text, within a number of changes.",
+    "autoattack": "The preset standard.",
+    "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square, each on the samples that still "
+    "stand (Croce and Hein 2020).",
+    "quick": "apgd-ce and apgd-t with 20 steps and 3 targets: a weaker, faster AutoAttack.",
+    "paper": "The attacks of Yudin et al. 2025: fgsm and pgd at 2/255 and 4/255, AutoAttack at "
+    "2/255.",
+    "custom": "An ensemble of attacks of one's own: custom:apgd-ce,square.",
+    "clean": "No attack: accuracy on the samples as they are.",
+    "worst": "What no attack of a ball broke: a sample counts as robust where it withstood all of "
+    "them.",
+}
+"""Attacks, presets, and what stands where the name of an attack may stand."""
+
+NORMS: Mapping[str, str] = {
+    "linf": "The largest change of any one entry of the input, of any pixel say.",
+    "l2": "The Euclidean length of the change of the whole input.",
+    "token-l2": "The largest Euclidean length of the change of any one token's embedding.",
+    "words": "How many words of a text are changed.",
+    "characters": "How many characters of a text are changed.",
+}
+"""In what the radius of an attack is measured."""
+
+STATISTICS: Mapping[str, str] = {
+    "median": "Half of the values lie below it, half above; of a rule, over the samples.",
+    "mean": "The mean; of a rule, over the samples: of a yes or no the share of yes.",
+    "p95": "The 95th percentile; of a rule, over the samples.",
+    "max": "The largest value; of a rule, of any sample.",
+    "each": "Of a rule: every row is judged by itself.",
+}
+"""How a rule of the gate makes one number of many."""
+
+VERDICTS: Mapping[str, str] = {
+    "unchanged": "Same weights, and the same values.",
+    "improved": "Better than the rule asks for by more than its limit, beyond chance.",
+    "pass": "Shown to be no worse than the limit allows.",
+    "pass (not proven)": "No worse than the limit on these samples, but chance may hide that it "
+    "is; --strict fails it.",
+    "inconclusive": "Worse than the limit on these samples, but chance may explain it; more "
+    "samples would settle it, and --strict fails it.",
+    "regressed": "Worse than the limit allows, beyond chance: the gate fails (exit code 1).",
+    "not comparable": "The two reports were measured in different ways (exit code 5).",
+    "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
+}
+"""What `lipaudit gate` and `lipaudit compare` say of a change."""
+
+WORDS: Mapping[str, str] = {
+    "at X": "The figure holds at the samples X that were measured, and says nothing of others.",
+    "in the ball": "The figure is of every input within the radius of a sample.",
+    "all inputs, every ||x_i|| <= R": "The figure holds for every sequence of so many tokens "
+    "none of which is longer than R.",
+    "heads": "How many heads a line is about: those with a finite value of it.",
+    "largest": "The largest of the values that a line is about.",
+    "smallest": "The smallest of the values that a line is about.",
+    "bound": "An upper bound: by its name in a table of bounds, its value in a picture.",
+    "status": "How far a figure is proven: certified, exact, bound, estimate or empirical; of a "
+    "report, whether the run was complete.",
+    "holds": "Where a bound holds: at the samples X, or on a set of inputs.",
+    "statistic": "The column of heads whose distribution a line shows.",
+    "standing": "How far a figure is proven, and where.",
+    "sample": "A sample by the first characters of its id, a hash of its values.",
+    "rows": "Rows of the attention map, one per query; how many of them fall in a bin.",
+    "key": "Position of a key: the token that is attended to.",
+    "query": "Position of a query: the token that attends.",
+    "P": "The attention map: a row per query, a column per key, each row adding up to 1.",
+    "of": "What a line is about: a head, a layer or the model.",
+    "regime": "How an attention row spreads: uniform, intermediate (fragile) or categorical.",
+    "accuracy": "Share of the samples that are classified rightly.",
+    "95 % Wilson": "Limits between which the share lies with 95 % confidence, for samples drawn "
+    "like these (Wilson 1927).",
+    "slope 1/2": "How sqrt n grows, to compare slopes with.",
+    "log10 ||J||": "The decimal logarithm of the exact norm of a head: 1 is ten times.",
+    "amplification": "How much a small change of a head's input is magnified: ||J||.",
+    "rule": "A line of the gate's contract: METRIC[@SELECTOR][:STATISTIC] OP LIMIT.",
+    "metric": "What a rule judges: a column of a section, and how its values become one number.",
+    "row": "The row of a section that a rule judges: a head, an attack.",
+    "verdict": "What the gate says of a rule; `lipaudit explain regressed` and so on.",
+    "baseline": "The report that others are compared with; its value on the shared samples.",
+    "current": "The value of the report that is judged, on the shared samples.",
+    "old": "The value of the first report, on the shared samples.",
+    "new": "The value of the report that is compared with the first, on the shared samples.",
+    "change": "New against old: a share (%), points (pp) or a difference, sample by sample.",
+    "limits": "Between them the change lies, at the confidence that all rules share.",
+    "95 % limits": "Between them the change lies with 95 % confidence, one figure by itself.",
+    "detectable": "The smallest change that as many samples would have called a regression.",
+    "McNemar": "An exact test of no change of a share, by the samples that changed sides.",
+    "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
+    "5 baseline, 6 not proven (--strict), 130 interrupted.",
+    "Spearman correlation": "How alike two figures rank the samples, from -1 to 1; an interval "
+    "follows it.",
+    "model": "The checkpoint, by its MODEL argument; side by side, the report a row comes from.",
+    "weights": "How many parameters the model has, and a hash of their values.",
+    "data": "Where the samples come from, how many they are, and a hash of the list of them.",
+    "suite": "A hash of the ids of all samples: equal for equal samples in any order.",
+    "run": "Where and how it was computed: device, precision, seed, time.",
+    "command": "The command line that made the report.",
+    "reason": "Why a report was made the baseline.",
+    "fact": "What a report says of its model, data and run.",
+    "partial": "The run was cut short: what is missing was not measured.",
+    "LAYER.HEAD": "A head: the index of its attention layer and its own, counted from 0.",
+}
+"""Words of tables and headings."""
+
+NOTES: Mapping[str, str] = {
+    "attack-replaced": "An attack needs more classes than the model has; another one ran.",
+    "attack-skipped": "An attack needs more classes than the model has, and did not run.",
+    "checkpoint": "The weights were found under a key of a training checkpoint.",
+    "clean-accuracy-at-chance": "Without an attack the model is no better than guessing: labels "
+    "or preprocessing are probably wrong.",
+    "converted": "timm converted the weights from another layout or size.",
+    "default-normalisation": "Mean and deviation of the pixels are those of the architecture's "
+    "own weights: give --mean and --std if others were used.",
+    "differs": "Something differs between two reports that does not forbid comparing them.",
+    "features": "Weights of the file that the output does not need were not read.",
+    "fewer-lengths": "The model or the samples do not reach some of the lengths asked for.",
+    "fewer-samples": "The data have fewer samples than were asked for.",
+    "fewer-targets": "A targeted attack aims at all other classes, which are few.",
+    "forward-error": "Rounding of the forward pass may have moved a norm: try --dtype float64.",
+    "half-precision": "Weights in half precision were converted before anything was measured.",
+    "indicative": "The first-order radius is a hint at a point, never a certificate.",
+    "inputs-apart": "Queries read another input than keys and values, and both are varied "
+    "independently; --input module takes the norm in what the module takes.",
+    "kept": "An interrupted run left finished parts: --resume goes on with them.",
+    "labels-by-order": "The classes of the data were matched to the model's by their order.",
+    "labels-unused": "The model has no classes: those of the data are not used.",
+    "latin-1": "A text file was not UTF-8 and was read as Latin-1.",
+    "long": "Heads without a closed form will take long; --layers and --samples choose fewer.",
+    "lower-estimates": "Norms are met from below: see within for what is proven.",
+    "max-tokens": "The model takes fewer tokens than were asked for.",
+    "never-fails": "A figure that the gate shows and never fails.",
+    "new-classifier": "The classifier is new and random: train it first.",
+    "no-block": "No block was found whose norm could be taken by itself.",
+    "no-bound": "Some bounds cannot be given for some heads, with the reason.",
+    "no-closed-form": "The exact norm of some heads is taken numerically, with the reason.",
+    "no-labels": "The samples have no labels, and what needs them was left out.",
+    "no-worst-case": "For some heads no worst-case tokens are known, with the reason.",
+    "not-compared": "A figure of two reports cannot be compared, with the reason.",
+    "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",
+    "not-finite": "Some values are not finite.",
+    "note": "A remark of the gate on what it compared.",
+    "own-queries": "The paper does not give the settings of AutoAttack; ours are stated.",
+    "own-step-size": "The paper gives no step size of PGD; ours is stated.",
+    "preset-changed": "A preset of attacks was changed by options: it is no longer itself.",
+    "probabilities": "The outputs look like probabilities: attack the logits.",
+    "radius-incomplete": "For some samples the first-order radius is only a lower limit of it.",
+    "random-data": "The samples are noise: the figures say nothing about real inputs.",
+    "random-weights": "Nothing was loaded: the figures say nothing about a trained model.",
+    "randomised": "Two passes gave different logits: attacks assume a deterministic model.",
+    "raw-pixels": "Pixels go in as they are, for want of a preprocessor's configuration.",
+    "resolved": "What a bare name was taken for.",
+    "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
+    "not: gradients may be masked.",
+    "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",
+    "text-cut": "Some texts were longer than --max-tokens and were cut.",
+    "what-is-measured": "What the norms of layers and of the model in `scaling` are of.",
+    "zero-gradients": "Some samples have a gradient of exactly 0: gradient attacks cannot move "
+    "them.",
+}
+"""Codes of notes, which stand in brackets behind them."""

@@ -1,0 +1,121 @@
+"""A name that nothing has is met by the one that was meant, wherever a name is given."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.commands import build
+from lipaudit.errors import UsageError
+from lipaudit.gate.rules import configure
+
+SOURCES = sorted(Path(lipaudit.__file__).parent.rglob("*.py"))
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch):
+    """Run a command that fails in an empty directory; what it says on stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*args: str) -> str:
+        done = CliRunner().invoke(build(), args)
+        assert done.exit_code in (2, 4, 5), done.output
+        return done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        ("boundz demo", "bounds"),
+        ("baseline sav x.json", "save"),
+        ("bounds demo --sample 3", "--samples"),
+        ("bounds dmeo", "demo"),
+        ("bounds demo:jasmine", "jasmin"),
+        ("bounds jasmine", "demo:jasmin"),
+        ("bounds tim:vit_tiny_patch16_22", "timm:vit_tiny_patch16_224"),
+        ("bounds vit_tinny_patch16_224", "timm:vit_tiny_patch16_224"),
+        ("bounds timm:vit_tinny_patch16_224", "vit_tiny_patch16_224"),
+        ("bounds py:mine.py:modle", "model"),
+        ("bounds mine.pt", "mine.py"),
+        ("attack demo --eps 0.1 --attack pdg", "pgd"),
+        ("attack demo --eps 0.1 --attack fgsm,sqare", "square"),
+        ("attack demo --eps 0.1 --attack custom:apgd-c", "apgd-ce"),
+        ("attack demo --eps 0.1 --attack standart", "standard"),
+        ("attack demo --eps 0.1 --norm linff", "linf"),
+        ("jacobian demo --to logit", "logits"),
+        ("jacobian demo --from pixel", "pixels"),
+        ("scaling demo --mode real,adverserial", "adversarial"),
+        ("scaling demo --mask casual", "causal"),
+        ("train demo --optimizer sdg", "sgd"),
+        ("train demo --penalty jasmine", "jasmin"),
+        ("bounds demo --dtype float46", "float64"),
+        ("bounds demo --data demo:trian", "demo:train"),
+        ("bounds demo --data min.py", "mine.py"),
+        ("bounds demo -f jsn", "json"),
+        ("bounds demo -o x.jsno", ".json"),
+        ("report mine.p", "mine.py"),
+        ("explain sharpp", "sharp"),
+        ("models vit_tinny", "vit_tiny_patch16_224"),
+    ],
+)
+def test_the_name_that_was_meant_is_named(args, meant, refusal, tmp_path):
+    import shlex
+
+    (tmp_path / "mine.py").write_text("def model():\n    pass\n")
+    page = refusal(*shlex.split(args))
+    assert meant in page.replace("Possible options", "Did you mean").partition("Did you mean")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("sample = 3", "'samples'"), ("dtype = 'flaot32'", "'float32'")]
+)
+def test_so_is_a_name_of_the_configuration(text, meant, refusal, tmp_path):
+    (tmp_path / "pyproject.toml").write_text(f"[tool.lipaudit]\n{text}\n")
+    assert f"Did you mean {meant}" in refusal("bounds", "demo")
+
+
+@pytest.mark.parametrize(
+    ("table", "meant"),
+    [
+        ({"rule": []}, "rules"),
+        ({"rules": ["jacobian.nrm <= +5%"]}, "jacobian.norm"),
+        ({"rules": ["jacobian.norm:meadian <= +5%"]}, "median"),
+    ],
+)
+def test_so_is_a_name_of_a_rule(table, meant):
+    with pytest.raises(UsageError) as refused:
+        configure(table)
+    assert f"Did you mean '{meant}'" in refused.value.advice
+
+
+def test_names_of_timm_are_those_that_timm_lists():
+    import timm
+
+    from lipaudit.models.sources.names import timm_names
+
+    assert list(timm_names()) == sorted(timm.list_models())
+
+
+def test_one_function_says_what_was_meant():
+    users = [path.name for path in SOURCES if "get_close_matches" in path.read_text()]
+    assert users == ["errors.py"]
+
+
+def test_whoever_calls_a_name_unknown_says_which_was_meant():
+    refusing = [f for path in SOURCES for f in functions(path) if 'Error(f"unknown ' in f]
+    refusing += [f for path in SOURCES for f in functions(path) if 'message = f"unknown ' in f]
+    assert len(refusing) > 3
+    assert [body for body in refusing if "suggestion(" not in body] == []
+
+
+def functions(path: Path) -> list[str]:
+    text = path.read_text()
+    nodes = ast.walk(ast.parse(text))
+    return [ast.get_source_segment(text, n) or "" for n in nodes if isinstance(n, ast.FunctionDef)]

@@ -1,0 +1,163 @@
+"""Everything that a page, a table, a note or a JSON file says can be explained."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.attacks.kinds import RESERVED, attack_kinds
+from lipaudit.cli.commands import build
+from lipaudit.cli.topics import explained, topics
+from lipaudit.gate import compare, judge
+from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
+from lipaudit.gate.verdicts import VerdictStatus
+from lipaudit.report import of_comparison, of_judgement
+from lipaudit.report.cells import footnotes, pretty, standing
+from lipaudit.report.page.document import document
+from lipaudit.results import Column, measures, row_types
+from lipaudit.results.bounds import catalogue
+from lipaudit.results.columns import Status
+from lipaudit.results.trials import Norm
+from lipaudit.settings import Recipe, RunOptions, option_types
+
+SOURCES = sorted(Path(lipaudit.__file__).parent.rglob("*.py"))
+MAKERS = {"Note", "remark", "warning", "_info", "_warning", "_note"}
+"""Functions of the package that make a note, its code first or by name."""
+
+
+def unexplained(names) -> list[str]:
+    names = list(dict.fromkeys(names))
+    assert names
+    return [name for name in names if not explained(name)]
+
+
+def columns() -> list[tuple[str, str, Column]]:
+    rows = {section: row.columns() for section, row in row_types().items()}
+    both = [*rows.items(), *((name, record.samples) for name, record in measures().items())]
+    return [(section, name, c) for section, cs in both for name, c in cs.items()]
+
+
+def test_every_column_by_its_names_and_its_heading():
+    for section, name, column in columns():
+        for word in (f"{section}.{name}", name, column.label, pretty(column.label)):
+            titles = [topic.title.removesuffix(" (per sample)") for topic in explained(word)]
+            assert f"{section}.{name}" in titles, word
+
+
+def test_every_name_of_a_record():
+    options = [o for kind in (*option_types().values(), Recipe, RunOptions)
+               for o in kind.options().values()]  # fmt: skip
+    names = [*measures(), *row_types(), *catalogue(), *attack_kinds(), *RESERVED, *STATS]
+    names += [*get_args(Status), *get_args(Norm), *get_args(VerdictStatus)]
+    names += [name for o in options for name in (o.name, *o.flags, *o.values())]
+    names += [bound.domain for bound in catalogue().values()]
+    assert unexplained(names) == []
+
+
+def test_every_metric_and_rule_of_the_gate():
+    rules = [rule.text for rule in DEFAULT_RULES] + [rule.metric for rule in DEFAULT_RULES]
+    names = [f"{metric}:{stat}" for metric in metrics() for stat in STATS]
+    assert unexplained([*names, *rules]) == []
+    told = explained("attack.robust@worst,linf,2/255:mean >= -2pp")
+    assert [topic.title for topic in told] == [
+        "attack.robust", "attack.robust (per sample)", "worst", "linf", "mean",
+    ]  # fmt: skip
+
+
+def codes() -> set[str]:
+    """The code of every note that the source makes, read off the calls that make them."""
+    known = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            named = [k.value for k in node.keywords if k.arg == "code"]
+            if ast.unparse(node.func).rpartition(".")[2] in MAKERS:
+                named += node.args[:1]
+            known |= {n.value for n in named if isinstance(n, ast.Constant)}
+    return known
+
+
+def test_every_code_of_a_note():
+    from lipaudit.attacks.sanity import Checks, clean_notes
+
+    bad = Checks(**{f.name: 4 for f in fields(Checks)} | {"correct": 0})
+    seen = codes() | {note.code for note in clean_notes(bad)}
+    assert len(seen) > 40
+    assert unexplained(seen) == []
+
+
+def shown(block, kind) -> list:
+    """Every object of a type in a block, however deep."""
+    if isinstance(block, kind):
+        return [block]
+    if is_dataclass(block):
+        return [each for f in fields(block) for each in shown(getattr(block, f.name), kind)]
+    return [e for b in block for e in shown(b, kind)] if isinstance(block, (tuple, list)) else []
+
+
+@pytest.mark.parametrize("kind", ["single", "double", "comparison", "judgement"])
+def test_every_heading_of_a_page(kind, report, other):
+    pages = {
+        "single": lambda: document(report),
+        "double": lambda: document(report, other),
+        "comparison": lambda: of_comparison(compare([report, other]), [report, other])["page"](),
+        "judgement": lambda: of_judgement(judge(other, report))["page"](),
+    }
+    page = pages[kind]()
+    heads = [column for chapter in page.chapters for column in shown(chapter.blocks, Column)]
+    labels = [
+        pretty(column.label) for column in heads if column.label not in models(report, other)
+    ]
+    stands = [standing(column) for column in heads]
+    marked = [label + mark for label in labels for mark in footnotes(heads)[0][:1]]
+    facts = [name for name, _ in page.facts]
+    assert unexplained([*labels, *marked, *facts, *(s.split()[0] for s in stands if s)]) == []
+
+
+def models(*reports) -> set[str]:
+    """Headings that are names of reports, in any order and numbering."""
+    specs = {r.run.model.spec for r in reports}
+    return specs | {f"{letter}: {spec}" for letter in "AB" for spec in specs}
+
+
+def run(*args: str, width: int = 80):
+    return CliRunner().invoke(build(), ["explain", *args], env={"COLUMNS": str(width)})
+
+
+def test_without_a_name_every_name_stands_under_its_topic():
+    done = run()
+    assert done.exit_code == 0, done.output
+    words = " ".join(done.stdout.split())
+    for topic in topics():
+        assert topic.group in done.stdout
+        assert topic.name in words or not topic.group
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_it_keeps_to_the_width(width):
+    for args in ((), ("theorem", "3"), ("bounds",), ("castin",), ("robust",)):
+        lines = run(*args, width=width).stdout.splitlines()
+        assert [line for line in lines if len(line) > width and " " in line.strip()] == []
+
+
+def test_what_is_asked_for_by_its_own_name_comes_first():
+    assert run("exact").stdout.startswith("exact: Computed at the samples X")
+    assert run("theorem", "3").stdout.startswith("bounds.theorem3: Yudin et al. 2025")
+    assert "gradient ascent on the norm" in run("ascent").stdout
+    assert run("pgd").stdout.startswith("pgd: Projected gradient")
+
+
+def test_json_has_what_the_text_has():
+    import json
+
+    (topic,) = json.loads(run("splitting", "-f", "json").stdout)
+    assert topic["title"] == "bounds.splitting_gain"
+    assert topic["meaning"] in run("splitting", width=300).stdout
+    assert len(json.loads(run("-f", "json").stdout)) == len(topics())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command that the arguments name (entry point `lipaudit`)."""
-    from lipaudit.cli.commands import build
+    from lipaudit.cli.commands import build, words_of_bash
 
-    build()()
+    with words_of_bash():
+        build()()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from lipaudit import __version__
-from lipaudit.cli.options import Output, Terminal, configured, resolved
+from lipaudit.cli.options import Output, Terminal, completed, configured, resolved
 from lipaudit.errors import ExitCode, LipauditError
 from lipaudit.settings import RunOptions, Settings
 from lipaudit.settings.option import Option
@@ -196,6 +196,7 @@ def _spelled(option: Option) -> Any:
         rich_help_panel=option.panel or None,
         envvar=option.env or None,
         show_default=False,
+        autocompletion=completed(option.values, commas=option.commas),
     )
 
 

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+
 import typer
 
 from lipaudit.cli import audit, explain, judge, measure, tools, train  # noqa: F401
 from lipaudit.cli.app import app
 
+BREAKS = (":", "=")
+"""Where bash breaks words, and asks for the last piece alone."""
+
 
 def build() -> typer.Typer:
     """Return the application with every command registered."""
     return app
+
+
+@contextmanager
+def words_of_bash() -> Iterator[None]:
+    """Let a completion that bash asks for see whole words: `demo:ro`, not `demo`, `:` and `ro`."""
+    if os.environ.get("_LIPAUDIT_COMPLETE") != "complete_bash":
+        yield
+        return
+    at = int(os.environ["COMP_CWORD"])
+    before, after = _joined(os.environ["COMP_WORDS"].split("\n")[: at + 1])
+    os.environ |= {"COMP_WORDS": "\n".join([*before, after]), "COMP_CWORD": str(len(before))}
+    whole = after.rpartition("=")[2]
+    prefix = whole[: whole.rfind(":") + 1]
+    written = io.StringIO()
+    try:
+        with redirect_stdout(written):
+            yield
+    finally:
+        lines = written.getvalue().splitlines()
+        sys.stdout.write("\n".join(line.removeprefix(prefix) for line in lines))
+
+
+def _joined(pieces: list[str]) -> tuple[list[str], str]:
+    """Join the pieces of words, and return the last word apart."""
+    words: list[str] = []
+    for piece in pieces:
+        if words and (piece in BREAKS or words[-1].endswith(BREAKS)):
+            words[-1] += piece
+        else:
+            words.append(piece)
+    return words[:-1], words[-1]

@@ -11,16 +11,12 @@ from typing import Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.options import Plain, Shown
+from lipaudit.cli.options import Plain, Shown, completed
 from lipaudit.cli.tools import LEARN
 from lipaudit.cli.topics import Topic, explained, known_names, topics
 from lipaudit.errors import UsageError, suggestion
 
 WIDEST = 100
-
-
-def _completed(incomplete: str) -> list[str]:
-    return known_names()
 
 
 @command("explain", panel=LEARN)
@@ -31,6 +27,7 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]",
+            autocompletion=completed(known_names),
             help="For example bounds, theorem 3, g1, pgd; without it, every name by topic.",
         ),
     ] = None,

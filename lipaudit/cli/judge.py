@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import app, command, guarded, with_groups
-from lipaudit.cli.options import Output, Plain, Shown
+from lipaudit.cli.options import Output, Plain, Shown, completed, formats, model_names
 
 if TYPE_CHECKING:
     from lipaudit.report import Subject
@@ -23,6 +23,12 @@ OutputOption = Annotated[
 ]
 Base = Annotated[Path, typer.Option("--baseline", "-b", help="The baseline report.")]
 DEFAULT_BASE = Path("lipaudit-baseline.json")
+
+
+def _metrics() -> tuple[str, ...]:
+    from lipaudit.gate.rules import metrics
+
+    return metrics()
 
 
 def _output(format: str | None, files: list[Path] | None) -> Output:
@@ -71,17 +77,31 @@ def compare(reports: Reports, output: Shown, terminal: Plain) -> None:
 @command("gate", panel=COMPARE)
 def gate(
     current: Annotated[
-        str, typer.Argument(metavar="CURRENT", help="A report, or a MODEL to measure now.")
+        str,
+        typer.Argument(
+            metavar="CURRENT",
+            help="A report, or a MODEL to measure now.",
+            autocompletion=completed(model_names),
+        ),
     ],
     baseline: Base = DEFAULT_BASE,
     fail_on: Annotated[
-        list[str] | None, typer.Option(help="A rule, in place of the configured ones; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="A rule, in place of the configured ones; repeatable.",
+            autocompletion=completed(_metrics),
+        ),
     ] = None,
     strict: Annotated[bool, typer.Option(help="Fail on what is not proven (exit 6).")] = False,
     output: OutputOption = None,
     format: Annotated[
         str | None,
-        typer.Option("--format", "-f", help="text, table, json, markdown, html or junit."),
+        typer.Option(
+            "--format",
+            "-f",
+            help="text, table, json, markdown, html or junit.",
+            autocompletion=completed(formats),
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A TOML file in place of pyproject.toml.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,17 +15,45 @@ from lipaudit.settings.option import Option
 
 OUTPUT = "Output"
 
+
+def model_names() -> tuple[str, ...]:
+    """Return what a MODEL argument may be, but for paths; those of timm are read in its source."""
+    from lipaudit.models.sources.names import SOURCES, demo_names, timm_names
+
+    others = (f"{source}:" for source in SOURCES if source not in ("demo", "timm"))
+    return (*demo_names(), *others, *(f"timm:{name}" for name in timm_names()))
+
+
+def completed(
+    values: Callable[[], Iterable[str]], *, commas: bool = False
+) -> Callable[[str], list[str]]:
+    """Return what a shell asks for the words of a parameter; typer keeps those that fit.
+
+    Args:
+        values: returns all words.
+        commas: whether words may stand before it, separated by commas.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, _ = incomplete.rpartition(",") if commas else ("", "", "")
+        return [before + comma + value for value in values()]
+
+    return complete
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
+        autocompletion=completed(model_names),
         help="demo, timm:NAME, hf:ORG/NAME, a directory, a weights file (with --arch) "
         "or py:FILE:FACTORY.",
     ),
 ]
 
 
-def _formats() -> tuple[str, ...]:
+def formats() -> tuple[str, ...]:
+    """Return the name of every format."""
     from lipaudit.report import RENDERERS
 
     return tuple(RENDERERS)
@@ -40,7 +68,7 @@ class Output(Settings):
         "--format",
         "-f",
         panel=OUTPUT,
-        values=_formats,
+        values=formats,
     )
     output: tuple[Path, ...] = option(
         (),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.options import Plain, Shown
+from lipaudit.cli.options import Plain, Shown, completed
 from lipaudit.errors import UsageError, suggestion
 
 LEARN = "Learn"
@@ -41,11 +41,22 @@ def _devices() -> list[str]:
     return ["cpu", *(torch.cuda.get_device_name(i) for i in range(count))]
 
 
+def _bare_names() -> tuple[str, ...]:
+    from lipaudit.models.sources.names import timm_names
+
+    return timm_names()
+
+
 @command("models", panel=LEARN)
 def models(
     output: Shown,
     terminal: Plain,
-    name: Annotated[str, typer.Argument(help="Part of the name of a model of timm.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Part of the name of a model of timm.", autocompletion=completed(_bare_names)
+        ),
+    ] = "",
 ) -> None:
     """What can be audited: the forms of MODEL, the demos, and timm's models by name.
 

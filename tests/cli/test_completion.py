@@ -1,0 +1,112 @@
+"""What a shell offers behind a half-typed word, by the completion of a real process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from lipaudit.cli.commands import build
+from lipaudit.cli.options import completed
+from lipaudit.gate.rules import metrics
+from lipaudit.models.sources.names import timm_names
+from lipaudit.settings import Recipe, RunOptions, option_types
+
+PROGRAM = f"#!{sys.executable}\nfrom lipaudit.cli import main\nmain()\n"
+HEAVY = "\nassert not {'torch', 'timm', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+
+
+def offered(*words: str) -> list[str]:
+    """Ask for the completions of the last word, as zsh and fish get them."""
+    code = (
+        "import sys\nfrom lipaudit.cli import main\nsys.argv = ['lipaudit']\n"
+        f"try: main()\nexcept SystemExit: pass{HEAVY}"
+    )
+    env = {"_LIPAUDIT_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+           "_TYPER_COMPLETE_ARGS": " ".join(["lipaudit", *words])}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.partition("\t")[0] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "among"),
+    [
+        (("bounds", "demo"), ["demo", "demo:jasmin", "demo:robust", "demo:standard"]),
+        (("bounds", "timm:vit_tiny"), ["timm:vit_tiny_patch16_224"]),
+        (("bounds", "demo", "--format", "j"), ["json", "junit"]),
+        (("attack", "demo", "--norm", "l"), ["linf", "l2"]),
+        (("attack", "demo", "--attack", "fgsm,ap"), ["fgsm,apgd-ce", "fgsm,apgd-t"]),
+        (("scaling", "demo", "--mode", "real,a"), ["real,adversarial", "real,ascent"]),
+        (("train", "demo", "--penalty", ""), ["jasmin", "specformer"]),
+        (("gate", "r.json", "--fail-on", "jacobian.n"), ["jacobian.norm"]),
+        (("explain", "theor"), ["theorem3", "theorem3_g1"]),
+        (("report", "r.json", "-f", "ma"), ["markdown"]),
+        (("models", "vit_tiny"), ["vit_tiny_patch16_224"]),
+    ],
+)
+def test_what_fits_is_offered_without_loading_torch(words, among):
+    said = offered(*words)
+    assert set(among) <= set(said)
+    assert all(each.startswith(words[-1]) for each in said)
+
+
+def parameters() -> dict[tuple[str, str], object]:
+    return {(name, parameter.name): parameter
+            for name, command in get_command(build()).commands.items()
+            for parameter in command.params}  # fmt: skip
+
+
+def test_every_option_that_takes_words_offers_all_of_them():
+    known = parameters()
+    groups = {**option_types(), "train": Recipe} | {"bounds ": RunOptions}
+    for command, group in groups.items():
+        for option in group.options().values():
+            item = known[command.strip(), option.name]._custom_shell_complete(None, None, "")
+            assert [each.value for each in item] == list(option.values()), option
+
+
+def test_models_metrics_and_names_of_timm_are_offered_whole():
+    known = parameters()
+    models = known["bounds", "model"]._custom_shell_complete(None, None, "timm:")
+    assert [item.value for item in models] == [f"timm:{name}" for name in timm_names()]
+    rules = known["gate", "fail_on"]._custom_shell_complete(None, None, "")
+    assert [item.value for item in rules] == list(metrics())
+
+
+def test_only_the_last_of_several_words_is_completed():
+    assert completed(lambda: ("a", "b"), commas=True)("x,y,") == ["x,y,a", "x,y,b"]
+    assert completed(lambda: ("a", "b"))("x,y,") == ["a", "b"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("pieces", "replies"),
+    [
+        (("bounds", "demo", ":", "j"), ["jasmin"]),
+        (("bounds", "demo", ":"), ["standard", "jasmin", "robust"]),
+        (("attack", "demo", "--norm", "=", "li"), ["linf"]),
+        (("bounds", "demo", ":", "robust", "--dtype", "float6"), ["float64"]),
+        (("boun",), ["bounds"]),
+    ],
+)
+def test_bash_which_breaks_words_at_colons_gets_the_last_piece(pieces, replies, tmp_path):
+    program = tmp_path / "lipaudit"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    script = subprocess.run(
+        [program, "--show-completion", "bash"], capture_output=True, text=True, check=True
+    ).stdout
+    function = next(w for w in script.split() if w.endswith("()")).removesuffix("()")
+    words = " ".join(f"'{piece}'" for piece in ("lipaudit", *pieces))
+    ask = f"{script}\nCOMP_WORDS=({words})\nCOMP_CWORD={len(pieces)}\n{function} {program}\n"
+    done = subprocess.run(
+        ["bash", "-c", ask + 'printf "%s\\n" "${COMPREPLY[@]}"'], capture_output=True, text=True
+    )
+    assert done.stdout.split() == replies, done.stderr

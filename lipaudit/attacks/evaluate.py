@@ -23,8 +23,10 @@ from lipaudit.attacks.oracle import ByRow, Classifier, Meter, Oracle, logits_and
 from lipaudit.attacks.outcome import Chunk, Outcome, chunks
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.sanity import examine, refuse_training
+from lipaudit.attacks.text.rewrite import Draft, RewriteFunction, TextOracle, within
 from lipaudit.attacks.turn import AttackFunction, Turn
 from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.results.trials import COUNTED
 
 
 def evaluate(
@@ -79,7 +81,10 @@ def evaluate_chunk(
         ball = Ball(trial.norm, float(trial.radius), box, chunk.mask)
         last = clean
         for attack in trial.attacks:
-            last = _attack(session, trial, attack, ball, last)
+            if trial.norm in COUNTED:
+                last = _rewritten(session, trial, attack, last)
+            else:
+                last = _attack(session, trial, attack, ball, last)
             yield last
 
 
@@ -147,6 +152,49 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
     )
 
 
+def _rewritten(session: _Session, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
+    """Let an attack change the texts that still stand, and judge what it makes of them."""
+    began, meter, chunk = time.perf_counter(), Meter(), session.chunk
+    assert chunk.texts is not None  # see _refuse_attack
+    seed = derive_seed(session.seed, attack.name, chunk.number)
+    before, budget = list(chunk.texts.drafts), int(trial.radius.value)
+    after, robust = list(last.drafts or before), last.robust.clone()
+    rows = robust.nonzero()[:, 0]
+    if len(rows) and budget > 0:
+        turn = Turn(attack, 0, torch.Generator().manual_seed(seed), lambda: chunk.x[rows])
+        oracle = TextOracle(chunk.texts.reader, session.batch_size, meter)
+        changed, robust[rows] = _changed(oracle, chunk, rows, budget, turn)
+        for i, draft in zip(rows.tolist(), changed, strict=True):
+            after[i] = draft
+    return Outcome(
+        chunk=chunk.number,
+        trial=trial,
+        attack=attack.name,
+        seed=seed,
+        tried=last.robust,
+        robust=robust,
+        x_adv=chunk.x,
+        distance=chunk.x.new_tensor([float(len(draft.changed)) for draft in after]),
+        seconds=time.perf_counter() - began,
+        forwards=meter.forwards,
+        backwards=meter.backwards,
+        drafts=after,
+    )
+
+
+def _changed(
+    oracle: TextOracle, chunk: Chunk, rows: Tensor, budget: int, turn: Turn
+) -> tuple[list[Draft], Tensor]:
+    """Attack some texts, check what comes back, and judge that by a fresh forward pass."""
+    assert chunk.texts is not None
+    function: RewriteFunction = turn.attack.kind.load()
+    before, y = [chunk.texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
+    after = function(oracle, list(before), y, budget, turn)
+    within(after, before, oracle.reader.lexicon, budget, turn.attack.name)
+    logits = _finite(oracle([draft.ids for draft in after]), f"{turn.attack.name} texts", chunk)
+    return after, logits.argmax(1) == y
+
+
 def _starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:
     """Draw for the whole chunk, so that a sample's start does not depend on who still stands."""
     return random_start(x, ball, generator)[rows]
@@ -207,6 +255,8 @@ def _refuse_radius(trial: Trial, box: tuple[float, float] | None) -> None:
 def _refuse_attack(f: Classifier | ByRow, chunk: Chunk, trial: Trial, attack: Attack) -> None:
     """Refuse what the attack cannot work on, and an attack that cannot be loaded."""
     kind, advice = attack.kind, "use fgsm and pgd there, as in custom:fgsm,pgd"
+    if trial.norm in COUNTED and chunk.texts is None:
+        raise UsageError(f"{attack.name} changes texts, and the samples are none", advice)
     if trial.norm not in kind.norms:
         known = ", ".join(kind.norms)
         raise UsageError(f"{attack.name} cannot search {trial.norm} balls, only {known}", advice)

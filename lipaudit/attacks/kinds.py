@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lipaudit.errors import UsageError
 from lipaudit.results.plugins import entries
-from lipaudit.results.trials import WORST, Norm
+from lipaudit.results.trials import COUNTED, SPACES, WORST, Norm
 
 GROUP = "lipaudit.attacks"
 """Entry point group of attacks that other packages add."""
@@ -32,6 +32,11 @@ class AttackKind:
 
     Whatever it returns is checked to lie in the ball and judged by a fresh evaluation of f.
 
+    An attack whose norm counts changes of a text is called as `function(oracle, drafts, y, budget,
+    turn)` and returns the changed drafts: a `rewrite.TextOracle` in place of f, `rewrite.Draft`s
+    in place of x, and how much may be changed in place of the ball. What it returns is checked to
+    keep to that, and judged by a fresh evaluation, too.
+
     Attributes:
         function: `module:function`; imported when the attack first runs.
         norms: the norms of the balls it can search.
@@ -39,16 +44,31 @@ class AttackKind:
             which samples it gets (text).
         targeted: whether it takes a turn per other class.
         effort: what a turn costs: one gradient, in which case restarts add nothing; `steps`
-            gradients; or `queries` forward passes.
+            gradients; `queries` forward passes; or, for every change of a text (`edits`), a
+            gradient and `queries` forward passes, in which case restarts add nothing.
         steps: iterations where it is asked for by its own name; None: those of `Attack`.
+        queries: forward passes where it is asked for by its own name; None: those of `Attack`.
+        radii: what is tried where nobody gives a radius; empty: one must be given.
     """
 
     function: str
     norms: tuple[Norm, ...] = ("linf", "l2", "token-l2")
     masked: bool = True
     targeted: bool = False
-    effort: Literal["gradient", "steps", "queries"] = "steps"
+    effort: Literal["gradient", "steps", "queries", "edits"] = "steps"
     steps: int | None = None
+    queries: int | None = None
+    radii: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> Norm | None:
+        """What changes of a text it counts; None where it searches balls."""
+        return next((norm for norm in self.norms if norm in COUNTED), None)
+
+    def can_attack(self, kind: str) -> bool:
+        """Tell whether it can attack a kind of model: image, tokens or text."""
+        able = self.masked or kind != "text"
+        return able and any(kind in SPACES[norm] for norm in self.norms)
 
     @property
     def package(self) -> str:
@@ -78,6 +98,17 @@ def _package(function: str, **how: Any) -> AttackKind:
     )
 
 
+def _rewriter(name: Norm) -> AttackKind:
+    """Describe an attack of ours that changes texts."""
+    return AttackKind(
+        f"lipaudit.attacks.text.{name}:rewrite",
+        norms=(name,),
+        effort="edits",
+        queries=100,
+        radii=("1", "2", "4"),
+    )
+
+
 ATTACKS: dict[str, AttackKind] = {
     "fgsm": AttackKind("lipaudit.attacks.fgsm:fgsm_turn", effort="gradient"),
     "pgd": AttackKind("lipaudit.attacks.pgd:pgd_turn", steps=40),
@@ -86,6 +117,8 @@ ATTACKS: dict[str, AttackKind] = {
     "apgd-t": _package("apgd_targeted", targeted=True),
     "fab-t": _package("fab_targeted", targeted=True),
     "square": _package("square", effort="queries"),
+    "words": _rewriter("words"),
+    "characters": _rewriter("characters"),
 }
 """Our own attacks by the names under which they are asked for."""
 

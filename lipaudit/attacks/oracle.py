@@ -97,9 +97,9 @@ class _InPieces(torch.autograd.Function):
         oracle.meter.backwards += len(z)
         if ctx.graph is not None:
             graph, ctx.graph = ctx.graph, None
-            return _pull(graph, above), None
+            return pull(graph, above), None
         starts = range(0, len(z), size)
-        pieces = [_pull(_graph(oracle, z[i : i + size], i), above[i : i + size]) for i in starts]
+        pieces = [pull(_graph(oracle, z[i : i + size], i), above[i : i + size]) for i in starts]
         return torch.cat(pieces), None
 
 
@@ -109,7 +109,7 @@ def _graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:
         return leaf, oracle.piece(leaf, start)
 
 
-def _pull(graph: tuple[Tensor, Tensor], above: Tensor) -> Tensor:
+def pull(graph: tuple[Tensor, Tensor], above: Tensor) -> Tensor:
     """J^T times `above`; zero where f does not depend on its argument differentiably."""
     leaf, out = graph
     if not out.requires_grad:
@@ -143,7 +143,7 @@ def logits_and_gradient(
         leaf = x.detach().requires_grad_()
         logits = logits_of(f(leaf))
         loss = F.cross_entropy(logits, y, reduction="sum")
-    return logits.detach(), _pull((leaf, loss), torch.ones_like(loss))
+    return logits.detach(), pull((leaf, loss), torch.ones_like(loss))
 
 
 def margins(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Bool, Float, Int
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks
+from lipaudit.attacks.text.rewrite import Draft, Reader
 from lipaudit.results import Note
 
 
@@ -22,12 +23,27 @@ class Chunk:
         x: samples, float32 or float64, inside the box.
         y: labels.
         mask: True where a sample may change, over the first axes of x (batch, tokens).
+        texts: the samples as texts, where they are any.
     """
 
     number: int
     x: Float[Tensor, " batch *sample"]
     y: Int[Tensor, " batch"]
     mask: Bool[Tensor, " batch *positions"] | None = None
+    texts: Texts | None = None
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Samples as texts, for attacks that change those.
+
+    Attributes:
+        reader: how the model reads them.
+        drafts: each of them, unchanged.
+    """
+
+    reader: Reader
+    drafts: Sequence[Draft]
 
 
 @dataclass(frozen=True)
@@ -41,13 +57,15 @@ class Outcome:
         seed: of the random numbers used, derived from (seed, attack, chunk).
         tried: samples it ran on: those that stood before it.
         robust: samples that stand after it, judged by evaluating x_adv as it is given here.
-        x_adv: inside the ball; for a sample that stands, the last point tried.
-        distance: ||x_adv - x|| in the norm of the trial.
+        x_adv: inside the ball; for a sample that stands, the last point tried. Where texts were
+            changed, x.
+        distance: ||x_adv - x|| in the norm of the trial; where texts were changed, how often.
         seconds: wall time.
         forwards: samples passed forward (see `Meter`).
         backwards: samples passed backward.
         notes: what was changed for this model.
         checks: what the clean samples showed; None for an attack.
+        drafts: the texts as they were last changed, for an attack that changes them.
     """
 
     chunk: int
@@ -63,6 +81,7 @@ class Outcome:
     backwards: int
     notes: tuple[Note, ...] = ()
     checks: Checks | None = None
+    drafts: Sequence[Draft] | None = None
 
 
 def chunks(

@@ -9,7 +9,7 @@ from typing import Final
 from lipaudit.attacks.kinds import AttackKind, attack_kinds
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.results import Note
-from lipaudit.results.trials import Norm, Radius, TrialKey, parse_radius
+from lipaudit.results.trials import COUNTED, Norm, Radius, TrialKey, parse_radius
 
 CHUNK: Final = 64
 """Samples that share a random stream: a constant of the method, recorded with every result."""
@@ -41,14 +41,19 @@ class Attack:
     @property
     def turns(self) -> int:
         """How often it runs on a sample that survives every time."""
-        if self.kind.effort == "gradient":
+        if self.kind.effort in ("gradient", "edits"):
             return 1
         return self.restarts * (self.targets if self.kind.targeted else 1)
 
-    @property
-    def passes(self) -> tuple[int, int]:
+    def passes(self, radius: Radius) -> tuple[int, int]:
         """Forward passes without and with a gradient, on a sample that survives every time."""
-        each = {"gradient": (0, 1), "steps": (0, self.steps), "queries": (self.queries, 0)}
+        changes = int(radius.value)
+        each = {
+            "gradient": (0, 1),
+            "steps": (0, self.steps),
+            "queries": (self.queries, 0),
+            "edits": (self.queries * changes, changes),
+        }
         plain, gradients = each[self.kind.effort]
         return plain * self.turns, gradients * self.turns
 
@@ -63,8 +68,9 @@ class Trial:
 
     Attributes:
         label: what the result is called.
-        norm: linf, l2, or token-l2 (the largest l2 norm of a token's perturbation).
-        radius: eps, in units of the attacked space.
+        norm: linf, l2, token-l2 (the largest l2 norm of a token's perturbation), words or
+            characters.
+        radius: eps, in units of the attacked space; for words and characters how many.
         attacks: in the order in which they run.
         notes: what a reader must know of the choice of settings.
     """
@@ -79,41 +85,6 @@ class Trial:
     def key(self) -> TrialKey:
         """What the result is known by in a report."""
         return TrialKey(self.label, self.norm, self.radius)
-
-
-def read_plan(
-    attack: str,
-    *,
-    norm: Norm = "linf",
-    radii: Sequence[Radius] = (),
-    steps: int | None = None,
-    restarts: int | None = None,
-    queries: int | None = None,
-) -> tuple[Trial, ...]:
-    """Read the option `--attack`: names of attacks and presets, separated by commas.
-
-    Every name makes trials of its own, labelled by it; `autoattack` is the preset `standard`.
-    A preset, or `custom:NAME,NAME` for an ensemble, may also stand alone. An attack that is asked
-    for by its own name takes the steps of its kind. Arguments and errors as in `make_plan`.
-    """
-    alone = attack in PRESETS or attack.startswith("custom:")
-    names = [attack] if alone else [name.strip() for name in attack.split(",")]
-    given = {"restarts": restarts, "queries": queries}
-    planned: list[Trial] = []
-    for name in names:
-        spec = _spec(name)
-        kind = attack_kinds().get(spec.removeprefix("custom:"))
-        own = kind.steps if steps is None and kind else steps
-        trials = make_plan(spec, norm=norm, radii=radii, steps=own, **given)
-        label = name.partition(":")[0] if alone else name
-        planned += trials if spec == "paper" else [replace(t, label=label) for t in trials]
-    return tuple(planned)
-
-
-def _spec(name: str) -> str:
-    if name == "autoattack":
-        return "standard"
-    return f"custom:{name}" if name in attack_kinds() else name
 
 
 def make_plan(
@@ -149,14 +120,15 @@ def make_plan(
 
 def _builder(spec: str) -> Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]:
     if spec.startswith("custom:"):
-        return lambda norm, radii: _ensemble("custom", _named(spec), norm, radii)
+        return lambda norm, radii: _ensemble("custom", named(spec), norm, radii)
     if spec not in PRESETS:
         known = ("autoattack", *PRESETS, *attack_kinds())
         raise UsageError(f"unknown attack preset {spec!r}", suggestion(spec, known))
     return PRESETS[spec]
 
 
-def _named(spec: str) -> tuple[Attack, ...]:
+def named(spec: str) -> tuple[Attack, ...]:
+    """Return the attacks that `custom:NAME,NAME` names."""
     names = [name.strip() for name in spec.removeprefix("custom:").split(",")]
     for name in names:
         if name not in attack_kinds():
@@ -188,6 +160,11 @@ def _ensemble(
 ) -> tuple[Trial, ...]:
     if not radii:
         raise UsageError("no radius was given", "add one, as in --eps 2/255")
+    uneven = next((r.text for r in radii if norm in COUNTED and r.value.denominator != 1), None)
+    if uneven is not None:
+        raise UsageError(
+            f"the radius {uneven} is no number of {norm}", f"count them: --attack {norm} --eps 1,2"
+        )
     return tuple(Trial(label, norm, radius, attacks) for radius in radii)
 
 

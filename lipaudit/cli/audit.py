@@ -148,7 +148,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
     from lipaudit.report.cells import text
     from lipaudit.report.page.views.common import typed
     from lipaudit.results import AttackRow, JacobianRow
-    from lipaudit.results.trials import WORST
+    from lipaudit.results.trials import COUNTED, WORST
 
     top = _strongest(report.sections)
     if top is not None:
@@ -161,5 +161,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
     attacks = [r for s in report.sections for r in typed(s, AttackRow) if r.attack == WORST]
     for worst in attacks[-1:]:
         clean = text(worst.clean, worst.columns()["clean"])
-        meaning = f"of samples stand attacks at eps {worst.eps_text}; {clean} are right without"
+        radius = f"eps {worst.eps_text}"
+        if worst.norm in COUNTED:
+            radius = f"{worst.eps_text} changed {worst.norm}"
+        meaning = f"of samples stand attacks at {radius}; {clean} are right without"
         yield text(worst.robust, worst.columns()["robust"]), meaning

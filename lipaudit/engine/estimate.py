@@ -10,6 +10,7 @@ from lipaudit.attacks.plan import Attack
 from lipaudit.engine.prepare import Job
 from lipaudit.models.attention.sites import Site
 from lipaudit.results import Note
+from lipaudit.results.trials import Radius
 from lipaudit.settings import AttackOptions
 
 SURVEY = 30.0
@@ -62,12 +63,14 @@ def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
 
 def attack_costs(options: AttackOptions) -> tuple[float, float]:
     """Forwards per sample: where the first attack of a trial breaks it, and where none does."""
-    costs = [[_cost(attack) for attack in trial.attacks] for trial in options.trials()]
+    costs = [
+        [_cost(attack, trial.radius) for attack in trial.attacks] for trial in options.trials()
+    ]
     return sum(each[0] for each in costs), sum(map(sum, costs))
 
 
-def _cost(attack: Attack) -> float:
-    plain, gradients = attack.passes
+def _cost(attack: Attack, radius: Radius) -> float:
+    plain, gradients = attack.passes(radius)
     return plain + PASS * gradients
 
 

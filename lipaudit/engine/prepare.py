@@ -73,6 +73,8 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         require_writable(path)
     request = _filled(request)
     net = net or load_net(request.model, load_options(request.run))
+    suited = {name: options.suited(net.kind) for name, options in request.measures.items()}
+    request = replace(request, measures=suited)
     wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _samples(net, request, max(wanted.values()))
     notes = net.info.notes + samples.notes

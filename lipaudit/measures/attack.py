@@ -1,4 +1,4 @@
-"""The measure `attack`: accuracy under FGSM, PGD and AutoAttack, sample by sample."""
+"""The measure `attack`: accuracy under attack, sample by sample."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 
+from lipaudit.attacks.choice import require_suited
 from lipaudit.attacks.evaluate import evaluate_chunk
 from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.outcome import Chunk, Outcome
@@ -18,11 +19,12 @@ from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
+from lipaudit.measures import rewriting
 from lipaudit.measures.measure import Measure, Part, Values, joined, notes, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
-from lipaudit.results.trials import COSTS, WORST, TrialKey
-from lipaudit.settings.attack import AttackOptions
+from lipaudit.results.trials import COSTS, COUNTED, WORST, TrialKey
+from lipaudit.settings.attack import TABLE, AttackOptions
 
 Z95 = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
@@ -33,17 +35,22 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
 
     Raises:
         UsageError: batches that are no chunks: `logical_chunk` would not be true of the result.
-        InputError: a model without classes, or samples without labels.
+        InputError: a model without classes, samples without labels, or token ids whose embedding
+            nothing shows.
     """
     trials = options.trials()
     if net.classes is None:
         raise InputError(
             f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
         )
+    require_suited(trials, net.kind)
+    _require_entry(net)
+    how = rewriting.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     for number, batch in enumerate(_whole(batches), options.first_chunk):
         if batch.y is None or bool((batch.y < 0).any()):
             raise InputError("an attack needs a label for every sample", "Label the data.")
-        chunk = Chunk(number, net.point(batch), batch.y, _free(net, batch))
+        texts = None if how is None else rewriting.texts(how, batch)
+        chunk = Chunk(number, net.point(batch), batch.y, _free(net, batch), texts)
         outcomes = list(
             evaluate_chunk(
                 _model(net, batch),
@@ -54,7 +61,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
                 batch_size=options.batch_size,
             )
         )
-        yield _part(net, batch, trials, outcomes, options)
+        yield _part(net, batch, chunk, trials, outcomes, options)
 
 
 def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -70,6 +77,14 @@ def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
         yield batch
 
 
+def _require_entry(net: Net) -> None:
+    if net.kind == "text" and net.entry is None:
+        raise InputError(
+            f"where {net.info.architecture} looks up its token ids is not known",
+            "A py: factory may return a ModelSpec that names its `entry`.",
+        )
+
+
 def _free(net: Net, batch: Batch) -> torch.Tensor | None:
     return batch.mask if net.kind == "text" else None
 
@@ -83,6 +98,7 @@ def _model(net: Net, batch: Batch) -> Classifier | ByRow:
 def _part(
     net: Net,
     batch: Batch,
+    chunk: Chunk,
     trials: Sequence[Trial],
     outcomes: Sequence[Outcome],
     options: AttackOptions,
@@ -99,10 +115,14 @@ def _part(
         "robust": torch.stack([end.robust for end in ends], 1),
         "distance": torch.stack([end.distance for end in ends], 1),
     }
-    if options.save_adv is not None:
+    if options.save_adv is not None and options.save_adv.suffix != TABLE:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
     cost = [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial]
-    facts = {"checks": clean.checks, "cost": cost, "square": _square(by_trial)}
+    facts: dict[str, Any] = {"checks": clean.checks, "cost": cost, "square": _square(by_trial)}
+    if chunk.texts is not None:
+        rewritten = [end for end in ends if end.drafts is not None]
+        lines = [line for e in rewritten for line in rewriting.changes(e, chunk.texts, batch.ids)]
+        facts |= {"texts": lines, "wordless": rewriting.wordless(chunk.texts)}
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
     return Part(batch.ids, arrays, facts, remarks)
@@ -184,14 +204,17 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     remarks = clean_notes(checks)
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += square_notes(int(before), int(after), samples)
+    remarks += tuple(rewriting.remarks(parts, trials))
     planned = tuple(note for trial in trials for note in trial.notes)
     return tuple(dict.fromkeys(remarks + planned + notes(parts)))
 
 
 def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:
-    """Return a safetensors file, if it is asked for: a tensor per trial and the labels `y`."""
+    """Return the file that is asked for: changed texts, or a tensor per trial and the labels."""
     if options.save_adv is None:
         return []
+    if options.save_adv.suffix == TABLE:
+        return [rewriting.table(parts)]
     x_adv = joined(parts, "x_adv")
     tensors = {
         str(trial.key): np.ascontiguousarray(x_adv[:, i])

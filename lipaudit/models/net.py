@@ -11,6 +11,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.results import Note
 
@@ -67,6 +68,7 @@ class Net:
         tokenize: text -> list of token ids, with special tokens, cut to a number of tokens.
         pad_id: the id that fills shorter samples, for text.
         end_id: the id that every text must end with, where the model needs one.
+        lexicon: makes what is known of the token ids, for text; None: nothing is.
         prepare: PIL image -> (channels, height, width) in [0, 1], for images.
         aliases: further names of classes (ImageNet synsets, say) -> index.
         surveys: what `attention.survey.surveyed` has learnt of this model; of a changed copy anew.
@@ -85,6 +87,7 @@ class Net:
     tokenize: Callable[[str, int], list[int]] | None = None
     pad_id: int = 0
     end_id: int | None = None
+    lexicon: Callable[[], Lexicon] | None = None
     prepare: Callable[[Image], Tensor] | None = None
     aliases: Mapping[str, int] = field(default_factory=dict)
     surveys: list[Any] = field(init=False, default_factory=list, repr=False, compare=False)

@@ -160,8 +160,8 @@ class AttackRow(Row):
     section: ClassVar[str] = "attack"
     title: ClassVar[str] = "Attacks"
     attack: str = column("attack", "Attack; worst = the worst over all of them.", ..., format="s")
-    norm: str = column("norm", "linf or l2.", ..., format="s")
-    eps: Float = column("eps", "Radius in pixel space [0, 1].", ..., format=".4g")
+    norm: str = column("norm", "Of a ball, or what is counted.", ..., format="s")
+    eps: Float = column("eps", "Radius, of pixels in [0, 1]; or how many.", ..., format=".4g")
     eps_text: str = column("eps", "The radius as it was typed.", "", format="s")
     samples: int = column("samples", "Number of samples.", 0, format="d")
     clean: Float | None = column(

@@ -9,14 +9,26 @@ from typing import Literal
 
 from lipaudit.errors import UsageError
 
-Norm = Literal["linf", "l2", "token-l2"]
-"""Of a perturbation; token-l2 is the largest l2 norm of a token's."""
+Norm = Literal["linf", "l2", "token-l2", "words", "characters"]
+"""Of a perturbation: of a ball (token-l2 is the largest l2 norm of a token's), or how many words
+or characters of a text are changed."""
+COUNTED: tuple[Norm, ...] = ("words", "characters")
+"""The norms that count changes of a text: a radius is then a whole number."""
+SPACES: dict[Norm, tuple[str, ...]] = {
+    "linf": ("image", "tokens", "text"),
+    "l2": ("image", "tokens", "text"),
+    "token-l2": ("tokens", "text"),
+    "words": ("text",),
+    "characters": ("text",),
+}
+"""Kinds of model whose samples each norm measures."""
 WORST = "worst"
 """Stands for an attack: what no attack of a ball broke."""
 COSTS = ("seconds", "forwards", "backwards")
 """Columns of what a trial cost."""
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RADIUS = re.compile(rf"({_NUMBER})(?:\s*/\s*({_NUMBER}))?")
+_COUNT = re.compile(rf"(\d+)\s*({'|'.join(COUNTED)})")
 
 
 @dataclass(frozen=True)
@@ -26,10 +38,12 @@ class Radius:
     Attributes:
         text: as the user typed it, `2/255` say.
         value: the same, exactly.
+        unit: what it counts, where that was typed (`2words`); empty for a plain number.
     """
 
     text: str = field(compare=False)
     value: Fraction
+    unit: str = ""
 
     def __float__(self) -> float:
         return float(self.value)
@@ -47,6 +61,18 @@ def parse_radius(text: str) -> Radius:
     return radius
 
 
+def parse_budget(text: str) -> Radius:
+    """Read a radius, or a number of changes with what is counted: `2words`, `4characters`.
+
+    Raises:
+        UsageError: the text is neither.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        return parse_radius(text)
+    return Radius(text.strip(), Fraction(match[1]), match[2])
+
+
 def _radius(text: str) -> Radius | None:
     match = _RADIUS.fullmatch(text.strip())
     divisor = Fraction(match[2] or 1) if match else Fraction(0)
@@ -61,7 +87,7 @@ class TrialKey:
 
     Attributes:
         attack: name of the attack or ensemble, `WORST` for all of them.
-        norm: linf, l2 or token-l2.
+        norm: linf, l2, token-l2, words or characters.
         radius: eps.
     """
 

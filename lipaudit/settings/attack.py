@@ -2,48 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from lipaudit.attacks.choice import read_plan, require_suited
 from lipaudit.attacks.kinds import attack_kinds
-from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan
-from lipaudit.results.trials import Norm
+from lipaudit.attacks.plan import CHUNK, PRESETS, Trial
+from lipaudit.errors import UsageError
+from lipaudit.results.trials import COUNTED, Norm, parse_budget
 from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import option
 from lipaudit.settings.parsing import Radii
+
+IMAGES = "fgsm,pgd,autoattack"
+TEXTS = "words,characters"
+EMBEDDINGS = "fgsm,pgd"
+"""What attacks images, texts, and the embeddings of texts, where no attack is named."""
+TABLE = ".jsonl"
+"""Files of changed texts."""
 
 
 class AttackOptions(MeasureOptions):
     """Adversarial accuracy under FGSM, PGD and AutoAttack, sample by sample.
 
-    The radius is in pixel space [0, 1]; normalisation happens inside the model. For text the
-    perturbation is added to the token embeddings.
+    The radius is in pixel space [0, 1]; normalisation happens inside the model. Texts are changed
+    word by word or character by character, so many of them; with --eps, or by fgsm and pgd, the
+    perturbation is added to their token embeddings.
 
     [dim]Examples:[/]
       [cyan]lipaudit attack demo --eps 0.1[/]
       [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255[/]
       [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper[/]
+      [cyan]lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2[/]
     """
 
     samples: ClassVar[int] = 128
     labelled: ClassVar[bool] = True
 
-    eps: Radii = option((), "Radii in pixel space [0, 1]: 2/255 or 1/255,0.03.")
-    attack: str = option(
-        "fgsm,pgd,autoattack",
+    eps: Radii = option(
+        (),
+        "Radii in pixel space [0, 1]: 2/255 or 1/255,0.03; for words and characters how many: "
+        "1,2 (or 1words,2characters).",
+    )
+    attack: str | None = option(
+        None,
         "fgsm, pgd, autoattack (comma-separated), paper, standard, quick, or "
-        "custom:apgd-ce,apgd-t,fab-t,square.",
+        "custom:apgd-ce,apgd-t,fab-t,square; of texts words, characters. By default "
+        f"{IMAGES}; for text {TEXTS}, with --eps {EMBEDDINGS}.",
         values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )
-    norm: Norm = option("linf", "linf, l2, or token-l2 (embeddings).")
+    norm: Norm | None = option(
+        None, "linf, l2, or token-l2 (of tokens). By default linf; for text token-l2."
+    )
     steps: int | None = option(None, "Iterations, in place of the own.", gt=0)
     restarts: int | None = option(None, "Random starts.", gt=0)
-    queries: int | None = option(None, "Most queries of Square.", gt=0)
-    save_adv: Path | None = option(
-        None, "Write the adversarial examples (.safetensors).", exclude=True
+    queries: int | None = option(
+        None, "Most queries of Square; of words and characters for every change.", gt=0
     )
+    save_adv: Path | None = option(
+        None,
+        "Write the adversarial examples: .safetensors, or .jsonl of words and characters.",
+        exclude=True,
+    )
+    usual: str = Field(IMAGES, exclude=True)
+    """Attacks of images where none is named."""
+    usual_eps: Radii = Field((), exclude=True)
+    """Their radii where none is given."""
     logical_chunk: Literal[64] = CHUNK
     """Samples that share a random stream: recorded, and never another number."""
     batch_size: int = Field(CHUNK, exclude=True)
@@ -54,14 +81,48 @@ class AttackOptions(MeasureOptions):
     @field_validator("save_adv")
     @classmethod
     def _tensors(cls, path: Path | None) -> Path | None:
-        if path is not None and path.suffix != ".safetensors":
-            raise ValueError("it must end in .safetensors")
+        if path is not None and path.suffix not in (".safetensors", TABLE):
+            raise ValueError(f"it must end in .safetensors, or {TABLE} for changed texts")
         return path
 
     @model_validator(mode="after")
     def _possible(self) -> AttackOptions:
-        self.trials()
+        if self.attack is not None and (self.eps or not self.usual_eps):
+            self.trials()
         return self
+
+    def suited(self, kind: str) -> Self:
+        """Fill in the attacks, norm and radii that a kind of model usually gets, and check them.
+
+        Raises:
+            UsageError: an attack or a norm means nothing for it, or there is no radius.
+        """
+        text = kind == "text"
+        meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)
+        attack = self.attack or ((",".join(meant) or TEXTS) if text else self.usual)
+        eps = self.eps if self.eps or text or attack == "paper" else self.usual_eps
+        named = self.model_copy(update={"attack": attack, "eps": eps})
+        trials = named.trials()
+        require_suited(trials, kind)
+        named._require_file(trials)
+        return named._filled(trials, "token-l2" if text else "linf")
+
+    def _filled(self, trials: Sequence[Trial], usual: Norm) -> Self:
+        """Name the norm of the balls, if there are any, and the radii, if none were given."""
+        counted = [trial for trial in trials if trial.norm in COUNTED]
+        norm = self.norm or (usual if len(counted) < len(trials) else None)
+        eps = self.eps or tuple(parse_budget(f"{t.radius.text}{t.norm}") for t in counted)
+        return self.model_copy(update={"norm": norm, "eps": eps})
+
+    def _require_file(self, trials: Sequence[Trial]) -> None:
+        """Refuse a file that cannot hold what the attacks give."""
+        table = self.save_adv is not None and self.save_adv.suffix == TABLE
+        if self.save_adv is not None and any((t.norm in COUNTED) != table for t in trials):
+            raise UsageError(
+                f"--save-adv {self.save_adv} cannot hold what all of these attacks give",
+                f"Changed texts go to a {TABLE} file, perturbed samples to a .safetensors file: "
+                "name one, and with --attack such attacks only.",
+            )
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -75,7 +136,7 @@ class AttackOptions(MeasureOptions):
             UsageError: an unknown attack, or no radius.
         """
         return read_plan(
-            self.attack,
+            self.attack or self.usual,
             norm=self.norm,
             radii=self.eps,
             steps=self.steps,

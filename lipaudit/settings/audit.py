@@ -19,7 +19,8 @@ def audit_options(eps: Any = None, *, demo: bool, quick: bool) -> dict[str, Meas
     """Return what an audit measures, in this order.
 
     Args:
-        eps: radii of the attacks; None is 0.1 for a demo and 2/255 for other models.
+        eps: radii of the attacks; None is 0.1 for a demo, 2/255 for other models of images, and
+            for text what its attacks usually take.
         demo: whether the model is a demo.
         quick: the quick preset of AutoAttack in place of all of it.
 
@@ -27,10 +28,11 @@ def audit_options(eps: Any = None, *, demo: bool, quick: bool) -> dict[str, Meas
         UsageError: for a bad radius.
     """
     attack = "fgsm,pgd,quick" if quick else "fgsm,pgd,autoattack"
-    radii = (DEMO_EPS if demo else EPS) if eps is None else eps
+    given = {} if eps is None else {"eps": eps}
+    usual = {"usual": attack, "usual_eps": DEMO_EPS if demo else EPS}
     return {
         "bounds": BoundsOptions(),
         "attention": AttentionOptions(),
         "jacobian": JacobianOptions(),
-        "attack": AttackOptions.checked({"eps": radii, "attack": attack}),
+        "attack": AttackOptions.checked(given | usual),
     }

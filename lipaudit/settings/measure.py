@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from lipaudit.settings.option import Settings
 from lipaudit.settings.parsing import Layers
@@ -41,6 +41,14 @@ class MeasureOptions(Settings):
     def files(self) -> tuple[Path, ...]:
         """The files that the measure writes beside the report."""
         return ()
+
+    def suited(self, kind: str) -> Self:
+        """Return the options for a kind of model: image, tokens or text.
+
+        Raises:
+            UsageError: what they ask for means nothing for such a model.
+        """
+        return self
 
     def outline(self, samples: int) -> str:
         """Say before it begins what will be measured, where that is not obvious."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 from lipaudit.errors import UsageError
-from lipaudit.results.trials import Radius, parse_radius
+from lipaudit.results.trials import Radius, parse_budget, parse_radius
 
 LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
 FEWEST = 2
@@ -141,7 +141,7 @@ def _radius(value: Any) -> Any:
 def _radii(values: Any) -> Any:
     values = _listed(values) if isinstance(values, str) else values
     each = values if isinstance(values, Iterable) else (values,)
-    return tuple(map(_radius, each))
+    return tuple(parse_budget(v) if isinstance(v, str) else _radius(v) for v in each)
 
 
 def _layers(value: Any) -> Any:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lipaudit.attacks.choice import read_plan
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.kinds import ATTACKS, RESERVED, AttackKind, attack_kinds
-from lipaudit.attacks.plan import PRESETS, make_plan, read_plan
+from lipaudit.attacks.plan import PRESETS, make_plan
 from lipaudit.errors import EvaluationError, UsageError
 
 PLUGINS = str(Path(__file__).parents[1] / "plugins")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +11,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
+from lipaudit.errors import InputError
+from lipaudit.measures.attack import measure
+from lipaudit.models.sources.hf.lexicon import lexicon
+from lipaudit.models.sources.loading import load_net
+from lipaudit.settings import AttackOptions
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
 
@@ -111,8 +116,102 @@ def test_a_text_classifier_is_attacked_in_its_embeddings(attack, reviews, norm):
 
 
 def test_a_text_classifier_has_no_image_attacks(attack, reviews):
+    """The refusal comes before the data are looked for, and its advice works."""
     model, table = reviews
-    done = attack(model, "--data", table, "--attack", "standard", "--eps", "0.1")
+    done = attack(model, "--data", "nowhere.csv", "--attack", "standard", "--eps", "0.1")
     assert done.exit_code == 2, done.output
     assert done.stdout == ""
-    assert Path(table).exists()
+    advised = done.stderr.strip().rpartition("--attack ")[2]
+    section(attack(model, "--data", table, "--attack", advised, "--eps", "0.1"))
+
+
+def test_a_text_classifier_is_attacked_by_default(attack, reviews):
+    model, table = reviews
+    found = section(attack(model, "--data", table))
+    rows = {(row["attack"], row["norm"], row["eps_text"]): row["robust"] for row in found["rows"]}
+    for name in ("words", "characters"):
+        assert found["rows"][0]["clean"] == 1.0 >= rows[name, name, "1"] >= rows[name, name, "4"]
+    assert rows["words", "words", "1"] < 0.5  # good and bad are near words of this model
+    codes = [note["code"] for note in found["notes"]]
+    assert codes.count("changed-texts") == 1
+    assert codes.count("example") == 2
+
+
+def test_an_audit_of_a_text_classifier_finishes(attack, reviews, tmp_path):
+    model, table = reviews
+    done = CliRunner().invoke(build(), ["audit", model, "--data", table, "--run-dir", "run", "-q"])
+    assert done.exit_code == 0, done.output
+    stored = json.loads((tmp_path / "run" / "report.json").read_text())
+    attacked = stored["sections"][-1]
+    assert (attacked["measure"], stored["status"]) == ("attack", "complete")
+    assert {row["norm"] for row in attacked["rows"]} == {"words", "characters"}
+
+
+def test_changed_texts_are_written_as_they_are_read(attack, reviews, tmp_path):
+    """What a line says of the model is what the model says of the line, read by --data."""
+    model, table = reviews
+    options = ("--attack", "words,characters", "--eps", "1")
+    found = section(attack(model, "--data", table, *options, "--save-adv", "adv.jsonl"))
+    lines = [json.loads(line) for line in (tmp_path / "adv.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * len(TEXTS)
+    assert {line["original"] for line in lines} == {text for text, _ in TEXTS}
+    again = section(attack(model, "--data", "adv.jsonl", "--attack", "fgsm", "--eps", "0"))
+    standing = sum(line["robust"] for line in lines) / len(lines)
+    assert again["rows"][0]["clean"] == standing
+    assert standing == sum(row["robust"] for row in found["rows"][:2]) / 2
+
+
+def test_a_gate_judges_what_counts_words(attack, reviews):
+    model, table = reviews
+    asked = ["attack", model, "--data", table, "--attack", "words", "--eps", "1", "-q"]
+    assert CliRunner().invoke(build(), [*asked, "-o", "before.json"]).exit_code == 0
+    saved = CliRunner().invoke(build(), ["baseline", "save", "before.json", "-o", "base.json"])
+    assert saved.exit_code == 0, saved.output
+    for rule, code in (("words,words,1 >= -2pp", 0), ("words,words,1 >= 0.9", 1)):
+        ruled = ["gate", model, "-b", "base.json", "--fail-on", f"attack.robust@{rule}", "-q"]
+        done = CliRunner().invoke(build(), ruled)
+        assert done.exit_code == code, done.output
+
+
+@pytest.mark.parametrize(
+    ("entry", "attacks", "message"),
+    [(None, "pgd", "looks up its token ids"), (torch.nn.Identity(), "words", "no table")],
+)
+def test_models_whose_embeddings_are_not_known_are_refused(reviews, entry, attacks, message):
+    net = replace(load_net(reviews[0]), entry=entry)
+    with pytest.raises(InputError, match=message) as caught:
+        list(measure(net, [], AttackOptions(attack=attacks, eps="1")))
+    assert caught.value.advice
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "Metaspace"])
+def test_words_of_other_tokenizers(tmp_path, kind):
+    """Marks of a beginning, where WordPiece marks what goes on; texts come back as written."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    raw.pre_tokenizer = getattr(tokenizers.pre_tokenizers, kind)()
+    raw.decoder = getattr(tokenizers.decoders, kind)()
+    special = ["<s>", "</s>", "<unk>", "<pad>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special)
+    text = "a good film , a very good film ! and such a bad one"
+    raw.train_from_iterator([text] * 3, trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    known = lexicon(fast, len(fast) + 5)
+    ids = fast(text)["input_ids"]
+    assert known.spell([0, *ids, 1]).strip() == text
+    words = known.words([0, *ids, 1])
+    assert [known.spell(w).strip() for w in words if not known.fixed(w)] == [
+        "a", "good", "film", "a", "very", "good", "film", "and", "such", "a", "bad", "one",
+    ]  # fmt: skip
+    assert all(known.encode(known.spell(w)) == list(w) for w in words if not known.fixed(w))
+    assert [known.fixed([i]) for i in (0, 1, 2, 3)] == [True] * 4
+    assert known.fixed([len(fast) + 2])  # the model has room for more ids than the tokenizer
+
+
+def test_special_and_reserved_tokens_are_no_words(reviews):
+    known = load_net(reviews[0]).lexicon()
+    fixed = [token for i, token in enumerate(WORDS) if known.fixed([i])]
+    assert fixed == WORDS[:5]

@@ -67,6 +67,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         tokenize=spec.tokenize,
         pad_id=spec.pad_id,
         end_id=spec.end_id,
+        lexicon=spec.lexicon,
         prepare=_prepare(spec),
         aliases=spec.aliases,
     )

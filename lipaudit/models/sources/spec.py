@@ -9,6 +9,7 @@ from typing import Any, Literal
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.intake import warning
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Kind
@@ -48,6 +49,8 @@ class ModelSpec:
         tokenize: text -> token ids with special tokens, cut to a number of tokens; text only.
         pad_id: the id that fills shorter samples; text only.
         end_id: the id that every text must end with, where the model needs one; text only.
+        lexicon: makes what is known of the token ids, for attacks that change texts; by default
+            every id but pad_id and end_id is a word.
         prepare: PIL image -> (channels, height, width) in [0, 1]; by default resized and cropped
             to the input shape.
         call: runs the module on (x, mask), x normalised; by default `module(x)`, with the mask as
@@ -73,6 +76,7 @@ class ModelSpec:
     tokenize: Callable[[str, int], list[int]] | None = None
     pad_id: int = 0
     end_id: int | None = None
+    lexicon: Callable[[], Lexicon] | None = None
     prepare: Callable[[Image], Tensor] | None = None
     call: Callable[[Tensor, Tensor | None], Any] | None = None
     read: Callable[[Any], Tensor] | None = None

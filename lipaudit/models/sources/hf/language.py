@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.errors import InputError
+from lipaudit.models.sources.hf.lexicon import lexicon
 from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
 from lipaudit.models.sources.hf.task_heads import class_names, has_head, is_classifier
 from lipaudit.models.sources.hf.towers import reads_last_position, tower_call, tower_features
@@ -44,6 +46,7 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
         tokenize=None if tokenizer is None else _tokenize(tokenizer),
         pad_id=pad,
         end_id=_end_id(module, tower),
+        lexicon=None if tokenizer is None else partial(lexicon, tokenizer, config.vocab_size),
         call=call,
         read=read,
         entry=module.get_input_embeddings() if _tokens_first(module) else None,

@@ -1,0 +1,1 @@
+"""Attacks that change texts: words by near ones, and characters."""

@@ -1,0 +1,91 @@
+"""Words in place of words: near ones by the model's own embeddings, the steepest tried first.
+
+The first-order choice of substitutes is that of HotFlip (Ebrahimi et al., 2018, arXiv 1712.06751);
+that substitutes are nearest neighbours among word embeddings, and at most 50, that of Alzantot et
+al., 2018 (arXiv 1804.07998) and TextFooler (Jin et al., 2020, arXiv 1907.11932), who take other
+embeddings and check meaning and grammar. Nothing of the kind is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.attacks.text.rewrite import FIXED, Draft, Reader, TextOracle, search
+from lipaudit.attacks.turn import Turn
+
+NEIGHBOURS = 50
+"""How many substitutes a token has."""
+BLOCK = 256
+"""Tokens whose neighbours are looked for at a time."""
+
+
+def rewrite(
+    oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
+) -> list[Draft]:
+    """Replace at most `budget` words of each text, one token each; nothing about it is random.
+
+    A step tries the `queries` substitutions, of words that were not changed yet, that lower the
+    margin most to first order: slope . (e(substitute) - e(token)). Each is evaluated as it is.
+    """
+    reader, queries = oracle.reader, turn.attack.queries
+    near = neighbours(reader, [token for draft in drafts for token in draft.ids])
+
+    def propose(draft: Draft, slope: Tensor) -> Sequence[Draft]:
+        return _steepest(reader, draft, slope, near, queries)
+
+    return search(oracle, drafts, y, budget, propose)
+
+
+def neighbours(reader: Reader, tokens: Sequence[int]) -> dict[int, Tensor]:
+    """Return the nearest token ids of the same kind, by the cosine of their embeddings.
+
+    A word begins with what begins words; what is fixed is no neighbour, and has none. Equally
+    near ones come in the order of their ids.
+    """
+    table, kinds = reader.table, reader.lexicon.kinds.to(reader.table.device)
+    unit = torch.nn.functional.normalize(table[: len(kinds)], dim=1)
+    own = sorted({t for t in tokens if int(reader.lexicon.kinds[t]) != FIXED})
+    near: dict[int, Tensor] = {}
+    for start in range(0, len(own), BLOCK):
+        ids = torch.tensor(own[start : start + BLOCK], device=table.device)
+        cosine = unit[ids] @ unit.T
+        cosine[kinds[ids][:, None] != kinds] = -torch.inf
+        cosine[torch.arange(len(ids), device=table.device), ids] = -torch.inf
+        value, index = cosine.sort(dim=1, descending=True, stable=True)
+        for token, v, i in zip(ids.tolist(), value[:, :NEIGHBOURS], index, strict=True):
+            near[token] = i[:NEIGHBOURS][v > -torch.inf]
+    return near
+
+
+def _steepest(
+    reader: Reader,
+    draft: Draft,
+    slope: Float[Tensor, "tokens width"],
+    near: dict[int, Tensor],
+    queries: int,
+) -> list[Draft]:
+    """Return the texts with one more word replaced whose margin falls most to first order."""
+    places = [(i, j) for i, word in enumerate(draft.words) for j in range(len(word))]
+    tokens, rises, where, what = draft.ids, [], [], []
+    for position, (i, j) in enumerate(places):
+        others = near.get(tokens[position])
+        if others is None or i in draft.changed or not len(others):
+            continue
+        step = reader.table[others] - reader.table[tokens[position]]
+        rises.append(step @ slope[position])
+        where += [(i, j)] * len(others)
+        what.append(others)
+    if not rises:
+        return []
+    order = torch.cat(rises).argsort(stable=True)[:queries]
+    substitutes = torch.cat(what)[order].tolist()
+    chosen = zip([where[k] for k in order.tolist()], substitutes, strict=True)
+    return [draft.with_word(i, _replaced(draft.words[i], j, new)) for (i, j), new in chosen]
+
+
+def _replaced(word: tuple[int, ...], j: int, token: int) -> tuple[int, ...]:
+    return (*word[:j], token, *word[j + 1 :])

@@ -1,0 +1,277 @@
+"""Attacks that change texts: against every change there is, and what they must leave alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from lipaudit.attacks.evaluate import evaluate_chunk
+from lipaudit.attacks.oracle import ByRow, margins
+from lipaudit.attacks.outcome import Chunk, Texts
+from lipaudit.attacks.plan import Attack, Trial
+from lipaudit.attacks.text.rewrite import BEGINS, FIXED, GOES_ON, Draft, Lexicon, Reader, within
+from lipaudit.attacks.text.words import neighbours
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.results.trials import parse_radius
+
+PAD, START, END, UNKNOWN = 0, 1, 2, 3
+LETTERS = "αβγδ"
+FIRST, FURTHER = 4, 4 + len(LETTERS)
+VOCABULARY = FURTHER + len(LETTERS)
+"""Four ids that are no words, then each letter where it begins a word and where it goes on."""
+KINDS = [FIXED] * 4 + [BEGINS] * len(LETTERS) + [GOES_ON] * len(LETTERS)
+ALL = 10**6
+
+
+def encode(text: str) -> list[int]:
+    ids = [LETTERS.index(letter) for letter in text]
+    return [FIRST + ids[0], *(FURTHER + i for i in ids[1:])] if ids else []
+
+
+def spell(ids) -> str:
+    return "".join(LETTERS[(i - FIRST) % len(LETTERS)] for i in ids if i >= FIRST)
+
+
+def text(words: str) -> tuple[int, ...]:
+    return (START, *(i for word in words.split() for i in encode(word)), END)
+
+
+class Model:
+    """Three classes from a sum over tokens that knows their places, and every tensor it read."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.table = torch.randn(VOCABULARY, 6, generator=draw, dtype=torch.float64)
+        self.place = torch.randn(40, 6, generator=draw, dtype=torch.float64)
+        self.head = torch.randn(6, 3, generator=draw, dtype=torch.float64)
+        self.read: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def forward(self, z, _ids, mask):
+        each = torch.tanh(z + self.place[: z.shape[1]])
+        return (each if mask is None else each * mask[..., None]).sum(1) @ self.head
+
+    def output(self, ids, mask):
+        self.read.append((ids, mask))
+        return self.forward(self.table[ids], ids, mask)
+
+    def reader(self, most: int = 40) -> Reader:
+        return Reader(
+            self.output,
+            lambda ids, _mask: self.table[ids],
+            self.forward,
+            self.table,
+            Lexicon(torch.tensor(KINDS), spell, encode),
+            most,
+            PAD,
+        )
+
+
+TEXTS = ["αβ γ", "δ δαβ γγ", "β", "γα αδβ α βββ", "δγ", "", "αα β"]
+
+
+def attacked(name, budget, *, model=None, batch_size=64, queries=ALL, texts=TEXTS, most=40):
+    """Attack texts that the model gets right: labels are what it says; the last one is wrong."""
+    reader = (model or Model()).reader(most)
+    ids, mask = reader.padded([text(words) for words in texts])
+    y = reader.output(ids, mask).argmax(1)
+    y[-1] = (y[-1] + 1) % 3
+    drafts = [Draft(reader.lexicon.words(text(words))) for words in texts]
+    chunk = Chunk(0, reader.table[ids], y, mask, Texts(reader, drafts))
+    f = ByRow(lambda z, rows: reader.forward(z, None, None if mask is None else mask[rows]))
+    trial = Trial(name, name, parse_radius(str(budget)), (Attack(name, queries=queries),))
+    clean, outcome = evaluate_chunk(f, chunk, [trial], box=None, batch_size=batch_size)
+    assert clean.robust.tolist() == [True] * (len(texts) - 1) + [False]
+    return reader, chunk, outcome
+
+
+def margin(reader, ids, label) -> float:
+    x, mask = reader.padded([ids])
+    return float(margins(reader.output(x, mask), torch.as_tensor([label]))[0])
+
+
+def substitutions(ids):
+    """Yield every text that has one token of a word replaced by one of its kind."""
+    for place, old in enumerate(ids):
+        for new in range(VOCABULARY):
+            if KINDS[old] != FIXED and KINDS[new] == KINDS[old] and new != old:
+                yield (*ids[:place], new, *ids[place + 1 :])
+
+
+def errors(ids):
+    """Yield every text with a word one error away, found among all words of such lengths."""
+    words = Lexicon(torch.tensor(KINDS)).words(ids)
+    typed = {spell(word) for word in words if len(word) > 1}
+    letters = sorted(set("".join(typed)))
+    for place, word in enumerate(words):
+        if len(word) < 2:
+            continue
+        old = spell(word)
+        for size in (len(old) - 1, len(old), len(old) + 1):
+            for new in map("".join, product(letters, repeat=size)):
+                if one_error(old, new):
+                    changed = (*words[:place], tuple(encode(new)), *words[place + 1 :])
+                    yield tuple(i for each in changed for i in each)
+
+
+def one_error(old: str, new: str) -> bool:
+    if len(old) == len(new):
+        differ = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        swapped = len(differ) == 2 and differ[1] == differ[0] + 1
+        crossed = swapped and old[differ[0]] == new[differ[1]] and old[differ[1]] == new[differ[0]]
+        return len(differ) == 1 or crossed
+    long, short = sorted((old, new), key=len, reverse=True)
+    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+
+
+@pytest.mark.parametrize(("name", "every"), [("words", substitutions), ("characters", errors)])
+def test_one_change_is_the_worst_of_all(name, every):
+    reader, chunk, outcome = attacked(name, 1)
+    broken = 0
+    for i, words in enumerate(TEXTS[:-1]):
+        before = margin(reader, text(words), chunk.y[i])
+        lowest = min([margin(reader, ids, chunk.y[i]) for ids in every(text(words))] or [before])
+        after = margin(reader, outcome.drafts[i].ids, chunk.y[i])
+        assert after == pytest.approx(min(lowest, before), abs=1e-9)
+        assert bool(outcome.robust[i]) == (min(lowest, before) >= 0)
+        broken += lowest < 0
+    assert 0 < broken < len(TEXTS) - 1  # the test sees texts of both kinds
+
+
+@pytest.mark.parametrize("name", ["words", "characters"])
+def test_the_budget_is_kept_and_more_of_it_breaks_no_fewer(name):
+    stands = []
+    for budget in (0, 1, 2, 4):
+        _, _, outcome = attacked(name, budget)
+        changes = [len(draft.changed) for draft in outcome.drafts]
+        assert max(changes) <= budget
+        assert outcome.distance.tolist() == changes
+        stands.append(outcome.robust)
+    assert stands[0].tolist() == [True] * (len(TEXTS) - 1) + [False]
+    for fewer, more in zip(stands, stands[1:], strict=False):
+        assert bool((more <= fewer).all())
+    assert int(stands[-1].sum()) < int(stands[0].sum())
+
+
+def test_words_are_counted_not_their_tokens():
+    _, chunk, outcome = attacked("words", 2)
+    for old, new in zip(chunk.texts.drafts, outcome.drafts, strict=True):
+        differ = [a != b for a, b in zip(old.words, new.words, strict=True)]
+        assert sum(differ) == len(new.changed) <= 2
+
+
+@pytest.mark.parametrize("name", ["words", "characters"])
+def test_what_is_no_word_stays_and_padding_is_masked(name):
+    model = Model()
+    _, chunk, outcome = attacked(name, 4, model=model)
+    for old, new in zip(chunk.texts.drafts, outcome.drafts, strict=True):
+        fixed = [i for i in old.ids if KINDS[i] == FIXED]
+        assert [i for i in new.ids if KINDS[i] == FIXED] == fixed
+        assert (new.ids[0], new.ids[-1]) == (START, END)
+        if name == "words":
+            assert [KINDS[i] for i in new.ids] == [KINDS[i] for i in old.ids]
+    for ids, mask in model.read:
+        hidden = torch.zeros_like(ids, dtype=torch.bool) if mask is None else ~mask
+        assert torch.equal(hidden, ids == PAD)
+
+
+@pytest.mark.parametrize("name", ["words", "characters"])
+@pytest.mark.parametrize("queries", [3, ALL])
+def test_the_device_batch_changes_nothing(name, queries):
+    (_, _, first), (_, _, second) = (
+        attacked(name, 2, batch_size=size, queries=queries) for size in (64, 1)
+    )
+    assert first.drafts == second.drafts
+    assert (first.forwards, first.backwards) == (second.forwards, second.backwards)
+
+
+def test_a_sample_does_not_depend_on_its_neighbours():
+    _, _, together = attacked("characters", 2, queries=5)
+    _, _, alone = attacked("characters", 2, queries=5, texts=[TEXTS[3], TEXTS[-1]])
+    assert alone.drafts[0] == together.drafts[3]
+
+
+def test_queries_bound_the_evaluations():
+    _, _, outcome = attacked("words", 1, queries=2)
+    standing = len(TEXTS) - 1  # evaluated before, with a slope, at two changes, and at the end
+    changeable = sum(bool(words) for words in TEXTS[:-1])
+    assert outcome.forwards == 3 * standing + 2 * changeable
+
+
+def test_a_text_never_grows_beyond_what_the_model_takes():
+    longest = max(len(text(words)) for words in TEXTS)
+    _, _, outcome = attacked("characters", 4, most=longest)
+    assert max(len(draft.ids) for draft in outcome.drafts) == longest
+
+
+def test_a_text_without_words_is_left_as_it_is():
+    _, _, outcome = attacked("words", 4)
+    empty = TEXTS.index("")
+    assert outcome.drafts[empty] == Draft(((START,), (END,)))
+    assert bool(outcome.robust[empty])
+
+
+def test_neighbours_are_the_nearest_by_cosine():
+    reader = Model().reader()
+    near = neighbours(reader, range(VOCABULARY))
+    assert set(near) == {i for i, kind in enumerate(KINDS) if kind != FIXED}
+    for token, others in near.items():
+        same = [i for i, k in enumerate(KINDS) if k == KINDS[token] and i != token]
+        cosine = torch.cosine_similarity(reader.table[token][None], reader.table)
+        assert others.tolist() == sorted(same, key=lambda i: -float(cosine[i]))
+
+
+def test_a_word_that_is_not_tokenized_back_is_not_typed():
+    reader = Model().reader()
+    deaf = replace(reader.lexicon, encode=lambda word: [UNKNOWN])
+    _, chunk, _ = attacked("characters", 1)
+    oracle_reader = replace(reader, lexicon=deaf)
+    chunk = replace(chunk, texts=replace(chunk.texts, reader=oracle_reader))
+    trial = Trial("characters", "characters", parse_radius("3"), (Attack("characters"),))
+    f = ByRow(lambda z, rows: reader.forward(z, None, chunk.mask[rows]))
+    _, outcome = evaluate_chunk(f, chunk, [trial], box=None)
+    assert outcome.drafts == list(chunk.texts.drafts)
+
+
+def test_a_model_without_spelling_has_no_characters():
+    _, chunk, _ = attacked("words", 1)
+    mute = replace(chunk.texts.reader, lexicon=Lexicon(torch.tensor(KINDS)))
+    chunk = replace(chunk, texts=replace(chunk.texts, reader=mute))
+    trial = Trial("characters", "characters", parse_radius("1"), (Attack("characters"),))
+    f = ByRow(lambda z, rows: mute.forward(z, None, chunk.mask[rows]))
+    with pytest.raises(UsageError, match="needs a tokenizer"):
+        list(evaluate_chunk(f, chunk, [trial], box=None))
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (Draft(((START,), (FIRST + 1,), (END,))), "did not say"),
+        (Draft(((UNKNOWN,), (FIRST,), (END,)), (0,)), "what is no word"),
+        (Draft(((START,), (END,))), "what is no word"),
+        (Draft(((START,), (FIRST + 1,), (END,)), (1, 1)), "made 2 changes, 1 were allowed"),
+    ],
+)
+def test_an_attack_that_cheats_is_found_out(new, message):
+    old = Draft(((START,), (FIRST,), (END,)))
+    with pytest.raises(EvaluationError, match=message):
+        within([new], [old], Lexicon(torch.tensor(KINDS)), 1, "cheat")
+    within([old], [old], Lexicon(torch.tensor(KINDS)), 1, "honest")
+
+
+def test_the_steepest_change_is_tried_first():
+    """With one query a step is the first-order choice, here from a gradient taken by hand."""
+    reader, chunk, outcome = attacked("words", 1, queries=1)
+    for i, words in enumerate(TEXTS[:-1]):
+        ids = text(words)
+        z = reader.table[list(ids)][None].requires_grad_()
+        margins(reader.forward(z, None, None), chunk.y[i : i + 1]).sum().backward()
+        every = list(substitutions(ids))
+        step = [float(((reader.table[list(n)] - z.detach()[0]) * z.grad[0]).sum()) for n in every]
+        first = [every[step.index(min(step))]] if every else []
+        lower = [
+            n for n in first if margin(reader, n, chunk.y[i]) < margin(reader, ids, chunk.y[i])
+        ]
+        assert outcome.drafts[i].ids == (lower[0] if lower else ids)

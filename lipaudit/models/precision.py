@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+SEEDED = ("cuda", "xpu")
+"""Devices with a random state of their own."""
+
 
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
@@ -21,6 +24,22 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         _leave_out_tf32(stack)
+        yield
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the CPU and one device while the block runs; their random states come back.
+
+    No other device is touched: reading the state of a GPU takes memory, which it may not have.
+    """
+    own = [device] if device.type in SEEDED else []
+    with torch.random.fork_rng(devices=own, device_type=device.type if own else "cuda"):
+        torch.default_generator.manual_seed(seed)
+        for each in own:
+            accelerator = torch.get_device_module(each)
+            with accelerator.device(each):
+                accelerator.manual_seed(seed)
         yield
 
 

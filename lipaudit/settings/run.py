@@ -55,9 +55,9 @@ class RunOptions(Settings):
     seed: int = option(0, "Seed of everything random.", panel=RUN, ge=-(2**63), lt=2**63)
     device: str | None = option(
         None,
-        "auto, cpu, cuda, cuda:1, mps.",
+        "auto (CUDA, else the CPU), cpu, cuda, cuda:1...",
         panel=RUN,
-        values=lambda: ("auto", "cpu", "cuda", "mps"),
+        values=lambda: ("auto", "cpu", "cuda"),
     )
     dtype: Literal["float32", "float64"] = option("float32", "float32 or float64.", panel=RUN)
     batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.models.net import Net
+from lipaudit.models.precision import seeded
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import DigitsViT, demo_spec
 from lipaudit.models.sources.loading import load_net
@@ -54,8 +55,7 @@ RECIPES = {
 
 def untrained(seed: int) -> Net:
     """Return a demo model with random weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed, torch.device("cpu")):
         model = DigitsViT()
         torch.nn.init.normal_(model.pos_embed, std=0.02)
         torch.nn.init.normal_(model.cls_token, std=0.02)

@@ -19,6 +19,7 @@ from lipaudit.attacks.pgd import pgd, usual_step
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.net import Net
+from lipaudit.models.precision import seeded
 from lipaudit.settings.recipe import Recipe
 from lipaudit.train.augment import Mix, flipped, mixing, translated
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
@@ -80,7 +81,7 @@ def train(
         run = _Training.start(net, data, recipe)
         first = run.restore(state) if state is not None else 0
         for number in range(first, recipe.epochs):
-            with _seeded(recipe.seed, number):
+            with _seeded(recipe.seed, number, net.device):
                 loss, penalty = run.epoch(data)
             accuracy = None if held_out is None else _accuracy(net, held_out, recipe.batch_size)
             lr = float(run.optimizer.param_groups[0]["lr"])
@@ -281,11 +282,10 @@ def _trainable(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int, epoch: int) -> Iterator[None]:
+def _seeded(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
     """Give dropout and timm's mixing a state that depends on the epoch alone."""
     kept = np.random.get_state()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed * 100_003 + epoch)
+    with seeded(seed * 100_003 + epoch, device):
         np.random.seed((seed * 100_003 + epoch) % 2**32)
         try:
             yield

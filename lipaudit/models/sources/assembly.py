@@ -77,7 +77,7 @@ def device(name: str) -> torch.device:
     """Resolve a device; "auto" is the CUDA device if there is one, else the CPU.
 
     Raises:
-        UsageError: this machine has no such device.
+        UsageError: this machine has no such device, or it has no float64.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +88,19 @@ def device(name: str) -> torch.device:
         raise UsageError(
             f"device {name!r} is not available on this machine", "Use --device auto or cpu."
         ) from error
+    _require_float64(wanted)
     return wanted
+
+
+def _require_float64(place: torch.device) -> None:
+    """Refuse a device (mps) that has not the precision of bounds and statistics."""
+    try:
+        torch.empty(1, device=place, dtype=torch.float64)
+    except (TypeError, RuntimeError) as error:
+        raise UsageError(
+            f"device {str(place)!r} has no float64, in which bounds and statistics are computed",
+            "Use --device cpu.",
+        ) from error
 
 
 def main_output(result: Any) -> Tensor:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.models.net import Net
-from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.precision import seeded
+from lipaudit.models.sources.assembly import assemble, device
 from lipaudit.models.sources.demo import demo_model
 from lipaudit.models.sources.names import DEMOS, FORMS, similar_models
 from lipaudit.models.sources.spec import LoadOptions as LoadOptions
@@ -43,8 +42,8 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
         InputError: the model is missing, damaged or not supported.
     """
     options = options or LoadOptions()
-    with torch.random.fork_rng():
-        torch.manual_seed(SEED)
+    place = device(options.device)
+    with seeded(SEED, place):
         source, model = _resolve(spec, options)
         if options.arch is not None and source != "file":
             raise UsageError(f"--arch is for files of weights; {spec} says what it is", "Drop it.")

@@ -97,7 +97,7 @@ class LoadOptions:
         std: overrides its standard deviation.
         input_size: overrides the shape of one image: (side,), (height, width) or
             (channels, height, width).
-        device: where to run; "auto" is the first accelerator, else the CPU.
+        device: where to run; "auto" is the CUDA device if there is one, else the CPU.
         dtype: precision of the parameters.
         offline: never open a connection; only what is on this machine.
         classes: number of classes; a model that has another number gets a random classifier in

@@ -1,5 +1,7 @@
 """Which source a MODEL argument names, what the `Net` promises, and what is refused."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import lipaudit.models.sources.demo as demo
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import ExitCode, InputError, LipauditError, UsageError
+from lipaudit.models.precision import seeded
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, ModelSpec, load_net
 
@@ -312,3 +315,55 @@ def test_a_model_that_refuses_its_sample_is_refused(error):
     spec = ModelSpec(Picky(4, 4), (3, 4), kind="tokens")
     with pytest.raises(InputError, match=f"cannot be run .*{type(error).__name__}: odd"):
         assemble(spec, LoadOptions(device="cpu"), name="m", source="test")
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs, of which nothing may be asked."""
+
+    def busy(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "init"):
+        monkeypatch.setattr(torch.cuda, name, busy)
+
+
+def test_a_run_on_the_cpu_leaves_busy_gpus_alone(gpus, source):
+    net = load_net(f"py:{source}:described", LoadOptions(device="cpu"))
+    assert net.device == torch.device("cpu")
+
+
+def test_only_the_device_that_is_used_is_seeded(monkeypatch):
+    asked = []
+
+    def seen(name):
+        return lambda *args: asked.append((name, *map(str, args)))
+
+    for name in ("get_rng_state", "manual_seed"):
+        monkeypatch.setattr(torch.cuda, name, seen(name))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_args: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda place: nullcontext(asked.append(str(place))))
+    torch.manual_seed(7)
+    asked.clear()
+    before = torch.get_rng_state()
+    with seeded(3, torch.device("cuda:1")):
+        assert torch.initial_seed() == 3
+    assert asked == [("get_rng_state", "cuda:1"), "cuda:1", ("manual_seed", "3")]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_device_without_float64_is_refused_before_anything_is_loaded(monkeypatch):
+    def empty(*size, dtype=None, **_kwargs):
+        if dtype is torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return original(*size)
+
+    original = torch.empty
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr("lipaudit.models.sources.loading._resolve", None)
+    with pytest.raises(UsageError) as caught:
+        load_net("demo", LoadOptions(device="mps"))
+    assert "no float64" in caught.value.message
+    assert caught.value.advice == "Use --device cpu."

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.data.hub.commit import Commit
 from lipaudit.data.intake import Intake, remark
 from lipaudit.errors import InputError
 from lipaudit.results import Note
@@ -23,11 +24,13 @@ class Drawn:
         x: samples as the model takes them; token ids of their own length for text.
         y: labels as the model numbers its classes, or None.
         notes: what must be said of them.
+        commit: the state of a repository of the Hub that they were read from.
     """
 
     x: Sequence[Tensor]
     y: Sequence[int] | None = None
     notes: tuple[Note, ...] = field(default=())
+    commit: Commit | None = None
 
 
 def picks(total: int, samples: int, seed: int) -> list[int]:

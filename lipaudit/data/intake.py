@@ -11,6 +11,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
+from lipaudit.data.hub.commit import Commit
 from lipaudit.results import Note
 
 
@@ -103,11 +104,13 @@ class Samples:
         spec: the DATA argument they came from.
         batch: the samples; text is padded to the longest of them.
         notes: what must be said of them: how labels were matched, texts that were cut.
+        commit: the state of a repository of the Hub that they were read from.
     """
 
     spec: str
     batch: Batch
     notes: tuple[Note, ...] = ()
+    commit: Commit | None = None
 
     @property
     def suite_id(self) -> str:

@@ -21,7 +21,7 @@ from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 FORMS = (
     "demo, demo:train, random, a folder of images, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, "
-    "hf:NAME"
+    "hf:NAME[SPLIT]"
 )
 
 
@@ -31,7 +31,8 @@ def load_data(spec: str | None, net: Intake, options: DataOptions | None = None)
     The forms: `demo` (360 handwritten digits); `demo:train` (the 1437 that the demo models were
     trained on); `random`; a folder of images, sub-folders being
     classes; `.npz` or `.safetensors` with x and perhaps y; `.csv`, `.tsv`, `.jsonl` with a text
-    column; `.txt`; `hf:NAME[SPLIT]`. None is `demo` for the demo models and `random` for others.
+    column; `.txt`; `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None is
+    `demo` for the demo models and `random` for others.
 
     Raises:
         UsageError: no samples are asked for.
@@ -67,7 +68,9 @@ def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samp
     if len(drawn.x) < options.samples:
         text = f"{spec} has {len(drawn.x)} samples, {options.samples} were asked for"
         notes += (remark("fewer-samples", text),)
-    return Samples(spec, to_batch(drawn, net), notes)
+    if drawn.commit is not None:
+        notes += (drawn.commit.note,)
+    return Samples(spec, to_batch(drawn, net), notes, drawn.commit)
 
 
 def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:

@@ -10,6 +10,7 @@ import torch
 
 from lipaudit import __version__
 from lipaudit.attacks.kinds import GROUP as ATTACKS
+from lipaudit.data.hub.commit import Commit
 from lipaudit.engine.prepare import Job
 from lipaudit.results import Data, Model, Run
 from lipaudit.results.bounds import GROUP as BOUNDS
@@ -36,11 +37,24 @@ def provenance(job: Job) -> Run:
             architecture=info.architecture,
             parameters=info.parameters,
             weights_sha256=info.weights_sha256,
+            **_state(info.commit),
         ),
-        data=Data(spec=samples.spec, samples=len(samples.batch), suite_id=samples.suite_id),
+        data=Data(
+            spec=samples.spec,
+            samples=len(samples.batch),
+            suite_id=samples.suite_id,
+            **_state(samples.commit),
+        ),
         preprocess=dict(info.preprocess),
         options=request.run.reading(),
     )
+
+
+def _state(commit: Commit | None) -> dict[str, str]:
+    """Return which state of a repository of the Hub was read."""
+    if commit is None:
+        return {}
+    return {"revision": commit.repository.revision, "commit": commit.sha}
 
 
 def versions() -> dict[str, str]:

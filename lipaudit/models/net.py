@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.batch import Batch
+from lipaudit.data.hub.commit import Commit
 from lipaudit.results import Note
 
 Kind = Literal["image", "tokens", "text"]
@@ -33,6 +34,7 @@ class ModelInfo:
         preprocess: mean, std, size, interpolation: what stands between pixels and the network.
         labels: class names by index, where the checkpoint knows them.
         notes: remarks on loading (converted from half precision, say), for the report.
+        commit: the state of a repository of the Hub that it was read from.
     """
 
     spec: str
@@ -43,6 +45,7 @@ class ModelInfo:
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     labels: tuple[str, ...] | None = None
     notes: tuple[Note, ...] = ()
+    commit: Commit | None = None
 
 
 @dataclass(frozen=True)

@@ -125,21 +125,29 @@ class Section(Frozen):
 
 
 class Model(Frozen):
-    """The audited checkpoint."""
+    """The audited checkpoint.
+
+    `revision` (as asked for) and `commit` are those of a repository of the Hugging Face Hub, where
+    it comes from one.
+    """
 
     spec: str
     source: str
     architecture: str
     parameters: int
     weights_sha256: str
+    revision: str = ""
+    commit: str = ""
 
 
 class Data(Frozen):
-    """The samples; `suite_id` is a hash of the sorted sample ids."""
+    """The samples; `suite_id` is a hash of the sorted sample ids, the rest as of `Model`."""
 
     spec: str
     samples: int
     suite_id: str
+    revision: str = ""
+    commit: str = ""
 
 
 class Run(Frozen):

@@ -30,7 +30,8 @@ class RunOptions(Settings):
 
     data: str | None = option(
         None,
-        "demo, an image folder, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, hf:NAME or random.",
+        "demo, an image folder, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, hf:NAME[SPLIT] "
+        "(hf:ORG/NAME/CONFIGURATION[SPLIT]@REVISION) or random.",
         panel=DATA,
         env="LIPAUDIT_DATA",
         values=lambda: ("demo", "demo:train", "random"),

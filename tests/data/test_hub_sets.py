@@ -2,6 +2,7 @@
 
 import sys
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -13,7 +14,7 @@ ALL = DataOptions(samples=4)
 
 @pytest.fixture
 def library():
-    return pytest.importorskip("datasets")
+    return datasets
 
 
 def texts(library):
@@ -66,7 +67,9 @@ def test_data_sets_that_are_refused(library, tmp_path, text_taker, image_taker, 
     texts(library).save_to_disk(tmp_path / "d")
     assert "no column of images" in refused(f"hf:{tmp_path}/d", image_taker())
     assert "class 'pos'" in refused(f"hf:{tmp_path}/d", text_taker(classes=5))
-    assert "cannot be had" in refused("hf:nobody/nothing[test]", text_taker(), offline=True)
+    assert "not in the local cache" in refused(
+        "hf:nobody/nothing[test]", text_taker(), offline=True
+    )
     assert "names no data set" in refused("hf:[test]", text_taker())
 
 

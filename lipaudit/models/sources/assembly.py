@@ -51,7 +51,8 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         weights_sha256=digest,
         preprocess=preprocess,
         labels=spec.labels,
-        notes=spec.notes + notes,
+        notes=spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
+        commit=spec.commit,
     )
     return Net(
         info=info,

@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from lipaudit.data.hub.commit import Commit, find_commit
+from lipaudit.data.hub.refusal import Repository, refusal
 from lipaudit.errors import InputError
+from lipaudit.models.sources.weights import few, weight_files
 
-SETTINGS = ["*.json", "*.txt", "*.model", "1_Pooling/config.json"]
-IGNORED = ["onnx/*", "openvino/*", "coreml/*", "*/onnx/*"]
+SETTINGS = (".json", ".txt", ".model")
+POOLING = "1_Pooling/config.json"
 
 
-def fetch(repository: str, revision: str | None, *, offline: bool, weights: bool = True) -> Path:
-    """Return the directory that holds a repository: settings, tokenizer and weights, no code.
+def fetch(
+    name: str, revision: str | None, *, offline: bool, weights: bool = True
+) -> tuple[Path, Commit]:
+    """Return the directory that holds a repository, and the commit that it is of.
 
-    Weights, where they are wanted, come as safetensors, or pickled where there is nothing else.
+    It gets settings, tokenizer and, where they are wanted, the weights that are loaded: no code,
+    and nothing in other precisions or formats.
 
     Raises:
         InputError: the repository cannot be had, with the reason.
     """
     from huggingface_hub import snapshot_download
 
-    def snapshot(patterns: list[str]) -> Path:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=patterns,
-                ignore_patterns=IGNORED,
-                local_files_only=offline,
-            )
-        )
-
+    repository = Repository(name, "model", revision or "main")
+    commit = find_commit(repository, offline=offline)
     try:
-        path = snapshot([*SETTINGS, "*.safetensors"] if weights else SETTINGS)
-        if weights and not any(path.glob("*.safetensors")):
-            path = snapshot([*SETTINGS, "*.bin"])
+        path = snapshot_download(
+            name,
+            revision=commit.sha,
+            allow_patterns=_wanted(commit, weights=weights),
+            local_files_only=bool(commit.unasked),
+        )
     except Exception as error:  # every HTTP library has exceptions of its own
-        name = repository + (f"@{revision}" if revision else "")
-        raise InputError(
-            f"{name} is neither in the local cache nor to be had from the Hugging Face Hub "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})",
-            "Check the name and the network; without one, download the repository elsewhere "
-            "(`hf download`) and give its directory as MODEL.",
-        ) from error
-    return path
+        raise refusal(error, repository) from error
+    commit.remember()
+    return Path(path), commit
+
+
+def _wanted(commit: Commit, *, weights: bool) -> list[str]:
+    """Return the files that are read.
+
+    Raises:
+        InputError: there are no weights among them.
+    """
+    settings = [f for f in commit.files if _at_root(f) and f.endswith(SETTINGS) or f == POOLING]
+    if not weights:
+        return settings
+    stored = weight_files(commit.files)
+    if not stored:
+        raise InputError(*_without_weights(commit))
+    return [*settings, *stored]
+
+
+def _without_weights(commit: Commit) -> tuple[str, str]:
+    name = commit.repository.name
+    if commit.unasked:
+        text = f"the local cache has no weights of {name}, and {commit.unasked}"
+        return text, "Run it once with a connection."
+    text = f"{name} has no weights for PyTorch (it has: {_listed(commit.files)})"
+    return text, "Name a repository with model.safetensors or pytorch_model.bin."
+
+
+def _listed(files: Iterable[str]) -> str:
+    return few([file for file in files if _at_root(file)]) or "no files"
+
+
+def _at_root(file: str) -> bool:
+    return "/" not in file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,9 +93,18 @@ def _bare(name: str, options: LoadOptions) -> NamedSpec:
 
 
 def _unknown(name: str) -> NamedSpec:
-    close = similar_models(name)
+    close = [*_as_repository(name), *similar_models(name)]
     hint = f"Did you mean {' or '.join(close)}? " if close else ""
     raise InputError(f"no model {name!r}", f"{hint}MODEL is one of: {FORMS}.")
+
+
+def _as_repository(name: str) -> list[str]:
+    """Return the repository that a bare name may stand for: those of transformers have no `_`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    families = "|".join(map(re.escape, CONFIG_MAPPING_NAMES))
+    known = re.match(rf"({families})([-.0-9]|$)", name.casefold())
+    return [f"hf:{name}"] if known and "_" not in name else []
 
 
 def _noted(source: NamedSpec, note: str) -> NamedSpec:
@@ -107,9 +117,12 @@ def _demo(name: str, _options: LoadOptions) -> NamedSpec:
 
 
 def _timm(name: str, options: LoadOptions) -> NamedSpec:
-    from lipaudit.data.hub_sets import hub_access
+    from lipaudit.data.hub.commit import hub_access
     from lipaudit.models.sources import timm
 
+    place, colon, rest = name.partition(":")
+    if colon and place in WITHIN_TIMM:
+        return WITHIN_TIMM[place](rest, options)
     with hub_access(offline=options.offline):
         return "timm", timm.pretrained(name, options)
 
@@ -121,8 +134,9 @@ def _hub(name: str, options: LoadOptions) -> NamedSpec:
     if repository.count("/") > 1 or not repository:
         raise UsageError(f"{name!r} is no repository of the Hub", "Write hf:ORG/NAME[@REVISION].")
     weights = bool(options.model_kwargs.get("pretrained", True))
-    path = fetch(repository, revision or None, offline=options.offline, weights=weights)
-    return _directory(path, options)
+    path, commit = fetch(repository, revision or None, offline=options.offline, weights=weights)
+    rule, model = _directory(path, options)
+    return rule, replace(model, commit=commit)
 
 
 def _directory(path: Path, options: LoadOptions) -> NamedSpec:
@@ -182,6 +196,13 @@ def _factory(reference: str, options: LoadOptions) -> NamedSpec:
 
     return "py", from_factory(reference, options)
 
+
+WITHIN_TIMM: dict[str, Callable[[str, LoadOptions], NamedSpec]] = {
+    "hf_hub": _hub,
+    "hf-hub": _hub,
+    "local-dir": lambda name, options: _directory(Path(name), options),
+}
+"""What timm itself takes before the colon of a name."""
 
 PREFIXES: dict[str, Callable[[str, LoadOptions], NamedSpec]] = {
     "demo": _demo,

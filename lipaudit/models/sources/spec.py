@@ -10,6 +10,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from lipaudit.attacks.text.rewrite import Lexicon
+from lipaudit.data.hub.commit import Commit
 from lipaudit.data.intake import warning
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Kind
@@ -61,6 +62,7 @@ class ModelSpec:
         architecture: name for the report; by default the class of the module.
         preprocess: further facts on preprocessing, for the report.
         notes: remarks on loading, shown with the results.
+        commit: the state of a repository of the Hub that it was read from.
     """
 
     module: nn.Module
@@ -84,6 +86,7 @@ class ModelSpec:
     architecture: str = ""
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+    commit: Commit | None = None
 
 
 @dataclass(frozen=True)

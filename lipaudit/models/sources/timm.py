@@ -6,15 +6,18 @@ import sys
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lipaudit.data.hub.commit import Commit, find_commit
+from lipaudit.data.hub.refusal import Repository, refusal
 from lipaudit.data.images import resized
 from lipaudit.data.intake import remark, warning
-from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
+from lipaudit.errors import InputError, UsageError, suggestion
 from lipaudit.models.sources.names import timm_names
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.weights import (
@@ -56,7 +59,7 @@ def pretrained(name: str, options: LoadOptions) -> ModelSpec:
     kwargs = dict(options.model_kwargs)
     if not kwargs.pop("pretrained", True):
         return timm_spec(_create(name, kwargs), options, notes=(RANDOM,))
-    module = _download(name, kwargs)
+    module, commit = _download(name, kwargs, offline=options.offline)
     own, weights = module.num_classes, module.pretrained_cfg["num_classes"]
     if own not in (0, weights):
         raise UsageError(
@@ -65,7 +68,8 @@ def pretrained(name: str, options: LoadOptions) -> ModelSpec:
             "Leave num_classes out (`lipaudit train --classes` trains a new head), or pass your "
             "own file of weights with --arch.",
         )
-    return timm_spec(module, options)
+    spec = timm_spec(module, options)
+    return spec if commit is None else replace(spec, commit=commit)
 
 
 def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
@@ -136,37 +140,54 @@ def timm_spec(
     )
 
 
-def _create(name: str, kwargs: dict[str, Any], *, weights: bool = False) -> Any:
-    """Build a model, its attention on the fused path where timm has one."""
+def _create(name: str, kwargs: dict[str, Any], weights: Mapping[str, Any] | None = None) -> Any:
+    """Build a model, its attention on the fused path where timm has one.
+
+    Args:
+        name: of timm's registry, or `local-dir:PATH`.
+        kwargs: what the user gives.
+        weights: where timm's own weights are; None for random ones.
+    """
     import timm
 
     try:
         with _fused_attention():
-            return timm.create_model(name, pretrained=weights, **kwargs)
+            pretrained = weights is not None
+            return timm.create_model(name, pretrained=pretrained, **(weights or {}), **kwargs)
     except (TypeError, AssertionError) as error:
         raise UsageError(
             f"timm cannot build {name} with {kwargs}: {error}", "Check --model-kwargs."
         ) from error
     except (RuntimeError, ValueError) as error:
-        if weights:
+        if weights is not None:
             raise
         raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
 
 
-def _download(name: str, kwargs: dict[str, Any]) -> Any:
-    """Build a model with timm's own weights, out of the cache or the Hub."""
+def _download(name: str, kwargs: dict[str, Any], *, offline: bool) -> tuple[Any, Commit | None]:
+    """Build a model with timm's own weights, out of the cache or the Hub; return their commit."""
+    import timm.models
+
+    config: Any = timm.models.get_pretrained_cfg(name)
+    repository = Repository(getattr(config, "hf_hub_id", None) or name)
     try:
-        return _create(name, kwargs, weights=True)
-    except LipauditError:
+        if repository.name == name:  # timm has its weights from elsewhere, or none
+            return _create(name, kwargs, {}), None
+        commit = find_commit(repository, offline=offline)
+        at = {"hf_hub_id": f"{repository.name}@{commit.sha}", "custom_load": config.custom_load}
+        module = _create(name, kwargs, {"pretrained_cfg_overlay": at})
+    except UsageError:
         raise
     except Exception as error:  # every HTTP library has exceptions of its own
+        refused = error if isinstance(error, InputError) else refusal(error, repository)
         raise InputError(
-            f"the pretrained weights of {name} cannot be had "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})",
-            f"Without a network fetch {_weights_of(name)} elsewhere and pass the file with "
-            f"--arch timm:{name.partition('.')[0]}, or ask for random weights with "
-            "--model-kwargs pretrained=false (enough for a check of cost).",
+            f"the pretrained weights of {name} cannot be had: {refused.message}",
+            f"{refused.advice} A file of weights ({_weights_of(name)}) can be passed with --arch "
+            f"timm:{name.partition('.')[0]}; --model-kwargs pretrained=false makes random ones "
+            "(enough for a check of cost).",
         ) from error
+    commit.remember()
+    return module, commit
 
 
 def _weights_of(name: str) -> str:
@@ -175,8 +196,8 @@ def _weights_of(name: str) -> str:
 
     config = timm.models.get_pretrained_cfg(name)
     if config is None or not config.has_weights:
-        return "weights for it"
-    hub = f"model.safetensors of https://huggingface.co/{config.hf_hub_id}"
+        return "some for it"
+    hub = f"model.safetensors of {Repository(config.hf_hub_id or name).page}"
     return hub if config.hf_hub_id else str(config.url)
 
 
@@ -267,6 +288,8 @@ def synsets(subset: str = "imagenet-1k") -> dict[str, int]:
 
 
 def _did_you_mean(name: str) -> str:
+    if "/" in name:
+        return f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
     return suggestion(name.partition(".")[0], timm_names(), "`lipaudit models PART` lists names.")
 
 

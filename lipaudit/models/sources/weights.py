@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import pickle
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,15 @@ from lipaudit.errors import InputError
 from lipaudit.results import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-PREFERRED = ("model.safetensors", "pytorch_model.bin", "model.pt", "model.pth")
+PREFERRED = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "model.pt",
+    "model.pth",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "consolidated")
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 WRAPPERS = ("module.", "_orig_mod.", "model.")
 
@@ -47,21 +56,35 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     return _unwrapped(state), notes + half_precision(v.dtype for v in state.values())
 
 
+def weight_files(names: Iterable[str]) -> list[str]:
+    """Return which files of a directory are loaded for its weights, of all that it holds.
+
+    That is the first of the usual names, whole or in shards with their index; where there is none,
+    what else may hold weights: safetensors before pickled files, no state of a training run.
+    """
+    here = {name for name in names if "/" not in name}
+    for name in PREFERRED:
+        stem, suffix = name.split(".")
+        if name in here:
+            return [name]
+        shards = {f for f in here if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", f)}
+        if shards and f"{name}.index.json" in here:
+            return sorted(shards | {f"{name}.index.json"})
+    others = sorted(f for f in here if f.endswith(SUFFIXES) and not f.startswith(OF_TRAINING))
+    return [f for f in others if f.endswith(".safetensors")] or others
+
+
 def find_weights(directory: Path) -> Path:
     """Return the file of weights of a directory.
 
     Raises:
         InputError: there is none, or several and none has the usual name.
     """
-    for name in PREFERRED:
-        if (directory / name).is_file():
-            return directory / name
-    files = sorted(p for p in directory.iterdir() if p.suffix in SUFFIXES)
+    files = weight_files(path.name for path in directory.iterdir())
     if len(files) == 1:
-        return files[0]
-    names = ", ".join(p.name for p in files) or "none"
+        return directory / files[0]
     raise InputError(
-        f"{directory} has no single file of weights (found: {names})",
+        f"{directory} has no single file of weights (found: {', '.join(files) or 'none'})",
         f"Name one of them {PREFERRED[0]}, or pass the file itself with --arch.",
     )
 

@@ -8,7 +8,7 @@ from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
-from lipaudit.results import Column, Report, model_labels
+from lipaudit.results import Column, Data, Model, Report, model_labels
 
 LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
 
@@ -25,11 +25,22 @@ def facts(report: Report) -> tuple[tuple[str, str], ...]:
         ("model", f"{model.spec} ({model.source}, {model.architecture})"),
         ("weights", f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}"),
         ("data", f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}"),
+        *_commits(report),
         ("run", f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}"),
         ("command", run.command),
         ("status", report.status),
         *([("reason", run.reason)] if run.reason else []),
     )
+
+
+def _commits(report: Report) -> list[tuple[str, str]]:
+    """Return which states of repositories of the Hugging Face Hub were read."""
+    read: dict[str, Model | Data] = {"model": report.run.model, "data": report.run.data}
+    return [
+        (f"{name} commit", f"{of.commit[:12]} ({of.revision})")
+        for name, of in read.items()
+        if of.commit
+    ]
 
 
 def _single(report: Report) -> Document:

@@ -298,7 +298,7 @@ def test_a_repository_in_the_cache_is_found_offline(tmp_path, monkeypatch):
     net = load_net("hf:org/tiny", LoadOptions(offline=True))
     assert (net.info.source, net.classes) == ("hf", 3)
     bare = load_net("org/tiny", LoadOptions(offline=True))
-    assert [n.code for n in bare.info.notes] == ["resolved"]
+    assert [n.code for n in bare.info.notes] == ["resolved", "hub-cache"]
     assert load_net(f"hf:org/tiny@{commit}").info.weights_sha256 == net.info.weights_sha256
 
 

@@ -11,6 +11,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.timm import timm_spec
+from tests.hub import hub as hub
 
 timm = pytest.importorskip("timm")
 
@@ -213,11 +214,10 @@ def test_wrong_names_and_arguments_of_architectures(tmp_path, weights):
     )
 
 
-def test_a_head_of_another_size_would_be_random(monkeypatch, tmp_path, weights):
-    """The same cut that timm makes when it downloads, with a local file in place of the Hub."""
-    monkeypatch.setattr(
-        "timm.models._builder.load_state_dict_from_hf", lambda *_a, **_k: _imagenet(weights)
-    )
+def test_a_head_of_another_size_would_be_random(hub, tmp_path, weights):
+    save_file(_imagenet(weights), tmp_path / "model.safetensors")
+    stored = (tmp_path / "model.safetensors").read_bytes()
+    hub.add("timm/test_vit.r160_in1k", {"model.safetensors": stored})
     kwargs = {"img_size": 32, "depth": 1}
     assert load_net("timm:test_vit", LoadOptions(model_kwargs=kwargs)).classes == 1000
     text = refused("timm:test_vit", UsageError, model_kwargs=kwargs | {"num_classes": 3})

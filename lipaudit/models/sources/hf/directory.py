@@ -16,7 +16,7 @@ from lipaudit.models.sources.hf.language import text_config
 from lipaudit.models.sources.hf.outputs import hf_spec
 from lipaudit.models.sources.hf.task_heads import CLASSIFIERS, HEADS, has_head
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
-from lipaudit.models.sources.weights import few, half_precision
+from lipaudit.models.sources.weights import few, half_precision, weight_files
 from lipaudit.results import Note
 
 FEATURES = "AutoModel"
@@ -211,7 +211,8 @@ def _stored_half(path: Path) -> tuple[Note, ...]:
     from safetensors import safe_open
 
     kinds = set()
-    for file in path.glob("*.safetensors"):
+    files = weight_files(file.name for file in path.iterdir())
+    for file in (path / name for name in files if name.endswith(".safetensors")):
         with safe_open(file, "pt") as stored:
             kinds |= {stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
     return half_precision(HALF_NAMES[k] for k in kinds if k in HALF_NAMES)

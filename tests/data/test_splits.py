@@ -1,0 +1,202 @@
+"""Data sets of the Hub, through its real clients: one split of one configuration at one commit."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+
+from lipaudit.data.hub.splits import Reference, parse_reference
+from lipaudit.data.loading import DataOptions, load_data
+from tests.hub import hub as hub
+
+CARD = b"""---
+configs:
+- config_name: plain
+  data_files:
+  - split: train
+    path: plain/train.csv
+  - split: test
+    path: plain/test-*.csv
+- config_name: pairs
+  data_files:
+  - split: validation
+    path: pairs/validation.csv
+dataset_info:
+- config_name: plain
+  features:
+  - name: text
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': neg
+          '1': pos
+- config_name: pairs
+  features:
+  - name: text
+    dtype: string
+---
+"""
+ROWS = b"text,label\na b,0\nc d,1\ne f,1\ng h,1\n"
+FILES = {
+    "README.md": CARD, "plain/train.csv": ROWS, "plain/test-0.csv": ROWS,
+    "plain/test-1.csv": ROWS.replace(b"a b", b"x y"), "pairs/validation.csv": b"text\na b\n",
+    "picture.png": b"never read",
+}  # fmt: skip
+
+
+@pytest.fixture
+def sets(hub, monkeypatch, tmp_path):
+    """A Hub whose data sets the library `datasets` reads, with a cache of its own."""
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "tables")
+    return hub
+
+
+@pytest.fixture
+def read(text_taker):
+    """Read a data set for a classifier that names its classes the other way round."""
+
+    def load(spec, samples=8, **options):
+        net = text_taker(classes=2, labels=("POS", "NEG"))
+        return load_data(spec, net, DataOptions(samples=samples, **options))
+
+    return load
+
+
+@pytest.fixture
+def says(text_taker, refused):
+    """Return what the error on a data set says."""
+    return lambda spec, **options: refused(spec, text_taker(classes=2), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        ("imdb", Reference("imdb")),
+        ("org/name", Reference("org/name")),
+        ("org/name[train]", Reference("org/name", split="train")),
+        ("org/name/sst2[train[:10%]]", Reference("org/name", "sst2", "train[:10%]")),
+        ("org/name/a/b", Reference("org/name", "a/b")),
+        ("org/name@v1", Reference("org/name", revision="v1")),
+        ("org/name/c[a+b]@v1", Reference("org/name", "c", "a+b", "v1")),
+        ("org/name/c@refs/pr/1[a]", Reference("org/name", "c", "a", "refs/pr/1")),
+    ],
+)
+def test_references(text, reference):
+    assert parse_reference(text) == reference
+
+
+def test_a_directory_is_a_name_as_it_is(tmp_path):
+    folder = tmp_path / "a@b" / "c" / "d"
+    folder.mkdir(parents=True)
+    assert parse_reference(f"{folder}[train]") == Reference(str(folder), split="train")
+
+
+def test_only_the_split_asked_for_is_downloaded(sets, read):
+    sha = sets.add("datasets/org/two", FILES)
+    samples = read("hf:org/two/plain[test]")
+    assert sets.downloads() == ["README.md", "plain/test-0.csv", "plain/test-1.csv"]
+    # features of the card: 0 is neg, which the model calls 1
+    assert sorted(samples.batch.y.tolist()) == [0] * 6 + [1] * 2
+    assert (samples.commit.sha, samples.commit.repository.revision) == (sha, "main")
+    assert [n.code for n in samples.notes] == ["hub-commit"]
+
+
+def test_a_split_is_fetched_once_and_there_offline(sets, read, says):
+    sha = sets.add("datasets/org/two", FILES)
+    first = read("hf:org/two/plain")
+    sets.log.clear()
+    assert read("hf:org/two/plain").suite_id == first.suite_id
+    assert len(sets.log) == 1
+    offline = read("hf:org/two/plain", offline=True)
+    assert len(sets.log) == 1
+    assert (offline.suite_id, offline.commit.sha) == (first.suite_id, sha)
+    assert [(n.level, n.code) for n in offline.notes] == [("warning", "hub-cache")]
+    sets.repositories["datasets/org/two"].status = 503
+    ill = read("hf:org/two/plain")
+    assert ill.suite_id == first.suite_id
+    assert "it answers 503" in ill.notes[-1].text
+    assert "[train] is not in the local cache" in says("hf:org/two/plain[train]")
+    assert "[train] is not in the local cache" in says("hf:org/two/plain[train]", offline=True)
+    assert "org/other is not in the local cache" in says("hf:org/other", offline=True)
+
+
+def test_revisions(sets, read):
+    sets.add("datasets/org/two", FILES, {"v1": FILES | {"plain/train.csv": ROWS[:23]}})
+    assert len(read("hf:org/two/plain[train]").batch) == 4
+    for spec in ("hf:org/two/plain[train]@v1", "hf:org/two/plain@v1[train]"):
+        old = read(spec)
+        assert (len(old.batch), old.commit.repository.revision) == (2, "v1")
+
+
+def test_parts_of_splits(sets, read, says):
+    sets.add("datasets/org/two", FILES)
+    assert len(read("hf:org/two/plain[test[:3]]").batch) == 3
+    assert len(read("hf:org/two/plain[test[50%:]]").batch) == 4
+    assert len(read("hf:org/two/plain[train+test[:25%]]").batch) == 6
+    assert "the split 'test[:' cannot be read" in says("hf:org/two/plain[test[:]")
+
+
+def test_without_a_card_the_names_of_files_tell_the_splits(sets, read):
+    sets.add("datasets/org/one", {"train.csv": b"text,label\na,pos\n", "test.csv": ROWS})
+    assert len(read("hf:org/one").batch) == 4
+    assert sets.downloads() == ["test.csv"]
+
+
+def test_unknown_splits_and_configurations(sets, says):
+    sets.add("datasets/org/two", FILES)
+    text = says("hf:org/two/plain[tset]")
+    assert "org/two has no split 'tset' (it has: train, test)" in text
+    assert "Did you mean hf:org/two/plain[test]?" in text
+    assert "Did you mean hf:org/two/pairs[validation]?" in says("hf:org/two/pairs")
+    text = says("hf:org/two/plane@main[train]")
+    assert "no configuration 'plane' (it has: plain, pairs)" in text
+    assert "Did you mean hf:org/two/plain[train]?" in text
+    assert "org/two has several configurations: plain, pairs" in says("hf:org/two")
+    sets.add("datasets/org/one", {"train.csv": ROWS})
+    assert "no split 'test' (it has: train)" in says("hf:org/one")
+    assert sets.downloads() == ["README.md"]
+
+
+def test_what_the_hub_refuses(sets, says):
+    assert "there is no data set org/nothing" in says("hf:org/nothing")
+    sets.add("datasets/org/gated", FILES, gated=True)
+    text = says("hf:org/gated/plain")
+    assert "the data set org/gated is gated" in text
+    assert f"{sets.url}/datasets/org/gated" in text
+    sets.add("datasets/org/private", FILES, private=True)
+    assert "or it is private" in says("hf:org/private")
+    sets.add("datasets/org/two", FILES)
+    assert "org/two has no revision 'v9'" in says("hf:org/two@v9")
+    sets.add("datasets/org/ill", FILES, files_status=503)
+    assert "it answers 503" in says("hf:org/ill/plain")
+    sets.add("datasets/org/busy", FILES, status=429)
+    assert "429" in says("hf:org/busy/plain")
+
+
+def test_data_that_cannot_be_read_say_why(sets, says):
+    sets.add("datasets/org/bad", {"test.parquet": b"not parquet"})
+    text = says("hf:org/bad")
+    assert "org/bad cannot be had" in text
+    assert "Parquet" in text
+    sets.add("datasets/org/empty", {"notes.md": b""})
+    assert "org/empty" in says("hf:org/empty")
+
+
+def test_a_row_without_a_label_is_named(sets, says):
+    sets.add("datasets/org/gap", {"test.csv": ROWS + b"i j,\n"})
+    assert "row 5 has no 'label'" in says("hf:org/gap")
+
+
+def test_bars_follow_those_of_the_hub(sets, read, capfd):
+    from lipaudit.data.hub.commit import hushed
+
+    sets.add("datasets/org/two", FILES)
+    with hushed():
+        read("hf:org/two/plain")
+    assert capfd.readouterr().err == ""
+    read("hf:org/two/plain[train]")
+    assert "Generating train split" in capfd.readouterr().err

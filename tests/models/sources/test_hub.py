@@ -1,0 +1,303 @@
+"""Models of the Hub, through its real clients: what is fetched, what is said, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lipaudit.errors import InputError, LipauditError
+from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.weights import weight_files
+from tests.hub import TOKEN, files_of
+from tests.hub import hub as hub
+from tests.models.sources.test_hf import bert, save
+
+OFFLINE = LoadOptions(offline=True)
+TIMM = "timm/test_vit.r160_in1k"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> dict[str, bytes]:
+    """The files of a small text classifier."""
+    folder = tmp_path_factory.mktemp("model")
+    save(bert(), folder)
+    return files_of(folder)
+
+
+@pytest.fixture(scope="module")
+def timm_model(tmp_path_factory) -> dict[str, bytes]:
+    """The files of a small image classifier of timm, under one of its registered names."""
+    import timm
+
+    folder = tmp_path_factory.mktemp("timm")
+    module = timm.create_model("test_vit", pretrained=False)
+    save_file(module.state_dict(), folder / "model.safetensors")
+    return files_of(folder) | {"pytorch_model.bin": b"never read"}
+
+
+def refused(spec: str, **options) -> str:
+    with pytest.raises(LipauditError) as caught:
+        load_net(spec, LoadOptions(**options))
+    assert type(caught.value) is InputError
+    assert caught.value.exit_code == 4
+    assert caught.value.advice
+    return f"{caught.value.message} | {caught.value.advice}"
+
+
+def codes(net) -> list[tuple[str, str]]:
+    return [(note.level, note.code) for note in net.info.notes]
+
+
+def test_the_commit_is_known_and_said(hub, model):
+    sha = hub.add("org/tiny", model, {"v1": model | {"vocab.txt": b"older"}})
+    net = load_net("hf:org/tiny")
+    assert (net.info.commit.sha, net.info.commit.repository.revision) == (sha, "main")
+    assert codes(net) == [("info", "hub-commit")]
+    assert f"{sha[:12]} of main" in net.info.notes[-1].text
+    older = load_net("hf:org/tiny@v1").info.commit
+    assert (older.sha, older.repository.revision) == (
+        hub.repositories["org/tiny"].commit("v1"),
+        "v1",
+    )
+    pinned = load_net(f"hf:org/tiny@{sha}")
+    assert pinned.info.commit.sha == pinned.info.commit.repository.revision == sha
+    assert load_net("demo").info.commit is None
+
+
+def test_what_is_in_the_cache_is_asked_for_once_and_not_sent_again(hub, model):
+    hub.add("org/tiny", model)
+    load_net("hf:org/tiny")
+    hub.log.clear()
+    load_net("hf:org/tiny")
+    assert hub.downloads() == []
+    assert len(hub.log) == 1
+
+
+def test_a_warning_where_the_cache_answers_in_place_of_the_hub(hub, model, monkeypatch):
+    sha = hub.add("org/tiny", model)
+    load_net("hf:org/tiny")
+    hub.log.clear()
+    offline = load_net("hf:org/tiny", OFFLINE)
+    assert hub.log == []
+    assert (codes(offline), offline.info.commit.sha) == ([("warning", "hub-cache")], sha)
+    assert "--offline" in offline.info.notes[-1].text
+    hub.repositories["org/tiny"].status = 503
+    ill = load_net("hf:org/tiny")
+    assert (codes(ill), ill.info.commit.sha) == ([("warning", "hub-cache")], sha)
+    assert "it answers 503" in ill.info.notes[-1].text
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    cut_off = load_net("hf:org/tiny")
+    assert codes(cut_off) == [("warning", "hub-cache")]
+    assert "no connection" in cut_off.info.notes[-1].text
+    # a commit is what it is, whoever is asked
+    assert codes(load_net(f"hf:org/tiny@{sha}")) == [("info", "hub-commit")]
+
+
+def test_the_cache_follows_the_branch(hub, model):
+    hub.add("org/tiny", model)
+    load_net("hf:org/tiny")
+    sha = hub.add("org/tiny", model | {"vocab.txt": b"newer"})
+    assert load_net("hf:org/tiny").info.commit.sha == sha
+    assert load_net("hf:org/tiny", OFFLINE).info.commit.sha == sha
+
+
+def test_gated_repositories_say_where_to_ask(hub, model, monkeypatch):
+    hub.add("org/gated", model, gated=True)
+    text = refused("hf:org/gated")
+    assert "is gated" in text
+    assert "no token was sent" in text
+    assert f"Ask for it on {hub.url}/org/gated" in text
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody")
+    assert "the token that was sent has none" in refused("hf:org/gated")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert load_net("hf:org/gated").info.commit is not None
+
+
+def test_private_and_unknown_repositories(hub, model):
+    hub.add("org/private", model, private=True)
+    for name in ("org/private", "org/nothing"):
+        text = refused(f"hf:{name}")
+        assert f"there is no model {name}" in text
+        assert "hf auth login" in text
+    assert "'a b/c' is no name" in refused("hf:a b/c")
+
+
+def test_an_unknown_revision_names_those_that_there_are(hub, model):
+    hub.add("org/tiny", model, {"v1.0": model, "v2.0": model | {"a.txt": b""}})
+    load_net("hf:org/tiny")
+    text = refused("hf:org/tiny@v1")
+    assert "org/tiny has no revision 'v1'" in text
+    assert "Did you mean v1.0" in text
+    assert "main, v1.0, v2.0" in text
+
+
+def test_too_many_requests_say_when_to_come_back(hub, model):
+    hub.add("org/busy", model, status=429, headers={"retry-after": "17"})
+    assert "429" in refused("hf:org/busy")
+    assert "Try again in 17 seconds" in refused("hf:org/busy")
+    hub.repositories["org/busy"].headers = {}
+    assert "Try again in some minutes" in refused("hf:org/busy")
+
+
+@pytest.mark.parametrize("conduct", [{"status": 503}, {"files_status": 503}])
+def test_a_fault_of_the_hub_is_called_so(hub, model, conduct):
+    hub.add("org/ill", model, **conduct)
+    text = refused("hf:org/ill")
+    assert "the Hugging Face Hub has a fault of its own for now (it answers 503)" in text
+    assert "Try again later" in text
+
+
+def test_other_answers_are_quoted(hub, model):
+    hub.add("org/odd", model, status=418)
+    assert "the Hugging Face Hub answers 418: " in refused("hf:org/odd")
+    said = {"X-Error-Message": "Invalid credentials in Authorization header"}
+    hub.add("org/odd", model, status=401, headers=said)
+    assert "does not know the token" in refused("hf:org/odd")
+
+
+def test_silence_and_broken_downloads(hub, model, monkeypatch):
+    hub.add("org/cut", model, cut=1)
+    assert load_net("hf:org/cut").classes == 3  # the client goes on where it stopped
+    hub.add("org/torn", model | {"a.txt": b""}, cut=100)
+    assert "there is no connection to the Hugging Face Hub" in refused("hf:org/torn")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
+    hub.add("org/slow", model | {"b.txt": b""}, stall=60)
+    text = refused("hf:org/slow")
+    assert "did not answer in time" in text
+    assert "HF_HUB_DOWNLOAD_TIMEOUT" in text
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    text = refused("hf:org/other")
+    assert "there is no connection to the Hugging Face Hub (http://127.0.0.1:1" in text
+
+
+def test_offline_without_a_cache(hub, model):
+    hub.add("org/tiny", model)
+    text = refused("hf:org/tiny", offline=True)
+    assert "not in the local cache, and --offline" in text
+    assert "hf download org/tiny" in text
+    assert "@v7" not in text
+    assert "org/tiny at v7" in refused("hf:org/tiny@v7", offline=True)
+    assert hub.log == []
+
+
+def test_a_full_disk(hub, model, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    hub.add("org/tiny", model)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    assert "no room left on the disk" in refused("hf:org/tiny")
+
+
+def test_only_what_is_loaded_is_downloaded(hub, model):
+    surplus = (
+        "pytorch_model.bin", "model.fp16.safetensors", "consolidated.safetensors", "tf_model.h5",
+        "flax_model.msgpack", "onnx/model.onnx", "onnx/config.json", "openvino/model.bin",
+        "checkpoint-5/model.safetensors", "checkpoint-5/config.json", "training_args.bin",
+        "optimizer.pt", "model.py",
+    )  # fmt: skip
+    hub.add("org/full", model | dict.fromkeys(surplus, b"{}"))
+    net = load_net("hf:org/full")
+    assert hub.downloads() == sorted(model)
+    assert codes(net) == [("info", "hub-commit")]
+
+
+def test_random_weights_download_none(hub, model):
+    hub.add("org/tiny", model)
+    load_net("hf:org/tiny", LoadOptions(model_kwargs={"pretrained": False}))
+    assert hub.downloads() == sorted(set(model) - {"model.safetensors"})
+
+
+def test_without_weights_for_torch_it_says_what_there_is(hub, model):
+    others = {name: data for name, data in model.items() if not name.endswith(".safetensors")}
+    hub.add("org/flax", others | {"flax_model.msgpack": b""})
+    text = refused("hf:org/flax")
+    assert "no weights for PyTorch" in text
+    assert "flax_model.msgpack" in text
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("names", "loaded"),
+    [
+        (["model.safetensors", "model.bin", "model.fp16.safetensors"], ["model.safetensors"]),
+        (
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX,
+             "consolidated.00.pth", "pytorch_model.bin", "original/consolidated.00.pth"],
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX],
+        ),
+        (["pytorch_model.bin", "rust_model.ot", "training_args.bin"], ["pytorch_model.bin"]),
+        (["weights.safetensors", "weights.bin"], ["weights.safetensors"]),
+        (["open.pt", "optimizer.pt", "rng_state.pth", "scheduler.pt"], ["open.pt"]),
+        (["adapter_model.safetensors", "training_args.bin"], ["adapter_model.safetensors"]),
+        (["tf_model.h5", "config.json"], []),
+    ],
+)  # fmt: skip
+def test_which_files_hold_the_weights(names, loaded):
+    assert weight_files(names) == loaded
+
+
+def test_half_precision_beside_the_weights_is_not_reported(tmp_path):
+    save(bert(), tmp_path)
+    save_file({"a": torch.ones(2, dtype=torch.float16)}, tmp_path / "model.fp16.safetensors")
+    assert load_net(str(tmp_path)).info.notes == ()
+
+
+def test_timm_names_are_of_a_commit_too(hub, timm_model):
+    sha = hub.add(TIMM, timm_model)
+    net = load_net("timm:test_vit.r160_in1k")
+    assert net.info.commit.sha == sha
+    assert codes(net) == [("info", "hub-commit")]
+    assert hub.downloads() == ["model.safetensors"]
+    offline = load_net("timm:test_vit", OFFLINE)
+    assert codes(offline) == [("warning", "hub-cache")]
+    assert offline.info.weights_sha256 == net.info.weights_sha256
+    assert "hf_hub_id" not in str(refused_kwargs("timm:test_vit", nonsense=1))
+
+
+def refused_kwargs(spec: str, **kwargs) -> LipauditError:
+    with pytest.raises(LipauditError) as caught:
+        load_net(spec, LoadOptions(model_kwargs=kwargs))
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def test_timm_names_are_refused_with_the_same_words(hub, timm_model):
+    hub.add(TIMM, timm_model, status=503)
+    text = refused("timm:test_vit")
+    assert "has a fault of its own" in text
+    assert "--arch timm:test_vit" in text
+    assert "pretrained=false" in text
+    hub.repositories[TIMM].status, hub.repositories[TIMM].gated = None, True
+    assert "is gated" in refused("timm:test_vit")
+    assert "not in the local cache" in refused("timm:test_vit", offline=True)
+
+
+@pytest.mark.parametrize("prefix", ["hf:", "hf-hub:", "timm:hf_hub:", "timm:hf-hub:", ""])
+def test_every_spelling_of_a_repository(hub, model, prefix):
+    hub.add("org/tiny", model)
+    assert load_net(f"{prefix}org/tiny").info.commit.repository.name == "org/tiny"
+
+
+def test_a_local_directory_by_the_name_that_timm_gives_it(tmp_path):
+    save(bert(), tmp_path)
+    assert load_net(f"timm:local-dir:{tmp_path}").classes == 3
+
+
+def test_a_repository_called_a_timm_model():
+    assert "Did you mean hf:timm/vit_tiny" in refused("timm:timm/vit_tiny")
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2-medium", "xlm-roberta-base", "gpt2"])
+def test_a_bare_name_of_transformers_is_recognised(name):
+    assert f"Did you mean hf:{name}" in refused(name)
+
+
+def test_a_bare_name_of_timm_is_not_taken_for_one_of_transformers():
+    assert "hf:" not in refused("optimus").partition("MODEL is")[0]  # opt is a family
+    text = refused("deit_tiny_patch16_22")
+    assert "deit_tiny_patch16_224" in text
+    assert "hf:deit" not in text

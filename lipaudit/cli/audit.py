@@ -51,7 +51,7 @@ def audit(
       [cyan]lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 2/255 --full[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.cli.progress import OnStderr
+    from lipaudit.cli.progress import OnStderr, muted
     from lipaudit.engine.execute import execute
     from lipaudit.engine.files import require_writable, write
     from lipaudit.engine.prepare import Request, prepare
@@ -67,7 +67,8 @@ def audit(
     if run_dir is not None:
         require_writable(_made(run_dir) / "report.json")
     request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed_command())
-    job = prepare(request)
+    with muted(quiet=terminal.quiet):
+        job = prepare(request)
     if not terminal.quiet:
         _announce(job)
     with OnStderr(model, quiet=terminal.quiet) as observer:

@@ -151,7 +151,7 @@ def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None
     if current.endswith(".json"):
         return schema.load(Path(current))
     from lipaudit.cli.measure import typed_command
-    from lipaudit.cli.progress import OnStderr
+    from lipaudit.cli.progress import OnStderr, muted
     from lipaudit.engine.execute import execute
     from lipaudit.engine.prepare import Request, prepare
     from lipaudit.gate import protocol
@@ -166,8 +166,10 @@ def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None
     request = Request(
         current, measures, RunOptions.checked(run), how.samples, command=typed_command()
     )
+    with muted(quiet=quiet):
+        job = prepare(request)
     with OnStderr(current, quiet=quiet) as observer:
-        return execute(prepare(request), observer)
+        return execute(job, observer)
 
 
 def _annotate(subject: Subject) -> None:

@@ -45,7 +45,7 @@ def run_measures(
 ) -> None:
     """Run measures on a model and write what was asked for."""
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.cli.progress import OnStderr
+    from lipaudit.cli.progress import OnStderr, muted
     from lipaudit.engine.execute import execute
     from lipaudit.engine.prepare import Request, prepare
     from lipaudit.report import DRAWN, REPORT
@@ -53,7 +53,8 @@ def run_measures(
     drawn = any(options.draws for options in measures.values())
     check_outputs(output, DRAWN if drawn else REPORT)
     request = Request(model, measures, run, command=typed_command())
-    job = prepare(request)
+    with muted(quiet=terminal.quiet):
+        job = prepare(request)
     with OnStderr(model, quiet=terminal.quiet) as observer:
         report = execute(job, observer)
     emit(report, output)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
@@ -13,6 +15,18 @@ from lipaudit.engine.observer import Observer
 from lipaudit.results import Note
 
 HEARTBEAT = 30.0
+
+
+@contextmanager
+def muted(*, quiet: bool) -> Iterator[None]:
+    """Let the libraries that fetch models and data be as quiet as the command is."""
+    if not quiet:
+        yield
+        return
+    from lipaudit.data.hub.commit import hushed
+
+    with hushed():
+        yield
 
 
 class OnStderr(Observer):

@@ -76,18 +76,19 @@ class Task:
 
 
 def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bool) -> None:
-    from lipaudit.cli.progress import OnStderr
+    from lipaudit.cli.progress import OnStderr, muted
     from lipaudit.engine.prepare import load_options
     from lipaudit.models.sources.loading import load_net
     from lipaudit.train import train as epochs_of
     from lipaudit.train.record import TrainingRecord, save_model
 
     options = replace(load_options(run), classes=task.classes)
-    net = load_net(model, options)
-    demo = net.info.source == "demo"
-    data = _samples(run.data or ("demo:train" if demo else None), net, run, "--data")
-    check = task.held_out or ("demo" if demo else None)
-    tested = None if check is None else _samples(check, net, run, "--held-out")
+    with muted(quiet=quiet):
+        net = load_net(model, options)
+        demo = net.info.source == "demo"
+        data = _samples(run.data or ("demo:train" if demo else None), net, run, "--data")
+        check = task.held_out or ("demo" if demo else None)
+        tested = None if check is None else _samples(check, net, run, "--held-out")
     observer = OnStderr(model, quiet=quiet)
     for note in net.info.notes + data.notes:
         observer.note(note)

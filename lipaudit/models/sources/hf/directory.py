@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lipaudit.data.hub.commit import hub_bars
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError
 from lipaudit.models.sources.hf.language import text_config
@@ -230,10 +231,11 @@ def quiet() -> Iterator[None]:
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+    with hub_bars():
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()

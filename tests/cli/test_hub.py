@@ -1,0 +1,102 @@
+"""The Hub from the command line: what the report keeps of it, what is said, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lipaudit.cli.commands import build
+from tests.data.test_splits import FILES
+from tests.data.test_splits import sets as sets
+from tests.hub import files_of
+from tests.hub import hub as hub
+from tests.models.sources.test_hf import bert, save
+
+DATA = ("--data", "hf:org/two/plain[test]@main", "-n", "2")
+
+
+@pytest.fixture
+def tiny(hub, tmp_path, monkeypatch) -> str:
+    """A text classifier on the Hub; its commit."""
+    monkeypatch.chdir(tmp_path)
+    module = bert(id2label={0: "neg", 1: "pos", 2: "other"})
+    save(module, tmp_path / "model")
+    return hub.add("org/tiny", files_of(tmp_path / "model"))
+
+
+def run(*args: str):
+    return CliRunner().invoke(build(), args)
+
+
+def test_the_report_says_which_commits_it_is_of(tiny, sets):
+    data = sets.add("datasets/org/two", FILES)
+    done = run("bounds", "hf:org/tiny", *DATA, "-f", "json", "-o", "r.md")
+    assert done.exit_code == 0, done.stderr
+    facts = json.loads(done.stdout)["run"]
+    assert (facts["model"]["revision"], facts["model"]["commit"]) == ("main", tiny)
+    assert (facts["data"]["revision"], facts["data"]["commit"]) == ("main", data)
+    notes = json.loads(done.stdout)["sections"][0]["notes"]
+    assert [n["code"] for n in notes if n["code"].startswith("hub")] == ["hub-commit"] * 2
+    page = Path("r.md").read_text()
+    assert tiny[:12] in page
+    assert data[:12] in page
+
+
+def test_a_report_of_nothing_on_the_hub_names_no_commit():
+    facts = json.loads(run("bounds", "demo", "-n", "1", "-f", "json", "-q").stdout)["run"]
+    assert facts["model"]["commit"] == facts["data"]["commit"] == ""
+
+
+@pytest.mark.parametrize("command", ["bounds", "audit", "train"])
+def test_what_cannot_be_had_ends_every_command_alike(hub, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    hub.add("org/shut", {"config.json": b"{}", "model.safetensors": b""}, gated=True)
+    extra = ("--data", "demo:train") if command == "train" else ()
+    done = run(command, "hf:org/shut", *extra)
+    assert done.exit_code == 4
+    assert "error: the model org/shut is gated" in done.stderr
+    assert "hint: Ask for it on" in done.stderr.replace("  hint", "hint")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_silences_the_clients_of_the_hub(tiny, sets, capfd, quiet):
+    """Bars and complaints go past what a runner catches: to the file descriptor."""
+    sets.add("datasets/org/two", FILES)
+    sets.repositories["org/tiny"].cut = 1
+    done = run("bounds", "hf:org/tiny", *DATA, *(["-q"] if quiet else []))
+    assert done.exit_code == 0
+    said = done.stderr + capfd.readouterr().err
+    assert (said == "") == quiet
+    assert ("Fetching" in said) != quiet
+    assert ("Generating test split" in said) != quiet
+    assert ("org/tiny is read at commit" in said) != quiet
+
+
+def test_a_terminal_shows_what_is_downloaded(tiny, hub, tmp_path):
+    """A process of its own, as a user has it: nothing of it is patched but the address."""
+    home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    terminal, other_end = pty.openpty()
+    termios.tcsetwinsize(other_end, (40, 120))
+    command = [sys.executable, "-m", "lipaudit", "bounds", "hf:org/tiny", "-n", "1"]
+    done = subprocess.run(
+        [*command, "-f", "json"],
+        env=os.environ | home | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"},
+        stdout=subprocess.PIPE,
+        stderr=other_end,
+        check=False,
+        timeout=300,
+    )
+    os.close(other_end)
+    said = os.read(terminal, 1 << 16).decode()
+    assert done.returncode == 0, said
+    assert json.loads(done.stdout)["run"]["model"]["commit"] == tiny
+    assert "Fetching 4 files: 100%" in said

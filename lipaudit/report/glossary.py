@@ -110,6 +110,8 @@ WORDS: Mapping[str, str] = {
     "model": "The checkpoint, by its MODEL argument; side by side, the report a row comes from.",
     "weights": "How many parameters the model has, and a hash of their values.",
     "data": "Where the samples come from, how many they are, and a hash of the list of them.",
+    "model commit": "Which commit of its repository on the Hugging Face Hub the model is of.",
+    "data commit": "Which commit of their repository on the Hugging Face Hub the data are of.",
     "suite": "A hash of the ids of all samples: equal for equal samples in any order.",
     "run": "Where and how it was computed: device, precision, seed, time.",
     "command": "The command line that made the report.",
@@ -136,6 +138,9 @@ NOTES: Mapping[str, str] = {
     "fewer-targets": "A targeted attack aims at all other classes, which are few.",
     "forward-error": "Rounding of the forward pass may have moved a norm: try --dtype float64.",
     "half-precision": "Weights in half precision were converted before anything was measured.",
+    "hub-cache": "The Hugging Face Hub did not answer, or was not asked: what was fetched before "
+    "was read, which may be older.",
+    "hub-commit": "Which commit of a repository of the Hugging Face Hub was read.",
     "indicative": "The first-order radius is a hint at a point, never a certificate.",
     "inputs-apart": "Queries read another input than keys and values, and both are varied "
     "independently; --input module takes the norm in what the module takes.",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, similar
 
 Kind = Literal["model", "dataset"]
 KINDS: dict[Kind, str] = {"model": "model", "dataset": "data set"}
@@ -122,7 +121,7 @@ def _revisions(repository: Repository) -> str:
     except Exception:  # it was an error already: this is but for its advice
         return "Name a branch, a tag or a commit."
     names = [ref.name for ref in (*refs.branches, *refs.tags)]
-    close = get_close_matches(repository.revision, names)
+    close = similar(repository.revision, names)
     near = f"Did you mean {' or '.join(close)}? " if close else ""
     return f"{near}Its branches and tags are: {', '.join(names[:10])}."
 

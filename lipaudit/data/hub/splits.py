@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lipaudit.data.hub.commit import Commit, find_commit
 from lipaudit.data.hub.refusal import Repository, first_line, refusal
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, similar
 
 DEFAULT_SPLIT = "test"
 FORM = "hf:ORG/NAME[SPLIT], hf:ORG/NAME/CONFIGURATION[SPLIT] or hf:ORG/NAME[SPLIT]@REVISION"
@@ -208,7 +207,7 @@ def _require(what: str, name: str, names: Iterable[str], reference: Reference) -
     if name in names:
         return
     listed = ", ".join(names) or "none"
-    close = get_close_matches(name, names, 1) or list(names)[:1]
+    close = similar(name, names) or list(names)
     key = "split" if what == "split" else "config"
     raise InputError(
         f"{reference.place} has no {what} {name!r} (it has: {listed})"

@@ -8,11 +8,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+import typer.core
 
 from lipaudit import __version__
 from lipaudit.cli.options import Output, Terminal, completed, configured, resolved
@@ -23,8 +26,36 @@ from lipaudit.settings.option import Option
 SHARED = (RunOptions, Output, Terminal)
 """Groups of options that the configuration file gives defaults."""
 
+
+class _Untyped:
+    """A command whose help shows no type where there is none to type: of flags, of lists."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, those for help and completion among them."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+            elif parameter.nargs != 1:
+                parameter.display_type_rich = _nothing
+        return parameters
+
+
+def _nothing(ctx: Any) -> None:
+    """Show no type of an argument: its name says what it is."""
+
+
+class Command(_Untyped, typer.core.TyperCommand):
+    """A command."""
+
+
+class Group(_Untyped, typer.core.TyperGroup):
+    """A group of commands."""
+
+
 app = typer.Typer(
     name="lipaudit",
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -54,15 +85,28 @@ def _root(
     """
 
 
-def command(name: str, *, panel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    name: str,
+    *,
+    panel: str = "",
+    parent: typer.Typer = app,
+    usual: Mapping[str, str] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command: errors become one clear line and the documented exit code.
 
     A parameter whose type is a group of options stands for all of them; the group comes resolved:
     what was typed, else what the configuration file says, else the defaults.
+
+    Args:
+        name: as it is typed.
+        panel: the heading of the help under which it stands.
+        parent: the application or the group of commands that has it.
+        usual: what its options that have no default of their own do, by name, for the help.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        app.command(name, rich_help_panel=panel)(guarded(with_groups(function)))
+        body = guarded(with_groups(function, usual or {}))
+        parent.command(name, rich_help_panel=panel or None, cls=Command)(body)
         return function
 
     return register
@@ -136,7 +180,7 @@ def _complain(message: str, advice: str = "") -> None:
         console.print(f"[dim]  hint:[/] {escape(advice)}")
 
 
-def with_groups(function: Callable[..., None]) -> Callable[..., None]:
+def with_groups(function: Callable[..., None], usual: Mapping[str, str]) -> Callable[..., None]:
     """Replace each parameter that is a group of options by one parameter for each of them."""
     signature = inspect.signature(function)
     hints = get_type_hints(function, include_extras=True)
@@ -159,14 +203,16 @@ def with_groups(function: Callable[..., None]) -> Callable[..., None]:
         function(**{p.name: typed[p.name] for p in own}, **values)
 
     functools.update_wrapper(call, function)
-    return _resigned(call, own + [p for group in groups.values() for p in _parameters(group)])
+    return _resigned(
+        call, own + [p for group in groups.values() for p in _parameters(group, usual)]
+    )
 
 
 def _is_group(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Settings)
 
 
-def _parameters(group: type[Settings]) -> list[inspect.Parameter]:
+def _parameters(group: type[Settings], usual: Mapping[str, str]) -> list[inspect.Parameter]:
     """Return the parameters by which a command line reads a group; None is not typed."""
     return [
         inspect.Parameter(
@@ -175,7 +221,8 @@ def _parameters(group: type[Settings]) -> list[inspect.Parameter]:
             default=None,
             annotation=Annotated[_type(option), _spelled(option)],
         )
-        for option in group.options().values()
+        for name, known in group.options().items()
+        for option in [replace(known, usual=usual.get(name, known.usual))]
     ]
 
 
@@ -192,6 +239,7 @@ def _spelled(option: Option) -> Any:
     default = f" [dim]\\[default: {option.shown}][/]" if option.shown else ""
     return typer.Option(
         *flags,
+        metavar="FILE" if option.kind is Path else None,
         help=option.help + default,
         rich_help_panel=option.panel or None,
         envvar=option.env or None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RUNS = Path("lipaudit-runs")
 
 
-@command("audit", panel=MEASURING)
+@command("audit", panel=MEASURING, usual={"samples": "by measure"})
 def audit(
     model: ModelArgument,
     run: RunOptions,
@@ -38,7 +38,11 @@ def audit(
         str | None, typer.Option(help="Radii of the attacks; default 2/255 (demo: 0.1).")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where report.json and report.html go.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where report.json and report.html go; a new one in lipaudit-runs/ by default.",
+        ),
     ] = None,
 ) -> None:
     """Everything about a checkpoint: bounds, attention, Jacobian, attacks, one report.

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.options import Plain, Shown, completed
+from lipaudit.cli.options import Lines, Plain, completed
 from lipaudit.cli.tools import LEARN
 from lipaudit.cli.topics import Topic, explained, known_names, topics
 from lipaudit.errors import UsageError, suggestion
@@ -21,7 +21,7 @@ WIDEST = 100
 
 @command("explain", panel=LEARN)
 def explain(
-    output: Shown,
+    output: Lines,
     terminal: Plain,
     name: Annotated[
         list[str] | None,
@@ -48,9 +48,9 @@ def explain(
     if not entries:
         advice = suggestion(text, known_names(), "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)
-    lines = _pages(entries) if text else _index(entries)
+    lines = list(_pages(entries) if text else _index(entries))
     record = [asdict(topic) for topic in entries]
-    emit({"lines": lambda: list(lines), "record": lambda: record}, output)
+    emit({"lines": lambda: lines, "record": lambda: record}, output)
 
 
 def _pages(entries: Sequence[Topic]) -> Iterator[str]:

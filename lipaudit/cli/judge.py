@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipaudit.cli.app import app, command, guarded, with_groups
-from lipaudit.cli.options import Output, Plain, Shown, completed, formats, model_names
+from lipaudit.cli.app import Group, app, command
+from lipaudit.cli.options import Lines, Output, Plain, Shown, completed, formats, model_names
 
 if TYPE_CHECKING:
     from lipaudit.report import Subject
     from lipaudit.results import Report
 
 COMPARE = "Compare and gate"
-Reports = Annotated[list[Path], typer.Argument(help="Reports written with -o X.json.")]
+Reports = Annotated[
+    list[Path], typer.Argument(metavar="REPORT", help="Reports written with -o X.json.")
+]
 OutputOption = Annotated[
-    list[Path] | None, typer.Option("--output", "-o", help="Also write FILE; repeatable.")
+    list[Path] | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Also write FILE; repeatable."),
 ]
 Base = Annotated[Path, typer.Option("--baseline", "-b", help="The baseline report.")]
 DEFAULT_BASE = Path("lipaudit-baseline.json")
@@ -88,6 +91,7 @@ def gate(
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="RULE",
             help="A rule, in place of the configured ones; repeatable.",
             autocompletion=completed(_metrics),
         ),
@@ -184,17 +188,19 @@ def _annotate(subject: Subject) -> None:
             file.write(render(subject, "markdown"))
 
 
-baselines = typer.Typer(no_args_is_help=True, help="Save, show, check and update a baseline.")
+baselines = typer.Typer(
+    cls=Group, no_args_is_help=True, help="Save, show, check and update a baseline."
+)
 app.add_typer(baselines, name="baseline", rich_help_panel=COMPARE)
 Reason = Annotated[str, typer.Option("--reason", help="Why this is the new standard.")]
-Promoted = Annotated[Path, typer.Argument(help="A report written with -o X.json.")]
+Promoted = Annotated[
+    Path, typer.Argument(metavar="REPORT", help="A report written with -o X.json.")
+]
 Target = Annotated[Path, typer.Option("--output", "-o", help="Where the baseline is kept.")]
-Kept = Annotated[Path, typer.Argument(help="The baseline.")]
+Kept = Annotated[Path, typer.Argument(metavar="BASELINE", help="The baseline.")]
 
 
-@baselines.command("save")
-@guarded
-@with_groups
+@command("save", parent=baselines)
 def save(
     report: Promoted,
     terminal: Plain,
@@ -209,9 +215,7 @@ def save(
     _promote(report, output, reason, quiet=terminal.quiet)
 
 
-@baselines.command("update")
-@guarded
-@with_groups
+@command("update", parent=baselines)
 def update(
     report: Promoted, reason: Reason, terminal: Plain, output: Target = DEFAULT_BASE
 ) -> None:
@@ -219,9 +223,7 @@ def update(
     _promote(report, output, reason, quiet=terminal.quiet)
 
 
-@baselines.command("show")
-@guarded
-@with_groups
+@command("show", parent=baselines)
 def show(output: Shown, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
     """Print a baseline, and on stderr why it is one."""
     from lipaudit.cli.emit import emit
@@ -233,10 +235,8 @@ def show(output: Shown, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
     emit(standard, output, always=False)
 
 
-@baselines.command("check")
-@guarded
-@with_groups
-def check(output: Shown, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
+@command("check", parent=baselines)
+def check(output: Lines, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
     """Check that a baseline can be read and gated against."""
     from lipaudit.cli.emit import emit
     from lipaudit.errors import BaselineError

@@ -33,7 +33,8 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
 
 
 for _name, _options in option_types().items():
-    command(_name, panel=MEASURING)(_command(_name, _options))
+    _usual = {"samples": str(_options.samples)}
+    command(_name, panel=MEASURING, usual=_usual)(_command(_name, _options))
 
 
 def run_measures(

@@ -64,10 +64,11 @@ class Output(Settings):
 
     format: str | None = option(
         None,
-        "What stdout gets: table, text, json, markdown, html...",
+        "What stdout gets: table, json, markdown, html.",
         "--format",
         "-f",
         panel=OUTPUT,
+        usual="table",
         values=formats,
     )
     output: tuple[Path, ...] = option(
@@ -81,6 +82,23 @@ class Output(Settings):
 
 class Shown(Output):
     """Where a result goes that the configuration file has no say in: it is no report of a run."""
+
+
+class Lines(Shown):
+    """Where a result goes that is lines of text, or data."""
+
+    format: str | None = option(
+        None,
+        "What stdout gets: text or json.",
+        "--format",
+        "-f",
+        panel=OUTPUT,
+        usual="text",
+        values=lambda: ("text", "json"),
+    )
+    output: tuple[Path, ...] = option(
+        (), "Also write FILE (.txt, .json); repeatable.", "--output", "-o", panel=OUTPUT
+    )
 
 
 class Plain(Settings):

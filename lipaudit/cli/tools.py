@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.options import Plain, Shown, completed
+from lipaudit.cli.options import Lines, Plain, completed
 from lipaudit.errors import UsageError, suggestion
 
 LEARN = "Learn"
 
 
 @command("env", panel=LEARN)
-def env(output: Shown, terminal: Plain) -> None:
+def env(output: Lines, terminal: Plain) -> None:
     """Versions, devices and threads: what to paste into a bug report."""
     import torch
 
@@ -49,7 +49,7 @@ def _bare_names() -> tuple[str, ...]:
 
 @command("models", panel=LEARN)
 def models(
-    output: Shown,
+    output: Lines,
     terminal: Plain,
     name: Annotated[
         str,
@@ -98,7 +98,7 @@ lipaudit models PART lists timm's names."""
 
 
 @command("schema", panel=LEARN)
-def schema(output: Shown, terminal: Plain) -> None:
+def schema(output: Lines, terminal: Plain) -> None:
     """Print the JSON Schema of a report."""
     from lipaudit.cli.emit import emit
     from lipaudit.schema import json_schema

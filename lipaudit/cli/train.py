@@ -14,7 +14,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import typed_command
-from lipaudit.cli.options import ModelArgument, Shown, Terminal
+from lipaudit.cli.options import Lines, ModelArgument, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
 
@@ -24,15 +24,23 @@ if TYPE_CHECKING:
     from lipaudit.train import Epoch
 
 
-@command("train", panel="Improve a checkpoint")
+USUAL = {
+    "batch_size": str(Recipe.model_fields["batch_size"].default),
+    "data": "demo:train for demos",
+    "samples": "all",
+}
+
+
+@command("train", panel="Improve a checkpoint", usual=USUAL)
 def train(
     model: ModelArgument,
     recipe: Recipe,
     run: RunOptions,
-    output: Shown,
+    output: Lines,
     terminal: Terminal,
     out: Annotated[
-        Path, typer.Option(help="Directory of the result; -f and -o give its record.")
+        Path,
+        typer.Option(metavar="DIR", help="Directory of the result; -f and -o give its record."),
     ] = Path("trained"),
     classes: Annotated[
         int | None,

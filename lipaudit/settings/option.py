@@ -35,6 +35,7 @@ class Option:
         repeats: whether it may be given several times.
         values: returns words that it takes, for shells and errors; not always all of them.
         commas: whether several of them may be given, separated by commas.
+        usual: what is done where it is not given and its default does not say.
     """
 
     name: str
@@ -47,12 +48,13 @@ class Option:
     repeats: bool = False
     values: Callable[[], Iterable[str]] = tuple
     commas: bool = False
+    usual: str = ""
 
     @property
     def shown(self) -> str:
-        """Its default as the help shows it: nothing where it is off, or not given."""
+        """Its default as the help shows it: nothing where it is off, or there is none."""
         if self.default is None or self.default is False:
-            return ""
+            return self.usual
         return self.flags[0].removeprefix("--") if self.default is True else str(self.default)
 
 
@@ -62,6 +64,7 @@ def option(
     *flags: str,
     panel: str = "",
     env: str = "",
+    usual: str = "",
     values: Callable[[], Iterable[str]] | None = None,
     **checks: Any,
 ) -> Any:
@@ -73,10 +76,12 @@ def option(
         flags: as they are typed; by default `--` and the field's name.
         panel: heading of the help under which it stands.
         env: environment variable that gives it, too.
+        usual: what is done where it is not given, for the help.
         values: returns words that it takes, where its type does not list them.
         checks: further arguments of `pydantic.Field`.
     """
-    spelled: dict[str, Any] = {"flags": list(flags), "panel": panel, "env": env, "values": values}
+    spelled: dict[str, Any] = {"flags": list(flags), "panel": panel, "env": env}
+    spelled |= {"values": values, "usual": usual}
     checks.setdefault("validate_default", isinstance(default, str))
     return Field(default, description=help, json_schema_extra={"option": spelled}, **checks)
 
@@ -109,6 +114,7 @@ class Settings(BaseModel):
                 repeats=repeats,
                 values=spelled["values"] or partial(_choices, field.annotation),
                 commas=COMMAS in (field.description or ""),
+                usual=spelled["usual"],
             )
         return described
 

@@ -34,12 +34,19 @@ class RunOptions(Settings):
         "(hf:ORG/NAME/CONFIGURATION[SPLIT]@REVISION) or random.",
         panel=DATA,
         env="LIPAUDIT_DATA",
+        usual="demo for demos, else random",
         values=lambda: ("demo", "demo:train", "random"),
     )
     samples: int | None = option(
         None, "How many samples to use.", "--samples", "-n", panel=DATA, ge=1
     )
-    max_tokens: int | None = option(None, "Cut texts to this many tokens.", panel=DATA, ge=1)
+    max_tokens: int | None = option(
+        None,
+        "Cut texts to this many tokens.",
+        panel=DATA,
+        usual="128; of scaling its longest length",
+        ge=1,
+    )
     text_column: str | None = option(None, "Column of a table with texts.", panel=DATA)
     label_column: str | None = option(None, "Column with labels.", panel=DATA)
     arch: str | None = option(None, "Architecture of a weights file: timm:NAME.", panel=MODEL)
@@ -58,10 +65,11 @@ class RunOptions(Settings):
         None,
         "auto (CUDA, else the CPU), cpu, cuda, cuda:1...",
         panel=RUN,
+        usual="auto",
         values=lambda: ("auto", "cpu", "cuda"),
     )
     dtype: Literal["float32", "float64"] = option("float32", "float32 or float64.", panel=RUN)
-    batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN)
+    batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN, usual="auto")
     resume: bool = option(False, "Go on with an interrupted run of the same command.", panel=RUN)
     offline: bool = option(False, "Never reach for the network.", panel=RUN)
 

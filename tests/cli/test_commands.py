@@ -319,7 +319,11 @@ def test_learning_commands_print_something_useful(tmp_path):
         ("bounds", "--dtype", "[default: float32]"),
         ("train", "--k", "[default: 0]"),
         ("train", "--flip", "[default: flip]"),
-        ("bounds", "--samples", ""),
+        ("bounds", "--samples", "[default: 8]"),
+        ("attack", "--samples", "[default: 128]"),
+        ("train", "--batch-size", "[default: 512]"),
+        ("bounds", "--batch-size", "[default: auto]"),
+        ("bounds", "--format", "[default: table]"),
         ("bounds", "--resume", ""),
     ],
 )

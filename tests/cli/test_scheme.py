@@ -1,0 +1,102 @@
+"""One scheme of options in every command, and a help that fits a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from lipaudit.cli.commands import build
+from lipaudit.data.intake import DataOptions
+from lipaudit.settings import Recipe, RunOptions
+
+SHORT = {"-f": "--format", "-o": "--output", "-q": "--quiet", "-v": "--verbose", "-n": "--samples",
+         "-b": "--baseline", "-h": "--help", "-V": "--version"}  # fmt: skip
+"""What each short option means, in whichever command has it."""
+WRITES_A_FILE = {"baseline save", "baseline update"}
+"""Commands whose result is one file, which -o names; they have nothing for stdout."""
+
+
+def leaves(command=None, path: str = "") -> Iterator[tuple[str, object]]:
+    """Every command by what is typed for it."""
+    command = command or get_command(build())
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield path, command
+    for name, each in (inner or {}).items():
+        yield from leaves(each, f"{path} {name}".strip())
+
+
+COMMANDS = dict(leaves())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_options_mean_the_same_everywhere(name):
+    flags = {flag: p.opts for p in COMMANDS[name].params for flag in p.opts}
+    for short in (flag for flag in flags if len(flag) == 2 and flag.startswith("-")):
+        assert SHORT[short] in flags[short], short
+    for long in (long for long in SHORT.values() if long in flags):
+        assert any(SHORT.get(flag) == long for flag in flags[long]), long
+    assert {"-q", "-v", "-o"} <= flags.keys()
+    assert ("-f" in flags) != (name in WRITES_A_FILE)
+
+
+def test_groups_say_so_too():
+    assert set(COMMANDS) > {"bounds", "audit", "train", "report", "gate", "explain", "models"}
+    for command in (get_command(build()), get_command(build()).commands["baseline"]):
+        assert all(len(set(p.opts) & set(SHORT)) < 2 for p in command.params)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("name", ["", "baseline", *COMMANDS])
+def test_the_help_fits_and_shows_no_types_of_python(name, width):
+    done = CliRunner().invoke(build(), [*name.split(), "--help"], env={"COLUMNS": str(width)})
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.stdout.splitlines())) <= width
+    for ugly in ("<bool>", "list[", "Path", "…", "None", "default: False"):
+        assert ugly not in done.stdout, ugly
+
+
+@pytest.mark.parametrize(
+    "args", ["env", "models", "models vit_tiny", "schema", "explain", "explain pgd"]
+)
+def test_json_is_everywhere_on_stdout_and_in_files(args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(build(), [*args.split(), "-f", "json", "-o", "x.json", "-q"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)
+    assert json.loads((tmp_path / "x.json").read_text()) == json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("args", ["env", "models", "explain pgd"])
+def test_text_is_what_a_terminal_gets(args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = CliRunner().invoke(build(), [*args.split(), "-o", "x.txt"])
+    named = CliRunner().invoke(build(), [*args.split(), "-f", "text"])
+    assert plain.stdout == named.stdout == (tmp_path / "x.txt").read_text()
+
+
+@pytest.mark.parametrize("args", ["env -f html", "explain pgd -o x.html", "schema -f text"])
+def test_a_format_that_cannot_show_it_is_refused_with_those_that_can(args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(build(), args.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "cannot show this" in done.stderr
+    assert "json" in done.stderr
+
+
+def test_a_configuration_of_runs_has_no_say_in_what_is_explained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[tool.lipaudit]\nformat = "html"\n')
+    assert CliRunner().invoke(build(), ["explain", "pgd"]).exit_code == 0
+
+
+def test_defaults_that_help_states_are_those_that_are_taken():
+    usual = {name: option.usual for name, option in RunOptions.options().items()}
+    assert usual["max_tokens"].partition(";")[0] == str(DataOptions.max_tokens)
+    said = CliRunner().invoke(build(), ["train", "--help"], env={"COLUMNS": "200"}).stdout
+    line = next(line for line in said.splitlines() if "--batch-size" in line)
+    assert f"[default: {Recipe().batch_size}]" in line

@@ -125,6 +125,7 @@ WORDS: Mapping[str, str] = {
 NOTES: Mapping[str, str] = {
     "attack-replaced": "An attack needs more classes than the model has; another one ran.",
     "attack-skipped": "An attack needs more classes than the model has, and did not run.",
+    "changed-texts": "What attacks on texts keep to, and what they do not: meaning and label.",
     "checkpoint": "The weights were found under a key of a training checkpoint.",
     "clean-accuracy-at-chance": "Without an attack the model is no better than guessing: labels "
     "or preprocessing are probably wrong.",
@@ -132,6 +133,7 @@ NOTES: Mapping[str, str] = {
     "default-normalisation": "Mean and deviation of the pixels are those of the architecture's "
     "own weights: give --mean and --std if others were used.",
     "differs": "Something differs between two reports that does not forbid comparing them.",
+    "example": "A text that an attack broke, before and after.",
     "features": "Weights of the file that the output does not need were not read.",
     "fewer-lengths": "The model or the samples do not reach some of the lengths asked for.",
     "fewer-samples": "The data have fewer samples than were asked for.",
@@ -148,6 +150,7 @@ NOTES: Mapping[str, str] = {
     "labels-by-order": "The classes of the data were matched to the model's by their order.",
     "labels-unused": "The model has no classes: those of the data are not used.",
     "latin-1": "A text file was not UTF-8 and was read as Latin-1.",
+    "left-out": "Something was not measured, with the reason.",
     "long": "Heads without a closed form will take long; --layers and --samples choose fewer.",
     "lower-estimates": "Norms are met from below: see within for what is proven.",
     "max-tokens": "The model takes fewer tokens than were asked for.",
@@ -157,6 +160,7 @@ NOTES: Mapping[str, str] = {
     "no-bound": "Some bounds cannot be given for some heads, with the reason.",
     "no-closed-form": "The exact norm of some heads is taken numerically, with the reason.",
     "no-labels": "The samples have no labels, and what needs them was left out.",
+    "no-words": "The vocabulary has no whole words that could stand for others.",
     "no-worst-case": "For some heads no worst-case tokens are known, with the reason.",
     "not-compared": "A figure of two reports cannot be compared, with the reason.",
     "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",
@@ -172,6 +176,8 @@ NOTES: Mapping[str, str] = {
     "randomised": "Two passes gave different logits: attacks assume a deterministic model.",
     "raw-pixels": "Pixels go in as they are, for want of a preprocessor's configuration.",
     "resolved": "What a bare name was taken for.",
+    "skipped-bad": "Samples that cannot be read were left out, as --skip-bad says.",
+    "spoils": "A warning of a report that bears on what the gate says of it.",
     "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
     "not: gradients may be masked.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 
 import pytest
 from rich.cells import cell_len
 
+from lipaudit.cli.emit import emit
+from lipaudit.cli.options import Output
 from lipaudit.report.draw.colours import viridis
 from lipaudit.report.formats import table
 from lipaudit.report.page.document import document
@@ -87,10 +90,29 @@ def test_no_color_is_honoured(report, terminal, monkeypatch):
     assert terminal.getvalue().encode() == table.render(document(report), width=70)
 
 
-def test_a_file_gets_plain_text_of_full_width(report):
-    file = io.StringIO()
-    table.screen(document(report), file)
-    assert file.getvalue().encode() == table.render(document(report))
+def no_terminal(_descriptor: int = 0) -> os.terminal_size:
+    raise OSError
+
+
+@pytest.mark.parametrize(("columns", "width"), [("66", 66), ("120", 120), ("", 80)])
+def test_a_pipe_gets_plain_text_as_wide_as_columns_says(report, columns, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("os.get_terminal_size", no_terminal)
+    pipe = io.StringIO()
+    table.screen(document(report), pipe)
+    assert pipe.getvalue().encode() == table.render(document(report), width=width)
+
+
+def test_a_file_that_is_named_gets_full_width(report, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    emit(report, Output(format="json", output=(tmp_path / "x.txt",)), always=False)
+    assert (tmp_path / "x.txt").read_bytes() == table.render(document(report))
+
+
+def test_text_that_fits_is_not_broken(report):
+    """The longest domain of a bound stands on one line where the table has room for it."""
+    said = table.render(document(report), width=80).decode()
+    assert "all inputs, every ‖x_i‖ ≤ R" in said
 
 
 def test_a_map_in_colour_has_two_of_its_lines_in_each_line_of_half_blocks(report):

@@ -25,8 +25,8 @@ def lines(block: Table, width: int) -> Iterator[Line]:
     rows = [_texts(block, index) for index in range(len(block.rows))]
     named = [column.format == "s" for column in block.columns]
     widths = [_width(h, [r[i] for r in rows]) for i, h in enumerate(heads)]
-    # text may wrap, numbers never do
-    widths = [min(w, width // 3) if n else w for w, n in zip(widths, named, strict=True)]
+    if sum(widths) + len(GAP) * (len(widths) - 1) > width:  # text may wrap, numbers never do
+        widths = [min(w, width // 3) if n else w for w, n in zip(widths, named, strict=True)]
     for number, group in enumerate(split(widths, keys=block.keys, width=width)):
         if number:
             yield "rule", ""

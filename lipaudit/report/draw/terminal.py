@@ -54,11 +54,13 @@ def drawn(page: Document, width: int | None, colour: str | None) -> bytes:
     return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
 
 
-def look(stream: TextIO) -> tuple[int | None, str | None]:
-    """Return the width and the colours of a stream, None and None where it is no terminal."""
+def look(stream: TextIO) -> tuple[int, str | None]:
+    """Return the width and the colours of a stream; colours are None where it is no terminal.
+
+    COLUMNS says how wide it is, else the terminal that the process runs in, else it is 80.
+    """
     console = Console(file=stream, legacy_windows=False)
-    width = console.width if console.is_terminal else None
-    return width, None if console.no_color else console.color_system
+    return console.width, None if console.no_color else console.color_system
 
 
 def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:

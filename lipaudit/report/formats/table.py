@@ -1,4 +1,4 @@
-"""A page for a terminal, or as plain text of full width."""
+"""A page for a terminal or a pipe, or as plain text of full width for a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
 
 
 def screen(page: Document, stream: TextIO) -> None:
-    """Write a page to a stream: in its width and colours on a terminal, else in full width."""
+    """Write a page to a stream, as wide as it is; on a terminal in its colours."""
     from lipaudit.report.draw.terminal import look
 
     width, colour = look(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lipaudit.gate.comparable import fault
 from lipaudit.gate.contrasts import trusted
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.results import Report, Section, row_types
+from lipaudit.results.samples import REDUCTIONS
 
 _SAVE = "Write one with lipaudit baseline save REPORT."
 
@@ -122,8 +124,10 @@ def problems(report: Report) -> list[str]:
 
 
 def _slim(section: Section) -> Section:
-    """Keep arrays of the rows' own columns; drop wall times and sort the settings."""
+    """Keep the arrays that rows are made of; drop wall times and sort the settings."""
     columns = section.columns()
+    made = (how.arrays for how in REDUCTIONS.get(section.measure, {}).values())
+    kept = columns.keys() | set(chain.from_iterable(made))
     rows = section.rows
     if "seconds" in columns:
         rows = tuple(row.model_copy(update={"seconds": None}) for row in rows)
@@ -131,6 +135,6 @@ def _slim(section: Section) -> Section:
         update={
             "rows": rows,
             "settings": dict(sorted(section.settings.items())),
-            "arrays": {n: a for n, a in sorted(section.arrays.items()) if n in columns},
+            "arrays": {n: a for n, a in sorted(section.arrays.items()) if n in kept},
         }
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lipaudit.errors import BaselineError
-from lipaudit.results import AttackRow, Report, Run, Section
+from lipaudit.results import AttackRow, JacobianRow, Report, Run, Section
 
-MIN_SHARED = 0.95
 FREE = frozenset({"seed", "batch_size", "device", "samples", "map"})
 """Settings that may differ: they do not change what is measured."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
@@ -56,26 +55,26 @@ def same_protocol(current: Report, baseline: Report, section: Section, before: S
     """
     _same_settings(section, before)
     _same_attacks(section, before)
+    _same_map(section, before)
     suites = {report.run.data.suite_id for report in (current, baseline)}
     if not before.samples.get("ids") and len(suites) > 1:
         raise BaselineError(f"{section.measure}: the samples are not the baseline's", REPEAT)
 
 
-def shared(measure: str, new: Sequence[str], old: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return where the samples of both reports stand in each of them.
+def same_weights(current: Report, baseline: Report) -> bool:
+    """Tell whether two reports are of the same weights."""
+    new, old = current.run.model.weights_sha256, baseline.run.model.weights_sha256
+    return bool(new) and new == old
 
-    Raises:
-        BaselineError: when fewer than 95 % of the baseline's samples are shared.
+
+def other_starts(current: Section, baseline: Section) -> bool:
+    """Tell whether the attacks of two sections began elsewhere: by seed, or by sample.
+
+    The random start of a sample goes by its place among the others, so that an attack breaks
+    other samples of the same model where they are more, fewer or in another order.
     """
-    place = {name: i for i, name in enumerate(new)}
-    pairs = [(place[name], i) for i, name in enumerate(old) if name in place]
-    if len(pairs) < MIN_SHARED * len(old):
-        raise BaselineError(
-            f"{measure}: only {len(pairs)} of the baseline's {len(old)} samples are in the "
-            "current report (95 % are needed)",
-            REPEAT,
-        )
-    return [i for i, _ in pairs], [i for _, i in pairs]
+    new, old = ((s.settings.get("seed"), s.samples.get("ids")) for s in (current, baseline))
+    return current.measure == "attack" and new != old
 
 
 def differences(current: Report, baseline: Report) -> tuple[str, ...]:
@@ -100,7 +99,16 @@ def differences(current: Report, baseline: Report) -> tuple[str, ...]:
         for note in section.notes
         if note.level == "warning" and note.code not in known
     )
-    return (*changed, *dict.fromkeys(warnings))
+    return (*changed, *_starts(current, baseline), *dict.fromkeys(warnings))
+
+
+def _starts(current: Report, baseline: Report) -> Iterator[str]:
+    new, old = current.section("attack"), baseline.section("attack")
+    if new and old and same_weights(current, baseline) and other_starts(new, old):
+        yield (
+            "attack: the weights are the same, the random starts are others (another seed, number "
+            "or order of samples): what differs under attack is by chance"
+        )
 
 
 def _same_settings(current: Section, baseline: Section) -> None:
@@ -133,6 +141,17 @@ def _same_attacks(current: Section, baseline: Section) -> None:
     )
     if fresh := sorted(fallbacks - known):
         raise BaselineError(f"attack: weaker than the baseline: {'; '.join(fresh)}", REPEAT)
+
+
+def _same_map(current: Section, baseline: Section) -> None:
+    """Refuse to compare norms of other maps: those of an encoder with those of a classifier."""
+    new, old = (
+        {f"{row.from_} to {row.to}" for row in s.rows if isinstance(row, JacobianRow)}
+        for s in (current, baseline)
+    )
+    if old - new:
+        lost, now = ", ".join(sorted(old - new)), ", ".join(sorted(new))
+        raise BaselineError(f"{current.measure}: norms of {lost} became those of {now}", REPEAT)
 
 
 def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:

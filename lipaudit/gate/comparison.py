@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate.comparable import REPEAT, differences
-from lipaudit.gate.contrasts import Contrast, contrasts
+from lipaudit.gate.contrasts import TOLERANCE, Contrast, contrasts
 from lipaudit.gate.judging import judge_alone
-from lipaudit.gate.rules import BINARY, Rule, parse_rule
+from lipaudit.gate.rules import BINARY, parse_rule
 from lipaudit.gate.values import row_names
 from lipaudit.gate.verdicts import Verdict, VerdictStatus
 from lipaudit.results import Column, Report, Section, model_labels, sample_columns
@@ -18,8 +19,6 @@ from lipaudit.results.trials import parse_column
 
 LEVEL = 0.025
 """One-sided level of the limits: together they are a 95 % interval."""
-TOLERANCE = 1e-4
-"""Relative accuracy of the norms: a smaller change of a figure without an interval is none."""
 HEAT = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm",)}
 """Columns that are mapped over the heads; of other sections all that have a better direction."""
 _NO_MARGIN: dict[VerdictStatus, VerdictStatus] = {
@@ -103,70 +102,129 @@ def compare(reports: Sequence[Report]) -> Comparison:
     )
     judged = [v for pair in pairs for v in pair.verdicts if not v.reason]
     if not judged:
-        reasons = [v.reason for pair in pairs for v in pair.verdicts] or ["no common section"]
+        reasons = [v.reason for pair in pairs for v in pair.verdicts] or [_nothing(reports, names)]
         raise BaselineError(f"the reports have nothing to compare: {reasons[0]}", REPEAT)
     return Comparison(
         models=tuple(names), pairs=pairs, jacobian=tuple(_distributions(reports, names))
     )
 
 
+def _nothing(reports: Sequence[Report], names: Sequence[str]) -> str:
+    measured = (
+        f"{name}: {', '.join(section.measure for section in report.sections) or 'nothing'}"
+        for name, report in zip(names, reports, strict=True)
+    )
+    return f"no common section ({'; '.join(measured)})"
+
+
 def _pair(old: Report, new: Report, old_name: str, new_name: str) -> Pair:
-    verdicts = [v for rule in _rules(old, new) for v in judge_alone(rule, new, old, LEVEL)]
+    names = (old_name, new_name)
+    both = [(s, after) for s in old.sections if (after := new.section(s.measure)) is not None]
+    verdicts = [v for sections in both for v in _verdicts(sections, (old, new), names)]
     return Pair(
         old=old_name,
         new=new_name,
-        verdicts=tuple(_neutral(verdict) for verdict in verdicts),
+        verdicts=tuple(verdicts),
         ratios=tuple(r for metric in _mapped(new) if (r := _ratios(metric, old, new))),
-        notes=differences(new, old),
+        notes=(*_alone(old, new, names), *_fewer(both), *differences(new, old)),
     )
+
+
+def _alone(old: Report, new: Report, names: tuple[str, str]) -> Iterator[str]:
+    """Say which sections only one of two reports has."""
+    for report, other, name in ((old, new, names[0]), (new, old, names[1])):
+        for section in report.sections:
+            if other.section(section.measure) is None:
+                yield f"{section.measure} is not compared: only {name} has it"
+
+
+def _fewer(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
+    """Say which sections are compared over some of their samples."""
+    for sections in both:
+        old, new = (set(section.samples.get("ids", ())) for section in sections)
+        if old != new and old & new:
+            yield (
+                f"{sections[0].measure} is compared over the {len(old & new)} samples that both "
+                f"have, of {len(old)} and {len(new)}"
+            )
+
+
+def _verdicts(
+    sections: tuple[Section, Section], reports: tuple[Report, Report], names: tuple[str, str]
+) -> Iterator[Verdict]:
+    """Judge every column of a section that has a better direction."""
+    for text, holds in _metrics(sections):
+        rule = replace(parse_rule(text), text=text.partition(" ")[0])
+        if all(holds):
+            yield from map(_neutral, judge_alone(rule, reports[1], reports[0], LEVEL))
+        elif any(holds):
+            reason = f"only {names[0] if holds[0] else names[1]} has it"
+            yield Verdict(
+                rule=rule.text, metric=rule.metric, status="not comparable", reason=reason
+            )
 
 
 def _neutral(verdict: Verdict) -> Verdict:
     """Reword a verdict for a question without a margin: is there a change?"""
     status = _NO_MARGIN.get(verdict.status, verdict.status)
-    if verdict.change is not None and not verdict.samples and abs(verdict.change) <= TOLERANCE:
+    ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
+    if verdict.unit == "%" and all(end is not None and abs(end) <= TOLERANCE for end in ends):
         status = "unchanged"
-    rule = verdict.metric
     return verdict.model_copy(
-        update={"status": status, "rule": rule, "detectable": None, "samples_needed": None}
+        update={
+            "status": status,
+            "rule": verdict.metric,
+            "detectable": None,
+            "samples_needed": None,
+        }
     )
 
 
-def _rules(old: Report, new: Report) -> Iterator[Rule]:
-    """Return a rule without a margin for every metric that has a better direction."""
-    for section in old.sections:
-        if new.section(section.measure) is None:
-            continue
-        for name, column in sample_columns(section.measure).items():
-            if column.better or name == "correct":
-                yield from _sample_rules(section, name, column)
-        for name, column in section.columns().items():
-            sampled = name in sample_columns(section.measure)
-            if column.better and not sampled and _by_rows(section, name):
-                op = "<=" if column.better == "lower" else ">="
-                yield parse_rule(f"{section.measure}.{name}:median {op} +0%")
+def _metrics(sections: tuple[Section, Section]) -> Iterator[tuple[str, list[bool]]]:
+    """Yield a rule without a margin per metric with a better direction, and who has its figures.
+
+    A change is relative unless figures are negative, and in points of shares.
+    """
+    measure = sections[0].measure
+    sampled = sample_columns(measure)
+    for name, column in sampled.items():
+        if column.better or name == "correct":
+            values = [_sampled(section, name) for section in sections]
+            for stat in ("mean",) if name in BINARY else ("median", "p95"):
+                limit = "+0pp" if name in BINARY else _limit(values)
+                yield f"{measure}.{name}:{stat} {_op(column)} {limit}", list(map(bool, values))
+    for name, column in (sections[0].columns() | sections[1].columns()).items():
+        if column.better and name not in sampled:
+            values = [_by_rows(section, name) for section in sections]
+            text = f"{measure}.{name}:median {_op(column)} {_limit(values)}"
+            yield text, list(map(bool, values))
 
 
-def _sample_rules(section: Section, name: str, column: Column) -> Iterator[Rule]:
+def _op(column: Column) -> str:
+    return "<=" if column.better == "lower" else ">="
+
+
+def _limit(values: Sequence[Sequence[float]]) -> str:
+    return "+0%" if all(value >= 0 for each in values for value in each) else "+0"
+
+
+def _sampled(section: Section, name: str) -> list[float]:
+    """Return the figures of a per-sample column; none unless every sample has one."""
     columns = [c for c in section.samples if parse_column(c)[0] == name]
-    if not columns or any(cell is None for c in columns for cell in section.samples[c]):
-        return
-    metric = f"{section.measure}.{name}"
-    op = "<=" if column.better == "lower" else ">="
-    if name in BINARY:
-        yield parse_rule(f"{metric}:mean {op} +0pp")
-        return
-    values = [v for v in section.samples[columns[0]] if isinstance(v, int | float)]
-    limit = "+0%" if all(v >= 0 for v in values) else "+0"
-    yield parse_rule(f"{metric}:median {op} {limit}")
-    yield parse_rule(f"{metric}:p95 {op} {limit}")
+    cells = [cell for column in columns for cell in section.samples[column]]
+    numbers = [float(cell) for cell in cells if isinstance(cell, int | float)]
+    return numbers if len(numbers) == len(cells) else []
 
 
-def _by_rows(section: Section, name: str) -> bool:
-    """Tell whether a column is compared by its rows: of layers, or where no samples are kept."""
-    cells = [row.cells() for row in section.rows]
+def _by_rows(section: Section, name: str) -> list[float]:
+    """Return the figures of a column that is compared by its rows.
+
+    It is so where rows are of layers, or no samples are kept.
+    """
     sampled = bool(sample_columns(section.measure))
-    return any(row.get(name) is not None and ("layer" in row or not sampled) for row in cells)
+    cells = [row.cells() for row in section.rows]
+    shown = [row.get(name) for row in cells if "layer" in row or not sampled]
+    return [float(value) for value in shown if value is not None]
 
 
 def _mapped(report: Report) -> Iterator[str]:
@@ -184,7 +242,7 @@ def _ratios(metric: str, old: Report, new: Report) -> HeadRatios | None:
     rule = parse_rule(f"{metric}:each <= +0%")
     section = new.section(rule.measure)
     try:
-        changes = contrasts(rule, new, old) if section else []
+        changes = contrasts(rule, new, old, least=0.0) if section else []
     except LipauditError:
         return None
     if section is None or not changes:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
-from lipaudit.gate.comparable import REPEAT, fault, same_protocol, shared
-from lipaudit.gate.rules import Rule
+from lipaudit.gate.comparable import (
+    REPEAT,
+    fault,
+    other_starts,
+    same_protocol,
+    same_weights,
+)
+from lipaudit.gate.overlap import ALL_BUT_FEW, aligned
+from lipaudit.gate.rules import BINARY, Rule
 from lipaudit.gate.statistics import (
     DIGITS,
+    STATISTICS,
     Evidence,
     Values,
     mean_change,
@@ -20,8 +28,13 @@ from lipaudit.gate.statistics import (
     resampled_change,
     share_change,
 )
-from lipaudit.gate.values import STATISTICS, RuleValues, read
+from lipaudit.gate.values import RuleValues, read
 from lipaudit.results import Report, Section
+
+TOLERANCE = 1e-4
+"""Relative accuracy of the norms where their section asks for none: less is no change."""
+ROUNDING = 1e-6
+"""Of a difference of large figures (a margin), as a share of the largest."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,9 @@ class Contrast:
         new: the current value.
         samples: how many samples the values rest on.
         evidence: of the change; None where the values are compared as they are.
-        same: whether weights and values are the baseline's, and the rule asks for no improvement.
+        same: whether weights and values are the baseline's, to the accuracy at which they were
+            measured, and the rule asks for no improvement. Of an attack that began elsewhere the
+            weights alone decide.
     """
 
     name: str
@@ -45,8 +60,16 @@ class Contrast:
     same: bool = False
 
 
-def contrasts(rule: Rule, current: Report, baseline: Report) -> list[Contrast]:
-    """Return the contrasts of a rule, in the order of the current report.
+def contrasts(
+    rule: Rule, current: Report, baseline: Report, least: float = ALL_BUT_FEW
+) -> list[Contrast]:
+    """Return the contrasts of a rule over the shared samples, in the order of the baseline.
+
+    Args:
+        rule: what is compared.
+        current: the report that is judged.
+        baseline: the report it is compared with.
+        least: the share of the baseline's samples that has to be shared.
 
     Raises:
         EvaluationError: when the current report is not finished, finite and converged.
@@ -64,12 +87,15 @@ def contrasts(rule: Rule, current: Report, baseline: Report) -> list[Contrast]:
     if old is None:
         raise BaselineError(f"the baseline has no section {rule.measure}", "Save a new baseline.")
     try:
-        before = trusted(rule, baseline, old)
+        trusted(rule, baseline, old)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
     same_protocol(current, baseline, new, old)
-    same = margin(rule) >= 0 and _same_weights(current, baseline)
-    return _changes(rule, reading, before, same)
+    restarted = other_starts(new, old)
+    new, old = aligned(rule, new, old, least)
+    same = margin(rule) >= 0 and same_weights(current, baseline)
+    changes = _changes(rule, read(rule, new), read(rule, old), _accuracy(new))
+    return [replace(c, same=same and (c.same or restarted)) for c in changes]
 
 
 def trusted(rule: Rule, report: Report, section: Section) -> RuleValues:
@@ -127,23 +153,22 @@ def _exact(value: float) -> Fraction:
     return Fraction(format(value, f".{DIGITS}g"))
 
 
-def _changes(rule: Rule, new: RuleValues, old: RuleValues, same: bool) -> list[Contrast]:
+def _changes(rule: Rule, new: RuleValues, old: RuleValues, tol: float) -> list[Contrast]:
     missing = [name for name in old.names if name not in new.names]
     if not (rule.per_sample or rule.stat == "each"):
         missing += [name for name in new.names if name not in old.names]
     if missing:
         which = "; ".join(missing[:8]) + ("; ..." if len(missing) > 8 else "")
         raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
-    take = shared(rule.measure, new.ids, old.ids)
     return [
-        _sampled(rule, name, old.pairs[name][take[1]], new.pairs[name][take[0]], same)
+        _sampled(rule, name, old.pairs[name], new.pairs[name], tol)
         if name in new.pairs and name in old.pairs
-        else _fixed(rule, name, old, new, same)
+        else _fixed(rule, name, old, new, tol)
         for name in old.points
     ]
 
 
-def _sampled(rule: Rule, name: str, old: Values, new: Values, same: bool) -> Contrast:
+def _sampled(rule: Rule, name: str, old: Values, new: Values, tol: float) -> Contrast:
     statistic = STATISTICS["median" if rule.stat == "each" else rule.stat]
     return Contrast(
         name,
@@ -151,15 +176,30 @@ def _sampled(rule: Rule, name: str, old: Values, new: Values, same: bool) -> Con
         new=float(statistic(new)),
         samples=old.size,
         evidence=_evidence(rule, old, new),
-        same=same and bool(np.array_equal(old, new)),
+        same=_same(rule, old, new, tol),
     )
 
 
-def _fixed(rule: Rule, name: str, old: RuleValues, new: RuleValues, same: bool) -> Contrast:
+def _fixed(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: float) -> Contrast:
     """Compare two values as they are: the suite itself is the contract."""
     before, now = old.points[name], new.points[name]
-    _positive(rule, np.array([before, now]))
-    return Contrast(name, before, now, len(new.ids), same=same and before == now)
+    values = np.array([before]), np.array([now])
+    _positive(rule, np.append(*values))
+    return Contrast(name, before, now, len(new.ids), same=_same(rule, *values, tol))
+
+
+def _accuracy(section: Section) -> float:
+    """Return the relative accuracy of the norms of a section."""
+    tol = section.settings.get("tol")
+    return max(TOLERANCE, tol) if isinstance(tol, float) else TOLERANCE
+
+
+def _same(rule: Rule, old: Values, new: Values, tol: float) -> bool:
+    """Tell whether values are equal to the accuracy at which they were measured."""
+    if rule.column in BINARY and rule.per_sample:
+        return bool(np.array_equal(old, new))
+    scale = float(np.abs(old).max(initial=0.0))
+    return bool(np.isclose(new, old, rtol=tol, atol=ROUNDING * scale).all())
 
 
 def _evidence(rule: Rule, old: Values, new: Values) -> Evidence:
@@ -200,8 +240,3 @@ def _positive(rule: Rule, values: Values) -> None:
             "change of them means nothing",
             "Give an absolute change, such as >= -0.1.",
         )
-
-
-def _same_weights(current: Report, baseline: Report) -> bool:
-    new, old = current.run.model.weights_sha256, baseline.run.model.weights_sha256
-    return bool(new) and new == old

@@ -47,7 +47,7 @@ def judge(
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must lie between 0 and 1, not {alpha}")
     chosen = tuple(rules) or _applicable(current, baseline)
-    examinations = [_examine(rule, current, baseline, strictly=True) for rule in chosen]
+    examinations = [_examine(rule, current, baseline) for rule in chosen]
     dropped = () if rules else (rule for rule in DEFAULT_RULES if rule not in chosen)
     return Judgement(
         current=current.run.model.spec,
@@ -66,8 +66,11 @@ def judge(
 def judge_alone(
     rule: Rule, current: Report, baseline: Report, level: float = 0.025
 ) -> list[Verdict]:
-    """Judge one rule by itself, each row at `level`, whatever the precision of the runs."""
-    examined = _examine(rule, current, baseline, strictly=False)
+    """Judge one rule by itself: each row at `level`, whatever precision and samples are shared."""
+    try:
+        examined = _examine(rule, current, baseline, alone=True)
+    except UsageError as error:
+        examined = _unjudged(rule, "not comparable", error.message)
     if isinstance(examined, Verdict):
         return [examined]
     return [_verdict(rule, contrast, level, None) for contrast in examined]
@@ -92,17 +95,23 @@ def _shown(current: Report, baseline: Report) -> tuple[Verdict, ...]:
     return tuple(v for v in judge_alone(SHOWN, current, baseline) if not v.reason)
 
 
-def _examine(rule: Rule, current: Report, baseline: Report, *, strictly: bool) -> Examined:
+def _examine(rule: Rule, current: Report, baseline: Report, *, alone: bool = False) -> Examined:
     """Return what a rule contrasts, or the verdict that it could not be judged."""
     try:
+        if alone:
+            return contrasts(rule, current, baseline, least=0.0)
         changes = contrasts(rule, current, baseline)
-        if strictly and rule.limit.kind != "absolute":
+        if rule.limit.kind != "absolute":
             same_conditions(current.run, baseline.run)
         return changes
-    except (EvaluationError, BaselineError) as error:
-        status: VerdictStatus = "error" if isinstance(error, EvaluationError) else "not comparable"
-        reason = error.message
-        return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=reason)
+    except EvaluationError as error:
+        return _unjudged(rule, "error", error.message)
+    except BaselineError as error:
+        return _unjudged(rule, "not comparable", error.message)
+
+
+def _unjudged(rule: Rule, status: VerdictStatus, reason: str) -> Verdict:
+    return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=reason)
 
 
 def _decide(
@@ -155,7 +164,6 @@ def _verdict(rule: Rule, contrast: Contrast, level: float, adjusted: float | Non
         status=_plain_status(rule, contrast),
         old=contrast.old,
         new=contrast.new,
-        change=_plain_change(rule, contrast),
         unit=rule.limit.unit,
     )
     if contrast.same or contrast.evidence is None:
@@ -172,7 +180,7 @@ def _measured(rule: Rule, evidence: Evidence, level: float) -> dict[str, object]
     ends = sorted((printed(rule, low), printed(rule, high)))
     return {
         "status": status,
-        "change": printed(rule, evidence.estimate),
+        "paired": printed(rule, evidence.estimate),
         "low": ends[0],
         "high": ends[1],
         "p": evidence.p(bound),
@@ -206,17 +214,11 @@ def _plain_status(rule: Rule, contrast: Contrast) -> VerdictStatus:
     return "improved" if better else "pass"
 
 
-def _plain_change(rule: Rule, contrast: Contrast) -> float | None:
-    if contrast.old is None:
-        return None
-    if rule.limit.kind != "relative" or contrast.new == contrast.old:
-        return contrast.new - contrast.old
-    return contrast.new / contrast.old - 1 if contrast.old else math.inf
-
-
-def _detectable(rule: Rule, evidence: Evidence, level: float) -> float:
+def _detectable(rule: Rule, evidence: Evidence, level: float) -> float | None:
     """Return the smallest change seen that would have been called a regression."""
     reach = evidence.reach(margin(rule), level)
+    if math.isnan(reach):
+        return None
     return printed(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
 
 

@@ -25,6 +25,14 @@ DIGITS = 12
 _CHUNK = 2**21
 _UNKNOWN: Limits = (-math.inf, math.inf)
 
+STATISTICS: dict[str, Callable[..., Any]] = {
+    "median": np.median,
+    "mean": np.mean,
+    "p95": lambda values, axis=None: np.quantile(values, 0.95, axis=axis),
+    "max": np.max,
+}
+"""What makes one number of many."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -36,7 +44,8 @@ class Evidence:
         p: margin -> p-value of "the change is at most the margin".
         limits: level -> lower and upper one-sided limit.
         reach: (margin, level) -> the smallest change seen that would have been called a
-            regression with this spread.
+            regression with this spread; infinite where so few samples could call none one, NaN
+            where this spread (an infinite one) does not tell.
         mcnemar: exact two-sided p-value of "no change" for shares, for information only.
     """
 
@@ -67,7 +76,7 @@ def median_change(changes: Values) -> Evidence:
         k = int((bdtr(np.arange(n), n, 0.5) <= level).sum())
         return (float(x[k - 1]), float(x[n - k])) if k else _UNKNOWN
 
-    return _shiftable(float(np.median(x)), n, p, limits)
+    return _shiftable(float(np.median(x)), n, p, limits, least=0.5**n)
 
 
 def mean_change(changes: Values) -> Evidence:
@@ -120,7 +129,7 @@ def resampled_change(
         k = int(level * (RESAMPLES + 1) + 1e-9) if enough else 0
         return (float(draws[k - 1]), float(draws[-k])) if k else _UNKNOWN
 
-    return _shiftable(estimate, old.size, p, limits)
+    return _shiftable(estimate, old.size, p, limits, least=1 / (RESAMPLES + 1) if enough else 1.0)
 
 
 def share_change(worse: int, better: int, samples: int) -> Evidence:
@@ -137,21 +146,26 @@ def share_change(worse: int, better: int, samples: int) -> Evidence:
     """
     from scipy.special import bdtr, ndtr, ndtri
 
-    def centre_and_error(worse: int | Values) -> tuple[Any, Any]:
+    def centre_and_error(worse: int | Values, better: int) -> tuple[Any, Any]:
         up, down = (worse + 1) / (samples + 2), (better + 1) / (samples + 2)
         return up - down, np.sqrt((up + down - (up - down) ** 2) / (samples + 2))
 
-    centre, error = centre_and_error(worse)
+    centre, error = centre_and_error(worse, better)
 
     def limits(level: float) -> Limits:
         half = float(ndtri(1 - level) * error)
         return float(centre) - half, float(centre) + half
 
     def reach(margin: float, level: float) -> float:
-        counts = np.arange(better, samples - better + 1, dtype=np.float64)
-        centres, errors = centre_and_error(counts)
-        seen = counts[centres - ndtri(1 - level) * errors > margin]
-        return float((seen[0] - better) / samples) if seen.size else math.inf
+        # Had as many got better as did; where that leaves no room for a fall, only those whom a
+        # pair that got worse makes up for; at last none.
+        for still in (better, min(worse, better), 0):
+            counts = np.arange(still, samples - still + 1, dtype=np.float64)
+            centres, errors = centre_and_error(counts, still)
+            seen = counts[centres - ndtri(1 - level) * errors > margin]
+            if seen.size:
+                return float((seen[0] - still) / samples)
+        return math.inf
 
     flips = worse + better
     return Evidence(
@@ -188,11 +202,17 @@ def _shiftable(
     samples: int,
     p: Callable[[float], float],
     limits: Callable[[float], Limits],
+    *,
+    least: float = 0.0,
 ) -> Evidence:
-    """Complete the evidence of a change whose spread stays when its location moves."""
+    """Complete the evidence of a change whose spread stays when its location moves.
+
+    No p-value of so many samples is below `least`.
+    """
 
     def reach(margin: float, level: float) -> float:
-        return margin + estimate - limits(level)[0]
+        shift = margin + estimate - limits(level)[0] if math.isfinite(estimate) else math.nan
+        return math.inf if least > level else shift if math.isfinite(shift) else math.nan
 
     return Evidence(estimate, samples, p, limits, reach)
 
@@ -206,7 +226,7 @@ def _unanimous(changes: Values) -> Evidence:
         samples=changes.size,
         p=lambda margin: 0.0 if known and low > margin else 1.0,
         limits=lambda _: (low, high) if known else _UNKNOWN,
-        reach=lambda margin, _: margin if known and low == high else math.inf,
+        reach=lambda margin, _: math.inf if not known else margin if low == high else math.nan,
     )
 
 

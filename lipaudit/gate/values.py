@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,12 @@ import numpy as np
 
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.gate.rules import Rule
-from lipaudit.gate.statistics import Values
+from lipaudit.gate.statistics import STATISTICS, Values
 from lipaudit.results import AttackRow, Row, Section
 from lipaudit.results.naming import naming
+from lipaudit.results.samples import REDUCTIONS
 from lipaudit.results.trials import WORST, TrialKey, parse_column
 
-STATISTICS: dict[str, Callable[..., Any]] = {
-    "median": np.median,
-    "mean": np.mean,
-    "p95": lambda values, axis=None: np.quantile(values, 0.95, axis=axis),
-    "max": np.max,
-}
 _NAMES = ("layer", "head", "from", "to", "mode", "n", "module")
 
 
@@ -96,8 +91,12 @@ def _cells(rule: Rule, section: Section) -> dict[str, float]:
 
 
 def _behind(rule: Rule, section: Section, points: Mapping[str, float]) -> dict[str, Values]:
-    """Read the per-sample values behind rows: an array of the column's name, rows x samples."""
-    stored = section.arrays.get(rule.column)
+    """Read the per-sample values behind rows: an array of the column's name, rows x samples.
+
+    Means over all tokens of all samples are no statistic of the samples: they have none.
+    """
+    how = REDUCTIONS.get(section.measure, {}).get(rule.column)
+    stored = None if how and how.stat == "mean" else section.arrays.get(rule.column)
     shape = (len(section.rows), len(section.samples.get("ids", ())))
     if rule.stat != "each" or stored is None or stored.shape != shape:
         return {}

@@ -43,16 +43,18 @@ class Verdict(Frozen):
         status: the verdict.
         old: the baseline's value on the shared samples.
         new: the current value on the shared samples.
-        change: the paired change; None for an absolute limit.
-        low: lower limit of the change at one-sided confidence 1 - level.
-        high: upper limit of the change at one-sided confidence 1 - level.
-        unit: of change, low, high, detectable.
+        paired: the change that was tested, sample by sample: the median of the samples' changes
+            (`median`), their geometric mean (`each`), else the change of the two values.
+        low: lower limit of the paired change at one-sided confidence 1 - level.
+        high: upper limit of the paired change at one-sided confidence 1 - level.
+        unit: of change, paired, low, high, detectable.
         p: p-value of "the rule holds".
         p_adjusted: the same after Holm's correction over all rules.
         level: at which it was tested, and to which low and high belong.
         mcnemar: exact two-sided p-value of "no change" for shares, for information.
         samples: pairs that the verdict rests on; 0 where values are compared as they are.
-        detectable: the smallest change that this run would have called a regression.
+        detectable: the smallest paired change that this run would have called a regression;
+            infinite where so few samples could call none one, None where it is not known.
         samples_needed: about how many samples would settle an inconclusive change.
         reason: why it was not judged.
     """
@@ -63,7 +65,7 @@ class Verdict(Frozen):
     name: str = ""
     old: Float | None = None
     new: Float | None = None
-    change: Float | None = None
+    paired: Float | None = None
     low: Float | None = None
     high: Float | None = None
     unit: str = ""
@@ -76,6 +78,16 @@ class Verdict(Frozen):
     samples_needed: int | None = None
     reason: str = ""
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def change(self) -> Float | None:
+        """The change of the two values; None for an absolute limit."""
+        if self.old is None or self.new is None:
+            return None
+        if self.unit != "%" or self.new == self.old:
+            return self.new - self.old
+        return self.new / self.old - 1 if self.old else math.copysign(math.inf, self.new)
+
     @property
     def unproven(self) -> bool:
         """Whether the samples neither prove nor refute that the rule holds."""
@@ -85,20 +97,34 @@ class Verdict(Frozen):
     def line(self) -> str:
         """The verdict in one line."""
         where = f" {self.name}" if self.name else ""
-        if self.reason:
-            return f"{self.status}: {self.rule}{where}: {self.reason}"
-        values = f"{written(self.new)}"
-        if self.old is not None:
-            values = f"{written(self.old)} -> {values}{self._change()}"
-        return f"{self.status}: {self.rule}{where}: {values}{self._power()}"
+        said = self.reason or f"{self.figures}{self._power()}"
+        return f"{self.status}: {self.rule}{where}: {said}"
 
-    def _change(self) -> str:
-        if self.change is None:
-            return ""
-        if self.low is None:
-            return f" ({amount(self.change, self.unit)})"
-        ends = f"{amount(self.low, self.unit)} to {amount(self.high, self.unit)}"
-        return f" ({amount(self.change, self.unit)}, limits {ends}, n = {self.samples})"
+    @property
+    def figures(self) -> str:
+        """The values, their change, and what was tested."""
+        texts = self.texts
+        if not texts["baseline"]:
+            return texts["current"]
+        values, change = f"{texts['baseline']} -> {texts['current']}", texts["change"]
+        if self.low is not None:
+            paired = f"paired {texts['paired']}"
+            change += f"; {paired}" if texts["paired"] != change else ""
+            change += f", limits {texts['limits']}, n = {self.samples}"
+        return f"{values} ({change})"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What every format prints of it, by what it is; empty where there is none."""
+        ends = (amount(self.low, self.unit), amount(self.high, self.unit))
+        return {
+            "baseline": "" if self.old is None else written(self.old),
+            "current": "" if self.new is None else written(self.new),
+            "change": amount(self.change, self.unit),
+            "paired": amount(self.paired, self.unit),
+            "limits": "" if self.low is None else f"{ends[0]} to {ends[1]}",
+            "samples": str(self.samples or ""),
+        }
 
     def _power(self) -> str:
         if self.detectable is None:

@@ -30,6 +30,7 @@ from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
 from lipaudit.results import Array, AttentionRow, Section
+from lipaudit.results.samples import REDUCTIONS
 from lipaudit.settings.attention import AttentionOptions
 from lipaudit.settings.parsing import read_head
 from lipaudit.theory import softmax
@@ -212,7 +213,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         for i, head in enumerate(parts[0].facts["heads"])
     )
     ids = {"ids": sample_ids(parts)}
-    arrays = _arrays(parts)
+    arrays = _arrays(parts) | _per_sample(parts)
     if options.map is not None:
         arrays |= attention_map.arrays(parts, options.map, options.query)
     return [
@@ -225,6 +226,25 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
             notes=notes(parts),
         )
     ]
+
+
+def _per_sample(parts: Sequence[Part]) -> dict[str, Array]:
+    """Keep the means of each sample that a comparison reads, and over how many rows they are.
+
+    Where every sample has as many rows as any other, their number is left out.
+    """
+    total, count = joined(parts, "total"), joined(parts, "count")
+    with np.errstate(invalid="ignore"):
+        means = np.where(count > 0, total / count, np.nan)
+    weights = {
+        "rows": count[..., MEANS.index("g1")],
+        "long_rows": count[..., MEANS.index("uniform")],
+    }
+    varying = {n: w for n, w in weights.items() if (w != w[:1]).any()}
+    compared = {
+        r.values: means[..., MEANS.index(r.values)] for r in REDUCTIONS["attention"].values()
+    }
+    return {name: Array.of(values.T) for name, values in (compared | varying).items()}
 
 
 def _arrays(parts: Sequence[Part]) -> dict[str, Array]:

@@ -179,7 +179,7 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         arrays=arrays,
         notes=notes(parts) + _remarks(measured, facts["apart"], options),
     )
-    return [heads, _layer_section(facts, measured, options)]
+    return [heads, _layer_section(facts, measured, options, ids)]
 
 
 def _downgraded(measured: dict[str, Values]) -> dict[str, Values]:
@@ -228,7 +228,10 @@ def _and(label: str, other: str, numerical: Values) -> str:
 
 
 def _layer_section(
-    facts: Mapping[str, Any], measured: dict[str, Values], options: BoundsOptions
+    facts: Mapping[str, Any],
+    measured: dict[str, Values],
+    options: BoundsOptions,
+    ids: tuple[str, ...],
 ) -> Section:
     layer_of = np.array([head.layer for head in facts["heads"]])
     rows = []
@@ -248,7 +251,14 @@ def _layer_section(
                 theorem3_sum=_median(out * theorem3.sum(1)),
             )
         )
-    return Section(measure="bounds.layers", settings=options.model_dump(), rows=tuple(rows))
+    kept = {"exact": "layer_exact", "exact_out": "layer_out"}
+    return Section(
+        measure="bounds.layers",
+        settings=options.model_dump(),
+        rows=tuple(rows),
+        samples={"ids": ids},
+        arrays={name: Array.of(measured[source].T) for name, source in kept.items()},
+    )
 
 
 def _median(values: Values) -> float | None:

@@ -131,7 +131,9 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
         ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
         block = {name: arrays[f"block_{name}"][:, i] for name in OF_BLOCKS}
         rows.append(_row(options, block, ends))
-    blocks = {"per_layer": Array.of(arrays["block_norm"].T)} if "block_norm" in arrays else {}
+    blocks = {}
+    if "block_norm" in arrays:
+        blocks = {"norm": Array.of(np.vstack([arrays["norm"], arrays["block_norm"].T]))}
     return [
         Section(
             measure="jacobian",

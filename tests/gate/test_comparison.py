@@ -95,3 +95,65 @@ def test_nothing_to_compare(report, jacobian, bounds, ids, norms):
         compare([report(jacobian(norms)), report(bounds(EXACT))])
     with pytest.raises(BaselineError, match="only 0 of"):
         compare([report(jacobian(norms)), report(jacobian(norms, ids=ids(64, 99)))])
+
+
+def with_margins(section, margins):
+    return section.model_copy(update={"samples": {**section.samples, "margin": tuple(margins)}})
+
+
+def encoder(section):
+    row = section.rows[0].model_copy(update={"to": "features"})
+    return section.model_copy(update={"rows": (row,)})
+
+
+def test_a_column_that_only_one_report_has_is_named(report, jacobian, norms):
+    classifier = with_margins(jacobian(norms), norms - 1.0)
+    pair = compare([report(classifier, spec="c"), report(jacobian(norms), spec="e")]).pairs[0]
+    found = verdicts(pair)
+    assert found["jacobian.norm:median", ""].status == "unchanged"
+    assert found["jacobian.margin:median", ""].reason == "only c has it"
+
+
+def test_figures_that_turn_negative_change_by_a_difference(report, jacobian, norms):
+    old, new = (with_margins(jacobian(norms), norms - shift) for shift in (0.0, 3.0))
+    pair = compare([report(old), report(new, weights="b")]).pairs[0]
+    margin = verdicts(pair)["jacobian.margin:median", ""]
+    assert (margin.status, margin.unit) == ("regressed", "")
+    assert margin.change == pytest.approx(-3.0)
+
+
+def test_norms_of_other_maps_are_not_compared(report, bounds, jacobian, norms):
+    pair = compare(
+        [
+            report(bounds(EXACT), jacobian(norms)),
+            report(bounds(EXACT), encoder(jacobian(norms)), weights="b"),
+        ]
+    ).pairs[0]
+    found = verdicts(pair)
+    reason = found["jacobian.norm:median", ""].reason
+    assert reason == "jacobian: norms of pixels to logits became those of pixels to features"
+    assert found["bounds.exact:median", ""].status == "unchanged"
+
+
+def test_a_section_that_only_one_report_has_is_noted(report, bounds, jacobian, attack, norms):
+    old = report(bounds(EXACT), attack(ROBUST), spec="old")
+    new = report(bounds(EXACT), jacobian(norms), spec="new", weights="b")
+    pair = compare([old, new]).pairs[0]
+    assert "attack is not compared: only old has it" in pair.notes
+    assert "jacobian is not compared: only new has it" in pair.notes
+
+
+def test_few_shared_samples_are_compared_and_counted(report, jacobian, ids, norms):
+    old, new = jacobian(norms), jacobian(1.1 * norms[54:], ids=ids(10, 54))
+    pair = compare([report(old), report(new, weights="b")]).pairs[0]
+    median = verdicts(pair)["jacobian.norm:median", ""]
+    assert (median.status, median.samples) == ("regressed", 10)
+    assert median.old == np.median(norms[54:])
+    said = "jacobian is compared over the 10 samples that both have, of 64 and 10"
+    assert said in pair.notes
+
+
+def test_changes_below_the_accuracy_of_the_norms_are_none(report, jacobian, norms):
+    new = jacobian(norms * (1 + 1e-6))
+    pair = compare([report(jacobian(norms)), report(new, weights="b")]).pairs[0]
+    assert verdicts(pair)["jacobian.norm:median", ""].status == "unchanged"

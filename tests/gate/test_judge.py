@@ -348,3 +348,39 @@ def test_alpha_is_a_probability(pair, alpha):
     build, baseline = pair
     with pytest.raises(UsageError, match="alpha"):
         judge(build(), baseline, alpha=alpha)
+
+
+def test_the_same_weights_measured_again_to_their_accuracy_are_unchanged(pair):
+    build, baseline = pair
+    judgement = judge(build(weights="a", noise=1e-6), baseline)
+    assert set(statuses(judgement).values()) == {"unchanged"}
+
+
+def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights(report, attack):
+    old, new = report(attack(flags(90))), report(attack(flags(80), seed=1))
+    judgement = judge(new, old)
+    assert only(judgement).status == "unchanged"
+    assert any("random starts" in note for note in judgement.notes)
+    again = judge(report(attack(flags(80))), old)
+    assert only(again).status != "unchanged"
+    other = judge(report(attack(flags(40), seed=1), weights="b"), old)
+    assert only(other).status == "regressed"
+    assert not any("random starts" in note for note in other.notes)
+
+
+def test_norms_of_another_map_are_not_judged(report, jacobian, norms):
+    section = jacobian(norms)
+    row = section.rows[0].model_copy(update={"to": "features"})
+    encoder = section.model_copy(update={"rows": (row,)})
+    judgement = judge(report(encoder, weights="b"), report(section))
+    assert {v.status for v in judgement.verdicts} == {"not comparable"}
+    assert "pixels to logits became those of pixels to features" in judgement.reason
+
+
+def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples(report, bounds, ids):
+    more = report(bounds(np.c_[EXACT, EXACT[:, :2]], ids=ids(10)), weights="b")
+    judged = judge(more, report(bounds(EXACT)), rules("bounds.tokens:each <= +1%"))
+    assert {v.status for v in judged.verdicts} == {"not comparable"}
+    assert judged.exit_code == 5
+    kept = judge(more, report(bounds(EXACT)), rules("bounds.sharp:max <= +1%"))
+    assert only(kept).status == "pass"

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import math
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from lipaudit.gate import judge
-from lipaudit.report import of_judgement, render
+from lipaudit.gate import compare, judge
+from lipaudit.gate.verdicts import Verdict, amount
+from lipaudit.report import of_comparison, of_judgement, render
 
 EXACT = np.random.default_rng(1).lognormal(0, 0.3, (12, 8))
 ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]
@@ -29,6 +31,82 @@ def failed(report, bounds, attack):
     )
 
 
+@pytest.fixture
+def split(report, jacobian):
+    """The samples in the middle grow by 20 %, and with them the median; all others by 1 %."""
+    old, growth = np.repeat([0.5, 1.0, 2.0], 21), np.repeat([1.01, 1.2, 1.01], 21)
+    new = old * growth
+    return report(jacobian(old)), report(jacobian(new), weights="b")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_change_is_that_of_the_two_figures(report, bounds, jacobian, attack, norms, seed):
+    generator = np.random.default_rng(seed)
+    noisy = norms * np.exp(generator.normal(0, 0.5, norms.size))
+    exact = EXACT * np.exp(generator.normal(0, 0.5, EXACT.shape))
+    old = report(bounds(EXACT), jacobian(norms), attack(ROBUST))
+    new = report(
+        bounds(exact), jacobian(noisy), attack(generator.permutation(ROBUST)), weights="b"
+    )
+    judged = (
+        *judge(new, old).verdicts,
+        *judge(new, old).shown,
+        *compare([old, new]).pairs[0].verdicts,
+    )
+    for verdict in judged:
+        share = verdict.new / verdict.old - 1 if verdict.unit == "%" else verdict.new - verdict.old
+        assert verdict.change == pytest.approx(share, rel=1e-12)
+        assert f"({amount(share, verdict.unit)}" in verdict.figures
+        if verdict.paired is not None and verdict.metric.rpartition(":")[2] not in (
+            "median",
+            "each",
+        ):
+            assert verdict.paired == pytest.approx(verdict.change, abs=1e-12)
+
+
+@pytest.mark.parametrize("format", ["text", "table", "markdown", "html", "junit"])
+def test_every_format_writes_the_figures_of_a_verdict_alike(split, format):
+    judgement = judge(split[1], split[0])
+    text = written(judgement, format).replace("\\", "")
+    median = judgement.verdicts[0]
+    assert median.change != pytest.approx(median.paired, abs=0.1)
+    for piece in filter(
+        None, (median.texts[n] for n in ("baseline", "current", "change", "paired", "limits"))
+    ):
+        assert piece in text
+
+
+def test_a_comparison_writes_both_changes(split):
+    text = render(of_comparison(compare(split), split), "markdown").decode().replace("**", "")
+    verdict = next(
+        v for v in compare(split).pairs[0].verdicts if v.metric == "jacobian.norm:median"
+    )
+    assert f"| {verdict.texts['change']} | {verdict.texts['paired']} |" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "change"),
+    [
+        ({"old": 0.0, "new": 0.0, "unit": "%"}, 0.0),
+        ({"old": 0.0, "new": 2.0, "unit": "%"}, math.inf),
+        ({"old": 2.0, "new": 0.0, "unit": "%"}, -1.0),
+        ({"old": -1.0, "new": 1.0}, 2.0),
+        ({"new": 1.0}, None),
+    ],
+)
+def test_the_change_of_figures_that_may_be_zero(values, change):
+    verdict = Verdict(rule="r", metric="m", status="pass", **values)
+    assert verdict.change == change
+
+
+def test_few_samples_are_blamed_only_where_they_are_few(report, attack):
+    better = judge(report(attack(np.ones(128, int)), weights="b"), report(attack(ROBUST * 0)))
+    assert better.verdicts[0].status == "improved"
+    assert "too few samples" not in written(better, "text")
+    one = judge(report(attack([1]), weights="b"), report(attack([1])))
+    assert "too few samples to detect any change" in written(one, "text")
+
+
 def test_text_names_the_head_and_counts_the_rest(failed):
     lines = written(failed, "text").splitlines()
     assert lines[0] == "<script>|`x`|�::error::�[31m against demo"
@@ -47,7 +125,7 @@ def test_markdown_keeps_its_table_whatever_the_model_is_called(failed):
     assert "\x1b" not in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     widths = {line.replace("\\|", "").count("|") for line in table}
-    assert widths == {9}
+    assert widths == {10}
     assert "layer 3 head 1" in text
 
 

@@ -14,6 +14,7 @@ from lipaudit.measures.attention import MEANS, AttentionOptions, measure, summar
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.results.samples import REDUCTIONS
 from lipaudit.theory.softmax import profile_rows, row_statistics
 
 SMALL = {
@@ -222,6 +223,18 @@ def test_a_row_is_the_mean_over_the_samples_that_have_it(pieces):
     top = -np.sort(-rows, 1)
     g1 = (top[:, 0] * (1 - top[:, 0] + top[:, 1])).mean()
     assert arrays["row_norms@0.3,9"].numpy() == pytest.approx([norm, g1], rel=2e-5)
+
+
+@pytest.mark.parametrize("some", [(0, 1, 2), (0, 2), (1,)])
+def test_means_over_some_samples_follow_from_what_is_kept_of_each(some):
+    net, batch, _ = ragged()
+    section = section_of(net, [batch])
+    picked = list(some)
+    alone = section_of(net, [batch[i : i + 1] for i in picked])
+    for name, how in REDUCTIONS["attention"].items():
+        means, weights = (section.arrays[n].numpy()[:, picked] for n in (how.values, how.weights))
+        expected = [getattr(row, name) for row in alone.rows]
+        assert (means * weights).sum(1) / weights.sum(1) == pytest.approx(expected, rel=2e-5)
 
 
 def test_a_long_map_is_kept_as_means_of_blocks(monkeypatch):

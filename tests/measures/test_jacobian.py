@@ -33,7 +33,8 @@ def test_blocks_are_measured_beside_the_model():
     for block in net.module.blocks:
         block.register_forward_pre_hook(lambda _m, args: inputs.append(args[0]))
     net.output(batch)
-    assert section.arrays["per_layer"].shape == (3, 3)
+    assert section.arrays["norm"].shape == (4, 3)
+    assert section.arrays["norm"].numpy()[0] == pytest.approx(section.samples["norm"], rel=1e-5)
     for i, block in enumerate(net.module.blocks):
         exact = []
         for x in list(inputs[i]):
@@ -42,7 +43,7 @@ def test_blocks_are_measured_beside_the_model():
         row = section.rows[i + 1]
         assert row.median == pytest.approx(np.median(exact), rel=1e-8)
         assert row.max == pytest.approx(max(exact), rel=1e-8)
-        assert section.arrays["per_layer"].numpy()[i] == pytest.approx(exact, rel=1e-5)
+        assert section.arrays["norm"].numpy()[i + 1] == pytest.approx(exact, rel=1e-5)
         assert row.converged == row.samples == 3
 
 

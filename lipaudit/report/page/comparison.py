@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 
 from lipaudit.gate.comparison import Comparison, HeadRatios, Pair
-from lipaudit.gate.verdicts import Verdict, amount, written
+from lipaudit.gate.verdicts import Verdict
 from lipaudit.report.blocks import Block, Chapter, Heatmap, Notes, Paragraph, Table
 from lipaudit.results import Column, Note, row_types
 
 HOW = (
-    "Changes are paired: each sample is compared with itself. Limits are those of a 95 % interval "
-    "for each figure by itself; figures without limits are compared as they are, on these samples."
+    "Change: of the two figures. Paired: what is tested, each sample against itself, with the "
+    "limits of a 95 % interval for each figure alone; figures without limits are compared as they "
+    "are. All are over the samples that both reports have."
 )
 
 
@@ -41,7 +42,7 @@ def _note(code: str, text: str) -> Note:
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
-    labels = ("metric", "old", "new", "change", "verdict", "95 % limits", "samples")
+    labels = ("metric", "verdict", "old", "new", "change", "paired", "95 % limits", "samples")
     return Table(
         title="",
         columns=tuple(Column(label=label, meaning="", format="s") for label in labels),
@@ -53,13 +54,8 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def _row(verdict: Verdict) -> tuple[str | None, ...]:
-    old, new = (None if v is None else written(v) for v in (verdict.old, verdict.new))
-    change = None if verdict.change is None else amount(verdict.change, verdict.unit)
-    limits = None
-    if verdict.low is not None and verdict.high is not None:
-        limits = f"{amount(verdict.low, verdict.unit)} to {amount(verdict.high, verdict.unit)}"
-    samples = str(verdict.samples) if verdict.samples else None
-    return (verdict.metric, old, new, change, verdict.status, limits, samples)
+    metric = f"{verdict.metric} {verdict.name}".rstrip()
+    return (metric, verdict.status, *(text or None for text in verdict.texts.values()))
 
 
 def _heatmap(ratios: HeadRatios) -> Heatmap:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lipaudit.gate.verdicts import Judgement, Verdict, amount, written
+from lipaudit.gate.verdicts import Judgement, Verdict
 from lipaudit.report.blocks import Block, Chapter, Document, Notes, Paragraph, Table
 from lipaudit.results import Column, Note
 
@@ -20,10 +20,15 @@ COLUMNS = {
     "baseline": "",
     "current": "",
     "change": "",
+    "paired": "",
     "limits": "s",
     "samples": "",
 }
 """Columns of the table: `s` is text, set to the left; what is empty is set to the right."""
+PAIRED = (
+    "Change: of the two figures. Paired: what was tested, each sample against itself; limits are "
+    "of it."
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,11 @@ def page(judgement: Judgement) -> Document:
         facts=(),
         findings=(),
         chapters=(
-            Chapter("verdicts", "Verdicts", (Paragraph(reason), _table(judgement), *remarks)),
+            Chapter(
+                "verdicts",
+                "Verdicts",
+                (Paragraph(reason), _table(judgement), Paragraph(PAIRED), *remarks),
+            ),
         ),
     )
 
@@ -91,9 +100,10 @@ def _mark(judgement: Judgement, verdict: Verdict) -> str:
 
 
 def _figures(verdict: Verdict) -> str:
-    change = amount(verdict.change, verdict.unit)
+    texts = verdict.texts
     chance = "" if verdict.mcnemar is None else f", exact McNemar p = {verdict.mcnemar:.3g}"
-    return f"{verdict.metric}: {written(verdict.old)} -> {written(verdict.new)} ({change}{chance})"
+    values = f"{texts['baseline']} -> {texts['current']}"
+    return f"{verdict.metric}: {values} ({texts['change']}{chance})"
 
 
 def _table(judgement: Judgement) -> Table:
@@ -108,17 +118,9 @@ def _table(judgement: Judgement) -> Table:
 
 
 def _row(judgement: Judgement, verdict: Verdict) -> tuple[str, ...]:
-    limits = ""
-    if verdict.low is not None:
-        ends = amount(verdict.low, verdict.unit), amount(verdict.high, verdict.unit)
-        limits = f"{ends[0]} to {ends[1]}"
     return (
         f"{_mark(judgement, verdict)} {verdict.status}",
         verdict.rule,
         verdict.reason or verdict.name,
-        "" if verdict.old is None else written(verdict.old),
-        "" if verdict.new is None else written(verdict.new),
-        amount(verdict.change, verdict.unit),
-        limits,
-        str(verdict.samples or ""),
+        *verdict.texts.values(),
     )

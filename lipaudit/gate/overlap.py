@@ -1,0 +1,133 @@
+"""Two sections over the samples that both have: what any comparison of them is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from lipaudit.errors import BaselineError
+from lipaudit.gate.comparable import REPEAT
+from lipaudit.gate.rules import Rule
+from lipaudit.gate.statistics import STATISTICS, Values
+from lipaudit.results import Array, AttackRow, Row, Section
+from lipaudit.results.samples import REDUCTIONS, Reduction
+
+ALL_BUT_FEW = 0.95
+"""Share of the baseline's samples that the gate needs: the hard ones cannot be left out."""
+
+
+def aligned(
+    rule: Rule, new: Section, old: Section, least: float = ALL_BUT_FEW
+) -> tuple[Section, Section]:
+    """Return both sections over their shared samples, in the old one's order.
+
+    Where both have the same samples, rows stay as they are. Otherwise the cells that the rule
+    reads are computed again, from what the reports keep of each sample.
+
+    Args:
+        rule: which of the columns is read.
+        new: a section.
+        old: the section it is compared with.
+        least: the share of the old one's samples that has to be shared.
+
+    Raises:
+        BaselineError: fewer samples are shared, or the reports do not keep what the cells are
+            made of.
+    """
+    after, before = (tuple(map(str, s.samples.get("ids", ()))) for s in (new, old))
+    if not after and not before:
+        return new, old
+    places = _shared(rule.measure, after, before, least)
+    how = REDUCTIONS.get(rule.measure, {}).get(rule.column)
+    arrays = {rule.column} | (how.arrays if how else set())
+    new, old = _over(new, places[0], arrays), _over(old, places[1], arrays)
+    if rule.per_sample or sorted(after) == sorted(before):
+        return new, old
+    return _computed(rule, how, new), _computed(rule, how, old)
+
+
+def _shared(
+    measure: str, new: Sequence[str], old: Sequence[str], least: float
+) -> tuple[list[int], list[int]]:
+    """Return where the samples of both reports stand in each of them."""
+    place = {name: i for i, name in enumerate(new)}
+    pairs = [(place[name], i) for i, name in enumerate(old) if name in place]
+    if not pairs or len(pairs) < least * len(old):
+        needed = f" ({100 * least:g} % are needed)" if least else ""
+        raise BaselineError(
+            f"{measure}: only {len(pairs)} of the baseline's {len(old)} samples are in the "
+            f"current report{needed}",
+            REPEAT,
+        )
+    return [i for i, _ in pairs], [i for _, i in pairs]
+
+
+def _over(section: Section, take: list[int], names: Collection[str]) -> Section:
+    """Return a section with some of its samples, in this order, and these of their arrays."""
+    shape = (len(section.rows), len(section.samples["ids"]))
+    kept = {n: a for n, a in section.arrays.items() if n in names and a.shape == shape}
+    return section.model_copy(
+        update={
+            "samples": {n: tuple(cells[i] for i in take) for n, cells in section.samples.items()},
+            "arrays": {n: Array.of(array.numpy()[:, take]) for n, array in kept.items()},
+        }
+    )
+
+
+def _computed(rule: Rule, how: Reduction | None, section: Section) -> Section:
+    """Return a section with the column of a rule computed from the samples it has."""
+    if how is None and rule.stat == "each" and rule.column in section.arrays:
+        return section  # what is tested are the samples themselves
+    cells = how and _reduced(how, section)
+    if not cells:
+        raise BaselineError(
+            f"{rule.measure}.{rule.column}: a report has it over all of its samples only, and "
+            "these two are not over the same ones",
+            REPEAT,
+        )
+    given = [row.cells()[rule.column] is not None for row in section.rows]
+    if any(math.isnan(cell) for cell, known in zip(cells, given, strict=True) if known):
+        raise BaselineError(
+            f"{rule.measure}.{rule.column}: none of the shared samples has it", REPEAT
+        )
+    rows = [
+        row.model_copy(update={rule.column: cell}) if known else row
+        for row, cell, known in zip(section.rows, cells, given, strict=True)
+    ]
+    return section.model_copy(update={"rows": tuple(rows)})
+
+
+def _reduced(how: Reduction, section: Section) -> list[float]:
+    """Return a column of the rows from what is kept of the samples; nothing if it is not kept."""
+    behind = [_behind(name, section) for name in (how.values, how.per, how.weights)]
+    values, per, weights = behind
+    if values is None or (how.per and per is None):
+        return []
+    if per is not None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = np.where(per > 0, values / per, np.nan)
+    if weights is not None:
+        totals = np.where(weights > 0, values * weights, 0.0).sum(1)
+        with np.errstate(invalid="ignore"):
+            return list(map(float, totals / weights.sum(1)))
+    lines = (line[~np.isnan(line)] for line in values)
+    return [float(STATISTICS[how.stat](line)) if line.size else np.nan for line in lines]
+
+
+def _behind(name: str, section: Section) -> Values | None:
+    """Return what is kept of each sample for each row, (rows, samples)."""
+    if name in section.arrays:
+        return section.arrays[name].numpy()
+    columns = [_column(name, row, section) for row in section.rows]
+    known = [column for column in columns if column is not None]
+    return np.array(known, dtype=np.float64) if name and len(known) == len(columns) else None
+
+
+def _column(name: str, row: Row, section: Section) -> tuple[object, ...] | None:
+    """Return the per-sample column of the row's attack, or of the only row."""
+    if isinstance(row, AttackRow):
+        own = section.samples.get(row.key.column(name))
+        return own or section.samples.get(name)
+    return section.samples.get(name) if len(section.rows) == 1 else None

@@ -1,0 +1,126 @@
+"""Reports over other samples: the same weights are unchanged, whichever samples are shared."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import numpy as np
+import pytest
+
+import lipaudit
+from lipaudit.errors import UsageError
+from lipaudit.gate import compare, judge, parse_rule, promote
+from lipaudit.gate.rules import STATS, metrics
+from lipaudit.results.samples import REDUCTIONS
+
+PLAN = {
+    "bounds": {},
+    "attention": {},
+    "jacobian": {"per_layer": True},
+    "attack": {"eps": "0.1", "attack": "fgsm,pgd", "steps": 2},
+}
+BASE = tuple(range(8))
+OTHER = {
+    "a superset": tuple(range(12)),
+    "a superset in another order": (*range(5, 11), *range(4, -1, -1)),
+    "a subset": (6, 2, 3),
+    "some of them and others": (11, 7, 1, 0, 9, 3),
+    "one of them": (4, 10),
+}
+
+
+@pytest.fixture(scope="module")
+def audit():
+    """Audit a demo model on some of the digits; each only once."""
+    with np.load(str(files("lipaudit.data") / "assets" / "digits_test.npz")) as kept:
+        x, y = kept["x"], kept["y"]
+    audits = {}
+
+    def audited(rows, model="demo", plan=PLAN):
+        if (model, rows) not in audits:
+            data = x[list(rows)], y[list(rows)]
+            audits[model, rows] = lipaudit.audit(model, plan, data=data, samples=len(rows))
+        return audits[model, rows]
+
+    return audited
+
+
+@pytest.fixture(scope="module")
+def rules(audit):
+    """Every rule that makes sense for what is measured here."""
+    report = audit(BASE)
+    sensible = []
+    for metric in sorted(
+        set(metrics()) - {"attack.seconds"}
+    ):  # wall time is no figure of the model
+        for text in (f"{metric}:{stat} <= {limit}" for stat in STATS for limit in ("+1%", "+1pp")):
+            try:
+                judge(report, report, [parse_rule(text)])
+            except UsageError:
+                continue
+            sensible.append(parse_rule(text))
+    assert {rule.measure for rule in sensible} == {s.measure for s in report.sections}
+    return sensible
+
+
+def recomputed(verdict):
+    """Whether a report keeps what a figure is made of."""
+    rule = parse_rule(verdict.rule)
+    return rule.per_sample or rule.column in REDUCTIONS[rule.measure]
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER if "superset" in name])
+def test_every_rule_finds_the_same_weights_unchanged_over_more_samples(audit, rules, name):
+    judgement = judge(audit(OTHER[name]), audit(BASE), rules)
+    statuses = {recomputed(v): set() for v in judgement.verdicts}
+    for verdict in judgement.verdicts:
+        statuses[recomputed(verdict)].add(verdict.status)
+    assert statuses == {True: {"unchanged"}, False: {"not comparable"}}
+    assert judge(audit(OTHER[name]), audit(BASE)).exit_code == 0
+
+
+def test_every_rule_finds_the_same_weights_unchanged_in_another_order(audit, rules):
+    judgement = judge(audit(BASE[::-1]), audit(BASE), rules)
+    assert {v.status for v in judgement.verdicts} == {"unchanged"}
+
+
+def test_a_baseline_keeps_all_that_other_samples_need(audit, rules):
+    more = audit(OTHER["a superset in another order"])
+    whole, slim = (judge(more, old, rules) for old in (audit(BASE), promote(audit(BASE), "new")))
+    assert slim.verdicts == whole.verdicts
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER if "superset" not in name])
+def test_the_gate_wants_nearly_all_samples_of_the_baseline(audit, rules, name):
+    judgement = judge(audit(OTHER[name]), audit(BASE), rules)
+    assert {v.status for v in judgement.verdicts} == {"not comparable"}
+    assert judgement.exit_code == 5
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_comparison_finds_the_same_weights_unchanged(audit, name):
+    reports = audit(BASE), audit(OTHER[name])
+    for pair in (compare(reports).pairs[0], compare(reports[::-1]).pairs[0]):
+        compared = {v.metric.rpartition(":")[0]: v.status for v in pair.verdicts if not v.reason}
+        assert set(compared.values()) == {"unchanged"}
+        assert {metric.rpartition(".")[0] for metric in compared} >= REDUCTIONS.keys()
+        for ratios in pair.ratios:
+            values = [v for line in ratios.values for v in line if v is not None]
+            assert values == pytest.approx(np.zeros(len(values)), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["a superset in another order", "some of them and others"])
+def test_another_model_is_judged_as_if_measured_on_the_shared_samples_only(audit, name):
+    shared = tuple(i for i in BASE if i in OTHER[name])
+    plan = {measure: options for measure, options in PLAN.items() if measure != "attack"}
+    exactly = compare([audit(shared), audit(shared, "demo:jasmin", plan)]).pairs[0]
+    partly = compare([audit(BASE), audit(OTHER[name], "demo:jasmin", plan)]).pairs[0]
+    expected = {(v.metric, v.name): v for v in exactly.verdicts}
+    assert expected.keys() == {(v.metric, v.name) for v in partly.verdicts}
+    assert {v.status for v in partly.verdicts} & {"improved", "regressed"}
+    for verdict in partly.verdicts:
+        alike = expected[verdict.metric, verdict.name]
+        assert verdict.status == alike.status
+        for name in ("old", "new", "paired", "low", "high"):
+            ours, theirs = getattr(verdict, name), getattr(alike, name)
+            assert ours == theirs or ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)

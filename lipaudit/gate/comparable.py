@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lipaudit.errors import BaselineError
-from lipaudit.results import AttackRow, JacobianRow, Report, Run, Section
+from lipaudit.results import AttackRow, JacobianRow, Note, Report, Run, Section
 
 FREE = frozenset({"seed", "batch_size", "device", "samples", "map"})
 """Settings that may differ: they do not change what is measured."""
@@ -78,7 +78,7 @@ def other_starts(current: Section, baseline: Section) -> bool:
 
 
 def differences(current: Report, baseline: Report) -> tuple[str, ...]:
-    """Return how the conditions of two runs differ, and what only the current one warns of."""
+    """Return how the conditions of two runs differ."""
     new, old = current.run, baseline.run
     pairs: dict[str, tuple[object, object]] = {
         "seed": (new.seed, old.seed),
@@ -92,14 +92,24 @@ def differences(current: Report, baseline: Report) -> tuple[str, ...]:
     for name in sorted(old.versions.keys() & new.versions.keys()):
         pairs[name] = new.versions[name], old.versions[name]
     changed = tuple(f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b)
-    known = {note.code for section in baseline.sections for note in section.notes}
-    warnings = (
-        f"{section.measure}, not so in the baseline: {note.text}"
-        for section in current.sections
-        for note in section.notes
-        if note.level == "warning" and note.code not in known
-    )
-    return (*changed, *_starts(current, baseline), *dict.fromkeys(warnings))
+    return (*changed, *_starts(current, baseline))
+
+
+def warnings(report: Report) -> dict[str, Note]:
+    """Return the warnings of a report, each with the sections that it spoils."""
+    spoiled: dict[Note, list[str]] = {}
+    for section in report.sections:
+        for note in section.notes:
+            if note.level == "warning":
+                spoiled.setdefault(note, []).append(section.measure)
+    return {f"{', '.join(where)}: {note.text}": note for note, where in spoiled.items()}
+
+
+def spoils(current: Report, baseline: Report) -> tuple[str, ...]:
+    """Return what the current report warns of, and the baseline as well or not."""
+    known = {note.code for note in warnings(baseline).values()}
+    both = {True: "", False: " (not so in the baseline)"}
+    return tuple(f"{text}{both[n.code in known]}" for text, n in warnings(current).items())
 
 
 def _starts(current: Report, baseline: Report) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
-from lipaudit.gate.comparable import differences, same_conditions
+from lipaudit.gate.comparable import differences, same_conditions, spoils
 from lipaudit.gate.contrasts import Contrast, contrasts, excess, margin, printed
 from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import DIGITS, Evidence, holm
@@ -60,6 +60,7 @@ def judge(
             *(f"not judged, neither report has its section: {rule.text}" for rule in dropped),
             *differences(current, baseline),
         ),
+        warnings=spoils(current, baseline),
     )
 
 

@@ -147,6 +147,7 @@ class Judgement(Frozen):
         verdicts: one per rule and row, in the order of the rules.
         shown: figures that are shown but never fail (clean accuracy).
         notes: what differs without forbidding the comparison, rules that were dropped.
+        warnings: what the current report warns of: it spoils the figures.
     """
 
     current: str
@@ -156,6 +157,7 @@ class Judgement(Frozen):
     verdicts: tuple[Verdict, ...]
     shown: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @computed_field  # type: ignore[prop-decorator]
     @property

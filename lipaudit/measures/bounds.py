@@ -306,7 +306,7 @@ def _remarks(
             (elsewhere, "bounds the norm in what the projections read, not the module"),
         ):
             if heads.any():
-                text = f"{name} is not given for {heads.sum()} heads: it {why}"
+                text = f"no {name} for {heads.sum()} heads: {why}"
                 remarks.append(Note(level="info", code="no-bound", text=text))
     return tuple(remarks)
 

@@ -163,10 +163,11 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Document:
-    """A page: what was audited, what stands out, and the sections."""
+    """A page: what was audited, what is to be known of it all, what stands out, the sections."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
     findings: tuple[tuple[str, str], ...]
     chapters: tuple[Chapter, ...]
     partial: bool = False
+    notes: tuple[Note, ...] = ()

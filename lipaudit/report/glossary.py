@@ -50,7 +50,7 @@ STATISTICS: Mapping[str, str] = {
 """How a rule of the gate makes one number of many."""
 
 VERDICTS: Mapping[str, str] = {
-    "unchanged": "Same weights, and the same values.",
+    "unchanged": "Same weights, and the same values to the accuracy of the norms.",
     "improved": "Better than the rule asks for by more than its limit, beyond chance.",
     "pass": "Shown to be no worse than the limit allows.",
     "pass (not proven)": "No worse than the limit on these samples, but chance may hide that it "
@@ -98,10 +98,12 @@ WORDS: Mapping[str, str] = {
     "current": "The value of the report that is judged, on the shared samples.",
     "old": "The value of the first report, on the shared samples.",
     "new": "The value of the report that is compared with the first, on the shared samples.",
-    "change": "New against old: a share (%), points (pp) or a difference, sample by sample.",
-    "limits": "Between them the change lies, at the confidence that all rules share.",
-    "95 % limits": "Between them the change lies with 95 % confidence, one figure by itself.",
-    "detectable": "The smallest change that as many samples would have called a regression.",
+    "change": "New against old, of the two figures: a share (%), points (pp) or a difference.",
+    "paired": "The change that is tested, each sample against itself: of `median` the median of "
+    "the samples' changes, of `each` their geometric mean, else that of the figures.",
+    "limits": "Between them the paired change lies, at the confidence that all rules share.",
+    "95 % limits": "Between them the paired change lies with 95 % confidence, figure by figure.",
+    "detectable": "The smallest paired change that would have been called a regression.",
     "McNemar": "An exact test of no change of a share, by the samples that changed sides.",
     "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
     "5 baseline, 6 not proven (--strict), 130 interrupted.",
@@ -180,6 +182,7 @@ NOTES: Mapping[str, str] = {
     "spoils": "A warning of a report that bears on what the gate says of it.",
     "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
     "not: gradients may be masked.",
+    "spoils": "A warning of the report that is judged: its figures may mean little.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",
     "text-cut": "Some texts were longer than --max-tokens and were cut.",
     "what-is-measured": "What the norms of layers and of the model in `scaling` are of.",

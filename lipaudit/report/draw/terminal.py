@@ -68,6 +68,8 @@ def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
     if page.partial:
         yield Text("PARTIAL: the run was cut short; what follows is incomplete.", "bold red")
     yield from _facts(page, width)
+    if page.notes:
+        yield from _block(Notes(page.notes), width, colour)
     if page.findings:
         yield _heading("What stands out", "─", width)
         yield from (_item("•", f"{text} [{source}]", width) for text, source in page.findings)

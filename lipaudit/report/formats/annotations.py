@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 
 def render(judgement: Judgement) -> bytes:
-    """Write an error per failure and a warning per unproven rule, one to a line."""
-    lines = []
+    """Write what spoils the figures, an error per failure and a warning per unproven rule."""
+    lines = [
+        f"::warning title=lipaudit%3A figures::{_escaped(text)}\n" for text in judgement.warnings
+    ]
     for verdict in judgement.verdicts:
         failed = judgement.fails(verdict)
         if failed or verdict.unproven:

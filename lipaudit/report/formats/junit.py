@@ -30,6 +30,8 @@ def render(judgement: Judgement) -> bytes:
     suite = ElementTree.SubElement(root, "testsuite", {"name": "lipaudit gate", **counts})
     for verdict in judgement.verdicts:
         _add(suite, verdict, failed=judgement.fails(verdict))
+    if judgement.warnings:
+        ElementTree.SubElement(suite, "system-err").text = _xml("\n".join(judgement.warnings))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
 

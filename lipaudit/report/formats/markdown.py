@@ -36,6 +36,8 @@ def render(page: Document) -> bytes:
     if page.facts:
         facts = [[name, escape(value)] for name, value in page.facts]
         lines += [*_grid(["", ""], facts, "ll"), ""]
+    if page.notes:
+        lines += [*_block(Notes(page.notes)), ""]
     if page.findings:
         lines += ["## What stands out", ""]
         lines += [

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
+from lipaudit.report.page.remarks import merged, of_all, warnings
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.results import Column, Data, Model, Report, model_labels
 
@@ -44,7 +45,7 @@ def _commits(report: Report) -> list[tuple[str, str]]:
 
 
 def _single(report: Report) -> Document:
-    run = report.run
+    run, said = report.run, of_all(report)
     findings = tuple((finding.text, finding.source) for finding in diagnosis(report))
     preprocess = "; ".join(f"{name} {listed(value)}" for name, value in run.preprocess.items())
     versions = {"lipaudit": run.lipaudit} | run.versions
@@ -58,10 +59,11 @@ def _single(report: Report) -> Document:
         facts=facts(report),
         findings=findings,
         chapters=(
-            *(Chapter(s.measure, title(s.measure), blocks(s)) for s in report.sections),
+            *(Chapter(s.measure, title(s.measure), blocks(s, said)) for s in report.sections),
             Chapter("reading", "How to read the figures", last),
         ),
         partial=report.status == "partial",
+        notes=merged(said),
     )
 
 
@@ -87,6 +89,11 @@ def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
             Chapter("reading", "How to read the figures", (Paragraph(LEGEND),)),
         ),
         partial=any(report.status == "partial" for report in reports),
+        notes=tuple(
+            note.model_copy(update={"text": f"{name}: {note.text}"})
+            for name, report in zip(names, reports, strict=True)
+            for note in merged(warnings(report.sections))
+        ),
     )
 
 

@@ -49,6 +49,7 @@ class Judged:
 def lines(judgement: Judgement) -> list[str]:
     """Write a judgement line by line, the outcome last."""
     written = [f"{judgement.current} against {judgement.baseline}", ""]
+    written += [f"! warning: {text}" for text in judgement.warnings]
     for judged in _by_rule(judgement):
         written += [f"{_mark(judgement, verdict)} {verdict.line}" for verdict in judged.written]
         more = "more " if judged.written else ""
@@ -71,6 +72,9 @@ def page(judgement: Judgement) -> Document:
         f"{judgement.current} against {judgement.baseline}",
         facts=(),
         findings=(),
+        notes=tuple(
+            Note(level="warning", code="spoils", text=text) for text in judgement.warnings
+        ),
         chapters=(
             Chapter(
                 "verdicts",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lipaudit.report.blocks import Block, Notes, Paragraph
+from lipaudit.report.page.remarks import merged
 from lipaudit.report.page.views import attack, attention, bounds, default, jacobian, scaling
 from lipaudit.report.page.views.common import SideBySide, View
-from lipaudit.results import Section, row_types
+from lipaudit.results import Note, Section, row_types
 
 VIEWS: dict[str, View] = {
     "bounds": bounds.view,
@@ -37,14 +38,24 @@ def title(measure: str) -> str:
     return row_types()[measure].title or measure
 
 
-def blocks(section: Section) -> tuple[Block, ...]:
-    """Return what is shown of a section: settings, figures and tables, notes."""
+def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
+    """Return what is shown of a section: settings, warnings, figures and tables, other notes.
+
+    Args:
+        section: what is shown.
+        said: notes that stand above it already.
+    """
     given = {name: value for name, value in section.settings.items() if value is not None}
     settings = "; ".join(f"{name} {listed(value)}" for name, value in given.items())
+    notes = [note for note in section.notes if note not in said]
+    spoiling, others = (
+        merged(n for n in notes if (n.level == "warning") == w) for w in (True, False)
+    )
     return (
+        *([Notes(spoiling)] if spoiling else []),
         *([Paragraph(f"Settings: {settings}.")] if settings else []),
         *(VIEWS.get(section.measure, default.view)(section) if section.rows else [NOTHING]),
-        *([Notes(section.notes)] if section.notes else []),
+        *([Notes(others)] if others else []),
     )
 
 

@@ -19,7 +19,7 @@ def write(path: Path, content: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.resolve().parent, delete=False) as file:
             file.write(content)
             temporary = Path(file.name)
-        temporary.chmod(0o666 & ~_umask())
+        temporary.chmod(ordinary_mode())
         temporary.replace(path)
     except OSError as error:
         raise EvaluationError(f"cannot write {path}: {error.strerror}") from None
@@ -36,7 +36,8 @@ def require_writable(path: Path) -> None:
         raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")
 
 
-def _umask() -> int:
+def ordinary_mode() -> int:
+    """Return the permissions that a new file gets here: temporary ones are their owner's alone."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    return 0o666 & ~mask

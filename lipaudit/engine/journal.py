@@ -23,8 +23,9 @@ try:
 except ImportError:  # Windows: two equal runs at once would share a journal there
     fcntl = None  # type: ignore[assignment]
 
-KEPT_DAYS = 30
-"""An interrupted run that nobody went on with is forgotten after so long."""
+KEPT_DAYS, MOST_RUNS, MOST_BYTES = 30, 50, 2 << 30
+"""Interrupted runs that nobody went on with are forgotten after so many days; of the others the
+latest are kept, so many and so much in all."""
 
 _PLAIN = {
     ("lipaudit.measures.measure", "Part"),
@@ -57,6 +58,8 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
+            if not self.folder.exists():
+                _unlink(self.folder.with_suffix(".lock"))
             self._lock.close()
 
     def paths(self) -> list[Path]:
@@ -85,8 +88,10 @@ class Journal:
     def _keep(self, number: int, part: Part) -> None:
         if number == 0:
             self.clear()
-            _forget_old(self.folder.parent)
         self.folder.mkdir(exist_ok=True)
+        if number == 0:
+            with suppress(OSError):  # what another run forgets at the same time
+                _prune(self.folder.parent)
         write(self.folder / f"{number:06}.part", pickle.dumps(part, protocol=5))
 
     def clear(self) -> None:
@@ -105,10 +110,17 @@ def _locked(path: Path) -> IO[str] | None:
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                raise FileNotFoundError(path)  # whoever held it took it away
     except OSError:
         file.close()
         return None
     return file
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):  # Windows: a file that is open stays
+        path.unlink()
 
 
 def _read(path: Path) -> Part:
@@ -133,7 +145,26 @@ def _cache() -> Path:
     return Path(home).expanduser() / "lipaudit" / "journal"
 
 
-def _forget_old(root: Path) -> None:
-    for path in root.glob("*"):
-        if time.time() - path.stat().st_mtime > KEPT_DAYS * 86400:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+def _prune(root: Path) -> None:
+    """Forget runs that are old, too many or too large in all, but none that is in use."""
+    folders = [path for path in root.iterdir() if path.is_dir()]
+    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    total = 0
+    for rank, folder in enumerate(folders):
+        total += sum(path.stat().st_size for path in folder.iterdir())
+        age = time.time() - folder.stat().st_mtime
+        # Without locks nobody can tell what is in use, but by its age.
+        many = fcntl is not None and (rank >= MOST_RUNS or total > MOST_BYTES)
+        if many or age > KEPT_DAYS * 86400:
+            _forget(folder)
+    for lock in root.glob("*.lock"):
+        if not lock.with_suffix("").exists():
+            _forget(lock.with_suffix(""))
+
+
+def _forget(folder: Path) -> None:
+    lock = _locked(folder.with_suffix(".lock"))
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        _unlink(folder.with_suffix(".lock"))
+        lock.close()

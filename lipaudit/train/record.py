@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipaudit import __version__
-from lipaudit.engine.files import write
+from lipaudit.engine.files import ordinary_mode, write
 from lipaudit.engine.provenance import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError
 
@@ -157,6 +157,7 @@ def save_model(net: Net, out: Path, options: LoadOptions) -> bool:
             for path in [p for p in Path(folder).rglob("*") if p.is_file()]:
                 target = out / path.relative_to(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
+                path.chmod(ordinary_mode())
                 path.replace(target)
     except OSError as error:
         raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None

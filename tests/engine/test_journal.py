@@ -155,3 +155,79 @@ def test_two_equal_runs_at_once_do_not_share_a_journal(tmp_path):
 def test_a_run_without_a_cache_directory_goes_on(tmp_path):
     (tmp_path / "lipaudit").write_text("a file where the cache would be")
     assert run("attention", "demo", "-n", "2", cwd=tmp_path).returncode == 0
+
+
+def interrupted(root: Path, name: str, *, age_days: float = 0, size: int = 10) -> Path:
+    """What an interrupted run leaves behind, so many days old; its folder."""
+    with Journal({"name": name}, root) as journal:
+        journal.folder.mkdir()
+        (journal.folder / "000000.part").write_bytes(bytes(size))
+        then = time.time() - age_days * 86400
+        os.utime(journal.folder, (then, then))
+    return journal.folder
+
+
+def begun(root: Path) -> Journal:
+    """A run that keeps its first part, which is when others are forgotten."""
+    journal = Journal({"name": "begun"}, root)
+    with journal:
+        list(journal.recorded([Part(ids=("a",), values={})]))
+        assert journal.paths()
+    return journal
+
+
+def test_interrupted_runs_are_forgotten_by_number_the_oldest_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("lipaudit.engine.journal.MOST_RUNS", 3)
+    folders = [interrupted(tmp_path, f"{i}", age_days=i + 1) for i in range(5)]
+    own = begun(tmp_path).folder
+    assert {path for path in tmp_path.iterdir() if path.is_dir()} == {own, *folders[:2]}
+    assert len(list(tmp_path.glob("*.lock"))) == 3
+
+
+def test_interrupted_runs_are_forgotten_by_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("lipaudit.engine.journal.MOST_BYTES", 3000)
+    new, old = interrupted(tmp_path, "new", age_days=1, size=1000), interrupted(
+        tmp_path, "old", age_days=2, size=2500
+    )  # fmt: skip
+    begun(tmp_path)
+    assert (new.exists(), old.exists()) == (True, False)
+
+
+def test_interrupted_runs_are_forgotten_by_age_and_stray_locks_too(tmp_path):
+    old, young = interrupted(tmp_path, "a", age_days=31), interrupted(tmp_path, "b", age_days=29)
+    (tmp_path / "stray.lock").touch()
+    begun(tmp_path)
+    assert (old.exists(), young.exists()) == (False, True)
+    assert not (tmp_path / "stray.lock").exists()
+    assert not old.with_suffix(".lock").exists()
+
+
+def test_a_run_in_use_is_never_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr("lipaudit.engine.journal.MOST_RUNS", 0)
+    folder = interrupted(tmp_path, "in use", age_days=99)
+    with Journal({"name": "in use"}, tmp_path) as holder:
+        own = begun(tmp_path).folder
+        assert holder.paths()
+        assert folder.exists()
+        assert own.exists()
+    begun(tmp_path)
+    assert not folder.exists()
+
+
+def test_a_finished_run_leaves_nothing_behind(tmp_path):
+    done = run("jacobian", "demo", "-n", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "lipaudit/journal").iterdir()) == []
+
+
+def test_a_lock_that_was_taken_away_is_no_lock(tmp_path, monkeypatch):
+    """Another run ends between opening the file and locking it: two runs would hold two files."""
+    import fcntl
+
+    def late(file, how):
+        Path(file.name).unlink()
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with Journal({}, tmp_path) as journal:
+        list(journal.recorded([Part(ids=("a",), values={})]))
+        assert journal.paths() == []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.engine.files import write
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.saving import save_net
+from lipaudit.train.record import save_model
 
 
 def assert_same_outputs(first, second, data="random"):
@@ -57,3 +61,17 @@ def test_a_model_of_nobody_is_weights_alone(tmp_path):
     )
     assert not save_net(load_net(f"py:{tmp_path}/toy.py:model"), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_what_is_written_has_the_permissions_of_any_new_file(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        assert save_model(load_net("demo"), tmp_path, LoadOptions())
+        write(tmp_path / "report.json", b"{}")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(
+        ("config.json", "model.safetensors", "report.json"), 0o666 & ~mask
+    )

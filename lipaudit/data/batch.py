@@ -42,6 +42,11 @@ class Batch:
         mask = None if self.mask is None else self.mask[index]
         return Batch(self.x[index], y, tuple(self.ids[i] for i in index.tolist()), mask)
 
+    def unnamed(self, index: Tensor) -> Batch:
+        """Return the samples at these positions without ids: the host need not know which."""
+        mask = None if self.mask is None else self.mask[index]
+        return Batch(self.x[index], None, (), mask)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """Move to a device; floating-point samples also take the dtype."""
         x = self.x.to(device, dtype if self.x.is_floating_point() else None)

@@ -91,7 +91,7 @@ def _free(net: Net, batch: Batch) -> torch.Tensor | None:
 
 def _model(net: Net, batch: Batch) -> Classifier | ByRow:
     if net.kind == "text":
-        return ByRow(lambda z, rows: net.forward(z, batch.rows(rows)))
+        return ByRow(lambda z, rows: net.forward(z, batch.unnamed(rows)))
     return lambda z: net.forward(z, batch)
 
 

@@ -128,7 +128,8 @@ def _closed_form(
     reduced["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
     reduced["numerical"] = torch.zeros_like(exact.norm)
     reduced["forward_error"] = forward_error(heads)
-    return {name: per_sample(values.cpu(), heads.sample.cpu()) for name, values in reduced.items()}
+    sample = heads.sample.cpu()
+    return {name: per_sample(values.cpu(), sample) for name, values in reduced.items()}
 
 
 def _norms(exact: Norms) -> Reduced:

@@ -27,8 +27,10 @@ def shifted(
     >>> shifted(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
     tensor([6.0000, 0.5000])
     """
+    exponent = exponent.cpu()
     half = exponent // 2
-    return t * powers_of_two(half).to(t) * powers_of_two(exponent - half).to(t)
+    first, second = powers_of_two(torch.stack([half, exponent - half])).to(t)
+    return t * first * second
 
 
 def times_power(

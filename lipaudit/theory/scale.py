@@ -77,5 +77,5 @@ def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
 
 
 def _exponents(largest: Float[Tensor, "*heads"]) -> Int[Tensor, "*heads"]:
-    """The exponents of positive numbers; 0 for 0."""
-    return torch.frexp(largest).exponent
+    """The exponents of positive numbers, on the CPU; 0 for 0."""
+    return torch.frexp(largest.cpu()).exponent

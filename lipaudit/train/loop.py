@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,9 @@ from lipaudit.models.precision import seeded
 from lipaudit.settings.recipe import Recipe
 from lipaudit.train.augment import Mix, flipped, mixing, translated
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
+
+LOOK = 32
+"""Steps between two looks at the losses: an accelerator works on while nobody looks."""
 
 CheckpointState = dict[str, Any]
 """What a checkpoint holds: tensors, numbers, strings, and lists and dictionaries of them."""
@@ -135,11 +138,15 @@ class _Training:
     def epoch(self, data: Batch) -> tuple[float, float | None]:
         """Train on all samples once; return the mean loss and the mean penalty."""
         self.net.module.train()
-        sums = np.zeros(2)
+        sums, losses = np.zeros(2), []
         order = torch.randperm(len(data), generator=self.rng)
-        for index in _batches(order, self.recipe.batch_size):
+        batches = _batches(order, self.recipe.batch_size)
+        for number, index in enumerate(batches, 1):
             batch = data.rows(index).to(self.net.device, self.net.dtype)
-            sums += len(batch) * np.array(self.step(batch))
+            losses.append((len(batch), self.step(batch)))
+            if number % LOOK == 0 or number == len(batches):
+                sums = np.sum([sums, *_weighed(losses)], axis=0)
+                losses.clear()
         self.net.module.eval()
         loss, penalty = sums / len(data)
         self.require_sense(penalty)
@@ -147,7 +154,8 @@ class _Training:
 
     def require_sense(self, penalty: float) -> None:
         """Refuse to go on after an epoch that destroyed the weights or never met the penalty."""
-        if not all(bool(p.isfinite().all()) for p in self.net.module.parameters()):
+        finite = [p.isfinite().all() for p in self.net.module.parameters()]
+        if not torch.stack(finite).all():
             raise EvaluationError("the weights are not finite", "Lower --lr or --weight.")
         if self.recipe.penalty == "jasmin" and self.recipe.k and penalty == 0:
             raise UsageError(
@@ -155,20 +163,17 @@ class _Training:
                 "Give a smaller --k.",
             )
 
-    def step(self, batch: Batch) -> tuple[float, float]:
-        """Take one step; return its loss and its penalty."""
+    def step(self, batch: Batch) -> Tensor:
+        """Take one step; return its loss and its penalty, (2,), without waiting for them."""
         x, target = self.mix(self.changed(batch), _labels(batch))
         with self.watched(batch.mask) as penalty:
             logits = self.net.read(self.net.call(x, batch.mask))
         loss, extra = F.cross_entropy(logits, target), penalty()
-        total = loss + self.recipe.weight * extra
-        if not total.isfinite():
-            raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
         self.optimizer.zero_grad()
-        torch.autograd.backward(total)
+        torch.autograd.backward(loss + self.recipe.weight * extra)
         self.optimizer.step()
         self.schedule.step()
-        return float(loss.detach()), float(extra.detach())
+        return torch.stack([loss.detach(), extra.detach().to(loss)])
 
     def changed(self, batch: Batch) -> Tensor:
         """Return the samples, shifted, flipped and attacked as the recipe says."""
@@ -207,6 +212,14 @@ class _Training:
         return attention_penalty(
             self.net.module, k=self.recipe.k, reduction=self.recipe.reduction, mask=mask
         )
+
+
+def _weighed(losses: Sequence[tuple[int, Tensor]]) -> Any:
+    """What steps lost, each times its samples; the host waits for a device once."""
+    values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
+    if not np.isfinite(values).all():
+        raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
+    return np.array([[size] for size, _ in losses]) * values
 
 
 def _require_fit(net: Net, recipe: Recipe) -> None:

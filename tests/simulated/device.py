@@ -135,7 +135,7 @@ class Waits(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        kind = _waits(func, given, result)
+        kind = _waits(func, given, args, result)
         if kind:
             self.counts[kind, _caller()] += 1
         return result
@@ -153,7 +153,7 @@ class Waits(TorchDispatchMode):
         return "\n".join([f"{self.total:6} waits", *lines])
 
 
-def _waits(func: Any, given: list[Tensor], result: Any) -> str | None:
+def _waits(func: Any, given: list[Tensor], args: tuple[Any, ...], result: Any) -> str | None:
     name = func._schema.name.removeprefix("aten::")
     if name in ("_to_copy", "to", "copy_", "_copy_from"):
         source, target = (given[1], given[0]) if name == "copy_" else (given[0], result)
@@ -164,8 +164,8 @@ def _waits(func: Any, given: list[Tensor], result: Any) -> str | None:
     if name == "lift_fresh":  # torch.tensor of numbers
         return "from host"
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-        indices = given[1:]
-        if any(t.dtype in (torch.bool, torch.uint8) for t in indices if t.ndim):
+        indices = [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)]
+        if any(t.dtype in (torch.bool, torch.uint8) and t.device.type == NAME for t in indices):
             return "shape"
         return "from host" if any(t.device.type == "cpu" and t.ndim for t in indices) else None
     return WAITING.get(name)

@@ -29,7 +29,8 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
     With `each`, every slice along that axis by itself: a large head must not hide a small one.
     """
     pairs = ((a, b),) if each is None else zip(a.unbind(each), b.unbind(each), strict=True)
-    return all(_largest(x - y) <= tolerance * _largest(x) for x, y in pairs)
+    near = [_largest(x - y) <= tolerance * _largest(x) for x, y in pairs]
+    return bool(torch.stack(near).all())
 
 
 def jacobian_agrees(
@@ -53,9 +54,9 @@ def jacobian_agrees(
     one_by_one = [heads.pick(slice(h, h + 1)) for h in range(u.shape[1])]
     shares = [_closed(head, parts, u[:, h : h + 1]) for h, head in enumerate(one_by_one)]
     groups = _by_input(parts.values())
-    sizes = torch.tensor([[_size(share, group) for share in shares] for group in groups])
+    sizes = torch.stack([_size(shares, group) for group in groups]).to(u)
     # With two inputs one gradient may vanish beside the other, down to rounding.
-    sizes = (sizes + SAME / AGREES * sizes.amax(0)).clamp_min(_DEAD).to(u)
+    sizes = (sizes + SAME / AGREES * sizes.amax(0)).clamp_min(_DEAD)
     sizes *= 1 + lost.to(u) / AGREES
     return all(
         _apart(heads, parts, call.output, group, u / size[:, None, None]) <= AGREES
@@ -70,8 +71,13 @@ def _closed(heads: Heads, parts: Mapping[str, Projected], u: Tensor) -> list[Gra
     return closed if dx_kv is None else [*closed, (parts["k"], dx_kv)]
 
 
-def _size(closed: list[Gradient], group: list[Projected]) -> float:
-    return max((_largest(d) for part, d in closed if _same(part, group[0])), default=0.0)
+def _size(shares: list[list[Gradient]], group: list[Projected]) -> Tensor:
+    """The largest entry of each head's gradient in what a group reads; 0 where there is none."""
+    read = [[d for part, d in each if _same(part, group[0])] for each in shares]
+    none = torch.zeros_like(shares[0][0][1])
+    return torch.stack(
+        [torch.stack([_largest(d) for d in each or [none]]).amax() for each in read]
+    )
 
 
 def _apart(
@@ -80,7 +86,7 @@ def _apart(
     output: Tensor,
     group: list[Projected],
     u: Tensor,
-) -> float:
+) -> Tensor:
     """Return how far the closed form is from autograd in what a group of linear maps reads."""
     samples = int(heads.sample[-1]) + 1
     true = [_pulled(part, output, u) for part in group]
@@ -89,8 +95,8 @@ def _apart(
     return _largest(torch.stack(true).sum(0) - torch.stack(ours).sum(0))
 
 
-def _largest(t: Tensor) -> float:
-    return float(t.abs().amax())
+def _largest(t: Tensor) -> Tensor:
+    return t.abs().amax().double()
 
 
 def _by_input(parts: Iterable[Projected]) -> list[list[Projected]]:

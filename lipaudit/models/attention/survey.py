@@ -82,7 +82,11 @@ def _state(module: nn.Module) -> Hashable:
     """
     tensors = [t.detach() for t in chain(module.parameters(), module.buffers())]
     versions = tuple(0 if t.is_inference() else t._version for t in tensors)
-    return versions, tuple((t.data_ptr(), t.sum().item()) for t in tensors)
+    sums: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        sums.setdefault(t.dtype, []).append(t.sum())
+    values = tuple(tuple(torch.stack(each).tolist()) for each in sums.values())
+    return versions, tuple(t.data_ptr() for t in tensors), values
 
 
 def _attention_calls(net: Net, batch: Batch) -> list[Address]:

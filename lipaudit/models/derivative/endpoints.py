@@ -52,7 +52,7 @@ def sample_function(
     read = _READERS[wanted]
 
     def f(z: Tensor, index: Tensor) -> Tensor:
-        part = batch.rows(index)
+        part = batch.unnamed(index)
         forward = _from_embedding if embedded else _from_input
         return read(net, part, lambda: forward(net, z, part))
 

@@ -135,7 +135,7 @@ def margins(
     gaps = (logits.gather(1, y[:, None]) - logits.gather(1, order)).cpu().double()
     if upper is None:
         upper = torch.full((len(y),), torch.inf)
-    return _nearest(gaps, order.cpu(), _Slopes(linear, y, upper.cpu().double(), norm), rivals)
+    return _nearest(gaps, order, _Slopes(linear, y, upper.cpu().double(), norm), rivals)
 
 
 class _Slopes:
@@ -151,7 +151,7 @@ class _Slopes:
 
     def of(self, j: Tensor) -> Tensor:
         """Return those for one class j per sample, (batch,)."""
-        return self._norm(self.own - self._row(j.to(self.own.device)))
+        return self._norm(self.own - self._row(j))
 
     def _row(self, j: Tensor) -> Tensor:
         if self.every > DENSE:
@@ -164,10 +164,13 @@ class _Slopes:
 
 
 def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -> Margins:
-    """Look at the classes of `order`, (batch, classes - 1), as long as one may be the nearest."""
+    """Look at the classes of `order`, (batch, classes - 1), as long as one may be the nearest.
+
+    Gaps are on the CPU, the order where the gradients are.
+    """
     most = gaps.shape[1] if rivals is None or slopes.every <= DENSE else rivals
-    count = min(most, gaps.shape[1])
-    radius, closest = torch.full_like(gaps[:, 0], torch.inf), order[:, 0].clone()
+    count, classes = min(most, gaps.shape[1]), order.cpu()
+    radius, closest = torch.full_like(gaps[:, 0], torch.inf), classes[:, 0].clone()
     looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
     gradient = torch.zeros_like(radius)
     for i in range(count):
@@ -175,7 +178,7 @@ def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -
         gradient = slope if i == 0 else gradient
         here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
         nearer = ~complete & (here < radius)
-        radius, closest = here.where(nearer, radius), order[:, i].where(nearer, closest)
+        radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)
         looked += ~complete
         # Gaps only grow from here: a class that is no nearer at the largest slope ends the search.
         later = gaps[:, i + 1] if i + 1 < gaps.shape[1] else torch.full_like(radius, torch.inf)

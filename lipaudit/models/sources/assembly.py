@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -180,8 +181,13 @@ def _call(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
 def _normalised(call: Call, mean: tuple[float, ...], std: tuple[float, ...]) -> Call:
     """Put the normalisation between pixels and the network."""
 
+    @cache
+    def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        with torch.inference_mode(False):  # they may be part of a graph later
+            return [torch.tensor(v, device=device, dtype=dtype) for v in (mean, std)]
+
     def normalised(x: Tensor, mask: Tensor | None) -> Any:
-        shift, scale = (x.new_tensor(v)[:, None, None] for v in (mean, std))
+        shift, scale = (t[:, None, None] for t in constants(x.device, x.dtype))
         return call((x - shift) / scale, mask)
 
     return normalised

@@ -135,6 +135,7 @@ class HeadProducts:
         """Return the products of these problems alone."""
         if len(index) == len(self.attend.p):
             return self
+        index = index.to(self.attend.p.device)
         sides = [side.select(index) for side in self.sides]
         grams = [gram[index] for gram in self.grams]
         return HeadProducts(self.attend.select(index), sides, grams)
@@ -186,6 +187,7 @@ class LayerProducts:
         if len(rows) * self.heads == len(self.attend.p):
             return self
         index = (rows[:, None] * self.heads + torch.arange(self.heads)).flatten()
+        index = index.to(self.attend.p.device)
         sides = [side.select(index) for side in self.sides]
         return replace(self, attend=self.attend.select(index), sides=sides)
 

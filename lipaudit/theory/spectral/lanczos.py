@@ -171,6 +171,7 @@ class _Running:
     basis: list[Tensor]  # the orthonormal basis U, (problems, _GROWTH, size) each
     t: Tensor  # T = U^T A U, tridiagonal, lower triangle; on the CPU, float64
     beta: Tensor  # what couples the newest basis vector to T
+    coupling: Tensor  # beta once more, (problems, 1, 1), as the basis has it and where that is
     level: Tensor  # log of beta_1 ... beta_k / delta
     ritz: Tensor  # eigenvalues of T, ascending
     shorter: Tensor  # eigenvalues of T one step earlier
@@ -198,11 +199,12 @@ class _Running:
         if self.steps:
             # The recurrence first: the sweep below then removes rounding only, and one suffices.
             before = self._vector(self.steps - 1)
-            w.addcmul_(self.beta.to(w)[:, None, None], before, value=-1)
+            w.addcmul_(self.coupling, before, value=-1)
         for i, block in enumerate(self.basis):
             filled = block[:, : self.steps + 1 - _GROWTH * i]
             w.baddbmm_(w @ filled.mT, filled, alpha=-1)
         beta = torch.linalg.vector_norm(w, dim=2, keepdim=True)
+        self.coupling = beta
         self._couple(torch.cat([alpha, beta], 2)[:, 0].to("cpu", torch.float64))
         if self.steps % _GROWTH == 0:
             self.basis.append(w.new_zeros(len(w), _GROWTH, w.shape[2]))
@@ -221,9 +223,10 @@ class _Running:
     def vectors(self, mask: Tensor) -> Tensor:
         """The combinations of basis vectors that belong to the largest Ritz values of some."""
         weights = torch.linalg.eigh(self.t[mask])[1][:, :, -1].to(self.basis[0])
-        total = torch.zeros_like(self.basis[0][mask, :1])
+        rows = mask.nonzero()[:, 0].to(weights.device)
+        total = torch.zeros_like(self.basis[0][rows, :1])
         for part, block in zip(torch.split(weights, _GROWTH, 1), self.basis, strict=False):
-            total.baddbmm_(part[:, None], block[mask, : part.shape[1]])
+            total.baddbmm_(part[:, None], block[rows, : part.shape[1]])
         return total.squeeze(1)
 
     def exhausted(self) -> Tensor:
@@ -232,8 +235,9 @@ class _Running:
 
     def keep(self, mask: Tensor) -> None:
         """Drop the other problems."""
-        self.basis = [block[mask] for block in self.basis]
-        for name in (f.name for f in fields(self) if f.name != "basis"):
+        rows = mask.nonzero()[:, 0].to(self.coupling.device)
+        self.basis, self.coupling = [block[rows] for block in self.basis], self.coupling[rows]
+        for name in (f.name for f in fields(self) if f.name not in ("basis", "coupling")):
             setattr(self, name, getattr(self, name)[mask])
 
     def _first(self, products: Products) -> Tensor:
@@ -299,6 +303,7 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
         basis=[block],
         t=empty[:, :, None].expand(-1, -1, 0),
         beta=empty.sum(1),
+        coupling=block.new_zeros(count, 1, 1),
         # Growing by log beta_k with every step: p_k(t) = 1 / delta is log det(t - T) = level.
         level=length.log() - log_delta(dimension, ETA),
         ritz=empty,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.graph import vjp
 
@@ -56,11 +57,25 @@ class Probed:
 
 def take(t: Tensor, index: Tensor, dim: int) -> Tensor:
     """Index one axis by a tensor of any shape: a view of t where the index counts up by one."""
+    if index not in _FIRST:
+        _FIRST[index] = _first(index)
+    first = _FIRST[index]
+    if first is not None:
+        return torch.unflatten(t.narrow(dim, first, index.numel()), dim, index.shape)
+    return torch.unflatten(t.index_select(dim, index.flatten()), dim, index.shape)
+
+
+_FIRST = WeakTensorKeyDictionary()
+"""What `_first` said of an index: each is used several times, and asking waits for the device."""
+
+
+def _first(index: Tensor) -> int | None:
+    """Where an index starts that counts up by one, else None."""
     flat = index.flatten()
-    first, size = int(flat[0]), len(flat)
-    if torch.equal(flat, torch.arange(first, first + size, device=flat.device)):
-        return torch.unflatten(t.narrow(dim, first, size), dim, index.shape)
-    return torch.unflatten(t.index_select(dim, flat), dim, index.shape)
+    first, steps = flat[0], flat.diff()
+    counts = steps.eq(1).all()
+    start, plain = torch.stack([first, counts.to(first)]).tolist()
+    return int(start) if plain else None
 
 
 def fed_labels(source: Probed, code: Tensor, *, rows: bool) -> Tensor | None:
@@ -91,7 +106,8 @@ def reads_only(source: Probed, rows: Tensor) -> bool:
     pick = u[:, :1, :, :1]
     half = pick > pick.median()
     touched = (source.pull(u * half) != 0).any(1)
-    touched[rows[half[:, 0, :, 0]]] = False
+    rows, half = rows.flatten(), half[:, 0, :, 0].flatten()
+    touched[rows] &= ~half  # a row feeds one token
     return not bool(touched.any())
 
 
@@ -107,7 +123,7 @@ def affine_map(source: Probed, rows: Tensor, columns: Tensor) -> tuple[Tensor, T
     windows, heads, tokens, width = t.shape
     slot = torch.arange(windows * tokens, device=t.device).view(windows, 1, tokens)
     mix = t.new_zeros(heads, width, columns.shape[1])
-    for channel, g in _probe(source, rows, columns, slot.expand(t.shape[:-1])):
+    for channel, g in _probe(source, rows, columns, slot):
         mix[:, channel[:, 0].flatten()] = g.transpose(0, 1).flatten(1, 2)
     image = torch.einsum("hce,bhne->bhnc", mix, source.values(rows, columns))
     rest = t - image
@@ -124,7 +140,7 @@ def position_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor | None
     windows, heads, tokens, width = t.shape
     slot = torch.arange(windows * heads, device=t.device).view(windows, heads, 1)
     local = t.new_zeros(tokens, width, columns.shape[1])
-    for channel, g in _probe(source, rows, columns, slot.expand(t.shape[:-1])):
+    for channel, g in _probe(source, rows, columns, slot):
         local[:, channel[..., 0].flatten()] = g.flatten(0, 1).transpose(0, 1)
     local = local[None, None]
     return local if is_linear(source, local, rows, columns) else None
@@ -134,7 +150,7 @@ def local_map(source: Probed, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the local Jacobian of t, (windows, heads, tokens, d, e): one product per channel."""
     t = source.t.detach()
     local = t.new_zeros(*t.shape, columns.shape[1])
-    slot = torch.zeros(t.shape[:-1], dtype=torch.long, device=t.device)
+    slot = torch.zeros(1, 1, 1, dtype=torch.long, device=t.device)
     for c, (_, g) in enumerate(_probe(source, rows, columns, slot)):
         local[..., c, :] = g
     return local
@@ -176,12 +192,14 @@ def _probe(
     """Differentiate one channel of every vector of t at a time, until each slot has had all.
 
     Vectors in different slots get different channels, so that a map which many vectors share
-    takes few products. Yields the channels (windows, heads, tokens) and their gradients with
+    takes few products; `slot` counts them, and stands for all vectors along its axes of size 1.
+    Yields the channels (windows, heads, tokens) and their gradients with
     respect to y, (windows, heads, tokens, e).
     """
-    width = source.t.shape[-1]
-    for shift in range(-(-width // int(slot.max() + 1))):
-        channel = (slot + shift * int(slot.max() + 1)) % width
+    *vectors, width = source.t.shape
+    count = slot.numel()
+    for shift in range(-(-width // count)):
+        channel = ((slot + shift * count) % width).expand(vectors)
         unit = torch.zeros_like(source.t).scatter_(-1, channel[..., None], 1.0)
         yield channel, source.pull(unit)[rows][..., columns].transpose(1, 2)
 

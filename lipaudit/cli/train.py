@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lipaudit.models.net import Net
     from lipaudit.train import Epoch
 
+READ_AS = ("data", "text_column", "label_column", "max_tokens", "skip_bad")
+"""Options that say how data are read, whatever the model."""
+
 
 USUAL = {
     "batch_size": str(Recipe.model_fields["batch_size"].default),
@@ -111,7 +114,8 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     complete = save_model(net, task.out, options)
     record.finish()
     if not quiet:
-        _farewell(task.out, complete)
+        asked = run.model_copy(update={"data": check or run.data})
+        _farewell(task.out, _measuring(task.out, asked) if complete else None)
 
 
 def _samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:
@@ -141,8 +145,19 @@ def _reported(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Iterator[E
             typer.echo(line, err=True)
 
 
-def _farewell(out: Path, complete: bool) -> None:
-    if complete:
-        typer.echo(f"Trained. Measure it: lipaudit audit {shlex.quote(str(out))}", err=True)
+def _measuring(out: Path, run: RunOptions) -> str:
+    """Return the command that measures the result, on the data it was held against."""
+    options = RunOptions.options()
+    words = ["lipaudit", "audit", str(out)]
+    for name in READ_AS:
+        value = getattr(run, name)
+        if value is not None and value is not False:
+            words += [options[name].flags[0], *([] if value is True else [str(value)])]
+    return shlex.join(words)
+
+
+def _farewell(out: Path, measuring: str | None) -> None:
+    if measuring is not None:
+        typer.echo(f"Trained. Measure it: {measuring}", err=True)
     else:
         typer.echo(f"Trained. Load {out}/model.safetensors in your py: factory.", err=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +12,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.data.hub.commit import Commit
-from lipaudit.data.intake import Intake, remark
+from lipaudit.data.intake import DataOptions, Intake, remark, warning
 from lipaudit.errors import InputError
 from lipaudit.results import Note
+
+T = TypeVar("T")
+SHOWN = 5
+"""Classes that a message names."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,40 @@ def picks(total: int, samples: int, seed: int) -> list[int]:
     """Draw without replacement; a larger number of samples only adds to a smaller one."""
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[:samples].tolist()
+
+
+def draw(
+    total: int, options: DataOptions, read: Callable[[int], T], *, what: str
+) -> tuple[list[tuple[int, T]], tuple[Note, ...]]:
+    """Read as many samples as are asked for, in the order of `picks`, each with its position.
+
+    With `skip_bad`, the next ones take the place of those that cannot be read.
+
+    Raises:
+        InputError: one cannot be read; with `skip_bad`, none can.
+    """
+    drawn: list[tuple[int, T]] = []
+    faults: list[str] = []
+    for i in picks(total, total, options.seed):
+        if len(drawn) == options.samples:
+            break
+        try:
+            drawn.append((i, read(i)))
+        except InputError as error:
+            if not options.skip_bad:
+                raise
+            faults.append(error.message)
+    if not drawn:
+        raise InputError(f"none of {total} {what} can be read ({faults[0]})", "Check the data.")
+    return drawn, left_out(faults, what)
+
+
+def left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
+    """Say how many samples were left out for their faults, and the first of those."""
+    if not faults:
+        return ()
+    text = f"{what} that cannot be read were left out: {len(faults)} (the first: {faults[0]})"
+    return (warning("skipped-bad", text),)
 
 
 def to_batch(drawn: Drawn, net: Intake) -> Batch:
@@ -72,9 +111,10 @@ def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tu
         return order, (remark("labels-by-order", _order_text(order, net)),)
     stranger = next(name for name in names if _plain(name) not in known)
     has = "no class names" if not known else "no class of that name"
+    own = f" ({_some(net.info.labels)})" if net.info.labels else ""
     raise InputError(
-        f"the data have a class {stranger!r}; the model has {has}, and {net.classes} classes for "
-        f"the data's {len(names)}",
+        f"the data have a class {stranger!r}; the model has {has}, and {net.classes} classes{own} "
+        f"for the data's {len(names)} ({_some(names)})",
         "Rename the classes to the model's, or give as many as the model has, in its order; "
         "`lipaudit train --classes` trains a new classifier.",
     )
@@ -96,6 +136,15 @@ def require_labels(y: Sequence[int], net: Intake, *, origin: str) -> None:
             f"(0 to {classes - 1})",
             "Labels count from 0, in the order of the model's outputs.",
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """Name the first of some classes.
+
+    >>> _some("abcdefg")
+    "'a', 'b', 'c', 'd', 'e', ..."
+    """
+    return ", ".join([*map(repr, names[:SHOWN]), *(["..."] if len(names) > SHOWN else [])])
 
 
 def _known_names(net: Intake) -> dict[str, int]:

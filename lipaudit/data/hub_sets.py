@@ -11,7 +11,8 @@ from lipaudit.data.drawing import Drawn, class_indices, picks
 from lipaudit.data.hub.commit import hub_access
 from lipaudit.data.hub.splits import open_split, parse_reference
 from lipaudit.data.intake import DataOptions, Intake
-from lipaudit.data.text import class_numbers, label_column, text_column, tokenized
+from lipaudit.data.tables import label_column, text_columns
+from lipaudit.data.text import class_numbers, row_text, tokenized
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
@@ -34,8 +35,9 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
         raise InputError(f"{origin} is empty", "Choose another split.")
     order = picks(len(table), options.samples, options.seed)
     if net.kind == "text":
-        column = text_column(table.column_names, options, origin=origin)
-        x, notes = tokenized(table[order][column], net, options, origin=origin)
+        columns = text_columns(table.column_names, options, origin=origin)
+        texts = [row_text(table[i], columns) for i in order]
+        x, notes = tokenized(texts, net, options, origin=origin)
     else:
         x, notes = _pictures(table, order, net, origin), ()
     y, more = _labels(table, net, options, origin)

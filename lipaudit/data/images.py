@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lipaudit.data.drawing import Drawn, class_indices, picks
+from lipaudit.data.drawing import Drawn, class_indices, draw
 from lipaudit.data.intake import DataOptions, Intake, remark
 from lipaudit.errors import InputError
 from lipaudit.results import Note
@@ -66,14 +66,17 @@ def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:
             "Give --data a text file, an .npz file, or random.",
         )
     files, classes = _classes(path)
-    order = picks(len(files), options.samples, options.seed)
-    x = [read_image(files[i], net.prepare) for i in order]
+    prepare = net.prepare
+    drawn, notes = draw(
+        len(files), options, lambda i: read_image(files[i], prepare), what="images"
+    )
+    x = [image for _, image in drawn]
     if not classes:
-        return Drawn(x)
+        return Drawn(x, None, notes)
     if net.classes is None:
-        return Drawn(x, None, (_no_classes(path),))
-    index, notes = class_indices(sorted(set(classes)), net)
-    return Drawn(x, [index[classes[i]] for i in order], notes)
+        return Drawn(x, None, (*notes, _no_classes(path)))
+    index, matched = class_indices(sorted(set(classes)), net)
+    return Drawn(x, [index[classes[i]] for i, _ in drawn], notes + matched)
 
 
 def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
@@ -88,7 +91,8 @@ def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
             return prepare(image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(
-            f"{path} is not a readable image ({error})", "Remove it or copy it again."
+            f"{path} is not a readable image ({error})",
+            "Remove it, copy it again, or leave such images out with --skip-bad.",
         ) from error
 
 

@@ -59,6 +59,10 @@ class Intake(Protocol):
         """Text -> token ids, cut to a number of tokens."""
 
     @property
+    def tokenize_pair(self) -> Callable[[str, str, int], list[int]] | None:
+        """Two texts -> token ids of both, cut to a number of tokens."""
+
+    @property
     def pad_id(self) -> int:
         """The id that fills shorter samples."""
 
@@ -83,9 +87,11 @@ class DataOptions:
         samples: how many to take.
         seed: which ones: they are drawn without replacement from a stream of this seed.
         max_tokens: longest text, in tokens with the special ones.
-        text_column: column of a table that holds the text; by default the first usual name.
+        text_column: column of a table that holds the text, or two of pairs with a comma between;
+            by default the first usual name.
         label_column: column that holds the labels; by default the first usual name.
         offline: never open a connection; only what is on this machine.
+        skip_bad: leave out samples that cannot be read, with a note, where they would be refused.
     """
 
     samples: int = 32
@@ -94,6 +100,7 @@ class DataOptions:
     text_column: str | None = None
     label_column: str | None = None
     offline: bool = False
+    skip_bad: bool = False
 
 
 @dataclass(frozen=True)

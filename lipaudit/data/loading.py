@@ -15,13 +15,14 @@ from lipaudit.data.intake import DataOptions as DataOptions
 from lipaudit.data.intake import Intake, remark
 from lipaudit.data.intake import Samples as Samples
 from lipaudit.data.synthetic import random_samples
-from lipaudit.data.text import TABLES, read_table, read_text
+from lipaudit.data.tables import TABLES
+from lipaudit.data.text import read_table, read_text
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 FORMS = (
-    "demo, demo:train, random, a folder of images, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, "
-    "hf:NAME[SPLIT]"
+    "demo, demo:train, random, a folder of images, .npz, .safetensors, .csv, .tsv, .jsonl, "
+    ".parquet, .txt, hf:NAME[SPLIT]"
 )
 
 
@@ -29,10 +30,10 @@ def load_data(spec: str | None, net: Intake, options: DataOptions | None = None)
     """Load the samples that a --data argument names, in the form the model takes.
 
     The forms: `demo` (360 handwritten digits); `demo:train` (the 1437 that the demo models were
-    trained on); `random`; a folder of images, sub-folders being
-    classes; `.npz` or `.safetensors` with x and perhaps y; `.csv`, `.tsv`, `.jsonl` with a text
-    column; `.txt`; `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None is
-    `demo` for the demo models and `random` for others.
+    trained on); `random`; a folder of images, sub-folders being classes; `.npz` or `.safetensors`
+    with x and perhaps y; `.csv`, `.tsv`, `.jsonl`, `.parquet` with a column of texts or two of
+    pairs; `.txt`; `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None is `demo` for the demo models
+    and `random` for others.
 
     Raises:
         UsageError: no samples are asked for.

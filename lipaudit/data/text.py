@@ -2,67 +2,84 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipaudit.data.drawing import Drawn, class_indices, picks, require_labels
+from lipaudit.data.drawing import Drawn, class_indices, draw, left_out, require_labels
 from lipaudit.data.intake import DataOptions, Intake, remark, warning
-from lipaudit.errors import InputError, UsageError, suggestion
+from lipaudit.data.tables import Row, label_column, read_rows, text_columns
+from lipaudit.errors import InputError, UsageError
 from lipaudit.results import Note
 
-TEXTS = ("text", "sentence", "content", "review", "question", "document")
-LABELS = ("label", "labels", "y", "target", "class")
-TABLES = (".csv", ".tsv", ".jsonl")
+Text = str | tuple[str, str]
+"""A text, or a pair of texts that the model reads together."""
 LETTERS_PER_TOKEN = 16
 
 
 def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
-    """Read a .csv, .tsv or .jsonl file with a header: a column of texts, perhaps one of labels.
+    """Read a table: a column of texts, or two of pairs of texts, perhaps one of labels.
 
     Labels are class names of the model, or its numbers.
 
     Raises:
         InputError: damaged, empty, a column missing, or labels the model does not have.
     """
-    rows, origin = _rows(path), str(path)
-    if not rows:
-        raise InputError(f"{path} has no rows", "The first line names the columns.")
-    text = text_column(list(rows[0]), options, origin=origin)
-    label = label_column(list(rows[0]), options, origin=origin)
-    order = picks(len(rows), options.samples, options.seed)
-    texts = _values([rows[i] for i in order], text, origin)
-    x, notes = tokenized([str(t) for t in texts], net, options, origin=origin)
+    origin = str(path)
+    rows, notes = _sound(read_rows(path), options, origin)
+    columns = list(rows[0].values)
+    text = text_columns(columns, options, origin=origin)
+    label = label_column(columns, options, origin=origin)
+    needed = text if label is None or net.classes is None else (*text, label)
+    rows, more = _sound([_complete(row, needed) for row in rows], options, origin)
+    reader = _Reader(net, options, origin)
+    drawn, skipped = draw(
+        len(rows), options, lambda i: reader.tokens(row_text(rows[i].values, text)), what="texts"
+    )
+    notes += more + skipped + reader.notes()
     if label is None or net.classes is None:
-        return Drawn(x, None, notes)
-    every = _values(rows, label, origin)
-    numbers, more = class_numbers(every, net, origin=origin)
-    return Drawn(x, [numbers[i] for i in order], notes + more)
+        return Drawn([x for _, x in drawn], None, notes + unused_labels(label, origin))
+    numbers, matched = class_numbers([row.values[label] for row in rows], net, origin=origin)
+    return Drawn([x for _, x in drawn], [numbers[i] for i, _ in drawn], notes + matched)
 
 
-def text_column(columns: Sequence[str], options: DataOptions, *, origin: str) -> str:
-    """Choose the column of the texts.
+def row_text(values: Mapping[str, Any], columns: Sequence[str]) -> Text:
+    """Return the text of a row: of one column, or of the two of a pair."""
+    first, *second = (str(values[name]) for name in columns)
+    return (first, second[0]) if second else first
 
-    Raises:
-        InputError: none has a usual name, or not the one asked for.
-    """
-    column = _column(columns, options.text_column, TEXTS, origin)
+
+def unused_labels(column: str | None, origin: str) -> tuple[Note, ...]:
+    """Say that labels are there, and that the model has no classes for them."""
     if column is None:
+        return ()
+    text = f"the labels of {origin} ({column}) are unused: the model has no classes"
+    return (remark("labels-unused", text),)
+
+
+def _sound(
+    rows: Sequence[Row], options: DataOptions, origin: str
+) -> tuple[list[Row], tuple[Note, ...]]:
+    """Return the rows that can be read; the others are refused, or left out if that was asked."""
+    faulty = [f"{row.place} {row.fault}" for row in rows if row.fault]
+    if faulty and not options.skip_bad:
         raise InputError(
-            f"{origin} has no text column (columns: {', '.join(columns)})",
-            "Name it with --text-column.",
+            f"{origin}: {faulty[0]}", "Mend it, or leave such rows out with --skip-bad."
         )
-    return column
+    sound = [row for row in rows if not row.fault]
+    if not sound:
+        raise InputError(f"{origin}: no row can be read ({faulty[0]})", "Mend the file.")
+    return sound, left_out(faulty, "rows")
 
 
-def label_column(columns: Sequence[str], options: DataOptions, *, origin: str) -> str | None:
-    """Choose the column of the labels; None where none has a usual name."""
-    return _column(columns, options.label_column, LABELS, origin)
+def _complete(row: Row, columns: Sequence[str]) -> Row:
+    """Note which column a row has nothing in."""
+    empty = next((name for name in columns if row.values.get(name) is None), None)
+    return row if empty is None else replace(row, fault=f"has no {empty!r}")
 
 
 def read_text(path: Path, net: Intake, options: DataOptions) -> Drawn:
@@ -96,21 +113,35 @@ def windows(
 
 
 def tokenized(
-    texts: Sequence[str], net: Intake, options: DataOptions, *, origin: str
+    texts: Sequence[Text], net: Intake, options: DataOptions, *, origin: str
 ) -> tuple[list[Tensor], tuple[Note, ...]]:
-    """Tokenize texts, and say how many were cut."""
-    limit, notes = _limit(net, options)
-    # one token more than allowed tells a text that was cut from one that just fits
-    long = [_tokens(text, net, limit + 1, origin) for text in texts]
-    cut = sum(len(tokens) > limit for tokens in long)
-    x = [
-        _tokens(text, net, limit, origin) if len(tokens) > limit else tokens
-        for text, tokens in zip(texts, long, strict=True)
-    ]
-    if cut:
-        text = f"{cut} of {len(texts)} texts were cut to {limit} tokens (--max-tokens)"
-        notes += (warning("text-cut", text),)
-    return x, notes
+    """Tokenize texts, or pairs of texts, and say how many were cut."""
+    reader = _Reader(net, options, origin)
+    return [reader.tokens(text) for text in texts], reader.notes()
+
+
+class _Reader:
+    """Turns texts to token ids of at most as many as there may be, and counts those it cuts."""
+
+    def __init__(self, net: Intake, options: DataOptions, origin: str) -> None:
+        self.net, self.origin = net, origin
+        self.limit, self.limited = _limit(net, options)
+        self.read = self.cut = 0
+
+    def tokens(self, text: Text) -> Tensor:
+        # one token more than allowed tells a text that was cut from one that just fits
+        tokens = _tokens(text, self.net, self.limit + 1, self.origin)
+        self.read += 1
+        if len(tokens) <= self.limit:
+            return tokens
+        self.cut += 1
+        return _tokens(text, self.net, self.limit, self.origin)
+
+    def notes(self) -> tuple[Note, ...]:
+        if not self.cut:
+            return self.limited
+        text = f"{self.cut} of {self.read} texts were cut to {self.limit} tokens (--max-tokens)"
+        return (*self.limited, warning("text-cut", text))
 
 
 def class_numbers(
@@ -124,7 +155,7 @@ def class_numbers(
         origin: the data set, for messages.
     """
     try:
-        numbers = [int(value) for value in values]
+        numbers = [_whole(value) for value in values]
     except ValueError:
         names = [str(value) for value in values]
         index, notes = class_indices(sorted(set(names)), net)
@@ -133,35 +164,11 @@ def class_numbers(
     return numbers, ()
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            if path.suffix == ".jsonl":
-                return [dict(json.loads(line)) for line in lines if line.strip()]
-            delimiter = "\t" if path.suffix == ".tsv" else ","
-            return list(csv.DictReader(lines, delimiter=delimiter, strict=True))
-    except (ValueError, TypeError, csv.Error) as error:
-        raise InputError(
-            f"{path} is not a readable {path.suffix} file ({error})",
-            "It should be UTF-8, with a row per sample.",
-        ) from error
-
-
-def _values(rows: Sequence[dict[str, Any]], column: str, origin: str) -> list[Any]:
-    values = [row.get(column) for row in rows]
-    if None in values:
-        raise InputError(
-            f"{origin}: row {values.index(None) + 1} has no {column!r}", "Every row needs one."
-        )
-    return values
-
-
-def _column(
-    columns: Sequence[str], asked: str | None, usual: Sequence[str], origin: str
-) -> str | None:
-    if asked is not None and asked not in columns:
-        raise InputError(f"{origin} has no column {asked!r}", suggestion(asked, columns))
-    return asked or next((name for name in usual if name in columns), None)
+def _whole(value: Any) -> int:
+    """Read a class number; a share like 0.7 is none, and must not become class 0."""
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(value)
+    return int(value)
 
 
 def _limit(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
@@ -175,15 +182,27 @@ def _limit(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     return most, (warning("max-tokens", text),)
 
 
-def _tokens(text: str, net: Intake, limit: int, origin: str) -> Tensor:
+def _tokens(text: Text, net: Intake, limit: int, origin: str) -> Tensor:
     if net.tokenize is None:
         raise InputError(
             f"{origin} holds text, and the model came without a tokenizer",
             "Put tokenizer.json beside config.json, or give token ids as an .npz file.",
         )
-    tokens = net.tokenize(text, limit)
+    if isinstance(text, str):
+        tokens = net.tokenize(text, limit)
+    elif net.tokenize_pair is None:
+        raise InputError(
+            f"{origin} holds pairs of texts, and how the model joins two is not known",
+            "Read one of them alone with --text-column, or give token ids as an .npz file.",
+        )
+    else:
+        tokens = net.tokenize_pair(*text, limit)
     if not tokens:
-        raise InputError(f"{origin}: {text[:40]!r} has no tokens", "Remove empty texts.")
+        shown = text if isinstance(text, str) else text[0]
+        raise InputError(
+            f"{origin}: {shown[:40]!r} has no tokens",
+            "Remove empty texts, or leave them out with --skip-bad.",
+        )
     return torch.as_tensor(tokens, dtype=torch.int64)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.engine.files import require_writable
-from lipaudit.errors import UsageError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results import Note
@@ -78,14 +78,14 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     wanted = {name: request.count(name) for name in request.measures}
     samples = samples or _samples(net, request, max(wanted.values()))
     notes = net.info.notes + samples.notes
-    if request.skip_unlabelled and samples.batch.y is None:
+    if request.skip_unlabelled and (samples.batch.y is None or net.classes is None):
         skipped = [name for name, options in request.measures.items() if options.labelled]
-        notes += tuple(map(_skipped, skipped))
+        notes += tuple(_skipped(name, net) for name in skipped)
         kept = {name: o for name, o in request.measures.items() if name not in skipped}
         if not kept:
             raise UsageError(
-                f"{', '.join(skipped)}: nothing is left without labelled samples",
-                "Name some that have labels (--data).",
+                f"nothing is left to measure: {_skipped(skipped[0], net).text}",
+                "Name labelled samples (--data), or other measures.",
             )
         request = replace(request, measures=kept)
     counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
@@ -105,14 +105,20 @@ def _filled(request: Request) -> Request:
     return replace(request, run=run, measures=measures)
 
 
-def _skipped(name: str) -> Note:
+def _skipped(name: str, net: Net) -> Note:
     text = f"{name} was left out: it needs labelled samples (--data)"
+    if net.classes is None:
+        text = f"{name} was left out: {net.info.architecture} has no classes to label samples with"
     return Note(level="warning", code="no-labels", text=text)
 
 
 def _samples(net: Net, request: Request, count: int) -> Samples:
     spec = request.run.data or ("demo" if net.info.source == "demo" else "random")
     labelled = any(options.labelled for options in request.measures.values())
+    if labelled and net.classes is None and not request.skip_unlabelled:
+        raise InputError(
+            f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
+        )
     if labelled and spec == "random" and not request.skip_unlabelled:
         raise UsageError(
             "an attack needs labelled samples", "Name them with --data (a folder, .npz, .csv...)."
@@ -129,6 +135,7 @@ def data_options(run: RunOptions, samples: int) -> DataOptions:
         text_column=run.text_column,
         label_column=run.label_column,
         offline=run.offline,
+        skip_bad=run.skip_bad,
     )
 
 

@@ -69,6 +69,7 @@ class Net:
         classes: number of classes of a classifier, else None.
         vocabulary: number of token ids, for text.
         tokenize: text -> list of token ids, with special tokens, cut to a number of tokens.
+        tokenize_pair: two texts -> token ids of both; None where that is not known.
         pad_id: the id that fills shorter samples, for text.
         end_id: the id that every text must end with, where the model needs one.
         lexicon: makes what is known of the token ids, for text; None: nothing is.
@@ -88,6 +89,7 @@ class Net:
     classes: int | None
     vocabulary: int | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
+    tokenize_pair: Callable[[str, str, int], list[int]] | None = None
     pad_id: int = 0
     end_id: int | None = None
     lexicon: Callable[[], Lexicon] | None = None

@@ -18,6 +18,7 @@ READING = (
     "max_tokens",
     "mean",
     "model_kwargs",
+    "skip_bad",
     "std",
     "text_column",
     "tower",
@@ -30,8 +31,8 @@ class RunOptions(Settings):
 
     data: str | None = option(
         None,
-        "demo, an image folder, .npz, .safetensors, .csv, .tsv, .jsonl, .txt, hf:NAME[SPLIT] "
-        "(hf:ORG/NAME/CONFIGURATION[SPLIT]@REVISION) or random.",
+        "demo, an image folder, .npz, .safetensors, .csv, .tsv, .jsonl, .parquet, .txt, "
+        "hf:NAME[SPLIT] (hf:ORG/NAME/CONFIGURATION[SPLIT]@REVISION) or random.",
         panel=DATA,
         env="LIPAUDIT_DATA",
         usual="demo for demos, else random",
@@ -47,8 +48,13 @@ class RunOptions(Settings):
         usual="128; of scaling its longest length",
         ge=1,
     )
-    text_column: str | None = option(None, "Column of a table with texts.", panel=DATA)
+    text_column: str | None = option(
+        None, "Column of a table with texts; FIRST,SECOND of pairs.", panel=DATA
+    )
     label_column: str | None = option(None, "Column with labels.", panel=DATA)
+    skip_bad: bool = option(
+        False, "Leave out samples that cannot be read, and count them.", panel=DATA
+    )
     arch: str | None = option(None, "Architecture of a weights file: timm:NAME.", panel=MODEL)
     model_kwargs: Keywords = option(None, "k=v,... for the model's constructor.", panel=MODEL)
     mean: Numbers = option(None, "Override the pixel mean, R,G,B.", panel=MODEL)
@@ -83,7 +89,8 @@ class RunOptions(Settings):
     def reading(self) -> dict[str, Any]:
         """Return what was given of the options that decide how the model and data are read."""
         given = {name: getattr(self, name) for name in READING}
-        return {name: _plain(value) for name, value in given.items() if value is not None}
+        unset = (None, False)
+        return {name: _plain(v) for name, v in given.items() if not any(v is u for u in unset)}
 
 
 def _plain(value: Any) -> Any:

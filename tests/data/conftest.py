@@ -24,6 +24,7 @@ class Taker:
     box: tuple[float, float] | None = None
     vocabulary: int | None = None
     tokenize: object = None
+    tokenize_pair: object = None
     pad_id: int = 0
     end_id: int | None = None
     prepare: object = None

@@ -141,3 +141,41 @@ def test_a_damaged_image_is_named(tmp_path, image_taker, refused, damage):
 def test_channels_that_no_picture_has(tmp_path, image_taker, refused):
     picture(tmp_path / "a.png")
     assert "takes 5 channels" in refused(tmp_path, image_taker((5, 8, 8)))
+
+
+def test_one_damaged_picture_does_not_end_a_run_that_may_skip_it(animals, image_taker, refused):
+    net = image_taker(classes=2, labels=("cat", "dog"))
+    sound = load_data(str(animals), net, DataOptions(samples=6))
+    (animals / "cat" / "9.png").write_bytes(b"no picture")
+    (animals / "dog" / "8.jpg").mkdir()
+    assert "--skip-bad" in refused(animals, net, samples=8)
+    samples = load_data(str(animals), net, DataOptions(samples=8, skip_bad=True))
+    assert sorted(samples.batch.ids) == sorted(sound.batch.ids)
+    for shade, label in zip(shades(samples), samples.batch.y.tolist(), strict=True):
+        assert label == int(shade > 100)
+    skipped = next(note for note in samples.notes if note.code == "skipped-bad")
+    assert (skipped.level, "left out: 2 (" in skipped.text) == ("warning", True)
+
+
+def test_others_take_the_place_of_what_was_skipped(animals, image_taker):
+    """As many as were asked for, and more of them only add to fewer."""
+    (animals / "cat" / "9.png").write_bytes(b"no picture")
+    taken = [
+        load_data(str(animals), image_taker(), DataOptions(samples=n, skip_bad=True)).batch.ids
+        for n in range(1, 7)
+    ]
+    for n, ids in enumerate(taken, 1):
+        assert len(ids) == n
+        assert ids == taken[-1][:n]
+
+
+def test_a_folder_of_nothing_but_damaged_pictures_is_refused(tmp_path, image_taker, refused):
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    assert "none of 1 images can be read" in refused(tmp_path, image_taker(), skip_bad=True)
+
+
+def test_classes_that_do_not_match_are_named_on_both_sides(animals, image_taker, refused):
+    labels = ("ant", "bee", "elk", "fox", "gnu", "hen", "ibis")
+    said = refused(animals, image_taker(classes=7, labels=labels))
+    assert "7 classes ('ant', 'bee', 'elk', 'fox', 'gnu', ...)" in said
+    assert "the data's 2 ('cat', 'dog')" in said

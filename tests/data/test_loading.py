@@ -92,6 +92,6 @@ def test_no_samples_make_no_sense(image_taker, refused, samples):
 
 def test_data_that_are_not_there_or_not_known(tmp_path, image_taker, refused):
     assert "there is no data 'nowhere'" in refused("nowhere", image_taker())
-    (tmp_path / "a.parquet").write_text("x")
-    assert "of no kind that is read" in refused(tmp_path / "a.parquet", image_taker())
+    (tmp_path / "a.xlsx").write_text("x")
+    assert "of no kind that is read" in refused(tmp_path / "a.xlsx", image_taker())
     assert "1x8x8" in refused("demo", image_taker())

@@ -1,6 +1,9 @@
 """Text: tables, plain files, cutting and padding."""
 
 import json
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -125,10 +128,12 @@ def test_a_file_in_latin_1_is_read_with_a_note(tmp_path, text_taker):
         ("t.csv", "body\nx\n", "has no text column (columns: body)"),
         ("t.csv", "text,label\nx,maybe\n", "class 'maybe'"),
         ("t.csv", "text,label\nx,7\n", "label 7 is none of the model's 2 classes"),
-        ("t.csv", "text,label\nx\n", "row 1 has no 'label'"),
+        ("t.csv", "text,label\nx\n", "line 2 has no 'label'"),
         ("t.csv", 'text\n"open', "not a readable .csv"),
-        ("t.jsonl", "{", "not a readable .jsonl"),
-        ("t.jsonl", "[1]", "not a readable .jsonl"),
+        ("t.jsonl", "{", "line 1 is no JSON (Expecting property name"),
+        ("t.jsonl", "[1]", "line 1 is no {...} object"),
+        ("t.csv", "text,label\nx,0.7\n", "class '0.7'"),
+        ("t.jsonl", '{"text": "x", "label": 0.7}', "class '0.7'"),
         ("t.txt", " \n", "is empty"),
         ("t.csv", "text\n \n", "has no tokens"),
     ],
@@ -144,3 +149,114 @@ def test_requests_that_are_refused(tmp_path, text_taker, image_taker, refused):
     assert "leaves nothing" in refused(path, text_taker(), UsageError, max_tokens=0)
     assert "without a tokenizer" in refused(path, text_taker(tokenize=None))
     assert "the model takes image" in refused(path, image_taker())
+
+
+BAD_LINES = [
+    '{"text": "a", "label": 0}',
+    "",
+    "{broken",
+    '{"text": "b"}',
+    '{"text": "", "label": 1}',
+]
+BAD_LINES += ['{"text": "c d", "label": 1}', "[1]"]
+
+
+def test_messages_count_the_lines_of_the_file(tmp_path, text_taker, refused):
+    """Whatever order samples are drawn in, and however many lines are empty."""
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(BAD_LINES))
+    assert "line 3 is no JSON" in refused(path, text_taker(classes=2))
+    path.write_text("\n".join([*BAD_LINES[:2], *BAD_LINES[3:6]]))
+    for seed in range(4):
+        assert "line 3 has no 'label'" in refused(path, text_taker(classes=2), seed=seed)
+    table = tmp_path / "t.csv"
+    table.write_text('text,label\n"two\nlines",1\n\nx\ny,0\n')
+    assert "line 5 has no 'label'" in refused(table, text_taker(classes=2))
+    path.write_text("[" * 100_000)
+    assert "line 1 is no JSON" in refused(path, text_taker(classes=2))
+
+
+def test_rows_that_cannot_be_read_are_left_out_where_that_is_asked(tmp_path, text_taker, refused):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(BAD_LINES))
+    net = text_taker(classes=2)
+    samples = load_data(str(path), net, DataOptions(samples=9, skip_bad=True))
+    (tmp_path / "good.jsonl").write_text("\n".join([BAD_LINES[0], BAD_LINES[5]]))
+    good = load_data(str(tmp_path / "good.jsonl"), net, DataOptions(samples=9))
+    assert sorted(samples.batch.ids) == sorted(good.batch.ids)
+    assert samples.suite_id == good.suite_id
+    notes = [note for note in samples.notes if note.code == "skipped-bad"]
+    assert {note.level for note in notes} == {"warning"}
+    assert [note.text.partition(" (")[0].rpartition(" ")[2] for note in notes] == ["2", "1", "1"]
+    path.write_text("\n".join(["{broken", "[1]"]))
+    assert "no row can be read" in refused(path, net, skip_bad=True)
+
+
+def test_labels_that_a_model_has_no_use_for_are_not_called_missing(tmp_path, text_taker):
+    samples = load_data(table(tmp_path / "t.csv"), text_taker(), ALL)
+    assert samples.batch.y is None
+    assert [n.code for n in samples.notes] == ["labels-unused"]
+    assert "(label)" in samples.notes[0].text
+
+
+@pytest.fixture
+def joiner(text_taker):
+    """Take pairs: the words of the first text, a 9, those of the second."""
+
+    def make():
+        net = text_taker(classes=2)
+        ids = net.tokenize
+        join = lambda a, b, most: [*ids(a, most), 9, *ids(b, most)][:most]  # noqa: E731
+        return replace(net, tokenize_pair=join)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("columns", "asked", "first", "second"),
+    [
+        (("premise", "hypothesis"), None, 0, 1),
+        (("sentence1", "sentence2"), None, 0, 1),
+        (("text_b", "text"), None, 1, 0),
+        (("body", "title"), "title,body", 1, 0),
+        (("premise", "hypothesis"), "hypothesis", 1, None),
+        (("question, long", "text"), "question, long", 0, None),
+    ],
+)
+def test_pairs_of_texts_are_read_together(tmp_path, joiner, columns, asked, first, second):
+    values, net = ("a b", "c"), joiner()
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(dict(zip(columns, values, strict=True))))
+    batch = load_data(str(path), net, DataOptions(text_column=asked)).batch
+    alone = net.tokenize(values[first], 99)
+    expected = alone if second is None else net.tokenize_pair(values[first], values[second], 99)
+    assert batch.x.tolist() == [expected]
+
+
+def test_pairs_are_refused_where_nobody_knows_how_to_join_them(tmp_path, text_taker, refused):
+    path = table(tmp_path / "t.csv", [("a", "b")], ("premise", "hypothesis"))
+    assert "--text-column" in refused(path, text_taker())
+    assert "no column 'c'" in refused(path, text_taker(), text_column="premise,c")
+    assert "names 3 columns" in refused(
+        path, text_taker(), text_column="premise,hypothesis,premise"
+    )
+
+
+def test_parquet_is_read_like_any_table(tmp_path, text_taker, monkeypatch):
+    """The library stands in for itself: it is not among those that tests need."""
+    rows = [{"text": text, "label": label} for text, label in ROWS]
+    library = ModuleType("pyarrow")
+    library.parquet = SimpleNamespace(
+        read_table=lambda path: SimpleNamespace(to_pylist=lambda: json.loads(path.read_text()))
+    )
+    monkeypatch.setitem(sys.modules, "pyarrow", library)
+    (tmp_path / "t.parquet").write_text(json.dumps(rows))
+    net = text_taker(classes=2, labels=("BAD", "GOOD"))
+    parquet = load_data(str(tmp_path / "t.parquet"), net, ALL)
+    assert parquet.suite_id == load_data(table(tmp_path / "t.csv"), net, ALL).suite_id
+
+
+def test_parquet_without_its_library_says_what_to_do(tmp_path, text_taker, refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "t.parquet").write_bytes(b"PAR1")
+    assert "pip install pyarrow" in refused(tmp_path / "t.parquet", text_taker())

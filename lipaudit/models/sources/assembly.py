@@ -67,6 +67,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         classes=_classes(spec, output),
         vocabulary=spec.vocabulary,
         tokenize=spec.tokenize,
+        tokenize_pair=spec.tokenize_pair,
         pad_id=spec.pad_id,
         end_id=spec.end_id,
         lexicon=spec.lexicon,

@@ -48,6 +48,7 @@ class ModelSpec:
         aliases: further names of classes, by which a data set may call them.
         vocabulary: number of token ids; text only.
         tokenize: text -> token ids with special tokens, cut to a number of tokens; text only.
+        tokenize_pair: two texts -> token ids of both, likewise; text only.
         pad_id: the id that fills shorter samples; text only.
         end_id: the id that every text must end with, where the model needs one; text only.
         lexicon: makes what is known of the token ids, for attacks that change texts; by default
@@ -76,6 +77,7 @@ class ModelSpec:
     aliases: Mapping[str, int] = field(default_factory=dict)
     vocabulary: int | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
+    tokenize_pair: Callable[[str, str, int], list[int]] | None = None
     pad_id: int = 0
     end_id: int | None = None
     lexicon: Callable[[], Lexicon] | None = None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lipaudit.errors import InputError
 from lipaudit.models.sources.hf.lexicon import lexicon
+from lipaudit.models.sources.hf.pairs import Pairs, pairs
 from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
 from lipaudit.models.sources.hf.task_heads import class_names, has_head, is_classifier
 from lipaudit.models.sources.hf.towers import reads_last_position, tower_call, tower_features
@@ -35,7 +36,8 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
         )
     tokenizer = _tokenizer(path)
     pad = _pad_id(config, tokenizer)
-    call, read = _text_output(module, sentence_pooling(path), tower)
+    joined = pairs(module, tokenizer)
+    call, read = _text_output(module, sentence_pooling(path), tower, joined)
     return ModelSpec(
         module,
         (_most_tokens(module, config, tokenizer),),
@@ -44,6 +46,7 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
         labels=class_names(module),
         vocabulary=config.vocab_size,
         tokenize=None if tokenizer is None else _tokenize(tokenizer),
+        tokenize_pair=joined.tokenize,
         pad_id=pad,
         end_id=_end_id(module, tower),
         lexicon=None if tokenizer is None else partial(lexicon, tokenizer, config.vocab_size),
@@ -128,10 +131,12 @@ def _behind_padding(module: Any) -> list[int]:
     ]
 
 
-def _text_output(module: Any, pooling: Pooling, tower: str | None) -> tuple[Any, Any]:
+def _text_output(
+    module: Any, pooling: Pooling, tower: str | None, joined: Pairs
+) -> tuple[Any, Any]:
     """Return `call` and `read` by kind of model; `call` passes the mask on to `read`."""
     run = module if tower is None else tower_call(module, tower)
-    inputs = _text_inputs(module, tower)
+    inputs = _text_inputs(module, tower, joined)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         attention = None if mask is None else mask.long()
@@ -146,7 +151,9 @@ def _text_output(module: Any, pooling: Pooling, tower: str | None) -> tuple[Any,
     return call, lambda out: _next_token(out[0].logits, out[1])
 
 
-def _text_inputs(module: Any, tower: str | None) -> Callable[[Tensor, Tensor | None], Any]:
+def _text_inputs(
+    module: Any, tower: str | None, joined: Pairs
+) -> Callable[[Tensor, Tensor | None], Any]:
     """Return what makes the inputs of a model of ids and their mask."""
     if _tokens_first(module):
         # Looked up here, one sample per row; the model turns the embeddings as it does the ids.
@@ -162,7 +169,8 @@ def _text_inputs(module: Any, tower: str | None) -> Callable[[Tensor, Tensor | N
                 "not: in a batch, a short text's features would depend on the longest",
                 "Give texts of one length, as token ids in an .npz file padded as in training.",
             )
-        return {"input_ids": x, **decoder(x, mask)}
+        told = {} if joined.segments is None else {"token_type_ids": joined.segments(x)}
+        return {"input_ids": x, **told, **decoder(x, mask)}
 
     return inputs
 

@@ -1,0 +1,139 @@
+"""Tables: rows of .csv, .tsv, .jsonl and .parquet files, and which columns are meant."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lipaudit.data.intake import DataOptions
+from lipaudit.errors import InputError, suggestion
+
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+TEXTS = ("text", "sentence", "content", "review", "question", "document")
+PAIRS = (
+    ("premise", "hypothesis"),
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("text_a", "text_b"),
+    ("text1", "text2"),
+    ("text", "text_b"),
+    ("text", "text_pair"),
+)
+"""Usual names of the columns of a pair of texts."""
+LABELS = ("label", "labels", "y", "target", "class")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        place: where it is, for messages: `line 7`.
+        values: by the names of their columns.
+        fault: why it cannot be read; empty where it can.
+    """
+
+    place: str
+    values: dict[str, Any]
+    fault: str = ""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read every row of a file; one that is no row says so by its `fault`.
+
+    Raises:
+        InputError: the file cannot be read at all, or has no rows.
+    """
+    try:
+        rows = list(_parquet(path) if path.suffix == ".parquet" else _lines(path))
+    except (ValueError, OSError) as error:
+        raise InputError(
+            f"{path} is not a readable {path.suffix} file ({error})",
+            "It should be UTF-8, with a row per sample.",
+        ) from error
+    if not rows:
+        raise InputError(f"{path} has no rows", "The first line names the columns.")
+    return rows
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        if path.suffix == ".jsonl":
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _json(line, f"line {number}")
+            return
+        table = csv.DictReader(
+            lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True
+        )
+        try:
+            for values in table:
+                yield Row(f"line {table.line_num}", values)
+        except csv.Error as error:
+            raise ValueError(f"line {table.line_num}: {error}") from None
+
+
+def _json(line: str, place: str) -> Row:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        return Row(place, {}, f"is no JSON ({error.msg}, column {error.colno})")
+    except (ValueError, RecursionError) as error:  # a number, or a depth, beyond all bounds
+        return Row(place, {}, f"is no JSON ({error})")
+    return Row(place, values) if isinstance(values, dict) else Row(place, {}, "is no {...} object")
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise InputError(
+            f"{path} needs the library `pyarrow`, which is not installed",
+            "pip install pyarrow, or save the table as .csv or .jsonl.",
+        ) from error
+    for number, values in enumerate(parquet.read_table(path).to_pylist(), 1):
+        yield Row(f"row {number}", values)
+
+
+def text_columns(columns: Sequence[str], options: DataOptions, *, origin: str) -> tuple[str, ...]:
+    """Choose the column of the texts, or the two of pairs of texts.
+
+    Raises:
+        InputError: none has a usual name, or not the one asked for.
+    """
+    if options.text_column is not None:
+        asked = tuple(name.strip() for name in options.text_column.split(","))
+        whole = options.text_column in columns  # a name may hold a comma
+        return (options.text_column,) if whole else _known(asked, columns, origin)
+    pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
+    if pair is not None:
+        return pair
+    column = next((name for name in TEXTS if name in columns), None)
+    if column is None:
+        raise InputError(
+            f"{origin} has no text column (columns: {', '.join(columns)})",
+            "Name it with --text-column, or two of a pair: --text-column FIRST,SECOND.",
+        )
+    return (column,)
+
+
+def label_column(columns: Sequence[str], options: DataOptions, *, origin: str) -> str | None:
+    """Choose the column of the labels; None where none has a usual name."""
+    if options.label_column is not None:
+        return _known((options.label_column,), columns, origin)[0]
+    return next((name for name in LABELS if name in columns), None)
+
+
+def _known(asked: tuple[str, ...], columns: Sequence[str], origin: str) -> tuple[str, ...]:
+    strange = next((name for name in asked if name not in columns), None)
+    if strange is not None:
+        raise InputError(f"{origin} has no column {strange!r}", suggestion(strange, columns))
+    if len(asked) > 2:
+        raise InputError(
+            f"--text-column names {len(asked)} columns", "A text has one, a pair of texts two."
+        )
+    return asked

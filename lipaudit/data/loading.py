@@ -32,8 +32,8 @@ def load_data(spec: str | None, net: Intake, options: DataOptions | None = None)
     The forms: `demo` (360 handwritten digits); `demo:train` (the 1437 that the demo models were
     trained on); `random`; a folder of images, sub-folders being classes; `.npz` or `.safetensors`
     with x and perhaps y; `.csv`, `.tsv`, `.jsonl`, `.parquet` with a column of texts or two of
-    pairs; `.txt`; `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None is `demo` for the demo models
-    and `random` for others.
+    pairs; `.txt`; `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None is `demo` for the demo
+    models and `random` for others.
 
     Raises:
         UsageError: no samples are asked for.

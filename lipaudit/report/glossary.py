@@ -179,7 +179,6 @@ NOTES: Mapping[str, str] = {
     "raw-pixels": "Pixels go in as they are, for want of a preprocessor's configuration.",
     "resolved": "What a bare name was taken for.",
     "skipped-bad": "Samples that cannot be read were left out, as --skip-bad says.",
-    "spoils": "A warning of a report that bears on what the gate says of it.",
     "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
     "not: gradients may be masked.",
     "spoils": "A warning of the report that is judged: its figures may mean little.",

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lipaudit.cli.anew import Anew, read_or_measured
 from lipaudit.cli.app import Group, app, command
 from lipaudit.cli.options import Lines, Output, Plain, Shown, completed, formats, model_names
 
 if TYPE_CHECKING:
     from lipaudit.report import Subject
-    from lipaudit.results import Report
 
 COMPARE = "Compare and gate"
 Reports = Annotated[
@@ -87,6 +87,7 @@ def gate(
             autocompletion=completed(model_names),
         ),
     ],
+    how: Anew,
     baseline: Base = DEFAULT_BASE,
     fail_on: Annotated[
         list[str] | None,
@@ -110,22 +111,18 @@ def gate(
     config: Annotated[
         Path | None, typer.Option(help="A TOML file in place of pyproject.toml.")
     ] = None,
-    arch: Annotated[
-        str | None, typer.Option(help="Of a weights file, in place of the baseline's.")
-    ] = None,
-    model_kwargs: Annotated[
-        str | None, typer.Option(help="k=v,... in place of the baseline's.")
-    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks.")] = False,
 ) -> None:
     """Fail (exit 1) when a checkpoint is less robust than the baseline.
 
-    With a MODEL in place of a report, the baseline's own protocol is run on it first.
+    With a MODEL in place of a report, the baseline's own protocol is run on it first, on the same
+    samples.
 
     [dim]Examples:[/]
       [cyan]lipaudit gate audit.json --baseline lipaudit-baseline.json[/]
       [cyan]lipaudit gate ./model -b base.json --fail-on 'attack.robust >= -2pp'[/]
+      [cyan]lipaudit gate ./model -b base.json --data /data/val --report now.json[/]
     """
     from lipaudit.cli.config import read
     from lipaudit.cli.emit import check_outputs, emit
@@ -137,43 +134,12 @@ def gate(
     before = load_baseline(baseline)
     settings = configure(read(config).get("gate", {}), fail_on or ())
     settings["strict"] = settings["strict"] or strict
-    report = _current(current, before, quiet=quiet, arch=arch, model_kwargs=model_kwargs)
+    report = read_or_measured(current, before, how, quiet=quiet)
     judgement = judge(report, before, **settings)
     subject = of_judgement(judgement)
     _annotate(subject)
     emit(subject, where)
     raise typer.Exit(judgement.exit_code)
-
-
-def _current(current: str, baseline: Report, *, quiet: bool, **given: str | None) -> Report:
-    """Read the report, or measure the model as the baseline was measured.
-
-    Options that are `given` stand in place of the baseline's.
-    """
-    from lipaudit import schema
-
-    if current.endswith(".json"):
-        return schema.load(Path(current))
-    from lipaudit.cli.measure import typed_command
-    from lipaudit.cli.progress import OnStderr, muted
-    from lipaudit.engine.execute import execute
-    from lipaudit.engine.prepare import Request, prepare
-    from lipaudit.gate import protocol
-    from lipaudit.settings import RunOptions, option_types
-
-    how = protocol(baseline)
-    replaced = {name: value for name, value in given.items() if value is not None}
-    run = {"data": how.data, "seed": how.seed, "dtype": how.dtype} | how.options | replaced
-    measures = {
-        name: option_types()[name].checked(settings) for name, settings in how.settings.items()
-    }
-    request = Request(
-        current, measures, RunOptions.checked(run), how.samples, command=typed_command()
-    )
-    with muted(quiet=quiet):
-        job = prepare(request)
-    with OnStderr(current, quiet=quiet) as observer:
-        return execute(job, observer)
 
 
 def _annotate(subject: Subject) -> None:

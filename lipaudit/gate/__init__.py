@@ -5,6 +5,7 @@ from lipaudit.gate.baseline import load_baseline as load_baseline
 from lipaudit.gate.baseline import problems as problems
 from lipaudit.gate.baseline import promote as promote
 from lipaudit.gate.baseline import protocol as protocol
+from lipaudit.gate.baseline import require_samples as require_samples
 from lipaudit.gate.comparison import Comparison as Comparison
 from lipaudit.gate.comparison import compare as compare
 from lipaudit.gate.judging import judge as judge

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,7 @@ from lipaudit.errors import (
 )
 from lipaudit.gate.comparable import fault
 from lipaudit.gate.contrasts import trusted
+from lipaudit.gate.overlap import ALL_BUT_FEW, shared
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.results import Report, Section, row_types
 from lipaudit.results.samples import REDUCTIONS
@@ -70,6 +72,28 @@ def load_baseline(path: Path) -> Report:
     except InputError as error:
         advice = _SAVE if not path.exists() else error.advice
         raise BaselineError(f"baseline: {error.message}", advice) from None
+
+
+def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
+    """Refuse to measure other samples than the baseline's.
+
+    Args:
+        baseline: what the report will be compared with.
+        ids: the samples that are to be measured, by the measure.
+
+    Raises:
+        BaselineError: too few of them are the baseline's.
+    """
+    for section in baseline.sections:
+        known = tuple(map(str, section.samples.get("ids", ())))
+        if known and section.measure in ids:
+            try:
+                shared(section.measure, ids[section.measure], known, ALL_BUT_FEW)
+            except BaselineError as error:
+                spec = baseline.run.data.spec
+                raise BaselineError(
+                    error.message, f"Give the baseline's samples, those of {spec}, with --data."
+                ) from None
 
 
 def promote(report: Report, reason: str) -> Report:

@@ -9,7 +9,7 @@ from itertools import chain
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate.comparable import differences, same_conditions, spoils
 from lipaudit.gate.contrasts import Contrast, contrasts, excess, margin, printed
-from lipaudit.gate.rules import DEFAULT_RULES, Rule, parse_rule
+from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, metrics, parse_rule
 from lipaudit.gate.statistics import DIGITS, Evidence, holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.results import Report
@@ -83,9 +83,25 @@ def _applicable(current: Report, baseline: Report) -> tuple[Rule, ...]:
     kept = tuple(rule for rule in DEFAULT_RULES if rule.measure in measures)
     if not kept:
         raise UsageError(
-            "no default rule applies to these reports", "Write rules with --fail-on RULE."
+            f"no default rule is about {', '.join(sorted(measures)) or 'what was not measured'}",
+            _suggested(current),
         )
     return kept
+
+
+def _suggested(report: Report) -> str:
+    """Write rules on what a report has."""
+    rules = [
+        f"--fail-on '{section.measure}.{name} {'<= +5%' if how.better == 'lower' else '>= -5%'}'"
+        for section in report.sections
+        for name, how in section.columns().items()
+        if how.better and name not in BINARY and f"{section.measure}.{name}" in metrics()
+    ]
+    which = f"Such as {rules[0]}; " if rules else ""
+    return (
+        f"{which}lipaudit explain {report.sections[0].measure if report.sections else 'rules'}"
+        " lists what a rule can name."
+    )
 
 
 def _shown(current: Report, baseline: Report) -> tuple[Verdict, ...]:

@@ -39,7 +39,7 @@ def aligned(
     after, before = (tuple(map(str, s.samples.get("ids", ()))) for s in (new, old))
     if not after and not before:
         return new, old
-    places = _shared(rule.measure, after, before, least)
+    places = shared(rule.measure, after, before, least)
     how = REDUCTIONS.get(rule.measure, {}).get(rule.column)
     arrays = {rule.column} | (how.arrays if how else set())
     new, old = _over(new, places[0], arrays), _over(old, places[1], arrays)
@@ -48,10 +48,14 @@ def aligned(
     return _computed(rule, how, new), _computed(rule, how, old)
 
 
-def _shared(
+def shared(
     measure: str, new: Sequence[str], old: Sequence[str], least: float
 ) -> tuple[list[int], list[int]]:
-    """Return where the samples of both reports stand in each of them."""
+    """Return where the samples of both reports stand in each of them.
+
+    Raises:
+        BaselineError: fewer than the least share of the old ones are shared, or none.
+    """
     place = {name: i for i, name in enumerate(new)}
     pairs = [(place[name], i) for i, name in enumerate(old) if name in place]
     if not pairs or len(pairs) < least * len(old):

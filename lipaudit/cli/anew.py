@@ -1,0 +1,140 @@
+"""Measure a MODEL as a baseline was measured: its protocol, on this machine."""
+
+from __future__ import annotations
+
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from lipaudit.cli.audit import RUNS
+from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.settings import RunOptions
+from lipaudit.settings.option import Settings, flag, option
+from lipaudit.settings.parsing import Keywords, Size
+
+if TYPE_CHECKING:
+    from lipaudit.engine.prepare import Job, Request
+    from lipaudit.results import Report
+
+PANEL = "Measure a MODEL now"
+
+
+def _of_runs(name: str) -> Any:
+    """Declare an option as every run has it."""
+    return copy(RunOptions.model_fields[name])
+
+
+class Anew(Settings):
+    """How a MODEL is measured as the baseline was: where things are, and on what it runs."""
+
+    data: str | None = option(
+        None, "Where the same samples lie now.", panel=PANEL, usual="where the baseline says"
+    )
+    arch: str | None = option(
+        None, "Architecture of a weights file.", panel=PANEL, usual="the baseline's"
+    )
+    model_kwargs: Keywords = option(
+        None, "k=v,... for the model's constructor.", panel=PANEL, usual="the baseline's"
+    )
+    report: Path | None = option(
+        None, "Where the report of it is kept.", panel=PANEL, usual="a folder in lipaudit-runs"
+    )
+    device: str | None = _of_runs("device")
+    batch_size: Size = _of_runs("batch_size")
+    resume: bool = _of_runs("resume")
+    offline: bool = _of_runs("offline")
+
+    @property
+    def given(self) -> dict[str, object]:
+        """What was given, by name."""
+        values = {name: getattr(self, name) for name in self.options()}
+        return {
+            n: value for n, value in values.items() if value is not None and value is not False
+        }
+
+
+def read_or_measured(current: str, baseline: Report, how: Anew, *, quiet: bool) -> Report:
+    """Read the report, or measure the model as the baseline was measured, and keep the report.
+
+    Raises:
+        UsageError: options of a measurement where there is none.
+        BaselineError: the samples are not the baseline's; it is said before they are measured.
+        LipauditError: whatever else goes wrong.
+    """
+    from lipaudit import schema
+
+    if current.endswith(".json"):
+        if how.given:
+            flags = ", ".join(map(flag, how.given))
+            raise UsageError(
+                f"{current} is a report: {flags} would do nothing", "They are for a MODEL."
+            )
+        return schema.load(Path(current))
+    from lipaudit.cli.progress import OnStderr, muted
+    from lipaudit.engine.execute import execute
+    from lipaudit.engine.files import require_writable, write
+    from lipaudit.report import render
+
+    if how.report:
+        require_writable(how.report)
+    with muted(quiet=quiet):
+        job = _prepared(current, baseline, how)
+    kept = how.report or _folder(job) / "report.json"
+    with OnStderr(current, quiet=quiet) as observer:
+        report = execute(job, observer)
+    write(kept, render(report, "json"))
+    if not quiet:
+        typer.echo(f"measured: {kept}", err=True)
+    return report
+
+
+def _prepared(current: str, baseline: Report, how: Anew) -> Job:
+    """Load the model and the baseline's samples."""
+    from lipaudit.engine.prepare import prepare
+    from lipaudit.gate import require_samples
+
+    spec = baseline.run.data.spec
+    try:
+        job = prepare(_request(current, baseline, how))
+    except InputError as error:
+        if how.data or repr(spec) not in error.message:
+            raise
+        raise InputError(
+            f"{error.message}: the baseline was measured on it",
+            f"Run where {spec} is, or say where the same samples are now with --data PATH.",
+        ) from None
+    ids = job.samples.batch.ids
+    require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
+    return job
+
+
+def _request(current: str, baseline: Report, how: Anew) -> Request:
+    from lipaudit.cli.measure import typed_command
+    from lipaudit.engine.prepare import Request
+    from lipaudit.gate import protocol
+    from lipaudit.settings import option_types
+
+    before = protocol(baseline)
+    run = {"data": before.data, "seed": before.seed, "dtype": before.dtype} | before.options
+    given = {name: value for name, value in how.given.items() if name != "report"}
+    measures = {
+        name: option_types()[name].checked(settings) for name, settings in before.settings.items()
+    }
+    return Request(
+        current, measures, RunOptions.checked(run | given), before.samples, command=typed_command()
+    )
+
+
+def _folder(job: Job) -> Path:
+    """Return the directory of a checkpoint's report, made and kept out of version control."""
+    folder = RUNS / f"gate-{job.net.info.weights_sha256[:12]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (RUNS / ".gitignore").write_text("*\n")
+    except OSError as error:
+        raise EvaluationError(
+            f"cannot write to {folder}: {error.strerror}", "Name another file with --report."
+        ) from None
+    return folder

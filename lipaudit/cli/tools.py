@@ -81,7 +81,7 @@ MODEL is one of
   demo                      a vision transformer on handwritten digits that comes along;
                             demo:jasmin and demo:robust are its trained defences
   timm:NAME[.TAG]           a model of timm with its pretrained weights
-  hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers or timm)
+  hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers, timm or peft)
   DIRECTORY                 config.json and weights, of transformers or timm
   FILE --arch timm:NAME     .safetensors, .pt, .pth, .bin or .ckpt
   py:FILE_OR_MODULE:FACTORY a function that returns a torch module or a ModelSpec

@@ -125,6 +125,7 @@ WORDS: Mapping[str, str] = {
 """Words of tables and headings."""
 
 NOTES: Mapping[str, str] = {
+    "adapter": "An adapter was merged into the model that it was trained on.",
     "attack-replaced": "An attack needs more classes than the model has; another one ran.",
     "attack-skipped": "An attack needs more classes than the model has, and did not run.",
     "changed-texts": "What attacks on texts keep to, and what they do not: meaning and label.",

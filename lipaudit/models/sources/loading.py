@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from lipaudit.data.hub.commit import Commit, hub_access
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.models.net import Net
@@ -117,7 +118,6 @@ def _demo(name: str, _options: LoadOptions) -> NamedSpec:
 
 
 def _timm(name: str, options: LoadOptions) -> NamedSpec:
-    from lipaudit.data.hub.commit import hub_access
     from lipaudit.models.sources import timm
 
     place, colon, rest = name.partition(":")
@@ -128,19 +128,31 @@ def _timm(name: str, options: LoadOptions) -> NamedSpec:
 
 
 def _hub(name: str, options: LoadOptions) -> NamedSpec:
-    from lipaudit.models.sources.hub import fetch
-
     repository, _, revision = name.partition("@")
     if repository.count("/") > 1 or not repository:
         raise UsageError(f"{name!r} is no repository of the Hub", "Write hf:ORG/NAME[@REVISION].")
-    weights = bool(options.model_kwargs.get("pretrained", True))
-    path, commit = fetch(repository, revision or None, offline=options.offline, weights=weights)
+    path, commit = _fetched(repository, revision, options)
     rule, model = _directory(path, options)
     return rule, replace(model, commit=commit)
 
 
+def _fetched(repository: str, revision: str | None, options: LoadOptions) -> tuple[Path, Commit]:
+    from lipaudit.models.sources.hub import fetch
+
+    weights = _weights_wanted(options)
+    return fetch(repository, revision or None, offline=options.offline, weights=weights)
+
+
+def _weights_wanted(options: LoadOptions) -> bool:
+    return bool(options.model_kwargs.get("pretrained", True))
+
+
 def _directory(path: Path, options: LoadOptions) -> NamedSpec:
     """Read a directory by the keys of its config.json: timm's, or those of transformers."""
+    from lipaudit.models.sources.hf.adapter import is_adapter
+
+    if is_adapter(path):
+        return _adapted(path, options)
     keys = _config_keys(path)
     if "model_type" in keys:
         from lipaudit.models.sources.hf import directory as hf
@@ -156,13 +168,35 @@ def _directory(path: Path, options: LoadOptions) -> NamedSpec:
     )
 
 
+def _adapted(path: Path, options: LoadOptions) -> NamedSpec:
+    """Read an adapter of peft's on its base model, which it names."""
+    from lipaudit.models.sources.hf import adapter
+    from lipaudit.models.sources.hf import directory as hf
+
+    base, revision = adapter.base_of(path)
+    where, commit = Path(base), None
+    if not where.is_dir() and (base.count("/") > 1 or base.startswith((".", "/", "~"))):
+        raise InputError(
+            f"the adapter in {path} was trained on {base}, which is not here",
+            "Put its base model there, or write where it is into base_model_name_or_path of its "
+            "adapter_config.json.",
+        )
+    if not where.is_dir():
+        where, commit = _fetched(base, revision, options)
+    if adapter.is_adapter(where) or "model_type" not in _config_keys(where):
+        raise InputError(
+            f"{base}, the base model of the adapter in {path}, is no model of transformers",
+            "Correct base_model_name_or_path in its adapter_config.json.",
+        )
+    of = "" if commit is None else f" at commit {commit.sha[:12]}"
+    note = remark("adapter", f"an adapter was merged into its base model {base}{of}")
+    model = hf.from_directory(where, options, path if _weights_wanted(options) else None)
+    asked = () if commit is None or not commit.unasked else (commit.note,)
+    return "hf", replace(model, notes=(note, *asked, *model.notes))
+
+
 def _config_keys(path: Path) -> set[str]:
     config = path / "config.json"
-    if (path / "adapter_config.json").is_file() and not config.is_file():
-        raise InputError(
-            f"{path} holds an adapter, not a model",
-            "Merge it into its base model (merge_and_unload in peft) and save the result.",
-        )
     if not config.is_file():
         raise InputError(
             f"{path} has no config.json",

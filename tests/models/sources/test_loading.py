@@ -278,7 +278,7 @@ def test_an_architecture_needs_a_file_of_weights():
 def test_directories_without_a_usable_configuration(tmp_path):
     assert "has no config.json" in refused(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "merge_and_unload" in refused(str(tmp_path))
+    assert "names no base model" in refused(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in refused(str(tmp_path))
     (tmp_path / "config.json").write_text('{"hidden": 3}')

@@ -13,6 +13,7 @@ import torch
 from lipaudit.data.hub.commit import hub_bars
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError
+from lipaudit.models.sources.hf.adapter import classes_of, merged
 from lipaudit.models.sources.hf.language import text_config
 from lipaudit.models.sources.hf.outputs import hf_spec
 from lipaudit.models.sources.hf.task_heads import CLASSIFIERS, HEADS, has_head
@@ -28,22 +29,30 @@ POOLER, MASK = "pooler", "mask_token"
 HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
+def from_directory(path: Path, options: LoadOptions, adapter: Path | None = None) -> ModelSpec:
     """Load a directory in the format of transformers.
+
+    Args:
+        path: the directory.
+        options: what the user says of it.
+        adapter: a directory of peft's, to be merged into the model.
 
     Raises:
         InputError: unsupported or incomplete; the message names the tensors that do not fit.
     """
     with quiet():
         config = _config(path, options)
-        auto, added = _with_classes(config, options.classes)
+        trained = None if adapter is None else classes_of(adapter)
+        auto, added = _with_classes(config, trained or options.classes)
         kwargs = dict(options.model_kwargs)
         notes: tuple[Note, ...] = (RANDOM,)
         if not kwargs.pop("pretrained", True):
             module = _random(_loader(auto, config), config)
         else:
-            module, notes = _trained(_loader(auto, config), path, config, new=bool(added))
+            module, random, notes = _trained(_loader(auto, config), path, config, new=bool(added))
             notes += _stored_half(path)
+            if adapter is not None:
+                module, added = merged(module, adapter, random=random), ()
         spec = hf_spec(module, options, path=path)
     return replace(spec, notes=added + notes + spec.notes)
 
@@ -103,8 +112,14 @@ def _with_classes(config: Any, classes: int | None) -> tuple[str, tuple[Note, ..
     return auto, (new_classifier(classes),)
 
 
-def _trained(auto: Any, path: Path, config: Any, *, new: bool) -> tuple[Any, tuple[Note, ...]]:
-    """Load the weights, and refuse any part that would be random, but for a new classifier."""
+def _trained(
+    auto: Any, path: Path, config: Any, *, new: bool
+) -> tuple[Any, list[str], tuple[Note, ...]]:
+    """Load the weights, and refuse any part that would be random, but for a new classifier.
+
+    Returns:
+        the model, the tensors of its new classifier, and remarks.
+    """
     try:
         module, report = _from_pretrained(auto, path, config)
     except (ValueError, OSError, RuntimeError, KeyError) as error:
@@ -120,7 +135,8 @@ def _trained(auto: Any, path: Path, config: Any, *, new: bool) -> tuple[Any, tup
     notes = _require_complete(module, _backbone(module, report) if new else report, path)
     if not new and any(_part_of(key, POOLER) for key in report["missing_keys"]):
         module.pooler = None  # random, and not read
-    return module, notes
+    shapes = [str(m[0]) for m in report.get("mismatched_keys", ())]
+    return module, [*report["missing_keys"], *shapes] if new else [], notes
 
 
 def _from_pretrained(auto: Any, path: Path, config: Any) -> tuple[Any, dict[str, Any]]:

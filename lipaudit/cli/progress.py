@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lipaudit.engine.observer import Observer
-from lipaudit.results import Note
+from lipaudit.results import Note, measures
 
 HEARTBEAT = 30.0
 
@@ -42,6 +43,7 @@ class OnStderr(Observer):
         self.console = Console(stderr=True, soft_wrap=True, highlight=False)
         self.bar: Progress | None = None
         self.label, self.total, self.done = "", 0, 0
+        self.said: set[tuple[str, str]] = set()
         self.start = self.last = 0.0
 
     def __enter__(self) -> Self:
@@ -51,9 +53,11 @@ class OnStderr(Observer):
         self.close()
 
     def note(self, note: Note) -> None:
-        """Print a remark; it is also in the report."""
+        """Print a remark, and of several that differ by a measure or a number the first."""
         colour = "yellow" if note.level == "warning" else "dim"
-        if not self.quiet:
+        shape = note.code, _shape(note.text)
+        if not self.quiet and shape not in self.said:
+            self.said.add(shape)
             self.console.print(f"[{colour}]note:[/] {escape(note.text)}")
 
     def begins(self, measure: str, samples: int) -> None:
@@ -68,10 +72,14 @@ class OnStderr(Observer):
     def advances(self, measure: str, samples: int) -> None:
         """Move the bar, or say now and then how long it will take."""
         self.done += samples
+        self.moves(measure, 0.0)
+
+    def moves(self, measure: str, samples: float) -> None:
+        """Do so within the samples that are measured together, too."""
         if self.bar is not None:
-            self.bar.advance(self.bar.task_ids[0], samples)
+            self.bar.update(self.bar.task_ids[0], completed=self.done + samples)
         elif not self.quiet:
-            self._beat(time.monotonic())
+            self._beat(time.monotonic(), self.done + samples)
 
     def ends(self, measure: str) -> None:
         """Take the bar away."""
@@ -83,13 +91,17 @@ class OnStderr(Observer):
             self.bar.stop()
             self.bar = None
 
-    def _beat(self, now: float) -> None:
-        if now - self.last < HEARTBEAT or self.done >= self.total:
+    def _beat(self, now: float, done: float) -> None:
+        if now - self.last < HEARTBEAT or not 0 < done < self.total:
             return
-        left = (now - self.start) / self.done * (self.total - self.done)
-        text = f"{self.label}: {self.done}/{self.total} samples, about {left:.0f} s left"
+        left = (now - self.start) / done * (self.total - done)
+        text = f"{self.label}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
         self.console.print(text)
         self.last = now
+
+
+def _shape(text: str) -> str:
+    return re.sub(rf"\d[\d.,]*|\b({'|'.join(measures())})\b", "#", text)
 
 
 def _bar(console: Console) -> Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from lipaudit.engine.provenance import provenance, versions
 from lipaudit.errors import EvaluationError
 from lipaudit.measures import MEASURES, Measure, Part
 from lipaudit.measures.by_layer import chosen
-from lipaudit.measures.measure import sample_ids
+from lipaudit.measures.measure import listening, sample_ids
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import exact_arithmetic
@@ -109,9 +110,10 @@ class _Task:
         kept = kept if resume else []
         done = len(sample_ids(kept))
         self.observer.begins(self.name, total - done)
-        for part in journal.recorded(self._measured(done), after=len(kept)):
-            self.observer.advances(self.name, len(part.ids))
-            kept.append(part)
+        with listening(partial(self.observer.moves, self.name)):
+            for part in journal.recorded(self._measured(done), after=len(kept)):
+                self.observer.advances(self.name, len(part.ids))
+                kept.append(part)
         return kept
 
     def _forewarn(self, first: Batch) -> None:

@@ -17,5 +17,8 @@ class Observer:
     def advances(self, measure: str, samples: int) -> None:
         """So many more samples are measured."""
 
+    def moves(self, measure: str, samples: float) -> None:
+        """So many samples' worth of those that `advances` will tell of next are measured."""
+
     def ends(self, measure: str) -> None:
         """A measure has ended."""

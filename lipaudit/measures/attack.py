@@ -20,7 +20,7 @@ from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import rewriting
-from lipaudit.measures.measure import Measure, Part, Values, joined, notes, sample_ids
+from lipaudit.measures.measure import Measure, Part, Values, joined, moved, notes, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
 from lipaudit.results.trials import COSTS, COUNTED, WORST, TrialKey
@@ -46,21 +46,23 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     require_suited(trials, net.kind)
     _require_entry(net)
     how = rewriting.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
+    work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
     for number, batch in enumerate(_whole(batches), options.first_chunk):
         if batch.y is None or bool((batch.y < 0).any()):
             raise InputError("an attack needs a label for every sample", "Label the data.")
         texts = None if how is None else rewriting.texts(how, batch)
         chunk = Chunk(number, net.point(batch), batch.y, _free(net, batch), texts)
-        outcomes = list(
-            evaluate_chunk(
-                _model(net, batch),
-                chunk,
-                trials,
-                box=net.box,
-                seed=options.seed,
-                batch_size=options.batch_size,
-            )
-        )
+        outcomes: list[Outcome] = []
+        for outcome in evaluate_chunk(
+            _model(net, batch),
+            chunk,
+            trials,
+            box=net.box,
+            seed=options.seed,
+            batch_size=options.batch_size,
+        ):
+            outcomes.append(outcome)
+            moved(len(batch) * sum(work[: len(outcomes)]) / sum(work))
         yield _part(net, batch, chunk, trials, outcomes, options)
 
 

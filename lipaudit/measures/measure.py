@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +52,29 @@ class Measure:
     batch: int
     chunk: int | None = None
     written: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
+
+
+Moved = Callable[[float], None]
+_LISTENER: ContextVar[Moved | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(listener: Moved) -> Iterator[None]:
+    """Let a listener hear, inside the block, how far the part that is measured has come."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def moved(samples: float) -> None:
+    """Say that so many samples' worth of the part that is being measured is done.
+
+    A measure whose parts take long calls it now and then.
+    """
+    if (listener := _LISTENER.get()) is not None:
+        listener(samples)
 
 
 def joined(parts: Sequence[Part], name: str) -> Values:

@@ -6,17 +6,46 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from functools import cache
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipaudit.cli.app import command
-from lipaudit.cli.options import Lines, Plain, completed
+from lipaudit.cli.app import app, command
+from lipaudit.cli.options import Lines, Output, Plain, Terminal, completed
 from lipaudit.cli.tools import LEARN
-from lipaudit.cli.topics import Topic, explained, known_names, topics
 from lipaudit.errors import UsageError, suggestion
 
+if TYPE_CHECKING:
+    from lipaudit.report.topics import Topic
+
 WIDEST = 100
+
+
+@cache
+def known() -> tuple[Topic, ...]:
+    """Return everything that can be explained: results, options and commands."""
+    from lipaudit.report.topics import option_topics, topics
+    from lipaudit.settings import Recipe, RunOptions, Settings, option_types
+
+    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
+    groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
+    return (*topics(), *option_topics(groups), *_commands(typer.main.get_command(app)))
+
+
+def known_names() -> list[str]:
+    """Return every name that can be explained."""
+    return list(dict.fromkeys(name for topic in known() for name in topic.names))
+
+
+def _commands(command: object, path: str = "") -> Iterator[Topic]:
+    from lipaudit.report.topics import Topic
+
+    for name, each in getattr(command, "commands", {}).items():
+        full = f"{path} {name}".strip()
+        short = (each.help or "").partition("\n")[0]
+        yield Topic("Commands", full, f"lipaudit {full}", short)
+        yield from _commands(each, full)
 
 
 @command("explain", panel=LEARN)
@@ -42,9 +71,10 @@ def explain(
       [cyan]lipaudit explain jacobian.norm:median[/]
     """
     from lipaudit.cli.emit import emit
+    from lipaudit.report.topics import explained
 
     text = " ".join(name or ())
-    entries = explained(text) if text else topics()
+    entries = explained(text, known()) if text else known()
     if not entries:
         advice = suggestion(text, known_names(), "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import lipaudit
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.cli.commands import build
-from lipaudit.cli.topics import explained, topics
+from lipaudit.cli.explain import known
 from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
 from lipaudit.gate.verdicts import VerdictStatus
-from lipaudit.report import of_comparison, of_judgement
+from lipaudit.report import of_comparison, of_judgement, topics
 from lipaudit.report.cells import footnotes, pretty, standing
 from lipaudit.report.page.document import document
 from lipaudit.results import Column, measures, row_types
@@ -34,7 +34,7 @@ MAKERS = {"Note", "remark", "warning", "_info", "_warning", "_note"}
 def unexplained(names) -> list[str]:
     names = list(dict.fromkeys(names))
     assert names
-    return [name for name in names if not explained(name)]
+    return [name for name in names if not topics.explained(name, known())]
 
 
 def columns() -> list[tuple[str, str, Column]]:
@@ -46,7 +46,10 @@ def columns() -> list[tuple[str, str, Column]]:
 def test_every_column_by_its_names_and_its_heading():
     for section, name, column in columns():
         for word in (f"{section}.{name}", name, column.label, pretty(column.label)):
-            titles = [topic.title.removesuffix(" (per sample)") for topic in explained(word)]
+            titles = [
+                topic.title.removesuffix(" (per sample)")
+                for topic in topics.explained(word, known())
+            ]
             assert f"{section}.{name}" in titles, word
 
 
@@ -64,7 +67,7 @@ def test_every_metric_and_rule_of_the_gate():
     rules = [rule.text for rule in DEFAULT_RULES] + [rule.metric for rule in DEFAULT_RULES]
     names = [f"{metric}:{stat}" for metric in metrics() for stat in STATS]
     assert unexplained([*names, *rules]) == []
-    told = explained("attack.robust@worst,linf,2/255:mean >= -2pp")
+    told = topics.explained("attack.robust@worst,linf,2/255:mean >= -2pp", known())
     assert [topic.title for topic in told] == [
         "attack.robust", "attack.robust (per sample)", "worst", "linf", "mean",
     ]  # fmt: skip
@@ -135,7 +138,7 @@ def test_without_a_name_every_name_stands_under_its_topic():
     done = run()
     assert done.exit_code == 0, done.output
     words = " ".join(done.stdout.split())
-    for topic in topics():
+    for topic in known():
         assert topic.group in done.stdout
         assert topic.name in words or not topic.group
 
@@ -160,4 +163,4 @@ def test_json_has_what_the_text_has():
     (topic,) = json.loads(run("splitting", "-f", "json").stdout)
     assert topic["title"] == "bounds.splitting_gain"
     assert topic["meaning"] in run("splitting", width=300).stdout
-    assert len(json.loads(run("-f", "json").stdout)) == len(topics())
+    assert len(json.loads(run("-f", "json").stdout)) == len(known())

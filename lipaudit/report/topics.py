@@ -1,16 +1,17 @@
-"""What can be explained: a topic for everything that pages, tables, notes and JSON print."""
+"""What can be explained: a topic for everything that pages, tables, notes and JSON say."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lipaudit.results import Column
+    from lipaudit.settings import Settings
 
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")
@@ -38,46 +39,37 @@ class Topic:
     words: tuple[str, ...] = ()
     formula: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that it goes by."""
+        return (self.name, self.title, *self.words)
+
 
 @cache
 def topics() -> tuple[Topic, ...]:
-    """Return everything that can be explained, in the order of the index."""
-    return (
-        *_measures(),
-        *_columns(),
-        *_statuses(),
-        *_attacks(),
-        *_judged(),
-        *_glossary(),
-        *_options(),
-        *_commands(),
-    )
+    """Return everything that a result says, in the order of the index."""
+    return (*_measures(), *_columns(), *_statuses(), *_attacks(), *_judged(), *_glossary())
 
 
-def explained(text: str) -> list[Topic]:
+def explained(text: str, known: Sequence[Topic]) -> list[Topic]:
     """Return the topics of a name as it is printed, [] where it is none.
 
     What is put together of several names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`)
     is explained name by name; radii and other values explain themselves.
     """
     name = LIMIT.sub("", text).strip() or text
-    whole = _named(text) or _named(name)
+    whole = _named(text, known) or _named(name, known)
     if whole:
         return whole
     first, *more = [piece.strip() for piece in PIECES.split(name)]
-    start = _named(first) if more else []
-    rest = (topic for piece in more for topic in _named(piece) if topic.name == topic.title)
+    start = _named(first, known) if more else []
+    rest = (t for piece in more for t in _named(piece, known) if t.name == t.title)
     return list(dict.fromkeys([*start, *rest])) if start else []
 
 
-def known_names() -> list[str]:
-    """Return every name that can be explained."""
-    return list(dict.fromkeys(w for t in topics() for w in (t.name, t.title, *t.words)))
-
-
-def _named(name: str) -> list[Topic]:
+def _named(name: str, known: Sequence[Topic]) -> list[Topic]:
     for spelled in (str, plain):
-        near = [t for t in topics() if spelled(name) in map(spelled, (t.name, t.title, *t.words))]
+        near = [t for t in known if spelled(name) in map(spelled, t.names)]
         if near:
             near.sort(key=lambda topic: (topic.title != name, not topic.group))
             return [topic for topic in near if topic.group] or near
@@ -185,13 +177,8 @@ def _listed(group: str, meanings: Mapping[str, str]) -> Iterator[Topic]:
         yield Topic(group, name, name, meaning)
 
 
-def _options() -> Iterator[Topic]:
-    """Yield the options, each with its command, and the words that they take."""
-    from lipaudit.cli.options import Output, Terminal
-    from lipaudit.settings import Recipe, RunOptions, Settings, option_types
-
-    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
-    groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
+def option_topics(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
+    """Yield the options of groups, by the command that has them, and the words that they take."""
     for owner, group in groups.items():
         said = _values(inspect.getdoc(group) or "")
         for option in group.options().values():
@@ -209,18 +196,3 @@ def _options() -> Iterator[Topic]:
 def _values(text: str) -> dict[str, str]:
     """Read the lists `  NAME   what it is` of a help text."""
     return dict(re.findall(r"^  (\w+) {2,}(\S.*)$", text, re.MULTILINE))
-
-
-def _commands() -> Iterator[Topic]:
-    import typer
-
-    from lipaudit.cli.app import app
-
-    def walk(command: object, path: str) -> Iterator[Topic]:
-        for name, each in getattr(command, "commands", {}).items():
-            full = f"{path} {name}".strip()
-            short = (each.help or "").partition("\n")[0]
-            yield Topic("Commands", full, f"lipaudit {full}", short)
-            yield from walk(each, full)
-
-    yield from walk(typer.main.get_command(app), "")

@@ -100,6 +100,7 @@ class Reader:
         lexicon: what is known of the ids.
         most: the longest text that the model takes, in tokens.
         pad_id: the id that fills shorter texts.
+        near: the neighbours of token ids, as they are asked for.
     """
 
     output: Callable[[Tensor, Tensor | None], Tensor]
@@ -109,6 +110,7 @@ class Reader:
     lexicon: Lexicon
     most: int
     pad_id: int = 0
+    near: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     def padded(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
         """Return texts as one tensor of ids, and their mask if any is padded."""

@@ -8,7 +8,7 @@ embeddings and check meaning and grammar. Nothing of the kind is checked here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -32,7 +32,7 @@ def rewrite(
     margin most to first order: slope . (e(substitute) - e(token)). Each is evaluated as it is.
     """
     reader, queries = oracle.reader, turn.attack.queries
-    near = neighbours(reader, [token for draft in drafts for token in draft.ids])
+    near = neighbours(reader, (token for draft in drafts for token in draft.ids))
 
     def propose(draft: Draft, slope: Tensor) -> Sequence[Draft]:
         return _steepest(reader, draft, slope, near, queries)
@@ -40,25 +40,25 @@ def rewrite(
     return search(oracle, drafts, y, budget, propose)
 
 
-def neighbours(reader: Reader, tokens: Sequence[int]) -> dict[int, Tensor]:
+def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
     """Return the nearest token ids of the same kind, by the cosine of their embeddings.
 
-    A word begins with what begins words; what is fixed is no neighbour, and has none. Equally
-    near ones come in the order of their ids.
+    A word begins with what begins words; what is fixed is no neighbour, and has none. They are
+    looked for once, and kept by the reader.
     """
-    table, kinds = reader.table, reader.lexicon.kinds.to(reader.table.device)
-    unit = torch.nn.functional.normalize(table[: len(kinds)], dim=1)
-    own = sorted({t for t in tokens if int(reader.lexicon.kinds[t]) != FIXED})
-    near: dict[int, Tensor] = {}
+    kinds, table = reader.lexicon.kinds, reader.table
+    own = sorted({t for t in tokens if int(kinds[t]) != FIXED} - reader.near.keys())
+    lengths = table[: len(kinds)].norm(dim=1).clamp_min(torch.finfo(table.dtype).tiny)
+    there, alike = kinds.to(table.device), kinds.bincount(minlength=FIXED + 1).tolist()
     for start in range(0, len(own), BLOCK):
         ids = torch.tensor(own[start : start + BLOCK], device=table.device)
-        cosine = unit[ids] @ unit.T
-        cosine[kinds[ids][:, None] != kinds] = -torch.inf
-        cosine[torch.arange(len(ids), device=table.device), ids] = -torch.inf
-        value, index = cosine.sort(dim=1, descending=True, stable=True)
-        for token, v, i in zip(ids.tolist(), value[:, :NEIGHBOURS], index, strict=True):
-            near[token] = i[:NEIGHBOURS][v > -torch.inf]
-    return near
+        cosine = table[ids] @ table[: len(kinds)].T / lengths  # but for a factor of each row
+        cosine[there[ids][:, None] != there] = -torch.inf
+        cosine.scatter_(1, ids[:, None], -torch.inf)
+        nearest = cosine.topk(min(NEIGHBOURS, len(kinds)), dim=1).indices
+        for token, index in zip(own[start:], nearest, strict=False):
+            reader.near[token] = index[: alike[int(kinds[token])] - 1]
+    return reader.near
 
 
 def _steepest(

@@ -57,7 +57,7 @@ def same_protocol(current: Report, baseline: Report, section: Section, before: S
     _same_attacks(section, before)
     _same_map(section, before)
     suites = {report.run.data.suite_id for report in (current, baseline)}
-    if not before.samples.get("ids") and len(suites) > 1:
+    if not all(s.samples.get("ids") for s in (section, before)) and len(suites) > 1:
         raise BaselineError(f"{section.measure}: the samples are not the baseline's", REPEAT)
 
 

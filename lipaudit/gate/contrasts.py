@@ -91,7 +91,7 @@ def contrasts(
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
     same_protocol(current, baseline, new, old)
-    restarted = other_starts(new, old)
+    restarted = other_starts(new, old) and rule.column not in ("clean", "correct")
     new, old = aligned(rule, new, old, least)
     same = margin(rule) >= 0 and same_weights(current, baseline)
     changes = _changes(rule, read(rule, new), read(rule, old), _accuracy(new))

@@ -37,8 +37,8 @@ def aligned(
             made of.
     """
     after, before = (tuple(map(str, s.samples.get("ids", ()))) for s in (new, old))
-    if not after and not before:
-        return new, old
+    if not after or not before:
+        return new, old  # of one suite, or `same_protocol` has refused them
     places = shared(rule.measure, after, before, least)
     how = REDUCTIONS.get(rule.measure, {}).get(rule.column)
     arrays = {rule.column} | (how.arrays if how else set())

@@ -361,6 +361,8 @@ def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights(report
     judgement = judge(new, old)
     assert only(judgement).status == "unchanged"
     assert any("random starts" in note for note in judgement.notes)
+    clean = report(attack(flags(80), correct=flags(100), seed=1))
+    assert only(judge(clean, old, rules("attack.correct >= -1pp"))).status == "regressed"
     again = judge(report(attack(flags(80))), old)
     assert only(again).status != "unchanged"
     other = judge(report(attack(flags(40), seed=1), weights="b"), old)

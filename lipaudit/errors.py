@@ -125,3 +125,71 @@ def neighbours(path: Path) -> list[str]:
         return sorted(str(path.parent / each.name) for each in path.parent.iterdir())
     except OSError:
         return []
+
+
+_NO_MEMORY = ("out of memory", "allocate memory", "not enough memory", "Storage size calculation")
+_DEVICE = (
+    "CUDA error",
+    "CUBLAS_STATUS",
+    "CUDNN_STATUS",
+    "cuDNN error",
+    "HIP error",
+    "MPS backend",
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that memory ran out, of the host or of a device.
+
+    Only accelerators have a type of their own for it; the host's allocator raises RuntimeError.
+    """
+    said = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or said
+
+
+def of_machine(error: BaseException) -> bool:
+    """Tell whether an exception is about the machine: memory, a device, a disk; not the model.
+
+    Where code tries whether a model can be run in some way, these are no answer: raise them again.
+
+    >>> of_machine(RuntimeError("CUDA error: device-side assert triggered"))
+    True
+    >>> of_machine(RuntimeError("shapes do not fit"))
+    False
+    """
+    fault = isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)
+    device = type(error).__name__ == "AcceleratorError" or fault
+    return out_of_memory(error) or device or isinstance(error, OSError)
+
+
+def bug(error: BaseException) -> LipauditError:
+    """Return what an exception is that nobody foresaw."""
+    said = str(error).partition("\n")[0]
+    return LipauditError(
+        f"internal error: {type(error).__name__}: {said}",
+        "This is a bug in lipaudit: run again with -v to see where.",
+    )
+
+
+def as_user_meets(error: BaseException) -> LipauditError | None:
+    """Return what an exception is to a user; None where it is a bug in lipaudit or a plug-in.
+
+    Args:
+        error: whatever was raised.
+    """
+    if isinstance(error, LipauditError):
+        return error
+    said = str(error).partition("\n")[0]
+    if out_of_memory(error):
+        advice = "Try --batch-size 1, --device cpu, fewer --samples, or a smaller model."
+        return EvaluationError("out of memory" + (f" ({said})" if said else ""), advice)
+    if isinstance(error, OSError):
+        file = f"{error.filename}: " if error.filename else ""
+        reason = f"{file}{error.strerror or said}"
+        return EvaluationError(
+            f"the system refused: {reason}", "Check the path, its permissions and the space left."
+        )
+    if of_machine(error):
+        advice = "Look at the device (lipaudit env), or try --device cpu."
+        return EvaluationError(f"the device failed: {said}", advice)
+    return None

@@ -12,18 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lipaudit.data.forms import form_of
 from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, data_options, load_options, prepare
-from lipaudit.errors import InputError, UsageError, suggestion
+from lipaudit.errors import InputError, UsageError, as_user_meets, suggestion
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import borrowed
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Report
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
-from lipaudit.settings.audit import QUICK_SAMPLES, audit_options
+from lipaudit.settings.audit import OF_ATTACK, QUICK_SAMPLES, audit_options
 
 AnyModel = str | nn.Module | ModelSpec
 AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None
@@ -78,11 +79,13 @@ def audit(
     Args:
         model: as of `measure`.
         measures: their names, or their options by their names; by default bounds, attention,
-            jacobian and attack. What needs labels is left out where there are none.
+            jacobian and attack. What model or data do not allow is left out, with a note; what
+            fails has its reason in `Report.failures`, and the others go on.
         data: as of `measure`.
         input_shape: as of `measure`.
         observer: as of `measure`.
-        options: any option of every run: `samples=8, seed=1, device="cpu"`; `eps` of the attacks.
+        options: any option of every run: `samples=8, seed=1, device="cpu"`; `eps`, `attack`
+            and `norm` of the attacks.
 
     Raises:
         LipauditError: whatever goes wrong, with what to do about it.
@@ -93,20 +96,27 @@ def audit(
         ['bounds', 'bounds.layers', 'jacobian']
     """
     demo = isinstance(model, str) and model.partition(":")[0] == "demo"
-    eps = options.pop("eps", None)
-    usual = audit_options(eps, demo=demo, quick=demo)
+    of_attack = {name: options.pop(name) for name in OF_ATTACK if name in options}
+    usual = audit_options(of_attack, demo=demo, quick=demo)
     names = [measures] if isinstance(measures, str) else usual if measures is None else measures
     if not names:
         raise UsageError("no measure is named", f"There are: {', '.join(option_types())}.")
-    if eps is not None and "attack" not in names:
-        raise UsageError("eps is the radius of attacks, and none is asked for", "Leave it out.")
+    if of_attack and "attack" not in names:
+        given = ", ".join(of_attack)
+        raise UsageError(f"{given}: of attacks, and none is asked for", "Leave it out.")
     own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
     own |= measures if isinstance(measures, Mapping) else {}
     plan = {name: _planned(name, own[name], usual.get(name)) for name in own}
     run, _ = _split(options, None)
     counts = QUICK_SAMPLES if demo else {}
     request = Request(
-        _name(model), plan, run, counts, skip_unlabelled=True, command="lipaudit.audit()"
+        _name(model),
+        plan,
+        run,
+        counts,
+        optional=plan.keys(),
+        partial=True,
+        command="lipaudit.audit()",
     )
     return _report(model, request, data, input_shape, observer)
 
@@ -141,14 +151,23 @@ def _report(
     if isinstance(data, str | os.PathLike):
         run = request.run.model_copy(update={"data": os.fspath(data)})
         request, data = replace(request, run=run), None
-    with _net(model, request.run, input_shape) as net:
-        samples = None if data is None else _at_hand(data, net, request)
-        return execute(prepare(request, net=net, samples=samples), observer)
+    try:
+        with _net(model, request.run, data, input_shape) as net:
+            samples = None if data is None else _at_hand(data, net, request)
+            return execute(prepare(request, net=net, samples=samples), observer)
+    except Exception as error:
+        if (met := as_user_meets(error)) is None or met is error:
+            raise
+        raise met from error
 
 
 @contextmanager
-def _net(model: AnyModel, run: RunOptions, input_shape: Sequence[int] | None) -> Iterator[Net]:
+def _net(
+    model: AnyModel, run: RunOptions, data: AnyData, input_shape: Sequence[int] | None
+) -> Iterator[Net]:
     options = load_options(run)
+    if data is not None:
+        options = replace(options, form=lambda: form_of(_parted(data)[0]))
     if isinstance(model, str):
         if input_shape is not None:
             raise UsageError(f"{model} says itself what it takes", "Leave input_shape out.")
@@ -159,10 +178,15 @@ def _net(model: AnyModel, run: RunOptions, input_shape: Sequence[int] | None) ->
 
 
 def _at_hand(data: Any, net: Net, request: Request) -> Samples:
-    x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
-    labels = None if y is None else _tensor(y)
+    x, labels = _parted(data)
     most = max(request.count(name) for name in request.measures)
-    return own_samples(_tensor(x), labels, net, data_options(request.run, most))
+    return own_samples(x, labels, net, data_options(request.run, most))
+
+
+def _parted(data: Any) -> tuple[Tensor, Tensor | None]:
+    """Return samples and labels of x or (x, y)."""
+    x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+    return _tensor(x), None if y is None else _tensor(y)
 
 
 def _tensor(values: Any) -> Tensor:

@@ -237,14 +237,19 @@ def _refuse(
             "attack in float32 or float64 (--dtype float32)",
         )
     for trial in plan:
-        _refuse_radius(trial, box)
+        require_radius(trial, box)
         for attack in trial.attacks:
             _refuse_attack(f, chunk, trial, attack)
     if box is not None:
         _refuse_outside(chunk.x, box)
 
 
-def _refuse_radius(trial: Trial, box: tuple[float, float] | None) -> None:
+def require_radius(trial: Trial, box: tuple[float, float] | None) -> None:
+    """Refuse a radius that is larger than the attacked space.
+
+    Raises:
+        UsageError: it is.
+    """
     if box is not None and trial.norm == "linf" and float(trial.radius) > box[1] - box[0]:
         raise UsageError(
             f"the radius {trial.radius.text} is larger than the whole range {box}",
@@ -254,7 +259,7 @@ def _refuse_radius(trial: Trial, box: tuple[float, float] | None) -> None:
 
 def _refuse_attack(f: Classifier | ByRow, chunk: Chunk, trial: Trial, attack: Attack) -> None:
     """Refuse what the attack cannot work on, and an attack that cannot be loaded."""
-    kind, advice = attack.kind, "use fgsm and pgd there, as in custom:fgsm,pgd"
+    kind, advice = attack.kind, "use --attack fgsm,pgd there"
     if trial.norm in COUNTED and chunk.texts is None:
         raise UsageError(f"{attack.name} changes texts, and the samples are none", advice)
     if trial.norm not in kind.norms:

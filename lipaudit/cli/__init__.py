@@ -6,6 +6,8 @@ from __future__ import annotations
 def main() -> None:
     """Run the command that the arguments name (entry point `lipaudit`)."""
     from lipaudit.cli.commands import build, words_of_bash
+    from lipaudit.cli.streams import make_printable
 
+    make_printable()
     with words_of_bash():
         build()()

@@ -19,7 +19,7 @@ import typer.core
 
 from lipaudit import __version__
 from lipaudit.cli.options import Output, Terminal, completed, configured, resolved
-from lipaudit.errors import ExitCode, LipauditError
+from lipaudit.errors import ExitCode, as_user_meets, bug
 from lipaudit.settings import RunOptions, Settings
 from lipaudit.settings.option import Option
 
@@ -139,11 +139,6 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
     """Turn exceptions into one line on stderr and the documented exit status."""
     try:
         yield
-    except LipauditError as error:
-        if verbose:
-            traceback.print_exc()
-        _complain(error.message, error.advice)
-        raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt as stop:
         status = 143 if stop.args == ("terminated",) else 130
         _complain("terminated" if status == 143 else "interrupted")
@@ -157,17 +152,13 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
     except Exception as error:
         if verbose:
             traceback.print_exc()
-        _complain(_first_line(error), "This is a bug in lipaudit: run again with -v to see where.")
-        raise typer.Exit(ExitCode.INTERNAL) from None
+        shown = as_user_meets(error) or bug(error)
+        _complain(shown.message, shown.advice)
+        raise typer.Exit(shown.exit_code) from None
 
 
 def _terminate(_number: int, _frame: object) -> None:
     raise KeyboardInterrupt("terminated")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).partition("\n")[0]
-    return f"internal error: {type(error).__name__}: {text}"
 
 
 def _complain(message: str, advice: str = "") -> None:

@@ -8,16 +8,15 @@ import shlex
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURING, typed_command
 from lipaudit.cli.options import ModelArgument, Output, Terminal
-from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.settings import AttentionOptions, MeasureOptions, RunOptions
-from lipaudit.settings.audit import FULL_SAMPLES, QUICK_SAMPLES, audit_options
+from lipaudit.errors import EvaluationError, ExitCode, LipauditError
+from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job
@@ -29,77 +28,91 @@ RUNS = Path("lipaudit-runs")
 @command("audit", panel=MEASURING, usual={"samples": "by measure"})
 def audit(
     model: ModelArgument,
+    options: AuditOptions,
     run: RunOptions,
     output: Output,
     terminal: Terminal,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, quick attacks.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="More samples, all of AutoAttack.")] = False,
-    eps: Annotated[
-        str | None, typer.Option(help="Radii of the attacks; default 2/255 (demo: 0.1).")
-    ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where report.json and report.html go; a new one in lipaudit-runs/ by default.",
-        ),
-    ] = None,
 ) -> None:
     """Everything about a checkpoint: bounds, attention, Jacobian, attacks, one report.
 
     Writes report.json and report.html to a run directory, with the attention map of the most
-    amplifying head. Quick is the default on the demo.
+    amplifying head. Quick is the default on the demo. Where a measure fails the others go on: the
+    report says why, and the exit code is that of the failure.
 
     [dim]Examples:[/]
       [cyan]lipaudit audit demo[/]
       [cyan]lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 2/255 --full[/]
+      [cyan]lipaudit audit ./my-bert --data reviews.csv --skip attack[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr, muted
-    from lipaudit.engine.execute import execute
-    from lipaudit.engine.files import require_writable, write
+    from lipaudit.engine.execute import executed
+    from lipaudit.engine.files import require_folder, write
     from lipaudit.engine.prepare import Request, prepare
     from lipaudit.report import REPORT, render
 
-    if quick and full:
-        raise UsageError("--quick and --full exclude each other")
     demo = model.partition(":")[0] == "demo"
-    small = quick or (demo and not full)
-    measures = audit_options(eps, demo=demo, quick=small)
-    counts = QUICK_SAMPLES if small else FULL_SAMPLES if full else {}
     check_outputs(output, REPORT)
-    if run_dir is not None:
-        require_writable(_made(run_dir) / "report.json")
-    request = Request(model, measures, run, counts, skip_unlabelled=True, command=typed_command())
+    require_folder(options.run_dir or RUNS)
+    request = Request(
+        model,
+        options.plan(demo=demo),
+        run,
+        options.counts(demo=demo),
+        optional={*options.names} - options.required,
+        partial=True,
+        command=typed_command(),
+    )
     with muted(quiet=terminal.quiet):
         job = prepare(request)
     if not terminal.quiet:
         _announce(job)
-    with OnStderr(model, quiet=terminal.quiet) as observer:
-        report = execute(job, observer, adapt=_with_strongest)
-    folder = run_dir or _made(RUNS / _name(model, report))
-    if run_dir is None:
-        (RUNS / ".gitignore").write_text("*\n")
-    for name, format in (("report.json", "json"), ("report.html", "html")):
-        write(folder / name, render(report, format))
-    emit(report, output)
+    with (
+        OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
+        executed(job, observer, adapt=_with_strongest) as report,
+    ):
+        folder = _made(options.run_dir or RUNS / _name(model, report))
+        for name, format in (("report.json", "json"), ("report.html", "html")):
+            write(folder / name, render(report, format))
+        emit(report, output)
     if not terminal.quiet:
         _conclude(model, report, folder)
+    _require_complete(report)
 
 
 def _made(folder: Path) -> Path:
-    """Return a directory, made if it is not there.
+    """Return a directory, made if it is not there; version control leaves ours alone.
 
     Raises:
         EvaluationError: it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if folder.parent == RUNS:
+            (RUNS / ".gitignore").write_text("*\n")
     except OSError as error:
         raise EvaluationError(
             f"cannot write to {folder}: {error.strerror}", "Name another --run-dir."
         ) from None
     return folder
+
+
+def _require_complete(report: Report) -> None:
+    """End with the exit code of the first measure that failed, once the report is written.
+
+    Raises:
+        LipauditError: some measures failed; the report has the others.
+    """
+    if not report.failures:
+        return
+    reasons = "; ".join(
+        f"{name} failed: {fault.reason}" for name, fault in report.failures.items()
+    )
+    first = next(iter(report.failures.values()))
+    again = "The same command with --resume measures only what failed."
+    error = LipauditError(f"the report is partial: {reasons}", f"{first.advice} {again}".strip())
+    error.exit_code = ExitCode(first.exit_code)
+    raise error
 
 
 def _announce(job: Job) -> None:
@@ -142,10 +155,13 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
         "",
         f"report: {folder / 'report.html'}",
         f"data:   {saved}",
-        "next:",
-        f"  lipaudit baseline save {saved}",
-        f"  lipaudit gate {shlex.quote(model)} --baseline lipaudit-baseline.json",
     ]
+    if not report.failures:
+        lines += [
+            "next:",
+            f"  lipaudit baseline save {shlex.quote(str(saved))}",
+            f"  lipaudit gate {shlex.quote(model)} --baseline lipaudit-baseline.json",
+        ]
     typer.echo("\n".join(lines), err=True)
 
 

@@ -47,7 +47,7 @@ def run_measures(
     """Run measures on a model and write what was asked for."""
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr, muted
-    from lipaudit.engine.execute import execute
+    from lipaudit.engine.execute import executed
     from lipaudit.engine.prepare import Request, prepare
     from lipaudit.report import DRAWN, REPORT
 
@@ -56,9 +56,11 @@ def run_measures(
     request = Request(model, measures, run, command=typed_command())
     with muted(quiet=terminal.quiet):
         job = prepare(request)
-    with OnStderr(model, quiet=terminal.quiet) as observer:
-        report = execute(job, observer)
-    emit(report, output)
+    with (
+        OnStderr(model, quiet=terminal.quiet) as observer,
+        executed(job, observer) as report,
+    ):
+        emit(report, output)
 
 
 def typed_command() -> str:

@@ -150,7 +150,8 @@ def resolved(group: type[Group], typed: Mapping[str, Any], defaults: Mapping[str
     own = {n: _as_typed(n, value, names[n]) for n, value in defaults.items() if n in names}
     if own:
         group.checked(own, spelled=_key)
-    return group.checked(own | {name: value for name, value in said.items() if name in names})
+    typed_here = {name: value for name, value in said.items() if name in names}
+    return group.checked(own | typed_here, configured=own.keys() - typed_here.keys())
 
 
 def _as_typed(name: str, value: Any, option: Option) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -36,10 +37,11 @@ class OnStderr(Observer):
     Args:
         model: as it was named.
         quiet: whether to say nothing.
+        verbose: whether to show where a measure failed.
     """
 
-    def __init__(self, model: str, *, quiet: bool) -> None:
-        self.model, self.quiet = model, quiet
+    def __init__(self, model: str, *, quiet: bool, verbose: bool = False) -> None:
+        self.model, self.quiet, self.verbose = model, quiet, verbose
         self.console = Console(stderr=True, soft_wrap=True, highlight=False)
         self.bar: Progress | None = None
         self.label, self.total, self.done = "", 0, 0
@@ -80,6 +82,15 @@ class OnStderr(Observer):
             self.bar.update(self.bar.task_ids[0], completed=self.done + samples)
         elif not self.quiet:
             self._beat(time.monotonic(), self.done + samples)
+
+    def fails(self, measure: str, error: Exception) -> None:
+        """Take the bar away, and say that the others go on."""
+        self.close()
+        if self.verbose:
+            self.console.print("".join(traceback.format_exception(error)), markup=False)
+        if not self.quiet:
+            reason = str(error).partition("\n")[0]
+            self.console.print(f"[red]{measure} failed:[/] {escape(reason)}; the others go on")
 
     def ends(self, measure: str) -> None:
         """Take the bar away."""

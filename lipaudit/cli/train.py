@@ -96,6 +96,7 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     options = replace(load_options(run), classes=task.classes)
     with muted(quiet=quiet):
         net = load_net(model, options)
+        run.require_kind(net.kind)
         demo = net.info.source == "demo"
         data = _samples(run.data or ("demo:train" if demo else None), net, run, "--data")
         check = task.held_out or ("demo" if demo else None)

@@ -39,6 +39,15 @@ def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
     return draw_arrays(x, y, net, options, origin=str(path))
 
 
+def inputs_of(path: Path) -> Tensor | None:
+    """Return the inputs of a file of arrays, None where it names none.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    return _named(_load(path), INPUTS)
+
+
 def draw_arrays(
     x: Tensor, y: Tensor | None, net: Intake, options: DataOptions, *, origin: str
 ) -> Drawn:

@@ -8,7 +8,9 @@ from typing import cast
 
 from lipaudit.attacks.plan import Attack
 from lipaudit.engine.prepare import Job
+from lipaudit.errors import out_of_memory
 from lipaudit.models.attention.sites import Site
+from lipaudit.models.precision import eager
 from lipaudit.results import Note
 from lipaudit.results.trials import Radius
 from lipaudit.settings import AttackOptions
@@ -31,6 +33,15 @@ TIMED = 8
 
 def takes(job: Job) -> str:
     """Say how long the measures of a job take, and by what measurement."""
+    try:
+        return _takes(job)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return "how long that takes is not known: memory ran out for several samples at once"
+
+
+def _takes(job: Job) -> str:
     alone, together = _forward(job, 1), _forward(job, TIMED)
     count = job.counts
     reading = [cost * count[name] for name, cost in READ.items() if name in count]
@@ -80,7 +91,7 @@ def _forward(job: Job, samples: int) -> float:
 
     batch = job.samples.batch[:samples].to(job.net.device, job.net.dtype)
     seconds = 0.0
-    with torch.no_grad():
+    with eager(), torch.no_grad():
         for _ in range(2):
             start = time.perf_counter()
             job.net.output(batch).sum().item()  # waits for the device

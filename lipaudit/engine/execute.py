@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-
-import torch
+from typing import Literal
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import Samples
@@ -17,24 +16,30 @@ from lipaudit.engine.journal import Journal
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import provenance, versions
-from lipaudit.errors import EvaluationError
+from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
 from lipaudit.measures import MEASURES, Measure, Part
 from lipaudit.measures.by_layer import chosen
 from lipaudit.measures.measure import listening, sample_ids
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import OWN
-from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.results import Note, Report, Section
+from lipaudit.results.report import Failure
 from lipaudit.settings import BoundsOptions, MeasureOptions
 
 Adapt = Callable[[MeasureOptions, Sequence[Section]], MeasureOptions]
 """Changes the options of a measure by the sections of those before it."""
 
 
-def execute(
+@contextmanager
+def executed(
     job: Job, observer: Observer | None = None, *, adapt: Adapt = lambda options, _: options
-) -> Report:
-    """Run the measures of a job.
+) -> Iterator[Report]:
+    """Run the measures of a job; the block writes the report.
+
+    What is measured is kept on disk until the block has ended well: a full disk loses nothing.
+    Where the request takes a partial report, a measure that fails leaves its reason in its place
+    and the others run; only where all fail, the first error is raised.
 
     Args:
         job: from `prepare`.
@@ -47,33 +52,51 @@ def execute(
     observer = observer or Observer()
     for note in job.notes:
         observer.note(note)
-    sections: list[Section] = []
     journals: list[Journal] = []
     exact = exact_arithmetic(job.net.device)
-    with ExitStack() as held, _kept_if_interrupted(observer, journals), exact:
+    with ExitStack() as held, _kept_if_cut_short(observer, journals), eager(), exact:
+        sections: list[Section] = []
+        errors: list[Exception] = []
         for name, given in job.request.measures.items():
             task = _Task(job, name, adapt(given, sections), observer)
             journal = Journal(task.identity())
             # What makes a module of one's own give its numbers has no name: it keeps nothing.
             own = job.net.info.source == OWN
             journals.append(journal if own else held.enter_context(journal))
-            parts = task.parts(journals[-1])
-            observer.ends(name)
-            written = MEASURES[name].written(parts, task.options)
-            for path, content in zip(task.options.files, written, strict=True):
-                write(path, content)
-            first, *others = MEASURES[name].summarise(parts, task.options)
-            sections += [first.model_copy(update={"notes": job.notes + first.notes}), *others]
-        for journal in journals:
+            try:
+                sections += task.sections(journals[-1])
+            except Exception as error:
+                if not job.request.partial:
+                    raise
+                errors.append(error)
+                sections.append(task.failed(error))
+        if len(errors) == len(job.request.measures):
+            raise errors[0]
+        status: Literal["complete", "partial"] = "partial" if errors else "complete"
+        yield Report(run=provenance(job), status=status, sections=tuple(sections))
+        for journal in journals if not errors else ():
             journal.clear()
-    return Report(run=provenance(job), sections=tuple(sections))
+
+
+def execute(
+    job: Job, observer: Observer | None = None, *, adapt: Adapt = lambda options, _: options
+) -> Report:
+    """Run the measures of a job, as `executed` does, and return the report.
+
+    Raises:
+        LipauditError: whatever goes wrong, with the exit code it deserves.
+    """
+    with executed(job, observer, adapt=adapt) as report:
+        return report
 
 
 @contextmanager
-def _kept_if_interrupted(observer: Observer, journals: Sequence[Journal]) -> Iterator[None]:
+def _kept_if_cut_short(observer: Observer, journals: Sequence[Journal]) -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt:
+    except BrokenPipeError:  # the reader had enough: nothing is lost
+        raise
+    except (Exception, KeyboardInterrupt):
         if any(journal.paths() for journal in journals):
             text = "what is finished is kept: the same command with --resume goes on"
             observer.note(Note(level="info", code="kept", text=text))
@@ -87,6 +110,29 @@ class _Task:
         self.job, self.name, self.options, self.observer = job, name, options, observer
         self.measure: Measure = MEASURES[name]
         self.samples: Samples = replace(job.samples, batch=job.samples.batch[: job.counts[name]])
+
+    def sections(self, journal: Journal) -> list[Section]:
+        """Measure, write the files of the options, and sum up."""
+        parts = self.parts(journal)
+        self.observer.ends(self.name)
+        written = self.measure.written(parts, self.options)
+        for path, content in zip(self.options.files, written, strict=True):
+            write(path, content)
+        first, *others = self.measure.summarise(parts, self.options)
+        notes = self.job.notes + first.notes
+        return [first.model_copy(update={"notes": notes}), *others]
+
+    def failed(self, error: Exception) -> Section:
+        """Say why there are no figures, in their place."""
+        self.observer.fails(self.name, error)
+        met = as_user_meets(error) or bug(error)
+        failure = Failure(reason=met.message, advice=met.advice, exit_code=met.exit_code)
+        return Section(
+            measure=self.name,
+            settings=self.options.model_dump(),
+            notes=self.job.notes,
+            failure=failure,
+        )
 
     def identity(self) -> dict[str, object]:
         """Return all that decides the numbers, but for how samples are batched."""
@@ -139,7 +185,9 @@ class _Task:
                 for part in self.measure.parts(net, batches, options):
                     done += len(part.ids)
                     yield part
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
                 if size == 1:
                     raise EvaluationError(
                         "out of memory with one sample at a time",

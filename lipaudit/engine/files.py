@@ -36,6 +36,21 @@ def require_writable(path: Path) -> None:
         raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")
 
 
+def require_folder(path: Path) -> None:
+    """Refuse a directory that can neither be written to nor made.
+
+    Raises:
+        EvaluationError: it is a file, or what it would be made in cannot be written to.
+    """
+    there = path.resolve()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise EvaluationError(f"cannot write to {path}: {there} is a file", "Name a directory.")
+    if not os.access(there, os.W_OK):
+        raise EvaluationError(f"cannot write to {path}", "Name a directory that can be written.")
+
+
 def ordinary_mode() -> int:
     """Return the permissions that a new file gets here: temporary ones are their owner's alone."""
     mask = os.umask(0)

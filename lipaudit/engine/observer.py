@@ -20,5 +20,8 @@ class Observer:
     def moves(self, measure: str, samples: float) -> None:
         """So many samples' worth of those that `advances` will tell of next are measured."""
 
+    def fails(self, measure: str, error: Exception) -> None:
+        """A measure has failed; the others go on."""
+
     def ends(self, measure: str) -> None:
         """A measure has ended."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from lipaudit.data.forms import form_of_data
 from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.engine.files import require_writable
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import LipauditError, UsageError
+from lipaudit.measures import MEASURES
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results import Note
-from lipaudit.settings import MeasureOptions, RunOptions
+from lipaudit.settings import MeasureOptions, RunOptions, Settings
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Request:
         measures: the options of every measure that is to run, by its name, in this order.
         run: what they share.
         counts: how many samples each measure takes where `run` does not say.
-        skip_unlabelled: leave out, with a note, what needs labels where there are none.
+        optional: measures to leave out, with a note, where model or samples do not allow them.
+        partial: whether the others go on where a measure fails, and the report says so.
         command: what the report says it was made by.
     """
 
@@ -31,7 +34,8 @@ class Request:
     measures: Mapping[str, MeasureOptions]
     run: RunOptions = field(default_factory=RunOptions)
     counts: Mapping[str, int] = field(default_factory=dict)
-    skip_unlabelled: bool = False
+    optional: Collection[str] = ()
+    partial: bool = False
     command: str = ""
 
     def count(self, name: str) -> int:
@@ -71,25 +75,41 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     """
     for path in (path for options in request.measures.values() for path in options.files):
         require_writable(path)
+    given: list[Settings] = [request.run, *request.measures.values()]
     request = _filled(request)
     net = net or load_net(request.model, load_options(request.run))
-    suited = {name: options.suited(net.kind) for name, options in request.measures.items()}
-    request = replace(request, measures=suited)
+    for group in given:
+        group.require_kind(net.kind)
+    request, unsuited = _without_refused(request, lambda _, options: options.suited(net.kind))
     wanted = {name: request.count(name) for name in request.measures}
-    samples = samples or _samples(net, request, max(wanted.values()))
-    notes = net.info.notes + samples.notes
-    if request.skip_unlabelled and (samples.batch.y is None or net.classes is None):
-        skipped = [name for name, options in request.measures.items() if options.labelled]
-        notes += tuple(_skipped(name, net) for name in skipped)
-        kept = {name: o for name, o in request.measures.items() if name not in skipped}
-        if not kept:
-            raise UsageError(
-                f"nothing is left to measure: {_skipped(skipped[0], net).text}",
-                "Name labelled samples (--data), or other measures.",
-            )
-        request = replace(request, measures=kept)
-    counts = {name: min(wanted[name], len(samples.batch)) for name in request.measures}
-    return Job(request, net, samples, counts, notes)
+    drawn = samples or _samples(net, request, max(wanted.values()))
+    request, refused = _without_refused(
+        request, lambda name, options: _checked(name, net, drawn, options)
+    )
+    notes = net.info.notes + drawn.notes + unsuited + refused
+    counts = {name: min(wanted[name], len(drawn.batch)) for name in request.measures}
+    return Job(request, net, drawn, counts, notes)
+
+
+def _without_refused(
+    request: Request, check: Callable[[str, MeasureOptions], MeasureOptions]
+) -> tuple[Request, tuple[Note, ...]]:
+    """Leave out the optional measures that a check refuses, each with a note.
+
+    Raises:
+        LipauditError: it refuses one that is wanted, or all.
+    """
+    kept: dict[str, MeasureOptions] = {}
+    notes: list[Note] = []
+    for name, options in request.measures.items():
+        try:
+            kept[name] = check(name, options)
+        except LipauditError as error:
+            if name not in request.optional or len(notes) + 1 == len(request.measures):
+                raise
+            text = f"{name} was left out: {error.message}. {error.advice}".removesuffix(". ")
+            notes.append(Note(level="warning", code="left-out", text=text))
+    return replace(request, measures=kept), tuple(notes)
 
 
 def _filled(request: Request) -> Request:
@@ -105,24 +125,29 @@ def _filled(request: Request) -> Request:
     return replace(request, run=run, measures=measures)
 
 
-def _skipped(name: str, net: Net) -> Note:
-    text = f"{name} was left out: it needs labelled samples (--data)"
-    if net.classes is None:
-        text = f"{name} was left out: {net.info.architecture} has no classes to label samples with"
-    return Note(level="warning", code="no-labels", text=text)
+def _checked(name: str, net: Net, samples: Samples, options: MeasureOptions) -> MeasureOptions:
+    """Return the options of a measure that can work with the model and the samples.
+
+    Raises:
+        LipauditError: it cannot.
+    """
+    if options.labelled and samples.batch.y is None:
+        raise _unlabelled(name)
+    MEASURES[name].check(net, samples.batch, options)
+    return options
+
+
+def _unlabelled(name: str) -> UsageError:
+    return UsageError(
+        f"{name} needs labelled samples", "Name some with --data (a folder, .npz, .csv...)."
+    )
 
 
 def _samples(net: Net, request: Request, count: int) -> Samples:
     spec = request.run.data or ("demo" if net.info.source == "demo" else "random")
-    labelled = any(options.labelled for options in request.measures.values())
-    if labelled and net.classes is None and not request.skip_unlabelled:
-        raise InputError(
-            f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
-        )
-    if labelled and spec == "random" and not request.skip_unlabelled:
-        raise UsageError(
-            "an attack needs labelled samples", "Name them with --data (a folder, .npz, .csv...)."
-        )
+    labelled = [name for name, options in request.measures.items() if options.labelled]
+    if spec == "random" and not {*labelled} <= {*request.optional}:
+        raise _unlabelled(labelled[0])
     return load_data(spec, net, data_options(request.run, count))
 
 
@@ -146,9 +171,10 @@ def load_options(run: RunOptions) -> LoadOptions:
         model_kwargs=run.model_kwargs or {},
         mean=run.mean,
         std=run.std,
-        input_size=None if run.input_size is None else (run.input_size,),
+        input_size=run.input_size,
         device=run.device or "auto",
         dtype=run.dtype,
         offline=run.offline,
         tower=run.tower,
+        form=lambda: form_of_data(run.data),
     )

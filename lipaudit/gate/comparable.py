@@ -18,6 +18,10 @@ REPEAT = "Run the baseline's protocol: lipaudit gate MODEL --baseline FILE."
 
 def fault(report: Report, section: Section) -> str:
     """Say why figures are not to be trusted: unfinished, empty, not converged; or nothing."""
+    if section.failure is not None:
+        return f"{section.measure} failed: {section.failure.reason}"
+    if report.failures:
+        return f"the report is partial: {', '.join(report.failures)} failed"
     if report.status != "complete":
         return "the report is partial: its run was cut short"
     if section.samples.get("ids") == () or not (section.rows or section.samples):

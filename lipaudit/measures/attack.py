@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save
 
 from lipaudit.attacks.choice import require_suited
-from lipaudit.attacks.evaluate import evaluate_chunk
+from lipaudit.attacks.evaluate import evaluate_chunk, require_radius
 from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.outcome import Chunk, Outcome
 from lipaudit.attacks.plan import CHUNK, Trial
@@ -39,17 +39,11 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             nothing shows.
     """
     trials = options.trials()
-    if net.classes is None:
-        raise InputError(
-            f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
-        )
-    require_suited(trials, net.kind)
-    _require_entry(net)
     how = rewriting.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
     for number, batch in enumerate(_whole(batches), options.first_chunk):
-        if batch.y is None or bool((batch.y < 0).any()):
-            raise InputError("an attack needs a label for every sample", "Label the data.")
+        check(net, batch, options)
+        assert batch.y is not None
         texts = None if how is None else rewriting.texts(how, batch)
         chunk = Chunk(number, net.point(batch), batch.y, _free(net, batch), texts)
         outcomes: list[Outcome] = []
@@ -64,6 +58,30 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             outcomes.append(outcome)
             moved(len(batch) * sum(work[: len(outcomes)]) / sum(work))
         yield _part(net, batch, chunk, trials, outcomes, options)
+
+
+def check(net: Net, batch: Batch, options: AttackOptions) -> None:
+    """Refuse what cannot be attacked, or not by the attacks that are asked for.
+
+    Raises:
+        InputError: a model without classes, samples without labels, or token ids whose embedding
+            nothing shows.
+        UsageError: an attack that cannot work on such samples, or a radius beyond the box.
+    """
+    if net.classes is None:
+        raise InputError(
+            f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
+        )
+    if batch.y is None or bool((batch.y < 0).any()):
+        raise InputError(
+            "an attack needs a label for every sample",
+            "Name labelled samples with --data (a folder, .npz, .csv...).",
+        )
+    _require_entry(net)
+    trials = options.trials()
+    require_suited(trials, net.kind)
+    for trial in trials:
+        require_radius(trial, net.box)
 
 
 def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -225,4 +243,6 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
     return [save(tensors | {"y": joined(parts, "label").astype(np.int64)})]
 
 
-MEASURE = Measure(measure, summarise, batch=CHUNK, chunk=CHUNK, written=adversarial_examples)
+MEASURE = Measure(
+    measure, summarise, batch=CHUNK, chunk=CHUNK, written=adversarial_examples, check=check
+)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, of_machine
 from lipaudit.models.net import Net
 
 
@@ -48,6 +48,8 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
         with torch.no_grad():
             net.output(cut(net, batch[:1], lengths[0])[0])
     except (AssertionError, ValueError, RuntimeError) as error:
+        if of_machine(error):
+            raise
         advice = (
             "timm: --model-kwargs dynamic_img_size=true; or leave the mode real out: --mode "
             "adversarial,radius,ascent"

@@ -45,6 +45,8 @@ class Measure:
         chunk: samples per Part where that is part of the result's definition; the batch size
             then goes to the options.
         written: what stands in the files of its options, in their order.
+        check: refuses a model, samples or options it cannot work with, before anything is
+            measured.
     """
 
     parts: Callable[[Net, Iterable[Batch], Any], Iterator[Part]]
@@ -52,6 +54,7 @@ class Measure:
     batch: int
     chunk: int | None = None
     written: Callable[[Sequence[Part], Any], Sequence[bytes]] = lambda _parts, _options: ()
+    check: Callable[[Net, Batch, Any], None] = lambda _net, _batch, _options: None
 
 
 Moved = Callable[[float], None]

@@ -1,7 +1,8 @@
-"""Arithmetic that the figures can be trusted with, whatever the caller has switched on."""
+"""Arithmetic and execution that figures can be trusted with, whatever is switched on."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -78,3 +79,16 @@ def _cudnn_allows_tf32() -> bool:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
         return True
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run what `torch.compile` wraps as the Python it is: kernels it made cannot be observed.
+
+    That covers a module that is wrapped or compiled in place, parts of one, and functions.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled: importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

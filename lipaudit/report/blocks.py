@@ -169,5 +169,5 @@ class Document:
     facts: tuple[tuple[str, str], ...]
     findings: tuple[tuple[str, str], ...]
     chapters: tuple[Chapter, ...]
-    partial: bool = False
+    partial: str = ""
     notes: tuple[Note, ...] = ()

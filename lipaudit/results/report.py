@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import (
     Field,
     SerializeAsAny,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -58,6 +60,14 @@ class Array(Frozen):
         return np.array(self.data, dtype=np.float64).reshape(self.shape)
 
 
+class Failure(Frozen):
+    """Why a measure has no result: the error it ended with, and the exit code it deserves."""
+
+    reason: str
+    advice: str = ""
+    exit_code: int
+
+
 class Section(Frozen):
     """The result of one measure.
 
@@ -68,6 +78,7 @@ class Section(Frozen):
         samples: per-sample columns in the order of its `ids`.
         arrays: per-head per-sample values, histograms and maps.
         notes: remarks that belong to these numbers.
+        failure: why there are none; written only where the measure failed.
     """
 
     measure: str
@@ -76,6 +87,12 @@ class Section(Frozen):
     samples: dict[str, tuple[Cell, ...]] = {}
     arrays: dict[str, Array] = {}
     notes: tuple[Note, ...] = ()
+    failure: Failure | None = None
+
+    @model_serializer(mode="wrap")
+    def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write no failure where there is none: a finished section is what it always was."""
+        return {k: v for k, v in plain(self).items() if k != "failure" or v is not None}
 
     @field_validator("rows", mode="before")
     @classmethod
@@ -172,7 +189,11 @@ class Run(Frozen):
 
 
 class Report(Frozen):
-    """One run of lipaudit: the only thing that is written, compared, gated and rendered."""
+    """One run of lipaudit: the only thing that is written, compared, gated and rendered.
+
+    It is partial where a measure failed or the run was cut short; each section that failed says
+    why.
+    """
 
     schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
     schema_version: str = SCHEMA_VERSION
@@ -183,6 +204,11 @@ class Report(Frozen):
     def section(self, measure: str) -> Section | None:
         """Return the section of a measure, None when it was not measured."""
         return next((s for s in self.sections if s.measure == measure), None)
+
+    @property
+    def failures(self) -> dict[str, Failure]:
+        """The measures that failed, and why."""
+        return {s.measure: s.failure for s in self.sections if s.failure is not None}
 
     def _repr_html_(self) -> str:
         """Show itself in a notebook: its page, in a frame of its own so that styles stay apart."""

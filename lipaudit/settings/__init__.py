@@ -5,6 +5,7 @@ from functools import cache
 from lipaudit.results import measures
 from lipaudit.settings.attack import AttackOptions as AttackOptions
 from lipaudit.settings.attention import AttentionOptions as AttentionOptions
+from lipaudit.settings.audit import AuditOptions as AuditOptions
 from lipaudit.settings.bounds import BoundsOptions as BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions as JacobianOptions
 from lipaudit.settings.measure import MeasureOptions as MeasureOptions

@@ -9,13 +9,13 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from lipaudit.attacks.choice import read_plan, require_suited
-from lipaudit.attacks.kinds import attack_kinds
+from lipaudit.attacks.kinds import ATTACKS, attack_kinds
 from lipaudit.attacks.plan import CHUNK, PRESETS, Trial
 from lipaudit.errors import UsageError
 from lipaudit.results.trials import COUNTED, Norm, parse_budget
 from lipaudit.settings.measure import MeasureOptions
-from lipaudit.settings.option import option
-from lipaudit.settings.parsing import Radii
+from lipaudit.settings.option import Need, option
+from lipaudit.settings.parsing import Radii, distinct
 
 IMAGES = "fgsm,pgd,autoattack"
 TEXTS = "words,characters"
@@ -23,6 +23,19 @@ EMBEDDINGS = "fgsm,pgd"
 """What attacks images, texts, and the embeddings of texts, where no attack is named."""
 TABLE = ".jsonl"
 """Files of changed texts."""
+
+
+def _attack(*efforts: str) -> Need:
+    """Return the need of an option that goes with attacks of a certain effort."""
+
+    def holds(options: AttackOptions) -> bool:
+        if options.attack is None or not (options.eps or options.attack == "paper"):
+            return True  # what will run is not known yet: `suited` asks again
+        planned = (attack for trial in options.trials() for attack in trial.attacks)
+        return any(attack.kind.effort in efforts for attack in planned)
+
+    known = ", ".join(name for name, kind in ATTACKS.items() if kind.effort in efforts)
+    return Need(f"an attack that takes {' or '.join(efforts)}: {known}", holds)
 
 
 class AttackOptions(MeasureOptions):
@@ -57,10 +70,15 @@ class AttackOptions(MeasureOptions):
     norm: Norm | None = option(
         None, "linf, l2, or token-l2 (of tokens). By default linf; for text token-l2."
     )
-    steps: int | None = option(None, "Iterations, in place of the own.", gt=0)
-    restarts: int | None = option(None, "Random starts.", gt=0)
+    steps: int | None = option(
+        None, "Iterations, in place of the own.", need=_attack("steps"), gt=0
+    )
+    restarts: int | None = option(None, "Random starts.", need=_attack("steps", "queries"), gt=0)
     queries: int | None = option(
-        None, "Most queries of Square; of words and characters for every change.", gt=0
+        None,
+        "Most queries of Square; of words and characters for every change.",
+        need=_attack("queries", "edits"),
+        gt=0,
     )
     save_adv: Path | None = option(
         None,
@@ -85,6 +103,13 @@ class AttackOptions(MeasureOptions):
             raise ValueError(f"it must end in .safetensors, or {TABLE} for changed texts")
         return path
 
+    @field_validator("attack")
+    @classmethod
+    def _once(cls, names: str | None) -> str | None:
+        for part in (names or "", (names or "").partition(":")[2]):
+            distinct([name.strip() for name in part.split(",") if name.strip()])
+        return names
+
     @model_validator(mode="after")
     def _possible(self) -> AttackOptions:
         if self.attack is not None and (self.eps or not self.usual_eps):
@@ -102,6 +127,7 @@ class AttackOptions(MeasureOptions):
         attack = self.attack or ((",".join(meant) or TEXTS) if text else self.usual)
         eps = self.eps if self.eps or text or attack == "paper" else self.usual_eps
         named = self.model_copy(update={"attack": attack, "eps": eps})
+        named.require_needed()
         trials = named.trials()
         require_suited(trials, kind)
         named._require_file(trials)

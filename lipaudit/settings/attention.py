@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from lipaudit.errors import UsageError
 from lipaudit.settings.measure import MeasureOptions
-from lipaudit.settings.option import option
+from lipaudit.settings.option import needs, option
 from lipaudit.settings.parsing import Layers, read_head
 
 
@@ -37,6 +36,7 @@ class AttentionOptions(MeasureOptions):
         None,
         "With --map: draw this row of it, the mean over the samples.",
         exclude=True,
+        need=needs("map"),
         ge=0,
     )
 
@@ -44,12 +44,6 @@ class AttentionOptions(MeasureOptions):
     @classmethod
     def _named(cls, text: str | None) -> str | None:
         return None if text is None else "{}.{}".format(*read_head(text))
-
-    @model_validator(mode="after")
-    def _of_a_map(self) -> AttentionOptions:
-        if self.query is not None and self.map is None:
-            raise UsageError("--query needs --map", "Example: --map 3.1 --query 0")
-        return self
 
     @property
     def draws(self) -> bool:

@@ -2,37 +2,124 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from pydantic import field_validator, model_validator
+
+from lipaudit.errors import UsageError
+from lipaudit.results import measures
 from lipaudit.settings.attack import AttackOptions
 from lipaudit.settings.attention import AttentionOptions
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions
 from lipaudit.settings.measure import MeasureOptions
+from lipaudit.settings.option import Need, Settings, option
+from lipaudit.settings.parsing import Names
 
 QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64}
 FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512}
 DEMO_EPS, EPS = "0.1", "2/255"
+USUAL = ("bounds", "attention", "jacobian", "attack")
+OF_ATTACK = ("eps", "attack", "norm")
+"""Options of the attacks that an audit takes, too."""
 
 
-def audit_options(eps: Any = None, *, demo: bool, quick: bool) -> dict[str, MeasureOptions]:
-    """Return what an audit measures, in this order.
+def _of_attack(name: str, default: str = "") -> Any:
+    """Take an option over from the attacks; they read it."""
+    known = AttackOptions.options()[name]
+    attacked = Need("a measure attack", lambda options: "attack" in options.names)
+    return option(None, known.help + default, *known.flags, need=attacked)
+
+
+class AuditOptions(Settings):
+    """What an audit measures, and where its report goes."""
+
+    quick: bool = option(False, "Fewer samples, quick attacks.")
+    full: bool = option(
+        False,
+        "More samples, all of AutoAttack.",
+        need=Need("no --quick: the two exclude each other", lambda options: not options.quick),
+    )
+    only: Names = option(None, f"Only these measures; {', '.join(USUAL)} if not given.")
+    skip: Names = option(None, "All but these measures.")
+    eps: str | None = _of_attack("eps", f" Default: {EPS}, of a demo {DEMO_EPS}.")
+    attack: str | None = _of_attack("attack")
+    norm: str | None = _of_attack("norm")
+    run_dir: Path | None = option(None, "Where report.json and report.html go.")
+
+    @field_validator("only", "skip")
+    @classmethod
+    def _known(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for name in names or ():
+            if name not in measures():
+                near = difflib.get_close_matches(name, measures(), 1) or measures()
+                raise ValueError(f"there is no measure {name!r}: {', '.join(near)}")
+        return names
+
+    @model_validator(mode="after")
+    def _some(self) -> AuditOptions:
+        surplus = [name for name in self.skip or () if name not in (self.only or USUAL)]
+        if surplus:
+            raise UsageError(f"--skip {surplus[0]}: an audit does not measure it without --only")
+        if not self.names:
+            raise UsageError("nothing is left to measure", "Name a measure with --only.")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The measures that are asked for, in their order."""
+        wanted = USUAL if self.only is None else self.only
+        return tuple(name for name in measures() if name in {*wanted} - {*(self.skip or ())})
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Measures that somebody named: an error where they cannot be had."""
+        attack = {"attack"} if any(getattr(self, name) for name in OF_ATTACK) else set()
+        return frozenset(attack | {*(self.only or ())})
+
+    def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
+        """Return the options of every measure.
+
+        Raises:
+            UsageError: for a bad radius, attack or norm.
+        """
+        given = {name: value for name in OF_ATTACK if (value := getattr(self, name)) is not None}
+        usual = audit_options(given, demo=demo, quick=self.small(demo=demo))
+        others = (name for name in self.names if name not in usual)
+        usual |= {name: measures()[name].load(measures()[name].options)() for name in others}
+        return {name: usual[name] for name in self.names}
+
+    def small(self, *, demo: bool) -> bool:
+        """Say whether the audit is a quick one: that is the default on a demo."""
+        return self.quick or (demo and not self.full)
+
+    def counts(self, *, demo: bool) -> Mapping[str, int]:
+        """Return how many samples each measure takes, where that is not its own default."""
+        return QUICK_SAMPLES if self.small(demo=demo) else FULL_SAMPLES if self.full else {}
+
+
+def audit_options(
+    attack: Mapping[str, Any] | None = None, *, demo: bool, quick: bool
+) -> dict[str, MeasureOptions]:
+    """Return what an audit usually measures, in this order.
 
     Args:
-        eps: radii of the attacks; None is 0.1 for a demo, 2/255 for other models of images, and
-            for text what its attacks usually take.
+        attack: options of the attacks in place of the usual: radii are 0.1 for a demo, 2/255 for
+            other models of images, and for text what its attacks usually take.
         demo: whether the model is a demo.
         quick: the quick preset of AutoAttack in place of all of it.
 
     Raises:
-        UsageError: for a bad radius.
+        UsageError: for a bad radius, attack or norm.
     """
-    attack = "fgsm,pgd,quick" if quick else "fgsm,pgd,autoattack"
-    given = {} if eps is None else {"eps": eps}
-    usual = {"usual": attack, "usual_eps": DEMO_EPS if demo else EPS}
+    names = "fgsm,pgd,quick" if quick else "fgsm,pgd,autoattack"
+    usual = {"usual": names, "usual_eps": DEMO_EPS if demo else EPS}
     return {
         "bounds": BoundsOptions(),
         "attention": AttentionOptions(),
         "jacobian": JacobianOptions(),
-        "attack": AttackOptions.checked(given | usual),
+        "attack": AttackOptions.checked(dict(attack or {}) | usual),
     }

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from lipaudit.errors import UsageError, suggestion
 
@@ -18,6 +26,34 @@ PLAIN = (bool, int, float, Path)
 
 COMMAS = "comma-separated"
 """What the help of an option says that takes several words at once."""
+
+
+INT64 = 2**63
+"""Whole numbers reach from -INT64 to INT64 - 1: arrays hold no others."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """When an option does anything; where it does nothing, giving it is an error.
+
+    Attributes:
+        text: what it goes with, to be read after the option's name.
+        holds: says of settings whether they have that.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def needs(other: str, *values: Any) -> Need:
+    """Return the need of an option that goes with another: with any value, if none is given."""
+    named = f" {' or '.join(map(str, values))}" if values else ""
+
+    def holds(settings: Any) -> bool:
+        value = getattr(settings, other)
+        return value in values if values else value is not None
+
+    return Need(flag(other) + named, holds)
 
 
 @dataclass(frozen=True)
@@ -36,6 +72,8 @@ class Option:
         values: returns words that it takes, for shells and errors; not always all of them.
         commas: whether several of them may be given, separated by commas.
         usual: what is done where it is not given and its default does not say.
+        need: when it does anything; None is always.
+        kinds: the kinds of models it is for (image, tokens, text); empty is all.
     """
 
     name: str
@@ -49,6 +87,8 @@ class Option:
     values: Callable[[], Iterable[str]] = tuple
     commas: bool = False
     usual: str = ""
+    need: Need | None = None
+    kinds: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -66,6 +106,8 @@ def option(
     env: str = "",
     usual: str = "",
     values: Callable[[], Iterable[str]] | None = None,
+    need: Need | None = None,
+    kinds: tuple[str, ...] = (),
     **checks: Any,
 ) -> Any:
     """Declare an option: a pydantic field that knows how it is typed on a command line.
@@ -78,10 +120,12 @@ def option(
         env: environment variable that gives it, too.
         usual: what is done where it is not given, for the help.
         values: returns words that it takes, where its type does not list them.
+        need: when it does anything.
+        kinds: the kinds of models it is for; all, if empty.
         checks: further arguments of `pydantic.Field`.
     """
     spelled: dict[str, Any] = {"flags": list(flags), "panel": panel, "env": env}
-    spelled |= {"values": values, "usual": usual}
+    spelled |= {"values": values, "usual": usual, "need": need, "kinds": kinds}
     checks.setdefault("validate_default", isinstance(default, str))
     return Field(default, description=help, json_schema_extra={"option": spelled}, **checks)
 
@@ -93,46 +137,99 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True
     )
 
+    _configured: frozenset[str] = PrivateAttr(default=frozenset())
+
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Return what can be typed on a command line, by the name of the field."""
         described = {}
-        for name, field in cls.model_fields.items():
-            extra = field.json_schema_extra
+        for name, info in cls.model_fields.items():
+            extra = info.json_schema_extra
             if not isinstance(extra, Mapping) or "option" not in extra:
                 continue
             spelled: Any = extra["option"]
-            kind, repeats = _kind(field.annotation, field.metadata)
+            kind, repeats = _kind(info.annotation, info.metadata)
             described[name] = Option(
                 name=name,
                 flags=tuple(spelled["flags"]) or (flag(name),),
                 kind=kind,
-                default=field.default if field.default != () else None,
-                help=field.description or "",
+                default=info.default if info.default != () else None,
+                help=info.description or "",
                 panel=spelled["panel"],
                 env=spelled["env"],
                 repeats=repeats,
-                values=spelled["values"] or partial(_choices, field.annotation),
-                commas=COMMAS in (field.description or ""),
+                values=spelled["values"] or partial(_choices, info.annotation),
+                commas=COMMAS in (info.description or ""),
                 usual=spelled["usual"],
+                need=spelled["need"],
+                kinds=spelled["kinds"],
             )
         return described
 
+    @model_validator(mode="after")
+    def _needed(self) -> Self:
+        self.require_needed()
+        return self
+
+    def require_needed(self) -> None:
+        """Refuse options that do nothing beside the others.
+
+        Raises:
+            UsageError: with the first of them.
+        """
+        for known in self.options().values():
+            if known.need and self._changed(known) and not known.need.holds(self):
+                raise UsageError(
+                    f"{known.flags[0]} goes with {known.need.text}", "Leave it out, or add that."
+                )
+
+    def _changed(self, known: Option) -> bool:
+        """Say whether an option has another value than its default, which may stand as text."""
+        default = type(self).model_fields[known.name].default
+        value = getattr(self, known.name)
+        plain = self.model_dump(mode="json", include={known.name}).get(known.name, value)
+        return value != default and plain != default
+
+    def require_kind(self, kind: str) -> None:
+        """Refuse options that mean nothing to a kind of model; configured ones then do nothing.
+
+        Raises:
+            UsageError: with the first of them that was given.
+        """
+        for known in self.options().values():
+            given = known.name not in self._configured and self._changed(known)
+            if known.kinds and given and kind not in known.kinds:
+                raise UsageError(
+                    f"{known.flags[0]} is for models that take {' or '.join(known.kinds)}; this "
+                    f"one takes {kind}",
+                    "Leave it out.",
+                )
+
     @classmethod
     def checked(
-        cls, values: Mapping[str, Any], *, spelled: Callable[[str], str] | None = None
+        cls,
+        values: Mapping[str, Any],
+        *,
+        spelled: Callable[[str], str] | None = None,
+        configured: Collection[str] = (),
     ) -> Self:
         """Return the settings of these values, the others being the defaults.
 
         Args:
             values: by the names of the fields.
             spelled: how a field is named to the user; as on the command line, if None.
+            configured: those that were not given now, and may do nothing.
 
         Raises:
             UsageError: for a value that an option does not take; it names the option.
         """
+        for name, value in values.items():
+            if isinstance(value, int) and not -INT64 <= value < INT64:
+                raise UsageError(f"{(spelled or cls._flag)(name)}: {value} is too large a number")
         try:
-            return cls.model_validate(dict(values))
+            settings = cls.model_validate(dict(values))
+            settings._configured = frozenset(configured)
+            return settings
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else ""

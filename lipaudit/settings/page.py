@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lipaudit.settings import Recipe, RunOptions, Settings, option_types
+from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, option_types
 from lipaudit.settings.option import Option
 
 HEAD = """# Options
@@ -19,7 +19,7 @@ def page() -> str:
     """Return the options of every command that measures or trains, as Markdown."""
     groups: dict[str, type[Settings]] = {"every measure, and train": RunOptions}
     groups |= {f"lipaudit {name}": kind for name, kind in option_types().items()}
-    groups |= {"lipaudit train": Recipe}
+    groups |= {"lipaudit audit": AuditOptions, "lipaudit train": Recipe}
     return "\n".join([HEAD, *(line for item in groups.items() for line in _table(*item))])
 
 

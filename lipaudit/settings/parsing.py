@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 from lipaudit.errors import UsageError
 from lipaudit.results.trials import Radius, parse_budget, parse_radius
+from lipaudit.settings.option import INT64
 
 LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
 FEWEST = 2
 """Worst-case tokens are two points."""
+MOST_LENGTHS, MOST_TOKENS, MOST_LAYERS, MOST_PIXELS = 1000, 10**7, 10**5, 10**5
+"""More than any model has: a slip of the keyboard must not fill the memory."""
 
 
 def read_layers(text: str) -> tuple[int, ...]:
@@ -26,9 +29,18 @@ def read_layers(text: str) -> tuple[int, ...]:
     layers: set[int] = set()
     for piece in text.split(","):
         first, dash, last = piece.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(f"--layers {text!r} is not a list of layers", "Example: 0,5-7")
-        layers.update(range(int(first), int(last or first) + 1))
+        ends = int(first), int(last or first)
+        if not ends[0] <= ends[1] < MOST_LAYERS:
+            raise UsageError(
+                f"--layers {piece.strip()!r} is no range of layers",
+                "Name the first one first: 5-7",
+            )
+        span = range(ends[0], ends[1] + 1)
+        if twice := layers.intersection(span):
+            raise UsageError(f"--layers {text!r} names layer {min(twice)} twice", "Once will do.")
+        layers.update(span)
     return tuple(sorted(layers))
 
 
@@ -40,7 +52,8 @@ def read_lengths(text: str) -> tuple[int, ...]:
     """
     match = LENGTHS.fullmatch(text)
     first, last, count = map(int, match.groups()) if match else (0, 0, 0)
-    if first < FEWEST or last <= first or count < 2:
+    reachable = FEWEST <= first < last <= MOST_TOKENS
+    if not reachable or not 2 <= count <= MOST_LENGTHS:
         raise UsageError(
             f"--lengths {text!r} is not FIRST:LAST:logCOUNT", "Example: 8:256:log8, from 2 tokens."
         )
@@ -118,9 +131,45 @@ def read_size(text: str) -> int | None:
     """
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or not 1 <= int(text) < INT64:
         raise ValueError("it must be auto or a positive number")
     return int(text)
+
+
+def read_sizes(text: str) -> tuple[int, ...]:
+    """Read `224`, `28,28` or `1,28,28`.
+
+    Raises:
+        ValueError: when it is none of these.
+    """
+    pieces = [piece.strip() for piece in text.split(",")]
+    if not all(piece.isdecimal() for piece in pieces):
+        raise ValueError("it must be a side (224), height,width or channels,height,width")
+    return tuple(map(int, pieces))
+
+
+def _sizes(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    return read_sizes(value) if isinstance(value, str) else value
+
+
+def _is_shape(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if sizes is not None and not (len(sizes) <= 3 and all(1 <= n <= MOST_PIXELS for n in sizes)):
+        raise ValueError(f"sizes are 1 to {MOST_PIXELS}, and three at most: channels,height,width")
+    return sizes
+
+
+def distinct(values: Sequence[Any]) -> Sequence[Any]:
+    """Return values that are named once each: twice would be measured twice, to one result.
+
+    Raises:
+        ValueError: one is named twice.
+    """
+    for i, value in enumerate(values):
+        if value in values[:i]:
+            raise ValueError(f"{getattr(value, 'text', value)} is named twice")
+    return values
 
 
 def _parsed(read: Callable[[str], Any]) -> BeforeValidator:
@@ -129,7 +178,7 @@ def _parsed(read: Callable[[str], Any]) -> BeforeValidator:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    return tuple(piece.strip() for piece in text.split(",") if piece.strip())
+    return tuple(distinct([piece.strip() for piece in text.split(",") if piece.strip()]))
 
 
 def _radius(value: Any) -> Any:
@@ -139,9 +188,9 @@ def _radius(value: Any) -> Any:
 
 
 def _radii(values: Any) -> Any:
-    values = _listed(values) if isinstance(values, str) else values
+    values = list(filter(str.strip, values.split(","))) if isinstance(values, str) else values
     each = values if isinstance(values, Iterable) else (values,)
-    return tuple(parse_budget(v) if isinstance(v, str) else _radius(v) for v in each)
+    return tuple(distinct([parse_budget(v) if isinstance(v, str) else _radius(v) for v in each]))
 
 
 def _layers(value: Any) -> Any:
@@ -165,6 +214,7 @@ Names = Annotated[tuple[str, ...] | None, listed]
 Numbers = Annotated[tuple[float, ...] | None, _parsed(read_numbers)]
 Keywords = Annotated[Mapping[str, Any] | None, _parsed(read_keywords)]
 Size = Annotated[int | None, _parsed(read_size)]
+Sizes = Annotated[tuple[int, ...] | None, BeforeValidator(_sizes), AfterValidator(_is_shape)]
 OneRadius = Annotated[
     Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)
 ]

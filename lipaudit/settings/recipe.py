@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from lipaudit.errors import UsageError
-from lipaudit.settings.option import Settings, flag, option
+from lipaudit.settings.option import Settings, needs, option
 from lipaudit.settings.parsing import OneRadius
 
 PENALTY, ADVERSARIAL = "Penalty", "Adversarial training"
 DESCENT, IMAGES = "Optimization", "Augmentation of images"
+JASMIN, ATTACKED = needs("penalty", "jasmin"), needs("adversarial", "pgd")
 
 
 class Recipe(Settings):
@@ -26,34 +26,30 @@ class Recipe(Settings):
         seed: of everything random.
     """
 
-    NEEDS: ClassVar[dict[str, tuple[str, tuple[str, ...]]]] = {
-        "k": ("penalty", ("jasmin",)),
-        "reduction": ("penalty", ("jasmin",)),
-        "weight": ("penalty", ("jasmin", "specformer")),
-        "eps": ("adversarial", ("pgd",)),
-        "steps": ("adversarial", ("pgd",)),
-        "momentum": ("optimizer", ("sgd",)),
-    }
-    """Options that do nothing unless another one has a certain value."""
-
     penalty: Literal["jasmin", "specformer"] | None = option(
         None, "jasmin or specformer; none if not given.", panel=PENALTY
     )
-    k: int = option(0, "Of JaSMin: 0, or more than 1.", panel=PENALTY, ge=0)
-    weight: float = option(1e-2, "Factor of the penalty in the loss.", panel=PENALTY, ge=0)
+    k: int = option(0, "Of JaSMin: 0, or more than 1.", panel=PENALTY, need=JASMIN, ge=0)
+    weight: float = option(
+        1e-2, "Factor of the penalty in the loss.", panel=PENALTY, need=needs("penalty"), ge=0
+    )
     reduction: Literal["max", "mean"] = option(
-        "mean", "Of JaSMin over rows: mean or max.", panel=PENALTY
+        "mean", "Of JaSMin over rows: mean or max.", panel=PENALTY, need=JASMIN
     )
     adversarial: Literal["pgd"] | None = option(
         None, "pgd: train on adversarial examples.", panel=ADVERSARIAL
     )
-    eps: OneRadius = option("2/255", "Their L-inf radius in pixels of [0, 1].", panel=ADVERSARIAL)
-    steps: int = option(5, "Their PGD steps.", panel=ADVERSARIAL, ge=1)
+    eps: OneRadius = option(
+        "2/255", "Their L-inf radius in pixels of [0, 1].", panel=ADVERSARIAL, need=ATTACKED
+    )
+    steps: int = option(5, "Their PGD steps.", panel=ADVERSARIAL, need=ATTACKED, ge=1)
     epochs: int = option(40, "Passes over the data.", panel=DESCENT, ge=1)
     batch_size: int = 512
     optimizer: Literal["sgd", "adamw"] = option("sgd", "sgd or adamw.", panel=DESCENT)
     lr: float = option(0.01, "Highest learning rate.", panel=DESCENT, gt=0)
-    momentum: float = option(0.9, "Of sgd.", panel=DESCENT, ge=0, lt=1)
+    momentum: float = option(
+        0.9, "Of sgd.", panel=DESCENT, need=needs("optimizer", "sgd"), ge=0, lt=1
+    )
     weight_decay: float = option(1e-4, "Of the optimizer.", panel=DESCENT, ge=0)
     schedule: Literal["cosine", "onecycle"] = option(
         "cosine", "cosine (to 0) or onecycle (up to lr, then down).", panel=DESCENT
@@ -70,12 +66,3 @@ class Recipe(Settings):
         if k == 1:
             raise ValueError("g_1/g_1 is 1 whatever the attention: use 0 or more than 1")
         return k
-
-    @model_validator(mode="after")
-    def _needed(self) -> Recipe:
-        written = self.model_dump(mode="json")
-        for name, (other, values) in self.NEEDS.items():
-            changed = written[name] != type(self).model_fields[name].default
-            if changed and getattr(self, other) not in values:
-                raise UsageError(f"{flag(name)} goes with {flag(other)} {' or '.join(values)}")
-        return self

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from lipaudit.settings.option import Settings, option
-from lipaudit.settings.parsing import Keywords, Numbers, Size, write_keywords
+from lipaudit.settings.parsing import Keywords, Numbers, Size, Sizes, write_keywords
 
 MODEL, DATA, RUN = "Model", "Data", "Run"
 
@@ -46,10 +46,14 @@ class RunOptions(Settings):
         "Cut texts to this many tokens.",
         panel=DATA,
         usual="128; of scaling its longest length",
+        kinds=("text",),
         ge=1,
     )
     text_column: str | None = option(
-        None, "Column of a table with texts; FIRST,SECOND of pairs.", panel=DATA
+        None,
+        "Column of a table with texts; FIRST,SECOND of pairs.",
+        panel=DATA,
+        kinds=("text",),
     )
     label_column: str | None = option(None, "Column with labels.", panel=DATA)
     skip_bad: bool = option(
@@ -57,9 +61,13 @@ class RunOptions(Settings):
     )
     arch: str | None = option(None, "Architecture of a weights file: timm:NAME.", panel=MODEL)
     model_kwargs: Keywords = option(None, "k=v,... for the model's constructor.", panel=MODEL)
-    mean: Numbers = option(None, "Override the pixel mean, R,G,B.", panel=MODEL)
-    std: Numbers = option(None, "Override the pixel deviation, R,G,B.", panel=MODEL)
-    input_size: int | None = option(None, "Override the image size.", panel=MODEL, ge=1)
+    mean: Numbers = option(None, "Override the pixel mean, R,G,B.", panel=MODEL, kinds=("image",))
+    std: Numbers = option(
+        None, "Override the pixel deviation, R,G,B.", panel=MODEL, kinds=("image",)
+    )
+    input_size: Sizes = option(
+        None, "Override the image size: 224, or 1,28,28.", panel=MODEL, kinds=("image",)
+    )
     tower: str | None = option(
         None,
         "Which tower of a model with two: image or text.",
@@ -98,5 +106,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return write_keywords(value)
     if isinstance(value, tuple):
-        return ",".join(f"{number:g}" for number in value)
+        return ",".join(f"{n}" if isinstance(n, int) else f"{n:g}" for n in value)
     return value

@@ -51,9 +51,7 @@ class ScalingOptions(MeasureOptions):
     mask: Literal["own", "none", "causal", "both"] = option(
         "own", "Mask of the worst case: own, none, causal or both."
     )
-    tol: float = option(
-        TOL, "Estimated relative accuracy of the norms.", ge=0, allow_inf_nan=False
-    )
+    tol: float = option(TOL, "Estimated relative accuracy of the norms.", gt=0, lt=1)
 
     @property
     def tokens(self) -> int | None:

@@ -18,9 +18,7 @@ class NormOptions(MeasureOptions):
         within: how far the probabilistic limit may lie above a norm: what is proven.
     """
 
-    tol: float = option(
-        TOL, "Estimated relative accuracy of the norms.", ge=0, allow_inf_nan=False
-    )
+    tol: float = option(TOL, "Estimated relative accuracy of the norms.", gt=0, lt=1)
     max_steps: int = 300
     within: float = option(
         WITHIN, "Proven relative accuracy of the norms (prob. 0.999).", gt=0, allow_inf_nan=False

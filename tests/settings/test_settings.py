@@ -8,11 +8,11 @@ import pytest
 import typer.main
 
 from lipaudit.cli.commands import build
-from lipaudit.settings import Recipe, RunOptions, option_types
+from lipaudit.settings import AuditOptions, Recipe, RunOptions, option_types
 from lipaudit.settings.page import page
 
 DOCS = Path(__file__).parents[2] / "docs"
-GROUPS = option_types() | {"train": Recipe}
+GROUPS = option_types() | {"audit": AuditOptions, "train": Recipe}
 
 
 def test_the_page_is_that_of_the_settings():
@@ -35,6 +35,6 @@ def test_a_command_has_every_option_of_its_settings(name):
 
 @pytest.mark.parametrize("kind", [*GROUPS.values(), RunOptions], ids=lambda kind: kind.__name__)
 def test_defaults_pass_their_own_checks(kind):
-    least = {"eps": "2/255"} if "attack" in kind.model_fields else {}
+    least = {"eps": "2/255"} if "logical_chunk" in kind.model_fields else {}
     settings = kind.checked(least)
     assert kind.checked(settings.model_dump(mode="json")) == settings

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
+from lipaudit.errors import of_machine
 from lipaudit.models.attention import agreement
 from lipaudit.models.attention.observe.calls import AttentionCall, Explicit
 from lipaudit.models.attention.observe.layouts import layouts
@@ -71,9 +72,9 @@ def output_map(linear: Linear, source: Probed) -> OutputMap | None:
 def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     try:
         return _read(call, layout, batch)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if of_machine(error):
+            raise
         # The graph is the model's own: a write in place, an op without a derivative. Whatever it
         # is, this layer has no closed form that we could vouch for, and the others may.
         reason = f"its graph cannot be differentiated: {str(error).partition(chr(10))[0]}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError
+from lipaudit.errors import EvaluationError, of_machine
 from lipaudit.models.attention.agreement import AGREES, agree
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.observe.calls import AttentionCall
@@ -71,9 +71,9 @@ def _runnable(layer: Layer) -> Linearization | str:
     try:
         linear = _linearized(layer)
         linear.outer(torch.ones_like(linear.output))
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # whatever the model's own code says of being run again
+        if of_machine(error):
+            raise
         return str(error).partition("\n")[0] or outside
     return linear
 

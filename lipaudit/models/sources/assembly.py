@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lipaudit.data.images import resized
-from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.errors import InputError, LipauditError, UsageError, of_machine
 from lipaudit.models.net import ModelInfo, Net
+from lipaudit.models.precision import eager
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import few, half_precision, require_finite_weights, sha256
 from lipaudit.results import Note
@@ -35,6 +37,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         InputError: weights that are not finite, a model that cannot be run on its own sample.
         UsageError: a normalisation that does not fit the images, an unknown dtype or device.
     """
+    spec = replace(spec, module=unwrapped(spec.module))
     _require_images(spec, options)
     require_values(spec.module, name)
     module, notes = _single_precision(spec.module)
@@ -86,7 +89,7 @@ def device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         wanted = torch.device(name)
-        torch.empty(1, device=wanted)
+        torch.empty(1, device=wanted).item()  # the meta device has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
             f"device {name!r} is not available on this machine", "Use --device auto or cpu."
@@ -104,6 +107,11 @@ def _require_float64(place: torch.device) -> None:
             f"device {str(place)!r} has no float64, in which bounds and statistics are computed",
             "Use --device cpu.",
         ) from error
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` wraps: the same function, of the same weights."""
+    return getattr(module, "_orig_mod", module)
 
 
 def main_output(result: Any) -> Tensor:
@@ -216,11 +224,11 @@ def _probe(
     module = spec.module
     x = _blank(spec, next(module.parameters()))
     try:
-        with torch.no_grad(), _first_entry(module, spec.kind, x) as entries:
+        with eager(), torch.no_grad(), _first_entry(module, spec.kind, x) as entries:
             output = read(call(x, None))
-    except (LipauditError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # whatever the model's own code raises
+        if isinstance(error, LipauditError) or of_machine(error):
+            raise
         check = "--input-size and --model-kwargs" if spec.kind == "image" else "--model-kwargs"
         raise InputError(
             f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "

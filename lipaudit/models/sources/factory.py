@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from lipaudit.errors import InputError, LipauditError, UsageError, suggestion
+from lipaudit.data.forms import Form
+from lipaudit.errors import InputError, LipauditError, UsageError, out_of_memory, suggestion
+from lipaudit.models.sources.assembly import unwrapped
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
@@ -23,8 +25,9 @@ def from_factory(reference: str, options: LoadOptions) -> ModelSpec:
     """Call a factory and take its model.
 
     The factory gets --model-kwargs as its keyword arguments, and returns a `ModelSpec` or an
-    `nn.Module`; a module of timm or transformers is recognised, for any other --input-size says
-    what it takes. It is the user's own code: this is the one kind of MODEL that runs any.
+    `nn.Module`; a module of timm or transformers is recognised, any other takes what --input-size
+    says, else samples as those of the data. It is the user's own code: this is the one kind of
+    MODEL that runs any.
 
     Raises:
         UsageError: the reference is malformed, or nothing says what the module takes.
@@ -35,7 +38,7 @@ def from_factory(reference: str, options: LoadOptions) -> ModelSpec:
         raise UsageError(f"py:{reference} names no factory", f"Write {EXAMPLE}.")
     with _import_path(place):
         factory = _attribute(place, name)
-        model = _call(factory, reference, dict(options.model_kwargs))
+        model = unwrapped(_call(factory, reference, dict(options.model_kwargs)))
     return _as_spec(model, reference, options)
 
 
@@ -75,9 +78,9 @@ def _module_of_file(path: Path) -> Any:
 def _call(factory: Any, reference: str, kwargs: dict[str, Any]) -> Any:
     try:
         return factory(**kwargs)
-    except LipauditError:
-        raise
     except Exception as error:  # whatever the user's factory raises
+        if isinstance(error, LipauditError) or out_of_memory(error):
+            raise
         raise InputError(
             f"the factory py:{reference} failed ({type(error).__name__}: {error})",
             "It is called with --model-kwargs as keyword arguments and nothing else.",
@@ -95,13 +98,26 @@ def _as_spec(model: Any, reference: str, options: LoadOptions) -> ModelSpec:
     spec = recognised(model, options)
     if spec is not None:
         return spec
+    form = form_taken(options)
+    if form is None:
+        raise UsageError(f"py:{reference} returned a {type(model).__name__}: {WHAT}", HOW)
+    return ModelSpec(model, form.shape, kind=form.kind)
+
+
+WHAT = "what does it take?"
+HOW = (
+    "Name --data whose samples are of one shape, or give --input-size 224 (or 1,28,28), or let it "
+    "return a lipaudit.ModelSpec; lipaudit init py writes an example of that."
+)
+
+
+def form_taken(options: LoadOptions) -> Form | None:
+    """Return what a module takes that does not say so: images of a given size, else the data's."""
+    form = options.form()
     if options.input_size is None:
-        raise UsageError(
-            f"py:{reference} returned a {type(model).__name__}: what does it take?",
-            "Give --input-size 224, or return lipaudit.models.sources.spec.ModelSpec(module, "
-            "input_shape, kind=..., mean=..., std=...).",
-        )
-    return ModelSpec(model, options.image_shape((3, 0, 0)))
+        return form
+    own = form.shape if form is not None and form.kind == "image" else (3, 0, 0)
+    return Form("image", options.image_shape((own[0], own[1], own[2])))
 
 
 def recognised(module: nn.Module, options: LoadOptions) -> ModelSpec | None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.net import OWN, Kind, Net
-from lipaudit.models.sources.assembly import assemble, require_values
-from lipaudit.models.sources.factory import recognised
+from lipaudit.models.sources.assembly import assemble, require_values, unwrapped
+from lipaudit.models.sources.factory import form_taken, recognised
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
@@ -80,13 +80,13 @@ def _spec(
     model: nn.Module | ModelSpec, options: LoadOptions, shape: Sequence[int] | None
 ) -> ModelSpec:
     if isinstance(model, ModelSpec):
-        return model
+        return replace(model, module=unwrapped(model.module))
     if not isinstance(model, nn.Module):
         raise InputError(
             f"{type(model).__name__} is no model",
             "Give the name of a checkpoint, an nn.Module or a lipaudit.ModelSpec.",
         )
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps is the same function
+    model = unwrapped(model)
     if shape is not None:
         if not isinstance(shape, Sequence) or len(shape) not in KINDS:
             raise UsageError(
@@ -95,9 +95,13 @@ def _spec(
             )
         return ModelSpec(model, tuple(shape), kind=KINDS[len(shape)])
     spec = recognised(model, options)
+    form = form_taken(options) if spec is None else None
+    if form is not None:
+        return ModelSpec(model, form.shape, kind=form.kind)
     if spec is None:
         raise UsageError(
             f"what does the {type(model).__name__} take?",
-            "Give input_shape=(3, 32, 32), or a lipaudit.ModelSpec that says how to feed it.",
+            "Give data as arrays, input_shape=(3, 32, 32), or a lipaudit.ModelSpec that says how "
+            "to feed it.",
         )
     return spec

@@ -10,6 +10,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from lipaudit.attacks.text.rewrite import Lexicon
+from lipaudit.data.forms import Form
 from lipaudit.data.hub.commit import Commit
 from lipaudit.data.intake import warning
 from lipaudit.errors import UsageError
@@ -38,7 +39,8 @@ class ModelSpec:
         module: the model. Loading puts it in eval mode, freezes its parameters and may move it to
             another device or dtype: build a fresh one if you need it elsewhere.
         input_shape: shape of one sample: (channels, height, width), (tokens, width) or
-            (samples,) of a waveform, or (most tokens,) for text.
+            (samples,) of a waveform, or (most tokens,) for text. A number n stands for
+            (3, n, n) of an image, else for (n,).
         kind: image, tokens (a float sequence) or text (token ids).
         mean: what is subtracted from the pixels, per channel or one for all; images only.
         std: what they are then divided by.
@@ -90,6 +92,12 @@ class ModelSpec:
     notes: tuple[Note, ...] = ()
     commit: Commit | None = None
 
+    def __post_init__(self) -> None:
+        given: Any = self.input_shape
+        size = (given,) if isinstance(given, int) else tuple(given)
+        image = isinstance(given, int) and self.kind == "image"
+        object.__setattr__(self, "input_shape", (3, *size, *size) if image else size)
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -108,6 +116,8 @@ class LoadOptions:
         classes: number of classes; a model that has another number gets a random classifier in
             place of its own (to be trained; timm and transformers).
         tower: which tower of a model with one for images and one for text: image or text.
+        form: says what the samples are that will be measured: a module that does not say what it
+            takes takes those.
     """
 
     arch: str | None = None
@@ -120,6 +130,7 @@ class LoadOptions:
     offline: bool = False
     classes: int | None = None
     tower: str | None = None
+    form: Callable[[], Form | None] = lambda: None
 
     def image_shape(self, own: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width), given what the source of the model says.

@@ -17,7 +17,7 @@ from lipaudit.data.hub.commit import Commit, find_commit
 from lipaudit.data.hub.refusal import Repository, refusal
 from lipaudit.data.images import resized
 from lipaudit.data.intake import remark, warning
-from lipaudit.errors import InputError, UsageError, suggestion
+from lipaudit.errors import InputError, UsageError, of_machine, out_of_memory, suggestion
 from lipaudit.models.sources.names import timm_names
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.weights import (
@@ -159,7 +159,7 @@ def _create(name: str, kwargs: dict[str, Any], weights: Mapping[str, Any] | None
             f"timm cannot build {name} with {kwargs}: {error}", "Check --model-kwargs."
         ) from error
     except (RuntimeError, ValueError) as error:
-        if weights is not None:
+        if weights is not None or of_machine(error):
             raise
         raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
 
@@ -179,6 +179,8 @@ def _download(name: str, kwargs: dict[str, Any], *, offline: bool) -> tuple[Any,
     except UsageError:
         raise
     except Exception as error:  # every HTTP library has exceptions of its own
+        if out_of_memory(error):
+            raise
         refused = error if isinstance(error, InputError) else refusal(error, repository)
         raise InputError(
             f"the pretrained weights of {name} cannot be had: {refused.message}",
@@ -209,7 +211,9 @@ def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
         return ()
     try:
         converted = convert(dict(state), module)
-    except (KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError):
+    except (KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError) as error:
+        if of_machine(error):
+            raise
         converted = state
     load_strictly(module, converted, origin=str(path))
     return (remark("converted", "weights were converted from another layout or size by timm"),)
@@ -245,7 +249,9 @@ def _takes(module: Any, shape: tuple[int, int, int]) -> bool:
     try:
         with torch.no_grad():
             module.eval()(like.new_zeros(1, *shape))
-    except (RuntimeError, ValueError, IndexError, AssertionError):
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        if of_machine(error):
+            raise
         return False
     return True
 

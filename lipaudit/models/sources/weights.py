@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lipaudit.data.intake import remark
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, out_of_memory
 from lipaudit.results import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -160,7 +160,7 @@ def sha256(module: nn.Module) -> str:
 def _safetensors(path: Path) -> dict[str, Any]:
     try:
         return dict(load_file(path))
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise InputError(
             f"{path} is not a complete safetensors file ({error})",
             "Copy or download it again; a git-lfs pointer needs `git lfs pull`.",
@@ -170,28 +170,40 @@ def _safetensors(path: Path) -> dict[str, Any]:
 def _pickled(path: Path) -> Any:
     try:
         # timm's training checkpoints keep their arguments beside the weights
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), catch_warnings():
+            simplefilter("ignore")  # of a TorchScript archive, which is refused
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"{path} holds more than weights{_globals(path)}; it was not opened",
+    except Exception as error:  # of zip files, of pickles and of PyTorch: what junk may hold
+        if out_of_memory(error):
+            raise
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    """Say why a file cannot be opened without running code, and what to do about it."""
+    if "TorchScript" in str(error):
+        return InputError(
+            f"{path} is TorchScript, a program and not weights: it cannot be read",
+            "Save the state_dict() of the module that it was made from.",
+        )
+    if names := _globals(path):
+        return InputError(
+            f"{path} holds more than weights ({few(names)}); it was not opened",
             "Opening it would run its code. Where you trust it, save model.state_dict() alone, "
             "best as .safetensors; torch.serialization.get_unsafe_globals_in_checkpoint(FILE) "
             "lists what it wants to run.",
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise InputError(
-            f"{path} is not a complete PyTorch file ({_first_line(error)})",
-            "Copy or download it again.",
-        ) from error
+        )
+    return InputError(
+        f"{path} is not a complete PyTorch file ({type(error).__name__}: {_first_line(error)})",
+        "Copy or download it again.",
+    )
 
 
-def _globals(path: Path) -> str:
+def _globals(path: Path) -> list[str]:
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except (RuntimeError, ValueError, pickle.UnpicklingError):
-        return ""
-    return f" ({few(names)})"
+        return torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    except Exception:  # of junk: it names none
+        return []
 
 
 def _first_line(error: Exception) -> str:

@@ -66,7 +66,7 @@ def look(stream: TextIO) -> tuple[int, str | None]:
 def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _heading(page.title, "═", width)
     if page.partial:
-        yield Text("PARTIAL: the run was cut short; what follows is incomplete.", "bold red")
+        yield Text("\n".join(wrap(f"PARTIAL: {page.partial}", min(width, PROSE))), "bold red")
     yield from _facts(page, width)
     if page.notes:
         yield from _block(Notes(page.notes), width, colour)

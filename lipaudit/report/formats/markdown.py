@@ -32,7 +32,7 @@ def render(page: Document) -> bytes:
     """Write a page."""
     lines = [f"# {escape(page.title)}", ""]
     if page.partial:
-        lines += ["**Partial: the run was cut short; what follows is incomplete.**", ""]
+        lines += [f"**Partial: {escape(page.partial)}**", ""]
     if page.facts:
         facts = [[name, escape(value)] for name, value in page.facts]
         lines += [*_grid(["", ""], facts, "ll"), ""]

@@ -44,6 +44,15 @@ def _commits(report: Report) -> list[tuple[str, str]]:
     ]
 
 
+def _partial(report: Report) -> str:
+    """Say what a report lacks; nothing where it is complete."""
+    if report.status == "complete":
+        return ""
+    if report.failures:
+        return f"{' and '.join(report.failures)} failed; what follows is the rest."
+    return "the run was cut short; what follows is incomplete."
+
+
 def _single(report: Report) -> Document:
     run, said = report.run, of_all(report)
     findings = tuple((finding.text, finding.source) for finding in diagnosis(report))
@@ -62,7 +71,7 @@ def _single(report: Report) -> Document:
             *(Chapter(s.measure, title(s.measure), blocks(s, said)) for s in report.sections),
             Chapter("reading", "How to read the figures", last),
         ),
-        partial=report.status == "partial",
+        partial=_partial(report),
         notes=merged(said),
     )
 
@@ -88,7 +97,7 @@ def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
             *chapters,
             Chapter("reading", "How to read the figures", (Paragraph(LEGEND),)),
         ),
-        partial=any(report.status == "partial" for report in reports),
+        partial=next(filter(None, map(_partial, reports)), ""),
         notes=tuple(
             note.model_copy(update={"text": f"{name}: {note.text}"})
             for name, report in zip(names, reports, strict=True)

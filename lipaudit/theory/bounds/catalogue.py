@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, LipauditError, UsageError
+from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
 from lipaudit.results.bounds import Bound, catalogue, remedy
 from lipaudit.theory.heads import Heads
 
@@ -43,9 +43,9 @@ def _computed(bound: Bound, heads: Heads) -> Tensor:
     shape = heads.q.shape[:2]
     try:
         values = _function(bound)(heads)
-    except LipauditError:
-        raise
     except Exception as error:
+        if isinstance(error, LipauditError) or of_machine(error):
+            raise
         reason = f"{type(error).__name__}: {error}"
         raise EvaluationError(f"the bound {bound.name} failed: {reason}", remedy(bound)) from error
     if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():

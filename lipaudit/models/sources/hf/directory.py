@@ -12,7 +12,7 @@ import torch
 
 from lipaudit.data.hub.commit import hub_bars
 from lipaudit.data.intake import remark
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, out_of_memory
 from lipaudit.models.sources.hf.adapter import classes_of, merged
 from lipaudit.models.sources.hf.language import text_config
 from lipaudit.models.sources.hf.outputs import hf_spec
@@ -123,6 +123,8 @@ def _trained(
     try:
         module, report = _from_pretrained(auto, path, config)
     except (ValueError, OSError, RuntimeError, KeyError) as error:
+        if out_of_memory(error):
+            raise
         raise InputError(
             f"transformers cannot load {path} ({_first_line(error)})",
             "Check that the directory is complete: config.json and its weights.",

@@ -10,6 +10,7 @@ from lipaudit.report.page.remarks import merged
 from lipaudit.report.page.views import attack, attention, bounds, default, jacobian, scaling
 from lipaudit.report.page.views.common import SideBySide, View
 from lipaudit.results import Note, Section, row_types
+from lipaudit.results.report import Failure
 
 VIEWS: dict[str, View] = {
     "bounds": bounds.view,
@@ -41,10 +42,14 @@ def title(measure: str) -> str:
 def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
     """Return what is shown of a section: settings, warnings, figures and tables, other notes.
 
+    Of one that failed: why.
+
     Args:
         section: what is shown.
         said: notes that stand above it already.
     """
+    if section.failure is not None:
+        return (failed(section.failure),)
     given = {name: value for name, value in section.settings.items() if value is not None}
     settings = "; ".join(f"{name} {listed(value)}" for name, value in given.items())
     notes = [note for note in section.notes if note not in said]
@@ -62,11 +67,21 @@ def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
 def side_by_side(sections: Mapping[str, Section]) -> tuple[Block, ...]:
     """Return what is shown of one measure over several reports, by the report's label."""
     filled = {label: section for label, section in sections.items() if section.rows}
+    lost = [
+        Paragraph(f"{label}: {failed(section.failure).text}")
+        for label, section in sections.items()
+        if section.failure is not None
+    ]
     if not filled:
-        return (NOTHING,)
-    return tuple(
-        SIDE_BY_SIDE.get(next(iter(filled.values())).measure, default.side_by_side)(filled)
-    )
+        return tuple(lost) or (NOTHING,)
+    view = SIDE_BY_SIDE.get(next(iter(filled.values())).measure, default.side_by_side)
+    return (*lost, *view(filled))
+
+
+def failed(failure: Failure) -> Paragraph:
+    """Say why a measure has no result."""
+    advice = f" {failure.advice}" if failure.advice else ""
+    return Paragraph(f"FAILED: {failure.reason}.{advice}")
 
 
 def listed(value: Any) -> str:

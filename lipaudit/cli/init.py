@@ -1,0 +1,87 @@
+"""The command `init`: a file to start from, for a model of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lipaudit.cli.app import command
+from lipaudit.cli.tools import LEARN
+from lipaudit.errors import UsageError
+
+EXAMPLE = '''\
+"""A model for lipaudit: `lipaudit bounds py:{file}:model`."""
+
+import torch
+from torch import nn
+
+import lipaudit
+
+
+class Block(nn.Module):
+    """Self-attention as lipaudit reads it: any scaled_dot_product_attention, or a softmax."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Classifier(nn.Module):
+    """Replace it by your own."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 64, kernel_size=8, stride=8)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        return self.head(self.blocks(tokens).mean(1))
+
+
+def model(classes: int = 10) -> lipaudit.ModelSpec:
+    """Build the model; `--model-kwargs classes=4` gives the arguments."""
+    module = Classifier(classes)
+    # Load your weights here:
+    # module.load_state_dict(torch.load("weights.pt", weights_only=True))
+    return lipaudit.ModelSpec(
+        module,
+        input_shape=(3, 32, 32),
+        mean=(0.5, 0.5, 0.5),  # what your training subtracted from pixels of [0, 1],
+        std=(0.5, 0.5, 0.5),  # and divided them by
+    )
+'''
+
+
+@command("init", panel=LEARN)
+def init(
+    kind: Annotated[Literal["py"], typer.Argument(help="py: a factory of a model of your own.")],
+    file: Annotated[Path, typer.Argument(help="Where it is written.")] = Path("model.py"),
+) -> None:
+    """Write a file to start from: a model of your own, which runs as it is.
+
+    [dim]Example:[/] [cyan]lipaudit init py[/]
+    """
+    from lipaudit.engine.files import require_writable, write
+
+    if file.suffix != ".py":
+        raise UsageError(f"{file} is no name of a {kind} file", "It must end in .py.")
+    if file.exists():
+        raise UsageError(f"{file} exists", "Name another file.")
+    require_writable(file)
+    write(file, EXAMPLE.format(file=file).encode())
+    typer.echo(f"py:{file}:model")
+    typer.echo(f"Wrote {file}. Measure it: lipaudit bounds py:{file}:model", err=True)

@@ -1,0 +1,51 @@
+"""Standard streams that can be written to, whatever their encoding."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import unicodedata
+
+PLAIN = str.maketrans(
+    {
+        "‖": "||",
+        "×": "x",
+        "≤": "<=",
+        "≥": ">=",
+        "±": "+-",
+        "∘": "o",
+        "•": "*",
+        "–": "-",
+        "✓": "+",
+        "✗": "x",
+        "▸": ">",
+        "└": "`",
+        "│": "|",
+        "═": "=",
+        **dict.fromkeys("─━", "-"),
+        **dict.fromkeys("█▓▇▆▅▉▊▋", "#"),
+        **dict.fromkeys("▒▌▍▄▀", "+"),
+        **dict.fromkeys("░▃▂▁▏▎", "."),
+    }
+)
+"""What stands for a character where a terminal has none: numbers are to be read there, too."""
+
+
+def make_printable() -> None:
+    """Let stdout and stderr write text that their encoding lacks in plainer characters.
+
+    An ASCII terminal, or PYTHONIOENCODING=ascii, would raise an error at the first of them.
+    """
+    codecs.register_error("lipaudit.plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="lipaudit.plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(PLAIN)
+    parts = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return parts or "?", error.end

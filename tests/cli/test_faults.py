@@ -1,0 +1,289 @@
+"""Whose fault it is: no file, terminal, disk, device or option of a user is a bug in lipaudit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.commands import build
+from lipaudit.errors import EvaluationError, UsageError, as_user_meets, of_machine, out_of_memory
+from lipaudit.models.sources import assembly
+from lipaudit.settings import RunOptions
+
+ARCH = ("--arch", "timm:vit_tiny_patch16_224")
+FACTORY = """
+import torch
+from torch import nn
+from lipaudit import ModelSpec
+from lipaudit.models.sources.demo import demo_model
+
+def module():
+    return demo_model("standard").module
+
+def outside():
+    return torch.compile(module())
+
+def in_place():
+    model = module()
+    model.compile()
+    return model
+
+def inside():
+    model = module()
+    model.blocks[0] = torch.compile(model.blocks[0])
+    return model
+
+def specified():
+    return ModelSpec(torch.compile(module()), (1, 8, 8))
+
+def traced():
+    return torch.jit.trace(module(), torch.zeros(1, 1, 8, 8))
+
+def full():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    Path("own.py").write_text(FACTORY)
+
+
+def run(*args: str, code: int, says: str = "") -> str:
+    done = CliRunner().invoke(build(), args)
+    assert done.exit_code == code, done.output
+    assert says in done.stderr
+    assert "internal error" not in done.stderr
+    assert code == 0 or done.stdout == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("factory", ["outside", "in_place", "inside", "specified"])
+def test_what_torch_compile_wraps_is_measured_as_it_was(factory, monkeypatch):
+    def compiled(*_args, **_options):
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiled)
+    how = ("--data", "demo", "-n", "1", "-f", "json")
+    plain = lipaudit.schema.loads(run("bounds", "py:own.py:module", *how, code=0))
+    wrapped = lipaudit.schema.loads(run("bounds", f"py:own.py:{factory}", *how, code=0))
+    assert wrapped.section("bounds").rows == plain.section("bounds").rows
+
+
+def test_a_compiled_module_is_measured_from_python_and_compiled_again_afterwards():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    spec = lipaudit.ModelSpec(torch.compile(module, backend="eager"), (1, 8, 8))
+    x = torch.rand(2, 1, 8, 8)
+    report = lipaudit.measure(spec, "jacobian", data=x)
+    assert report.run.model.architecture == "Sequential"
+    truth = torch.linalg.matrix_norm(module[1].weight, 2)
+    assert report.section("jacobian").samples["norm"][0] == pytest.approx(float(truth), rel=1e-4)
+
+
+def junk(name: str, content: bytes) -> str:
+    Path(name).write_bytes(content)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("junk.pt", b"junk" * 50, "not a complete PyTorch file"),
+        ("junk.pth", b"PK\x03\x04" + b"j" * 100, "not a complete PyTorch file"),
+        ("junk.bin", b"", "not a complete PyTorch file"),
+        ("junk.ckpt", b"\x80\x02]q\x00.", "no tensors by name"),
+        ("junk.safetensors", b"\x08" + bytes(7) + b"no json!", "not a complete safetensors"),
+    ],
+)
+def test_junk_is_no_file_of_weights(name, content, says):
+    run("bounds", junk(name, content), *ARCH, code=4, says=says)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_is_named_as_such():
+    torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)).save("scripted.pt")
+    run("bounds", "scripted.pt", *ARCH, code=4, says="TorchScript, a program and not weights")
+    run("bounds", "py:own.py:traced", "--data", "demo", code=4, says="is TorchScript")
+
+
+@pytest.mark.parametrize("name", ["meta", "cuda:99", "nonsense", "cpu:x"])
+def test_a_device_that_is_none(name):
+    run("bounds", "demo", "--device", name, code=2, says=f"device {name!r} is not available")
+
+
+def test_memory_that_runs_out_while_the_model_is_built_or_moved(monkeypatch):
+    run("bounds", "py:own.py:full", code=3, says="out of memory")
+
+    def moved(*_args, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(nn.Module, "to", moved)
+    for command in ("bounds", "train"):
+        run(command, "demo", code=3, says="out of memory (CUDA out of memory")
+    with pytest.raises(EvaluationError, match="out of memory"):
+        lipaudit.measure("demo", "jacobian")
+
+
+def test_memory_that_runs_out_in_training(monkeypatch):
+    from lipaudit.train import loop
+
+    def step(*_args, **_options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
+
+    monkeypatch.setattr(loop.nn.functional, "cross_entropy", step)
+    monkeypatch.setattr(loop.nn, "CrossEntropyLoss", step)
+    run("train", "demo", "-n", "8", "--epochs", "1", code=3, says="out of memory")
+
+
+def test_memory_of_the_host_that_runs_out_halves_the_batch_too(monkeypatch):
+    from lipaudit.models.net import Net
+
+    whole, sizes = Net.output, []
+
+    def output(self, batch):
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
+        return whole(self, batch)
+
+    monkeypatch.setattr(Net, "output", output)
+    run("jacobian", "demo", "-n", "4", "--batch-size", "4", code=0)
+    assert max(sizes) == 4
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("args", [("jacobian", "demo", "-n1"), ("explain", "sharp"), ("schema",)])
+def test_a_full_disk_behind_stdout(args):
+    command = [sys.executable, "-m", "lipaudit", *args]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 3
+    assert "No space left on device" in done.stderr
+    assert "internal error" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "locale", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}]
+)
+def test_an_ascii_terminal_gets_every_number(locale):
+    command = [sys.executable, "-m", "lipaudit", "bounds", "demo", "-n1"]
+    plain = subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    env = os.environ | locale
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    text = done.stdout.decode("ascii" if "PYTHONIOENCODING" in locale else "utf-8")
+    assert "?" not in text
+    for number in ("2.58e5", "66.7"):
+        assert (number in text) == (number in plain)
+    assert len(text.splitlines()) == len(plain.splitlines())
+
+
+MACHINE = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    OSError(errno.ENOSPC, "No space left on device", "a.json"),
+]
+
+
+@pytest.mark.parametrize("error", MACHINE, ids=str)
+def test_faults_of_the_machine_are_told_from_those_of_a_model(error):
+    assert of_machine(error)
+    met = as_user_meets(error)
+    assert isinstance(met, EvaluationError)
+    assert met.advice
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("CUDA error")])
+def test_what_a_model_says_is_no_fault_of_the_machine(error):
+    assert not of_machine(error)
+    assert not out_of_memory(error)
+    assert as_user_meets(error) is None
+
+
+@pytest.mark.parametrize("error", MACHINE[:1] + MACHINE[3:4], ids=str)
+def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(error, monkeypatch):
+    from lipaudit.models.attention import analysis, numeric
+
+    def fault(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr(analysis, "_read", fault)
+    with pytest.raises(EvaluationError):
+        lipaudit.measure("demo", "bounds", samples=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(numeric, "_linearized", fault)
+    with pytest.raises(EvaluationError):
+        lipaudit.measure("demo", "bounds", samples=1, input="module")
+    monkeypatch.undo()
+    monkeypatch.setattr(assembly, "main_output", fault)
+    with pytest.raises(EvaluationError):
+        lipaudit.measure("demo", "jacobian", samples=1)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("bounds", "demo", "--tol", "0"), "--tol"),
+        (("bounds", "demo", "--tol", "1"), "--tol"),
+        (("jacobian", "demo", "--tol", "2"), "--tol"),
+        (("scaling", "demo", "--tol", "0"), "--tol"),
+        (("bounds", "demo", "--layers", "2-1"), "no range of layers"),
+        (("bounds", "demo", "--layers", "0-999999999999"), "no range of layers"),
+        (("bounds", "demo", "--layers", "0,0-1"), "names layer 0 twice"),
+        (("bounds", "demo", "--samples", "9" * 30), "too large a number"),
+        (("bounds", "demo", "--max-tokens", "3"), "--max-tokens is for models that take text"),
+        (("bounds", "demo", "--text-column", "a"), "--text-column is for models"),
+        (("bounds", "demo", "--model-kwargs", "a=1"), "made one way"),
+        (("scaling", "demo", "--mode", "real,real"), "real is named twice"),
+        (("scaling", "demo", "--heads", "0.1,0.1"), "0.1 is named twice"),
+        (("scaling", "demo", "--lengths", f"2:{10**400}:log3"), "--lengths"),
+        (("attack", "demo", "--eps", "0.1", "--attack", "fgsm,fgsm"), "fgsm is named twice"),
+        (("attack", "demo", "--eps", "1/2,0.5", "--attack", "fgsm"), "0.5 is named twice"),
+        (("attack", "demo", "--eps", "0.1", "--attack", "custom:pgd,pgd"), "pgd is named twice"),
+        (
+            ("attack", "demo", "--eps", "0.1", "--attack", "fgsm", "--steps", "3"),
+            "--steps goes with an attack that takes steps: pgd",
+        ),
+        (("attack", "demo", "--eps", "0.1", "--attack", "fgsm", "--restarts", "3"), "--restarts"),
+        (
+            ("attack", "demo", "--eps", "0.1", "--attack", "pgd", "--queries", "9"),
+            "--queries goes with an attack that takes queries: square",
+        ),
+        (
+            ("attack", "demo", "--eps", "0.1", "--attack", "fgsm", "--norm", "token-l2"),
+            "--norm token-l2 is for models that take tokens or text; this one takes image",
+        ),
+        (("train", "demo", "--k", "3"), "--k goes with --penalty jasmin"),
+        (("train", "demo", "--max-tokens", "3"), "--max-tokens is for models that take text"),
+        (("attention", "demo", "--query", "1"), "--query goes with --map"),
+    ],
+)
+def test_options_that_make_no_sense_or_do_nothing_are_refused(args, says):
+    run(*args, code=2, says=says)
+
+
+def test_what_is_configured_for_texts_does_not_stop_images():
+    Path("lipaudit.toml").write_text("max-tokens = 3\n")
+    run("jacobian", "demo", "-n", "1", code=0)
+    run("jacobian", "demo", "-n", "1", "--max-tokens", "4", code=2, says="--max-tokens")
+
+
+def test_options_of_a_kind_are_refused_from_python_alike():
+    with pytest.raises(UsageError, match="max-tokens is for models that take text"):
+        lipaudit.measure("demo", "jacobian", samples=1, max_tokens=3)
+    RunOptions.checked({"mean": "0.5"}).require_kind("image")

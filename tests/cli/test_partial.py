@@ -1,0 +1,208 @@
+"""Audits that finish: a measure that fails costs its own figures, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.commands import build
+from lipaudit.engine import files
+from lipaudit.errors import EvaluationError, InputError
+from lipaudit.measures import MEASURES
+from lipaudit.report import render
+from lipaudit.schema import dumps, load, loads
+
+AUDIT = ("audit", "demo", "-n", "1", "--run-dir", "run")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def audit(*args: str):
+    return CliRunner().invoke(build(), [*AUDIT, *args])
+
+
+def fail(monkeypatch, name: str, error: Exception) -> None:
+    def parts(_net, _batches, _options):
+        raise error
+        yield
+
+    monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], parts=parts))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (EvaluationError("values are not finite", "Try float64."), 3, "values are not finite"),
+        (InputError("there is no such thing"), 4, "no such thing"),
+        (ZeroDivisionError("by zero"), 3, "internal error: ZeroDivisionError: by zero"),
+        (RuntimeError("CUDA error: device-side assert triggered"), 3, "the device failed"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 3, "out of memory"),
+    ],
+)
+def test_a_measure_that_fails_leaves_its_reason_in_its_place(monkeypatch, error, code, says):
+    fail(monkeypatch, "attention", error)
+    done = audit("--only", "attention,jacobian")
+    assert done.exit_code == code, done.output
+    assert says in done.stderr.splitlines()[-2]
+    assert "--resume" in done.stderr.splitlines()[-1]
+    report = load("run/report.json")
+    assert report.status == "partial"
+    lost, kept = report.sections
+    assert (lost.measure, kept.measure) == ("attention", "jacobian")
+    assert says in lost.failure.reason
+    assert lost.failure.exit_code == code
+    assert kept.failure is None
+    assert kept.rows
+    for format in ("table", "markdown", "html"):
+        page = render(report, format).decode()
+        assert "attention failed; what follows is the rest" in page
+        assert page.index("FAILED: ") < page.rindex("Jacobian norm")
+
+
+def test_what_failed_alone_is_measured_again(monkeypatch):
+    whole = MEASURES["attention"]
+    fail(monkeypatch, "attention", EvaluationError("no"))
+    assert audit("--only", "attention,jacobian").exit_code == 3
+    monkeypatch.setitem(MEASURES, "attention", whole)
+    fail(monkeypatch, "jacobian", AssertionError("it was measured, and is measured again"))
+    done = audit("--only", "attention,jacobian", "--resume", "--run-dir", "again")
+    # A journal that holds every sample leaves nothing to measure: the generator is never asked.
+    assert done.exit_code == 0, done.output
+    assert load("again/report.json").status == "complete"
+
+
+def test_the_last_hope_ends_the_run_with_its_own_error(monkeypatch):
+    fail(monkeypatch, "jacobian", EvaluationError("values are not finite"))
+    done = audit("--only", "jacobian")
+    assert done.exit_code == 3
+    assert "error: values are not finite" in done.stderr
+    assert not Path("run").exists()
+
+
+def test_a_full_disk_loses_nothing(monkeypatch):
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lipaudit.engine.journal.write", _write_plainly)
+    with monkeypatch.context() as broken:
+        broken.setattr(files.tempfile, "NamedTemporaryFile", full)
+        done = audit("--only", "jacobian", "-o", "a.json")
+    assert done.exit_code == 3
+    assert "cannot write run/report.json: No space left on device" in done.stderr
+    assert "the same command with --resume goes on" in done.stderr
+    assert done.stdout == ""
+    fail(monkeypatch, "jacobian", AssertionError("it was measured, and is measured again"))
+    done = audit("--only", "jacobian", "-o", "a.json", "--resume")
+    assert done.exit_code == 0, done.output
+    assert Path("a.json").exists()
+
+
+def _write_plainly(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def test_an_interrupted_audit_keeps_what_is_measured(monkeypatch):
+    fail(monkeypatch, "jacobian", KeyboardInterrupt())
+    done = audit("--only", "attention,jacobian")
+    assert done.exit_code == 130
+    assert "the same command with --resume goes on" in done.stderr
+    assert list(Path("cache").rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("--only", "bounds,atention"), 2, "no measure 'atention': attention"),
+        (("--skip", "scaling"), 2, "--skip scaling: an audit does not measure it"),
+        (("--skip", "bounds,attention,jacobian,attack"), 2, "nothing is left"),
+        (("--only", "bounds", "--attack", "pgd"), 2, "--attack goes with a measure attack"),
+        (("--only", "bounds,bounds"), 2, "bounds is named twice"),
+        (("--attack", "nope"), 2, "unknown attack"),
+        (("--norm", "l3"), 2, "--norm"),
+        (("--norm", "token-l2", "--attack", "pgd"), 2, "tokens or text; this one takes image"),
+        (("--eps", "2"), 2, "larger than the whole range"),
+        (("--attack", "pgd", "--data", "random"), 2, "attack needs labelled samples"),
+        (("--run-dir", "file"), 3, "file is a file"),
+        (("--run-dir", "file/inside"), 3, "file is a file"),
+    ],
+)
+def test_what_can_be_checked_is_checked_before_the_first_measurement(
+    monkeypatch, args, code, says
+):
+    Path("file").touch()
+    for name in MEASURES:
+        fail(monkeypatch, name, AssertionError("something was measured"))
+    done = audit(*args)
+    assert done.exit_code == code, done.output
+    assert says in done.stderr
+    assert "roughly" not in done.stderr
+    assert done.stdout == ""
+    assert sorted(p.name for p in Path().iterdir()) == ["file"]
+
+
+def test_a_run_folder_of_its_own_is_checked_too():
+    Path("lipaudit-runs").touch()
+    done = CliRunner().invoke(build(), ["audit", "demo", "-n", "1"])
+    assert done.exit_code == 3
+    assert "lipaudit-runs is a file" in done.stderr
+    assert "roughly" not in done.stderr
+
+
+def test_attacks_of_an_audit_are_those_that_are_named():
+    done = audit("--only", "attack", "--attack", "fgsm", "--norm", "l2", "--eps", "1/2")
+    assert done.exit_code == 0, done.output
+    section = load("run/report.json").section("attack")
+    assert {(row.attack, row.norm, row.eps_text) for row in section.rows} == {
+        ("fgsm", "l2", "1/2"),
+        ("worst", "l2", "1/2"),
+    }
+
+
+def test_what_the_data_do_not_allow_is_left_out_with_a_note():
+    report = lipaudit.audit("demo", ["attack", "jacobian"], data="random", samples=1)
+    assert [section.measure for section in report.sections] == ["jacobian"]
+    note = next(note for note in report.sections[0].notes if note.code == "left-out")
+    assert "attack was left out: attack needs labelled samples" in note.text
+
+
+def test_from_python_failures_are_told_in_the_report(monkeypatch):
+    fail(monkeypatch, "attention", EvaluationError("values are not finite"))
+    report = lipaudit.audit("demo", ["attention", "jacobian"], samples=1)
+    assert list(report.failures) == ["attention"]
+    assert loads(dumps(report)) == report
+
+
+def test_finished_sections_are_written_as_before():
+    report = lipaudit.audit("demo", ["jacobian"], samples=1)
+    document = json.loads(dumps(report))
+    assert document["status"] == "complete"
+    assert "failure" not in document["sections"][0]
+    assert loads(dumps(report)) == report
+
+
+def test_a_partial_report_is_no_baseline_and_passes_no_gate(monkeypatch):
+    done = audit("--only", "attention,jacobian")
+    assert done.exit_code == 0, done.output
+    saved = CliRunner().invoke(build(), ["baseline", "save", "run/report.json"])
+    assert saved.exit_code == 0, saved.output
+    fail(monkeypatch, "attention", EvaluationError("values are not finite"))
+    assert audit("--only", "attention,jacobian").exit_code == 3
+    refused = CliRunner().invoke(build(), ["baseline", "save", "run/report.json", "-o", "b.json"])
+    assert refused.exit_code == 3
+    assert "attention failed: values are not finite" in refused.stderr
+    rule = ("--fail-on", "jacobian.norm:median <= +5%")
+    judged = CliRunner().invoke(build(), ["gate", "run/report.json", *rule])
+    assert judged.exit_code == 3, judged.output
+    assert "partial: attention failed" in " ".join(judged.stdout.split())

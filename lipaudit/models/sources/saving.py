@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from lipaudit.models.net import Net
@@ -44,7 +44,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
             module.save_pretrained(folder)
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
+    (folder / "model.safetensors").write_bytes(save(weights))  # a full disk is an OSError here
     config = _timm_config(module, net, options or LoadOptions())
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -59,6 +59,18 @@ def load(path: Path | str) -> Report:
     return loads(text, name=str(path))
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a model or a run.
+
+    Raises:
+        InputError: it is unreadable, no JSON, or nested without end.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON ({error})", "Copy or download it again.") from error
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a report: its rows are those of any measure that is installed."""
     schema = Report.model_json_schema(by_alias=True)
@@ -73,7 +85,7 @@ def json_schema() -> dict[str, Any]:
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         document = json.loads(text, parse_constant=_no_constant)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is not JSON: {error}", "Is the file complete?") from None
     if not isinstance(document, dict):
         raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")

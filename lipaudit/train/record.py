@@ -14,6 +14,7 @@ from lipaudit import __version__
 from lipaudit.engine.files import ordinary_mode, write
 from lipaudit.engine.provenance import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.schema import read_json
 
 if TYPE_CHECKING:
     from lipaudit.data.loading import Samples
@@ -44,7 +45,10 @@ def check_target(out: Path, *, resume: bool) -> None:
 
 def written(out: Path) -> dict[str, Any]:
     """Return the record in the directory of a run."""
-    return dict(json.loads((out / RECORD).read_text()))
+    record = read_json(out / RECORD)
+    if not isinstance(record, dict):
+        raise InputError(f"{out / RECORD} is no record of a run", "Give another --out.")
+    return record
 
 
 class TrainingRecord:

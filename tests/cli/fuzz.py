@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class Outcome:
         if self.code not in known:
             return f"exit code {self.code}: {self.stderr[-300:]}"
         partial = "the report is partial" in self.stderr
-        if self.stdout and not partial and "error:" in self.stderr.splitlines()[-2:][0]:
+        if self.stdout and not partial and "error: " in self.stderr:
             return f"stdout beside an error: {self.stdout[:200]}"
         return ""
 
@@ -309,6 +310,8 @@ def _changed_bytes(content: bytes, rng: random.Random) -> bytes:
 
 def originals() -> list[str]:
     """Return reports as they are written: of every measure, and a partial one."""
+    for name in ("timm", "transformers", "torch._dynamo", "sklearn", "safetensors.torch"):
+        import_module(name)  # an interrupted import would leave half a module behind
     reports = [lipaudit.measure("demo", "jacobian", samples=3)]
     reports.append(lipaudit.measure("demo", "attack", samples=3, eps="0.1", attack="fgsm"))
     reports.append(lipaudit.measure("demo", "bounds", samples=2))

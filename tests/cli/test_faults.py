@@ -276,11 +276,11 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
         (("attack", "demo", "--eps", "0.1", "--attack", "fgsm", "--restarts", "3"), "--restarts"),
         (
             ("attack", "demo", "--eps", "0.1", "--attack", "pgd", "--queries", "9"),
-            "--queries goes with an attack that takes queries: square",
+            "--queries goes with an attack that takes queries or edits: square",
         ),
         (
             ("attack", "demo", "--eps", "0.1", "--attack", "fgsm", "--norm", "token-l2"),
-            "--norm token-l2 is for models that take tokens or text; this one takes image",
+            "token-l2 is a norm of tokens, and the model takes images",
         ),
         (("train", "demo", "--k", "3"), "--k goes with --penalty jasmin"),
         (("train", "demo", "--max-tokens", "3"), "--max-tokens is for models that take text"),

@@ -131,7 +131,7 @@ def test_an_interrupted_audit_keeps_what_is_measured(monkeypatch):
         (("--only", "bounds,bounds"), 2, "bounds is named twice"),
         (("--attack", "nope"), 2, "unknown attack"),
         (("--norm", "l3"), 2, "--norm"),
-        (("--norm", "token-l2", "--attack", "pgd"), 2, "tokens or text; this one takes image"),
+        (("--norm", "token-l2", "--attack", "pgd"), 2, "token-l2 is a norm of tokens"),
         (("--eps", "2"), 2, "larger than the whole range"),
         (("--attack", "pgd", "--data", "random"), 2, "attack needs labelled samples"),
         (("--run-dir", "file"), 3, "file is a file"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from lipaudit.models.sources.names import DEMOS, FORMS, similar_models
 from lipaudit.models.sources.spec import LoadOptions as LoadOptions
 from lipaudit.models.sources.spec import ModelSpec as ModelSpec
 from lipaudit.models.sources.weights import SUFFIXES
+from lipaudit.schema import read_json
 
 SEED = 0
 """Random weights, where they are asked for, are always the same."""
@@ -202,12 +202,7 @@ def _config_keys(path: Path) -> set[str]:
             f"{path} has no config.json",
             "Pass its file of weights with --arch timm:NAME, or add the configuration.",
         )
-    try:
-        content = json.loads(config.read_text())
-    except ValueError as error:
-        raise InputError(
-            f"{config} is not JSON ({error})", "Copy or download it again."
-        ) from error
+    content = read_json(config)
     return set(content) if isinstance(content, dict) else set()
 
 

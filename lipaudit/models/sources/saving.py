@@ -15,6 +15,7 @@ from lipaudit.models.net import Net
 from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
 from lipaudit.models.sources.hf.directory import quiet
 from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.schema import read_json
 
 WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.h5", "*.onnx", "*.msgpack", "*.ckpt*")
 
@@ -89,6 +90,6 @@ def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str,
 def _arguments(source: Path, options: LoadOptions) -> dict[str, Any]:
     """Return what the model was built with: by its directory, then by the options."""
     config = source / "config.json"
-    own = json.loads(config.read_text()).get("model_args", {}) if config.is_file() else {}
+    own = read_json(config).get("model_args", {}) if config.is_file() else {}
     arguments = own | dict(options.model_kwargs)
     return {k: v for k, v in arguments.items() if k not in ("pretrained", "num_classes")}

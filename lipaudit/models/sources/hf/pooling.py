@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.errors import InputError
+from lipaudit.schema import read_json
 
 Pooling = Callable[[Any, Tensor | None], Tensor]
 
@@ -62,9 +62,7 @@ def sentence_pooling(path: Path | None) -> Pooling:
     """
     if path is None or not (path / "modules.json").is_file():
         return mean_pooling
-    steps = [
-        str(m["type"]).rpartition(".")[2] for m in json.loads((path / "modules.json").read_text())
-    ]
+    steps = [_type(module) for module in _listed(read_json(path / "modules.json"))]
     unknown = set(steps) - {"Transformer", "Pooling", "Normalize"}
     mode = _mode(path / "1_Pooling" / "config.json")
     pooling = {"mean": mean_pooling, "cls": first_pooling}.get(mode)
@@ -76,6 +74,16 @@ def sentence_pooling(path: Path | None) -> Pooling:
     return _normalised(pooling) if "Normalize" in steps else pooling
 
 
+def _listed(modules: Any) -> list[Any]:
+    return modules if isinstance(modules, list) else [modules]
+
+
+def _type(module: Any) -> str:
+    """Name the kind of a step; one that does not say is of no kind that is supported."""
+    kind = module.get("type") if isinstance(module, dict) else None
+    return str(kind).rpartition(".")[2]
+
+
 def _normalised(pooling: Pooling) -> Pooling:
     return lambda result, mask: F.normalize(pooling(result, mask), dim=1)
 
@@ -83,7 +91,9 @@ def _normalised(pooling: Pooling) -> Pooling:
 def _mode(path: Path) -> str:
     if not path.is_file():
         return "mean"
-    settings = json.loads(path.read_text())
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise InputError(f"{path} holds no settings", "Copy or download it again.")
     if "pooling_mode" in settings:
         return str(settings["pooling_mode"])
     chosen = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on]

@@ -1,0 +1,184 @@
+"""Models of one's own: what they take is read off the data, and every hint can be followed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer.main
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.commands import build
+from lipaudit.errors import UsageError
+from lipaudit.settings import AuditOptions, Recipe, RunOptions, option_types
+
+OWN = """
+import torch
+from torch import nn
+
+class Conv(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch, self.head = nn.Conv2d(channels, 6, 4, 4), nn.Linear(6, 3)
+    def forward(self, x):
+        return self.head(self.patch(x).flatten(2).mean(2).tanh())
+
+def image(channels=3):
+    return Conv(channels)
+
+def tokens():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(3)).requires_grad_(False)
+
+def words():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 2))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    Path("own.py").write_text(OWN)
+
+
+def run(*args: str):
+    return CliRunner().invoke(build(), args)
+
+
+def shape(*args: str) -> list[int]:
+    done = run("jacobian", *args, "-n", "1", "-o", "a.json")
+    assert done.exit_code == 0, done.output
+    return lipaudit.load("a.json").run.preprocess["size"]
+
+
+def test_images_in_arrays_say_what_a_model_takes():
+    x = np.random.default_rng(0).integers(0, 256, (4, 32, 24, 3), dtype=np.uint8)
+    np.savez("last.npz", x=x)
+    np.savez("first.npz", images=x.transpose(0, 3, 1, 2))
+    np.savez("grey.npz", x=x[..., 0])
+    assert shape("py:own.py:image", "--data", "last.npz") == [3, 32, 24]
+    assert shape("py:own.py:image", "--data", "first.npz") == [3, 32, 24]
+    grey = ("py:own.py:image", "--model-kwargs", "channels=1", "--data", "grey.npz")
+    assert shape(*grey) == [1, 32, 24]
+
+
+def test_a_size_that_is_given_goes_before_the_data():
+    Path("pictures").mkdir()
+    Image.new("RGB", (40, 30)).save("pictures/a.png")
+    folder = ("--data", "pictures")
+    assert shape("py:own.py:image", *folder) == [3, 30, 40]
+    assert shape("py:own.py:image", *folder, "--input-size", "16") == [3, 16, 16]
+    assert shape("py:own.py:image", *folder, "--input-size", "16,20") == [3, 16, 20]
+    one = ("--model-kwargs", "channels=1", "--input-size", "1,16,20")
+    assert shape("py:own.py:image", *one) == [1, 16, 20]
+    Image.new("RGB", (16, 16)).save("pictures/b.png")
+    done = run("jacobian", "py:own.py:image", *folder)
+    assert done.exit_code == 2
+    assert "what does it take?" in done.stderr
+
+
+def test_token_ids_and_vectors_say_so_too():
+    np.savez("ids.npz", x=np.arange(12).reshape(4, 3), y=np.array([0, 1, 0, 1]))
+    done = run("jacobian", "py:own.py:words", "--data", "ids.npz", "-n", "1")
+    assert done.exit_code == 0, done.output
+    module = nn.Sequential(nn.Flatten(), nn.Linear(10, 3))
+    report = lipaudit.measure(module, "jacobian", data=torch.randn(4, 5, 2), samples=1)
+    truth = float(torch.linalg.matrix_norm(module[1].weight.detach(), 2))
+    assert report.section("jacobian").samples["norm"][0] == pytest.approx(truth, rel=1e-4)
+
+
+def test_a_spec_takes_a_number_for_a_shape():
+    module = nn.Linear(2, 2)
+    assert lipaudit.ModelSpec(module, 32).input_shape == (3, 32, 32)
+    assert lipaudit.ModelSpec(module, 32, kind="text").input_shape == (32,)
+    assert lipaudit.ModelSpec(module, [1, 8, 8]).input_shape == (1, 8, 8)
+
+
+def test_what_init_writes_runs_as_it_is():
+    done = run("init", "py")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "py:model.py:model\n"
+    command = done.stderr.split("Measure it: lipaudit ")[1].split()
+    done = run(*command, "-n", "1", "-o", "a.json")
+    assert done.exit_code == 0, done.output
+    assert len(lipaudit.load("a.json").section("bounds").rows) == 8
+    again = run("init", "py")
+    assert again.exit_code == 2
+    assert "model.py exists" in again.stderr
+
+
+def test_the_hint_on_what_a_module_takes_can_be_followed():
+    done = run("jacobian", "py:own.py:image")
+    assert done.exit_code == 2
+    hint = " ".join(done.stderr.split("hint:")[1].split())
+    sizes = re.search(r"--input-size (\S+) \(or (\S+)\)", hint)
+    for size, wanted in zip(sizes.groups(), ([3, 224, 224], [1, 28, 28]), strict=True):
+        channels = ("--model-kwargs", f"channels={wanted[0]}")
+        assert shape("py:own.py:image", *channels, "--input-size", size) == wanted
+    assert "lipaudit init py" in hint
+
+
+def _texts() -> list[tuple[str, str]]:
+    """Return every text of the package, with f-strings cut where values go in."""
+    texts = []
+    for path in Path(lipaudit.__file__).parent.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        constants = (node.value for node in nodes if isinstance(node, ast.Constant))
+        texts += [(path.name, value) for value in constants if isinstance(value, str)]
+    return texts
+
+
+def _parameters(command) -> list:
+    inner = getattr(command, "commands", {}).values()
+    return [*command.params, *(p for each in inner for p in _parameters(each))]
+
+
+OTHERS = {"--help", "--directory", "--digits", "--width", "--no-"}
+"""Options of other programs, and a property of a page, that a text names."""
+
+
+def test_every_option_that_a_text_names_is_one():
+    known = {flag for p in _parameters(typer.main.get_command(build())) for flag in p.opts}
+    known |= {f for p in _parameters(typer.main.get_command(build())) for f in p.secondary_opts}
+    named = {
+        (flag, name)
+        for name, text in _texts()
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)
+    }
+    assert {each for each in named if each[0] not in known | OTHERS} == set()
+
+
+def test_every_value_that_a_text_names_is_taken():
+    groups = [*option_types().values(), Recipe, RunOptions, AuditOptions]
+    pattern = r"(--[a-z][a-z-]+)[ =]([a-z0-9][^\s)'\"|;]*)"
+    tried = 0
+    for name, text in _texts():
+        for flag, value in re.findall(pattern, text):
+            value = value.rstrip(".,:")
+            owners = [g for g in groups if any(flag in o.flags for o in g.options().values())]
+            if not owners or not re.fullmatch(r"[\d.,/-]+|[a-z-]+(,[a-z-]+)+|[a-z_]+=\w+", value):
+                continue
+            results = [_takes(group, flag, value) for group in owners]
+            assert any(results), f"{name}: {flag} {value}"
+            tried += 1
+    assert tried >= 5
+
+
+def _takes(group, flag: str, value: str) -> bool:
+    field = next(n for n, o in group.options().items() if flag in o.flags)
+    least = {"eps": "2/255"} if "logical_chunk" in group.model_fields and field != "eps" else {}
+    try:
+        group.checked(least | {field: value})
+    except UsageError as error:
+        return "goes with" in error.message
+    return True

@@ -17,7 +17,7 @@ from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, data_options, load_options, prepare
-from lipaudit.errors import InputError, UsageError, as_user_meets, suggestion
+from lipaudit.errors import InputError, UsageError, as_user_meets, of_machine, suggestion
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import borrowed
@@ -201,6 +201,8 @@ def _tensor(values: Any) -> Tensor:
             values = torch.as_tensor(np.require(values, requirements=["C", "W"]))
         return values.detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
+        if of_machine(error):
+            raise
         raise InputError(
             f"data of type {type(values).__name__} are no array of samples ({error})",
             "Give x or (x, y), arrays or tensors, or a name that --data takes.",

@@ -92,7 +92,7 @@ architecture. Layers whose q, k and v are token-wise functions of a linear map o
 rotary, qk-norm, grouped, latent, windows, cross-attention), and whose logits are functions of each
 query and key (softcap, relative positions) beside a sink, get bounds and exact norms; others
 (talking heads, convolutions) get numerical exact norms and no bounds, with the reason. Flash and
-flex kernels, torch.compile and TorchScript cannot be read.
+flex kernels and TorchScript cannot be read; what torch.compile wraps is run as it was before.
 
 lipaudit models PART lists timm's names."""
 

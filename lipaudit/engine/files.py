@@ -15,13 +15,16 @@ def write(path: Path, content: bytes) -> None:
     Raises:
         EvaluationError: when the file cannot be written.
     """
+    temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.resolve().parent, delete=False) as file:
-            file.write(content)
             temporary = Path(file.name)
+            file.write(content)
         temporary.chmod(ordinary_mode())
         temporary.replace(path)
     except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)  # half a file on a full disk
         raise EvaluationError(f"cannot write {path}: {error.strerror}") from None
 
 

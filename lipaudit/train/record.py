@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lipaudit import __version__
 from lipaudit.engine.files import ordinary_mode, write
 from lipaudit.engine.provenance import versions
-from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
 from lipaudit.schema import read_json
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class TrainingRecord:
             stored = torch.load(self.out / CHECKPOINT, weights_only=True, map_location="cpu")
             kept, self.epochs = stored["run"], stored["epochs"]
         except Exception as error:  # pickle, zip and torch have exceptions of their own
+            if out_of_memory(error):
+                raise
             raise InputError(f"{self.out / CHECKPOINT} is damaged ({error})") from None
         for name, value in self.same.items():
             if kept.get(name) != value:

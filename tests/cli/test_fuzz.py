@@ -54,4 +54,4 @@ def test_nothing_that_is_typed_is_a_bug_at_length(tmp_path, reports):
         int(os.environ.get("FUZZ_INPUTS", "3000")),
         int(os.environ.get("FUZZ_SEED", "1")),
     )
-    assert faults(tmp_path, reports, seed=seed, inputs=inputs, seconds=5.0) == []
+    assert faults(tmp_path, reports, seed=seed, inputs=inputs, seconds=2.0) == []

@@ -7,10 +7,11 @@ from typing import ClassVar, Literal
 from pydantic import model_validator
 
 from lipaudit.errors import UsageError
-from lipaudit.settings.option import option
+from lipaudit.settings.option import Need, option
 from lipaudit.settings.solver import NormOptions
 
 StartPoint = Literal["pixels", "embeddings"]
+OF_CLASSES = Need("--to logits", lambda options: options.target in (None, "logits"))
 EndPoint = Literal["logits", "probabilities", "features", "tokens"]
 
 
@@ -32,7 +33,9 @@ class JacobianOptions(NormOptions):
     start: StartPoint | None = option(None, "pixels or embeddings; text: embeddings.", "--from")
     target: EndPoint | None = option(None, "logits, probabilities, features or tokens.", "--to")
     norm: Literal["2", "inf"] = option("2", "2 (spectral), or inf (largest L1 row norm).")
-    rivals: int = option(16, "Most classes to look at for the first-order radius.", ge=1)
+    rivals: int = option(
+        16, "Most classes to look at for the first-order radius.", need=OF_CLASSES, ge=1
+    )
     per_layer: bool = option(False, "Also the norm of every block, input to output.")
 
     @model_validator(mode="after")

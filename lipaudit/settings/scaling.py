@@ -7,11 +7,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from lipaudit.settings.measure import MeasureOptions
-from lipaudit.settings.option import option
+from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Layers, Lengths, Names, listed
 from lipaudit.theory.accuracy import TOL
 
 ScalingMode = Literal["real", "adversarial", "radius", "ascent", "split"]
+WORST = Need("a --mode of worst cases, which real is not", lambda o: {*o.modes} != {"real"})
 ScalingModes = Annotated[tuple[ScalingMode, ...], listed]
 
 
@@ -46,10 +47,10 @@ class ScalingOptions(MeasureOptions):
         None, "Also these heads: 0.8,5.11 or all. Default: the strongest per layer."
     )
     radius: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = option(
-        None, "Worst case at this radius beside the layer's own."
+        None, "Worst case at this radius beside the layer's own.", need=WORST
     )
     mask: Literal["own", "none", "causal", "both"] = option(
-        "own", "Mask of the worst case: own, none, causal or both."
+        "own", "Mask of the worst case: own, none, causal or both.", need=WORST
     )
     tol: float = option(TOL, "Estimated relative accuracy of the norms.", gt=0, lt=1)
 

@@ -6,8 +6,9 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from lipaudit.data.hub.refusal import OFFLINE, Repository, not_cached, refusal
@@ -54,6 +55,13 @@ class Commit:
             reference.write_text(self.sha)
 
 
+def is_offline(*, asked: bool) -> bool:
+    """Say whether no connection may be opened: by the option, or by the environment."""
+    from huggingface_hub import constants
+
+    return asked or constants.HF_HUB_OFFLINE
+
+
 def find_commit(repository: Repository, *, offline: bool) -> Commit:
     """Ask for the commit of a revision.
 
@@ -64,7 +72,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
     """
     from huggingface_hub import HfApi, constants
 
-    if offline or constants.HF_HUB_OFFLINE:
+    if is_offline(asked=offline):
         return _kept(repository, "the Hub was not asked (--offline or HF_HUB_OFFLINE)", OFFLINE)
     try:
         info = HfApi().repo_info(
@@ -121,7 +129,7 @@ def hushed() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with hub_bars(), warnings.catch_warnings():
+        with hub_bars(), warnings.catch_warnings(), redirect_stderr(StringIO()):
             _draw(bars=False)
             warnings.simplefilter("ignore")
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import typing
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipaudit.data.hub.commit import Commit, find_commit
-from lipaudit.data.hub.refusal import Repository, refusal
+from lipaudit.data.hub.commit import Commit, find_commit, is_offline
+from lipaudit.data.hub.refusal import OFFLINE, Repository, first_line, refusal
 from lipaudit.data.images import resized
 from lipaudit.data.intake import remark, warning
 from lipaudit.errors import InputError, UsageError, of_machine, out_of_memory, suggestion
@@ -165,42 +165,67 @@ def _create(name: str, kwargs: dict[str, Any], weights: Mapping[str, Any] | None
 
 
 def _download(name: str, kwargs: dict[str, Any], *, offline: bool) -> tuple[Any, Commit | None]:
-    """Build a model with timm's own weights, out of the cache or the Hub; return their commit."""
+    """Build a model with timm's own weights; return their commit where they are on the Hub."""
     import timm.models
 
     config: Any = timm.models.get_pretrained_cfg(name)
-    repository = Repository(getattr(config, "hf_hub_id", None) or name)
+    arch = name.partition(".")[0]
+    random = "--model-kwargs pretrained=false makes random ones (enough for a check of cost)."
+    if config is None or not config.has_weights:
+        text = f"timm has no weights for {name}"
+        raise InputError(text, f"Pass a file of yours with --arch timm:{arch}; {random}")
+    repository = Repository(config.hf_hub_id) if config.hf_hub_id else None
+    file = f"model.safetensors of {repository.page}" if repository else config.url
     try:
-        if repository.name == name:  # timm has its weights from elsewhere, or none
-            return _create(name, kwargs, {}), None
-        commit = find_commit(repository, offline=offline)
-        at = {"hf_hub_id": f"{repository.name}@{commit.sha}", "custom_load": config.custom_load}
+        if repository is None:
+            return _from_address(name, kwargs, str(config.url), offline=offline), None
+        return _from_hub(name, kwargs, repository, offline=offline)
+    except InputError as error:
+        raise InputError(
+            f"the pretrained weights of {name} cannot be had: {error.message}",
+            f"{error.advice} A file of weights ({file}) can be passed with --arch timm:{arch}; "
+            f"{random}",
+        ) from error
+
+
+def _from_hub(
+    name: str, kwargs: dict[str, Any], repository: Repository, *, offline: bool
+) -> tuple[Any, Commit]:
+    """Build a model with weights of the commit that its repository is at."""
+    import timm.models
+
+    commit = find_commit(repository, offline=offline)
+    custom = timm.models.get_pretrained_cfg(name).custom_load
+    at = {"hf_hub_id": f"{repository.name}@{commit.sha}", "custom_load": custom}
+    try:
         module = _create(name, kwargs, {"pretrained_cfg_overlay": at})
     except UsageError:
         raise
     except Exception as error:  # every HTTP library has exceptions of its own
         if out_of_memory(error):
             raise
-        refused = error if isinstance(error, InputError) else refusal(error, repository)
-        raise InputError(
-            f"the pretrained weights of {name} cannot be had: {refused.message}",
-            f"{refused.advice} A file of weights ({_weights_of(name)}) can be passed with --arch "
-            f"timm:{name.partition('.')[0]}; --model-kwargs pretrained=false makes random ones "
-            "(enough for a check of cost).",
-        ) from error
+        raise refusal(error, repository) from error
     commit.remember()
     return module, commit
 
 
-def _weights_of(name: str) -> str:
-    """Name the file that timm would download."""
-    import timm.models
-
-    config = timm.models.get_pretrained_cfg(name)
-    if config is None or not config.has_weights:
-        return "some for it"
-    hub = f"model.safetensors of {Repository(config.hf_hub_id or name).page}"
-    return hub if config.hf_hub_id else str(config.url)
+def _from_address(name: str, kwargs: dict[str, Any], url: str, *, offline: bool) -> Any:
+    """Build a model with weights that timm has elsewhere than on the Hub."""
+    cached = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
+    if is_offline(asked=offline) and not cached.is_file():
+        raise InputError(
+            f"{url} is not in the local cache, and {OFFLINE}", "Fetch it with a connection."
+        )
+    try:
+        with redirect_stdout(sys.stderr):  # torch.hub says there what it downloads
+            return _create(name, kwargs, {})
+    except UsageError:
+        raise
+    except Exception as error:  # of urllib, of torch, of whatever reads the file
+        if out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{url} cannot be fetched ({reason})", "Check the network.") from error
 
 
 def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lipaudit.data.hub.commit import hushed
 from lipaudit.errors import InputError, LipauditError
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.weights import weight_files
@@ -274,6 +275,28 @@ def test_timm_names_are_refused_with_the_same_words(hub, timm_model):
     hub.repositories[TIMM].status, hub.repositories[TIMM].gated = None, True
     assert "is gated" in refused("timm:test_vit")
     assert "not in the local cache" in refused("timm:test_vit", offline=True)
+
+
+def test_timm_models_without_weights_or_with_weights_elsewhere(hub, tmp_path, monkeypatch, capsys):
+    assert "timm has no weights for davit_huge" in refused("timm:davit_huge")
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    text = refused("timm:gcvit_xxtiny", offline=True)
+    assert "gcvit_xxtiny_224_nvidia" in text
+    assert "is not in the local cache, and --offline" in text
+
+    def unreachable(*_args, **_kwargs):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("torch.hub.urlopen", unreachable)
+    text = refused("timm:gcvit_xxtiny")
+    assert "cannot be fetched (OSError: Name or service not known)" in text
+    assert "Hugging Face" not in text
+    assert hub.log == []
+    said = capsys.readouterr()
+    assert (said.out, "Downloading" in said.err) == ("", True)
+    with hushed():
+        refused("timm:gcvit_xxtiny")
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("prefix", ["hf:", "hf-hub:", "timm:hf_hub:", "timm:hf-hub:", ""])

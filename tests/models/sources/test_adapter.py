@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, LipauditError
+from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from tests.hub import files_of
 from tests.hub import hub as hub
@@ -182,6 +182,13 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
     peft.get_peft_model(module, settings).save_pretrained(tmp_path / "a")
     text = refused(tmp_path / "a")
     assert "PROMPT_TUNING cannot be merged" in text
+
+
+def test_classes_are_those_of_the_adapter(tmp_path):
+    texts(tmp_path)
+    assert load_net(str(tmp_path / "adapter"), LoadOptions(classes=3)).classes == 3
+    with pytest.raises(UsageError, match="classes of its own"):
+        load_net(str(tmp_path / "adapter"), LoadOptions(classes=4))
 
 
 def test_without_peft_the_command_is_named(tmp_path, monkeypatch):

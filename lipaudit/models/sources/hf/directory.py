@@ -12,7 +12,7 @@ import torch
 
 from lipaudit.data.hub.commit import hub_bars
 from lipaudit.data.intake import remark
-from lipaudit.errors import InputError, out_of_memory
+from lipaudit.errors import InputError, UsageError, out_of_memory
 from lipaudit.models.sources.hf.adapter import classes_of, merged
 from lipaudit.models.sources.hf.language import text_config
 from lipaudit.models.sources.hf.outputs import hf_spec
@@ -39,10 +39,13 @@ def from_directory(path: Path, options: LoadOptions, adapter: Path | None = None
 
     Raises:
         InputError: unsupported or incomplete; the message names the tensors that do not fit.
+        UsageError: other classes than those of the adapter are asked for.
     """
     with quiet():
         config = _config(path, options)
         trained = None if adapter is None else classes_of(adapter)
+        if adapter is not None and options.classes not in (None, trained):
+            raise UsageError("an adapter has classes of its own, or none", "Leave --classes out.")
         auto, added = _with_classes(config, trained or options.classes)
         kwargs = dict(options.model_kwargs)
         notes: tuple[Note, ...] = (RANDOM,)

@@ -21,12 +21,14 @@ def env(output: Lines, terminal: Plain) -> None:
 
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.engine.provenance import versions
+    from lipaudit.models.sources.assembly import device
 
     check_outputs(output, ("lines", "record"))
     facts: dict[str, str] = versions() | {
         "platform": sys.platform,
         "cuda": torch.version.cuda or "none",
         "devices": ", ".join(_devices()),
+        "default device": str(device("auto")),
         "threads": str(torch.get_num_threads()),
     }
     width = max(map(len, facts))
@@ -35,10 +37,27 @@ def env(output: Lines, terminal: Plain) -> None:
 
 
 def _devices() -> list[str]:
+    """Name what torch sees, and say of each whether figures can be had on it."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return ["cpu", *(torch.cuda.get_device_name(i) for i in range(count))]
+    accelerator, names = torch.accelerator.current_accelerator(), ["cpu"]
+    if accelerator is not None:
+        count = torch.accelerator.device_count()
+        names += [f"{accelerator.type}:{i}" for i in range(count)]
+    return [f"{name}{_remark(name)}" for name in names]
+
+
+def _remark(name: str) -> str:
+    import torch
+
+    from lipaudit.models.sources.assembly import device
+
+    try:
+        place = device(name)
+    except UsageError as error:
+        return f" (not usable: {error.message})"
+    make = getattr(torch.get_device_module(place), "get_device_name", None)
+    return f" ({make(place)})" if make else ""
 
 
 def _bare_names() -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -309,6 +310,17 @@ def test_learning_commands_print_something_useful(tmp_path):
         assert done.returncode == 0
         assert says in done.stdout
     assert "properties" in strict(lipaudit("schema", cwd=tmp_path).stdout)
+
+
+def test_env_says_which_devices_can_be_used(monkeypatch):
+    # Torch sees a device that it cannot make a tensor on, as of a GPU whose driver is too old.
+    absent = torch.device("hpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: absent)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    facts = json.loads(CliRunner().invoke(build(), ["env", "-f", "json"]).stdout)
+    reason = "device 'hpu:0' is not available on this machine"
+    assert facts["devices"] == f"cpu, hpu:0 (not usable: {reason})"
+    assert facts["default device"] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(

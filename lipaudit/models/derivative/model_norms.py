@@ -159,7 +159,7 @@ class _Slopes:
         return self.linear.rows[torch.arange(len(j), device=j.device), j]
 
     def _norm(self, gradient: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(gradient.to(_wide(gradient.device)), self.dual, 1)
+        norm = torch.linalg.vector_norm(gradient.to(torch.float64), self.dual, 1)
         return times_power(norm.cpu().double(), self.linear.exponent)
 
 
@@ -200,14 +200,14 @@ def _row_norms(linear: Linearization) -> JacobianNorms:
     if m > DENSE:
         linear.fit()
     rows = linear.rows.unbind(1) if m <= DENSE else (linear.row(i) for i in range(m))
-    sums = [row.abs().sum(1, dtype=_wide(row.device)) for row in rows]
+    sums = [row.abs().sum(1, dtype=torch.float64) for row in rows]
     return _exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
 
 
 def _dense_norms(linear: Linearization) -> JacobianNorms:
     dense = linear.rows if linear.outputs <= linear.inputs else linear.columns
     # One sample at a time: the whole in float64 would be twice the memory of what there is.
-    wide = (j.to(_wide(j.device)) for j in dense)
+    wide = (j.to(torch.float64) for j in dense)
     gram = torch.stack([j @ j.T for j in wide])
     require_finite(gram)
     norm = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
@@ -227,7 +227,7 @@ def _lanczos_norms(
 ) -> JacobianNorms:
     size = min(linear.outputs, linear.inputs)
     device = linear.x.device
-    start = random_starts(seeds, size).to(device, _wide(device))
+    start = random_starts(seeds, size).to(device, torch.float64)
 
     def select(index: Tensor) -> Products:
         if len(index) == len(linear):
@@ -250,7 +250,3 @@ def _gram(linear: Linearization) -> Products:
         return product(u.to(linear.x.dtype).view(shape)).flatten(1).to(u.dtype)
 
     return apply
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -90,7 +90,9 @@ def device(name: str) -> torch.device:
     try:
         wanted = torch.device(name)
         torch.empty(1, device=wanted).item()  # the meta device has no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise UsageError(
             f"device {name!r} is not available on this machine", "Use --device auto or cpu."
         ) from error
@@ -102,7 +104,7 @@ def _require_float64(place: torch.device) -> None:
     """Refuse a device (mps) that has not the precision of bounds and statistics."""
     try:
         torch.empty(1, device=place, dtype=torch.float64)
-    except (TypeError, RuntimeError) as error:
+    except TypeError as error:
         raise UsageError(
             f"device {str(place)!r} has no float64, in which bounds and statistics are computed",
             "Use --device cpu.",

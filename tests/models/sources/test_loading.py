@@ -367,3 +367,18 @@ def test_a_device_without_float64_is_refused_before_anything_is_loaded(monkeypat
         load_net("demo", LoadOptions(device="mps"))
     assert "no float64" in caught.value.message
     assert caught.value.advice == "Use --device cpu."
+
+
+@pytest.mark.parametrize("name", ["hpu", "vulkan", "opengl:0", "cuda:999", "lazy", "nonsense", ""])
+def test_a_device_that_is_not_there_is_said_so(name):
+    with pytest.raises(UsageError, match="is not available on this machine"):
+        load_net("demo", LoadOptions(device=name))
+
+
+def test_a_device_without_memory_is_not_taken_for_another_fault(monkeypatch):
+    def full(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_net("demo", LoadOptions(device="cuda"))

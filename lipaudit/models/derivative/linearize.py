@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.errors import EvaluationError, InputError, UsageError, of_machine
 from lipaudit.models.derivative.linear_mode import AdjointMode
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.powers import times_power
@@ -189,9 +189,13 @@ class Linearization:
                 (rows,) = torch.autograd.grad(value, leaf, u, True, is_grads_batched=True)
                 return rows.transpose(0, 1)
 
-            with exact_arithmetic(self.x.device), suppress(RuntimeError):
-                spread = lambda u: pull(u.transpose(0, 1))  # noqa: E731
-                return self._in_units(spread, u.transpose(0, 1)).transpose(0, 1)
+            spread = lambda u: pull(u.transpose(0, 1))  # noqa: E731
+            try:
+                with exact_arithmetic(self.x.device):
+                    return self._in_units(spread, u.transpose(0, 1)).transpose(0, 1)
+            except RuntimeError as error:  # an operation that cannot be mapped over
+                if of_machine(error):
+                    raise
         return torch.stack([self.vjp(each) for each in u])
 
     def _gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
@@ -328,7 +332,7 @@ def _explained() -> Iterator[None]:
         ) from error
     except RuntimeError as error:
         advice = next((text for cause, text in _CAUSES.items() if cause in str(error)), None)
-        if advice is None:
+        if advice is None or of_machine(error):
             raise
         said = str(error).partition("\n")[0]
         raise InputError(f"the model cannot be linearised: {said}", advice) from error

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lipaudit.data.images import resized
-from lipaudit.errors import InputError, LipauditError, UsageError, of_machine
+from lipaudit.errors import InputError, LipauditError, UsageError, of_machine, out_of_memory
 from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.precision import eager
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -90,9 +90,9 @@ def device(name: str) -> torch.device:
     try:
         wanted = torch.device(name)
         torch.empty(1, device=wanted).item()  # the meta device has no values
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        if out_of_memory(error):
+            raise
         raise UsageError(
             f"device {name!r} is not available on this machine", "Use --device auto or cpu."
         ) from error

@@ -44,7 +44,8 @@ def _computed(bound: Bound, heads: Heads) -> Tensor:
     try:
         values = _function(bound)(heads)
     except Exception as error:
-        if isinstance(error, LipauditError) or of_machine(error):
+        file = isinstance(error, OSError)  # of the plug-in's own
+        if isinstance(error, LipauditError) or (of_machine(error) and not file):
             raise
         reason = f"{type(error).__name__}: {error}"
         raise EvaluationError(f"the bound {bound.name} failed: {reason}", remedy(bound)) from error

@@ -12,7 +12,16 @@ from lipaudit.attacks.evaluate import evaluate_chunk
 from lipaudit.attacks.oracle import ByRow, margins
 from lipaudit.attacks.outcome import Chunk, Texts
 from lipaudit.attacks.plan import Attack, Trial
-from lipaudit.attacks.text.rewrite import BEGINS, FIXED, GOES_ON, Draft, Lexicon, Reader, within
+from lipaudit.attacks.text.rewrite import (
+    BEGINS,
+    FIXED,
+    GOES_ON,
+    Draft,
+    Lexicon,
+    Reader,
+    TextOracle,
+    within,
+)
 from lipaudit.attacks.text.words import neighbours
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.results.trials import parse_radius
@@ -69,6 +78,7 @@ class Model:
         )
 
 
+LONGER = ["αβ γα βγ", "δδ γβ αγ", "βα βα", "γδ αδ"]
 TEXTS = ["αβ γ", "δ δαβ γγ", "β", "γα αδβ α βββ", "δγ", "", "αα β"]
 
 
@@ -201,9 +211,23 @@ def test_queries_bound_the_evaluations():
 
 
 def test_a_text_never_grows_beyond_what_the_model_takes():
-    longest = max(len(text(words)) for words in TEXTS)
-    _, _, outcome = attacked("characters", 4, most=longest)
-    assert max(len(draft.ids) for draft in outcome.drafts) == longest
+    most = max(len(text(words)) for words in LONGER)
+    (_, _, free), (_, _, kept) = (
+        attacked("characters", 4, texts=LONGER, most=n) for n in (40, most)
+    )
+    assert max(len(draft.ids) for draft in kept.drafts) <= most
+    assert max(len(draft.ids) for draft in free.drafts) > most
+
+
+@pytest.mark.parametrize("batch_size", [64, 1])
+def test_slopes_are_those_of_each_text_alone(batch_size):
+    reader, chunk, _ = attacked("words", 1)
+    ids = [draft.ids for draft in chunk.texts.drafts]
+    slopes = TextOracle(reader, batch_size).slopes(ids, chunk.y)
+    for one, label, slope in zip(ids, chunk.y, slopes, strict=True):
+        z = reader.table[list(one)][None].requires_grad_()
+        margins(reader.forward(z, None, None), label[None]).sum().backward()
+        torch.testing.assert_close(slope, z.grad[0])
 
 
 def test_a_text_without_words_is_left_as_it_is():

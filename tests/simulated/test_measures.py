@@ -31,11 +31,13 @@ MEASURES: dict[str, tuple[str, dict[str, Any]]] = {
     "by-layer": ("jacobian", {"per_layer": True}),
     "fgsm-pgd": ("attack", {"attack": "fgsm,pgd", "eps": "8/255", "steps": 5}),
     "auto": ("attack", {"attack": AUTO, "eps": "8/255", "queries": 20, "steps": 5}),
+    "words": ("attack", {"attack": "words", "eps": "1,2", "queries": 20}),
     "scaling": ("scaling", SCALING),
 }
-EVERYWHERE = [name for name in MEASURES if name not in ("fgsm-pgd", "auto")]
+EVERYWHERE = [name for name in MEASURES if MEASURES[name][0] != "attack"]
 CASES = [(model, name) for model in MODELS for name in EVERYWHERE]
 CASES += [("demo", "fgsm-pgd"), ("demo", "auto"), ("bert", "fgsm-pgd"), ("llama", "fgsm-pgd")]
+CASES += [("bert", "words"), ("llama", "words")]
 
 
 def same(here: Any, there: Any, path: str = "") -> list[str]:
@@ -56,7 +58,7 @@ def same(here: Any, there: Any, path: str = "") -> list[str]:
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_an_accelerator_gives_the_figures_of_the_cpu(simulated, model, name):
     measure, options = MEASURES[name]
-    if measure == "attack" and model != "demo":
+    if name == "fgsm-pgd" and model != "demo":
         options = options | {"norm": "token-l2", "eps": "0.5"}
     here, there = (
         lipaudit.measure(MODELS[model](), measure, device=where, **samples(model), **options)

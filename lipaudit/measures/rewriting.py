@@ -19,6 +19,10 @@ from lipaudit.models.net import Net
 from lipaudit.results import Note
 from lipaudit.results.trials import COUNTED
 
+COLUMNS = ("text", "text_b")
+"""Of a file of changed texts, the second for pairs: those that --data reads."""
+BETWEEN = " | "
+"""Stands between the two texts of a pair where they are shown as one."""
 SHOWN = 300
 """Letters of a text that a note shows."""
 
@@ -70,14 +74,14 @@ def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[st
     """Describe every text that an attack tried, in plain values."""
     assert outcome.drafts is not None
     assert outcome.trial is not None
-    spelled = before.reader.lexicon.text
+    spelled = before.reader.lexicon.texts
     standing = outcome.robust.tolist()
     return [
         {
             "id": name,
             "trial": str(outcome.trial.key),
-            "text": spelled(new.ids),
-            "original": spelled(old.ids),
+            **dict(zip(COLUMNS, spelled(new.ids), strict=False)),
+            "original": BETWEEN.join(spelled(old.ids)),
             "changes": len(new.changed),
             "robust": bool(stands),
         }
@@ -93,7 +97,8 @@ def table(parts: Sequence[Part]) -> bytes:
     for part in parts:
         labels = dict(zip(part.ids, part.values["label"].tolist(), strict=True))
         for line in part.facts["texts"]:
-            facts = {"text": line["text"], "label": labels[line["id"]]}
+            facts = {name: line[name] for name in COLUMNS if name in line}
+            facts["label"] = labels[line["id"]]
             lines.append(json.dumps(facts | line, ensure_ascii=False) + "\n")
     return "".join(lines).encode()
 
@@ -125,7 +130,8 @@ def _example(lines: Sequence[dict[str, Any]]) -> Iterator[Note]:
     """Show a text that an attack broke, at the smallest of its budgets that broke any."""
     broken = next((line for line in lines if line["changes"] and not line["robust"]), None)
     if broken is not None:
-        before, after = (_cut(broken[name]) for name in ("original", "text"))
+        after = _cut(BETWEEN.join(broken[name] for name in COLUMNS if name in broken))
+        before = _cut(broken["original"])
         text = f"an example of {broken['trial']}: {before!r} became {after!r}"
         yield Note(level="info", code="example", text=text)
 

@@ -163,7 +163,7 @@ NOTES: Mapping[str, str] = {
     "no-bound": "Some bounds cannot be given for some heads, with the reason.",
     "no-closed-form": "The exact norm of some heads is taken numerically, with the reason.",
     "no-labels": "The samples have no labels, and what needs them was left out.",
-    "no-words": "The vocabulary has no whole words that could stand for others.",
+    "no-words": "Texts in which there is no word that could be changed.",
     "no-worst-case": "For some heads no worst-case tokens are known, with the reason.",
     "not-compared": "A figure of two reports cannot be compared, with the reason.",
     "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",

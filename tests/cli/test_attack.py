@@ -11,6 +11,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
+from lipaudit.data.batch import Batch
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 from lipaudit.measures.attack import measure
 from lipaudit.models.sources.hf.lexicon import lexicon
@@ -161,6 +163,24 @@ def test_changed_texts_are_written_as_they_are_read(attack, reviews, tmp_path):
     assert standing == sum(row["robust"] for row in found["rows"][:2]) / 2
 
 
+def test_changed_pairs_are_read_back_as_pairs(attack, reviews, tmp_path):
+    model, _ = reviews
+    pairs = [{"premise": a, "hypothesis": b} for a, _ in TEXTS for b in ("good", "bad film")]
+    net = load_net(model)
+    for pair in pairs:
+        ids = torch.tensor([net.tokenize_pair(*pair.values(), 16)])
+        pair["label"] = int(net.output(Batch(ids, None, ("",))).argmax())
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    options = ("--attack", "characters", "--eps", "2", "--save-adv", "adv.jsonl")
+    found = section(attack(model, "--data", "p.jsonl", *options))
+    lines = [json.loads(line) for line in (tmp_path / "adv.jsonl").read_text().splitlines()]
+    shown = {f"{pair['premise']} | {pair['hypothesis']}" for pair in pairs}
+    assert {line["original"] for line in lines} == shown
+    again = section(attack(model, "--data", "adv.jsonl", "--attack", "fgsm", "--eps", "0"))
+    assert found["rows"][0]["clean"] == 1.0 > found["rows"][0]["robust"]
+    assert again["rows"][0]["clean"] == found["rows"][0]["robust"]
+
+
 def test_a_gate_judges_what_counts_words(attack, reviews):
     model, table = reviews
     asked = ["attack", model, "--data", table, "--attack", "words", "--eps", "1", "-q"]
@@ -215,3 +235,40 @@ def test_special_and_reserved_tokens_are_no_words(reviews):
     known = load_net(reviews[0]).lexicon()
     fixed = [token for i, token in enumerate(WORDS) if known.fixed([i])]
     assert fixed == WORDS[:5]
+
+
+CORNERS = [
+    "",
+    "good",
+    "[SEP]",
+    "...",
+    "zebra",
+    "good zebra",
+    "bad " * 40,
+    "a good film . a bad one ?",
+]
+
+
+def test_corner_texts_do_not_depend_on_their_neighbours(attack, reviews, tmp_path):
+    """Empty, of one token, of special and unknown ones, and cut: alone or beside much longer."""
+    model, _ = reviews
+    lines = [{"text": text, "label": "yes"} for text in CORNERS]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ("--data", "t.jsonl", "--attack", "fgsm,words,characters", "--eps", "0.3,2words")
+    first, second = (
+        section(attack(model, *options, "--batch-size", size))["samples"] for size in ("1", "64")
+    )
+    assert first["ids"] == second["ids"]
+    for name, column in first.items():
+        if name.startswith("robust"):
+            assert column == second[name], name
+        elif name.startswith("distance"):
+            assert column == pytest.approx(second[name], rel=1e-4), name
+    net = load_net(model)
+    wordless = {tuple(net.tokenize(text, 16)) for text in ("", "[SEP]", "...", "zebra")}
+    assert len(first["ids"]) == len(CORNERS)
+    changed = dict(zip(first["ids"], first["distance@words,words,2"], strict=True))
+    data = load_data("t.jsonl", net, DataOptions(samples=len(CORNERS), max_tokens=16)).batch
+    for name, ids, mask in zip(data.ids, data.x, data.mask, strict=True):
+        if tuple(ids[mask].tolist()) in wordless:
+            assert changed[name] == 0

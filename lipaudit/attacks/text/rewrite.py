@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from jaxtyping import Float, Int
@@ -34,11 +35,19 @@ class Lexicon:
         kinds: FIXED, BEGINS or GOES_ON for every token id.
         spell: ids -> text; None where there is no tokenizer that could.
         encode: a piece of text -> ids without special ones; None likewise.
+        special: ids that stand around texts, and between two that are read as a pair.
     """
 
     kinds: Int[Tensor, " vocabulary"]
     spell: Callable[[Sequence[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None
+    special: frozenset[int] = frozenset()
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Write token ids as a text, or as the two of a pair."""
+        runs = groupby(ids, key=self.special.__contains__)
+        pieces = [self.text(list(run)) for outside, run in runs if not outside]
+        return pieces if len(pieces) == 2 else [self.text(ids)]
 
     def text(self, ids: Sequence[int]) -> str:
         """Write token ids as text, or as numbers where they cannot be spelled."""

@@ -29,16 +29,17 @@ def lexicon(tokenizer: Any, vocabulary: int) -> Lexicon:
         if special < count:
             kinds[special] = FIXED
     kinds += [FIXED] * (vocabulary - count)
-    unspelled = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    special = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
     def spell(ids: Sequence[int]) -> str:
-        shown = [token for token in ids if token not in unspelled]
+        shown = [token for token in ids if token not in special]
         return str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
 
     return Lexicon(
         torch.tensor(kinds),
         spell,
         lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        special,
     )
 
 

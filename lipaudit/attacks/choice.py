@@ -98,7 +98,15 @@ def _budget(
     return [parse_radius(text) for text in kind.radii] if kind else []
 
 
-def require_suited(trials: Sequence[Trial], kind: str) -> None:
+LACKING = {
+    "words": "it has no table of embeddings, which near words are read from",
+    "characters": "it has no tokenizer that spells its tokens (its files belong beside "
+    "config.json), or no table of embeddings",
+}
+"""Why a text model cannot be attacked so."""
+
+
+def require_suited(trials: Sequence[Trial], kind: str, changes: Sequence[Norm] = COUNTED) -> None:
     """Refuse what means nothing for a kind of model: image, tokens or text.
 
     Raises:
@@ -119,6 +127,12 @@ def require_suited(trials: Sequence[Trial], kind: str) -> None:
             raise UsageError(
                 f"{trial.norm} is a norm of tokens, and the model takes {kind}s",
                 f"--norm {' or '.join(fitting)}",
+            )
+        if trial.norm in COUNTED and trial.norm not in changes:
+            other = ",".join([*changes, "fgsm", "pgd"])
+            raise UsageError(
+                f"{trial.norm} cannot be changed in texts of this model: {LACKING[trial.norm]}",
+                f"what can: --attack {other} --eps 0.1",
             )
         for attack in trial.attacks:
             attack.kind.load()

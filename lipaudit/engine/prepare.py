@@ -80,7 +80,9 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     net = net or load_net(request.model, load_options(request.run))
     for group in given:
         group.require_kind(net.kind)
-    request, unsuited = _without_refused(request, lambda _, options: options.suited(net.kind))
+    request, unsuited = _without_refused(
+        request, lambda _, options: options.suited(net.kind, net.changes)
+    )
     wanted = {name: request.count(name) for name in request.measures}
     drawn = samples or _samples(net, request, max(wanted.values()))
     request, refused = _without_refused(

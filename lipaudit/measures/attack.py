@@ -79,7 +79,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
         )
     _require_entry(net)
     trials = options.trials()
-    require_suited(trials, net.kind)
+    require_suited(trials, net.kind, net.changes)
     for trial in trials:
         require_radius(trial, net.box)
 

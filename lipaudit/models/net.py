@@ -15,6 +15,7 @@ from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub.commit import Commit
 from lipaudit.results import Note
+from lipaudit.results.trials import Norm
 
 Kind = Literal["image", "tokens", "text"]
 OWN = "module"
@@ -106,6 +107,14 @@ class Net:
     def dtype(self) -> torch.dtype:
         """The floating-point type of the parameters."""
         return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+
+    @property
+    def changes(self) -> tuple[Norm, ...]:
+        """What attacks can change of its texts: words (near ones need a table), characters."""
+        table = getattr(self.entry, "weight", None)
+        if self.kind != "text" or not isinstance(table, Tensor) or table.ndim != 2:
+            return ()
+        return ("words",) if self.lexicon is None else ("words", "characters")
 
     def output(self, batch: Batch) -> Tensor:
         """Run the model on a batch: logits or features, (batch, ...)."""

@@ -18,7 +18,7 @@ from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Radii, distinct
 
 IMAGES = "fgsm,pgd,autoattack"
-TEXTS = "words,characters"
+TEXTS = ",".join(COUNTED)
 EMBEDDINGS = "fgsm,pgd"
 """What attacks images, texts, and the embeddings of texts, where no attack is named."""
 TABLE = ".jsonl"
@@ -116,7 +116,7 @@ class AttackOptions(MeasureOptions):
             self.trials()
         return self
 
-    def suited(self, kind: str) -> Self:
+    def suited(self, kind: str, changes: Sequence[Norm] = COUNTED) -> Self:
         """Fill in the attacks, norm and radii that a kind of model usually gets, and check them.
 
         Raises:
@@ -124,12 +124,14 @@ class AttackOptions(MeasureOptions):
         """
         text = kind == "text"
         meant = dict.fromkeys(radius.unit or EMBEDDINGS for radius in self.eps)
-        attack = self.attack or ((",".join(meant) or TEXTS) if text else self.usual)
-        eps = self.eps if self.eps or text or attack == "paper" else self.usual_eps
+        of_text = ",".join(meant or [name for name in COUNTED if name in changes]) or EMBEDDINGS
+        attack = self.attack or (of_text if text else self.usual)
+        own = attack == "paper" or (text and attack != EMBEDDINGS)
+        eps = self.eps if self.eps or own else self.usual_eps
         named = self.model_copy(update={"attack": attack, "eps": eps})
         named.require_needed()
         trials = named.trials()
-        require_suited(trials, kind)
+        require_suited(trials, kind, changes)
         named._require_file(trials)
         return named._filled(trials, "token-l2" if text else "linf")
 

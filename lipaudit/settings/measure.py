@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
+from lipaudit.results.trials import COUNTED, Norm
 from lipaudit.settings.option import Settings
 from lipaudit.settings.parsing import Layers
 
@@ -42,8 +44,12 @@ class MeasureOptions(Settings):
         """The files that the measure writes beside the report."""
         return ()
 
-    def suited(self, kind: str) -> Self:
+    def suited(self, kind: str, changes: Sequence[Norm] = COUNTED) -> Self:
         """Return the options for a kind of model: image, tokens or text.
+
+        Args:
+            kind: of the model.
+            changes: what can be changed of its texts: words, characters.
 
         Raises:
             UsageError: what they ask for means nothing for such a model.

@@ -103,6 +103,24 @@ def test_an_attack_either_fits_or_the_advice_does(kind, attack):
     assert AttackOptions.checked({"attack": advised, "eps": eps}).suited(kind).trials()
 
 
+def test_a_model_gets_what_its_texts_can_be_changed_by():
+    """Without a tokenizer there are no characters, without a table of embeddings no words."""
+    usual = AttackOptions.checked({"usual_eps": "2/255"})
+    for changes, attack, radii in (
+        (("words",), "words", ["1", "2", "4"]),
+        ((), "fgsm,pgd", ["2/255", "2/255"]),
+    ):
+        options = usual.suited("text", changes)
+        assert options.attack == attack
+        assert [trial.radius.text for trial in options.trials()] == radii
+    for name in ("words", "characters"):
+        named = AttackOptions.checked({"attack": name})
+        with pytest.raises(UsageError, match=f"{name} cannot be changed in texts") as caught:
+            named.suited("text", ())
+        advised, eps = caught.value.advice.removeprefix("what can: --attack ").split(" --eps ")
+        AttackOptions.checked({"attack": advised, "eps": eps}).suited("text", ())
+
+
 def test_norms_of_tokens_are_for_tokens():
     with pytest.raises(UsageError, match="token-l2 is a norm of tokens") as caught:
         suited("image", attack="pgd", eps="0.1", norm="token-l2")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import Result
@@ -139,6 +141,23 @@ def test_a_text_classifier_is_attacked_by_default(attack, reviews):
     assert codes.count("example") == 2
 
 
+def test_a_text_classifier_without_a_tokenizer_is_attacked_word_by_word(attack, reviews):
+    """Characters are refused before the data are looked for."""
+    folder = Path(reviews[0])
+    net = load_net(reviews[0])
+    ids = torch.tensor([net.tokenize(text, 4) for text in ("bad film", "good film")])
+    np.savez("t.npz", x=ids.numpy(), y=net.output(Batch(ids, None, ("", ""))).argmax(1).numpy())
+    for path in folder.glob("*token*"):
+        path.unlink()
+    (folder / "vocab.txt").unlink()
+    found = section(attack(str(folder), "--data", "t.npz"))
+    assert {row["norm"] for row in found["rows"]} == {"words"}
+    assert found["rows"][0]["clean"] == 1.0
+    done = attack(str(folder), "--data", "nowhere", "--attack", "characters")
+    assert done.exit_code == 2
+    assert "no tokenizer" in done.stderr
+
+
 def test_an_audit_of_a_text_classifier_finishes(attack, reviews, tmp_path):
     model, table = reviews
     done = CliRunner().invoke(build(), ["audit", model, "--data", table, "--run-dir", "run", "-q"])
@@ -195,7 +214,7 @@ def test_a_gate_judges_what_counts_words(attack, reviews):
 
 @pytest.mark.parametrize(
     ("entry", "attacks", "message"),
-    [(None, "pgd", "looks up its token ids"), (torch.nn.Identity(), "words", "no table")],
+    [(None, "pgd", "looks up its token ids"), (None, "words", "looks up its token ids")],
 )
 def test_models_whose_embeddings_are_not_known_are_refused(reviews, entry, attacks, message):
     net = replace(load_net(reviews[0]), entry=entry)
@@ -232,7 +251,10 @@ def test_words_of_other_tokenizers(tmp_path, kind):
 
 
 def test_special_and_reserved_tokens_are_no_words(reviews):
-    known = load_net(reviews[0]).lexicon()
+    net = load_net(reviews[0])
+    assert net.changes == ("words", "characters")
+    assert replace(net, entry=torch.nn.Identity()).changes == ()
+    known = net.lexicon()
     fixed = [token for i, token in enumerate(WORDS) if known.fixed([i])]
     assert fixed == WORDS[:5]
 

@@ -90,7 +90,7 @@ def device(name: str) -> torch.device:
     try:
         wanted = torch.device(name)
         torch.empty(1, device=wanted).item()  # the meta device has no values
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         if out_of_memory(error):
             raise
         raise UsageError(

@@ -16,7 +16,7 @@ from lipaudit.cli.commands import build
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
-from lipaudit.measures.attack import measure
+from lipaudit.measures.attack import check
 from lipaudit.models.sources.hf.lexicon import lexicon
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import AttackOptions
@@ -218,8 +218,9 @@ def test_a_gate_judges_what_counts_words(attack, reviews):
 )
 def test_models_whose_embeddings_are_not_known_are_refused(reviews, entry, attacks, message):
     net = replace(load_net(reviews[0]), entry=entry)
+    labelled = Batch(torch.tensor([[2, 5, 3]]), torch.tensor([0]), ("a",))
     with pytest.raises(InputError, match=message) as caught:
-        list(measure(net, [], AttackOptions(attack=attacks, eps="1")))
+        check(net, labelled, AttackOptions(attack=attacks, eps="1"))
     assert caught.value.advice
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import InputError, UsageError
+from lipaudit.errors import InputError
 from lipaudit.models.sources.loading import load_net
-from lipaudit.settings import AttackOptions, BoundsOptions, RunOptions
+from lipaudit.settings import AttackOptions, BoundsOptions
 
 ATTACK = {"attack": AttackOptions(attack="fgsm", eps=("0.1",))}
 
@@ -21,16 +21,12 @@ def unclassed():
 
 
 def test_labels_are_not_called_missing_where_the_model_has_no_classes(unclassed):
-    request = Request("demo", {"bounds": BoundsOptions()} | ATTACK, skip_unlabelled=True)
+    request = Request("demo", {"bounds": BoundsOptions()} | ATTACK, optional=frozenset(ATTACK))
     job = prepare(request, net=unclassed)
+    assert job.samples.batch.y is not None
     assert list(job.request.measures) == ["bounds"]
-    (note,) = (note for note in job.notes if note.code == "no-labels")
-    assert "no classes to label samples with" in note.text
-    with pytest.raises(UsageError, match="nothing is left to measure: .* has no classes"):
-        prepare(replace(request, measures=ATTACK), net=unclassed)
-
-
-def test_an_attack_on_a_model_without_classes_is_refused_before_data_are_read(unclassed):
-    request = Request("demo", ATTACK, RunOptions(data="nowhere"))
-    with pytest.raises(InputError, match="has no class scores"):
-        prepare(request, net=unclassed)
+    (note,) = (note for note in job.notes if note.code == "left-out")
+    assert "has no class scores" in note.text
+    for asked in (request, replace(request, optional=frozenset())):
+        with pytest.raises(InputError, match="has no class scores"):
+            prepare(replace(asked, measures=ATTACK), net=unclassed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -177,7 +178,9 @@ def save(
     from lipaudit.errors import UsageError
 
     if output.exists():
-        raise UsageError(f"{output} exists", "Use: lipaudit baseline update --reason '...'")
+        where = "" if output == DEFAULT_BASE else f" -o {shlex.quote(str(output))}"
+        advice = f"Use: lipaudit baseline update {shlex.quote(str(report))}{where} --reason '...'"
+        raise UsageError(f"{output} exists", advice)
     _promote(report, output, reason, quiet=terminal.quiet)
 
 

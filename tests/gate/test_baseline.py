@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from lipaudit import schema
+from lipaudit.cli.commands import build
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.gate import judge, load_baseline, problems, promote, protocol
 from lipaudit.results import Array
@@ -83,3 +86,19 @@ def test_the_protocol_is_what_a_run_must_repeat(full):
     assert found.samples == {"bounds": 8, "jacobian": 64, "attack": 128}
     assert found.options == full.run.options
     assert found.settings["attack"] == {"seed": 0, "steps": 100, "eps": ["2/255"]}
+
+
+@pytest.mark.parametrize("where", [(), ("-o", "kept here.json")])
+def test_the_command_that_a_refusal_names_works_as_it_stands(where, full, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    (tmp_path / "my report.json").write_text(schema.dumps(full))
+    args = ["baseline", "save", "my report.json", *where]
+    assert CliRunner().invoke(build(), args).exit_code == 0
+    refused = CliRunner().invoke(build(), args)
+    assert refused.exit_code == 2
+    command = refused.stderr.partition("Use: lipaudit ")[2].strip()
+    done = CliRunner().invoke(build(), shlex.split(command))
+    assert done.exit_code == 0, done.output
+    path = where[1] if where else "lipaudit-baseline.json"
+    assert load_baseline(tmp_path / path).run.reason == "..."

@@ -9,6 +9,8 @@ from rich.cells import cell_len
 
 from lipaudit.cli.emit import emit
 from lipaudit.cli.options import Output
+from lipaudit.gate import compare
+from lipaudit.report import of_comparison
 from lipaudit.report.draw.colours import viridis
 from lipaudit.report.formats import table
 from lipaudit.report.page.document import document
@@ -101,6 +103,17 @@ def test_a_pipe_gets_plain_text_as_wide_as_columns_says(report, columns, width, 
     pipe = io.StringIO()
     table.screen(document(report), pipe)
     assert pipe.getvalue().encode() == table.render(document(report), width=width)
+
+
+def test_names_that_rows_go_by_are_not_broken(report, other):
+    """A comparison is wider than 80 columns: its metrics stand whole in every piece of it."""
+    comparison = compare([report, other])
+    page = of_comparison(comparison, [report, other])["page"]()
+    lines = table.render(page, width=80).decode().splitlines()
+    names = {v.metric for pair in comparison.pairs for v in pair.verdicts if not v.reason}
+    assert max(map(len, names)) > 80 // 3
+    for name in names:
+        assert sum(name in line for line in lines) >= 2, name
 
 
 def test_a_file_that_is_named_gets_full_width(report, tmp_path, monkeypatch):

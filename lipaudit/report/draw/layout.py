@@ -26,7 +26,9 @@ def lines(block: Table, width: int) -> Iterator[Line]:
     named = [column.format == "s" for column in block.columns]
     widths = [_width(h, [r[i] for r in rows]) for i, h in enumerate(heads)]
     if sum(widths) + len(GAP) * (len(widths) - 1) > width:  # text may wrap, numbers never do
-        widths = [min(w, width // 3) if n else w for w, n in zip(widths, named, strict=True)]
+        most = [width // 3] * len(widths)
+        most[0] = width // (2 if block.keys == 1 else 3)  # a name is repeated by every piece
+        widths = [min(w, m) if n else w for w, m, n in zip(widths, most, named, strict=True)]
     for number, group in enumerate(split(widths, keys=block.keys, width=width)):
         if number:
             yield "rule", ""

@@ -21,6 +21,8 @@ LEVEL = 0.025
 """One-sided level of the limits: together they are a 95 % interval."""
 HEAT = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm",)}
 """Columns that are mapped over the heads; of other sections all that have a better direction."""
+Figures = list[float] | None
+"""Of a column in a report; None where it has no such column."""
 _NO_MARGIN: dict[VerdictStatus, VerdictStatus] = {
     "pass": "inconclusive",
     "pass (not proven)": "inconclusive",
@@ -135,7 +137,7 @@ def _alone(old: Report, new: Report, names: tuple[str, str]) -> Iterator[str]:
     for report, other, name in ((old, new, names[0]), (new, old, names[1])):
         for section in report.sections:
             if other.section(section.measure) is None:
-                yield f"{section.measure} is not compared: only {name} has it"
+                yield f"not compared, only {name} has it: {section.measure}"
 
 
 def _fewer(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
@@ -144,8 +146,8 @@ def _fewer(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
         old, new = (set(section.samples.get("ids", ())) for section in sections)
         if old != new and old & new:
             yield (
-                f"{sections[0].measure} is compared over the {len(old & new)} samples that both "
-                f"have, of {len(old)} and {len(new)}"
+                f"compared over the {len(old & new)} samples that both have, of {len(old)} and "
+                f"{len(new)}: {sections[0].measure}"
             )
 
 
@@ -153,12 +155,13 @@ def _verdicts(
     sections: tuple[Section, Section], reports: tuple[Report, Report], names: tuple[str, str]
 ) -> Iterator[Verdict]:
     """Judge every column of a section that has a better direction."""
-    for text, holds in _metrics(sections):
+    for text, figures in _metrics(sections):
         rule = replace(parse_rule(text), text=text.partition(" ")[0])
-        if all(holds):
+        missing = [name for name, values in zip(names, figures, strict=True) if values is None]
+        if all(figures):
             yield from map(_neutral, judge_alone(rule, reports[1], reports[0], LEVEL))
-        elif any(holds):
-            reason = f"only {names[0] if holds[0] else names[1]} has it"
+        elif len(missing) < len(names):
+            reason = f"{missing[0]} has none" if missing else "not every sample has one"
             yield Verdict(
                 rule=rule.text, metric=rule.metric, status="not comparable", reason=reason
             )
@@ -180,8 +183,8 @@ def _neutral(verdict: Verdict) -> Verdict:
     )
 
 
-def _metrics(sections: tuple[Section, Section]) -> Iterator[tuple[str, list[bool]]]:
-    """Yield a rule without a margin per metric with a better direction, and who has its figures.
+def _metrics(sections: tuple[Section, Section]) -> Iterator[tuple[str, list[Figures]]]:
+    """Yield a rule without a margin per metric with a better direction, and its figures in each.
 
     A change is relative unless figures are negative, and in points of shares.
     """
@@ -192,31 +195,30 @@ def _metrics(sections: tuple[Section, Section]) -> Iterator[tuple[str, list[bool
             values = [_sampled(section, name) for section in sections]
             for stat in ("mean",) if name in BINARY else ("median", "p95"):
                 limit = "+0pp" if name in BINARY else _limit(values)
-                yield f"{measure}.{name}:{stat} {_op(column)} {limit}", list(map(bool, values))
+                yield f"{measure}.{name}:{stat} {_op(column)} {limit}", values
     for name, column in (sections[0].columns() | sections[1].columns()).items():
         if column.better and name not in sampled:
             values = [_by_rows(section, name) for section in sections]
-            text = f"{measure}.{name}:median {_op(column)} {_limit(values)}"
-            yield text, list(map(bool, values))
+            yield f"{measure}.{name}:median {_op(column)} {_limit(values)}", values
 
 
 def _op(column: Column) -> str:
     return "<=" if column.better == "lower" else ">="
 
 
-def _limit(values: Sequence[Sequence[float]]) -> str:
-    return "+0%" if all(value >= 0 for each in values for value in each) else "+0"
+def _limit(values: Sequence[Figures]) -> str:
+    return "+0%" if all(value >= 0 for each in values for value in each or ()) else "+0"
 
 
-def _sampled(section: Section, name: str) -> list[float]:
-    """Return the figures of a per-sample column; none unless every sample has one."""
+def _sampled(section: Section, name: str) -> Figures:
+    """Return the figures of a per-sample column; empty unless every sample has one."""
     columns = [c for c in section.samples if parse_column(c)[0] == name]
     cells = [cell for column in columns for cell in section.samples[column]]
     numbers = [float(cell) for cell in cells if isinstance(cell, int | float)]
-    return numbers if len(numbers) == len(cells) else []
+    return (numbers if len(numbers) == len(cells) else []) if columns else None
 
 
-def _by_rows(section: Section, name: str) -> list[float]:
+def _by_rows(section: Section, name: str) -> Figures:
     """Return the figures of a column that is compared by its rows.
 
     It is so where rows are of layers, or no samples are kept.
@@ -224,7 +226,7 @@ def _by_rows(section: Section, name: str) -> list[float]:
     sampled = bool(sample_columns(section.measure))
     cells = [row.cells() for row in section.rows]
     shown = [row.get(name) for row in cells if "layer" in row or not sampled]
-    return [float(value) for value in shown if value is not None]
+    return [float(value) for value in shown if value is not None] or None
 
 
 def _mapped(report: Report) -> Iterator[str]:

@@ -111,7 +111,13 @@ def test_a_column_that_only_one_report_has_is_named(report, jacobian, norms):
     pair = compare([report(classifier, spec="c"), report(jacobian(norms), spec="e")]).pairs[0]
     found = verdicts(pair)
     assert found["jacobian.norm:median", ""].status == "unchanged"
-    assert found["jacobian.margin:median", ""].reason == "only c has it"
+    assert found["jacobian.margin:median", ""].reason == "e has none"
+
+
+def test_a_column_that_not_every_sample_has_is_named(report, jacobian, norms):
+    pair = compare([report(with_margins(jacobian(norms), [None, *norms[1:]]))] * 2).pairs[0]
+    reason = "not every sample has one"
+    assert verdicts(pair)["jacobian.margin:median", ""].reason == reason
 
 
 def test_figures_that_turn_negative_change_by_a_difference(report, jacobian, norms):
@@ -139,8 +145,8 @@ def test_a_section_that_only_one_report_has_is_noted(report, bounds, jacobian, a
     old = report(bounds(EXACT), attack(ROBUST), spec="old")
     new = report(bounds(EXACT), jacobian(norms), spec="new", weights="b")
     pair = compare([old, new]).pairs[0]
-    assert "attack is not compared: only old has it" in pair.notes
-    assert "jacobian is not compared: only new has it" in pair.notes
+    assert "not compared, only old has it: attack" in pair.notes
+    assert "not compared, only new has it: jacobian" in pair.notes
 
 
 def test_few_shared_samples_are_compared_and_counted(report, jacobian, ids, norms):
@@ -149,7 +155,7 @@ def test_few_shared_samples_are_compared_and_counted(report, jacobian, ids, norm
     median = verdicts(pair)["jacobian.norm:median", ""]
     assert (median.status, median.samples) == ("regressed", 10)
     assert median.old == np.median(norms[54:])
-    said = "jacobian is compared over the 10 samples that both have, of 64 and 10"
+    said = "compared over the 10 samples that both have, of 64 and 10: jacobian"
     assert said in pair.notes
 
 

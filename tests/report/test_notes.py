@@ -101,3 +101,14 @@ def test_notes_of_another_kind_stay_apart(level, code, text):
     notes = [Note(level="info", code="c", text="layer 0 fails")]
     notes.append(Note(level=level, code=code, text=text))
     assert merged(notes) == tuple(notes)
+
+
+def test_what_a_comparison_leaves_out_is_said_once_for_a_reason(spoiled, report):
+    attention = report.section("attention").model_copy(update={"settings": {"k": 3}})
+    layers = report.section("bounds.layers")
+    other = report.model_copy(update={"sections": (layers, attention)})
+    text = render(of_comparison(compare([report, other]), [report, other]), "table").decode()
+    words = " ".join(text.split())
+    assert words.count("gamma 0.1 became unset, k 10 became 3") == 1
+    assert "attention.g1:median, attention.softmax_norm:median, attention.intermediate" in words
+    assert "has it: bounds, jacobian, attack, scaling" in words

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lipaudit.gate.comparison import Comparison, HeadRatios, Pair
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.report.blocks import Block, Chapter, Heatmap, Notes, Paragraph, Table
+from lipaudit.report.page.remarks import merged
 from lipaudit.results import Column, Note, row_types
 
 HOW = (
@@ -29,12 +30,12 @@ def _blocks(pair: Pair) -> list[Block]:
     judged = [verdict for verdict in pair.verdicts if not verdict.reason]
     notes = [_note("differs", text) for text in pair.notes]
     notes += [
-        _note("not-compared", f"{verdict.metric} is not compared: {verdict.reason}")
+        _note("not-compared", f"not compared, {verdict.reason}: {verdict.metric}")
         for verdict in pair.verdicts
         if verdict.reason
     ]
     maps = map(_heatmap, pair.ratios)
-    return [Paragraph(HOW), _table(judged), *maps, *([Notes(tuple(notes))] if notes else [])]
+    return [Paragraph(HOW), _table(judged), *maps, *([Notes(merged(notes))] if notes else [])]
 
 
 def _note(code: str, text: str) -> Note:

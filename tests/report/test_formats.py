@@ -155,7 +155,8 @@ def test_stdout_and_a_file_get_the_same_bytes(folder, command, name):
         assert path.read_bytes() == done.stdout_bytes
 
 
-def test_a_judgement_is_a_page_like_any_other(folder):
+def test_a_judgement_is_a_page_like_any_other(folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a narrower one gets the table in parts
     text = lipaudit(*GATE).stdout
     table = lipaudit(*GATE, "-f", "table").stdout
     page = lipaudit(*GATE, "-f", "html").stdout

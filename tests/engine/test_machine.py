@@ -1,0 +1,149 @@
+"""A fault of the machine, wherever it strikes, is no property of the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lipaudit
+from lipaudit.errors import EvaluationError, as_user_meets
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.theory.bounds import catalogue
+from lipaudit.theory.heads import affine_heads
+from tests.models.conftest import Handwritten
+
+MEASURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bounds": ("bounds", {}),
+    "attention": ("attention", {}),
+    "jacobian": ("jacobian", {}),
+    "attack": ("attack", {"attack": "pgd", "norm": "l2", "eps": "0.1", "steps": 2}),
+}
+WHERE = (0.02, 0.2, 0.45, 0.7, 0.95)
+"""Shares of a run after which the machine fails."""
+
+
+class Failing(TorchDispatchMode):
+    """Raise an error at one operation, counted from 1; or at all from there on."""
+
+    def __init__(self, at: int, error: Exception | None = None, *, lasting: bool = False) -> None:
+        super().__init__()
+        self.at, self.error, self.lasting, self.count = at, error, lasting, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.error and (self.count == self.at or (self.lasting and self.count > self.at)):
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def spec():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ModelSpec(Handwritten(), (5, 12), kind="tokens")
+
+
+def measured(spec: ModelSpec, name: str) -> list[dict[str, Any]]:
+    measure, options = MEASURES[name]
+    x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
+    data = (x, torch.tensor([0, 1]))
+    report = lipaudit.measure(spec, measure, data=data, dtype="float64", **options)
+    return [section.model_dump(mode="json") for section in report.sections]
+
+
+def untimed(sections: Any) -> Any:
+    if isinstance(sections, dict):
+        return {name: untimed(v) for name, v in sections.items() if name != "seconds"}
+    return [untimed(each) for each in sections] if isinstance(sections, list) else sections
+
+
+@pytest.fixture(scope="module")
+def whole(spec):
+    """Of each measure, what it gives and the number of its operations."""
+    results = {}
+    for name in MEASURES:
+        with Failing(0) as counted:
+            sections = measured(spec, name)
+        results[name] = untimed(sections), counted.count
+    return results
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_fault_of_a_device_is_never_laid_to_the_model(spec, whole, name):
+    for share in WHERE:
+        error = RuntimeError("CUDA error: device-side assert triggered")
+        with pytest.raises(Exception, match="device-side assert") as caught:  # noqa: SIM117
+            with Failing(int(share * whole[name][1]), error, lasting=True):
+                measured(spec, name)
+        met = as_user_meets(caught.value)
+        assert met is not None, share
+        assert met.message.startswith("the device failed"), share
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_too_little_memory_changes_no_figure(spec, whole, name):
+    sections, operations = whole[name]
+    for share in WHERE:
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        try:
+            with Failing(int(share * operations), error):
+                again = untimed(measured(spec, name))
+        except Exception as caught:
+            met = as_user_meets(caught)
+            assert met is not None, share
+            assert met.message.startswith("out of memory"), share
+        else:
+            assert same(again, sections), share
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether figures are the same to rounding: a smaller batch rounds otherwise."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return a == pytest.approx(b, rel=1e-6, abs=1e-9, nan_ok=True)
+    return a == b
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"), [("CUDA error: launch failure", True), ("vmap", False)]
+)
+def test_only_what_cannot_be_mapped_over_is_done_one_by_one(monkeypatch, said, raised):
+    def grad(*args, is_grads_batched=False, **kwargs):
+        if is_grads_batched:
+            raise RuntimeError(said)
+        return ordinary(*args, **kwargs)
+
+    x, ordinary = torch.ones(2, 3), torch.autograd.grad
+    linear = linearize(lambda z, _: z.tanh(), x)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    if raised:
+        with pytest.raises(RuntimeError, match=said):
+            _ = linear.rows
+    else:
+        assert linear.rows.shape == (2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (FileNotFoundError("table.csv"), EvaluationError),
+    ],
+)
+def test_a_bound_is_not_blamed_for_memory_but_for_its_own_files(monkeypatch, error, kind):
+    def fails(_heads):
+        raise error
+
+    monkeypatch.setattr(catalogue, "_function", lambda _bound: fails)
+    eye = torch.eye(2)[None]
+    heads = affine_heads(torch.ones(1, 3, 2), eye, eye, eye)
+    with pytest.raises(kind):
+        catalogue.separate_bounds(heads, [replace(catalogue.BOUNDS["sharp"], function="a:b")])

@@ -1,0 +1,93 @@
+"""An accelerator with little memory, or without float64: the CPU's figures, or a clear error."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.commands import build
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.settings import Recipe
+from lipaudit.train import train
+from lipaudit.train.demos import shipped
+from tests.simulated import device
+from tests.simulated.conftest import MODELS, samples
+from tests.simulated.test_measures import same
+
+pytestmark = pytest.mark.simulated
+
+MEASURES = {
+    "bounds": {},
+    "attention": {},
+    "jacobian": {},
+    "attack": {"attack": "pgd", "steps": 3, "eps": "8/255"},
+}
+
+
+def sections(measure: str, where: str, **options):
+    options = samples("demo", 8) | MEASURES[measure] | options
+    report = lipaudit.measure("demo", measure, device=where, **options)
+    return [section.model_dump(mode="json") for section in report.sections]
+
+
+def peak(measure: str, where: str, size: int) -> int:
+    """How much memory a measure takes with so many samples at a time, in bytes."""
+    extension = device.start()
+    before = extension.used()
+    extension.restart_peak()
+    sections(measure, where, batch_size=size)
+    return extension.peak() - before
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_less_memory_means_smaller_batches_and_the_same_figures(simulated, measure):
+    whole, single = (peak(measure, simulated, size) for size in (8, 1))
+    assert single < whole
+    with device.memory((2 * single + whole) // 3):
+        assert not same(sections(measure, "cpu"), sections(measure, simulated, batch_size=8))
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_too_little_memory_is_said_so(simulated, measure, share):
+    limit = int(share * peak(measure, simulated, 1))
+    with device.memory(limit), pytest.raises(EvaluationError, match="out of memory"):
+        sections(measure, simulated)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.6])
+def test_training_without_memory_is_said_so(simulated, share, tmp_path):
+    extension = device.start()
+    before = extension.used()
+    extension.restart_peak()
+    net = load_net("demo", LoadOptions(device=simulated))
+    list(train(net, shipped("train")[:64], Recipe(epochs=1, batch_size=32)))
+    needed = extension.peak() - before
+    del net
+    arguments = ["train", "demo", "--data", "demo:train", "--samples", "64", "--epochs", "1"]
+    arguments += ["--batch-size", "32", "--device", simulated, "--out", str(tmp_path / "out")]
+    with device.memory(int(share * needed)):
+        done = CliRunner().invoke(build(), arguments)
+    assert done.exit_code == 3
+    assert "out of memory" in done.output
+    assert "bug" not in done.output
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_device_without_float64_is_refused_before_anything_is_loaded(simulated, model):
+    with device.no_float64(), pytest.raises(UsageError, match="no float64") as error:
+        lipaudit.measure(MODELS[model](), "jacobian", device=simulated, **samples(model))
+    assert "cpu" in error.value.advice
+
+
+def test_env_tells_which_devices_can_be_used(simulated):
+    def told() -> str:
+        lines = CliRunner().invoke(build(), ["env"]).output.splitlines()
+        return next(line for line in lines if line.startswith("devices"))
+
+    assert told().endswith("cpu, simulated:0")
+    with device.no_float64():
+        assert "simulated:0 (not usable: device 'simulated:0' has no float64" in told()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import pickle
+import pickletools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -186,9 +188,11 @@ def _unreadable(path: Path, error: Exception) -> InputError:
             f"{path} is TorchScript, a program and not weights: it cannot be read",
             "Save the state_dict() of the module that it was made from.",
         )
-    if names := _globals(path):
+    names = _globals(path)
+    if names or (isinstance(error, pickle.UnpicklingError) and _is_pickle(path)):
+        what = f" ({few(names)})" if names else ""
         return InputError(
-            f"{path} holds more than weights ({few(names)}); it was not opened",
+            f"{path} holds more than weights{what}; it was not opened",
             "Opening it would run its code. Where you trust it, save model.state_dict() alone, "
             "best as .safetensors; torch.serialization.get_unsafe_globals_in_checkpoint(FILE) "
             "lists what it wants to run.",
@@ -197,6 +201,15 @@ def _unreadable(path: Path, error: Exception) -> InputError:
         f"{path} is not a complete PyTorch file ({type(error).__name__}: {_first_line(error)})",
         "Copy or download it again.",
     )
+
+
+def _is_pickle(path: Path) -> bool:
+    """Say whether a file is a whole pickle, by its grammar alone: nothing of it runs."""
+    try:
+        with path.open("rb") as content:
+            return len(list(pickletools.genops(content))) > 0
+    except ValueError:
+        return False
 
 
 def _globals(path: Path) -> list[str]:

@@ -45,7 +45,7 @@ def faults(root, reports, *, seed: int, inputs: int, seconds: float) -> list[str
 
 
 def test_nothing_that_is_typed_is_a_bug(tmp_path, reports):
-    assert faults(tmp_path, reports, seed=0, inputs=100, seconds=0.5) == []
+    assert faults(tmp_path, reports, seed=0, inputs=80, seconds=0.3) == []
 
 
 @pytest.mark.slow

@@ -153,7 +153,8 @@ def run(args: tuple[str, ...], seconds: float) -> Outcome:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    # Again and again: a finalizer may swallow it.
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
     try:
         done = CliRunner().invoke(build(), args)
         error = done.exception

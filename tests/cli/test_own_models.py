@@ -143,7 +143,7 @@ def _parameters(command) -> list:
     return [*command.params, *(p for each in inner for p in _parameters(each))]
 
 
-OTHERS = {"--help", "--directory", "--digits", "--width", "--no-"}
+OTHERS = {"--help", "--directory", "--digits", "--width", "--no-", "--repo-type"}
 """Options of other programs, and a property of a page, that a text names."""
 
 

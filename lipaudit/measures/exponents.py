@@ -16,13 +16,19 @@ from lipaudit.theory.growth.worst_tokens import PowerLaw, power_law
 WELL_UNDER = 10
 """The sqrt n law is fitted up to n_max over this."""
 
+AGREED = 1.02
+"""Searches whose interval reaches further than this times the norm have no exponent."""
+
 
 def groups(rows: Sequence[ScalingRow]) -> Iterator[tuple[dict[str, Any], list[ScalingRow]]]:
-    """Yield the rows of each head, mode and mask, in the order of modes and heads."""
-    keys = ("mode", "layer", "head", "masked")
+    """Yield the rows of each head, mode, mask and, at chosen radii, radius, in their order."""
+    keys = ("mode", "layer", "head", "masked", "radius")
     groups: dict[tuple[Any, ...], list[ScalingRow]] = {}
     for row in rows:
-        groups.setdefault(tuple(getattr(row, key) for key in keys), []).append(row)
+        name = {key: getattr(row, key) for key in keys}
+        if row.mode == "radius":  # where the radius is what varies
+            name["radius"] = None
+        groups.setdefault(tuple(name.values()), []).append(row)
     for key, group in groups.items():
         yield dict(zip(keys, key, strict=True)), group
 
@@ -60,6 +66,19 @@ def fit_of(
         radius_exponent_se=number_or_none(joint.radius_exponent_se),
     )
     return alone, row
+
+
+def with_searches(fit: ScalingFitRow, rows: Sequence[ScalingRow]) -> ScalingFitRow | None:
+    """Widen the standard error of an ascent by its searches; None where they do not agree."""
+    above = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
+    if not (above <= AGREED).all():
+        return None
+    if fit.exponent_se is None:
+        return fit
+    logs = np.log([row.n for row in rows])
+    shares = (logs - logs.mean()) / ((logs - logs.mean()) ** 2).sum()
+    reach = float(np.abs(shares) @ np.log(above))  # if every search errs the worst way
+    return fit.model_copy(update={"exponent_se": math.hypot(fit.exponent_se, reach)})
 
 
 def bound_exponents(n: Values, bounds: Mapping[str, Values]) -> dict[str, float | None]:

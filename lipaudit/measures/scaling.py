@@ -17,7 +17,15 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
 from lipaudit.measures.by_layer import HeadName
-from lipaudit.measures.exponents import bound_exponents, fit_of, groups, points, with_fit
+from lipaudit.measures.exponents import (
+    AGREED,
+    bound_exponents,
+    fit_of,
+    groups,
+    points,
+    with_fit,
+    with_searches,
+)
 from lipaudit.measures.lengths import cut, require_lengths
 from lipaudit.measures.measure import (
     Measure,
@@ -34,6 +42,7 @@ from lipaudit.results.bounds import catalogue
 from lipaudit.settings.bounds import BoundsOptions
 from lipaudit.settings.jacobian import JacobianOptions
 from lipaudit.settings.scaling import ScalingMode, ScalingOptions
+from lipaudit.theory.growth.ascent import SEARCHES
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 
 FOLLOWED = tuple(name for name, bound in catalogue().items() if bound.scaling)
@@ -148,16 +157,21 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         law, fit = fit_of(curve.name, curve.n, curve.norm, curve.radius)
         rows += list(_rows(curve, law))
         fits.append(fit.model_copy(update=bound_exponents(curve.n, curve.bounds)))
+    apart = []
     for name, group in groups([ScalingRow(**cells) for cells in facts["rows"]]):
         law, fit = fit_of(name, *points(group))
         rows += [with_fit(row, law) for row in group]
-        fits += [fit] if fit.exponent is not None else []
+        if fit.exponent is None:
+            continue
+        kept = with_searches(fit, group) if name["mode"] == "ascent" else fit
+        fits += [] if kept is None else [kept]
+        apart += [group] if kept is None else []
     sections = [
         Section(
             measure="scaling",
             settings=options.model_dump(),
             rows=tuple(rows),
-            notes=notes(parts) + _remarks(rows, facts, options),
+            notes=notes(parts) + _remarks(rows, facts, options) + _of_searches(rows, apart),
         ),
         Section(measure="scaling.fit", rows=tuple(fits)),
     ]
@@ -263,6 +277,28 @@ def _remarks(
             "lengths make the same number of patches"
         )
         remarks.append(Note(level="warning", code="fewer-lengths", text=text))
+    return tuple(remarks)
+
+
+def _of_searches(
+    rows: Sequence[ScalingRow], apart: Sequence[Sequence[ScalingRow]]
+) -> tuple[Note, ...]:
+    """Say what the norms of an ascent are, and which searches do not agree."""
+    if not any(row.mode == "ascent" for row in rows):
+        return ()
+    text = (
+        f"norms of an ascent are the largest that {SEARCHES} independent searches found: exact at "
+        "their tokens, lower estimates of the largest there is; low and high are where such "
+        "searches end again"
+    )
+    remarks = [Note(level="info", code="searched", text=text)]
+    if apart:
+        who = ", ".join(f"head {g[0].layer}.{g[0].head} at R = {g[0].radius:.3g}" for g in apart)
+        text = (
+            f"no exponent for the ascent of {who}: independent searches end more than "
+            f"{100 * (AGREED - 1):.2g} % apart"
+        )
+        remarks.append(Note(level="warning", code="searches-apart", text=text))
     return tuple(remarks)
 
 

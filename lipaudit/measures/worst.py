@@ -21,7 +21,7 @@ from lipaudit.models.net import Net
 from lipaudit.results import Note
 from lipaudit.theory.bounds.centred import are_affine
 from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
-from lipaudit.theory.growth.ascent import largest_shift, steepest_tokens
+from lipaudit.theory.growth.ascent import Steepest, largest_shift, steepest_tokens
 from lipaudit.theory.growth.worst_tokens import (
     Adversary,
     adversary,
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from lipaudit.settings.scaling import ScalingOptions
 
 SEARCHED = 64
-"""Most tokens of a search by gradients."""
-STARTS = 4
+"""Most tokens of a search that moves each of them."""
+REPEATS = 1e-3
+"""How well searches that end at the same tokens repeat, at least."""
 RADII = 12
 BUDGET = 0.01
 """Move of the attacks that split tokens or do not, as a share of ||X||_F."""
@@ -89,10 +90,11 @@ class WorstHead:
         where = {"n": n, "radius": radius, "n_max": self.worst.n_max(radius)}
         return self.name | {"mode": mode, "masked": masked} | where | more
 
-    def generator(self) -> torch.Generator:
-        """Return the randomness of this head."""
+    @property
+    def seed(self) -> int:
+        """Where the randomness of this head starts."""
         own = 1000 * self.name["layer"] + self.name["head"]
-        return torch.Generator().manual_seed(self.options.seed * 10**6 + own)
+        return int(self.options.seed * 10**6 + own)
 
 
 class WorstCase(NamedTuple):
@@ -241,20 +243,21 @@ def _radius(head: WorstHead) -> Iterator[Cells]:
 
 
 def _ascent(head: WorstHead) -> Iterator[Cells]:
-    """The best of several random starts on the sphere of the radius."""
-    width, generator = head.head.x.shape[2], head.generator()
+    """The best of independent searches; one that moves every token takes no more than it can."""
     for masked in head.masks:
+        most = SEARCHED if masked else math.inf
+        lengths = [n for n in head.options.lengths if n <= most]
         for radius in head.radii():
-            for n in [n for n in head.options.lengths if n <= SEARCHED]:
-                start = torch.randn(STARTS, n, width, generator=generator, dtype=torch.float64)
-                start = radius * torch.nn.functional.normalize(start, dim=-1).to(head.head.x)
-                x = steepest_tokens(head.head, start, radius, causal=masked)
-                at = relocated(head.head, x, causal=masked)
-                seeds = [head.options.seed] * STARTS
-                norms = head_norms(at, seeds=seeds, tol=head.options.tol).norm
-                low, high = float(norms.min()), float(norms.max())
-                ends = {"norm_low": low, "norm_high": high}
-                yield head.row("ascent", n, radius, masked=masked, norm=high, **ends)
+            ends = steepest_tokens(head.head, radius, lengths, seed=head.seed, causal=masked)
+            for n, end in zip(lengths, ends, strict=True):
+                yield head.row("ascent", n, radius, masked=masked, **_interval(end))
+
+
+def _interval(end: Steepest) -> Cells:
+    """The best norm, and where repeated searches end: as far above it as these end below."""
+    worst, best = float(end.norm.min()), float(end.norm.max())
+    apart = (best / worst if worst else 1.0) * (1 + REPEATS)
+    return {"norm": best, "norm_low": best / apart, "norm_high": best * apart}
 
 
 MODES: dict[str, Callable[[WorstHead], Iterator[Cells]]] = {
@@ -272,7 +275,7 @@ def _split(head: WorstHead) -> Cells:
     seeds = [head.options.seed]
     exact = head_norms(at, seeds=seeds, tol=head.options.tol).norm
     moved, split = (
-        largest_shift(at, tokens, budget, generator=head.generator())
+        largest_shift(at, tokens, budget, generator=torch.Generator().manual_seed(head.seed))
         for tokens in (x, x.repeat_interleave(2, 1))
     )
     return head.name | {

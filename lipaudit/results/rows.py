@@ -214,8 +214,12 @@ class ScalingRow(OpenRow):
         "||J||, median over the windows; best of an ascent.",
         reading=readings.NORM,
     )
-    norm_low: Float | None = column("low", "Smallest over windows or starts.")
-    norm_high: Float | None = column("high", "Largest over windows or starts.")
+    norm_low: Float | None = column(
+        "low", "Smallest over the windows; of an ascent, where searches end again at least."
+    )
+    norm_high: Float | None = column(
+        "high", "Largest over the windows; of an ascent, where searches end again at most."
+    )
     fitted: Float | None = column("fitted", "What the fit c n^a gives here.", status="estimate")
     mean_field: Float | None = column(
         "mean field", "Largest norm of the same two points with any multiplicities."
@@ -238,6 +242,7 @@ class ScalingFitRow(OpenRow):
     head: int | None = column("head", "Head; empty: the layer.", format="d")
     mode: str = column("mode", "Which rows were fitted.", "", format="s")
     masked: bool | None = column("masked", "Worst case: whether later keys are masked.")
+    radius: Float | None = column("R", "Worst case: the radius; each is fitted apart.")
     exponent: Float | None = column(
         "exponent",
         "a of c n^a.",

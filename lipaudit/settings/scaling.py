@@ -23,7 +23,7 @@ class ScalingOptions(MeasureOptions):
       real         your samples at growing lengths: text cut, images resized
       adversarial  worst-case tokens: the norm grows like sqrt n up to n_max
       radius       the same tokens at growing radius
-      ascent       gradient ascent on the norm, within the radius
+      ascent       the largest norm that searches find within the radius
       split        every token duplicated, and attacks that do so first
 
     [dim]Examples:[/]

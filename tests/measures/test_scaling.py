@@ -1,6 +1,7 @@
 """The measure against dense Jacobians on short sequences, and the exponents it must show."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.settings.parsing import read_lengths
+from lipaudit.theory.growth import ascent
 
 WIDTH, WORDS = 12, 40
 
@@ -46,12 +48,12 @@ class Reader(nn.Module):
         return x + self.attend(x)
 
 
-def reader(**how):
+def reader(*, dtype="float64", **how):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = Reader(**how)
     spec = ModelSpec(module, (64,), kind="text", classifier=False, vocabulary=WORDS)
-    return assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="reader", source="test")
+    return assemble(spec, LoadOptions(dtype=dtype, device="cpu"), name="reader", source="test")
 
 
 def words(count=2, length=12):
@@ -172,7 +174,42 @@ def test_searches_stay_below_what_they_search_for():
     # n tokens have multiplicities 1 and n - 1: one of those that the mean field is over
     assert all(row.norm <= row.mean_field * (1 + 1e-3) or row.n > row.n_max for row in radii)
     ascent = [row for row in by_name["scaling"].rows if row.mode == "ascent"]
-    assert all(row.norm_low <= row.norm == row.norm_high for row in ascent)
+    assert all(row.norm_low < row.norm < row.norm_high for row in ascent)
+
+
+def of_ascent(net, batch, **how):
+    sections = measured(net, batch, modes=("ascent",), lengths=(8, 32), heads=("0.0",), **how)
+    return sections[0].rows, [fit for s in sections[1:] for fit in s.rows], sections[0].notes
+
+
+def test_an_ascent_repeats_within_its_interval():
+    """Whatever the precision of the model, the seed, and how its weights were rounded."""
+    net, batch = reader(), words(1)
+    rows, fits, notes = of_ascent(net, batch)
+    assert {fit.radius for fit in fits} == {row.radius for row in rows}
+    assert {note.code for note in notes} == {"searched"}
+    single, rounded = reader(dtype="float32"), reader()
+    with torch.no_grad():
+        for p in rounded.module.parameters():
+            p.mul_(1 + 1e-7 * torch.linspace(-1, 1, p.numel(), dtype=p.dtype).cos().view_as(p))
+    others = [of_ascent(net, batch, seed=1)[:2]]
+    others += [of_ascent(other, batch)[:2] for other in (single, rounded)]
+    for again, refits in others:
+        for row, other in zip(rows, again, strict=True):
+            assert row.norm_low <= other.norm <= row.norm_high
+            assert row.norm_high / row.norm_low < 1.05
+        for fit, other in zip(fits, refits, strict=True):
+            assert fit.exponent == pytest.approx(other.exponent, abs=1e-3)
+
+
+def test_a_starved_search_has_no_exponent(monkeypatch):
+    for name in ("STARTS", "STEPS", "_POLISH"):
+        monkeypatch.setattr(ascent, name, 1)
+    rows, fits, notes = of_ascent(reader(), words(1))
+    assert rows
+    assert not fits
+    (note,) = [note for note in notes if note.code == "searches-apart"]
+    assert "no exponent for the ascent of head 0.0 at R = " in note.text
 
 
 def test_what_has_no_worst_case_says_so():
@@ -194,8 +231,6 @@ def test_samples_that_are_too_short_are_left_out():
 
 
 def test_text_keeps_its_closing_token():
-    from dataclasses import replace
-
     net = replace(reader(), tokenize=lambda text, n: [1, *(map(ord, text)), 2][:n])
     batch = Batch(torch.tensor([[1, 7, 8, 9, 10, 11, 2]]), None, ("0",))
     assert cut(net, batch, 4)[0].x.tolist() == [[1, 7, 8, 2]]

@@ -88,7 +88,7 @@ def adversary(heads: Heads) -> Adversary | None:
     >>> worst.lead, round(worst.gamma, 4), round(worst.n_max(1.0), 4)
     (-1.0, 0.7071, 5.1133)
     """
-    to_q, to_k, _ = _affine(heads)
+    to_q, to_k, _ = affine_projections(heads)
     # W_K z is an eigenvector of s W_K W_Q^T with the eigenvalue that z has in d dimensions.
     scale, wq, wk = heads.scale.flatten()[0], to_q.weight[0], to_k.weight[0]
     values, vectors = torch.linalg.eig(scale * (wq.mT @ wk))
@@ -117,7 +117,7 @@ def relocated(heads: Heads, x: Float[Tensor, "batch n D"], *, causal: bool | Non
     Raises:
         ValueError: a projection is not affine.
     """
-    rows = [_rows(projection, x) for projection in _affine(heads)]
+    rows = [_rows(projection, x) for projection in affine_projections(heads)]
     return replace(
         heads,
         x=x,
@@ -249,7 +249,12 @@ def _independent(columns: Tensor) -> bool:
     return bool(torch.linalg.svdvals(columns / sizes)[-1] > 1e-3)
 
 
-def _affine(heads: Heads) -> tuple[Projection, Projection, Projection]:
+def affine_projections(heads: Heads) -> tuple[Projection, Projection, Projection]:
+    """Return the maps to queries, keys and values.
+
+    Raises:
+        ValueError: it is not affine self-attention with plain logits.
+    """
     projections = (heads.to_q, heads.to_k, heads.to_v)
     plain = [p for p in projections if p is not None and p.local is None]
     if heads.x_kv is not None or len(plain) < 3 or heads.pairs or heads.sink is not None:

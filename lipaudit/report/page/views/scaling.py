@@ -58,7 +58,7 @@ def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
 
 def fit_side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Set the exponents side by side."""
-    names = ("exponent", "exponent_se", "radius_exponent", "r2")
+    names = ("radius", "exponent", "exponent_se", "radius_exponent", "r2")
     yield stacked(sections, names, ("mode", "layer", "head"))
 
 
@@ -77,8 +77,7 @@ def _fits(
         title,
         (WHERE, columns["mode"], *(columns[name] for name in names)),
         tuple(
-            (where(row.layer, row.head), _mode(row), *(getattr(row, name) for name in names))
-            for row in rows
+            (_at_radius(row), _mode(row), *(getattr(row, name) for name in names)) for row in rows
         ),
         keys=2,
     )
@@ -152,6 +151,12 @@ def _name(row: ScalingRow) -> str:
     """Name a line over n: on data R comes with the sample, else it is chosen."""
     chosen = row.mode in ("adversarial", "ascent") and row.radius is not None
     return _head(row) + (f", R = {row.radius:.3g}" if chosen else "")
+
+
+def _at_radius(row: ScalingFitRow) -> str:
+    """Name what was fitted: heads at several radii have a fit for each."""
+    radius = "" if row.radius is None else f", R = {row.radius:.3g}"
+    return where(row.layer, row.head) + radius
 
 
 def _head(row: ScalingRow) -> str:

@@ -1,0 +1,135 @@
+"""The search for steep tokens against dense Jacobians, free searches and closed forms."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lipaudit.theory.exact.head_norms import dense_jacobian
+from lipaudit.theory.growth import ascent
+from lipaudit.theory.growth.ascent import steepest_tokens
+from lipaudit.theory.growth.climb import climb
+from lipaudit.theory.growth.worst_tokens import power_law, relocated
+from lipaudit.theory.heads import Projection, affine_heads
+
+
+def random_head(seed, *, width=6, d=3, gain=1.5, bias=True):
+    gen = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)  # noqa: E731
+    weights = [gain * draw(1, width, d) / width**0.5 for _ in "qkv"]
+    heads = affine_heads(draw(1, 4, width), *weights)
+    to_q = Projection(weights[0], draw(1, d) if bias else None, None, "affine")
+    return relocated(replace(heads, to_q=to_q), heads.x)
+
+
+def norm(heads, x, causal):
+    jacobian = dense_jacobian(relocated(heads, x[None], causal=causal))[0, 0]
+    return float(torch.linalg.matrix_norm(jacobian, 2))
+
+
+def searched(heads, radius, lengths, *, seed=0, causal=False):
+    ends = steepest_tokens(heads, radius, lengths, seed=seed, causal=causal)
+    return [float(end.norm.max()) for end in ends]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_norms_are_those_of_whole_tokens_within_the_radius(causal):
+    heads, radius, lengths = random_head(1), 2.0, (1, 2, 4, 9)
+    ends = steepest_tokens(heads, radius, lengths, seed=0, causal=causal)
+    for n, end in zip(lengths, ends, strict=True):
+        assert len(end.norm) == ascent.SEARCHES
+        for points, copies, found in zip(end.points, end.copies, end.norm, strict=True):
+            x = points.repeat_interleave(copies, 0)
+            assert len(x) == n
+            assert float(x.norm(dim=1).max()) <= radius * (1 + 1e-12)
+            assert float(found) == pytest.approx(norm(heads, x, causal), rel=1e-4)
+
+
+def free(heads, radius, n, starts=12):
+    """The best of plain ascents over all tokens, each where it likes."""
+    gen = torch.Generator().manual_seed(7)
+    width = heads.x.shape[2]
+
+    def heights(rows):
+        z = rows.view(len(rows), n, width)
+        x = radius * z / z.norm(dim=2, keepdim=True).clamp_min(1.0)
+        jacobian = dense_jacobian(relocated(heads, x, causal=False))[:, 0]
+        return torch.linalg.matrix_norm(jacobian, 2)
+
+    start = torch.randn(starts, n * width, generator=gen, dtype=torch.float64)
+    return float(climb(heights, start, steps=60).height.max())
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize("radius", [0.5, 1.5])
+def test_no_search_over_all_tokens_ends_higher(seed, radius):
+    heads = random_head(seed, bias=seed % 2 == 1)
+    assert searched(heads, radius, (5,))[0] >= 0.9999 * free(heads, radius, 5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_norm_repeats_whatever_the_seed_and_the_rounding(causal):
+    heads, lengths = random_head(2), (8,)
+    norms = searched(heads, 4.0, lengths, causal=causal)
+    assert searched(heads, 4.0, lengths, seed=1, causal=causal) == pytest.approx(norms, rel=1e-3)
+    noise = torch.Generator().manual_seed(0)
+
+    def rounded(projection):
+        weight = projection.weight
+        off = torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+        return replace(projection, weight=weight * (1 + 1e-7 * off))
+
+    maps = {name: rounded(getattr(heads, name)) for name in ("to_q", "to_k", "to_v")}
+    other = replace(heads, **maps)
+    assert searched(other, 4.0, lengths, causal=causal) == pytest.approx(norms, rel=1e-3)
+
+
+def test_the_worst_case_grows_like_root_n_under_the_published_bound():
+    heads, radius = random_head(5, bias=False), 6.0
+    lengths = (64, 512, 4096)
+    norms = torch.tensor(searched(heads, radius, lengths), dtype=torch.float64)
+    n = torch.tensor(lengths, dtype=torch.float64)
+    assert power_law(n, norms).exponent == pytest.approx(0.5, abs=0.02)
+    # Two leaders -x and x that every follower is torn between (closed form at large R): each row
+    # has P = (1/2, 1/2), c = v / 2, and moves by s |W_K q| when a leader does.
+    wq, wk, wv = (p.weight[0] for p in (heads.to_q, heads.to_k, heads.to_v))
+    a = float(heads.scale[0, 0]) * wq @ wk.mT
+    sizes = [float(torch.linalg.matrix_norm(m, 2)) for m in (wv, a)]
+    castin = math.sqrt(3) * sizes[0] * (sizes[1] ** 2 * radius**4 * (4 * n + 1) + n).sqrt()
+    assert bool((norms <= castin).all())
+    left, _, right = torch.linalg.svd(a)
+    z = right[1] - (right[1] @ right[0]) * right[0]
+    tilt = math.log(4096) / (sizes[1] * radius**2)
+    leaders = torch.stack([z + tilt * right[0], -z + tilt * right[0]])
+    for follower in (left[:, 0], -left[:, 0]):
+        points = torch.cat([leaders / leaders.norm(dim=1, keepdim=True), follower[None]])
+        x = radius * points.repeat_interleave(torch.tensor([1, 1, 62]), 0)
+        assert norm(heads, x, False) <= 1.0001 * norms[0]
+
+
+def test_growth_with_known_norms():
+    flat = random_head(3, bias=False)
+    zero = replace(flat.to_q, weight=0 * flat.to_q.weight)
+    values = float(torch.linalg.matrix_norm(flat.to_v.weight[0], 2))
+    # Without logits P is uniform and J = P kron W_V: no growth.
+    assert searched(replace(flat, to_q=zero), 2.0, (1, 4, 64)) == pytest.approx([values] * 3)
+    # One token attends to itself.
+    assert searched(flat, 3.0, (1,)) == pytest.approx([values])
+    # Without values there is nothing to move.
+    nothing = replace(flat, to_v=replace(flat.to_v, weight=0 * flat.to_v.weight))
+    assert searched(nothing, 2.0, (1, 4)) == [0.0, 0.0]
+
+
+def test_steps_of_a_climb_only_rise_and_rows_are_alone():
+    def heights(x):
+        return -(x[:, 0] ** 4) - 100 * (x[:, 1] - x[:, 0]).square() + x[:, 0]
+
+    start = torch.tensor([[2.0, -1.0], [0.1, 3.0], [-2.0, 0.5]], dtype=torch.float64)
+    climbs = [climb(heights, start, steps=k).height for k in range(0, 40, 4)]
+    for low, high in zip(climbs[:-1], climbs[1:], strict=True):
+        assert bool((high >= low).all())
+    top = (1 / 4) ** (1 / 3)
+    assert climbs[-1].tolist() == pytest.approx([top - top**4] * 3, rel=1e-5)
+    alone = climb(heights, start[1:2], steps=9)
+    assert float(climb(heights, start, steps=9).height[1]) == pytest.approx(float(alone.height[0]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,14 +52,47 @@ def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
     except (AssertionError, ValueError, RuntimeError) as error:
         if of_machine(error):
             raise
+        modules = net.module.modules()
+        dynamic = any(hasattr(module, "dynamic_img_size") for module in modules)
         advice = (
-            "timm: --model-kwargs dynamic_img_size=true; or leave the mode real out: --mode "
-            "adversarial,radius,ascent"
+            "Add --model-kwargs dynamic_img_size=true"
+            if dynamic
+            else "Leave out what is measured on data: --mode adversarial,radius,ascent"
         )
         reason = str(error).partition("\n")[0]
         raise InputError(
-            f"{net.info.architecture} does not take {lengths[0]} tokens ({reason})", advice
+            f"{net.info.architecture} does not take {lengths[0]} tokens ({reason})", advice + "."
         ) from error
+
+
+@contextmanager
+def any_size(net: Net) -> Iterator[bool]:
+    """Let vision transformers of timm take every size while it lasts; say whether it had to.
+
+    As their option dynamic_img_size does: position embeddings are interpolated, and stay what
+    they are at the size of the model.
+    """
+    changes = [change for module in net.module.modules() for change in _dynamic(module)]
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            setattr(module, name, value)
+        yield bool(changes)
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _dynamic(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield what dynamic_img_size changes; rotary positions are fixed when they are made."""
+    embed: Any = getattr(module, "patch_embed", None)
+    fixed = getattr(module, "dynamic_img_size", None) is False
+    if not fixed or not hasattr(embed, "output_fmt") or getattr(module, "rope", None) is not None:
+        return
+    yield module, "dynamic_img_size", True
+    yield embed, "strict_img_size", False
+    yield embed, "flatten", False
+    yield embed, "output_fmt", type(embed.output_fmt)("NHWC")
 
 
 def _patch(net: Net) -> int:

@@ -26,7 +26,7 @@ from lipaudit.measures.exponents import (
     with_fit,
     with_searches,
 )
-from lipaudit.measures.lengths import cut, require_lengths
+from lipaudit.measures.lengths import any_size, cut, require_lengths
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -52,14 +52,30 @@ OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 
 def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
     """Yield norms and bounds of every sample at every length; facts hold the worst case."""
-    worst: dict[str, Any] = {}
-    remarks: tuple[Note, ...] = ()
-    for batch in batches:
-        if not worst:
-            case = worst_case(net, _first(net, batch), options)
-            worst, remarks = {"rows": [*case.rows], "splits": [*case.splits]}, case.notes()
-        values, facts, more = _on_data(net, batch, options)
-        yield Part(batch.ids, values, worst | facts, remarks + more)
+    with any_size(net) as resized:
+        remarks = _resized() if resized and _is_on_data(options) else ()
+        worst: dict[str, Any] = {}
+        for batch in batches:
+            if not worst:
+                if _is_on_data(options) and net.kind != "text":
+                    require_lengths(net, batch, options.lengths)
+                case = worst_case(net, _first(net, batch), options)
+                worst = {"rows": [*case.rows], "splits": [*case.splits]}
+                remarks += case.notes()
+            values, facts, more = _on_data(net, batch, options)
+            yield Part(batch.ids, values, worst | facts, remarks + more)
+
+
+def _is_on_data(options: ScalingOptions) -> bool:
+    return not {"real", "split"}.isdisjoint(options.modes)
+
+
+def _resized() -> tuple[Note, ...]:
+    text = (
+        "the model is of one image size: its position embeddings are interpolated to the others, "
+        "as by dynamic_img_size=true"
+    )
+    return (Note(level="info", code="interpolated", text=text),)
 
 
 def _first(net: Net, batch: Batch) -> Batch:
@@ -76,7 +92,7 @@ def _on_data(
     net: Net, batch: Batch, options: ScalingOptions
 ) -> tuple[dict[str, Values], dict[str, Any], tuple[Note, ...]]:
     """Return arrays (samples, lengths, heads or layers); NaN where a sample is too short."""
-    if {"real", "split"}.isdisjoint(options.modes):
+    if not _is_on_data(options):
         return {}, {}, ()
     cuts = _cuts(net, batch, options.lengths)
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
@@ -101,10 +117,8 @@ def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
     """Cut the samples to every length; the longest first, on which the model may be surveyed.
 
     Raises:
-        InputError: no sample reaches the shortest length, or the model takes its own only.
+        InputError: no sample reaches the shortest length.
     """
-    if net.kind != "text":
-        require_lengths(net, batch, lengths)
     cuts = [(i, *cut(net, batch, n)) for i, n in reversed([*enumerate(lengths)])]
     kept = [(i, part, which) for i, part, which in cuts if len(part)]
     if not kept:

@@ -30,7 +30,7 @@ class ScalingOptions(MeasureOptions):
       [cyan]lipaudit scaling demo[/]
       [cyan]lipaudit scaling ./my-bert --data book.txt --lengths 8:512:log7 -n 8[/]
       [cyan]lipaudit scaling ./my-bert --mode adversarial --heads 0.8,5.11[/]
-      [cyan]lipaudit scaling timm:NAME --model-kwargs dynamic_img_size=true[/]
+      [cyan]lipaudit scaling timm:vit_tiny_patch16_224 --lengths 16:196:log4[/]
     """
 
     samples: ClassVar[int] = 4
@@ -46,7 +46,7 @@ class ScalingOptions(MeasureOptions):
     heads: Names = option(
         None, "Also these heads: 0.8,5.11 or all. Default: the strongest per layer."
     )
-    radius: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = option(
+    radius: Annotated[float, Field(gt=0, le=1e6)] | None = option(
         None, "Worst case at this radius beside the layer's own.", need=WORST
     )
     mask: Literal["own", "none", "causal", "both"] = option(

@@ -40,6 +40,7 @@ def test_the_first_line_says_what_will_run_and_stdout_is_the_report(tmp_path):
         ("--mask", "some", "--mask: 'some'"),
         ("--lengths", "8-256", "FIRST:LAST:logCOUNT"),
         ("--radius", "-1", "--radius: -1.0"),
+        ("--radius", "1e200", "--radius: 1e+200"),
         ("--heads", "0.9", "there is no head 0.9"),
     ],
 )

@@ -11,6 +11,7 @@ from torch import nn
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
+from lipaudit.measures import scaling
 from lipaudit.measures.lengths import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.attention import survey
@@ -236,16 +237,48 @@ def test_text_keeps_its_closing_token():
     assert cut(net, batch, 4)[0].x.tolist() == [[1, 7, 8, 2]]
 
 
-def test_images_are_resized_and_models_of_one_size_refused():
+def test_images_are_resized():
     net = load_net("demo", LoadOptions())
     batch = load_data("demo", net, DataOptions(samples=2)).batch.to(net.device, net.dtype)
     assert cut(net, batch, 30)[0].x.shape == (2, 1, 10, 10)
-    small = {"depth": 1, "embed_dim": 32, "num_heads": 2, "img_size": 16, "patch_size": 4}
-    kwargs = {"pretrained": False, "num_classes": 3, **small}
-    vit = load_net("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=kwargs))
-    pixels = Batch(torch.rand(1, 3, 16, 16), None, ("0" * 16,))
-    with pytest.raises(InputError, match="does not take 8 tokens"):
-        list(measure(vit, [pixels], ScalingOptions(lengths=(8, 16))))
+
+
+SMALL = {"pretrained": False, "num_classes": 3, "img_size": 16, "patch_size": 4}
+PIXELS = Batch(torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0)), None, ("0",))
+
+
+def of_timm(name, **kwargs):
+    torch.manual_seed(0)
+    small = SMALL | {"depth": 1, "embed_dim": 32, "num_heads": 2}
+    return load_net(f"timm:{name}", LoadOptions(model_kwargs=small | kwargs))
+
+
+def test_vision_transformers_of_one_size_take_every_length():
+    """As with dynamic_img_size=true, and are what they were afterwards."""
+    options = {"lengths": (4, 9, 16), "modes": ("real",)}
+    fixed = of_timm("vit_tiny_patch16_224")
+    dynamic = of_timm("vit_tiny_patch16_224", dynamic_img_size=True)
+    dynamic.module.load_state_dict(fixed.module.state_dict())
+    before = fixed.module(PIXELS.x)
+    sections = [measured(net, PIXELS, **options) for net in (fixed, dynamic)]
+    assert [row.n for row in sections[0][0].rows if row.layer == 0] == [5, 10, 17]
+    norms = [[row.norm for row in section.rows] for section, *_ in sections]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert "interpolated" in {note.code for note in sections[0][0].notes}
+    assert torch.equal(fixed.module(PIXELS.x), before)
+    with pytest.raises(AssertionError, match="match model"):
+        fixed.module(PIXELS.x[..., :8, :8])
+
+
+def test_models_of_one_size_are_refused_before_the_worst_case(monkeypatch):
+    monkeypatch.setattr(scaling, "worst_case", lambda *at: pytest.fail("it was begun"))
+    net = of_timm("cait_xxs24_224")
+    with pytest.raises(InputError, match="does not take 8 tokens") as refusal:
+        list(measure(net, [PIXELS], ScalingOptions(lengths=(8, 16))))
+    modes = refusal.value.advice.partition("--mode ")[2].rstrip(".").split(",")
+    monkeypatch.undo()
+    section, *_ = measured(net, PIXELS, modes=tuple(modes), lengths=(3, 4))
+    assert section.measure == "scaling"
 
 
 def test_the_demo_at_its_own_size_is_what_it_was():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import re
@@ -304,3 +305,40 @@ def test_options_of_a_kind_are_refused_from_python_alike():
     with pytest.raises(UsageError, match="max-tokens is for models that take text"):
         lipaudit.measure("demo", "jacobian", samples=1, max_tokens=3)
     RunOptions.checked({"mean": "0.5"}).require_kind("image")
+
+
+BESIDE = {
+    "api/measuring.py:_report": "asks as_user_meets",
+    "models/attention/observe/events.py:fits": "compares shapes",
+    "models/derivative/linearize.py:_explained": "raises again what it does not know",
+    "models/precision.py:_cudnn_allows_tf32": "reads a setting",
+    "models/sources/assembly.py:device": "asks for a device",
+    "models/sources/assembly.py:_require_float64": "asks for a device",
+    "models/sources/hub.py:fetch": "downloads",
+    "models/sources/timm.py:_fetched": "downloads",
+    "models/sources/weights.py:_globals": "looks for names in a file that is refused",
+    "engine/execute.py:executed": "leaves the reason in a partial report",
+    "engine/execute.py:_kept_if_cut_short": "raises again",
+}
+"""Broad handlers that need not ask whose fault an error is, and why."""
+
+
+def test_every_broad_handler_asks_whose_fault_it_is():
+    strangers = []
+    root = Path(lipaudit.__file__).parent
+    for layer in ("api", "engine", "measures", "models", "theory", "train"):
+        for path in (root / layer).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+                handlers = (n for n in ast.walk(function) if isinstance(n, ast.ExceptHandler))
+                broad = [h for h in handlers if h.type and _broad(ast.unparse(h.type))]
+                name = f"{path.relative_to(root).as_posix()}:{function.name}"
+                asks = all(
+                    "of_machine" in t or "out_of_memory" in t for t in map(ast.unparse, broad)
+                )
+                strangers += [] if asks or name in BESIDE else [name]
+    assert strangers == []
+
+
+def _broad(caught: str) -> bool:
+    return bool({"Exception", "RuntimeError"} & set(re.findall(r"\w+", caught)))

@@ -58,6 +58,8 @@ def _module(place: str) -> Any:
             return importlib.import_module(place)
         return _module_of_file(Path(place))
     except Exception as error:  # whatever the user's module raises
+        if out_of_memory(error):
+            raise
         raise InputError(
             f"{place} cannot be imported ({type(error).__name__}: {error})", f"Write {EXAMPLE}."
         ) from error

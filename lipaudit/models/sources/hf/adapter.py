@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, of_machine, out_of_memory
 from lipaudit.models.sources.weights import few, weight_files
 
 SETTINGS = "adapter_config.json"
@@ -79,6 +79,8 @@ def merged(module: Any, folder: Path, *, random: Iterable[str]) -> Any:
         # left to itself, it asks the Hub whether the vocabulary was changed
         own = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        if of_machine(error):
+            raise
         raise InputError(
             f"the adapter in {folder} does not fit {type(module).__name__} "
             f"({str(error).strip().partition(chr(10))[0]})",
@@ -119,9 +121,9 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     """
     try:
         stored: dict[str, Tensor] = _peft(folder).load_peft_weights(str(folder), device="cpu")
-    except InputError:
-        raise
     except Exception as error:  # safetensors and pickle have exceptions of their own
+        if isinstance(error, InputError) or out_of_memory(error):
+            raise
         raise InputError(
             f"the weights of the adapter in {folder} cannot be read "
             f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})",

@@ -133,6 +133,8 @@ def _trained(
             "Check that the directory is complete: config.json and its weights.",
         ) from error
     except Exception as error:  # safetensors and pickle have exceptions of their own
+        if out_of_memory(error):
+            raise
         raise InputError(
             f"the weights in {path} cannot be read ({type(error).__name__}: {_first_line(error)})",
             "Copy or download them again; pickled files may hold tensors only.",

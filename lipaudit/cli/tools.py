@@ -1,9 +1,12 @@
-"""The commands on lipaudit itself: env, models, schema."""
+"""The commands on lipaudit itself: env, models, init, schema."""
 
 from __future__ import annotations
 
+import shlex
 import sys
-from typing import Annotated
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -114,6 +117,32 @@ query and key (softcap, relative positions) beside a sink, get bounds and exact 
 flex kernels and TorchScript cannot be read; what torch.compile wraps is run as it was before.
 
 lipaudit models PART lists timm's names."""
+
+
+@command("init", panel=LEARN)
+def init(
+    kind: Annotated[Literal["py"], typer.Argument(help="py: a factory of a model of your own.")],
+    terminal: Plain,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where it is written.")] = Path(
+        "model.py"
+    ),
+) -> None:
+    """Write a file to start from: a model of your own, which runs as it is.
+
+    [dim]Example:[/] [cyan]lipaudit init py -o model.py[/]
+    """
+    from lipaudit.engine.files import require_writable, write
+
+    if output.suffix != f".{kind}":
+        raise UsageError(f"{output} is no name of a {kind} file", f"It must end in .{kind}.")
+    if output.exists():
+        raise UsageError(f"{output} exists", "Name another file.")
+    require_writable(output)
+    example = files("lipaudit.models").joinpath("assets/model.py").read_text("utf-8")
+    write(output, example.replace("py:model.py:", f"py:{output}:").encode())
+    if not terminal.quiet:
+        measured = f"Measure it: lipaudit bounds {shlex.quote(f'py:{output}:model')}"
+        typer.echo(f"Wrote {output}. {measured}", err=True)
 
 
 @command("schema", panel=LEARN)

@@ -16,7 +16,7 @@ from lipaudit.settings import Recipe, RunOptions
 SHORT = {"-f": "--format", "-o": "--output", "-q": "--quiet", "-v": "--verbose", "-n": "--samples",
          "-b": "--baseline", "-h": "--help", "-V": "--version"}  # fmt: skip
 """What each short option means, in whichever command has it."""
-WRITES_A_FILE = {"baseline save", "baseline update"}
+WRITES_A_FILE = {"baseline save", "baseline update", "init"}
 """Commands whose result is one file, which -o names; they have nothing for stdout."""
 
 

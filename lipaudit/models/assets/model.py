@@ -1,18 +1,4 @@
-"""The command `init`: a file to start from, for a model of one's own."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
-
-from lipaudit.cli.app import command
-from lipaudit.cli.tools import LEARN
-from lipaudit.errors import UsageError
-
-EXAMPLE = '''\
-"""A model for lipaudit: `lipaudit bounds py:{file}:model`."""
+"""A model for lipaudit: `lipaudit bounds py:model.py:model`."""
 
 import torch
 from torch import nn
@@ -31,6 +17,7 @@ class Block(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, tokens, width) of the same."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -48,6 +35,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(64, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits, (batch, classes), of (batch, 3, 32, 32)."""
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         return self.head(self.blocks(tokens).mean(1))
 
@@ -63,25 +51,3 @@ def model(classes: int = 10) -> lipaudit.ModelSpec:
         mean=(0.5, 0.5, 0.5),  # what your training subtracted from pixels of [0, 1],
         std=(0.5, 0.5, 0.5),  # and divided them by
     )
-'''
-
-
-@command("init", panel=LEARN)
-def init(
-    kind: Annotated[Literal["py"], typer.Argument(help="py: a factory of a model of your own.")],
-    file: Annotated[Path, typer.Argument(help="Where it is written.")] = Path("model.py"),
-) -> None:
-    """Write a file to start from: a model of your own, which runs as it is.
-
-    [dim]Example:[/] [cyan]lipaudit init py[/]
-    """
-    from lipaudit.engine.files import require_writable, write
-
-    if file.suffix != ".py":
-        raise UsageError(f"{file} is no name of a {kind} file", "It must end in .py.")
-    if file.exists():
-        raise UsageError(f"{file} exists", "Name another file.")
-    require_writable(file)
-    write(file, EXAMPLE.format(file=file).encode())
-    typer.echo(f"py:{file}:model")
-    typer.echo(f"Wrote {file}. Measure it: lipaudit bounds py:{file}:model", err=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lipaudit.settings.scaling import ScalingOptions
 
 SEARCHED = 64
-"""Most tokens of a search that moves each of them."""
+"""Most tokens of a masked search, which has no closed form of copies."""
 REPEATS = 1e-3
 """How well searches that end at the same tokens repeat, at least."""
 RADII = 12
@@ -243,7 +243,7 @@ def _radius(head: WorstHead) -> Iterator[Cells]:
 
 
 def _ascent(head: WorstHead) -> Iterator[Cells]:
-    """The best of independent searches; one that moves every token takes no more than it can."""
+    """The best of independent searches."""
     for masked in head.masks:
         most = SEARCHED if masked else math.inf
         lengths = [n for n in head.options.lengths if n <= most]

@@ -2,10 +2,10 @@
 
 Every function takes one head of affine self-attention.
 
-The steepest tokens stand at three points (ours; no search over all tokens was seen to end
-higher): most of them follow, they share their attention among two leaders on opposite sides of
-the ball, and every follower's output moves when a leader does. The closed form of copies then
-makes the search as dear as one for three tokens, whatever n is.
+The steepest tokens stand at three points (ours): most of them follow, they share their attention
+among two leaders on opposite sides of the ball, and every follower's output moves when a leader
+does. Unmasked, no search over all tokens was seen to end higher from n = 5 on, and the closed form
+of copies makes the search as dear as one for three tokens, whatever n is.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def audit(
         OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
         executed(job, observer, adapt=_with_strongest) as report,
     ):
-        folder = _made(options.run_dir or RUNS / _name(model, report))
+        folder = made_folder(options.run_dir or RUNS / _name(model, report), "--run-dir")
         for name, format in (("report.json", "json"), ("report.html", "html")):
             write(folder / name, render(report, format))
         emit(report, output)
@@ -80,8 +80,12 @@ def audit(
     _require_complete(report)
 
 
-def _made(folder: Path) -> Path:
+def made_folder(folder: Path, flag: str) -> Path:
     """Return a directory, made if it is not there; version control leaves ours alone.
+
+    Args:
+        folder: where it is.
+        flag: the option that names another place.
 
     Raises:
         EvaluationError: it cannot be made.
@@ -92,7 +96,7 @@ def _made(folder: Path) -> Path:
             (RUNS / ".gitignore").write_text("*\n")
     except OSError as error:
         raise EvaluationError(
-            f"cannot write to {folder}: {error.strerror}", "Name another --run-dir."
+            f"cannot write to {folder}: {error.strerror}", f"Name another place with {flag}."
         ) from None
     return folder
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipaudit.cli.anew import Anew, read_or_measured
 from lipaudit.cli.app import Group, app, command
 from lipaudit.cli.options import Lines, Output, Plain, Shown, completed, formats, model_names
+from lipaudit.cli.remeasure import Remeasure, read_or_measured
 
 if TYPE_CHECKING:
     from lipaudit.report import Subject
@@ -88,7 +88,7 @@ def gate(
             autocompletion=completed(model_names),
         ),
     ],
-    how: Anew,
+    how: Remeasure,
     baseline: Base = DEFAULT_BASE,
     fail_on: Annotated[
         list[str] | None,

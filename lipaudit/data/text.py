@@ -176,8 +176,8 @@ def _limit(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "Give at least 1.")
     most = net.sample_shape[0]
-    if options.max_tokens <= most:
-        return options.max_tokens, ()
+    if options.max_tokens <= most or options.max_tokens == DataOptions.max_tokens:
+        return min(options.max_tokens, most), ()
     text = f"the model takes at most {most} tokens, not {options.max_tokens}"
     return most, (warning("max-tokens", text),)
 

@@ -193,7 +193,7 @@ class _Task:
                         "out of memory with one sample at a time",
                         "Try --device cpu or --max-tokens.",
                     ) from None
-                size = max(1, size // 2)
+                size = max(1, min(size, len(batch) - done) // 2)
 
     def _cut(self, size: int, done: int) -> tuple[int, MeasureOptions]:
         """Return how to cut the samples, and options that know it where chunks are fixed."""

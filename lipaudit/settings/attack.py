@@ -71,7 +71,7 @@ class AttackOptions(MeasureOptions):
         None, "linf, l2, or token-l2 (of tokens). By default linf; for text token-l2."
     )
     steps: int | None = option(
-        None, "Iterations, in place of the own.", need=_attack("steps"), gt=0
+        None, "Iterations of each attack, in place of its own number.", need=_attack("steps"), gt=0
     )
     restarts: int | None = option(None, "Random starts.", need=_attack("steps", "queries"), gt=0)
     queries: int | None = option(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lipaudit.cli.audit import RUNS
-from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.cli.audit import RUNS, made_folder
+from lipaudit.errors import InputError, UsageError
 from lipaudit.settings import RunOptions
 from lipaudit.settings.option import Settings, flag, option
 from lipaudit.settings.parsing import Keywords, Size
@@ -26,7 +26,7 @@ def _of_runs(name: str) -> Any:
     return copy(RunOptions.model_fields[name])
 
 
-class Anew(Settings):
+class Remeasure(Settings):
     """How a MODEL is measured as the baseline was: where things are, and on what it runs."""
 
     data: str | None = option(
@@ -55,7 +55,7 @@ class Anew(Settings):
         }
 
 
-def read_or_measured(current: str, baseline: Report, how: Anew, *, quiet: bool) -> Report:
+def read_or_measured(current: str, baseline: Report, how: Remeasure, *, quiet: bool) -> Report:
     """Read the report, or measure the model as the baseline was measured, and keep the report.
 
     Raises:
@@ -81,7 +81,10 @@ def read_or_measured(current: str, baseline: Report, how: Anew, *, quiet: bool) 
         require_writable(how.report)
     with muted(quiet=quiet):
         job = _prepared(current, baseline, how)
-    kept = how.report or _folder(job) / "report.json"
+    kept = how.report
+    if kept is None:
+        folder = RUNS / f"gate-{job.net.info.weights_sha256[:12]}"
+        kept = made_folder(folder, "--report") / "report.json"
     with OnStderr(current, quiet=quiet) as observer:
         report = execute(job, observer)
     write(kept, render(report, "json"))
@@ -90,7 +93,7 @@ def read_or_measured(current: str, baseline: Report, how: Anew, *, quiet: bool) 
     return report
 
 
-def _prepared(current: str, baseline: Report, how: Anew) -> Job:
+def _prepared(current: str, baseline: Report, how: Remeasure) -> Job:
     """Load the model and the baseline's samples."""
     from lipaudit.engine.prepare import prepare
     from lipaudit.gate import require_samples
@@ -110,7 +113,7 @@ def _prepared(current: str, baseline: Report, how: Anew) -> Job:
     return job
 
 
-def _request(current: str, baseline: Report, how: Anew) -> Request:
+def _request(current: str, baseline: Report, how: Remeasure) -> Request:
     from lipaudit.cli.measure import typed_command
     from lipaudit.engine.prepare import Request
     from lipaudit.gate import protocol
@@ -125,16 +128,3 @@ def _request(current: str, baseline: Report, how: Anew) -> Request:
     return Request(
         current, measures, RunOptions.checked(run | given), before.samples, command=typed_command()
     )
-
-
-def _folder(job: Job) -> Path:
-    """Return the directory of a checkpoint's report, made and kept out of version control."""
-    folder = RUNS / f"gate-{job.net.info.weights_sha256[:12]}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (RUNS / ".gitignore").write_text("*\n")
-    except OSError as error:
-        raise EvaluationError(
-            f"cannot write to {folder}: {error.strerror}", "Name another file with --report."
-        ) from None
-    return folder

@@ -158,7 +158,7 @@ def test_tokens_and_masks_are_left_to_fgsm_and_pgd(linear, radius, name, ball):
     plan = make_plan(f"custom:{name}", norm=ball.norm, radii=[radius("0.1")])
     with pytest.raises(UsageError, match=f"{name} cannot") as caught:
         next(evaluate_chunk(model, Chunk(0, x, y, ball.mask), plan, box=None))
-    assert "custom:fgsm,pgd" in caught.value.advice
+    assert "--attack fgsm,pgd" in caught.value.advice
 
 
 def test_turns_go_through_targets_and_starts():

@@ -241,7 +241,7 @@ def test_a_model_by_row_cannot_meet_the_package(radius):
     plan = make_plan("standard", radii=[radius("0.1")])
     with pytest.raises(UsageError, match="apgd-ce cannot attack") as caught:
         next(evaluate_chunk(model, chunk, plan))
-    assert "custom:fgsm,pgd" in caught.value.advice
+    assert "--attack fgsm,pgd" in caught.value.advice
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _checked(name: str, net: Net, samples: Samples, options: MeasureOptions) -> 
     Raises:
         LipauditError: it cannot.
     """
-    if options.labelled and samples.batch.y is None:
+    if options.labelled and net.classes is not None and samples.batch.y is None:
         raise _unlabelled(name)
     MEASURES[name].check(net, samples.batch, options)
     return options

@@ -149,6 +149,8 @@ NOTES: Mapping[str, str] = {
     "indicative": "The first-order radius is a hint at a point, never a certificate.",
     "inputs-apart": "Queries read another input than keys and values, and both are varied "
     "independently; --input module takes the norm in what the module takes.",
+    "interpolated": "Position embeddings of a model of one image size serve other sizes, between "
+    "those it was trained with.",
     "kept": "An interrupted run left finished parts: --resume goes on with them.",
     "labels-by-order": "The classes of the data were matched to the model's by their order.",
     "labels-unused": "The model has no classes: those of the data are not used.",
@@ -179,10 +181,12 @@ NOTES: Mapping[str, str] = {
     "randomised": "Two passes gave different logits: attacks assume a deterministic model.",
     "raw-pixels": "Pixels go in as they are, for want of a preprocessor's configuration.",
     "resolved": "What a bare name was taken for.",
+    "searched": "The worst case is the largest that searches found: a lower estimate.",
+    "searches-apart": "Independent searches for a worst case do not agree: no exponent is given.",
     "skipped-bad": "Samples that cannot be read were left out, as --skip-bad says.",
+    "spoils": "A warning of the report that is judged: its figures may mean little.",
     "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
     "not: gradients may be masked.",
-    "spoils": "A warning of the report that is judged: its figures may mean little.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",
     "text-cut": "Some texts were longer than --max-tokens and were cut.",
     "what-is-measured": "What the norms of layers and of the model in `scaling` are of.",

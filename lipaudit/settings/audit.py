@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from lipaudit.errors import UsageError
+from lipaudit.errors import UsageError, suggestion
 from lipaudit.results import measures
 from lipaudit.settings.attack import AttackOptions
 from lipaudit.settings.attention import AttentionOptions
@@ -55,8 +54,7 @@ class AuditOptions(Settings):
     def _known(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for name in names or ():
             if name not in measures():
-                near = difflib.get_close_matches(name, measures(), 1) or measures()
-                raise ValueError(f"there is no measure {name!r}: {', '.join(near)}")
+                raise UsageError(f"there is no measure {name!r}", suggestion(name, measures()))
         return names
 
     @model_validator(mode="after")

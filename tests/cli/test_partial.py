@@ -124,7 +124,7 @@ def test_an_interrupted_audit_keeps_what_is_measured(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (("--only", "bounds,atention"), 2, "no measure 'atention': attention"),
+        (("--only", "bounds,atention"), 2, "no measure 'atention'"),
         (("--skip", "scaling"), 2, "--skip scaling: an audit does not measure it"),
         (("--skip", "bounds,attention,jacobian,attack"), 2, "nothing is left"),
         (("--only", "bounds", "--attack", "pgd"), 2, "--attack goes with a measure attack"),

@@ -174,12 +174,12 @@ def test_the_command_that_is_printed_measures_on_the_data(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     images = np.random.default_rng(0).integers(0, 255, (16, 1, 8, 8), dtype=np.uint8)
     np.savez(tmp_path / "my data.npz", x=images, y=np.arange(16) % 10)
-    data = ["--data", "my data.npz", "--held-out", "my data.npz", "--max-tokens", "7"]
+    data = ["--data", "my data.npz", "--held-out", "my data.npz"]
     done = CliRunner().invoke(build(), ["train", "demo", *data, "--epochs", "1"])
     assert done.exit_code == 0, done.output
     printed = done.stderr.strip().splitlines()[-1].partition("Measure it: lipaudit ")[2]
     words = shlex.split(printed)
-    assert words == ["audit", "trained", "--data", "my data.npz", "--max-tokens", "7"]
+    assert words == ["audit", "trained", "--data", "my data.npz"]
     quick = ["--quick", "-n", "2", "--eps", "0", "--run-dir", "r", "-q"]
     again = CliRunner().invoke(build(), [*words, *quick])
     assert again.exit_code == 0, again.output

@@ -156,9 +156,9 @@ def _report(
             samples = None if data is None else _at_hand(data, net, request)
             return execute(prepare(request, net=net, samples=samples), observer)
     except Exception as error:
-        if (met := as_user_meets(error)) is None or met is error:
+        if (fault := as_user_meets(error)) is None or fault is error:
             raise
-        raise met from error
+        raise fault from error
 
 
 @contextmanager

@@ -68,16 +68,16 @@ def form_of(x: Tensor) -> Form | None:
 
 
 def _form_of_folder(path: Path) -> Form | None:
-    found = set()
+    forms = set()
     for file in (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES):
         try:
             with Image.open(file) as image:
-                found.add((image.size, image.mode in GREY))
+                forms.add((image.size, image.mode in GREY))
         except (OSError, UnidentifiedImageError):
             continue
-        if len(found) > 1:
+        if len(forms) > 1:
             return None
-    if not found:
+    if not forms:
         return None
-    ((width, height), grey) = found.pop()
+    ((width, height), grey) = forms.pop()
     return Form("image", (1 if grey else 3, height, width))

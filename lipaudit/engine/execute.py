@@ -125,8 +125,8 @@ class _Task:
     def failed(self, error: Exception) -> Section:
         """Say why there are no figures, in their place."""
         self.observer.fails(self.name, error)
-        met = as_user_meets(error) or bug(error)
-        failure = Failure(reason=met.message, advice=met.advice, exit_code=met.exit_code)
+        fault = as_user_meets(error) or bug(error)
+        failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
         return Section(
             measure=self.name,
             settings=self.options.model_dump(),

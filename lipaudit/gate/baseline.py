@@ -150,8 +150,8 @@ def problems(report: Report) -> list[str]:
 def _slim(section: Section) -> Section:
     """Keep the arrays that rows are made of; drop wall times and sort the settings."""
     columns = section.columns()
-    made = (how.arrays for how in REDUCTIONS.get(section.measure, {}).values())
-    kept = columns.keys() | set(chain.from_iterable(made))
+    behind = (how.arrays for how in REDUCTIONS.get(section.measure, {}).values())
+    kept = columns.keys() | set(chain.from_iterable(behind))
     rows = section.rows
     if "seconds" in columns:
         rows = tuple(row.model_copy(update={"seconds": None}) for row in rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lipaudit.errors import UsageError, suggestion
+from lipaudit.errors import EvaluationError, UsageError, suggestion
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
 from lipaudit.results import AttackRow, Row, Section
@@ -129,6 +129,8 @@ def _matches(row: Row, word: str) -> bool:
 
 
 def _numbers(cells: tuple[Any, ...]) -> Values:
+    if any(isinstance(cell, str) for cell in cells):
+        raise EvaluationError("a column of numbers holds text", "Write the report again.")
     return np.array([np.nan if cell is None else float(cell) for cell in cells])
 
 

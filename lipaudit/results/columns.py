@@ -77,11 +77,28 @@ class Column:
 
 
 def column(
-    label: str, meaning: str, default: Any = None, *, alias: str | None = None, **how: Any
+    label: str,
+    meaning: str,
+    default: Any = None,
+    *,
+    alias: str | None = None,
+    least: int | None = None,
+    **how: Any,
 ) -> Any:
-    """Declare a column of a row type: a pydantic field that carries its `Column`."""
+    """Declare a column of a row type: a pydantic field that carries its `Column`.
+
+    Args:
+        label: its heading.
+        meaning: one line.
+        default: of the field.
+        alias: its name in a report, where that is no name of Python's.
+        least: the smallest value it can have.
+        how: further attributes of `Column`.
+    """
     extra = asdict(Column(label=label, meaning=meaning, **how))
-    return Field(default=default, description=meaning, json_schema_extra=extra, alias=alias)
+    return Field(
+        default=default, description=meaning, json_schema_extra=extra, alias=alias, ge=least
+    )
 
 
 class Row(Frozen):

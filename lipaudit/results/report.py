@@ -101,6 +101,8 @@ class Section(Frozen):
         kind = row_types().get(measure)
         if kind is None:
             raise ValueError(f"no measure {measure!r} is installed here")
+        if not isinstance(rows, (list, tuple)):
+            raise ValueError("rows are a list")
         return tuple(row if isinstance(row, kind) else kind.model_validate(row) for row in rows)
 
     @field_validator("samples")

@@ -201,7 +201,7 @@ class ScalingRow(OpenRow):
     module: str = column("module", "Module.", "", format="s")
     mode: str = column("mode", "real, adversarial, radius, ascent or split.", "", format="s")
     masked: bool | None = column("masked", "Worst case: whether later keys are masked.")
-    n: int = column("n", "Tokens.", ..., format="d")
+    n: int = column("n", "Tokens.", ..., format="d", least=1)
     radius: Float | None = column("R", "max_i ||x_i||, mean over the windows.")
     n_max: Float | None = column(
         "n_max",

@@ -17,12 +17,17 @@ SHADES = " ░▒▓█"
 
 def level(share: float) -> str:
     """Return the bar glyph for a share of 0 to 1."""
-    return LEVELS[min(int(share * len(LEVELS)), len(LEVELS) - 1)]
+    return LEVELS[min(int(_part(share) * len(LEVELS)), len(LEVELS) - 1)]
+
+
+def _part(share: float) -> float:
+    """Return a share as it can be drawn: what is no number, of a damaged file, is nothing."""
+    return min(max(share, 0.0), 1.0) if math.isfinite(share) else 0.0
 
 
 def bar(share: float, width: int) -> str:
     """Return a horizontal bar that fills a share of `width` characters, to an eighth."""
-    whole, eighth = divmod(round(share * width * 8), 8)
+    whole, eighth = divmod(round(_part(share) * width * 8), 8)
     return "█" * whole + EIGHTHS[eighth].strip()
 
 
@@ -63,8 +68,8 @@ def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
     y0, y1 = (0.0, 1.0) if shares else _ends([y for _, y, _ in points])
     grid = [[" "] * width for _ in range(height)]
     for x, y, glyph in points:
-        column = round((x - x0) / (x1 - x0) * (width - 1))
-        grid[round((y1 - y) / (y1 - y0) * (height - 1))][column] = glyph
+        column = round(_part((x - x0) / (x1 - x0)) * (width - 1))
+        grid[round(_part((y1 - y) / (y1 - y0)) * (height - 1))][column] = glyph
     return _framed(block, grid, (x0, x1, y0, y1), log)
 
 
@@ -93,7 +98,10 @@ def density(block: Density, width: int) -> list[str]:
     """Draw a density in shades."""
     shares = pixels(block, width)
     return [
-        "".join(SHADES[round((a + b) / 2 * (len(SHADES) - 1))] for a, b in zip(*pair, strict=True))
+        "".join(
+            SHADES[round(_part((a + b) / 2) * (len(SHADES) - 1))]
+            for a, b in zip(*pair, strict=True)
+        )
         for pair in zip(shares[::2], shares[1::2], strict=True)
     ]
 

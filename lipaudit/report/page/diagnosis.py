@@ -102,9 +102,9 @@ def _jasmin(report: Report) -> Iterator[Finding]:
     """
     section = report.section("attention")
     rows = [row for row in _attention(report) if finite([row.intermediate])]
-    if section is None or not rows:
+    k = section.settings.get("k", 10) if section else None
+    if not rows or not isinstance(k, int):
         return
-    k = section.settings.get("k", 10)
     names = ("intermediate", "uniform", "categorical")
     shares = {n: sum(finite(getattr(r, n) for r in rows)) / len(rows) for n in names}
     if shares["intermediate"] < FEW:

@@ -35,6 +35,8 @@ FAULTS: dict[str, list[tuple[Place, Any]]] = {
         (("sections", 0, "settings", "k"), []),
         (("sections", 0, "arrays", "g1_ratio_hist", "data", 0), None),
         (("sections", 0, "arrays", "p1p2_hist", "data", 0), -1),
+        (("sections", 0, "arrays", "p1p2_edges", "data", 0), None),
+        (("sections", 0, "arrays", "map_tokens@0.0", "data", 0), None),
     ],
     "jacobian": [(("sections", 0, "samples", "norm", 0), "")],
     "attack": [(("sections", 0, "rows", 0, "robust"), value) for value in (-1, 1e308)],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from lipaudit.errors import InputError
 from lipaudit.report.blocks import Block, Curve, Density, Histogram, Series
 from lipaudit.report.page.views.common import (
     every_row,
@@ -15,6 +17,9 @@ from lipaudit.report.page.views.common import (
     typed,
 )
 from lipaudit.results import Array, AttentionRow, Column, Section
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TOP = 10
 FRAGILE = (
@@ -100,7 +105,7 @@ def _joint(section: Section) -> Density:
     import numpy as np
 
     # edges are common to both axes, or a row for each
-    edges = np.atleast_2d(section.arrays["p1p2_edges"].numpy())
+    edges = np.atleast_2d(_finite("p1p2_edges", section.arrays["p1p2_edges"]))
     p1, p2 = ((float(axis[0]), float(axis[-1])) for axis in (edges[0], edges[-1]))
     counts = section.arrays["p1p2_hist"].numpy().T  # the array's first axis is p(1)
     columns = section.columns()
@@ -127,8 +132,22 @@ def drawn(section: Section) -> Iterator[Density | Curve]:
             yield Curve(_row_title(which, section), KEY, WEIGHT, (series,))
 
 
+def _finite(name: str, array: Array) -> np.ndarray[Any, Any]:
+    """Return the numbers of an array that says where others stand.
+
+    Raises:
+        InputError: some are no numbers.
+    """
+    import numpy as np
+
+    values = array.numpy()
+    if not np.isfinite(values).all():
+        raise InputError(f"the report is damaged: {name} holds no numbers", "Write it again.")
+    return values
+
+
 def _map(head: str, array: Array, tokens: Array) -> Density:
-    queries, keys = tokens.numpy()
+    queries, keys = _finite(f"map_tokens@{head}", tokens)
     block = -(-int(max(queries, keys)) // max(array.shape))
     blocks = f", means of {block} x {block} tokens" if block > 1 else ""
     return Density(

@@ -1,0 +1,326 @@
+"""Affine operations: the same operation on every row of coefficients, without its constant.
+
+y = W x + b of x = c + g . e +- s is (W c + b) + (W g) . e +- |W| s, and all but s is computed with
+rounding: `Form.uncertain` is what W sees of that, so that |W| times it is the slack of y.
+Moving data about rounds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
+from lipaudit.theory.relaxation.symbols import Sizes
+
+Linear = Callable[..., Tensor]
+
+
+def linear_map(
+    x: Form,
+    op: Linear,
+    *weights: Tensor,
+    roundings: int,
+    constant: Tensor | None = None,
+    uncertain: Tensor | None = None,
+    bound: Linear | None = None,
+) -> Form:
+    """Return op(x, *weights) + constant, op linear in both and with a leading axis for the rows.
+
+    Args:
+        x: settled before, if the map mixes its entries.
+        op: takes a stack (rows, *shape).
+        weights: as stored, or off by at most so many roundings.
+        roundings: of an entry of the result: terms of its sum, and those of its weights.
+        constant: added, as stored.
+        uncertain: of the constant, where it is computed.
+        bound: op with the sizes of all that multiplies, where that is not op of the sizes.
+    """
+    symbols, bound = x.symbols, bound or op
+    exact = [weight.detach().to(DOUBLE) for weight in weights]
+    sizes = [weight.abs() for weight in exact]
+    centre = op(x.centre[None], *exact)[0]
+    rows = op(x.generators, *(weight.detach().to(symbols.dtype) for weight in weights))
+    slack = up(bound(x.uncertain(roundings)[None], *sizes)[0], roundings)
+    slack = slack + len(rows) * roundings * tiny(symbols.dtype)
+    if constant is not None:
+        constant = constant.detach().to(DOUBLE)
+        # |W c| <= |W| |c| has had its rounding above, that of the sum is another one of each.
+        still = gamma(4, DOUBLE) * (constant.abs() + bound(x.centre.abs()[None], *sizes)[0])
+        slack = up(slack + still.nan_to_num(posinf=0.0) + (0 if uncertain is None else uncertain))
+        centre = centre + constant
+    return Form(centre, rows, slack, symbols)
+
+
+def moved(name: str) -> Callable[..., Any]:
+    """Return the rule of a method of tensors that only moves entries about, or copies them."""
+
+    def rule(x: Form, *args: Any, **kwargs: Any) -> Any:
+        def move(t: Tensor) -> Any:
+            return getattr(t, name)(*args, **kwargs)
+
+        sizes = (move(each) for each in vars(x.sizes).values())
+        parts = move(x.centre), torch.vmap(move)(x.generators), move(x.slack), *sizes
+        if isinstance(parts[0], Tensor):
+            return _moved(x, *parts)
+        return tuple(_moved(x, *each) for each in zip(*parts, strict=True))
+
+    return rule
+
+
+def _moved(x: Form, centre: Tensor, generators: Tensor, slack: Tensor, *sizes: Tensor) -> Form:
+    form = Form(centre, generators, slack, x.symbols)
+    form.sizes = Sizes(*sizes)  # taken once, before it is cut up
+    return form
+
+
+def same(x: Form, *_: Any, **__: Any) -> Form:
+    """The rule of copies and casts: the value as a real number is the same."""
+    return x
+
+
+def dropout(x: Form, p: float = 0.5, training: bool = True, inplace: bool = False) -> Form:
+    """Nothing, in evaluation."""
+    if training and p > 0:
+        raise NoRuleError("dropout that is on (call eval() first)")
+    return x
+
+
+def neg(x: Form) -> Form:
+    """-x."""
+    return Form(-x.centre, -x.generators, x.slack, x.symbols)
+
+
+def add(x: Any, y: Any, *, alpha: float = 1) -> Form:
+    """Return x + alpha y: of two forms, or of a form and a constant."""
+    y = y if alpha == 1 else y * alpha
+    if isinstance(x, Form) and isinstance(y, Form):
+        return _sum(x, y)
+    form, constant = (x, y) if isinstance(x, Form) else (y, x)
+    constant = torch.as_tensor(constant, dtype=DOUBLE, device=form.device).detach()
+    form = broadcast(form, constant.shape)
+    centre = form.centre + constant
+    rounding = (gamma(1, DOUBLE) * centre.abs()).nan_to_num(posinf=0.0)
+    total = Form(centre, form.generators, up(form.slack + rounding), form.symbols)
+    total.sizes = form.sizes
+    return total
+
+
+def sub(x: Any, y: Any, *, alpha: float = 1) -> Form:
+    """Return x - alpha y."""
+    y = y if alpha == 1 else y * alpha
+    return add(x, neg(y) if isinstance(y, Form) else -y)
+
+
+def _sum(x: Form, y: Form) -> Form:
+    x, y = broadcast(x, y.shape), broadcast(y, x.shape)
+    long, short = (x, y) if len(x.generators) >= len(y.generators) else (y, x)
+    generators = long.generators.clone()
+    generators[: len(short.generators)] += short.generators
+    total = Form(x.centre + y.centre, generators, up(x.slack + y.slack), x.symbols)
+    total.slack = total.uncertain(0)
+    return total
+
+
+def broadcast(x: Form, other: Sequence[int]) -> Form:
+    """Return a form of the shape that both need; what one entry is off by becomes a symbol."""
+    shape = torch.broadcast_shapes(x.shape, other)  # type: ignore[no-untyped-call]
+    if tuple(x.shape) == tuple(shape):
+        return x
+    x = x.settle() if x.centre.numel() < torch.Size(shape).numel() else x
+    rows = x.generators
+    rows = rows.view(len(rows), *[1] * (len(shape) - x.ndim), *x.shape).expand(-1, *shape)
+    wide = Form(x.centre.expand(shape), rows, x.slack.expand(shape), x.symbols)
+    wide.sizes = Sizes(*(each.expand(shape) for each in vars(x.sizes).values()))
+    return wide
+
+
+def expand(x: Form, *shape: Any) -> Form:
+    """As of a tensor."""
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    missing = len(sizes) - x.ndim
+    own = (*[1] * missing, *x.shape)
+    return broadcast(x, [a if b == -1 else b for a, b in zip(own, sizes, strict=True)])
+
+
+def scaled(x: Form, weight: Any, *, roundings: int = 1) -> Form:
+    """Return x times a constant, entry by entry."""
+    weight = torch.as_tensor(weight, device=x.device)
+    weight = weight if weight.is_floating_point() else weight.to(DOUBLE)
+    x = broadcast(x, weight.shape)
+    return linear_map(x, torch.mul, weight, roundings=roundings + 1)
+
+
+def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
+    """Weights times the last axis."""
+    return linear_map(
+        input.settle(),
+        lambda t, w: t @ w.mT,
+        weight,
+        roundings=weight.shape[-1] + 1,
+        constant=bias,
+    )
+
+
+def weighted(x: Any, y: Any) -> Form:
+    """Return x @ y with one constant factor."""
+    if isinstance(x, Form):
+        return linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
+    return linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
+
+
+def conv2d(
+    input: Form,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Form:
+    """A convolution as a product with the patches: those of the library may round otherwise."""
+    if isinstance(padding, str):
+        raise NoRuleError(f"conv2d with padding {padding!r}")
+
+    def op(t: Tensor, w: Tensor) -> Tensor:
+        flat = t.flatten(0, 1)
+        patches = F.unfold(flat, w.shape[-2:], dilation, padding, stride)
+        patches = torch.unflatten(patches, 1, (groups, -1))
+        out = torch.unflatten(w.flatten(1), 0, (groups, -1)) @ patches
+        pair = [v if isinstance(v, tuple) else (v, v) for v in (stride, padding, dilation)]
+        size = [
+            (t.shape[i - 2] + 2 * pair[1][i] - pair[2][i] * (w.shape[i - 2] - 1) - 1) // pair[0][i]
+            + 1
+            for i in (0, 1)
+        ]
+        return out.flatten(1, 2).view(*t.shape[:2], -1, *size)
+
+    constant = None if bias is None else bias.view(-1, 1, 1)
+    return linear_map(
+        input.settle(), op, weight, roundings=weight[0].numel() + 1, constant=constant
+    )
+
+
+def batch_norm(
+    input: Form,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Form:
+    """Return a (x - mean) + b with a = weight / sqrt(var + eps) of every channel, axis 1."""
+    if training or running_mean is None or running_var is None:
+        raise NoRuleError("batch_norm with statistics of the batch (call eval() first)")
+    mean, gain = running_mean.to(DOUBLE), (running_var.to(DOUBLE) + eps).rsqrt()
+    gain = gain if weight is None else gain * weight.detach().to(DOUBLE)
+    bias = torch.zeros_like(mean) if bias is None else bias.detach().to(DOUBLE)
+    uncertain = gamma(16, DOUBLE) * (bias.abs() + (gain * mean).abs())
+    gain, shift, uncertain = (
+        each.view(-1, *[1] * (input.ndim - 2)) for each in (gain, bias - gain * mean, uncertain)
+    )
+    # The gain takes a sum, a root (of the library) and a product: 10 roundings in float64.
+    return linear_map(input, torch.mul, gain, roundings=12, constant=shift, uncertain=uncertain)
+
+
+def reduced(x: Form, dim: Any = None, keepdim: bool = False, *, mean: bool = False) -> Form:
+    """Return the sum or the mean over axes."""
+    axes = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    axes = [axis % x.ndim for axis in axes]
+    count = torch.Size(x.shape[axis] for axis in axes).numel()
+    behind = [axis + 1 for axis in axes]
+
+    def op(t: Tensor) -> Tensor:
+        total = t.sum(behind, keepdim=keepdim)
+        return total / count if mean else total
+
+    return linear_map(x.settle(), op, roundings=count + 1)
+
+
+def total(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Form:
+    """The sum."""
+    return reduced(input, dim, keepdim)
+
+
+def average(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Form:
+    """The mean."""
+    return reduced(input, dim, keepdim, mean=True)
+
+
+def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
+    """Put forms and constants side by side."""
+    forms = [each for each in tensors if isinstance(each, Form)]
+    symbols, rows = forms[0].symbols, max(len(form.generators) for form in forms)
+    axis = dim % forms[0].ndim
+    shape = list(forms[0].shape)
+    shape[axis] = sum(each.shape[axis] for each in tensors)
+    device = forms[0].device
+    centre = torch.cat(
+        [e.centre if isinstance(e, Form) else e.detach().to(DOUBLE) for e in tensors], axis
+    )
+    slack = torch.zeros(shape, dtype=DOUBLE, device=device)
+    generators = torch.zeros(rows, *shape, dtype=symbols.dtype, device=device)
+    start = 0
+    for each in tensors:
+        if isinstance(each, Form):
+            slack.narrow(axis, start, each.shape[axis]).copy_(each.slack)
+            part = generators[: len(each.generators)].narrow(axis + 1, start, each.shape[axis])
+            part.copy_(each.generators)
+        start += each.shape[axis]
+    return Form(centre, generators, slack, symbols)
+
+
+def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
+    """Put forms and constants side by side along a new axis."""
+    return cat([each.unsqueeze(dim) for each in tensors], dim)
+
+
+def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
+    """A constant in some entries."""
+    input = broadcast(input, mask.shape)
+    keep = ~mask
+    return Form(
+        input.centre.masked_fill(mask, float(value)),
+        input.generators * keep,
+        input.slack * keep,
+        input.symbols,
+    )
+
+
+MOVES = (
+    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
+    *("reshape", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
+    *("narrow", "select", "index_select", "roll", "flip", "repeat"),
+)
+"""Methods of tensors that move entries about."""
+
+RULES: dict[str, Callable[..., Any]] = {
+    **{name: moved(name) for name in MOVES},
+    "view": moved("reshape"),
+    "getitem": moved("__getitem__"),
+    **dict.fromkeys(("contiguous", "clone", "to", "float", "double", "type_as", "detach"), same),
+    "dropout": dropout,
+    "neg": neg,
+    "negative": neg,
+    "add": add,
+    "sub": sub,
+    "expand": expand,
+    "expand_as": lambda x, other: expand(x, other.shape),
+    "linear": linear,
+    "conv2d": conv2d,
+    "batch_norm": batch_norm,
+    "sum": total,
+    "mean": average,
+    "cat": cat,
+    "concat": cat,
+    "stack": stack,
+    "masked_fill": masked_fill,
+}
+"""What affine operations do to forms."""

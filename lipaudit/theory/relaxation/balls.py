@@ -1,0 +1,98 @@
+"""Where a pass begins and ends: the ball of inputs, and the margins between classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipaudit.errors import UsageError
+from lipaudit.theory.relaxation.affine import linear_map
+from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, up
+from lipaudit.theory.relaxation.rules import RULES
+from lipaudit.theory.relaxation.symbols import SETTLE, Norm, Symbols
+
+
+def ball(
+    x: Float[Tensor, "1 ..."],
+    eps: float,
+    *,
+    norm: Norm = "linf",
+    order: int = 1,
+    box: tuple[float, float] | None = None,
+    moving: Tensor | None = None,
+    dtype: torch.dtype = DOUBLE,
+    settle: float = SETTLE,
+) -> Form:
+    """Return the form of all inputs within `eps` of x.
+
+    Args:
+        x: one input, or its token embeddings.
+        eps: radius.
+        norm: of the ball.
+        order: 1 for affine forms, 2 for quadratic ones.
+        box: values that an input can have; it cuts the L-inf ball.
+        moving: (*shape) what of x moves, by default all: the embeddings of some tokens, say.
+        dtype: of the coefficients; every one gives proven bounds.
+        settle: see `symbols.SETTLE`.
+
+    Raises:
+        UsageError: eps is negative, or the order is not 1 or 2.
+    """
+    if not eps >= 0 or order not in (1, 2):
+        raise UsageError(f"no ball of radius {eps} at order {order}")
+    x = x.detach().to(DOUBLE)
+    low, high = x - up(torch.full_like(x, eps)), x + up(torch.full_like(x, eps))
+    if box is not None and norm == "linf":
+        low, high = low.clamp(*box), high.clamp(*box)
+    centre = (low + high) / 2 if norm == "linf" else x
+    radius = torch.maximum(high - centre, centre - low)
+    radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
+    where = torch.ones_like(x, dtype=torch.bool) if moving is None else moving.expand_as(x)
+    places = where.flatten().nonzero()[:, 0]
+    symbols = Symbols(len(places), norm, order=order, dtype=dtype, rules=RULES, settle=settle)
+    rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
+    rows[torch.arange(len(places)), places] = cast_up(radius, dtype).flatten()[places]
+    centre = torch.where(where, centre, x)
+    return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
+
+
+def run(model: Callable[[Any], Any], x: Form) -> Any:
+    """Run a model on a form; an operation without a rule is refused with the module's path.
+
+    Raises:
+        NoRuleError: the model uses an operation that is not on the list.
+    """
+    paths: list[str] = []
+    hooks = []
+
+    def leave(*_: Any) -> None:
+        paths.pop()
+
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: paths.append(path)))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        with torch.no_grad():
+            return model(x)
+    except NoRuleError as error:
+        raise NoRuleError(error.operation, paths[-1] if paths else "") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def margins(logits: Form, label: int) -> Form:
+    """Return logit_label - logit_j of every other class j, (classes - 1,)."""
+    classes = logits.shape[-1]
+    identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
+    others = torch.arange(classes, device=logits.device) != label
+    difference = (identity[label] - identity)[others]
+    flat = logits.reshape(-1)
+    return linear_map(
+        flat, lambda t, w: t @ w.mT, difference, roundings=2, bound=lambda t, w: t @ w.mT
+    )

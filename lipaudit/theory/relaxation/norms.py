@@ -1,0 +1,97 @@
+"""Normalisations of the last axis: LayerNorm and RMSNorm.
+
+With y = x - mean(x) (or y = x), itself a form c + dy, the mean square is mean(c^2) +
+2 mean(c dy) + mean(dy^2). Order 1: mean(dy^2) lies in [0, mean r^2]. Order 2: the square of the
+part linear in the input goes into the quadratic part. Then comes 1 / sqrt, of a number that is
+at least eps, and the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.theory.relaxation.affine import add, linear_map, scaled
+from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.products import mul
+from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
+from lipaudit.theory.relaxation.smooth import RSQRT, relax, square_rest
+
+
+def layer_norm(
+    input: Form,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Form:
+    """(x - mean) / sqrt(var + eps) weight + bias."""
+    _check(input, normalized_shape)
+    return _affine(_unit(_centred(input), eps), weight, bias)
+
+
+def rms_norm(
+    input: Form, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Form:
+    """Return x / sqrt(mean x^2 + eps) weight."""
+    _check(input, normalized_shape)
+    eps = torch.finfo(input.dtype if weight is None else weight.dtype).eps if eps is None else eps
+    return _affine(_unit(input.settle(), eps), weight, None)
+
+
+def _check(x: Form, normalized_shape: Any) -> None:
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if shape != [x.shape[-1]]:
+        raise NoRuleError(f"a normalisation of the axes {tuple(shape)}")
+
+
+def _centred(x: Form) -> Form:
+    def op(t: Tensor) -> Tensor:
+        return t - t.mean(-1, keepdim=True)
+
+    def bound(t: Tensor) -> Tensor:
+        return t + t.mean(-1, keepdim=True)
+
+    return linear_map(x.settle(), op, roundings=x.shape[-1] + 2, bound=bound)
+
+
+def _unit(y: Form, eps: float) -> Form:
+    return mul(y, relax(add(_mean_square(y), eps), RSQRT, floor=eps))
+
+
+def _mean_square(y: Form) -> Form:
+    symbols, dtype, n = y.symbols, y.symbols.dtype, y.shape[-1]
+    centre = _mean(y.centre.square())
+    weights = (y.centre * (2 / n)).to(dtype)
+    rows = (y.generators * weights).sum(-1, keepdim=True)
+    moves, size = up(y.mass + y.slack), y.centre.abs()
+    if symbols.order == 2:
+        first, second = square_rest(y.sizes.linear, y.rest)
+        e = y.generators[: symbols.n]
+        squares = symbols.pack(torch.einsum("a...k,c...k->ac...", e / n, e))
+        rows[symbols.n : symbols.first_error] += squares[..., None]
+        middle, radius = _mean(second) / 2, _mean(first + second / 2)
+    else:
+        middle = radius = _mean(moves.square()) / 2
+    # Two sums of n products, their weights rounded, and the sum of both.
+    moving = gamma(2 * n + 16, dtype) * _mean(2 * size * moves + moves.square())
+    still = gamma(n + 8, DOUBLE) * (centre + middle)
+    under = 8 * n * len(rows) * tiny(dtype) * (1 + size.amax())
+    slack = up(_mean(2 * size * y.slack) + radius + moving + still + under, n + 16)
+    return Form(centre + middle, rows, slack, symbols)
+
+
+def _mean(t: Tensor) -> Tensor:
+    return t.mean(-1, keepdim=True)
+
+
+def _affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
+    x = x if weight is None else scaled(x, weight)
+    return x if bias is None else add(x, bias)
+
+
+RULES: dict[str, Callable[..., Any]] = {"layer_norm": layer_norm, "rms_norm": rms_norm}
+"""What normalisations do to forms."""

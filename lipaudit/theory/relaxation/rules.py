@@ -1,0 +1,19 @@
+"""Every operation that forms know, by name: what is not here is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lipaudit.theory.relaxation import affine, norms, products, smooth, softmax
+from lipaudit.theory.relaxation.relu import relu
+
+RULES: dict[str, Callable[..., Any]] = {
+    **affine.RULES,
+    **smooth.RULES,
+    **products.RULES,
+    **softmax.RULES,
+    **norms.RULES,
+    "relu": relu,
+}
+"""The whitelist."""

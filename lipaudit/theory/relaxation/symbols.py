@@ -1,0 +1,184 @@
+"""The symbols that forms are written in, and how far a form can move.
+
+e_1 .. e_n stand for the input, in the unit ball of its norm; at order 2 their products e_i e_j,
+i <= j, follow; then come errors in [-1, 1], each born where an operation is not what its rule
+makes of it. A stack of coefficients has one row a symbol, (rows, *shape), in that order; rows that
+are missing at its end are zero, so that older forms need not grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, summed_up, up
+
+Norm = Literal["linf", "l2"]
+
+SETTLE = 1e-5
+"""Share of a radius from which slack becomes symbols where an operation would mix it."""
+
+_SQUARINGS = 2
+"""How often a quadratic form is squared to bound its norm by that of a power."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How far every entry of a stack can move, part by part; float64, never too small.
+
+    Attributes:
+        linear: the largest value of the part linear in the input.
+        quadratic: no less than that of the quadratic part, whatever the signs.
+        errors: the largest value of the errors' part.
+    """
+
+    linear: Float[Tensor, "*shape"]
+    quadratic: Float[Tensor, "*shape"]
+    errors: Float[Tensor, "*shape"]
+
+    @property
+    def mass(self) -> Float[Tensor, "*shape"]:
+        """All together, also if every coefficient changed its sign."""
+        return self.linear + self.quadratic + self.errors
+
+
+@dataclass
+class Unit:
+    """The ReLUs of one call that cut the range of their input: h = a z + m (1 + eps).
+
+    Attributes:
+        centre, generators, slack: of the forms z, (k,), (rows, k) and (k,).
+        slope, offset: a and m.
+        first: number of the symbol of the first; the others follow.
+    """
+
+    centre: Tensor
+    generators: Tensor
+    slack: Tensor
+    slope: Tensor
+    offset: Tensor
+    first: int
+
+
+class Symbols:
+    """The symbols of one pass over one ball, and what its operations leave for branching.
+
+    Args:
+        n: dimension of the input.
+        norm: of the ball.
+        order: 1 for affine forms, 2 for quadratic ones.
+        dtype: of the coefficients; centres and slack are float64 in any case.
+        rules: what every operation does to forms, by name.
+        settle: see `SETTLE`; decides over how tight and how large forms are, never over truth.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        norm: Norm,
+        *,
+        order: int,
+        dtype: torch.dtype,
+        rules: Mapping[str, Callable[..., Any]],
+        settle: float = SETTLE,
+    ) -> None:
+        self.n, self.norm, self.order, self.dtype = n, norm, order, dtype
+        self.rules, self.settle = rules, settle
+        self.pairs = (
+            torch.triu_indices(n, n) if order == 2 else torch.empty(2, 0, dtype=torch.long)
+        )
+        self.first_error = self.count = n + self.pairs.shape[1]
+        self.units: list[Unit] = []
+
+    def sizes(self, g: Float[Tensor, "rows ..."]) -> Sizes:
+        """Return how far every entry of a stack can move.
+
+        On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2 for the products
+        of a unit vector's entries are a vector of norm <= 1; elsewhere 1-norms.
+        """
+        linear, quadratic, errors = torch.split(g, self._parts(len(g)))
+        return Sizes(self._radius(linear), self._radius(quadratic), _one_norm(errors))
+
+    def quadratic_range(
+        self, g: Float[Tensor, "rows ..."]
+    ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+        """Return the least and the largest value of the quadratic part, outwards.
+
+        e^T Q e lies in [-r, r] with r = ||Q|| |e|^2, |e|^2 <= 1 or n; on the box also between the
+        sums of its coefficients' own ends, e_i^2 in [0, 1] and e_i e_j in [-1, 1].
+        """
+        q = g[self.n : self.first_error]
+        if not len(q):
+            zero = torch.zeros(g.shape[1:], dtype=DOUBLE, device=g.device)
+            return zero, zero
+        radius = self._spectral_radius(q)
+        if self.norm == "l2":
+            return -radius, radius
+        squares = (self.pairs[0] == self.pairs[1]).to(q.device)
+        mixed, own = _one_norm(q[~squares]), q[squares]
+        high = torch.minimum(mixed + _one_norm(own.clamp_min(0)), self.n * radius)
+        low = torch.minimum(mixed + _one_norm(own.clamp_max(0)), self.n * radius)
+        return -low, high
+
+    def pack(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
+        """Return the coefficients of e_i e_j, i <= j, of sum_ij form_ij e_i e_j."""
+        i, j = self.pairs.to(form.device)
+        return torch.where(
+            (i == j).view(-1, *[1] * (form.ndim - 2)), form[i, j], form[i, j] + form[j, i]
+        )
+
+    def birth(self, radius: Float[Tensor, "*shape"]) -> tuple[Tensor, int]:
+        """Give an error of that radius to every entry where it is positive.
+
+        Returns:
+            The stack of their coefficients, (new, *shape), and the number of the first.
+        """
+        first, places = self.count, radius.flatten().nonzero()[:, 0]
+        rows = torch.zeros(len(places), radius.numel(), dtype=self.dtype, device=radius.device)
+        rows.scatter_(1, places[:, None], radius.flatten()[places, None].to(self.dtype))
+        self.count += len(places)
+        return rows.view(-1, *radius.shape), first
+
+    def _parts(self, rows: int) -> list[int]:
+        linear = min(rows, self.n)
+        quadratic = min(rows, self.first_error) - linear
+        return [linear, quadratic, rows - linear - quadratic]
+
+    def _radius(self, g: Tensor) -> Tensor:
+        if self.norm == "linf":
+            return _one_norm(g)
+        squares = summed_up(g.square().sum(0), len(g) + 2)
+        return up(squares.sqrt())
+
+    def _spectral_radius(self, q: Tensor) -> Tensor:
+        """||Q|| <= ||Q^k||_F^(1/k) for the symmetric Q of every entry, k = 2^_SQUARINGS.
+
+        The norm of a power is raised by what rounding can take: (A + E)^2 - A^2 = A E + E A + E^2,
+        and a product itself is off by gamma ||A||_F^2.
+        """
+        i, j = self.pairs.to(q.device)
+        power = torch.zeros(q[0].numel(), self.n, self.n, dtype=DOUBLE, device=q.device)
+        power[:, i, j] = q.flatten(1).mT.to(DOUBLE) / 2
+        power = power + power.mT
+        scale = power.abs().amax((1, 2), keepdim=True).clamp_min(2.0**-500)
+        power = power / scale
+        share, error = gamma(self.n + 4, DOUBLE), 0.0
+        size = torch.linalg.vector_norm(power, dim=(1, 2)) * (1 + gamma(self.n**2 + 4, DOUBLE))
+        error = 2 * share * size
+        for _ in range(_SQUARINGS):
+            error = (2 * error + share * size) * size + error.square()
+            power = torch.bmm(power, power)
+            size = torch.linalg.vector_norm(power, dim=(1, 2)) * (1 + gamma(self.n**2 + 4, DOUBLE))
+        root = (size + error) ** (0.5**_SQUARINGS) * scale[:, 0, 0]
+        return up(root, 32).view(q.shape[1:])
+
+
+def _one_norm(g: Tensor) -> Tensor:
+    return (
+        summed_up(torch.linalg.vector_norm(g, 1, dim=0), len(g)) if len(g) else g.sum(0).double()
+    )

@@ -96,13 +96,13 @@ def neg(x: Form) -> Form:
     return Form(-x.centre, -x.generators, x.slack, x.symbols)
 
 
-def add(x: Any, y: Any, *, alpha: float = 1) -> Form:
+def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return x + alpha y: of two forms, or of a form and a constant."""
     y = y if alpha == 1 else y * alpha
     if isinstance(x, Form) and isinstance(y, Form):
         return _sum(x, y)
     form, constant = (x, y) if isinstance(x, Form) else (y, x)
-    constant = torch.as_tensor(constant, dtype=DOUBLE, device=form.device).detach()
+    constant = as_constant(constant, form).to(DOUBLE)
     form = broadcast(form, constant.shape)
     centre = form.centre + constant
     rounding = (gamma(1, DOUBLE) * centre.abs()).nan_to_num(posinf=0.0)
@@ -111,7 +111,7 @@ def add(x: Any, y: Any, *, alpha: float = 1) -> Form:
     return total
 
 
-def sub(x: Any, y: Any, *, alpha: float = 1) -> Form:
+def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return x - alpha y."""
     y = y if alpha == 1 else y * alpha
     return add(x, neg(y) if isinstance(y, Form) else -y)
@@ -150,10 +150,16 @@ def expand(x: Form, *shape: Any) -> Form:
 
 def scaled(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     """Return x times a constant, entry by entry."""
-    weight = torch.as_tensor(weight, device=x.device)
-    weight = weight if weight.is_floating_point() else weight.to(DOUBLE)
+    weight = as_constant(weight, x)
     x = broadcast(x, weight.shape)
     return linear_map(x, torch.mul, weight, roundings=roundings + 1)
+
+
+def as_constant(value: Any, x: Form) -> Tensor:
+    """Return numbers of a program as a tensor that holds them exactly."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().to(x.device)
+    return torch.as_tensor(value, dtype=DOUBLE, device=x.device)
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:

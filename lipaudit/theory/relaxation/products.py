@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import broadcast, scaled, weighted
+from lipaudit.theory.relaxation.affine import as_constant, broadcast, scaled, weighted
 from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.smooth import RECIPROCAL, relax
@@ -50,9 +50,7 @@ def div(x: Any, y: Any) -> Form:
     if isinstance(y, Form):
         return mul(x, relax(y, RECIPROCAL, positive=True))
     # 1 / y is rounded once more than y itself.
-    y = torch.as_tensor(y, device=x.device)
-    y = y if y.is_floating_point() else y.to(DOUBLE)
-    return scaled(x, y.to(DOUBLE).reciprocal(), roundings=2)
+    return scaled(x, as_constant(y, x).to(DOUBLE).reciprocal(), roundings=2)
 
 
 def _product(x: Form, y: Form, f: Bilinear, *, terms: int) -> Form:

@@ -271,7 +271,7 @@ def square(input: Form) -> Form:
     return _assembled(input, (a, b), middle, up(radius + lost))
 
 
-def power(input: Form, exponent: float) -> Form:
+def power(input: Form, exponent: float | int) -> Form:
     """The powers that models use."""
     if exponent == 2:
         return square(input)

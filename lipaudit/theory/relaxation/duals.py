@@ -1,0 +1,286 @@
+"""Bounds of margins that know both lines of every ReLU, and its sign where it is decided.
+
+A margin is c + g . e over the symbols e, and so is the input z of every ReLU that cuts its range,
+with h = a z + m (1 + eps) for its output. Over all inputs h >= 0 and h >= z; on a part of the ball
+where z >= 0 is known, h = z and z >= 0; where z <= 0 is known, h = 0. Each of these, written as
+"something <= 0" (or = 0) and added to the margin with a multiplier y >= 0 (or any y), gives a
+function that is no larger than the margin wherever they hold. It is affine in e, and its minimum
+over all e is its constant less the dual norm of its coefficients: **a lower bound of the margin
+for any y** (weak duality). y is then moved up that bound, which is concave in y.
+
+| state | multiplier 1 | multiplier 2 | on z: w | on m (1 + eps): v / m |
+|---|---|---|---|---|
+| 0, both signs | -h, y1 >= 0 | z - h, y2 >= 0 | -a y1 + (1 - a) y2 | -y1 - y2 |
+| 1, z >= 0 | -z, y1 >= 0 | z - h = 0 | -y1 + (1 - a) y2 | -y2 |
+| -1, z <= 0 | -h = 0 | z, y2 >= 0 | -a y1 + y2 | -y1 |
+
+Symbols that are neither the input's nor a ReLU's are the radius of each row. One bound is a
+product of the multipliers with the stack of rows, in place of a pass through the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, up
+from lipaudit.theory.relaxation.symbols import Norm, Symbols
+
+_DECAY = (0.8, 0.99)
+"""Of the means of gradients and of their squares (Adam)."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Affine functions of the symbols that are kept: rows of coefficients.
+
+    Attributes:
+        centre: (r,).
+        slopes: (r, columns).
+        spread: (r,), the radius of all else.
+    """
+
+    centre: Tensor
+    slopes: Tensor
+    spread: Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Margins and the ReLUs that they depend on, over the input's and the ReLUs' symbols.
+
+    Attributes:
+        margins, units: their rows.
+        slope, offset: a and m of every ReLU.
+        columns: of every ReLU's symbol.
+        depth: from which call of a ReLU it is.
+        inputs: how many columns the input has.
+        norm: of the ball.
+    """
+
+    margins: Rows
+    units: Rows
+    slope: Tensor
+    offset: Tensor
+    columns: Tensor
+    depth: Tensor
+    inputs: int
+    norm: Norm
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        """Return the problem in another precision: to search, not to claim."""
+
+        def cast(rows: Rows) -> Rows:
+            return Rows(*(getattr(rows, field.name).to(dtype) for field in fields(rows)))
+
+        return replace(
+            self,
+            margins=cast(self.margins),
+            units=cast(self.units),
+            slope=self.slope.to(dtype),
+            offset=self.offset.to(dtype),
+        )
+
+
+def problem_of(margins: Form) -> Problem:
+    """Return the problem whose margins are a form of one axis, in float64."""
+    symbols, units = margins.symbols, margins.symbols.units
+    count = max([len(margins.generators), symbols.n, *(u.first + len(u.slope) for u in units)])
+    births = [u.first + torch.arange(len(u.slope), device=margins.device) for u in units]
+    own = torch.cat([torch.empty(0, dtype=torch.long, device=margins.device), *births])
+    kept = torch.zeros(count, dtype=torch.bool, device=margins.device)
+    kept[: symbols.n] = True
+    kept[own] = True
+
+    def joined(name: str) -> Tensor:
+        empty = torch.empty(0, dtype=DOUBLE, device=margins.device)
+        return torch.cat([empty, *(getattr(u, name).to(DOUBLE) for u in units)])
+
+    rows = [_rows(u.centre, u.generators, u.slack, kept, symbols) for u in units]
+    none = torch.empty(0, int(kept.sum()), dtype=DOUBLE, device=margins.device)
+    return Problem(
+        margins=_rows(margins.centre, margins.generators, margins.slack, kept, symbols),
+        units=Rows(
+            joined("centre"),
+            torch.cat([none, *(row.slopes for row in rows)]),
+            torch.cat([none[:, 0], *(row.spread for row in rows)]),
+        ),
+        slope=joined("slope"),
+        offset=joined("offset"),
+        columns=(kept.cumsum(0) - 1)[own],
+        depth=torch.cat([own[:0], *(torch.full_like(b, i) for i, b in enumerate(births))]),
+        inputs=symbols.n,
+        norm=symbols.norm,
+    )
+
+
+def _rows(c: Tensor, g: Tensor, slack: Tensor, kept: Tensor, symbols: Symbols) -> Rows:
+    other = g * ~kept[: len(g), None]
+    low, high = symbols.quadratic_range(g)
+    spread = up(symbols.sizes(other).errors + torch.maximum(-low, high) + slack)
+    slopes = g.new_zeros(g.shape[1], int(kept.sum()), dtype=DOUBLE)
+    present = g[kept[: len(g)]].mT.to(DOUBLE)
+    slopes[:, : present.shape[1]] = present
+    return Rows(c.to(DOUBLE), slopes, spread)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Parts of the ball, and the multipliers that bound a margin on each.
+
+    Attributes:
+        which: (b,), which margin.
+        state: (b, k), what is known of every ReLU: 0, 1 for z >= 0, -1 for z <= 0.
+        y: (2, b, k), the multipliers.
+    """
+
+    which: Int[Tensor, " b"]
+    state: Int[Tensor, "b k"]
+    y: Float[Tensor, "two b k"]
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, index: Tensor | slice) -> Nodes:
+        return Nodes(self.which[index], self.state[index], self.y[:, index])
+
+
+def joined(nodes: list[Nodes]) -> Nodes:
+    """Return the nodes of several lots."""
+    return Nodes(
+        torch.cat([each.which for each in nodes]),
+        torch.cat([each.state for each in nodes]),
+        torch.cat([each.y for each in nodes], 1),
+    )
+
+
+def bound(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
+    """Return the lower bound of every node, up to rounding, and the coefficients (b, columns)."""
+    w, v = _multiplied(problem, nodes)
+    return _value(problem, nodes, w, v), _coefficients(problem, nodes, w, v)
+
+
+def proven(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
+    """Return lower bounds that rounding cannot raise above the true minimum.
+
+    The sum of the sizes of all that is added up, times gamma of the longest chain of roundings, is
+    taken off. w and v are rounded themselves: by few units of what is multiplied.
+    """
+    problem = problem if problem.slope.dtype is DOUBLE else problem.to(DOUBLE)
+    nodes = Nodes(nodes.which, nodes.state, nodes.y.to(DOUBLE))
+    value, _ = bound(problem, nodes)
+    units, margins, j = problem.units, problem.margins, nodes.which
+    y = _feasible(nodes).abs().sum(0)
+    unit_size = units.centre.abs() + units.spread + units.slopes.abs().sum(1) + 2 * problem.offset
+    margin_size = margins.centre.abs() + margins.spread + margins.slopes.abs().sum(1)
+    roundings = sum(units.slopes.shape) + 64
+    return value - up(gamma(roundings, DOUBLE) * (margin_size[j] + y @ unit_size), roundings)
+
+
+def start(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
+    """Return whole balls: of every ReLU's line below the one that is closer, last layer first.
+
+    A positive coefficient of eps_k means that the lower side of the ReLU is used: a multiplier of
+    the line h >= 0 or h >= z that has the smaller area below cancels it.
+    """
+    k = len(problem.slope)
+    y = problem.slope.new_zeros(2, len(which), k)
+    state = torch.zeros(len(which), k, dtype=torch.long, device=y.device)
+    for depth in reversed(problem.depth.unique().tolist()):
+        own = (problem.depth == depth).nonzero()[:, 0]
+        _, t = bound(problem, Nodes(which, state, y))
+        cancel = t[:, problem.columns[own]].clamp_min(0) / problem.offset[own]
+        flat = problem.slope[own] < 0.5
+        y[0, :, own] = torch.where(flat, cancel, 0.0)
+        y[1, :, own] = torch.where(flat, 0.0, cancel)
+    return Nodes(which, state, y)
+
+
+def ascend(
+    problem: Problem, nodes: Nodes, *, steps: int, rate: float
+) -> tuple[Float[Tensor, " b"], Nodes]:
+    """Move the multipliers up the bound, and return the best of each node.
+
+    Adam along the supergradient, back to what is allowed after every step, with a rate that falls
+    to a tenth. Ends early where all bounds are positive.
+    """
+    y = _feasible(nodes)
+    best, arg = torch.full_like(y[0, :, 0], -torch.inf) if y.shape[2] else y.new_zeros(0), y
+    first, second = torch.zeros_like(y), torch.zeros_like(y)
+    for step in range(steps + 1):
+        at = Nodes(nodes.which, nodes.state, y)
+        value, slope = _value_and_slope(problem, at)
+        better = value > best
+        best = torch.where(better, value, best)
+        arg = torch.where(better[:, None], y, arg)
+        if step == steps or bool((best > 0).all()):
+            break
+        first = first.lerp(slope, 1 - _DECAY[0])
+        second = second.lerp(slope.square(), 1 - _DECAY[1])
+        size = (second / (1 - _DECAY[1] ** (step + 1))).sqrt().add_(1e-8)
+        pace = rate * (1 - 0.9 * step / steps) / (1 - _DECAY[0] ** (step + 1))
+        y = _feasible(Nodes(nodes.which, nodes.state, y + pace * first / size))
+    return best, Nodes(nodes.which, nodes.state, arg)
+
+
+def _feasible(nodes: Nodes) -> Tensor:
+    """The multipliers, those of inequalities >= 0."""
+    state, y = nodes.state, nodes.y
+    free = torch.stack([state == -1, state == 1])
+    return torch.where(free, y, y.clamp_min(0))
+
+
+def _table(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What the multipliers put on z and on -m (1 + eps): the table above, (2, b, k) each."""
+    a = problem.slope
+    on_z = torch.stack(
+        [
+            torch.where(state == 1, -1.0, -a),
+            torch.where(state == -1, 1.0, 1 - a),
+        ]
+    )
+    return on_z, torch.stack([state != 1, state != -1]).to(a)
+
+
+def _multiplied(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
+    y, (on_z, on_h) = _feasible(nodes), _table(problem, nodes.state)
+    return (y * on_z).sum(0), -(y * on_h).sum(0) * problem.offset
+
+
+def _coefficients(problem: Problem, nodes: Nodes, w: Tensor, v: Tensor) -> Tensor:
+    t = torch.addmm(problem.margins.slopes[nodes.which], w, problem.units.slopes)
+    return t.index_add_(1, problem.columns, v)
+
+
+def _value(problem: Problem, nodes: Nodes, w: Tensor, v: Tensor) -> Tensor:
+    return _reached(problem, nodes, w, v, _coefficients(problem, nodes, w, v))
+
+
+def _reached(problem: Problem, nodes: Nodes, w: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    units, margins, n = problem.units, problem.margins, problem.inputs
+    constant = margins.centre[nodes.which] + w @ units.centre + v.sum(1)
+    loss = margins.spread[nodes.which] + w.abs() @ units.spread
+    if problem.norm == "linf":
+        return constant - loss - t.abs().sum(1)
+    moving = torch.linalg.vector_norm(t[:, :n], dim=1)
+    return constant - loss - moving - t[:, n:].abs().sum(1)
+
+
+def _value_and_slope(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
+    """The bound and a supergradient of it: minus the e that attains the minimum, put in."""
+    y, (on_z, on_h) = nodes.y, _table(problem, nodes.state)
+    units, n = problem.units, problem.inputs
+    w, v = (y * on_z).sum(0), -(y * on_h).sum(0) * problem.offset
+    t = _coefficients(problem, nodes, w, v)
+    value = _reached(problem, nodes, w, v, t)
+    e = t.sign()
+    if problem.norm == "l2":
+        moving = torch.linalg.vector_norm(t[:, :n], dim=1, keepdim=True)
+        e[:, :n] = t[:, :n] / moving.clamp_min(torch.finfo(t.dtype).tiny)
+    of_w = units.centre - w.sign() * units.spread - e @ units.slopes.mT
+    of_v = (1 - e[:, problem.columns]) * problem.offset
+    return value, on_z * of_w - on_h * of_v

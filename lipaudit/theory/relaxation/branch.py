@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from lipaudit.theory.relaxation.duals import (
 )
 from lipaudit.theory.relaxation.form import Form
 
+_LAST = (10.0, 3.0, 1.0, 0.3)
+"""Times the rate, one after the other, where every sign is known: a linear program is left."""
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -30,8 +33,9 @@ class Effort:
         seconds: at most; a limit that depends on the machine and its load.
         batch: parts that are cut at a time.
         candidates: ReLUs that are tried before one is cut.
-        root_steps, steps, trial_steps: of the multipliers, on the ball, on a part, on a trial.
-        rate: of the steps.
+        root_steps, steps, trial_steps, last_steps: of the multipliers, on the ball, on a part, on
+            a trial, and where every sign is known.
+        rate: of the steps, as a share of the multipliers that the search begins with.
     """
 
     nodes: int = 20_000
@@ -41,7 +45,8 @@ class Effort:
     root_steps: int = 60
     steps: int = 10
     trial_steps: int = 4
-    rate: float = 1e-3
+    last_steps: int = 400
+    rate: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -83,18 +88,17 @@ def decide(margins: Form, effort: Effort | None = None) -> Verdict:
         return Verdict(whole > 0, whole, whole, whole, 0, 0, "" if whole > 0 else "signs")
     exact = problem_of(margins)
     search = exact.to(torch.float32)
-    _, roots = ascend(search, start(search, is_open), steps=effort.root_steps, rate=effort.rate)
+    first = start(search, is_open)
+    unit = float(first.y.sum() / (first.y > 0).sum().clamp_min(1))
+    effort = replace(effort, rate=effort.rate * unit)
+    _, roots = ascend(search, first, steps=effort.root_steps, rate=effort.rate)
     bounds = torch.maximum(proven(exact, roots), low[is_open])
     root = min(float(bounds.min()), float(low[low > 0].min()) if (low > 0).any() else torch.inf)
     left = _Search(exact, search, effort, deadline)
     limit, worst = left.run(roots, bounds)
-    result = Verdict(not limit, whole, root, root, left.nodes, len(exact.slope), limit)
-    return result if limit == "" and root > 0 else _ended(result, limit, worst)
-
-
-def _ended(verdict: Verdict, limit: str, worst: float) -> Verdict:
-    values = {**vars(verdict), "bound": worst, "certified": not limit}
-    return Verdict(**values)
+    settled = [float(low[low > 0].min())] if (low > 0).any() else []
+    bound = min([worst, *settled])
+    return Verdict(not limit, whole, root, bound, left.nodes, len(exact.slope), limit)
 
 
 class _Search:
@@ -117,11 +121,14 @@ class _Search:
                 return limit, float(worth.min())
             order = worth.argsort()
             now, later = order[: self.effort.batch], order[self.effort.batch :]
-            batch = queue[now]
-            if bool((batch.state != 0).all(1).any()):
+            batch, known = queue[now], (queue[now].state != 0).all(1)
+            last = batch[known]
+            for haste in _LAST if len(last) else ():
+                last, value, closed = self._bounded(last, self.effort.last_steps, haste)
+                least = min([least, *closed.tolist()])
+            if len(last):
                 return "signs", float(worth.min())
-            children = self._cut(batch)
-            children, value, closed = self._bounded(children)
+            children, value, closed = self._bounded(self._cut(batch[~known]), self.effort.steps)
             least = min([least, *closed.tolist()])
             queue = joined([queue[later], children])
             worth = torch.cat([worth[later], value])
@@ -132,12 +139,13 @@ class _Search:
             return "nodes"
         return "seconds" if time.monotonic() > self.deadline else ""
 
-    def _bounded(self, children: Nodes) -> tuple[Nodes, Tensor, Tensor]:
+    def _bounded(
+        self, children: Nodes, steps: int, haste: float = 1.0
+    ) -> tuple[Nodes, Tensor, Tensor]:
         """Bound parts; return those still open, their bounds, and the bounds of the others."""
         self.nodes += len(children)
-        value, children = ascend(
-            self.search, children, steps=self.effort.steps, rate=self.effort.rate
-        )
+        rate = haste * self.effort.rate
+        value, children = ascend(self.search, children, steps=steps, rate=rate)
         value = value.to(self.exact.slope)
         hopeful = (value > 0).nonzero()[:, 0]
         value[hopeful] = proven(self.exact, children[hopeful])

@@ -209,7 +209,7 @@ def ascend(
     to a tenth. Ends early where all bounds are positive.
     """
     y = _feasible(nodes)
-    best, arg = torch.full_like(y[0, :, 0], -torch.inf) if y.shape[2] else y.new_zeros(0), y
+    best, arg = y.new_full(y.shape[1:2], -torch.inf), y
     first, second = torch.zeros_like(y), torch.zeros_like(y)
     for step in range(steps + 1):
         at = Nodes(nodes.which, nodes.state, y)

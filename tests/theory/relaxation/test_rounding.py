@@ -106,7 +106,7 @@ def _block(x, weight, scale):
     for a in rows:
         weights = [mpmath.exp(sum(p * q for p, q in zip(a, b, strict=True))) for b in rows]
         values = [
-            [sum(x[row, k] * weight[j, k] for k in range(4)) for j in range(4)] for l in range(3)
+            [sum(x[row, k] * weight[j, k] for k in range(4)) for j in range(4)] for row in range(3)
         ]
         mixed = [
             sum(w * v[j] for w, v in zip(weights, values, strict=True)) / sum(weights)

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, summed_up, up
+from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, summed_up, tiny, up
 
 Norm = Literal["linf", "l2"]
 
 SETTLE = 1e-5
 """Share of a radius from which slack becomes symbols where an operation would mix it."""
+
+_AT_ONCE = 2**18
+"""Numbers whose sizes are summed at once: 1 MB in single precision."""
 
 _SQUARINGS = 2
 """How often a quadratic form is squared to bound its norm by that of a power."""
@@ -152,33 +156,53 @@ class Symbols:
     def _radius(self, g: Tensor) -> Tensor:
         if self.norm == "linf":
             return _one_norm(g)
-        squares = summed_up(g.square().sum(0), len(g) + 2)
-        return up(squares.sqrt())
+        return up(_summed(g, torch.square).sqrt())
 
     def _spectral_radius(self, q: Tensor) -> Tensor:
         """||Q|| <= ||Q^k||_F^(1/k) for the symmetric Q of every entry, k = 2^_SQUARINGS.
 
-        The norm of a power is raised by what rounding can take: (A + E)^2 - A^2 = A E + E A + E^2,
-        and a product itself is off by gamma ||A||_F^2.
+        Q is divided by about its norm first. That of a power is raised by what rounding can take:
+        (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
         """
-        i, j = self.pairs.to(q.device)
-        power = torch.zeros(q[0].numel(), self.n, self.n, dtype=DOUBLE, device=q.device)
-        power[:, i, j] = q.flatten(1).mT.to(DOUBLE) / 2
-        power = power + power.mT
-        scale = power.abs().amax((1, 2), keepdim=True).clamp_min(2.0**-500)
-        power = power / scale
-        share, error = gamma(self.n + 4, DOUBLE), 0.0
-        size = torch.linalg.vector_norm(power, dim=(1, 2)) * (1 + gamma(self.n**2 + 4, DOUBLE))
-        error = 2 * share * size
+        n, dtype = self.n, q.dtype
+        flat = q.flatten(1)
+        size = up(_summed(flat, torch.square).sqrt())
+        scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
+        power = (flat / scale)[self._full.to(q.device)]
+        power[:: n + 1] *= 2
+        power = (power / 2).mT.contiguous().view(-1, n, n)
+        share, small = gamma(n + 8, dtype), n * n * tiny(dtype)
+        size = up(size / scale.to(DOUBLE))
+        error = share * size + small
         for _ in range(_SQUARINGS):
-            error = (2 * error + share * size) * size + error.square()
+            error = (2 * error + share * size) * size + error.square() + small
             power = torch.bmm(power, power)
-            size = torch.linalg.vector_norm(power, dim=(1, 2)) * (1 + gamma(self.n**2 + 4, DOUBLE))
-        root = (size + error) ** (0.5**_SQUARINGS) * scale[:, 0, 0]
-        return up(root, 32).view(q.shape[1:])
+            size = up(_row_sums(power).sqrt())
+        root = up(size + error, 8) ** (0.5**_SQUARINGS) * scale.to(DOUBLE)
+        return (up(root, 32) + small).view(q.shape[1:])
+
+    @cached_property
+    def _full(self) -> Tensor:
+        """Where each entry of a symmetric matrix stands among the pairs, (n^2,)."""
+        places = torch.zeros(self.n, self.n, dtype=torch.long)
+        i, j = self.pairs
+        places[i, j] = places[j, i] = torch.arange(len(i))
+        return places.flatten()
 
 
 def _one_norm(g: Tensor) -> Tensor:
-    return (
-        summed_up(torch.linalg.vector_norm(g, 1, dim=0), len(g)) if len(g) else g.sum(0).double()
-    )
+    return _summed(g, torch.abs)
+
+
+def _row_sums(power: Tensor) -> Tensor:
+    """The sums of squares of matrices."""
+    return summed_up(power.square().sum(1).sum(1), 2 * power.shape[1] + 4)
+
+
+def _summed(g: Tensor, size: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum the sizes of rows, a few at a time: they stay in the cache, and round less."""
+    some = max(1, _AT_ONCE // max(1, g[:1].numel()))
+    total = torch.zeros(g.shape[1:], dtype=g.dtype, device=g.device)
+    for part in g.split(some):  # type: ignore[no-untyped-call]
+        total += size(part).sum(0)
+    return summed_up(total, min(some, len(g)) + len(g) // some + 4)

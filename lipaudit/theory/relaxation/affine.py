@@ -64,6 +64,12 @@ def moved(name: str) -> Callable[..., Any]:
         def move(t: Tensor) -> Any:
             return getattr(t, name)(*args, **kwargs)
 
+        alone, pending = x.parted() if x.pending else (x, None)
+        if pending is not None:
+            result = rule(alone, *args, **kwargs)
+            if isinstance(result, Form):
+                result.pending = pending.mapped(lambda d: rule(d, *args, **kwargs), move)
+                return result
         sizes = (move(each) for each in vars(x.sizes).values())
         parts = move(x.centre), torch.vmap(move)(x.generators), move(x.slack), *sizes
         if isinstance(parts[0], Tensor):
@@ -106,8 +112,9 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     form = broadcast(form, constant.shape)
     centre = form.centre + constant
     rounding = (gamma(1, DOUBLE) * centre.abs()).nan_to_num(posinf=0.0)
-    total = Form(centre, form.generators, up(form.slack + rounding), form.symbols)
-    total.sizes = form.sizes
+    alone, pending = form.parted() if form.pending else (form, None)
+    total = Form(centre, alone.generators, up(alone.slack + rounding), form.symbols)
+    total.sizes, total.pending = form.sizes, pending
     return total
 
 
@@ -152,7 +159,11 @@ def scaled(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     """Return x times a constant, entry by entry."""
     weight = as_constant(weight, x)
     x = broadcast(x, weight.shape)
-    return linear_map(x, torch.mul, weight, roundings=roundings + 1)
+    alone, pending = x.parted() if x.pending else (x, None)
+    result = linear_map(alone, torch.mul, weight, roundings=roundings + 1)
+    if pending is not None:
+        result.pending = pending.mapped(lambda d: scaled(d, weight), lambda t: t)
+    return result
 
 
 def as_constant(value: Any, x: Form) -> Tensor:
@@ -163,14 +174,21 @@ def as_constant(value: Any, x: Form) -> Tensor:
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
-    """Weights times the last axis."""
-    return linear_map(
-        input.settle(),
-        lambda t, w: t @ w.mT,
-        weight,
-        roundings=weight.shape[-1] + 1,
-        constant=bias,
-    )
+    """Weights times the last axis; what is pending need not wait for more."""
+
+    def op(t: Tensor, w: Tensor) -> Tensor:
+        return t @ w.mT
+
+    alone, pending = input.parted()
+    roundings = weight.shape[-1] + 1
+    result = linear_map(alone, op, weight, roundings=roundings, constant=bias)
+    if pending is not None:
+        waited = pending.mapped(
+            lambda d: linear_map(d, op, weight, roundings=roundings),
+            lambda t: t.amax(-1, keepdim=True),
+        )
+        result.slack = up(result.slack + waited.radius())
+    return result
 
 
 def weighted(x: Any, y: Any) -> Form:

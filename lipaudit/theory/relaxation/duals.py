@@ -190,7 +190,7 @@ def start(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
     k = len(problem.slope)
     y = problem.slope.new_zeros(2, len(which), k)
     state = torch.zeros(len(which), k, dtype=torch.long, device=y.device)
-    for depth in reversed(problem.depth.unique().tolist()):
+    for depth in sorted(set(problem.depth.tolist()), reverse=True):
         own = (problem.depth == depth).nonzero()[:, 0]
         _, t = bound(problem, Nodes(which, state, y))
         cancel = t[:, problem.columns[own]].clamp_min(0) / problem.offset[own]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +40,33 @@ class UnboundedError(EvaluationError):
         super().__init__("a range is not finite: the ball is too large for this model")
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A product with one factor a row that is known to be small, and is not bounded yet.
+
+    A row of entries d_k times a number |t| <= r is off by r |d_k| in each; behind weights w by
+    r |sum_k w_k d_k|, far less than r sum_k |w_k| |d_k|. So it waits for the weights.
+
+    Attributes:
+        moving: d, a form of centre zero.
+        by_linear: bounds what multiplies the part of d that is linear in the input; of d's shape.
+        by_rest: what multiplies the others.
+    """
+
+    moving: Form
+    by_linear: Tensor
+    by_rest: Tensor
+
+    def radius(self) -> Tensor:
+        """What entries are off by if it waits no longer."""
+        linear = self.by_linear * self.moving.sizes.linear
+        return up(linear + self.by_rest * self.moving.rest)
+
+    def mapped(self, change: Callable[[Form], Form], move: Callable[[Tensor], Tensor]) -> Pending:
+        """The same behind a linear map of d, with its factors moved to where they act."""
+        return Pending(change(self.moving), move(self.by_linear), move(self.by_rest))
+
+
 class Form:
     """A tensor x(e) = centre + sum of coefficients times symbols + something within +- slack.
 
@@ -62,8 +90,9 @@ class Form:
         *,
         simplex: bool = False,
     ) -> None:
-        self.centre, self.generators, self.slack = centre, generators, slack
+        self.centre, self.generators, self._slack = centre, generators, slack
         self.symbols, self.simplex = symbols, simplex
+        self.pending: Pending | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -124,6 +153,26 @@ class Form:
         moving = gamma(roundings + 1, dtype) * self.mass
         still = (gamma(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(posinf=0.0)
         return up(self.slack + moving + still + lost)
+
+    @property
+    def slack(self) -> Tensor:
+        """What rounding and operations since the last symbols left; ends what is pending."""
+        if self.pending is not None:
+            self._slack, self.pending = up(self._slack + self.pending.radius()), None
+        return self._slack
+
+    @slack.setter
+    def slack(self, slack: Tensor) -> None:
+        self._slack = slack
+
+    def parted(self) -> tuple[Form, Pending | None]:
+        """Return the form without what is pending, settled in place, and that apart."""
+        pending, self.pending = self.pending, None
+        self.settle()
+        alone = Form(self.centre, self.generators, self.slack, self.symbols)
+        alone.sizes = self.sizes
+        self.pending = pending
+        return alone, pending
 
     def settle(self) -> Form:
         """Turn slack into symbols, in place, where it is a share of what the entry moves.

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lipaudit.theory.relaxation.affine import add, linear_map, scaled
 from lipaudit.theory.relaxation.form import Form, NoRuleError
-from lipaudit.theory.relaxation.products import mul
+from lipaudit.theory.relaxation.products import rows_times
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
-from lipaudit.theory.relaxation.smooth import RSQRT, relax, square_rest
+from lipaudit.theory.relaxation.smooth import RSQRT, relax, square_rest, worth_squaring
 
 
 def layer_norm(
@@ -59,7 +59,7 @@ def _centred(x: Form) -> Form:
 
 
 def _unit(y: Form, eps: float) -> Form:
-    return mul(y, relax(add(_mean_square(y), eps), RSQRT, floor=eps))
+    return rows_times(y, relax(add(_mean_square(y), eps), RSQRT, floor=eps))
 
 
 def _mean_square(y: Form) -> Form:
@@ -70,10 +70,12 @@ def _mean_square(y: Form) -> Form:
     moves, size = up(y.mass + y.slack), y.centre.abs()
     if symbols.order == 2:
         first, second = square_rest(y.sizes.linear, y.rest)
-        e = y.generators[: symbols.n]
+        kept = worth_squaring(y)
+        e = y.generators[: symbols.n] * kept
         squares = symbols.pack(torch.einsum("a...k,c...k->ac...", e / n, e))
         rows[symbols.n : symbols.first_error] += squares[..., None]
-        middle, radius = _mean(second) / 2, _mean(first + second / 2)
+        middle = _mean(torch.where(kept, second, moves.square())) / 2
+        radius = _mean(torch.where(kept, first + second / 2, moves.square() / 2))
     else:
         middle = radius = _mean(moves.square()) / 2
     # Two sums of n products, their weights rounded, and the sum of both.

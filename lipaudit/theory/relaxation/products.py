@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.relaxation.affine import as_constant, broadcast, scaled, weighted
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form, NoRuleError, Pending
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.smooth import RECIPROCAL, relax
 
@@ -53,7 +53,23 @@ def div(x: Any, y: Any) -> Form:
     return scaled(x, as_constant(y, x).to(DOUBLE).reciprocal(), roundings=2)
 
 
-def _product(x: Form, y: Form, f: Bilinear, *, terms: int) -> Form:
+def rows_times(x: Form, factor: Form) -> Form:
+    """Return x times one number a row (its last axis is 1), with dx dfactor left pending.
+
+    What stays of that at order 2 is L_x R + R_x (L + R) of the factor's parts.
+    """
+    factor.settle()
+    wide = broadcast(factor, x.shape)
+    moving = Form(torch.zeros_like(x.centre), x.generators, x.slack, x.symbols)
+    moving.sizes = x.sizes
+    rest = up(wide.sizes.linear + wide.rest)
+    linear = wide.rest if x.symbols.order == 2 else rest
+    result = _product(x, wide, torch.mul, terms=1, pending=True)
+    result.pending = Pending(moving, linear, rest)
+    return result
+
+
+def _product(x: Form, y: Form, f: Bilinear, *, terms: int, pending: bool = False) -> Form:
     symbols, dtype = x.symbols, x.symbols.dtype
     centre = f(x.centre, y.centre)
     generators = _linear_part(x, y, f)
@@ -62,10 +78,11 @@ def _product(x: Form, y: Form, f: Bilinear, *, terms: int) -> Form:
     slack = f(x.slack, y_size) + f(x_size, y.slack)
     if symbols.order == 2:
         x_rest, y_rest = x.rest, y.rest
-        slack = slack + f(x.sizes.linear, y_rest) + f(x_rest, y.sizes.linear + y_rest)
+        if not pending:
+            slack = slack + f(x.sizes.linear, y_rest) + f(x_rest, y.sizes.linear + y_rest)
         squares = symbols.pack(_outer(x.generators[: symbols.n], y.generators[: symbols.n], f))
         generators[symbols.n : symbols.first_error] += squares
-    else:
+    elif not pending:
         slack = slack + f(x_moves, y_moves)
     moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
     lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)

@@ -10,7 +10,7 @@ with w = (u - l) / 2, the best b for powers up to the fourth is the second diffe
 (f(u) - 2 f(m) + f(l)) / 2 w^2 (x^4 is w^2 x^2 - w^4/8 +- w^4/8), and the best slope there is
 f'(m) + 3/4 (chord - f'(m)) (x^3 is 3/4 w^2 x +- w^3/4). With x - c = L + R, L linear in the input
 and |R| <= rest, b L^2 goes into the quadratic part and b (2 L R + R^2) stays within
-b [-2 lin rest, 2 lin rest + rest^2].
+b [-2 lin rest, 2 lin rest + rest^2]. Where that is wider than order 1 is, b is 0.
 
 All of this is float64. a and b are rounded first to what multiplies the generators, d is what
 they leave.
@@ -97,8 +97,9 @@ def _parabola(f: Smooth, z: Form, low: Tensor, high: Tensor) -> tuple[Tensor, Te
     else:
         bend = f.bend(m) / 2
         second = (f.value(high) - 2 * f.value(m) + f.value(low)) / (2 * w.square())
-        b = torch.where(w > 1e-4 * m.abs() + 1e-6, second, bend)
-        a = slope + 0.75 * (chord - slope) - 2 * b * (m - z.centre)  # at c, where b is centred
+        b = torch.where(w > 1e-4 * m.abs() + 1e-6, second, bend) * worth_squaring(z)
+        share = torch.where(b == 0, 1.0, 0.75)
+        a = slope + share * (chord - slope) - 2 * b * (m - z.centre)  # at c, as b is
     a, b = (each.to(z.symbols.dtype).to(DOUBLE) for each in (a, b))
     if not (torch.isfinite(a) & torch.isfinite(b)).all():
         raise UnboundedError
@@ -145,6 +146,14 @@ def _assembled(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius:
         slack = slack + gamma(1, symbols.dtype) * a.abs() * z.sizes.quadratic
         slack = slack + 4 * symbols.first_error * tiny(symbols.dtype) * (1 + b.abs())
     return Form(middle, generators, up(slack, 16), symbols)
+
+
+def worth_squaring(z: Form) -> Tensor:
+    """Say where keeping the square of the linear part costs less than a range for all of it.
+
+    Of x^2 the first leaves an error of 2 lin rest + rest^2 / 2, the second (lin + rest)^2 / 2.
+    """
+    return z.sizes.linear > 2 * z.rest
 
 
 def square_rest(lin: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,8 @@ def softmax(input: Form, dim: int | None = None, *_: Any, dtype: Any = None) -> 
     r = up(d.sizes.linear + d.rest)
     mean_moves = up(_total(p * (z.mass + z.slack)), p.shape[-1])
     lost = up(share * (_total(p * r) + mean_moves), p.shape[-1])
-    rho = _second_order(d, p, r, lost) if z.symbols.order == 2 else _first_order(d, p, r, lost)
+    rho = _first_order(d, p, r, lost)
+    rho = _better(rho, _second_order(d, p, r, lost)) if z.symbols.order == 2 else rho
     if not torch.isfinite(rho.slack).all():
         raise UnboundedError
     log_p = z.centre.log_softmax(-1).masked_fill(hidden, 0.0)
@@ -116,6 +117,14 @@ def _second_order(d: Form, p: Tensor, r: Tensor, lost: Tensor) -> Form:
     generators = d.generators.new_zeros(symbols.first_error, *middle.shape)
     generators[symbols.n :] = squares
     return Form(middle, generators, up(slack + 2 * rounding, keys + 32), symbols)
+
+
+def _better(one: Form, other: Form) -> Form:
+    """Take of each row the form with less slack."""
+    first = one.slack < other.slack
+    centre = torch.where(first, one.centre, other.centre)
+    slack = torch.minimum(one.slack, other.slack)
+    return Form(centre, other.generators * ~first, slack, one.symbols)
 
 
 def _finished(out: Form, hidden: Tensor) -> Form:

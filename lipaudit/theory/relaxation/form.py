@@ -178,9 +178,10 @@ class Form:
         """Turn slack into symbols, in place, where it is a share of what the entry moves.
 
         Slack that is mixed by weights adds up in size, symbols keep their signs. Entries whose
-        slack is small against the largest radius keep theirs.
+        slack is small against the largest radius of their row, the last axis, keep theirs.
         """
-        limit = self.symbols.settle * (self.mass + self.slack).amax()
+        radius = self.mass + self.slack
+        limit = self.symbols.settle * (radius.amax(-1, keepdim=True) if self.ndim else radius)
         large = self.slack > limit
         if not large.any():
             return self

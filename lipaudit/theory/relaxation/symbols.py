@@ -21,7 +21,7 @@ from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, summed_u
 
 Norm = Literal["linf", "l2"]
 
-SETTLE = 5e-5
+SETTLE = 2e-5
 """Share of a radius from which slack becomes symbols where an operation would mix it."""
 
 _AT_ONCE = 2**18

@@ -8,13 +8,14 @@ Moving data about rounds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form, NoRuleError, Pending
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.symbols import Sizes
 
@@ -68,7 +69,9 @@ def moved(name: str) -> Callable[..., Any]:
         if pending is not None:
             result = rule(alone, *args, **kwargs)
             if isinstance(result, Form):
-                result.pending = pending.mapped(lambda d: rule(d, *args, **kwargs), move)
+                result.pending = pending.moved(
+                    lambda t: rule(t, *args, **kwargs) if isinstance(t, Form) else move(t)
+                )
                 return result
         sizes = (move(each) for each in vars(x.sizes).values())
         parts = move(x.centre), torch.vmap(move)(x.generators), move(x.slack), *sizes
@@ -114,7 +117,9 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     rounding = (gamma(1, DOUBLE) * centre.abs()).nan_to_num(posinf=0.0)
     alone, pending = form.parted() if form.pending else (form, None)
     total = Form(centre, alone.generators, up(alone.slack + rounding), form.symbols)
-    total.sizes, total.pending = form.sizes, pending
+    total.sizes = form.sizes
+    if pending is not None:
+        total.pending = replace(pending, constant=add(pending.constant, constant))
     return total
 
 
@@ -162,7 +167,8 @@ def scaled(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     alone, pending = x.parted() if x.pending else (x, None)
     result = linear_map(alone, torch.mul, weight, roundings=roundings + 1)
     if pending is not None:
-        result.pending = pending.mapped(lambda d: scaled(d, weight), lambda t: t)
+        moving, constant = scaled(pending.moving, weight), scaled(pending.constant, weight)
+        result.pending = replace(pending, moving=moving, constant=constant)
     return result
 
 
@@ -183,11 +189,15 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     roundings = weight.shape[-1] + 1
     result = linear_map(alone, op, weight, roundings=roundings, constant=bias)
     if pending is not None:
-        waited = pending.mapped(
-            lambda d: linear_map(d, op, weight, roundings=roundings),
-            lambda t: t.amax(-1, keepdim=True),
+        waited = Pending(
+            linear_map(pending.moving, op, weight, roundings=roundings),
+            broadcast(pending.root[..., :1], result.shape),
+            linear(pending.constant, weight, bias),
+            pending.by_linear.amax(-1, keepdim=True),
+            pending.by_rest.amax(-1, keepdim=True),
         )
         result.slack = up(result.slack + waited.radius())
+        result.quotient = waited
     return result
 
 

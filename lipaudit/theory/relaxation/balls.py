@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipaudit.errors import UsageError
-from lipaudit.theory.relaxation.affine import linear_map
+from lipaudit.theory.relaxation.affine import add, broadcast, linear_map
 from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.products import mul
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, up
 from lipaudit.theory.relaxation.rules import RULES
 from lipaudit.theory.relaxation.symbols import SETTLE, Norm, Symbols
@@ -87,12 +88,35 @@ def run(model: Callable[[Any], Any], x: Form) -> Any:
 
 
 def margins(logits: Form, label: int) -> Form:
-    """Return logit_label - logit_j of every other class j, (classes - 1,)."""
+    """Return logit_label - logit_j of every other class j, (classes - 1,), or as good as that.
+
+    Behind a normalisation the logits are n / root + constant: where it says more, what is returned
+    is root (n / root + constant), of the same signs and without the quotient.
+    """
+    flat = logits.reshape(-1)
+    plain = _differences(flat, label)
+    if logits.quotient is None:
+        return plain
+    parts = logits.quotient.moved(lambda t: t.reshape(-1))
+    root = broadcast(parts.root[:1], plain.shape)
+    times = add(_differences(parts.moving, label), mul(_differences(parts.constant, label), root))
+    return times if _share(times) > _share(plain) else plain
+
+
+def _differences(logits: Form, label: int) -> Form:
     classes = logits.shape[-1]
     identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
     others = torch.arange(classes, device=logits.device) != label
     difference = (identity[label] - identity)[others]
-    flat = logits.reshape(-1)
     return linear_map(
-        flat, lambda t, w: t @ w.mT, difference, roundings=2, bound=lambda t, w: t @ w.mT
+        logits,
+        lambda t, w: t @ w.mT,
+        difference,
+        roundings=2,
+        bound=lambda t, w: t @ w.mT,
     )
+
+
+def _share(margins: Form) -> float:
+    """What is left of the margins at the centre."""
+    return float((margins.range()[0] / margins.centre.abs()).nan_to_num(nan=-torch.inf).amin())

@@ -48,12 +48,16 @@ class Pending:
     r |sum_k w_k d_k|, far less than r sum_k |w_k| |d_k|. So it waits for the weights.
 
     Attributes:
-        moving: d, a form of centre zero.
+        moving: a form that moves by d.
+        root, constant: the row is moving / root + constant with root > 0, which has the same signs
+            as moving + constant root; of the shape of moving.
         by_linear: bounds what multiplies the part of d that is linear in the input; of d's shape.
         by_rest: what multiplies the others.
     """
 
     moving: Form
+    root: Form
+    constant: Form
     by_linear: Tensor
     by_rest: Tensor
 
@@ -62,9 +66,12 @@ class Pending:
         linear = self.by_linear * self.moving.sizes.linear
         return up(linear + self.by_rest * self.moving.rest)
 
-    def mapped(self, change: Callable[[Form], Form], move: Callable[[Tensor], Tensor]) -> Pending:
-        """The same behind a linear map of d, with its factors moved to where they act."""
-        return Pending(change(self.moving), move(self.by_linear), move(self.by_rest))
+    def moved(self, move: Callable[[Any], Any]) -> Pending:
+        """The same with entries moved about."""
+        return Pending(
+            *(move(each) for each in (self.moving, self.root, self.constant)),
+            *(move(each) for each in (self.by_linear, self.by_rest)),
+        )
 
 
 class Form:
@@ -93,6 +100,7 @@ class Form:
         self.centre, self.generators, self._slack = centre, generators, slack
         self.symbols, self.simplex = symbols, simplex
         self.pending: Pending | None = None
+        self.quotient: Pending | None = None
 
     @property
     def shape(self) -> torch.Size:

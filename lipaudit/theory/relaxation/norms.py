@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lipaudit.theory.relaxation.affine import add, linear_map, scaled
 from lipaudit.theory.relaxation.form import Form, NoRuleError
-from lipaudit.theory.relaxation.products import rows_times
+from lipaudit.theory.relaxation.products import rows_over
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
-from lipaudit.theory.relaxation.smooth import RSQRT, relax, square_rest, worth_squaring
+from lipaudit.theory.relaxation.smooth import RSQRT, SQRT, relax, square_rest, worth_squaring
 
 
 def layer_norm(
@@ -59,7 +59,8 @@ def _centred(x: Form) -> Form:
 
 
 def _unit(y: Form, eps: float) -> Form:
-    return rows_times(y, relax(add(_mean_square(y), eps), RSQRT, floor=eps))
+    square = add(_mean_square(y), eps)
+    return rows_over(y, relax(square, SQRT, floor=eps), relax(square, RSQRT, floor=eps))
 
 
 def _mean_square(y: Form) -> Form:

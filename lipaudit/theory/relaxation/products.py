@@ -53,19 +53,19 @@ def div(x: Any, y: Any) -> Form:
     return scaled(x, as_constant(y, x).to(DOUBLE).reciprocal(), roundings=2)
 
 
-def rows_times(x: Form, factor: Form) -> Form:
-    """Return x times one number a row (its last axis is 1), with dx dfactor left pending.
+def rows_over(x: Form, root: Form, inverse: Form) -> Form:
+    """Return x / root, one positive number a row (its last axis is 1), with dx dinverse pending.
 
-    What stays of that at order 2 is L_x R + R_x (L + R) of the factor's parts.
+    What stays of that at order 2 is L_x R + R_x (L + R) of the parts of the inverse, 1 / root.
     """
-    factor.settle()
-    wide = broadcast(factor, x.shape)
-    moving = Form(torch.zeros_like(x.centre), x.generators, x.slack, x.symbols)
-    moving.sizes = x.sizes
+    wide = broadcast(inverse.settle(), x.shape)
+    none = torch.zeros(1, *x.shape, dtype=x.symbols.dtype, device=x.device)
+    nothing = torch.zeros_like(x.centre)
+    constant = Form(nothing, none, nothing, x.symbols)
     rest = up(wide.sizes.linear + wide.rest)
     linear = wide.rest if x.symbols.order == 2 else rest
     result = _product(x, wide, torch.mul, terms=1, pending=True)
-    result.pending = Pending(moving, linear, rest)
+    result.pending = Pending(x, broadcast(root, x.shape), constant, linear, rest)
     return result
 
 

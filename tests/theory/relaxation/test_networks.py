@@ -159,3 +159,51 @@ def test_a_text_model_with_moving_tokens(points):
         _, inputs = points(start, 500)
         assert (low <= _difference(model(inputs), 0).amin(0)).all()
         assert (low > _difference(model(x.double()), 0)[0] - 1.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+@pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("l2", 1), ("linf", 2), ("l2", 2)])
+def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
+    """They are those times the root of the variance, of the same signs; and say more."""
+    torch.manual_seed(4)
+    into, head, last = nn.Linear(6, 8), nn.Linear(8, CLASSES), nn.LayerNorm(8)
+    torch.nn.init.normal_(last.weight)
+    torch.nn.init.normal_(last.bias)
+    model = nn.Sequential(into, nn.GELU(), last, head).requires_grad_(requires_grad=False)
+    x = torch.randn(1, 3, 6)
+    start = ball(x, 0.05, norm=norm, order=order, dtype=dtype)
+    logits = run(lambda t: head(last(F.gelu(into(t)))[:, 0]), start)
+    form = margins(logits, 1)
+    e, inputs = points(start, 400)
+    model.double()
+    hidden = F.gelu(into(inputs))[:, 0]
+    root = (hidden.var(-1, correction=0) + last.eps).sqrt()
+    truth = _difference(head(last(hidden)), 1)
+    logits.quotient = None
+    plain = margins(logits, 1)
+    assert excess(plain, e, truth) <= 1e-12
+    times_root = not torch.equal(form.centre, plain.centre)
+    assert excess(form, e, truth * (root[:, None] if times_root else 1)) <= 1e-12
+    shares = [(each.range()[0] / each.centre.abs()).amin() for each in (form, plain)]
+    assert shares[0] >= shares[1]
+    assert times_root or order == 2
+
+
+def test_a_product_that_waits_for_weights_is_closer_and_holds(points, excess):
+    """What a normalisation leaves pending ends as slack wherever no weights follow."""
+    torch.manual_seed(5)
+    first, second = nn.Linear(6, 16), nn.Linear(16, 5)
+    for order in (1, 2):
+        start = ball(torch.randn(1, 3, 6), 0.1, order=order)
+        e, inputs = points(start, 300)
+
+        def normed(t, first=first):
+            return F.layer_norm(F.linear(t, first.weight.to(t.dtype)), (16,))
+
+        waiting = run(lambda t: F.linear(normed(t)[:, 1:], second.weight.to(t.dtype)), start)
+        ended = run(lambda t: F.linear(0 - (0 - normed(t)[:, 1:]), second.weight), start)
+        truth = F.linear(normed(inputs)[:, 1:], second.weight.double())
+        for form in (waiting, ended):
+            assert excess(form, e, truth) <= 1e-12
+        widths = [(form.range()[1] - form.range()[0]).sum() for form in (waiting, ended)]
+        assert widths[0] < 0.99 * widths[1]

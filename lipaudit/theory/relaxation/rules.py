@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lipaudit.theory.relaxation import affine, norms, products, smooth, softmax
+from lipaudit.theory.relaxation import affine, moves, norms, products, smooth, softmax
 from lipaudit.theory.relaxation.relu import relu
 
 RULES: dict[str, Callable[..., Any]] = {
     **affine.RULES,
+    **moves.RULES,
     **smooth.RULES,
     **products.RULES,
     **softmax.RULES,

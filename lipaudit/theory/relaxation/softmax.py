@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import add, linear_map, masked_fill, scaled
+from lipaudit.theory.relaxation.affine import add, linear_map, scaled
 from lipaudit.theory.relaxation.form import Form, NoRuleError, UnboundedError
+from lipaudit.theory.relaxation.moves import masked_fill
 from lipaudit.theory.relaxation.products import matmul
 from lipaudit.theory.relaxation.rounding import DOUBLE, LIBRARY, gamma, up
 from lipaudit.theory.relaxation.smooth import EXP, relax, square_rest

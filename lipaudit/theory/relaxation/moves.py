@@ -1,0 +1,103 @@
+"""Operations that move entries about, put them side by side or replace them: exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.theory.relaxation.affine import broadcast
+from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.rounding import DOUBLE
+from lipaudit.theory.relaxation.symbols import Sizes
+
+
+def moved(name: str) -> Callable[..., Any]:
+    """Return the rule of a method of tensors that only moves entries about, or copies them."""
+
+    def rule(x: Form, *args: Any, **kwargs: Any) -> Any:
+        def move(t: Tensor) -> Any:
+            return getattr(t, name)(*args, **kwargs)
+
+        alone, pending = x.parted() if x.pending else (x, None)
+        if pending is not None:
+            result = rule(alone, *args, **kwargs)
+            if isinstance(result, Form):
+                result.pending = pending.moved(
+                    lambda t: rule(t, *args, **kwargs) if isinstance(t, Form) else move(t)
+                )
+                return result
+        sizes = (move(each) for each in vars(x.sizes).values())
+        parts = move(x.centre), torch.vmap(move)(x.generators), move(x.slack), *sizes
+        if isinstance(parts[0], Tensor):
+            return _moved(x, *parts)
+        return tuple(_moved(x, *each) for each in zip(*parts, strict=True))
+
+    return rule
+
+
+def _moved(x: Form, centre: Tensor, generators: Tensor, slack: Tensor, *sizes: Tensor) -> Form:
+    form = Form(centre, generators, slack, x.symbols)
+    form.sizes = Sizes(*sizes)  # taken once, before it is cut up
+    return form
+
+
+def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
+    """Put forms and constants side by side."""
+    forms = [each for each in tensors if isinstance(each, Form)]
+    symbols, rows = forms[0].symbols, max(len(form.generators) for form in forms)
+    axis = dim % forms[0].ndim
+    shape = list(forms[0].shape)
+    shape[axis] = sum(each.shape[axis] for each in tensors)
+    device = forms[0].device
+    centre = torch.cat(
+        [e.centre if isinstance(e, Form) else e.detach().to(DOUBLE) for e in tensors], axis
+    )
+    slack = torch.zeros(shape, dtype=DOUBLE, device=device)
+    generators = torch.zeros(rows, *shape, dtype=symbols.dtype, device=device)
+    start = 0
+    for each in tensors:
+        if isinstance(each, Form):
+            slack.narrow(axis, start, each.shape[axis]).copy_(each.slack)
+            part = generators[: len(each.generators)].narrow(axis + 1, start, each.shape[axis])
+            part.copy_(each.generators)
+        start += each.shape[axis]
+    return Form(centre, generators, slack, symbols)
+
+
+def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
+    """Put forms and constants side by side along a new axis."""
+    return cat([each.unsqueeze(dim) for each in tensors], dim)
+
+
+def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
+    """A constant in some entries."""
+    input = broadcast(input, mask.shape)
+    keep = ~mask
+    return Form(
+        input.centre.masked_fill(mask, float(value)),
+        input.generators * keep,
+        input.slack * keep,
+        input.symbols,
+    )
+
+
+MOVES = (
+    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
+    *("reshape", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
+    *("narrow", "select", "index_select", "roll", "flip", "repeat"),
+)
+"""Methods of tensors that move entries about."""
+
+RULES: dict[str, Callable[..., Any]] = {
+    **{name: moved(name) for name in MOVES},
+    "view": moved("reshape"),
+    "getitem": moved("__getitem__"),
+    "cat": cat,
+    "concat": cat,
+    "stack": stack,
+    "masked_fill": masked_fill,
+}
+"""What moves do to forms."""

@@ -200,3 +200,50 @@ def test_only_some_tokens_move():
     assert x.symbols.n == WIDTH
     assert ((high - low)[0, 1] > 0.19).all()
     assert ((high - low)[0, [0, 2, 3]] < 1e-12).all()
+
+
+@pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("linf", 2), ("l2", 1), ("l2", 2)])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_variances_of_balls_much_larger_than_their_centre(norm, order, tokens, points, excess):
+    """All of the mean square is then that of what moves."""
+    centre = 0.01 * _weights(1, tokens, 2, seed=11)
+    x = ball(centre, 1.0, norm=norm, order=order)
+    e, inputs = points(x, 300)
+    square = run(lambda t: (t * t).mean(-1), x)
+    assert excess(square, e, inputs.square().mean(-1)) <= 1e-13
+    low, high = run(lambda t: F.rms_norm(t, (2,), None, 1e-2), x).range()
+    truth = F.rms_norm(inputs, (2,), None, 1e-2)
+    assert ((low <= truth) & (truth <= high)).all()
+    root = run(lambda t: F.rms_norm(t, (2,), None, 1e-2), x).pending.root
+    assert (
+        excess(root, e, (inputs.square().mean(-1, keepdim=True) + 1e-2).sqrt().expand_as(inputs))
+        <= 1e-13
+    )
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+def test_quadratic_parts_against_all_corners_and_eigenvalues(norm, dtype):
+    n = 8
+    symbols = ball(torch.zeros(1, n), 1.0, norm=norm, order=2, dtype=dtype).symbols
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(n, n, 50, generator=generator, dtype=torch.float64)
+    one_sided = spread[:, None, 0] * spread[None, :, 0]  # of rank one: the bounds are sharp
+    q = torch.cat([spread, one_sided, -one_sided], -1)
+    rows = torch.cat([torch.zeros(n, q.shape[-1]), symbols.pack(q).float()]).to(dtype)
+    low, high = symbols.quadratic_range(rows)
+    packed = symbols.pack(q).float().double()
+    i, j = symbols.pairs
+    form = torch.zeros(n, n, q.shape[-1], dtype=torch.float64)
+    form[i, j] += packed / 2
+    form[j, i] += packed / 2
+    if norm == "l2":
+        values = torch.linalg.eigvalsh(form.permute(2, 0, 1))
+        least, largest = values[:, 0], values[:, -1]
+    else:
+        corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * n)
+        values = torch.einsum("ci,ijk,cj->ck", corners, form, corners)
+        least, largest = values.amin(0), values.amax(0)
+    assert (low <= least + 1e-12).all()
+    assert (largest - 1e-12 <= high).all()
+    assert (high[50:100] < 3 * largest[50:100]).all()

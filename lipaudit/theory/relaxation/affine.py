@@ -58,8 +58,12 @@ def linear_map(
     return Form(centre, rows, slack, symbols)
 
 
-def same(x: Form, *_: Any, **__: Any) -> Form:
-    """The rule of copies and casts: the value as a real number is the same."""
+def same(x: Form, *targets: Any, **named: Any) -> Form:
+    """The rule of casts: the value as a real number is the same; not that of whole numbers."""
+    for target in (*targets, *named.values()):
+        dtype = target.dtype if isinstance(target, Tensor) else target
+        if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+            raise NoRuleError(f"a cast to {dtype}")
     return x
 
 
@@ -159,9 +163,10 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
     roundings = weight.shape[-1] + 1
     result = linear_map(alone, op, weight, roundings=roundings, constant=bias)
     if pending is not None:
+        root: Any = pending.root[..., :1]
         waited = Pending(
             linear_map(pending.moving, op, weight, roundings=roundings),
-            broadcast(pending.root[..., :1], result.shape),
+            broadcast(root, result.shape),
             linear(pending.constant, weight, bias),
             pending.by_linear.amax(-1, keepdim=True),
             pending.by_rest.amax(-1, keepdim=True),
@@ -259,12 +264,14 @@ def average(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any =
 
 
 RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("contiguous", "clone", "to", "float", "double", "type_as", "detach"), same),
+    **dict.fromkeys(("contiguous", "to", "float", "double", "type_as", "detach", "data"), same),
+    "clone": lambda input, *, memory_format=None: input.copy(),
     "dropout": dropout,
     "neg": neg,
     "negative": neg,
-    "add": add,
+    **dict.fromkeys(("add", "radd"), add),
     "sub": sub,
+    "rsub": lambda x, other, *, alpha=1: sub(other, x, alpha=alpha),
     "expand": expand,
     "expand_as": lambda x, other: expand(x, other.shape),
     "linear": linear,

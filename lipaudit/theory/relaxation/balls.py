@@ -46,7 +46,7 @@ def ball(
     """
     if not eps >= 0 or order not in (1, 2):
         raise UsageError(f"no ball of radius {eps} at order {order}")
-    x = x.detach().to(DOUBLE)
+    shown, x = x.dtype, x.detach().to(DOUBLE)
     low, high = x - up(torch.full_like(x, eps)), x + up(torch.full_like(x, eps))
     if box is not None and norm == "linf":
         low, high = low.clamp(*box), high.clamp(*box)
@@ -55,7 +55,9 @@ def ball(
     radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
     where = torch.ones_like(x, dtype=torch.bool) if moving is None else moving.expand_as(x)
     places = where.flatten().nonzero()[:, 0]
-    symbols = Symbols(len(places), norm, order=order, dtype=dtype, rules=RULES, settle=settle)
+    symbols = Symbols(
+        len(places), norm, order=order, dtype=dtype, rules=RULES, shown=shown, settle=settle
+    )
     rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
     rows[torch.arange(len(places)), places] = cast_up(radius, dtype).flatten()[places]
     centre = torch.where(where, centre, x)
@@ -93,12 +95,13 @@ def margins(logits: Form, label: int) -> Form:
     Behind a normalisation the logits are n / root + constant: where it says more, what is returned
     is root (n / root + constant), of the same signs and without the quotient.
     """
-    flat = logits.reshape(-1)
+    flat: Any = logits.reshape(-1)
     plain = _differences(flat, label)
     if logits.quotient is None:
         return plain
     parts = logits.quotient.moved(lambda t: t.reshape(-1))
-    root = broadcast(parts.root[:1], plain.shape)
+    first: Any = parts.root[:1]
+    root = broadcast(first, plain.shape)
     times = add(_differences(parts.moving, label), mul(_differences(parts.constant, label), root))
     return times if _share(times) > _share(plain) else plain
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -74,10 +74,18 @@ class Pending:
         )
 
 
-class Form:
+class Memory:
+    """What a tensor and its views have in common: how often it was written to."""
+
+    writes = 0
+
+
+class Form(Tensor):
     """A tensor x(e) = centre + sum of coefficients times symbols + something within +- slack.
 
-    It answers to torch's functions and to a tensor's methods by the rules of its symbols. The
+    To a model it is a tensor of its shape, device and dtype, without numbers: functions of torch,
+    methods and operators go by the rules of its symbols. An operation that writes into it
+    replaces what it holds; views that were taken of it before are then refused, not wrong. The
     first axis of the shape is the batch of the model; forms stand for one sample.
 
     Args:
@@ -87,6 +95,21 @@ class Form:
         symbols: that the rows stand for.
         simplex: entries are >= 0 and sum to one along the last axis, whatever the input.
     """
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls: type[Form],
+        centre: Tensor,
+        generators: Tensor,
+        slack: Tensor,
+        symbols: Symbols,
+        *,
+        simplex: bool = False,
+    ) -> Form:
+        shell: Form = Tensor._make_wrapper_subclass(
+            cls, centre.shape, dtype=symbols.shown, device=centre.device
+        )
+        return shell
 
     def __init__(
         self,
@@ -101,26 +124,10 @@ class Form:
         self.symbols, self.simplex = symbols, simplex
         self.pending: Pending | None = None
         self.quotient: Pending | None = None
+        self.memory, self.seen = Memory(), 0
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the tensor."""
-        return self.centre.shape
-
-    @property
-    def ndim(self) -> int:
-        """How many axes it has."""
-        return self.centre.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the coefficients."""
-        return self.symbols.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.centre.device
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Form({tuple(self.shape)}, {len(self.generators)} rows)"
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -149,6 +156,13 @@ class Form:
         radius = up(sizes.linear + sizes.errors + self.slack)
         size = self.centre.abs() + radius + high - low
         return outward(self.centre - radius + low, self.centre + radius + high, size)
+
+    def copy(self) -> Form:
+        """Return the same in memory of its own."""
+        form = Form(self.centre, self.generators, self._slack, self.symbols)
+        form.__dict__.update(self.__dict__)
+        form.memory, form.seen = Memory(), 0
+        return form
 
     def uncertain(self, roundings: int) -> Tensor:
         """Return by how much entries are off, seen by a map with weights of so many roundings.
@@ -203,73 +217,6 @@ class Form:
         self.generators, self.slack, self.sizes = generators, self.slack * ~large, sizes
         return self
 
-    def size(self, *axis: int) -> Any:
-        """As of a tensor."""
-        return self.centre.size(*axis)
-
-    def dim(self) -> int:
-        """As of a tensor."""
-        return self.centre.ndim
-
-    def numel(self) -> int:
-        """As of a tensor."""
-        return self.centre.numel()
-
-    def __len__(self) -> int:
-        return len(self.centre)
-
-    def __iter__(self) -> Iterator[Form]:
-        return iter(self.unbind(0))
-
-    def __add__(self, other: Any) -> Any:
-        return self._apply("add", (self, other), {})
-
-    def __radd__(self, other: Any) -> Any:
-        return self._apply("add", (other, self), {})
-
-    def __sub__(self, other: Any) -> Any:
-        return self._apply("sub", (self, other), {})
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._apply("sub", (other, self), {})
-
-    def __mul__(self, other: Any) -> Any:
-        return self._apply("mul", (self, other), {})
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._apply("mul", (other, self), {})
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._apply("div", (self, other), {})
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._apply("div", (other, self), {})
-
-    def __matmul__(self, other: Any) -> Any:
-        return self._apply("matmul", (self, other), {})
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return self._apply("matmul", (other, self), {})
-
-    def __pow__(self, exponent: Any) -> Any:
-        return self._apply("pow", (self, exponent), {})
-
-    def __neg__(self) -> Any:
-        return self._apply("neg", (self,), {})
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._apply("getitem", (self, index), {})
-
-    def __getattr__(self, name: str) -> Any:
-        """A method of a tensor, by its rule."""
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        if name in ("T", "mT", "H", "mH"):
-            if name == "mT":
-                return self.transpose(-1, -2)
-            raise NoRuleError(name)
-        return lambda *args, **kwargs: self._apply(name, (self, *args), kwargs)
-
     @classmethod
     def __torch_function__(
         cls,
@@ -279,28 +226,92 @@ class Form:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Apply the rule of a function of torch."""
-        form = _first_form(args)
-        name = func.__name__
-        name = name[2:-2] if name.startswith("__") else name
-        return form._apply(name, args, kwargs or {})
+        name, kwargs = _name(func), dict(kwargs or {})
+        if name in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        forms = _forms((args, kwargs))
+        if any(form.seen != form.memory.writes for form in forms):
+            raise NoRuleError(f"{name} of what was changed in place by another name")
+        writes = name == "setitem" or name.endswith("_") or kwargs.get("inplace")
+        name = name.removesuffix("_")
+        result = _ruled(forms[0].symbols, name, args, kwargs)
+        if writes:
+            return _written(name, args[0], result)
+        for view in _forms(result) if name in VIEWS else ():
+            view.memory, view.seen = forms[0].memory, forms[0].seen
+        return result
 
-    def _apply(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        rule = self.symbols.rules.get(name)
-        if rule is None:
-            raise NoRuleError(name)
-        try:
-            inspect.signature(rule).bind(*args, **kwargs)
-        except TypeError:
-            raise NoRuleError(f"{name} with these arguments") from None
-        return rule(*args, **kwargs)
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what did not come by `__torch_function__`: there are no numbers here."""
+        raise NoRuleError(str(func))
 
 
-def _first_form(args: Any) -> Form:
-    for arg in args:
-        if isinstance(arg, Form):
-            return arg
-        if isinstance(arg, list | tuple):
-            for item in arg:
-                if isinstance(item, Form):
-                    return item
-    raise NoRuleError("of unknown arguments")
+METADATA = frozenset(
+    (
+        *("shape", "dtype", "device", "layout", "ndim", "size", "dim", "ndimension", "len"),
+        *("numel", "nelement", "stride", "is_contiguous", "storage_offset", "element_size"),
+        *("itemsize", "nbytes", "hash", "names", "requires_grad", "grad", "grad_fn", "is_leaf"),
+        *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_meta", "is_mkldnn", "is_sparse"),
+        *("is_nested", "is_quantized", "is_floating_point", "is_complex", "get_device"),
+        *("is_sparse_csr", "is_inference", "is_same_size"),
+    )
+)
+"""What a tensor says of itself without its numbers."""
+
+VIEWS = frozenset(
+    (
+        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
+        *("reshape", "view", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
+        *("narrow", "select", "getitem", "expand", "expand_as", "T", "mT", "data", "real"),
+        *("contiguous", "to", "float", "double", "type_as", "detach", "dropout"),
+    )
+)
+"""Operations whose result may lie in the memory of their argument."""
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """The name of a function, operator, method or attribute of tensors."""
+    name = func.__name__
+    if name in ("__get__", "__set__"):
+        attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        return attribute if name == "__get__" else f"assignment to {attribute}"
+    # float(x) takes the number of a tensor, x.float() casts it.
+    return name[2:-2] if name.startswith("__") and name != "__float__" else name
+
+
+def _forms(values: Any) -> list[Form]:
+    """The forms among arguments, in their order."""
+    if isinstance(values, Form):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [form for value in values for form in _forms(value)]
+
+
+def _ruled(symbols: Symbols, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    rule = symbols.rules.get(name)
+    if rule is None:
+        raise NoRuleError(name)
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        raise NoRuleError(f"{name} with these arguments") from None
+    return rule(*args, **kwargs)
+
+
+def _written(name: str, target: Any, result: Form) -> Form:
+    """Put a result where its first argument was; what else lies there is out of date."""
+    if not isinstance(target, Form) or result.shape != target.shape:
+        raise NoRuleError(f"{name} into a constant or another shape")
+    if result is not target:
+        memory = target.memory
+        memory.writes += 1
+        target.__dict__.clear()
+        target.__dict__.update(result.__dict__)
+        target.memory, target.seen = memory, memory.writes
+    return target

@@ -94,6 +94,9 @@ MOVES = (
 RULES: dict[str, Callable[..., Any]] = {
     **{name: moved(name) for name in MOVES},
     "view": moved("reshape"),
+    "T": lambda x: x.permute(*range(x.ndim)[::-1]),
+    "mT": lambda x: x.transpose(-1, -2),
+    "iter": lambda x: iter(x.unbind(0)),
     "getitem": moved("__getitem__"),
     "cat": cat,
     "concat": cat,

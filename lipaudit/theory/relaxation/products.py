@@ -65,7 +65,7 @@ def rows_over(x: Form, root: Form, inverse: Form) -> Form:
     rest = up(wide.sizes.linear + wide.rest)
     linear = wide.rest if x.symbols.order == 2 else rest
     result = _product(x, wide, torch.mul, terms=1, pending=True)
-    result.pending = Pending(x, broadcast(root, x.shape), constant, linear, rest)
+    result.pending = Pending(x.copy(), broadcast(root, x.shape), constant, linear, rest)
     return result
 
 
@@ -152,7 +152,9 @@ def _weighted_median(v: Tensor, weight: Tensor) -> Tensor:
 
 RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("matmul", "bmm"), matmul),
-    **dict.fromkeys(("mul", "multiply"), mul),
+    "rmatmul": lambda x, other: matmul(other, x),
+    **dict.fromkeys(("mul", "multiply", "rmul"), mul),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv"), div),
+    "rdiv": lambda x, other: div(other, x),
 }
 """What products do to forms."""

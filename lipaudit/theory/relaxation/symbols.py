@@ -78,6 +78,7 @@ class Symbols:
         order: 1 for affine forms, 2 for quadratic ones.
         dtype: of the coefficients; centres and slack are float64 in any case.
         rules: what every operation does to forms, by name.
+        shown: dtype that the model sees.
         settle: see `SETTLE`; decides over how tight and how large forms are, never over truth.
     """
 
@@ -89,10 +90,11 @@ class Symbols:
         order: int,
         dtype: torch.dtype,
         rules: Mapping[str, Callable[..., Any]],
+        shown: torch.dtype = DOUBLE,
         settle: float = SETTLE,
     ) -> None:
         self.n, self.norm, self.order, self.dtype = n, norm, order, dtype
-        self.rules, self.settle = rules, settle
+        self.rules, self.shown, self.settle = rules, shown, settle
         self.pairs = (
             torch.triu_indices(n, n) if order == 2 else torch.empty(2, 0, dtype=torch.long)
         )

@@ -45,10 +45,10 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         check(net, batch, options)
         assert batch.y is not None
         texts = None if how is None else rewriting.texts(how, batch)
-        chunk = Chunk(number, net.point(batch), batch.y, _free(net, batch), texts)
+        chunk = Chunk(number, net.point(batch), batch.y, net.free(batch), texts)
         outcomes: list[Outcome] = []
         for outcome in evaluate_chunk(
-            _model(net, batch),
+            classifier(net, batch),
             chunk,
             trials,
             box=net.box,
@@ -77,7 +77,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
             "an attack needs a label for every sample",
             "Name labelled samples with --data (a folder, .npz, .csv...).",
         )
-    _require_entry(net)
+    require_entry(net)
     trials = options.trials()
     require_suited(trials, net.kind, net.changes)
     for trial in trials:
@@ -97,7 +97,12 @@ def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _require_entry(net: Net) -> None:
+def require_entry(net: Net) -> None:
+    """Refuse a text model whose embeddings cannot be moved.
+
+    Raises:
+        InputError: nothing shows where it looks up its token ids.
+    """
     if net.kind == "text" and net.entry is None:
         raise InputError(
             f"where {net.info.architecture} looks up its token ids is not known",
@@ -105,11 +110,8 @@ def _require_entry(net: Net) -> None:
         )
 
 
-def _free(net: Net, batch: Batch) -> torch.Tensor | None:
-    return batch.mask if net.kind == "text" else None
-
-
-def _model(net: Net, batch: Batch) -> Classifier | ByRow:
+def classifier(net: Net, batch: Batch) -> Classifier | ByRow:
+    """Return the function from points of the attacked space to logits."""
     if net.kind == "text":
         return ByRow(lambda z, rows: net.forward(z, batch.unnamed(rows)))
     return lambda z: net.forward(z, batch)

@@ -126,6 +126,10 @@ class Net:
             return batch.x.detach()
         return self.embedding(batch)
 
+    def free(self, batch: Batch) -> Tensor | None:
+        """Return which positions of its samples may move, (batch, tokens); None: all."""
+        return batch.mask if self.kind == "text" else None
+
     def forward(self, z: Tensor, batch: Batch) -> Tensor:
         """Run from the attacked space: z replaces the samples of `batch` (its mask is kept)."""
         if self.kind != "text":

@@ -1,6 +1,8 @@
-"""How exactly norms are taken if nobody says; imports no torch."""
+"""How exactly norms are taken, and how long proofs are tried, if nobody says; imports no torch."""
 
 TOL = 1e-4
 """Relative accuracy of a norm, estimated."""
 WITHIN = 0.03
 """How far the probabilistic limit may lie above a norm: what is proven."""
+NODES = 20_000
+"""Parts of a ball that branch and bound looks at."""

@@ -64,8 +64,13 @@ def ball(
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
 
 
-def run(model: Callable[[Any], Any], x: Form) -> Any:
+def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
     """Run a model on a form; an operation without a rule is refused with the module's path.
+
+    Args:
+        model: what is run.
+        x: on what.
+        module: whose parts have the paths, where that is not the model itself.
 
     Raises:
         NoRuleError: the model uses an operation that is not on the list.
@@ -76,14 +81,16 @@ def run(model: Callable[[Any], Any], x: Form) -> Any:
     def leave(*_: Any) -> None:
         paths.pop()
 
-    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: paths.append(path)))
-        hooks.append(module.register_forward_hook(leave))
+    whole = model if module is None else module
+    for path, part in whole.named_modules() if isinstance(whole, nn.Module) else ():
+        hooks.append(part.register_forward_pre_hook(lambda *_, path=path: paths.append(path)))
+        hooks.append(part.register_forward_hook(leave))
     try:
         with torch.no_grad():
             return model(x)
     except NoRuleError as error:
-        raise NoRuleError(error.operation, paths[-1] if paths else "") from error
+        where = (paths[-1] or type(whole).__name__) if paths else ""
+        raise NoRuleError(error.operation, where) from error
     finally:
         for hook in hooks:
             hook.remove()

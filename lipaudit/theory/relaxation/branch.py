@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipaudit.theory.accuracy import NODES
 from lipaudit.theory.relaxation.duals import (
     Nodes,
     Problem,
@@ -38,7 +39,7 @@ class Effort:
         rate: of the steps, as a share of the multipliers that the search begins with.
     """
 
-    nodes: int = 20_000
+    nodes: int = NODES
     seconds: float = float("inf")
     batch: int = 48
     candidates: int = 3

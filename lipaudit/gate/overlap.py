@@ -11,7 +11,7 @@ from lipaudit.errors import BaselineError
 from lipaudit.gate.comparable import REPEAT
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
-from lipaudit.results import Array, AttackRow, Row, Section
+from lipaudit.results import Array, Row, Section
 from lipaudit.results.samples import REDUCTIONS, Reduction
 
 ALL_BUT_FEW = 0.95
@@ -130,8 +130,8 @@ def _behind(name: str, section: Section) -> Values | None:
 
 
 def _column(name: str, row: Row, section: Section) -> tuple[object, ...] | None:
-    """Return the per-sample column of the row's attack, or of the only row."""
-    if isinstance(row, AttackRow):
+    """Return the per-sample column of the row's attack or ball, or of the only row."""
+    if row.key:
         own = section.samples.get(row.key.column(name))
         return own or section.samples.get(name)
     return section.samples.get(name) if len(section.rows) == 1 else None

@@ -14,7 +14,7 @@ from lipaudit.results import measures, row_types, sample_columns
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]
 STATS: tuple[str, ...] = get_args(Stat)
-BINARY = frozenset({"robust", "correct", "converged"})
+BINARY = frozenset({"robust", "certified", "correct", "converged"})
 """Per-sample columns that hold 0 or 1: their mean is a share."""
 
 _RULE = re.compile(
@@ -139,7 +139,12 @@ def metrics() -> tuple[str, ...]:
         for name, column in row.columns().items()
         if column.format != "s"
     )
-    samples = (f"{m}.{name}" for m, record in measures().items() for name in record.samples)
+    samples = (
+        f"{measure}.{name}"
+        for measure, record in measures().items()
+        for name, column in record.samples.items()
+        if column.format != "s"
+    )
     return tuple(dict.fromkeys((*rows, *samples)))
 
 
@@ -198,6 +203,7 @@ DEFAULT_RULES = tuple(
             "jacobian.norm:p95 <= +10%",
             "bounds.exact:each <= +20%",
             "attack.robust >= -2pp",
+            "certify.certified >= -2pp",
         ),
     )
 )

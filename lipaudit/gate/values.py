@@ -11,7 +11,7 @@ import numpy as np
 from lipaudit.errors import EvaluationError, UsageError, suggestion
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
-from lipaudit.results import AttackRow, Row, Section
+from lipaudit.results import Row, Section
 from lipaudit.results.naming import naming
 from lipaudit.results.samples import REDUCTIONS
 from lipaudit.results.trials import WORST, TrialKey, parse_column
@@ -84,7 +84,7 @@ def _cells(rule: Rule, section: Section) -> dict[str, float]:
     """Read the column of the rows that the selector matches."""
     rows = dict(zip(row_names(section.rows), section.rows, strict=True))
     kept = [name for name, row in rows.items() if all(_matches(row, w) for w in rule.selector)]
-    trials = {name: _trial(rows[name]) for name in kept}
+    trials = {name: rows[name].key for name in kept}
     kept = _worst(trials, rule.selector)
     cells = {name: rows[name].cells().get(rule.column) for name in kept}
     return {name: float(cell) for name, cell in cells.items() if cell is not None}
@@ -112,13 +112,9 @@ def _worst(trials: Mapping[str, TrialKey | None], selector: tuple[str, ...]) -> 
     return [name for name in trials if attacks[name] == WORST] or list(trials)
 
 
-def _trial(row: Row) -> TrialKey | None:
-    return row.key if isinstance(row, AttackRow) else None
-
-
 def _matches(row: Row, word: str) -> bool:
     key, equals, value = word.partition("=")
-    cells, trial = row.cells(), _trial(row)
+    cells, trial = row.cells(), row.key
     if trial and trial.matches(word):
         return True
     if not equals:
@@ -135,8 +131,8 @@ def _numbers(cells: tuple[Any, ...]) -> Values:
 
 
 def _name(row: Row) -> str:
-    if trial := _trial(row):
-        return str(trial)
+    if row.key:
+        return str(row.key)
     cells = row.cells()
     named = {key: cells[key] for key in _NAMES if cells.get(key) not in (None, "")}
     if "layer" in cells:

@@ -40,6 +40,21 @@ NORMS: Mapping[str, str] = {
 }
 """In what the radius of an attack is measured."""
 
+CERTIFICATES: Mapping[str, str] = {
+    "wrong": "The sample is misclassified as it is: there is nothing to certify.",
+    "broken": "An attack found an input of the ball that is classified otherwise.",
+    "certified": "Proven: every input of the ball is classified rightly.",
+    "undecided": "No attack broke it and no proof succeeded; the column why says what ended that.",
+    "bound": "Why a sample is undecided: the bounds of the whole ball are too loose, and there "
+    "is no ReLU whose sign would tighten them.",
+    "signs": "Why a sample is undecided: the signs of all ReLUs are decided, and what is left is "
+    "too loose.",
+    "nodes": "Why a sample is undecided: branch and bound reached --nodes.",
+    "seconds": "Why a sample is undecided: --seconds were over.",
+    "unbounded": "Why a sample is undecided: the ball is so large that a range left the numbers.",
+}
+"""Verdicts of `lipaudit certify`, and what leaves a sample undecided."""
+
 STATISTICS: Mapping[str, str] = {
     "median": "Half of the values lie below it, half above; of a rule, over the samples.",
     "mean": "The mean; of a rule, over the samples: of a yes or no the share of yes.",
@@ -171,6 +186,7 @@ NOTES: Mapping[str, str] = {
     "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",
     "not-finite": "Some values are not finite.",
     "note": "A remark of the gate on what it compared.",
+    "own-predictions": "Samples without a label: what is certified is that the prediction stays.",
     "own-queries": "The paper does not give the settings of AutoAttack; ours are stated.",
     "own-step-size": "The paper gives no step size of PGD; ours is stated.",
     "preset-changed": "A preset of attacks was changed by options: it is no longer itself.",
@@ -180,6 +196,8 @@ NOTES: Mapping[str, str] = {
     "random-weights": "Nothing was loaded: the figures say nothing about a trained model.",
     "randomised": "Two passes gave different logits: attacks assume a deterministic model.",
     "raw-pixels": "Pixels go in as they are, for want of a preprocessor's configuration.",
+    "real-arithmetic": "Of which function certificates are: of the weights in exact arithmetic, "
+    "not of a program that rounds.",
     "resolved": "What a bare name was taken for.",
     "searched": "The worst case is the largest that searches found: a lower estimate.",
     "searches-apart": "Independent searches for a worst case do not agree: no exponent is given.",
@@ -189,6 +207,7 @@ NOTES: Mapping[str, str] = {
     "not: gradients may be masked.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",
     "text-cut": "Some texts were longer than --max-tokens and were cut.",
+    "time-limit": "Some proofs were cut short by --seconds: another machine may get further.",
     "what-is-measured": "What the norms of layers and of the model in `scaling` are of.",
     "zero-gradients": "Some samples have a gradient of exactly 0: gradient attacks cannot move "
     "them.",

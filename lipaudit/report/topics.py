@@ -156,10 +156,11 @@ def _judged() -> Iterator[Topic]:
 
     from lipaudit.gate.rules import STATS
     from lipaudit.gate.verdicts import VerdictStatus
-    from lipaudit.report.glossary import NORMS, STATISTICS, VERDICTS
+    from lipaudit.report.glossary import CERTIFICATES, NORMS, STATISTICS, VERDICTS
     from lipaudit.results.trials import Norm
 
     yield from _listed("Norms of attacks", {name: NORMS[name] for name in get_args(Norm)})
+    yield from _listed("Verdicts of certificates", CERTIFICATES)
     yield from _listed("Statistics of rules", {name: STATISTICS[name] for name in STATS})
     verdicts = {name: VERDICTS[name] for name in get_args(VerdictStatus)}
     yield from _listed("Verdicts of the gate", verdicts)

@@ -4,6 +4,8 @@ Everything a renderer or the gate must know about a column (label, unit, format,
 better, the domain on which the figure holds and how far it is proven) stands beside it here.
 """
 
+from lipaudit.results.certify import CertifyRadiusRow as CertifyRadiusRow
+from lipaudit.results.certify import CertifyRow as CertifyRow
 from lipaudit.results.columns import Column as Column
 from lipaudit.results.columns import Row as Row
 from lipaudit.results.columns import Status as Status

@@ -19,6 +19,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from lipaudit.results.trials import TrialKey
+
 Status = Literal["certified", "exact", "bound", "estimate", "empirical"]
 Better = Literal["lower", "higher"]
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -119,6 +121,11 @@ class Row(Frozen):
             field.alias or name: Column(**cast("dict[str, Any]", field.json_schema_extra))
             for name, field in cls.model_fields.items()
         }
+
+    @property
+    def key(self) -> TrialKey | None:
+        """The attack or the ball that it is of, by which per-sample columns are named, too."""
+        return None
 
     def cells(self) -> dict[str, Any]:
         """Return the values by column name."""

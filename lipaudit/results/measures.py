@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lipaudit.errors import UsageError
+from lipaudit.results.certify import CertifyRadiusRow, CertifyRow
 from lipaudit.results.columns import Column, Row
 from lipaudit.results.plugins import entries
 from lipaudit.results.rows import (
@@ -83,6 +84,7 @@ OWN: dict[str, MeasureRecord] = {
         _own("attention", "Attention", AttentionRow),
         _own("jacobian", "Jacobian", JacobianRow),
         _own("attack", "Attack", AttackRow),
+        _own("certify", "Certify", CertifyRow, CertifyRadiusRow),
         _own("scaling", "Scaling", ScalingRow, ScalingFitRow, ScalingSplitRow),
     )
 }

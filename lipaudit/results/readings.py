@@ -34,6 +34,14 @@ ROBUST = (
     "Compare only figures of the same attack, radius and samples."
 )
 
+CERTIFIED = (
+    "A lower limit of the true robust accuracy, on these samples: no attack whatever can break "
+    "what is certified, and what is not certified may stand or fall. The truth lies between it "
+    "and the accuracy under attack.\n"
+    "Proven of the function of real numbers that the stored weights define. A program that "
+    "evaluates it in float32 rounds, and may err where a margin is as small as that."
+)
+
 
 def norm_of(source: str, target: str) -> str:
     """Say what the norm of a Jacobian at the samples is, and what it is not."""

@@ -77,8 +77,62 @@ SAMPLES: dict[str, dict[str, Column]] = {
             reading=readings.ROBUST,
         ),
     },
+    "certify": {
+        "label": Column(label="label", meaning="True class; empty: unknown.", format="d"),
+        "predicted": Column(label="predicted", meaning="Predicted class.", format="d"),
+        "correct": Column(label="correct", meaning="Whether the prediction is right.", format="d"),
+        "verdict": Column(
+            label="verdict",
+            meaning="wrong, broken, certified or undecided.",
+            domain="ball",
+            format="s",
+        ),
+        "why": Column(
+            label="why undecided",
+            meaning="What a sample that is undecided is undecided for.",
+            domain="",
+            format="s",
+        ),
+        "robust": Column(
+            label="robust",
+            meaning="Whether the sample withstood the attack.",
+            better="higher",
+            domain="ball",
+            status="empirical",
+            format="d",
+            reading=readings.ROBUST,
+        ),
+        "certified": Column(
+            label="certified",
+            meaning="Whether nothing in the ball is classified otherwise, proven.",
+            better="higher",
+            domain="ball",
+            status="certified",
+            format="d",
+            reading=readings.CERTIFIED,
+        ),
+        "radius": Column(
+            label="certified radius",
+            meaning="Largest radius that was certified.",
+            better="higher",
+            domain="ball",
+            status="certified",
+            reading="Every input nearer than that is classified alike, proven: see certified. "
+            "Larger balls may be as safe, but were not proven to be.",
+        ),
+        "radius_adversarial": Column(
+            label="adversarial radius",
+            meaning="Distance of the nearest adversarial example that attacks found.",
+            better="higher",
+            domain="ball",
+            status="empirical",
+            reading="An upper limit of the distance of the nearest one there is; empty where "
+            "attacks found none.",
+        ),
+    },
 }
-"""Per-sample columns of each section; `robust@ATTACK,NORM,EPS` reads as `robust`."""
+"""Per-sample columns of each section; `robust@ATTACK,NORM,EPS` reads as `robust`, and
+`certified@NORM,EPS` as `certified`."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +186,11 @@ REDUCTIONS: dict[str, dict[str, Reduction]] = {
     "attack": {
         "clean": Reduction("mean", "correct"),
         "robust": Reduction("mean", "robust"),
+    },
+    "certify": {
+        "clean": Reduction("mean", "correct"),
+        "robust": Reduction("mean", "robust"),
+        "certified": Reduction("mean", "certified"),
     },
 }
 """Columns of rows, by section, that a report can be asked for over some of its samples."""

@@ -86,7 +86,8 @@ class TrialKey:
     """What tells one trial from the others of a report.
 
     Attributes:
-        attack: name of the attack or ensemble, `WORST` for all of them.
+        attack: name of the attack or ensemble, `WORST` for all of them; empty for what is true of
+            the ball whatever the attack.
         norm: linf, l2, token-l2, words or characters.
         radius: eps.
     """
@@ -99,12 +100,12 @@ class TrialKey:
     def parse(cls, text: str) -> TrialKey | None:
         """Read what `str` writes; None where the text names no trial."""
         words = text.split(",")
-        radius = _radius(words[2]) if len(words) == 3 else None
-        return None if radius is None else cls(words[0], words[1], radius)
+        radius = _radius(words[-1]) if len(words) in (2, 3) else None
+        return None if radius is None else cls("".join(words[:-2]), words[-2], radius)
 
     def __str__(self) -> str:
-        """Write it as in the columns of a report: `pgd,linf,2/255`."""
-        return f"{self.attack},{self.norm},{self.radius.text}"
+        """Write it as in the columns of a report: `pgd,linf,2/255`, of a ball `linf,2/255`."""
+        return ",".join(filter(None, (self.attack, self.norm, self.radius.text)))
 
     def column(self, kind: str) -> str:
         """Name the per-sample column that holds a kind of figure: `robust@pgd,linf,2/255`."""

@@ -103,6 +103,7 @@ def test_default_rules_are_those_of_the_guide():
         "jacobian.norm:p95 <= +10%",
         "bounds.exact:each <= +20%",
         "attack.robust >= -2pp",
+        "certify.certified >= -2pp",
     ]
 
 

@@ -1,0 +1,135 @@
+"""What is proven of a model's decision on a ball around one sample.
+
+Proven of the function of real numbers that the stored weights define (`theory.relaxation`): what
+rounding a program that runs it in floating point adds is no part of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lipaudit.data.batch import Batch
+from lipaudit.models.net import Net
+from lipaudit.models.precision import eager
+from lipaudit.theory.accuracy import NODES
+from lipaudit.theory.relaxation.balls import ball, margins, run
+from lipaudit.theory.relaxation.branch import Effort, decide
+from lipaudit.theory.relaxation.form import UnboundedError
+from lipaudit.theory.relaxation.symbols import Norm
+
+Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded"]
+
+MOST_PAIRS = 10_000
+"""Products of two inputs that forms carry where nobody asks for order 2."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a proof is tried.
+
+    Attributes:
+        norm: of the ball.
+        order: 1 for affine forms, 2 for quadratic ones.
+        nodes: parts of a ball that branch and bound looks at, at most.
+        deadline: of `time.monotonic`, after which nothing is begun.
+    """
+
+    norm: Norm = "linf"
+    order: int = 1
+    nodes: int = NODES
+    deadline: float = math.inf
+
+    @property
+    def seconds(self) -> float:
+        """What is left of the time."""
+        return self.deadline - time.monotonic()
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is proven of one ball.
+
+    Attributes:
+        certified: no input of the ball is classified otherwise.
+        why: what ended the proof where it is not: "bound" (no ReLU is left to decide), "signs"
+            (those of all ReLUs are), "nodes" or "seconds" (the limits), or "unbounded" (a range
+            left the numbers).
+        bound: least proven margin, or that times a positive number.
+        nodes: parts of the ball that were looked at.
+    """
+
+    certified: bool
+    why: Why
+    bound: float = -math.inf
+    nodes: int = 0
+
+
+def certificate(
+    net: Net, sample: Batch, label: int, eps: float, proof: Proof | None = None
+) -> Certificate:
+    """Try to prove that the whole ball around a sample gets its label.
+
+    Args:
+        net: a classifier.
+        sample: one sample; texts move in their embeddings.
+        label: the class that is to stand.
+        eps: radius of the ball, in the attacked space; the L-inf ball is cut by its box.
+        proof: how it is tried.
+
+    Raises:
+        NoRuleError: the model uses an operation that nothing is known of on balls.
+    """
+    proof = proof or Proof()
+    if proof.seconds <= 0:
+        return Certificate(certified=False, why="seconds")
+    free = net.free(sample)
+    start = ball(
+        net.point(sample),
+        eps,
+        norm=proof.norm,
+        order=proof.order,
+        box=net.box,
+        moving=None if free is None else free[..., None],
+        dtype=net.dtype,
+    )
+    try:
+        logits = run(lambda z: net.forward(z, sample), start, module=net.module)
+        form = margins(logits, label)
+        verdict = decide(form, Effort(nodes=proof.nodes, seconds=proof.seconds))
+    except UnboundedError:
+        return Certificate(certified=False, why="unbounded")
+    why: Why = "" if verdict.certified else verdict.limit  # type: ignore[assignment]
+    if why == "signs" and not verdict.units:
+        why = "bound"
+    return Certificate(verdict.certified, why, verdict.bound, verdict.nodes)
+
+
+def order_of(net: Net, sample: Batch) -> int:
+    """Return the order of forms that inputs of this size allow."""
+    free, point = net.free(sample), net.point(sample)
+    inputs = point.numel() if free is None else int(free.sum()) * point.shape[-1]
+    return 2 if inputs * (inputs + 1) // 2 <= MOST_PAIRS else 1
+
+
+def require_rules(net: Net, sample: Batch) -> None:
+    """Refuse a model with an operation that has no rule, for the price of a few forwards.
+
+    One entry moves by nothing, and rounding stays slack: no symbols are born.
+
+    Raises:
+        NoRuleError: with the operation and its module.
+    """
+    point = net.point(sample)
+    first = torch.zeros_like(point, dtype=torch.bool)
+    first.view(-1)[0] = True
+    start = ball(point, 0.0, moving=first, dtype=net.dtype, settle=math.inf)
+    try:
+        with eager():
+            run(lambda z: net.forward(z, sample), start, module=net.module)
+    except UnboundedError:
+        return  # slack grows faster than symbols do: what comes later is met when it is run

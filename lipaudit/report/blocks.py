@@ -143,13 +143,31 @@ class Density:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """Bars that are each cut into the same parts, which add up to one.
+
+    Attributes:
+        title: printed above them.
+        x: how a share reads.
+        bars: what each bar is of.
+        parts: the share of each part, a number per bar, by the part's name.
+    """
+
+    title: str
+    x: Column
+    bars: tuple[str, ...]
+    parts: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
 class Notes:
     """The remarks that belong to the numbers above."""
 
     notes: tuple[Note, ...]
 
 
-Block = Paragraph | Table | Heatmap | Histogram | Scatter | Curve | Density | Notes
+Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares
+Block = Paragraph | Table | Picture | Notes
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,9 @@ WORDS: Mapping[str, str] = {
     "accuracy": "Share of the samples that are classified rightly.",
     "95 % Wilson": "Limits between which the share lies with 95 % confidence, for samples drawn "
     "like these (Wilson 1927).",
+    "95 % bracket": "Limits between which the robust accuracy lies with 95 % confidence, for "
+    "samples drawn like these: Wilson's lower one of certified, his upper one of robust.",
+    "share of samples": "How many of the samples have a verdict.",
     "slope 1/2": "How sqrt n grows, to compare slopes with.",
     "log10 ||J||": "The decimal logarithm of the exact norm of a head: 1 is ten times.",
     "amplification": "How much a small change of a head's input is magnified: ||J||.",

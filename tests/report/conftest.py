@@ -12,6 +12,8 @@ from lipaudit.results import (
     AttackRow,
     AttentionRow,
     BoundsRow,
+    CertifyRadiusRow,
+    CertifyRow,
     Data,
     JacobianRow,
     LayerRow,
@@ -249,6 +251,58 @@ def _attack() -> Section:
     )
 
 
+def _certify_row(text: str, robust: int, certified: int) -> CertifyRow:
+    above, below = text.split("/")
+    return CertifyRow(
+        norm="linf",
+        eps=int(above) / int(below),
+        eps_text=text,
+        samples=24,
+        clean=23 / 24,
+        robust=robust / 24,
+        robust_low=0.43,
+        robust_high=0.79,
+        certified=certified / 24,
+        certified_low=0.15,
+        certified_high=0.49,
+        undecided=robust - certified,
+        order=2,
+        nodes=812,
+        seconds=41.3,
+    )
+
+
+def _certify() -> tuple[Section, Section]:
+    settings = {"eps": ["1/255", "2/255"], "norm": "linf", "radius": True, "attack": "pgd"}
+    counts = {"1/255": (18, 12), "2/255": (15, 0)}
+    samples: dict[str, tuple[object, ...]] = {"ids": IDS}
+    for eps, (robust, certified) in counts.items():
+        ends = {"certified": certified, "undecided": robust, "broken": 23, "wrong": 24}
+        verdicts = tuple(next(k for k, end in ends.items() if i < end) for i in range(24))
+        samples[f"verdict@linf,{eps}"] = verdicts
+        samples[f"certified@linf,{eps}"] = tuple(int(v == "certified") for v in verdicts)
+        samples[f"why@linf,{eps}"] = tuple("bound" * (v == "undecided") for v in verdicts)
+    samples["radius"] = (*(round(0.001 * i, 3) for i in range(23)), None)
+    samples["radius_adversarial"] = (None, *(round(0.008 + 0.002 * i, 3) for i in range(22)), None)
+    rows = tuple(_certify_row(eps, *each) for eps, each in counts.items())
+    note = Note(level="info", code="real-arithmetic", text="certificates are of real numbers")
+    radii = CertifyRadiusRow(
+        norm="linf",
+        samples=23,
+        radius=0.011,
+        radius_adversarial=0.029,
+        ratio=0.38,
+        smallest=0.0,
+        largest=0.022,
+        passes=131,
+        seconds=212.0,
+    )
+    return (
+        Section(measure="certify", settings=settings, rows=rows, samples=samples, notes=(note,)),
+        Section(measure="certify.radius", settings=settings, rows=(radii,)),
+    )
+
+
 def _scaling() -> Section:
     rows = tuple(
         ScalingRow(
@@ -322,7 +376,8 @@ def make_report(**changes: object) -> Report:
         data=Data(spec="demo", samples=24, suite_id="9c" * 32),
         preprocess={"mean": [0.5], "std": [0.5], "size": [8, 8]},
     )
-    sections = (_bounds(), _layers(), _attention(), _jacobian(), _attack(), _scaling(), _fit())
+    measured = (_bounds(), _layers(), _attention(), _jacobian(), _attack(), *_certify())
+    sections = (*measured, _scaling(), _fit())
     sections += (_splits(),)
     return Report(run=run, sections=sections).model_copy(update=changes)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter
+from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Picture, Scatter, Shares
 from lipaudit.report.cells import number, pretty, text
 
 
-def alternative(block: Heatmap | Histogram | Scatter | Curve | Density) -> str:
+def alternative(block: Picture) -> str:
     """Describe a picture by its title, its extent and where its mass or extremes lie."""
     match block:
         case Heatmap():
@@ -17,6 +17,15 @@ def alternative(block: Heatmap | Histogram | Scatter | Curve | Density) -> str:
             return f"{block.title}: histogram of {pretty(block.x.label)} from {ends}."
         case Density():
             return f"{block.title}: {extent(block)}"
+        case Shares():
+            bars = [
+                f"{bar}: "
+                + ", ".join(
+                    f"{text(each[i], block.x)} {name}" for name, each in block.parts.items()
+                )
+                for i, bar in enumerate(block.bars)
+            ]
+            return f"{block.title}: {'; '.join(bars)}."
         case Scatter() | Curve():
             names = ", ".join(series.label for series in block.series)
             return (

@@ -35,12 +35,11 @@ def limits(values: Any) -> tuple[float, float]:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def percent(axes: Axes) -> None:
-    """Write the y axis from 0 to 100 %."""
+def percent(axis: Any) -> None:
+    """Write the numbers of an axis as percentages."""
     from matplotlib.ticker import PercentFormatter
 
-    axes.set_ylim(0, 1.02)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
+    axis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
 
 
 def logarithmic(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:

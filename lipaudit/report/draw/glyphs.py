@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lipaudit.report.blocks import Curve, Density, Histogram, Scatter
+from lipaudit.report.blocks import Curve, Density, Histogram, Scatter, Shares
 from lipaudit.report.cells import number, plain, pretty
 
 LEVELS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉"
 POINTS = "o+x*#@%&"
 SHADES = " ░▒▓█"
+PARTS = "█▒░·"
 
 
 def level(share: float) -> str:
@@ -31,7 +32,12 @@ def bar(share: float, width: int) -> str:
     return "█" * whole + EIGHTHS[eighth].strip()
 
 
-def histogram(block: Histogram, width: int) -> list[str]:
+def bars(block: Histogram | Shares, width: int) -> list[str]:
+    """Draw what consists of bars, a line each."""
+    return _shares(block, width) if isinstance(block, Shares) else _histogram(block, width)
+
+
+def _histogram(block: Histogram, width: int) -> list[str]:
     """Draw a histogram, a line per bin, group below group."""
     block = coarse(block)
     spans = _spans(block)
@@ -44,6 +50,20 @@ def histogram(block: Histogram, width: int) -> list[str]:
             for span, count in zip(spans, counts, strict=True)
         ]
     return lines
+
+
+def _shares(block: Shares, width: int) -> list[str]:
+    """Draw bars cut into parts, a line per bar, and the parts by their glyph."""
+    pad = max((len(plain(name)) for name in block.bars), default=0)
+    lines = []
+    for i, name in enumerate(block.bars):
+        drawn, total = "", 0.0
+        for part, glyph in zip(block.parts.values(), PARTS, strict=False):
+            total += _part(part[i])
+            drawn += glyph * (round(_part(total) * width) - len(drawn))
+        lines.append(f"{plain(name):<{pad}}  {drawn}")
+    names = zip(PARTS, block.parts, strict=False)
+    return [*lines, "   ".join(f"{glyph} {plain(name)}" for glyph, name in names)]
 
 
 def coarse(block: Histogram, bins: int = 20) -> Histogram:

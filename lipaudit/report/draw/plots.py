@@ -9,7 +9,16 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series
+from lipaudit.report.blocks import (
+    Curve,
+    Density,
+    Heatmap,
+    Histogram,
+    Picture,
+    Scatter,
+    Series,
+    Shares,
+)
 from lipaudit.report.cells import MISSING, plain, pretty, text
 from lipaudit.report.draw import axes as axis
 from lipaudit.report.draw.alt import alternative
@@ -18,8 +27,6 @@ from lipaudit.report.draw.colours import contrast
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
-
-Picture = Heatmap | Histogram | Scatter | Curve | Density
 
 INK = "#010203"
 """Stands for the page's own colour of text, which the browser fills in: light or dark."""
@@ -30,6 +37,8 @@ MANY = 500
 WIDTH, HEIGHT = 4.9, 3.3
 CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 """Okabe and Ito's colours, told apart by colour-blind eyes; a page may set --c0, ... anew."""
+GRADES = (2, 4, 1, 6)
+"""Those of parts of a whole, from good to bad."""
 MARKERS = "osD^vPX"
 LINES = ("-", "--", "-.", ":")
 STYLE: dict[Any, Any] = {
@@ -84,6 +93,8 @@ def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> byt
 
 
 def _size(block: Picture) -> tuple[float, float]:
+    if isinstance(block, Shares):
+        return WIDTH, 1.1 + 0.33 * len(block.bars)
     if not isinstance(block, Heatmap):
         return (HEIGHT * 1.25 if isinstance(block, Density) else WIDTH), HEIGHT
     wide = 1.5 + 0.44 * len(block.columns)
@@ -199,6 +210,19 @@ def _histogram(axes: Axes, block: Histogram) -> None:
         _legend(axes)
 
 
+def _shares(axes: Axes, block: Shares) -> None:
+    places, left = range(len(block.bars)), [0.0] * len(block.bars)
+    for index, (label, shares) in enumerate(block.parts.items()):
+        colour = CATEGORIES[GRADES[index % len(GRADES)]]
+        axes.barh(places, shares, left=left, height=0.72, color=colour, label=plain(label))
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axis.ticks(axes.yaxis, [plain(bar) for bar in block.bars])
+    axes.invert_yaxis()
+    axis.percent(axes.xaxis)
+    axes.set(xlim=(0, 1), xlabel=pretty(block.x.label))
+    _legend(axes)
+
+
 def _scatter(axes: Axes, block: Scatter) -> None:
     for index, series in enumerate(block.series):
         axes.scatter(
@@ -228,7 +252,8 @@ def _curve(axes: Axes, block: Curve) -> None:
         axis.logarithmic(axes, "x", [v for s in block.series for v in s.x])
         axis.logarithmic(axes, "y", [v for s in block.series for v in s.y])
     elif block.y.format.endswith("%"):
-        axis.percent(axes)
+        axes.set_ylim(0, 1.02)
+        axis.percent(axes.yaxis)
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
     axes.set(xlabel=pretty(block.x.label), ylabel=pretty(block.y.label))
@@ -272,4 +297,5 @@ DRAW: dict[type[Any], Callable[[Axes, Any], None]] = {
     Scatter: _scatter,
     Curve: _curve,
     Density: _density,
+    Shares: _shares,
 }

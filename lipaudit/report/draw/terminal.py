@@ -23,6 +23,7 @@ from lipaudit.report.blocks import (
     Notes,
     Paragraph,
     Scatter,
+    Shares,
     Table,
 )
 from lipaudit.report.draw import glyphs
@@ -100,7 +101,7 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield from _table(block, width)
         case Heatmap():
             yield from _heatmap(block, width, colour)
-        case Histogram() | Scatter() | Curve():
+        case Histogram() | Shares() | Scatter() | Curve():
             yield _title(block.title, width)
             yield Text("\n".join(_drawing(block, width)))
         case Density():
@@ -114,9 +115,9 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield from (_item(f"{n.level}:", f"{n.text} ({n.code})", width) for n in block.notes)
 
 
-def _drawing(block: Histogram | Scatter | Curve, width: int) -> list[str]:
-    if isinstance(block, Histogram):
-        return [*glyphs.histogram(block, min(40, width - 30)), cells.standing(block.x)]
+def _drawing(block: Histogram | Shares | Scatter | Curve, width: int) -> list[str]:
+    if isinstance(block, Histogram | Shares):
+        return [*glyphs.bars(block, min(40, width - 30)), *filter(None, [cells.standing(block.x)])]
     plot = glyphs.plot(block, min(60, width - 12))
     return [*plot, *wrap(glyphs.legend(block), min(width, PROSE))]
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lipaudit.report import cells
-from lipaudit.report.blocks import (
-    Block,
-    Curve,
-    Density,
-    Document,
-    Heatmap,
-    Histogram,
-    Scatter,
-    Table,
-)
+from lipaudit.report.blocks import Block, Document, Picture, Table
 from lipaudit.report.form import Format
 
 MOST_ROWS = 1200
@@ -38,11 +29,10 @@ def render(page: Document) -> bytes:
 
 def kind(block: Block) -> str:
     """Return the template's name of a block."""
-    pictures = (Heatmap, Histogram, Scatter, Curve, Density)
-    return "picture" if isinstance(block, pictures) else type(block).__name__.lower()
+    return "picture" if isinstance(block, Picture) else type(block).__name__.lower()
 
 
-def _drawn(block: Heatmap | Histogram | Scatter | Curve | Density) -> Any:
+def _drawn(block: Picture) -> Any:
     from markupsafe import Markup
 
     from lipaudit.report.draw.plots import svg

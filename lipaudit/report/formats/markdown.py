@@ -17,6 +17,7 @@ from lipaudit.report.blocks import (
     Notes,
     Paragraph,
     Scatter,
+    Shares,
     Table,
 )
 from lipaudit.report.draw import glyphs
@@ -62,8 +63,8 @@ def _block(block: Block) -> Iterator[str]:
             yield from _table(block)
         case Heatmap():
             yield from _heatmap(block)
-        case Histogram():
-            drawing = glyphs.histogram(block, BARS)
+        case Histogram() | Shares():
+            drawing = glyphs.bars(block, BARS)
             yield from _drawn(block.title, drawing, cells.standing(block.x))
         case Scatter() | Curve():
             yield from _drawn(block.title, glyphs.plot(block, PLOT), glyphs.legend(block))
@@ -131,8 +132,7 @@ def _drawn(title: str, drawing: Sequence[str], legend: str) -> Iterator[str]:
     yield f"**{escape(title)}**"
     yield ""
     yield from (f"    {cells.plain(line)}".rstrip() for line in drawing)
-    yield ""
-    yield f"<sub>{escape(legend)}</sub>"
+    yield from ["", f"<sub>{escape(legend)}</sub>"] if legend else []
 
 
 FORMAT = Format("markdown", takes="page", render=render, suffixes=(".md", ".markdown"))

@@ -7,7 +7,15 @@ from typing import Any
 
 from lipaudit.report.blocks import Block, Notes, Paragraph
 from lipaudit.report.page.remarks import merged
-from lipaudit.report.page.views import attack, attention, bounds, default, jacobian, scaling
+from lipaudit.report.page.views import (
+    attack,
+    attention,
+    bounds,
+    certify,
+    default,
+    jacobian,
+    scaling,
+)
 from lipaudit.report.page.views.common import SideBySide, View
 from lipaudit.results import Note, Section, row_types
 from lipaudit.results.report import Failure
@@ -17,6 +25,8 @@ VIEWS: dict[str, View] = {
     "attention": attention.view,
     "jacobian": jacobian.view,
     "attack": attack.view,
+    "certify": certify.view,
+    "certify.radius": certify.radius_view,
     "scaling": scaling.view,
     "scaling.fit": scaling.fit_view,
 }
@@ -28,6 +38,7 @@ SIDE_BY_SIDE: dict[str, SideBySide] = {
     "attention": attention.side_by_side,
     "jacobian": jacobian.side_by_side,
     "attack": attack.side_by_side,
+    "certify": certify.side_by_side,
     "scaling": scaling.side_by_side,
     "scaling.fit": scaling.fit_side_by_side,
 }
@@ -59,14 +70,14 @@ def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
     return (
         *([Notes(spoiling)] if spoiling else []),
         *([Paragraph(f"Settings: {settings}.")] if settings else []),
-        *(VIEWS.get(section.measure, default.view)(section) if section.rows else [NOTHING]),
+        *(VIEWS.get(section.measure, default.view)(section) if _measured(section) else [NOTHING]),
         *([Notes(others)] if others else []),
     )
 
 
 def side_by_side(sections: Mapping[str, Section]) -> tuple[Block, ...]:
     """Return what is shown of one measure over several reports, by the report's label."""
-    filled = {label: section for label, section in sections.items() if section.rows}
+    filled = {label: section for label, section in sections.items() if _measured(section)}
     lost = [
         Paragraph(f"{label}: {failed(section.failure).text}")
         for label, section in sections.items()
@@ -76,6 +87,11 @@ def side_by_side(sections: Mapping[str, Section]) -> tuple[Block, ...]:
         return tuple(lost) or (NOTHING,)
     view = SIDE_BY_SIDE.get(next(iter(filled.values())).measure, default.side_by_side)
     return (*lost, *view(filled))
+
+
+def _measured(section: Section) -> bool:
+    """Tell whether there is anything to show: rows, or what is told of every sample."""
+    return bool(section.rows or len(section.samples) > 1)
 
 
 def failed(failure: Failure) -> Paragraph:

@@ -13,6 +13,7 @@ from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, metrics, parse_rule
 from lipaudit.gate.statistics import DIGITS, Evidence, holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.results import Report
+from lipaudit.settings.audit import USUAL
 
 SHOWN = parse_rule("attack.correct >= -0pp")
 Examined = list[Contrast] | Verdict
@@ -37,7 +38,8 @@ def judge(
     Args:
         current: the report to judge.
         baseline: the report to compare it with.
-        rules: `DEFAULT_RULES` where empty, less those whose section neither report has.
+        rules: `DEFAULT_RULES` where empty, less those whose section neither report has; which
+            these are is noted, as far as an audit usually has it.
         alpha: chance of a false alarm of the whole gate.
         strict: whether `inconclusive` and `pass (not proven)` fail.
 
@@ -48,7 +50,8 @@ def judge(
         raise UsageError(f"alpha must lie between 0 and 1, not {alpha}")
     chosen = tuple(rules) or _applicable(current, baseline)
     examinations = [_examine(rule, current, baseline) for rule in chosen]
-    dropped = () if rules else (rule for rule in DEFAULT_RULES if rule not in chosen)
+    usual = () if rules else (rule for rule in DEFAULT_RULES if rule.measure in USUAL)
+    dropped = (rule for rule in usual if rule not in chosen)
     return Judgement(
         current=current.run.model.spec,
         baseline=baseline.run.model.spec,

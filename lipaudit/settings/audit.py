@@ -18,8 +18,8 @@ from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import Need, Settings, option
 from lipaudit.settings.parsing import Names
 
-QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64}
-FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512}
+QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "certify": 4}
+FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512, "certify": 32}
 DEMO_EPS, EPS = "0.1", "2/255"
 USUAL = ("bounds", "attention", "jacobian", "attack")
 OF_ATTACK = ("eps", "attack", "norm")

@@ -6,14 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from rich.cells import cell_len
+
 from lipaudit.report.blocks import Curve, Density, Histogram, Scatter, Shares
 from lipaudit.report.cells import number, plain, pretty
+from lipaudit.report.draw.layout import wrap
 
 LEVELS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉"
 POINTS = "o+x*#@%&"
 SHADES = " ░▒▓█"
 PARTS = "█▒░·"
+LONGEST = 28
+"""Characters of a name that stands beside its bar, not above it."""
 
 
 def level(share: float) -> str:
@@ -54,16 +59,18 @@ def _histogram(block: Histogram, width: int) -> list[str]:
 
 def _shares(block: Shares, width: int) -> list[str]:
     """Draw bars cut into parts, a line per bar, and the parts by their glyph."""
-    pad = max((len(plain(name)) for name in block.bars), default=0)
+    names = [plain(name) for name in block.bars]
+    pad = max(map(cell_len, names), default=0)
     lines = []
-    for i, name in enumerate(block.bars):
+    for i, name in enumerate(names):
         drawn, total = "", 0.0
         for part, glyph in zip(block.parts.values(), PARTS, strict=False):
             total += _part(part[i])
             drawn += glyph * (round(_part(total) * width) - len(drawn))
-        lines.append(f"{plain(name):<{pad}}  {drawn}")
-    names = zip(PARTS, block.parts, strict=False)
-    return [*lines, "   ".join(f"{glyph} {plain(name)}" for glyph, name in names)]
+        beside = name + " " * (pad - cell_len(name) + 2)
+        lines += [beside + drawn] if pad <= LONGEST else [*wrap(name, LONGEST + width), drawn]
+    legend = zip(PARTS, block.parts, strict=False)
+    return [*lines, "   ".join(f"{glyph} {plain(name)}" for glyph, name in legend)]
 
 
 def coarse(block: Histogram, bins: int = 20) -> Histogram:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError, Pending
+from lipaudit.theory.relaxation.blocks import Block
+from lipaudit.theory.relaxation.form import Form, NoRuleError, Quotient
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.symbols import Sizes
 
@@ -28,8 +29,8 @@ def linear_map(
     *weights: Tensor,
     roundings: int,
     constant: Tensor | None = None,
-    uncertain: Tensor | None = None,
     bound: Linear | None = None,
+    within: Literal["entries", "rows", "all"] = "all",
 ) -> Form:
     """Return op(x, *weights) + constant, op linear in both and with a leading axis for the rows.
 
@@ -39,23 +40,25 @@ def linear_map(
         weights: as stored, or off by at most so many roundings.
         roundings: of an entry of the result: terms of its sum, and those of its weights.
         constant: added, as stored.
-        uncertain: of the constant, where it is computed.
         bound: op with the sizes of all that multiplies, where that is not op of the sizes.
+        within: what op mixes: nothing, rows of the last axis alone, or all there is.
     """
+    x = {"entries": Form.as_is, "rows": Form.by_row, "all": Form.whole}[within](x)
     symbols, bound = x.symbols, bound or op
     exact = [weight.detach().to(DOUBLE) for weight in weights]
     sizes = [weight.abs() for weight in exact]
     centre = op(x.centre[None], *exact)[0]
-    rows = op(x.generators, *(weight.detach().to(symbols.dtype) for weight in weights))
+    rounded = [weight.detach().to(symbols.dtype) for weight in weights]
+    dense, blocks = x.mapped(lambda t: op(t, *rounded))
     slack = up(bound(x.uncertain(roundings)[None], *sizes)[0], roundings)
-    slack = slack + len(rows) * roundings * tiny(symbols.dtype)
+    slack = slack + x.count * roundings * tiny(symbols.dtype)
     if constant is not None:
         constant = constant.detach().to(DOUBLE)
         # |W c| <= |W| |c| has had its rounding above, that of the sum is another one of each.
         still = gamma(4, DOUBLE) * (constant.abs() + bound(x.centre.abs()[None], *sizes)[0])
-        slack = up(slack + still.nan_to_num(posinf=0.0) + (0 if uncertain is None else uncertain))
+        slack = up(slack + still.nan_to_num(posinf=0.0))
         centre = centre + constant
-    return Form(centre, rows, slack, symbols)
+    return Form(centre, dense, slack, symbols, blocks=blocks)
 
 
 def same(x: Form, *targets: Any, **named: Any) -> Form:
@@ -76,7 +79,8 @@ def dropout(x: Form, p: float = 0.5, training: bool = True, inplace: bool = Fals
 
 def neg(x: Form) -> Form:
     """-x."""
-    return Form(-x.centre, -x.generators, x.slack, x.symbols)
+    dense, blocks = x.mapped(torch.neg)
+    return Form(-x.centre, dense, x.slack, x.symbols, blocks=blocks)
 
 
 def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
@@ -86,14 +90,15 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
         return _sum(x, y)
     form, constant = (x, y) if isinstance(x, Form) else (y, x)
     constant = as_constant(constant, form).to(DOUBLE)
+    parts = form.waits
+    if parts and torch.broadcast_shapes(form.shape, constant.shape) == form.shape:  # type: ignore[no-untyped-call]
+        return Form.waiting(replace(parts, constant=add(parts.constant, constant)))
     form = broadcast(form, constant.shape)
     centre = form.centre + constant
     rounding = (gamma(1, DOUBLE) * centre.abs()).nan_to_num(posinf=0.0)
-    alone, pending = form.parted() if form.pending else (form, None)
-    total = Form(centre, alone.generators, up(alone.slack + rounding), form.symbols)
+    slack = up(form.slack + rounding)
+    total = Form(centre, form.dense, slack, form.symbols, blocks=form.blocks)
     total.sizes = form.sizes
-    if pending is not None:
-        total.pending = replace(pending, constant=add(pending.constant, constant))
     return total
 
 
@@ -105,12 +110,49 @@ def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
 
 def _sum(x: Form, y: Form) -> Form:
     x, y = broadcast(x, y.shape), broadcast(y, x.shape)
-    long, short = (x, y) if len(x.generators) >= len(y.generators) else (y, x)
-    generators = long.generators.clone()
-    generators[: len(short.generators)] += short.generators
-    total = Form(x.centre + y.centre, generators, up(x.slack + y.slack), x.symbols)
+    align(x, y)
+    slack = up(x.slack + y.slack)
+    dense, blocks = stack_sum(x.dense, y.dense), joined(x.blocks, y.blocks, torch.add)
+    total = Form(x.centre + y.centre, dense, slack, x.symbols, blocks=blocks)
     total.slack = total.uncertain(0)
     return total
+
+
+def stack_sum(x: Tensor, y: Tensor) -> Tensor:
+    """Add two stacks, the shorter of which goes on with zeros."""
+    long, short = (x, y) if len(x) >= len(y) else (y, x)
+    if not len(short):
+        return long
+    total = torch.empty_like(long)
+    torch.add(long[: len(short)], short, out=total[: len(short)])
+    total[len(short) :] = long[len(short) :]
+    return total
+
+
+def align(x: Form, y: Form) -> None:
+    """Dissolve blocks of errors that both forms have, but cannot be added layer by layer."""
+    own = {block.key: block for block in x.blocks}
+    if any(b.key in own and not b.like(own[b.key]) for b in y.blocks):
+        x.whole()
+    for _ in range(2):  # what one dissolves may be a block of the other
+        for form in (x, y):
+            if any(block.key in form.symbols.dissolved for block in form.blocks):
+                form.whole()
+
+
+def joined(
+    x: Sequence[Block], y: Sequence[Block], both: Callable[[Tensor, Tensor], Tensor]
+) -> list[Block]:
+    """Return the blocks of two aligned forms, `both` of those that they share."""
+    other = {block.key: block for block in y}
+    own = {block.key for block in x}
+    shared = [
+        replace(block, rows=both(block.rows, other[block.key].rows))
+        if block.key in other
+        else block
+        for block in x
+    ]
+    return shared + [block for block in y if block.key not in own]
 
 
 def broadcast(x: Form, other: Sequence[int]) -> Form:
@@ -119,10 +161,13 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
     if tuple(x.shape) == tuple(shape):
         return x
     x = x.settle() if x.centre.numel() < torch.Size(shape).numel() else x
-    rows = x.generators
+    rows = x.dense
     rows = rows.view(len(rows), *[1] * (len(shape) - x.ndim), *x.shape).expand(-1, *shape)
-    wide = Form(x.centre.expand(shape), rows, x.slack.expand(shape), x.symbols)
+    blocks = [block.expanded(shape) for block in x.blocks]
+    wide = Form(x.centre.expand(shape), rows, x.slack.expand(shape), x.symbols, blocks=blocks)
     wide.sizes = Sizes(*(each.expand(shape) for each in vars(x.sizes).values()))
+    low, high = x.quadratic_range
+    wide.quadratic_range = low.expand(shape), high.expand(shape)
     return wide
 
 
@@ -137,13 +182,14 @@ def expand(x: Form, *shape: Any) -> Form:
 def scaled(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     """Return x times a constant, entry by entry."""
     weight = as_constant(weight, x)
+    parts = x.waits
+    if parts and torch.broadcast_shapes(x.shape, weight.shape) == x.shape:  # type: ignore[no-untyped-call]
+        numerator, constant = (
+            scaled(each, weight, roundings=roundings) for each in (parts.numerator, parts.constant)
+        )
+        return Form.waiting(replace(parts, numerator=numerator, constant=constant))
     x = broadcast(x, weight.shape)
-    alone, pending = x.parted() if x.pending else (x, None)
-    result = linear_map(alone, torch.mul, weight, roundings=roundings + 1)
-    if pending is not None:
-        moving, constant = scaled(pending.moving, weight), scaled(pending.constant, weight)
-        result.pending = replace(pending, moving=moving, constant=constant)
-    return result
+    return linear_map(x, torch.mul, weight, roundings=roundings + 1, within="entries")
 
 
 def as_constant(value: Any, x: Form) -> Tensor:
@@ -154,26 +200,38 @@ def as_constant(value: Any, x: Form) -> Tensor:
 
 
 def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
-    """Weights times the last axis; what is pending need not wait for more."""
+    """Weights times the last axis; a quotient waits on."""
 
     def op(t: Tensor, w: Tensor) -> Tensor:
         return t @ w.mT
 
-    alone, pending = input.parted()
     roundings = weight.shape[-1] + 1
-    result = linear_map(alone, op, weight, roundings=roundings, constant=bias)
-    if pending is not None:
-        root: Any = pending.root[..., :1]
-        waited = Pending(
-            linear_map(pending.moving, op, weight, roundings=roundings),
-            broadcast(root, result.shape),
-            linear(pending.constant, weight, bias),
-            pending.by_linear.amax(-1, keepdim=True),
-            pending.by_rest.amax(-1, keepdim=True),
+    parts = _by_row(input.waits) if input.waits else None
+    if parts is None:
+        return linear_map(
+            input.settle(), op, weight, roundings=roundings, constant=bias, within="rows"
         )
-        result.slack = up(result.slack + waited.radius())
-        result.quotient = waited
-    return result
+    numerator = linear_map(
+        parts.numerator.settle(), op, weight, roundings=roundings, within="rows"
+    )
+    return Form.waiting(
+        replace(parts, numerator=numerator, constant=linear(parts.constant, weight, bias))
+    )
+
+
+def _by_row(parts: Quotient) -> Quotient | None:
+    """Return it with one entry a row of the inverse, None where that is lost."""
+    shared = (parts.inverse, parts.square)
+    if not all(_is_row(each) for each in shared):
+        return None
+    inverse, square = (cast(Form, each[..., :1]) for each in shared)
+    return replace(parts, inverse=inverse, square=square)
+
+
+def _is_row(x: Form) -> bool:
+    """Whether the entries of a row are one number in memory."""
+    held = (x.centre, x.dense, x.slack, *(t for b in x.blocks for t in (b.rows, b.group)))
+    return x.shape[-1] == 1 or all(each.stride(-1) == 0 for each in held)
 
 
 def weighted(x: Any, y: Any) -> Form:
@@ -236,7 +294,9 @@ def batch_norm(
         each.view(-1, *[1] * (input.ndim - 2)) for each in (gain, bias - gain * mean, uncertain)
     )
     # The gain takes a sum, a root (of the library) and a product: 10 roundings in float64.
-    return linear_map(input, torch.mul, gain, roundings=12, constant=shift, uncertain=uncertain)
+    form = linear_map(input, torch.mul, gain, roundings=12, constant=shift, within="entries")
+    form.slack = up(form.slack + uncertain)
+    return form
 
 
 def reduced(x: Form, dim: Any = None, keepdim: bool = False, *, mean: bool = False) -> Form:

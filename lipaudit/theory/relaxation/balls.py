@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,7 @@ from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.products import mul
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, up
 from lipaudit.theory.relaxation.rules import RULES
+from lipaudit.theory.relaxation.smooth import SQRT, relax
 from lipaudit.theory.relaxation.symbols import SETTLE, Norm, Symbols
 
 
@@ -106,10 +107,11 @@ def margins(logits: Form, label: int) -> Form:
     plain = _differences(flat, label)
     if logits.quotient is None:
         return plain
-    parts = logits.quotient.moved(lambda t: t.reshape(-1))
-    first: Any = parts.root[:1]
-    root = broadcast(first, plain.shape)
-    times = add(_differences(parts.moving, label), mul(_differences(parts.constant, label), root))
+    whole = logits.shape
+    parts = logits.quotient.moved(lambda form: cast(Form, broadcast(form, whole).reshape(-1)))
+    root = relax(cast(Form, parts.square[:1]), SQRT, positive=True)
+    constant = mul(_differences(parts.constant, label), broadcast(root, plain.shape))
+    times = add(_differences(parts.numerator, label), constant)
     return times if _share(times) > _share(plain) else plain
 
 

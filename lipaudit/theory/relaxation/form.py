@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, InputError
+from lipaudit.theory.relaxation import names
+from lipaudit.theory.relaxation.blocks import Block
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, outward, tiny, up
 from lipaudit.theory.relaxation.symbols import Sizes, Symbols
 
@@ -41,37 +43,32 @@ class UnboundedError(EvaluationError):
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A product with one factor a row that is known to be small, and is not bounded yet.
+class Quotient:
+    """numerator / root + constant, one root a row: what a normalisation and weights make.
 
-    A row of entries d_k times a number |t| <= r is off by r |d_k| in each; behind weights w by
-    r |sum_k w_k d_k|, far less than r sum_k |w_k| |d_k|. So it waits for the weights.
+    It waits to be multiplied out until something else than weights and moves comes: behind weights
+    w what the product of the numerator d and the inverse is off by is r |sum_k w_k d_k|, far less
+    than r sum_k |w_k| |d_k|.
 
     Attributes:
-        moving: a form that moves by d.
-        root, constant: the row is moving / root + constant with root > 0, which has the same signs
-            as moving + constant root; of the shape of moving.
-        by_linear: bounds what multiplies the part of d that is linear in the input; of d's shape.
-        by_rest: what multiplies the others.
+        numerator, constant: forms of one shape, or of one that broadcasts to it.
+        inverse, square: 1 / root > 0 and root^2; forms whose entries are equal in every row.
     """
 
-    moving: Form
-    root: Form
+    numerator: Form
+    inverse: Form
+    square: Form
     constant: Form
-    by_linear: Tensor
-    by_rest: Tensor
 
-    def radius(self) -> Tensor:
-        """What entries are off by if it waits no longer."""
-        linear = self.by_linear * self.moving.sizes.linear
-        return up(linear + self.by_rest * self.moving.rest)
-
-    def moved(self, move: Callable[[Any], Any]) -> Pending:
+    def moved(self, move: Callable[[Form], Form]) -> Quotient:
         """The same with entries moved about."""
-        return Pending(
-            *(move(each) for each in (self.moving, self.root, self.constant)),
-            *(move(each) for each in (self.by_linear, self.by_rest)),
-        )
+        return Quotient(*(move(each) for each in vars(self).values()))
+
+    def product(self) -> Form:
+        """Return it multiplied out."""
+        rules = self.numerator.symbols.rules
+        form: Form = rules["add"](rules["mul"](self.numerator, self.inverse), self.constant)
+        return form
 
 
 class Memory:
@@ -90,9 +87,10 @@ class Form(Tensor):
 
     Args:
         centre: (*shape), float64.
-        generators: (rows, *shape), the coefficients, in the dtype of the symbols.
+        dense: (rows, *shape), the coefficients, in the dtype of the symbols.
         slack: (*shape), float64, >= 0: what rounding and operations since the last symbols left.
         symbols: that the rows stand for.
+        blocks: coefficients beside the dense ones, of errors that act in one row each.
         simplex: entries are >= 0 and sum to one along the last axis, whatever the input.
     """
 
@@ -100,10 +98,11 @@ class Form(Tensor):
     def __new__(  # noqa: D102
         cls: type[Form],
         centre: Tensor,
-        generators: Tensor,
+        dense: Tensor,
         slack: Tensor,
         symbols: Symbols,
         *,
+        blocks: Sequence[Block] = (),
         simplex: bool = False,
     ) -> Form:
         shell: Form = Tensor._make_wrapper_subclass(
@@ -114,25 +113,93 @@ class Form(Tensor):
     def __init__(
         self,
         centre: Tensor,
-        generators: Tensor,
+        dense: Tensor,
         slack: Tensor,
         symbols: Symbols,
         *,
+        blocks: Sequence[Block] = (),
         simplex: bool = False,
     ) -> None:
-        self.centre, self.generators, self._slack = centre, generators, slack
-        self.symbols, self.simplex = symbols, simplex
-        self.pending: Pending | None = None
-        self.quotient: Pending | None = None
+        self.centre, self.dense, self.slack = centre, dense, slack
+        self.blocks, self.symbols, self.simplex = tuple(blocks), symbols, simplex
+        self.quotient: Quotient | None = None
         self.memory, self.seen = Memory(), 0
 
+    @classmethod
+    def waiting(cls, quotient: Quotient) -> Form:
+        """Return a quotient that is multiplied out where its numbers are asked for."""
+        like = quotient.numerator
+        form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
+        form.symbols, form.simplex, form.quotient = like.symbols, False, quotient
+        form.memory, form.seen = Memory(), 0
+        return form
+
+    @property
+    def waits(self) -> Quotient | None:
+        """The quotient that it is, if that is not multiplied out."""
+        return None if "dense" in self.__dict__ else self.quotient
+
+    def __getattr__(self, name: str) -> Any:
+        """End the waiting."""
+        if name not in PARTS or self.__dict__.get("quotient") is None:
+            raise AttributeError(name)
+        product = self.__dict__["quotient"].product()
+        self.__dict__.update({part: product.__dict__[part] for part in PARTS})
+        return self.__dict__[name]
+
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Form({tuple(self.shape)}, {len(self.generators)} rows)"
+        return f"Form({tuple(self.shape)}, {self.count} rows)"
+
+    @property
+    def count(self) -> int:
+        """How many symbols it may depend on: they are numbered below that."""
+        return max(len(self.dense), *(block.end for block in self.blocks), 0)
+
+    @property
+    def generators(self) -> Tensor:
+        """All coefficients, (rows, *shape); ends what blocks save."""
+        if self.blocks:
+            stack = self.dense.new_empty(self.count, *self.shape)
+            stack[: len(self.dense)] = self.dense
+            stack[len(self.dense) :] = 0
+            for block in self.blocks:
+                block.add_to(stack)
+                self.symbols.dissolved.add(block.key)
+            self.dense, self.blocks = stack, ()
+        return self.dense
+
+    def as_is(self) -> Form:
+        """Leave the blocks."""
+        return self
+
+    def whole(self) -> Form:
+        """Dissolve the blocks, in place."""
+        return self if self.generators is self.dense else self
+
+    def by_row(self) -> Form:
+        """Let every block act in rows of the last axis, in place; dissolve them if one cannot."""
+        blocks = [block.by_row() for block in self.blocks]
+        if any(block is None for block in blocks):
+            return self.whole()
+        self.blocks = tuple(block for block in blocks if block is not None)
+        return self
+
+    def mapped(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Block]]:
+        """Apply an operation by entries, or by rows after `by_row`, to all coefficients."""
+        return op(self.dense), [block.mapped(op) for block in self.blocks]
+
+    def columns(self, mask: Tensor) -> Tensor:
+        """Return the coefficients of the entries of a mask, (rows, entries)."""
+        stack = self.dense.new_zeros(self.count, int(mask.sum()))
+        stack[: len(self.dense)] = self.dense[:, mask]
+        for block in self.blocks:
+            block.columns(mask).add_to(stack)
+        return stack
 
     @cached_property
     def sizes(self) -> Sizes:
         """How far the parts of the generators move."""
-        return self.symbols.sizes(self.generators)
+        return self.symbols.sizes(self.dense, self.blocks)
 
     @property
     def mass(self) -> Tensor:
@@ -142,7 +209,7 @@ class Form(Tensor):
     @cached_property
     def quadratic_range(self) -> tuple[Tensor, Tensor]:
         """The range of the quadratic part."""
-        return self.symbols.quadratic_range(self.generators)
+        return self.symbols.quadratic_range(self.dense)
 
     @property
     def rest(self) -> Tensor:
@@ -159,7 +226,7 @@ class Form(Tensor):
 
     def copy(self) -> Form:
         """Return the same in memory of its own."""
-        form = Form(self.centre, self.generators, self._slack, self.symbols)
+        form = Form(self.centre, self.dense, self.slack, self.symbols)
         form.__dict__.update(self.__dict__)
         form.memory, form.seen = Memory(), 0
         return form
@@ -170,31 +237,11 @@ class Form(Tensor):
         Slack, and the roundings of a sum of products over the generators, over the centre, and
         for coefficients that a device may take for zero.
         """
-        rows, dtype = len(self.generators), self.symbols.dtype
-        lost = rows * tiny(dtype)
+        dtype = self.symbols.dtype
+        lost = self.count * tiny(dtype)
         moving = gamma(roundings + 1, dtype) * self.mass
         still = (gamma(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(posinf=0.0)
         return up(self.slack + moving + still + lost)
-
-    @property
-    def slack(self) -> Tensor:
-        """What rounding and operations since the last symbols left; ends what is pending."""
-        if self.pending is not None:
-            self._slack, self.pending = up(self._slack + self.pending.radius()), None
-        return self._slack
-
-    @slack.setter
-    def slack(self, slack: Tensor) -> None:
-        self._slack = slack
-
-    def parted(self) -> tuple[Form, Pending | None]:
-        """Return the form without what is pending, settled in place, and that apart."""
-        pending, self.pending = self.pending, None
-        self.settle()
-        alone = Form(self.centre, self.generators, self.slack, self.symbols)
-        alone.sizes = self.sizes
-        self.pending = pending
-        return alone, pending
 
     def settle(self) -> Form:
         """Turn slack into symbols, in place, where it is a share of what the entry moves.
@@ -208,13 +255,10 @@ class Form(Tensor):
         if not large.any():
             return self
         radius = cast_up(self.slack * large, self.symbols.dtype)
-        rows, first = self.symbols.birth(radius)
-        room = first + len(rows)
-        generators = self.generators.new_zeros(room, *self.shape)
-        generators[: len(self.generators)] = self.generators
-        generators[first:] = rows
-        sizes = Sizes(self.sizes.linear, self.sizes.quadratic, up(self.sizes.errors + radius))
-        self.generators, self.slack, self.sizes = generators, self.slack * ~large, sizes
+        errors = up(self.sizes.errors + radius)
+        self.sizes = Sizes(self.sizes.linear, self.sizes.quadratic, errors)
+        self.blocks = (*self.blocks, self.symbols.birth(radius))
+        self.slack = self.slack * ~large
         return self
 
     @classmethod
@@ -227,7 +271,7 @@ class Form(Tensor):
     ) -> Any:
         """Apply the rule of a function of torch."""
         name, kwargs = _name(func), dict(kwargs or {})
-        if name in METADATA:
+        if name in names.METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = _forms((args, kwargs))
         if any(form.seen != form.memory.writes for form in forms):
@@ -237,7 +281,7 @@ class Form(Tensor):
         result = _ruled(forms[0].symbols, name, args, kwargs)
         if writes:
             return _written(name, args[0], result)
-        for view in _forms(result) if name in VIEWS else ():
+        for view in _forms(result) if name in names.VIEWS else ():
             view.memory, view.seen = forms[0].memory, forms[0].seen
         return result
 
@@ -249,27 +293,8 @@ class Form(Tensor):
         raise NoRuleError(str(func))
 
 
-METADATA = frozenset(
-    (
-        *("shape", "dtype", "device", "layout", "ndim", "size", "dim", "ndimension", "len"),
-        *("numel", "nelement", "stride", "is_contiguous", "storage_offset", "element_size"),
-        *("itemsize", "nbytes", "hash", "names", "requires_grad", "grad", "grad_fn", "is_leaf"),
-        *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_meta", "is_mkldnn", "is_sparse"),
-        *("is_nested", "is_quantized", "is_floating_point", "is_complex", "get_device"),
-        *("is_sparse_csr", "is_inference", "is_same_size"),
-    )
-)
-"""What a tensor says of itself without its numbers."""
-
-VIEWS = frozenset(
-    (
-        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
-        *("reshape", "view", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
-        *("narrow", "select", "getitem", "expand", "expand_as", "T", "mT", "data", "real"),
-        *("contiguous", "to", "float", "double", "type_as", "detach", "dropout"),
-    )
-)
-"""Operations whose result may lie in the memory of their argument."""
+PARTS = ("centre", "dense", "blocks", "slack")
+"""What a quotient does not have while it waits."""
 
 
 def _name(func: Callable[..., Any]) -> str:

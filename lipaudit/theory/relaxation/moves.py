@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.relaxation.affine import broadcast
-from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.blocks import Block, stacked
+from lipaudit.theory.relaxation.form import Form, Quotient
 from lipaudit.theory.relaxation.rounding import DOUBLE
 from lipaudit.theory.relaxation.symbols import Sizes
 
@@ -21,27 +22,37 @@ def moved(name: str) -> Callable[..., Any]:
         def move(t: Tensor) -> Any:
             return getattr(t, name)(*args, **kwargs)
 
-        alone, pending = x.parted() if x.pending else (x, None)
-        if pending is not None:
-            result = rule(alone, *args, **kwargs)
-            if isinstance(result, Form):
-                result.pending = pending.moved(
-                    lambda t: rule(t, *args, **kwargs) if isinstance(t, Form) else move(t)
-                )
-                return result
-        sizes = (move(each) for each in vars(x.sizes).values())
-        parts = move(x.centre), torch.vmap(move)(x.generators), move(x.slack), *sizes
-        if isinstance(parts[0], Tensor):
-            return _moved(x, *parts)
-        return tuple(_moved(x, *each) for each in zip(*parts, strict=True))
+        if x.waits:
+            return _moved_quotient(x.waits, lambda form: rule(form, *args, **kwargs))
+        dense = stacked(move, x.dense)
+        per_block = [block.moved(move) for block in x.blocks]
+        low_high = x.__dict__.get("quadratic_range", ())
+        known = (x.centre, x.slack, *vars(x.sizes).values(), *low_high)
+        parts = dense, *(move(each) for each in known)
+        if isinstance(dense, Tensor):
+            return _moved(x, [each for (each,) in per_block], *parts)
+        return tuple(
+            _moved(x, [block[i] for block in per_block], *each)
+            for i, each in enumerate(zip(*parts, strict=True))
+        )
 
     return rule
 
 
-def _moved(x: Form, centre: Tensor, generators: Tensor, slack: Tensor, *sizes: Tensor) -> Form:
-    form = Form(centre, generators, slack, x.symbols)
-    form.sizes = Sizes(*sizes)  # taken once, before it is cut up
+def _moved(x: Form, blocks: list[Block], dense: Tensor, centre: Tensor, *known: Tensor) -> Form:
+    form = Form(centre, dense, known[0], x.symbols, blocks=blocks)
+    form.sizes = Sizes(*known[1:4])  # taken once, before it is cut up
+    if known[4:]:
+        form.quadratic_range = known[4], known[5]
     return form
+
+
+def _moved_quotient(quotient: Quotient, rule: Callable[[Form], Any]) -> Any:
+    parts: Any = quotient.moved(lambda form: rule(broadcast(form, quotient.numerator.shape)))
+    if isinstance(parts.numerator, Form):
+        return Form.waiting(parts)
+    each = zip(*vars(parts).values(), strict=True)
+    return tuple(Form.waiting(Quotient(*one)) for one in each)
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
@@ -76,12 +87,9 @@ def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
     """A constant in some entries."""
     input = broadcast(input, mask.shape)
     keep = ~mask
-    return Form(
-        input.centre.masked_fill(mask, float(value)),
-        input.generators * keep,
-        input.slack * keep,
-        input.symbols,
-    )
+    dense, blocks = input.mapped(lambda t: t * keep)
+    centre = input.centre.masked_fill(mask, float(value))
+    return Form(centre, dense, input.slack * keep, input.symbols, blocks=blocks)
 
 
 MOVES = (

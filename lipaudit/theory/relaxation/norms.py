@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.relaxation.affine import add, linear_map, scaled
-from lipaudit.theory.relaxation.form import Form, NoRuleError
-from lipaudit.theory.relaxation.products import rows_over
+from lipaudit.theory.relaxation.form import Form, NoRuleError, Quotient
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
-from lipaudit.theory.relaxation.smooth import RSQRT, SQRT, relax, square_rest, worth_squaring
+from lipaudit.theory.relaxation.smooth import RSQRT, relax, square_rest, worth_squaring
 
 
 def layer_norm(
@@ -55,26 +54,29 @@ def _centred(x: Form) -> Form:
     def bound(t: Tensor) -> Tensor:
         return t + t.mean(-1, keepdim=True)
 
-    return linear_map(x.settle(), op, roundings=x.shape[-1] + 2, bound=bound)
+    return linear_map(x.settle(), op, roundings=x.shape[-1] + 2, bound=bound, within="rows")
 
 
 def _unit(y: Form, eps: float) -> Form:
     square = add(_mean_square(y), eps)
-    return rows_over(y, relax(square, SQRT, floor=eps), relax(square, RSQRT, floor=eps))
+    inverse = relax(square, RSQRT, floor=eps).settle()
+    nothing = torch.zeros_like(y.centre)
+    constant = Form(nothing, y.dense[:0], nothing, y.symbols)
+    return Form.waiting(Quotient(y.copy(), inverse, square, constant))
 
 
 def _mean_square(y: Form) -> Form:
     symbols, dtype, n = y.symbols, y.symbols.dtype, y.shape[-1]
     centre = _mean(y.centre.square())
     weights = (y.centre * (2 / n)).to(dtype)
-    rows = (y.generators * weights).sum(-1, keepdim=True)
+    dense, blocks = y.by_row().mapped(lambda t: (t * weights).sum(-1, keepdim=True))
     moves, size = up(y.mass + y.slack), y.centre.abs()
     if symbols.order == 2:
         first, second = square_rest(y.sizes.linear, y.rest)
         kept = worth_squaring(y)
-        e = y.generators[: symbols.n] * kept
+        e = y.dense[: symbols.n] * kept
         squares = symbols.pack(torch.einsum("a...k,c...k->ac...", e / n, e))
-        rows[symbols.n : symbols.first_error] += squares[..., None]
+        dense[symbols.n : symbols.first_error] += squares[..., None]
         middle = _mean(torch.where(kept, second, moves.square())) / 2
         radius = _mean(torch.where(kept, first + second / 2, moves.square() / 2))
     else:
@@ -82,9 +84,9 @@ def _mean_square(y: Form) -> Form:
     # Two sums of n products, their weights rounded, and the sum of both.
     moving = gamma(2 * n + 16, dtype) * _mean(2 * size * moves + moves.square())
     still = gamma(n + 8, DOUBLE) * (centre + middle)
-    under = 8 * n * len(rows) * tiny(dtype) * (1 + size.amax())
+    under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
     slack = up(_mean(2 * size * y.slack) + radius + moving + still + under, n + 16)
-    return Form(centre + middle, rows, slack, symbols)
+    return Form(centre + middle, dense, slack, symbols, blocks=blocks)
 
 
 def _mean(t: Tensor) -> Tensor:

@@ -17,8 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import as_constant, broadcast, scaled, weighted
-from lipaudit.theory.relaxation.form import Form, NoRuleError, Pending
+from lipaudit.theory.relaxation.affine import (
+    align,
+    as_constant,
+    broadcast,
+    joined,
+    scaled,
+    weighted,
+)
+from lipaudit.theory.relaxation.blocks import Block
+from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.smooth import RECIPROCAL, relax
 
@@ -53,55 +61,59 @@ def div(x: Any, y: Any) -> Form:
     return scaled(x, as_constant(y, x).to(DOUBLE).reciprocal(), roundings=2)
 
 
-def rows_over(x: Form, root: Form, inverse: Form) -> Form:
-    """Return x / root, one positive number a row (its last axis is 1), with dx dinverse pending.
-
-    What stays of that at order 2 is L_x R + R_x (L + R) of the parts of the inverse, 1 / root.
-    """
-    wide = broadcast(inverse.settle(), x.shape)
-    none = torch.zeros(1, *x.shape, dtype=x.symbols.dtype, device=x.device)
-    nothing = torch.zeros_like(x.centre)
-    constant = Form(nothing, none, nothing, x.symbols)
-    rest = up(wide.sizes.linear + wide.rest)
-    linear = wide.rest if x.symbols.order == 2 else rest
-    result = _product(x, wide, torch.mul, terms=1, pending=True)
-    result.pending = Pending(x.copy(), broadcast(root, x.shape), constant, linear, rest)
-    return result
-
-
-def _product(x: Form, y: Form, f: Bilinear, *, terms: int, pending: bool = False) -> Form:
+def _product(x: Form, y: Form, f: Bilinear, *, terms: int) -> Form:
     symbols, dtype = x.symbols, x.symbols.dtype
     centre = f(x.centre, y.centre)
-    generators = _linear_part(x, y, f)
+    dense, blocks = _linear_part(x, y, f)
     x_moves, y_moves = up(x.mass + x.slack), up(y.mass + y.slack)
     x_size, y_size = x.centre.abs(), y.centre.abs()
     slack = f(x.slack, y_size) + f(x_size, y.slack)
     if symbols.order == 2:
         x_rest, y_rest = x.rest, y.rest
-        if not pending:
-            slack = slack + f(x.sizes.linear, y_rest) + f(x_rest, y.sizes.linear + y_rest)
-        squares = symbols.pack(_outer(x.generators[: symbols.n], y.generators[: symbols.n], f))
-        generators[symbols.n : symbols.first_error] += squares
-    elif not pending:
+        slack = slack + f(x.sizes.linear, y_rest) + f(x_rest, y.sizes.linear + y_rest)
+        rows = _rows_matmul if f is torch.matmul else f
+        symbols.add_products(dense, x.dense[: symbols.n], y.dense[: symbols.n], rows)
+    else:
         slack = slack + f(x_moves, y_moves)
     moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
     lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
-    small = 4 * (len(generators) + symbols.first_error) * terms * tiny(dtype)
-    under = small * (1 + x_size.amax() + y_size.amax())
-    return Form(centre, generators, up(slack + lost + under, terms + 16), symbols)
+    count = max(x.count, y.count, symbols.first_error)
+    under = 8 * count * terms * tiny(dtype) * (1 + x_size.amax() + y_size.amax())
+    return Form(centre, dense, up(slack + lost + under, terms + 16), symbols, blocks=blocks)
 
 
-def _linear_part(x: Form, y: Form, f: Bilinear) -> Tensor:
+def _linear_part(x: Form, y: Form, f: Bilinear) -> tuple[Tensor, list[Block]]:
     """c_y dx + c_x dy."""
     dtype = x.symbols.dtype
     x_centre, y_centre = x.centre.to(dtype), y.centre.to(dtype)
     if f is torch.mul:
-        parts = [x.generators * y_centre, y.generators * x_centre]
-    else:
-        parts = [_rows_times(x.generators, y_centre), _times_rows(x_centre, y.generators)]
-    long, short = sorted(parts, key=len, reverse=True)
-    long[: len(short)] += short
-    return long
+        align(x, y)
+        blocks = joined(
+            [block.mapped(lambda t: t * y_centre) for block in x.blocks],
+            [block.mapped(lambda t: t * x_centre) for block in y.blocks],
+            torch.add,
+        )
+        long, short = ((x.dense, y_centre), (y.dense, x_centre))[:: _order(x, y)]
+        rows = long[0] * long[1]
+        rows[: len(short[0])].addcmul_(*short)
+        return rows, blocks
+    y.whole()
+    align(x, y)
+    x_rows, blocks = x.by_row().mapped(lambda t: _rows_times(t, y_centre))
+    y_rows = _times_rows(x_centre, y.dense)
+    rows, less = (x_rows, y_rows)[:: _order(x, y)]
+    rows[: len(less)] += less
+    return rows, blocks
+
+
+def _order(x: Form, y: Form) -> int:
+    """1 where x has no fewer rows than y, else -1."""
+    return 1 if len(x.dense) >= len(y.dense) else -1
+
+
+def _rows_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """The products of two stacks, one of which has one row."""
+    return _rows_times(x, y[0]) if len(y) == 1 else _times_rows(x[0], y)
 
 
 def _rows_times(rows: Tensor, y: Tensor) -> Tensor:
@@ -116,28 +128,24 @@ def _times_rows(x: Tensor, rows: Tensor) -> Tensor:
     return torch.unflatten(x @ wide.flatten(-2), -1, wide.shape[-2:]).movedim(-2, 0)
 
 
-def _outer(x: Tensor, y: Tensor, f: Bilinear) -> Tensor:
-    """The coefficients (n, n, *shape) of the products of two linear parts."""
-    if f is torch.mul:
-        return x[:, None] * y[None]
-    return torch.einsum("a...ik,c...kj->ac...ij", x, y)
-
-
 def _shifted(product: Form, x: Form, kappa: Tensor) -> Form:
     """Add (1 - sum_k x_k) kappa, which is zero: the errors are then those of V - kappa."""
     dtype, keys = product.symbols.dtype, x.shape[-1]
     rounded = kappa.to(dtype)  # any constant will do
     kappa = rounded.to(DOUBLE)
-    row_sums = x.generators.sum(-1, keepdim=True)
-    product.generators[: len(row_sums)] -= row_sums * rounded
+    row_sums, of_blocks = x.mapped(lambda t: t.sum(-1, keepdim=True))
+    product.dense[: len(row_sums)] -= row_sums * rounded
+    blocks = joined(
+        product.blocks, [b.mapped(lambda t: -t * rounded) for b in of_blocks], torch.add
+    )
     centre = product.centre + (1 - x.centre.sum(-1, keepdim=True)) * kappa
     kappa = kappa.abs()
     moving = x.mass.sum(-1, keepdim=True) * kappa
     still = (1 + x.centre.abs().sum(-1, keepdim=True)) * kappa + product.centre.abs()
     slack = product.slack + x.slack.sum(-1, keepdim=True) * kappa
     slack = slack + gamma(keys + 4, dtype) * moving + gamma(keys + 8, DOUBLE) * still
-    slack = slack + 2 * len(row_sums) * keys * tiny(dtype) * (1 + kappa)
-    return Form(centre, product.generators, up(slack, keys + 8), product.symbols)
+    slack = slack + 2 * x.count * keys * tiny(dtype) * (1 + kappa)
+    return Form(centre, product.dense, up(slack, keys + 8), product.symbols, blocks=blocks)
 
 
 def _weighted_median(v: Tensor, weight: Tensor) -> Tensor:

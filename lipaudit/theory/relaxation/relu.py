@@ -27,22 +27,21 @@ def relu(input: Form, inplace: bool = False) -> Form:
     a = torch.where(mixed, share, (low >= 0).to(DOUBLE))
     m = cast_up(up(torch.maximum(-a * low, (1 - a) * high) / 2) * mixed, dtype)
     mixed = m > 0
-    rows, first = symbols.birth(m)
-    if len(rows):
+    errors = symbols.birth(m)
+    if mixed.any():
         symbols.units.append(
             Unit(
                 input.centre[mixed],
-                input.generators.flatten(1)[:, mixed.flatten()],
+                input.columns(mixed),
                 input.slack[mixed],
                 a[mixed],
                 m[mixed].to(DOUBLE),
-                first,
+                errors.key,
             )
         )
-    generators = input.generators.new_zeros(first + len(rows), *input.shape)
-    torch.mul(input.generators, a.to(dtype), out=generators[: len(input.generators)])
-    generators[first:] = rows
+    share = a.to(dtype)
+    dense, blocks = input.mapped(lambda t: t * share)
     centre = a * input.centre + m
     lost = gamma(2, DOUBLE) * (centre.abs() + m) + gamma(1, dtype) * a * input.mass * mixed
-    slack = up(a * input.slack + lost + len(generators) * tiny(dtype) * mixed)
-    return Form(centre, generators, slack, symbols)
+    slack = up(a * input.slack + lost + symbols.count * tiny(dtype) * mixed)
+    return Form(centre, dense, slack, symbols, blocks=[*blocks, errors])

@@ -132,20 +132,18 @@ def _extremes(
 def _assembled(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: Tensor) -> Form:
     """Return a (z - c) + b (z - c)^2 + middle +- radius."""
     (a, b), symbols = parabola, z.symbols
-    generators = z.generators * a.to(symbols.dtype)
+    dense, blocks = z.mapped(lambda t: t * a.to(symbols.dtype))
     slack = a.abs() * z.slack + gamma(2, symbols.dtype) * a.abs() * z.mass
-    slack = radius + slack + len(generators) * tiny(symbols.dtype)
+    slack = radius + slack + z.count * tiny(symbols.dtype)
     if symbols.order == 2:
         first, second = square_rest(z.sizes.linear, z.rest)
         middle = middle + b * second / 2
         slack = slack + b.abs() * (first + second / 2) + gamma(4, DOUBLE) * middle.abs()
-        e = z.generators[: symbols.n]
-        squares = symbols.pack(e[:, None] * e[None]) * b.to(symbols.dtype)
-        generators[symbols.n : symbols.first_error] += squares
+        symbols.add_squares(dense, z.dense[: symbols.n], b.to(symbols.dtype))
         slack = slack + gamma(8, symbols.dtype) * b.abs() * z.sizes.linear.square()
         slack = slack + gamma(1, symbols.dtype) * a.abs() * z.sizes.quadratic
         slack = slack + 4 * symbols.first_error * tiny(symbols.dtype) * (1 + b.abs())
-    return Form(middle, generators, up(slack, 16), symbols)
+    return Form(middle, dense, up(slack, 16), symbols, blocks=blocks)
 
 
 def worth_squaring(z: Form) -> Tensor:

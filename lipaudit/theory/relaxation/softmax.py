@@ -56,7 +56,8 @@ def softmax(input: Form, dim: int | None = None, *_: Any, dtype: Any = None) -> 
         raise UnboundedError
     log_p = z.centre.log_softmax(-1).masked_fill(hidden, 0.0)
     still = share * (1 + log_p.abs() + z.centre.masked_fill(hidden, 0.0).abs())
-    exponent = add(Form(log_p, d.generators, up(d.slack + still), z.symbols), -rho)
+    shifted = Form(log_p, d.dense, up(d.slack + still), z.symbols, blocks=d.blocks)
+    exponent = add(shifted, -rho)
     out = relax(exponent, EXP, ceiling=0.0)
     return _finished(out, hidden)
 
@@ -83,10 +84,10 @@ def _centred(z: Form, p: Tensor) -> Form:
     def bound(t: Tensor, w: Tensor) -> Tensor:
         return t + (t * w).sum(-1, keepdim=True)
 
-    moving = Form(torch.zeros_like(p), z.generators, z.slack, z.symbols)
+    moving = Form(torch.zeros_like(p), z.dense, z.slack, z.symbols, blocks=z.blocks)
     moving.sizes = z.sizes
     w = p.to(z.symbols.dtype)
-    return linear_map(moving, op, w, roundings=p.shape[-1] + 2, bound=bound)
+    return linear_map(moving, op, w, roundings=p.shape[-1] + 2, bound=bound, within="rows")
 
 
 def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor) -> Form:
@@ -97,7 +98,7 @@ def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor) -> Form:
     chord = level.log() + 4 * LIBRARY * gamma(1, DOUBLE) + up(_total(tilted * r), p.shape[-1])
     hoeffding = up(r.amax(-1, keepdim=True).square() / 2)
     high = torch.minimum(chord, hoeffding)
-    none = d.generators.new_zeros(0, *high.shape)
+    none = d.dense.new_zeros(0, *high.shape)
     return Form(high / 2, none, up(high / 2 + lost), d.symbols)
 
 
@@ -112,10 +113,10 @@ def _second_order(d: Form, p: Tensor, r: Tensor, lost: Tensor) -> Form:
     slack = _total(p * (first + second / 2)) / 2 + third / 6 + lost + lost.square() / 2
     # Products, sums and halves of the quadratic part, and p for the true softmax.
     rounding = gamma(2 * keys + 4 * LIBRARY, symbols.dtype) * _total(p * r.square())
-    e = d.generators[: symbols.n]
+    e = d.dense[: symbols.n]
     half = (p / 2).to(symbols.dtype)
     squares = symbols.pack(torch.einsum("a...j,c...j->ac...", e * half, e))[..., None]
-    generators = d.generators.new_zeros(symbols.first_error, *middle.shape)
+    generators = d.dense.new_zeros(symbols.first_error, *middle.shape)
     generators[symbols.n :] = squares
     return Form(middle, generators, up(slack + 2 * rounding, keys + 32), symbols)
 
@@ -125,7 +126,7 @@ def _better(one: Form, other: Form) -> Form:
     first = one.slack < other.slack
     centre = torch.where(first, one.centre, other.centre)
     slack = torch.minimum(one.slack, other.slack)
-    return Form(centre, other.generators * ~first, slack, one.symbols)
+    return Form(centre, other.dense * ~first, slack, one.symbols)
 
 
 def _finished(out: Form, hidden: Tensor) -> Form:

@@ -8,7 +8,7 @@ are missing at its end are zero, so that older forms need not grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipaudit.theory.relaxation.blocks import Block, born
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, summed_up, tiny, up
 
 Norm = Literal["linf", "l2"]
@@ -100,15 +101,19 @@ class Symbols:
         )
         self.first_error = self.count = n + self.pairs.shape[1]
         self.units: list[Unit] = []
+        self.dissolved: set[int] = set()
 
-    def sizes(self, g: Float[Tensor, "rows ..."]) -> Sizes:
+    def sizes(self, g: Float[Tensor, "rows ..."], blocks: Sequence[Block] = ()) -> Sizes:
         """Return how far every entry of a stack can move.
 
         On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2 for the products
         of a unit vector's entries are a vector of norm <= 1; elsewhere 1-norms.
         """
         linear, quadratic, errors = torch.split(g, self._parts(len(g)))
-        return Sizes(self._radius(linear), self._radius(quadratic), _one_norm(errors))
+        moved = _one_norm(errors)
+        for block in blocks:
+            moved = up(moved + _one_norm(block.rows))
+        return Sizes(self._radius(linear), self._radius(quadratic), moved)
 
     def quadratic_range(
         self, g: Float[Tensor, "rows ..."]
@@ -138,17 +143,30 @@ class Symbols:
             (i == j).view(-1, *[1] * (form.ndim - 2)), form[i, j], form[i, j] + form[j, i]
         )
 
-    def birth(self, radius: Float[Tensor, "*shape"]) -> tuple[Tensor, int]:
-        """Give an error of that radius to every entry where it is positive.
+    def add_products(
+        self, rows: Float[Tensor, "rows ..."], x: Tensor, y: Tensor, f: Callable[..., Tensor]
+    ) -> None:
+        """Add sum_ij f(x_i, y_j) e_i e_j of two linear parts to a stack, in place."""
+        first = self.n
+        for i in range(self.n):
+            part = rows[first : first + self.n - i]
+            part += f(x[i : i + 1], y[i:])
+            part[1:] += f(x[i + 1 :], y[i : i + 1])
+            first += self.n - i
 
-        Returns:
-            The stack of their coefficients, (new, *shape), and the number of the first.
-        """
-        first, places = self.count, radius.flatten().nonzero()[:, 0]
-        rows = torch.zeros(len(places), radius.numel(), dtype=self.dtype, device=radius.device)
-        rows.scatter_(1, places[:, None], radius.flatten()[places, None].to(self.dtype))
-        self.count += len(places)
-        return rows.view(-1, *radius.shape), first
+    def add_squares(self, rows: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
+        """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack, in place."""
+        first, double = self.n, 2 * weight * x
+        for i in range(self.n):
+            rows[first].addcmul_(double[i], x[i], value=0.5)
+            rows[first + 1 : first + self.n - i].addcmul_(double[i], x[i + 1 :])
+            first += self.n - i
+
+    def birth(self, radius: Float[Tensor, "*shape"]) -> Block:
+        """Give an error of that radius to every entry where it is positive."""
+        first = self.count
+        self.count += int((radius > 0).sum())
+        return born(radius, first, self.dtype)
 
     def _parts(self, rows: int) -> list[int]:
         linear = min(rows, self.n)
@@ -161,16 +179,21 @@ class Symbols:
         return up(_summed(g, torch.square).sqrt())
 
     def _spectral_radius(self, q: Tensor) -> Tensor:
+        """||Q|| of every entry, a few at a time: they stay in the cache."""
+        some = max(1, _AT_ONCE // self.n**2)
+        parts = [self._norms(part) for part in q.reshape(len(q), -1).split(some, 1)]  # type: ignore[no-untyped-call]
+        return torch.cat(parts).view(q.shape[1:])
+
+    def _norms(self, flat: Tensor) -> Tensor:
         """||Q|| <= ||Q^k||_F^(1/k) for the symmetric Q of every entry, k = 2^_SQUARINGS.
 
         Q is divided by about its norm first. That of a power is raised by what rounding can take:
         (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
         """
-        n, dtype = self.n, q.dtype
-        flat = q.flatten(1)
+        n, dtype = self.n, flat.dtype
         size = up(_summed(flat, torch.square).sqrt())
         scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
-        power = (flat / scale)[self._full.to(q.device)]
+        power = (flat / scale)[self._full.to(flat.device)]
         power[:: n + 1] *= 2
         power = (power / 2).mT.contiguous().view(-1, n, n)
         share, small = gamma(n + 8, dtype), n * n * tiny(dtype)
@@ -181,7 +204,7 @@ class Symbols:
             power = torch.bmm(power, power)
             size = up(_row_sums(power).sqrt())
         root = up(size + error, 8) ** (0.5**_SQUARINGS) * scale.to(DOUBLE)
-        return (up(root, 32) + small).view(q.shape[1:])
+        return up(root, 32) + small
 
     @cached_property
     def _full(self) -> Tensor:

@@ -179,6 +179,7 @@ def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
     hidden = F.gelu(into(inputs))[:, 0]
     root = (hidden.var(-1, correction=0) + last.eps).sqrt()
     truth = _difference(head(last(hidden)), 1)
+    logits.range()  # multiplied out
     logits.quotient = None
     plain = margins(logits, 1)
     assert excess(plain, e, truth) <= 1e-12

@@ -1,8 +1,23 @@
-"""The sharp bound on a ball around X: a certified local Lipschitz constant of a head.
+"""A certified Lipschitz constant of a head on a ball around X (ours).
 
-Every ingredient of B at X is followed over all X' with ||X' - X||_F <= r: logits, the attention
-map P between two maps P- and P+, values, outputs and the vectors u_i. ||W_K|| r is how far a key
-can move, and so on (ours; the symbols are those of `sharp`).
+On the way from X to X', ||X' - X||_F <= r, the Jacobian J of O grows by the second derivative:
+
+    ||J(X')|| <= ||J(X)|| + integral_0^r C(rho) d rho,
+    C(rho) = max ||D^2 O(X'')[F, F]||_F over ||X'' - X||_F <= rho and ||F||_F = 1,
+
+for <g, D^2 O[E, F]> is a symmetric form in E and F whatever g is, and largest where E = F. C grows
+with rho: the integral is at most a sum over panels, each with C at its end.
+
+With f_j the rows of F, P_i as weights of means and covariances over the keys, and
+
+    sigma_ij = <z_j, f_i> + <u_i, f_j>,    u_i = s W_K q_i,    z_j = s W_Q k_j,    A = s W_Q W_K^T,
+
+the changes of the logits, row i of D^2 O[F, F] is
+
+    2 Cov_i(sigma_i, W_V^T f) + E_i[(sigma_i - E_i sigma_i)^2 (v - o_i)] + 2 Cov_i(f_i^T A f, v).
+
+All of it is bounded by the squares x_j = ||f_j||^2, which add up to 1: row i by (H x)_i with a
+matrix H >= 0. ||H x|| is convex in x, so it is largest where one x_j is 1: at a column of H.
 """
 
 from __future__ import annotations
@@ -10,127 +25,218 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.errors import UsageError
-from lipaudit.theory.bounds.affine import (
-    AffineRows,
-    affine_rows,
-    query_term,
-    split_excess,
-)
+from lipaudit.theory.bounds.affine import affine_rows
 from lipaudit.theory.bounds.centred import (
-    Centred,
     are_affine,
     centred,
     factor,
     projections,
     squared_distances,
 )
-from lipaudit.theory.bounds.head_bounds import ROUNDING
+from lipaudit.theory.bounds.head_bounds import ROUNDING, chunks, head_bounds
 from lipaudit.theory.heads import Heads
-from lipaudit.theory.spectral.upper import nonnegative_norm, spectral_norm
+from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.scale import unit_values
+from lipaudit.theory.spectral.upper import spectral_norm
+
+PANELS = 8
+"""Of the integral over the radius: more would lower what is added to the bound at X by some %."""
+
+BALANCES = (0.5, 1.0, 2.0)
+"""Of a query's own move against those of its keys: the best of a head counts."""
 
 
-def ball_sharp(heads: Heads, r: float) -> Float[Tensor, "batch heads"]:
+@torch.inference_mode()
+def ball_sharp(
+    heads: Heads,
+    r: float,
+    *,
+    sharp: Float[Tensor, "batch heads"] | None = None,
+    policy: Policy = POLICY,
+) -> Float[Tensor, "batch heads"]:
     """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
 
-    ||B+||, B+_ij = P+_ij beta+_ij + delta_ij t+_i with each factor at its largest on the ball. At
-    r = 0 it is the block bound at X. Any mask or position bias that does not depend on X.
-    Useful while the logits move by less than about 1; beyond that it explodes.
+    Any mask or position bias that does not depend on X. It is `sharp` at r = 0, grows linearly at
+    first and, once the logits move by 1 and more, like a power of r.
 
     Args:
         heads: self-attention with affine (or constant) projections; others give NaN.
-        r: radius, in the Frobenius norm over all tokens of a sample.
+        r: radius, in the Frobenius norm over all tokens of a sample (of a window).
+        sharp: the bound at X, where it is known.
+        policy: how many heads are met at a time.
 
     Raises:
         UsageError: r is negative.
     """
-    if r < 0:
+    if not r >= 0:
         raise UsageError(f"the radius of a ball cannot be negative: {r}")
-    heads = heads.to(torch.float64)
     if heads.x_kv is not None or not are_affine(heads):
-        return torch.full_like(heads.q[..., 0, 0], torch.nan)
-    at = centred(heads)
-    rows = affine_rows(heads, at)
-    move = _moves(heads, at, r)
-    blocks = _beta(at, rows, move).mul_(move.upper)
-    blocks.diagonal(0, -2, -1).add_(_query_term(heads, at, rows, move))
-    return nonnegative_norm(blocks) * (1 + ROUNDING)
+        return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
+    heads = heads.to(torch.float64)
+    sharp = head_bounds(heads, policy=policy)["sharp"] if sharp is None else sharp
+    if r == 0:
+        return sharp
+    unit, size = unit_values(heads)
+    growth = torch.cat([_growth(unit.pick(some), r) for some in chunks(unit, policy)], 1)
+    return sharp + (1 + ROUNDING) * size.to(growth) * growth
+
+
+def _growth(heads: Heads, r: float) -> Tensor:
+    """Bound what the norm of the Jacobian grows by within the radius."""
+    point = _point(heads)
+    ends = [r * (panel + 1) / PANELS for panel in range(PANELS)]
+    total = sum((_curvature(point, rho) for rho in ends), torch.zeros_like(point.a[..., 0, 0]))
+    # inf - inf or 0 inf stands where a number is beyond the largest one.
+    return (r / PANELS * total).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 @dataclass(frozen=True)
-class _Moves:
-    """How far things move on the ball: bounds over all X' in it."""
+class _Point:
+    """What is known at X, and which of two limits each row takes on every ball around it."""
 
-    upper: Tensor  # P+, the largest P'_ij
-    p: Tensor  # the largest |P'_ij - P_ij|
-    w: Tensor  # ||v_j - o_i|| at X, (n, m)
-    keys: Tensor  # ||k_j - sum_l P_il k_l|| at X, (n, m)
-    key: Tensor  # largest move of a key, r ||W_K||
-    u: Tensor  # largest move of u_i
-    shift: Tensor  # largest move of v_j - o_i, (n, 1)
+    p: Float[Tensor, "batch heads n m"]  # 0 where masked, at least the smallest number elsewhere
+    z: Float[Tensor, "batch heads n m"]  # ||z_j - E_i z||
+    w: Float[Tensor, "batch heads n m"]  # ||v_j - o_i||, 0 where masked
+    u: Float[Tensor, "batch heads n 1"]  # ||u_i||
+    wv: Float[Tensor, "batch heads 1 1"]  # ||W_V||
+    a: Float[Tensor, "batch heads 1 1"]  # ||A||
+    slope: Float[Tensor, "batch heads n m"]  # of log P_ij
+    bend: Float[Tensor, "batch heads n m"]  # the factor of ||A|| rho^2 in its growth
+    one_hot: Bool[Tensor, "batch heads n 1"]  # whether the second form of `_spread` is less
+    uneven: Bool[Tensor, "batch heads n 1"]  # whether that of `_weighted_spread` is
 
 
-def _moves(heads: Heads, at: Centred, r: float) -> _Moves:
-    to_q, to_k, to_v = projections(heads)
-    key, value = (r * spectral_norm(to.weight)[:, None, None] for to in (to_k, to_v))
-    product = spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]
-    means = at.p @ at.k
-    along = _distances(means @ to_q.weight.mT, at.k @ to_q.weight.mT)
-    queries = torch.linalg.vector_norm(heads.q @ to_k.weight.mT, dim=-1, keepdim=True)
-    upper, change = _attention_range(at.p, at.s.abs() * r * (along + queries + r * product))
-    w = at.w2.sqrt()
-    return _Moves(
-        upper=upper,
-        p=change,
-        w=w,
-        keys=_distances(means, at.k),
-        key=key,
-        u=at.s.abs() * r * product,
-        shift=2 * value + (change * w).sum(-1, keepdim=True),
-    )
+def _point(heads: Heads) -> _Point:
+    at = centred(heads)
+    rows = affine_rows(heads, at)
+    visible = heads.visible(0, at.p.shape[2])
+    # An entry that underflowed is at most the smallest number.
+    p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible
+    z = _distances(p @ rows.z, rows.z)
+    w = at.w2.sqrt() * visible
+    to_q, to_k, _ = projections(heads)
+    a = at.s.abs() * spectral_norm(factor(to_q) @ factor(to_k).mT)[..., None]
+    slope, bend = _log_growth(p, z, rows.u)
+    twice = 2 * p * _others(p)
+    one_hot = twice.amax(-1, keepdim=True) < p.amax(-1, keepdim=True)
+    even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
+    uneven = _lengths(_weighted(p, p, w)[0]) < _lengths(even)
+    return _Point(p, z, w, rows.u, rows.wv, a, slope, bend, one_hot, uneven)
+
+
+def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a_ij and b_ij: no log P_ij grows by more than a_ij rho + b_ij ||A|| rho^2.
+
+    log sum_l P_il exp(dS_il) >= sum_l P_il dS_il, so log P_ij grows by at most dS_ij - E_i dS.
+    With c_l = delta_jl - P_il that is <z_j - E_i z, e_i> + <u_i, sum_l c_l e_l>, linear in E with
+    a coefficient of length a_ij, and e_i^T A sum_l c_l e_l, which is at most
+    ||A|| (|c_i| ||e_i||^2 + ||e_i|| (sum_{l != i} c_l^2)^1/2 (rho^2 - ||e_i||^2)^1/2).
+    """
+    i = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+    others = _others(p)
+    own = p.diagonal(0, -2, -1)[..., None] * (1 - i) + others * i  # |c_i|
+    square = others.square() + _others(p.square())  # sum_l c_l^2
+    slope = (z.square() + u.square() * square + 2 * z * u * own).sqrt()
+    # The largest eigenvalue of [[|c_i|, h / 2], [h / 2, 0]], h^2 = square - c_i^2.
+    return slope, 0.5 * (own + square.sqrt())
+
+
+def _others(p: Tensor) -> Tensor:
+    """Return sum_{l != j} P_il, without cancellation."""
+    return p @ (1 - torch.eye(p.shape[-1], dtype=p.dtype, device=p.device))
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What nothing exceeds on the ball of radius rho, with `spread` as `_spread` says."""
+
+    p: Tensor  # P_ij
+    spread: Tensor
+    u: Tensor  # ||u_i||
+    z: Tensor  # (E_i ||z - E_i z||^2)^1/2
+    v: Tensor  # (E_i ||v - o_i||^2)^1/2
+    shift: Tensor  # how far v_j - o_i moves
+
+
+def _limits(at: _Point, rho: float) -> _Limits:
+    p = (at.p.log() + at.slope * rho + at.bend * at.a * (rho * rho)).clamp_max(0.0).exp()
+    spread = _spread(at, p)
+    widest = spread.amax(-1, keepdim=True).sqrt()
+    u = at.u + rho * at.a
+    # The variance over any weights is at most that around the mean at X; the moves of z_j and v_j
+    # along W_K^T e_j and W_V^T e_j vary by at most `widest` times the length of E.
+    z = _deviation(p, at.z) + rho * at.a * widest
+    v = _deviation(p, at.w) + rho * at.wv * widest
+    # ||D o_i|| <= ||sum_j P_ij W_V^T f_j|| + ||Cov_i(sigma, v)||, everywhere on the way.
+    output = at.wv * p.amax(-1, keepdim=True).sqrt() + (z + u * widest) * v
+    return _Limits(p, spread, u, z, v, rho * (at.wv + output))
+
+
+def _curvature(at: _Point, rho: float) -> Float[Tensor, "batch heads"]:
+    """Bound C(rho)."""
+    on = _limits(at, rho)
+    longest = at.w.amax(-1, keepdim=True) + on.shift
+    # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2 with y = spread x.
+    mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
+    columns = (2 * at.wv * on.u + on.shift * on.u.square()) * on.spread
+    columns = columns + on.u.square() * _weighted_spread(at, on)
+    own = longest * on.z.square()
+    # 2 x_i^1/2 y_i^1/2 <= t x_i + y_i / t for every t.
+    limits = [_largest(columns + mixed / t * on.spread, own + t * mixed) for t in BALANCES]
+    return torch.stack(limits).amin(0)
+
+
+def _largest(columns: Tensor, own: Tensor) -> Tensor:
+    """Return the length of the longest column of H = columns + diag(own)."""
+    columns.diagonal(0, -2, -1).add_(own[..., 0])
+    return torch.linalg.vector_norm(columns, dim=-2).amax(-1)
+
+
+def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
+    return (p * lengths.square()).sum(-1, keepdim=True).sqrt()
+
+
+def _spread(at: _Point, p: Tensor) -> Tensor:
+    """Return h with sum_j P_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, P at most p.
+
+    The left side is at most E_i ||f||^2; and it is sum_{j < l} P_ij P_il ||f_j - f_l||^2, at most
+    sum_j 2 P_ij (1 - P_ij) ||f_j||^2.
+    """
+    return torch.where(at.one_hot, 2 * p * _others(p).clamp_max(1.0), p)
+
+
+def _weighted_spread(at: _Point, on: _Limits) -> Tensor:
+    """Return h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X."""
+    even = on.spread * at.w.amax(-1, keepdim=True)
+    uneven, holds = _weighted(at.p, on.p, at.w)
+    # Where it does not hold, the larger of both goes on from it: no limit falls as rho grows.
+    return torch.where(at.uneven, torch.where(holds, uneven, torch.maximum(uneven, even)), even)
+
+
+def _weighted(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p_ij (w_ij + |d_ij| D_i / (m_i - D_i)), and whether D_i <= m_i / 2, so that it holds.
+
+    m_i = sum_j centre_ij w_ij, d = w - m and D_i = sum_j p_ij |d_ij|. In one coordinate t of f,
+    with means over P_i, E w (t - E t)^2 = E w t^2 - 2 E t E w t + E w (E t)^2
+    = E w t^2 - 2 E t E d t - (m - E d) (E t)^2 <= E w t^2 + (E d t)^2 / (m - E d); and
+    (E d t)^2 <= E |d| E |d| t^2, E |d| <= D.
+    """
+    mean = (centre * w).sum(-1, keepdim=True)
+    off = (w - mean).abs()
+    size = (p * off).sum(-1, keepdim=True)
+    holds = 2 * size <= mean
+    share = torch.where(holds, size / (mean - size), 1.0)
+    return p * (w + off * share), holds
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
     a2, b2 = (rows.square().sum(-1, keepdim=True) for rows in (a, b))
     return squared_distances(a, b, a2, b2).sqrt()
-
-
-def _attention_range(p: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P+ and max(P+ - P, P - P-) when every logit moves by at most eps."""
-    attended = (p.sum(-1, keepdim=True) > 0).to(p)  # no padded queries
-    # An entry that underflowed is at most the smallest number; a masked one stays about there.
-    log_p = p.clamp_min(torch.finfo(p.dtype).tiny).log()
-    upper = torch.sigmoid(log_p + eps - _log_others(log_p - eps)) * attended
-    lower = torch.sigmoid(log_p - eps - _log_others(log_p + eps)) * attended
-    return upper, torch.maximum(upper - p, p - lower).clamp_min(0.0)
-
-
-def _log_others(logits: Tensor) -> Tensor:
-    """Return log sum_{l != j} exp(logits_l), that of the largest entry without cancellation."""
-    largest, place = logits.max(-1, keepdim=True)
-    weights = (logits - largest).exp()
-    rest = weights.scatter(-1, place, 0.0).sum(-1, keepdim=True)
-    others = (rest + 1 - weights).scatter(-1, place, rest)
-    return others.log() + largest
-
-
-def _beta(at: Centred, rows: AffineRows, move: _Moves) -> Tensor:
-    """Bound the block norms over the ball: the split, or the triangle inequality."""
-    u = rows.u + move.u
-    turned = (2 * move.u / rows.u).nan_to_num(2.0).clamp_max(2.0)
-    split = (split_excess(at, rows) + rows.u.square() * at.w2).clamp_min(0.0).sqrt()
-    split = split + rows.wv * turned + move.u * move.w + u * move.shift
-    triangle = rows.wv + (move.w + move.shift) * u
-    return torch.minimum(torch.hypot(rows.wv, split), triangle)
-
-
-def _query_term(heads: Heads, at: Centred, rows: AffineRows, move: _Moves) -> Tensor:
-    """Bound s ||T_i W_Q^T|| over the ball."""
-    changed = move.p * move.w * move.keys
-    moved = move.upper * (move.shift * (move.keys + move.key) + move.w * move.key)
-    norm = spectral_norm(projections(heads)[0].weight)[:, None]
-    start, _ = query_term(at, rows)
-    return start + at.s[..., 0].abs() * norm * (changed + moved).sum(-1)

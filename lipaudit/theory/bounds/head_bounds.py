@@ -98,7 +98,7 @@ def head_bounds(
     weights = weights and weights.per_value(size)
     parts = [
         _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, r, policy)
-        for chunk in _chunks(heads, policy)
+        for chunk in chunks(heads, policy)
     ]
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     size = size.to(heads.v.device)
@@ -114,7 +114,7 @@ def _require_finite(heads: Heads) -> None:
             )
 
 
-def _chunks(heads: Heads, policy: Policy) -> Iterator[slice]:
+def chunks(heads: Heads, policy: Policy) -> Iterator[slice]:
     """Some heads at a time, so that a temporary stays near `map_entries` numbers."""
     (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
     per_head = batch * (n * m if are_affine(heads) else max(n * m, n * d * d, m * d * dv))

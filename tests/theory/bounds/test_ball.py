@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.bounds import ball
-from lipaudit.theory.bounds.affine import affine_rows, query_term
 from lipaudit.theory.bounds.ball import ball_sharp
-from lipaudit.theory.bounds.centred import centred
-from lipaudit.theory.spectral.upper import nonnegative_norm
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.growth.nearby import ball_norm
+from lipaudit.theory.heads import affine_heads
 
 AFFINE = ("affine", "biases", "causal", "position-bias", "padding", "padding-causal", "windows")
 AFFINE += ("learned-query-same-length", "wide-values", "one-token")
@@ -52,32 +54,37 @@ def head_at(heads, x):
     q, k, v = (x @ p.weight[0] + p.bias[0] for p in w.values())
     s = heads.scale[0, 0]
     p = (s * q @ k.T).softmax(-1)
-    gap = v - (p @ v)[:, None]
-    t = torch.einsum("ij,ija,jd->iad", p, gap, k) @ w["q"].weight[0].T
-    u = s * q @ w["k"].weight[0].T
-    blocks = w["v"].weight[0].T + gap[..., None] * u[:, None, None]
-    return {"p": p, "gap": gap, "k": k, "u": u, "t": s * t, "blocks": blocks}
+    z = s * k @ w["q"].weight[0].T
+    gap, off = v - (p @ v)[:, None], z - (p @ z)[:, None]
+    deviations = [(p[..., None].sqrt() * rows).flatten(1) for rows in (off, gap)]
+    return {"p": p, "gap": gap, "z": deviations[0], "v": deviations[1]} | {
+        "u": s * q @ w["k"].weight[0].T
+    }
 
 
-def largest_growth(heads, read, r):
-    """Largest |read(X') - read(X)| over points X' of the ball, one of them for each entry read.
+def largest(heads, read, r):
+    """Largest |read(X')| over points X' of the ball, one of them for each entry read.
 
-    `read` turns a head into vectors (..., length) or numbers; X' moves along the gradient of the
-    largest change of each.
+    `read` turns a head into vectors (..., length); X' moves along the gradient of the largest
+    change of each, and of its length.
     """
     x = heads.x[0]
     here = read(head_at(heads, x)).detach()
     jacobian = torch.autograd.functional.jacobian(lambda z: read(head_at(heads, z)), x)
-    growth = torch.zeros(here.shape[:-1], dtype=x.dtype)
-    for index in torch.cartesian_prod(*(torch.arange(n) for n in here.shape[:-1])).reshape(
-        -1, here.ndim - 1
+    longest = here.norm(dim=-1)
+    for index in torch.cartesian_prod(*(torch.arange(n) for n in longest.shape)).reshape(
+        -1, longest.ndim
     ):
         entry = tuple(index.tolist())
         rows = jacobian[entry].reshape(here.shape[-1], -1)
-        direction = torch.linalg.svd(rows, full_matrices=False).Vh[0].reshape(x.shape)
-        ends = [read(head_at(heads, x + sign * r * direction))[entry] for sign in (1, -1)]
-        growth[entry] = max((end - here[entry]).norm() for end in ends)
-    return growth
+        along = torch.linalg.svd(rows, full_matrices=False).Vh[0], here[entry] @ rows
+        ends = [
+            read(head_at(heads, x + sign * r * (step / step.norm()).nan_to_num(0.0).view_as(x)))
+            for step in along
+            for sign in (1, -1)
+        ]
+        longest[entry] = max(end[entry].norm() for end in ends)
+    return here.norm(dim=-1), longest
 
 
 @pytest.fixture(params=[0, 1, 2])
@@ -93,53 +100,206 @@ ROUNDED = 1 + 1e-9
 TIGHT = 0.05  # a limit this far above what is reached would have lost a factor
 
 
-@pytest.mark.parametrize(
-    ("read", "limit"),
-    [
-        (lambda at: at["p"][..., None], lambda move: move.p[0, 0]),
-        (lambda at: at["k"], lambda move: move.key[0, 0].expand(2)),
-        (lambda at: at["u"], lambda move: move.u[0, 0, :, 0].expand(2)),
-        (lambda at: at["gap"], lambda move: move.shift[0, 0].expand(2, 2)),
-    ],
-    ids=["attention", "keys", "u", "gaps"],
-)
-def test_what_moves_stays_within_its_limit(small_heads, read, limit):
-    bound = limit(ball._moves(small_heads, centred(small_heads), R))
-    growth = largest_growth(small_heads, read, R)
-    assert (growth <= bound * ROUNDED).all()
-    assert (growth >= TIGHT * bound).any()
+@pytest.mark.parametrize("name", ["p", "u", "z", "v"])
+def test_what_moves_stays_within_its_limit(small_heads, name):
+    read = {"p": lambda at: at["p"][..., None]}.get(name, lambda at: at[name])
+    limit = getattr(ball._limits(ball._point(small_heads), R), name)[0, 0]
+    start, end = largest(small_heads, read, R)
+    limit = limit.view_as(end) if name != "p" else limit
+    assert (end <= limit * ROUNDED).all()
+    assert ((end - start) >= TIGHT * (limit - start)).any()
 
 
-def test_an_attention_entry_is_limited_from_above(small_heads):
-    at = centred(small_heads)
-    upper = ball._moves(small_heads, at, R).upper[0, 0]
-    growth = largest_growth(small_heads, lambda head: head["p"][..., None], R)
-    assert (at.p[0, 0] + growth <= upper * ROUNDED).all()
+def test_values_stay_as_close_to_their_outputs_as_the_limit_says(small_heads):
+    gap = head_at(small_heads, small_heads.x[0])["gap"]
+    limit = ball._limits(ball._point(small_heads), R).shift[0, 0]
+    _, end = largest(small_heads, lambda at: at["gap"] - gap, R)
+    assert (end <= limit * ROUNDED).all()
+    assert (end >= TIGHT * limit).any()
 
 
-def test_the_query_term_stays_within_its_limit(small_heads):
-    at = centred(small_heads)
-    rows, move = affine_rows(small_heads, at), ball._moves(small_heads, at, R)
-    t = query_term(at, rows)[0]
-    limit = ball._query_term(small_heads, at, rows, move)
-    growth = largest_growth(
-        small_heads, lambda head: head["t"].flatten(1).norm(dim=-1)[:, None], R
+def rows_of_weights(seed, peak):
+    """Rows of probabilities, some of them nearly all at one key."""
+    gen = torch.Generator().manual_seed(seed)
+    return (peak * torch.randn(1, 1, 200, 6, generator=gen, dtype=torch.float64)).softmax(-1)
+
+
+@pytest.mark.parametrize("peak", [0.3, 2.0, 9.0])
+def test_a_weighted_variance_is_limited_key_by_key(peak):
+    p, gen = rows_of_weights(0, peak), torch.Generator().manual_seed(1)
+    w = torch.rand(p.shape, generator=gen, dtype=torch.float64)
+    f = torch.randn(p.shape, generator=gen, dtype=torch.float64)
+    centre = rows_of_weights(2, peak)  # another mean is as good
+    limit, holds = ball._weighted(centre, p, w)
+    square = (f - (p * f).sum(-1, keepdim=True)).square()
+    least = (limit * f.square()).sum(-1) / (p * w * square).sum(-1)
+    assert holds.any()
+    assert (least[holds[..., 0]] >= 1 - 1e-12).all()
+
+
+def alone(seed, moving):
+    """A head of two tokens of which only some of queries, keys and values follow the tokens."""
+    gen = torch.Generator().manual_seed(seed)
+    x, *weights = (
+        torch.randn(1, *shape, generator=gen, dtype=torch.float64)
+        for shape in ((2, 2), (2, 1), (2, 1), (2, 1))
     )
-    assert (t + growth <= limit).all()
-    assert (growth >= TIGHT * (limit - t)).any()
+    heads = affine_heads(x, *weights)
+    return replace(heads, **{f"to_{name}": None for name in "qkv" if name not in moving})
+
+
+def second_derivative(heads):
+    """D^2 O of the only head as a stack of matrices, one per output, by plain autograd."""
+    x = heads.x[0]
+    to = {name: getattr(heads, f"to_{name}") for name in "qkv"}
+
+    def output(flat):
+        moved = flat.view_as(x)
+        q, k, v = (
+            getattr(heads, name)[0, 0] if p is None else moved @ p.weight[0]
+            for name, p in to.items()
+        )
+        return ((heads.scale[0, 0] * q @ k.T).softmax(-1) @ v).flatten()
+
+    def jacobian(flat):
+        return torch.autograd.functional.jacobian(output, flat, create_graph=True)
+
+    return torch.autograd.functional.jacobian(jacobian, x.flatten())
+
+
+def largest_along(forms, seed):
+    """Largest ||(f^T H_o f)_o|| over unit f that power steps find."""
+    gen = torch.Generator().manual_seed(seed)
+    f = torch.randn(16, forms.shape[-1], generator=gen, dtype=torch.float64)
+    best = 0.0
+    for _ in range(60):
+        f = torch.nn.functional.normalize(f, dim=1)
+        values = torch.einsum("oab,sa,sb->so", forms, f, f)
+        best = max(best, float(values.norm(dim=1).max()))
+        f = torch.einsum("oab,so,sb->sa", forms, values, f) + 0.2 * f
+    return best
+
+
+@pytest.mark.parametrize(
+    ("moving", "least"),
+    [("k", 0.9), ("q", 0.9), ("qk", 0.7), ("kv", 0.8), ("qv", 0.8), ("qkv", 0.7)],
+)
+def test_the_curvature_is_limited_and_some_heads_reach_the_limit(moving, least):
+    shares = []
+    for seed in range(30):
+        heads = alone(seed, moving)
+        limit = float(ball._curvature(ball._point(heads), 0.0))
+        shares.append(largest_along(second_derivative(heads), seed) / limit)
+    assert max(shares) <= ROUNDED
+    assert max(shares) >= least
+
+
+@pytest.mark.parametrize(("z", "u"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (2.0, 0.5)])
+def test_values_that_moved_count_with_their_distance(monkeypatch, z, u):
+    """Two queries that attend evenly, v_j - o_i = 0 at X and anything of length 1 where it moves.
+
+    There E (sigma - E sigma)^2 is (z f_i)^2, the variance of u f_j, and of both together where
+    they point one way: (z + u)^2 / 2 at f = (1, -1) / sqrt 2.
+    """
+    ones = torch.ones(1, 1, 2, 1, dtype=torch.float64)
+    even, nothing = 0.5 * ones @ ones.mT, 0 * ones @ ones.mT
+    flags = torch.zeros_like(ones, dtype=torch.bool)
+    one = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    point = ball._Point(
+        p=even,
+        z=nothing,
+        w=nothing,
+        u=0 * ones,
+        wv=one,
+        a=one,
+        slope=nothing,
+        bend=nothing,
+        one_hot=flags,
+        uneven=flags,
+    )
+    on = ball._Limits(p=even, spread=even, u=u * ones, z=z * ones, v=0 * ones, shift=ones)
+    monkeypatch.setattr(ball, "_limits", lambda _point, _rho: on)
+    assert float(ball._curvature(point, 1.0)) >= max(z**2, 2**-0.5 * (z + u) ** 2)
+
+
+def test_attention_that_is_flat_at_x_bends_within_its_limit():
+    """Tokens 0: the logits are e_i^T A e_j, and log P moves with the square of the radius."""
+    gen = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, 1, 2, 2, generator=gen, dtype=torch.float64)
+    x, r = torch.zeros(1, 3, 2, dtype=torch.float64), 0.1
+    limit = ball._limits(ball._point(affine_heads(x, *weights)), r).p.log() + math.log(3)
+    e = torch.randn(4000, 3, 2, generator=gen, dtype=torch.float64)
+    e = r * e / e.flatten(1).norm(dim=1)[:, None, None]
+    growth = affine_heads(e, *weights).attention().log().amax((0, 1)) + math.log(3)
+    assert (growth <= limit).all()
+    assert (growth >= 0.7 * limit).any()
+
+
+def test_the_integral_takes_each_panel_at_its_end(monkeypatch):
+    monkeypatch.setattr(ball, "_point", lambda heads: SimpleNamespace(a=heads.x[:, None]))
+    monkeypatch.setattr(ball, "_curvature", lambda point, rho: point.a[..., 0, 0] * 0 + rho)
+    heads = affine_heads(torch.zeros(1, 1, 1), *torch.ones(3, 1, 1, 1))
+    growth = float(ball._growth(heads, 2.0))
+    assert 2.0 <= growth <= 2.0 * (1 + 1 / ball.PANELS) * ROUNDED
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_curvature_holds_in_the_ball(seed):
+    heads, gen = alone(seed, "qkv"), torch.Generator().manual_seed(seed)
+    weights = [p.weight for p in (heads.to_q, heads.to_k, heads.to_v)]
+    limit = float(ball._curvature(ball._point(heads), 0.5))
+    for _ in range(8):
+        step = torch.randn(heads.x.shape, generator=gen, dtype=torch.float64)
+        there = affine_heads(heads.x + 0.5 * step / step.norm(), *weights)
+        assert largest_along(second_derivative(there), seed) <= limit
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    name=st.sampled_from(AFFINE),
+    seed=st.integers(0, 10**6),
+    gain=st.sampled_from([0.3, 1.5, 30.0]),
+    r=st.sampled_from([0.01, 0.1, 0.5]),
+    twins=st.booleans(),
+)
+def test_no_ascent_exceeds_the_bound(random_layer, name, seed, gain, r, twins):
+    heads = random_layer(name, seed=seed, gain=gain, twins=twins and name != "one-token").heads
+    found = ball_norm(heads, r, seeds=range(1 + int(heads.sample.max())))
+    assert (found <= ball_sharp(heads, r) * ROUNDED).all()
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
+def test_the_bound_is_homogeneous_in_the_values(random_layer, size):
+    heads = random_layer("affine").heads
+    to_v = replace(heads.to_v, weight=size * heads.to_v.weight)
+    scaled = replace(heads, v=size * heads.v, to_v=to_v)
+    expected = size * ball_sharp(heads, 0.1)
+    torch.testing.assert_close(ball_sharp(scaled, 0.1), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-3, 1e3, 1e6])
+def test_only_the_size_of_moves_beside_tokens_counts(random_layer, size):
+    """c X with W_Q / c and W_K / c has the same attention; a head there moves as c E does."""
+    heads = random_layer("affine").heads
+    scaled = {
+        name: replace(projection, weight=projection.weight / size)
+        for name, projection in (("to_q", heads.to_q), ("to_k", heads.to_k), ("to_v", heads.to_v))
+    }
+    grown = replace(heads, x=size * heads.x, **scaled)
+    expected = ball_sharp(heads, 0.1) / size
+    torch.testing.assert_close(ball_sharp(grown, 0.1 * size), expected, rtol=1e-6, atol=0)
+
+
+def test_what_is_beyond_every_number_is_infinite(random_layer):
+    heads = random_layer("affine", samples=1).heads
+    bound = ball_sharp(heads, 1e160)
+    assert (bound == torch.inf).all()
 
 
 @pytest.mark.parametrize("name", AFFINE)
 def test_a_ball_of_radius_zero_is_the_point(random_layer, name):
     heads = random_layer(name).heads
-    at = centred(heads)
-    rows = affine_rows(heads, at)
-    turn = (rows.a / rows.u).nan_to_num(0.0)[..., :, None, :]
-    gap = at.v[..., None, :, :] - at.o[..., :, None, :]
-    split = torch.hypot(rows.wv, (turn + rows.u[..., None] * gap).norm(dim=-1))
-    beta = torch.minimum(split, rows.wv + gap.norm(dim=-1) * rows.u)
-    blocks = at.p * beta + torch.diag_embed(query_term(at, rows)[0])
-    torch.testing.assert_close(ball_sharp(heads, 0.0), nonnegative_norm(blocks), rtol=1e-7, atol=0)
+    assert torch.equal(ball_sharp(heads, 0.0), head_bounds(heads)["sharp"])
 
 
 def test_the_bound_grows_with_the_ball(layer):
@@ -161,6 +321,16 @@ def test_entries_that_underflow_stay_in_play(random_layer):
     norms = torch.linalg.matrix_norm(moved(layer, direction, 1e-3).jacobian(), 2)
     assert bound.isfinite().all()
     assert (bound >= norms).all()
+
+
+def test_an_entry_that_underflowed_may_rise_again():
+    weight = torch.ones(1, 1, 1, dtype=torch.float64)
+    x = torch.tensor([[[-28.0], [28.0]]], dtype=torch.float64)
+    heads, moved_heads = affine_heads(x, *[weight] * 3), affine_heads(0.5 * x, *[weight] * 3)
+    limit = ball._limits(ball._point(heads), float((0.5 * x).norm())).p
+    assert heads.attention().amin() == 0
+    assert (moved_heads.attention() > 0).all()
+    assert (moved_heads.attention() <= limit).all()
 
 
 def test_a_negative_radius_is_refused(random_layer):

@@ -86,8 +86,8 @@ class Block:
     def add_to(self, stack: Tensor) -> None:
         """Add it to a stack (rows, *shape) that has a row of its own for every symbol."""
         at = self.numbers[:, self.group.flatten()]
-        flat = self.rows.reshape(len(self.rows), -1)
-        stack.view(len(stack), -1).scatter_add_(0, at.clamp_min(0), flat)
+        flat = self.rows.flatten(1) if self.rows.ndim > 1 else self.rows[:, None]
+        stack.view(len(stack), at.shape[1]).scatter_add_(0, at.clamp_min(0), flat)
 
     def columns(self, mask: Tensor) -> Block:
         """Return the entries of a mask, along one axis."""

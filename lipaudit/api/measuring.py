@@ -24,7 +24,7 @@ from lipaudit.models.sources.own import borrowed
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Report
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
-from lipaudit.settings.audit import OF_ATTACK, QUICK_SAMPLES, audit_options
+from lipaudit.settings.audit import OF_ATTACK, QUICK_SAMPLES, USUAL, audit_options
 
 AnyModel = str | nn.Module | ModelSpec
 AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None
@@ -44,7 +44,7 @@ def measure(
     Args:
         model: the name of a checkpoint as on the command line, an `nn.Module`, which is left as
             it was, or a `ModelSpec`.
-        name: bounds, attention, jacobian, attack, scaling, or that of a plug-in.
+        name: bounds, attention, jacobian, attack, certify, scaling, or that of a plug-in.
         data: as on the command line, or arrays: x, or (x, y) with labels.
         input_shape: of one sample, for a module that does not say what it takes.
         observer: is told what happens; nothing is printed.
@@ -98,10 +98,10 @@ def audit(
     demo = isinstance(model, str) and model.partition(":")[0] == "demo"
     of_attack = {name: options.pop(name) for name in OF_ATTACK if name in options}
     usual = audit_options(of_attack, demo=demo, quick=demo)
-    names = [measures] if isinstance(measures, str) else usual if measures is None else measures
+    names = [measures] if isinstance(measures, str) else USUAL if measures is None else measures
     if not names:
         raise UsageError("no measure is named", f"There are: {', '.join(option_types())}.")
-    if of_attack and "attack" not in names:
+    if of_attack and not {"attack", "certify"} & {*names}:
         given = ", ".join(of_attack)
         raise UsageError(f"{given}: of attacks, and none is asked for", "Leave it out.")
     own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})

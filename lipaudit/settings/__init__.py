@@ -7,6 +7,7 @@ from lipaudit.settings.attack import AttackOptions as AttackOptions
 from lipaudit.settings.attention import AttentionOptions as AttentionOptions
 from lipaudit.settings.audit import AuditOptions as AuditOptions
 from lipaudit.settings.bounds import BoundsOptions as BoundsOptions
+from lipaudit.settings.certify import CertifyOptions as CertifyOptions
 from lipaudit.settings.jacobian import JacobianOptions as JacobianOptions
 from lipaudit.settings.measure import MeasureOptions as MeasureOptions
 from lipaudit.settings.option import Settings as Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import field_validator, model_validator
 
@@ -13,6 +13,7 @@ from lipaudit.results import measures
 from lipaudit.settings.attack import AttackOptions
 from lipaudit.settings.attention import AttentionOptions
 from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.settings.certify import BallNorm, CertifyOptions
 from lipaudit.settings.jacobian import JacobianOptions
 from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import Need, Settings, option
@@ -24,12 +25,17 @@ DEMO_EPS, EPS = "0.1", "2/255"
 USUAL = ("bounds", "attention", "jacobian", "attack")
 OF_ATTACK = ("eps", "attack", "norm")
 """Options of the attacks that an audit takes, too."""
+SECONDS = 20.0
+"""What an audit gives the certificate of a sample; a ball that is begun is finished."""
 
 
 def _of_attack(name: str, default: str = "") -> Any:
     """Take an option over from the attacks; they read it."""
     known = AttackOptions.options()[name]
-    attacked = Need("a measure attack", lambda options: "attack" in options.names)
+    attacked = Need(
+        "a measure attack or certify",
+        lambda options: not {"attack", "certify"}.isdisjoint(options.names),
+    )
     return option(None, known.help + default, *known.flags, need=attacked)
 
 
@@ -44,6 +50,9 @@ class AuditOptions(Settings):
     )
     only: Names = option(None, f"Only these measures; {', '.join(USUAL)} if not given.")
     skip: Names = option(None, "All but these measures.")
+    certify: bool = option(
+        False, f"Also certificates, where they can be had: {SECONDS:g} s a sample, --eps."
+    )
     eps: str | None = _of_attack("eps", f" Default: {EPS}, of a demo {DEMO_EPS}.")
     attack: str | None = _of_attack("attack")
     norm: str | None = _of_attack("norm")
@@ -69,13 +78,14 @@ class AuditOptions(Settings):
     @property
     def names(self) -> tuple[str, ...]:
         """The measures that are asked for, in their order."""
-        wanted = USUAL if self.only is None else self.only
-        return tuple(name for name in measures() if name in {*wanted} - {*(self.skip or ())})
+        wanted = {*(USUAL if self.only is None else self.only)}
+        wanted |= {"certify"} if self.certify else set()
+        return tuple(name for name in measures() if name in wanted - {*(self.skip or ())})
 
     @property
     def required(self) -> frozenset[str]:
         """Measures that somebody named: an error where they cannot be had."""
-        attack = {"attack"} if any(getattr(self, name) for name in OF_ATTACK) else set()
+        attack = {"attack"} if any(getattr(self, name) for name in OF_ATTACK) else set[str]()
         return frozenset(attack | {*(self.only or ())})
 
     def plan(self, *, demo: bool) -> dict[str, MeasureOptions]:
@@ -102,11 +112,12 @@ class AuditOptions(Settings):
 def audit_options(
     attack: Mapping[str, Any] | None = None, *, demo: bool, quick: bool
 ) -> dict[str, MeasureOptions]:
-    """Return what an audit usually measures, in this order.
+    """Return the options of what an audit usually measures, in this order, and of certificates.
 
     Args:
         attack: options of the attacks in place of the usual: radii are 0.1 for a demo, 2/255 for
-            other models of images, and for text what its attacks usually take.
+            other models of images, and for text what its attacks usually take. Certificates are
+            of the balls among them.
         demo: whether the model is a demo.
         quick: the quick preset of AutoAttack in place of all of it.
 
@@ -115,9 +126,21 @@ def audit_options(
     """
     names = "fgsm,pgd,quick" if quick else "fgsm,pgd,autoattack"
     usual = {"usual": names, "usual_eps": DEMO_EPS if demo else EPS}
+    attacks = AttackOptions.checked(dict(attack or {}) | usual)
     return {
         "bounds": BoundsOptions(),
         "attention": AttentionOptions(),
         "jacobian": JacobianOptions(),
-        "attack": AttackOptions.checked(dict(attack or {}) | usual),
+        "attack": attacks,
+        "certify": _certificates(attacks),
     }
+
+
+def _certificates(attacks: AttackOptions) -> CertifyOptions:
+    """Return the options of certificates for the balls that are attacked."""
+    return CertifyOptions(
+        eps=tuple(radius for radius in attacks.eps if radius.value and not radius.unit),
+        usual_eps=attacks.usual_eps,
+        norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
+        seconds=SECONDS,
+    )

@@ -29,7 +29,14 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
-from lipaudit.models.certificate import Certificate, Proof, certificate, order_of, require_rules
+from lipaudit.models.certificate import (
+    Certificate,
+    Proof,
+    certificate,
+    order_of,
+    require_room,
+    require_rules,
+)
 from lipaudit.models.net import Net
 from lipaudit.results import CertifyRadiusRow, CertifyRow, Note, Section
 from lipaudit.results.trials import Radius
@@ -58,8 +65,8 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """Refuse what cannot be certified.
 
     Raises:
-        InputError: a model without classes, or with one, or token ids whose embedding nothing
-            shows.
+        InputError: a model without classes, or with one, token ids whose embedding nothing
+            shows, or a pass that takes more memory than there is.
         NoRuleError: the model uses an operation that nothing is known of on balls.
         UsageError: a radius beyond the box.
     """
@@ -72,7 +79,13 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     require_entry(net)
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box)
-    require_rules(net, batch[:1].trimmed().to(net.device, net.dtype))
+    first = batch[:1].trimmed().to(net.device, net.dtype)
+    require_room(net, first, _order(net, first, options))
+    require_rules(net, first)
+
+
+def _order(net: Net, sample: Batch, options: CertifyOptions) -> int:
+    return order_of(net, sample) if options.order == "auto" else int(options.order)
 
 
 def _part(net: Net, sample: Batch, options: CertifyOptions) -> Part:
@@ -131,7 +144,7 @@ class _Case:
         limit = math.inf if options.seconds is None else options.seconds
         self.proof = Proof(
             norm=options.norm or "linf",
-            order=order_of(net, sample) if options.order == "auto" else int(options.order),
+            order=_order(net, sample, options),
             nodes=options.nodes,
             deadline=time.monotonic() + limit,
         )

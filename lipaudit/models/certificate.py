@@ -7,13 +7,16 @@ rounding a program that runs it in floating point adds is no part of it.
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager
 from lipaudit.theory.accuracy import NODES
@@ -24,6 +27,8 @@ from lipaudit.theory.relaxation.symbols import Norm
 
 Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded"]
 
+TENSORS = 4
+"""Forms of the widest tensor that a pass holds at once."""
 MOST_PAIRS = 10_000
 """Products of two inputs that forms carry where nobody asks for order 2."""
 
@@ -111,9 +116,67 @@ def certificate(
 
 def order_of(net: Net, sample: Batch) -> int:
     """Return the order of forms that inputs of this size allow."""
-    free, point = net.free(sample), net.point(sample)
-    inputs = point.numel() if free is None else int(free.sum()) * point.shape[-1]
+    inputs = _inputs(net, sample)
     return 2 if inputs * (inputs + 1) // 2 <= MOST_PAIRS else 1
+
+
+def _inputs(net: Net, sample: Batch) -> int:
+    """Count the numbers of a sample that may move."""
+    free, point = net.free(sample), net.point(sample)
+    return point.numel() if free is None else int(free.sum()) * point.shape[-1]
+
+
+def require_room(net: Net, sample: Batch, order: int) -> None:
+    """Refuse a pass that does not fit into the memory of its device.
+
+    A row per input (and pair of inputs at order 2) and about one per number that a module
+    returns, each as wide as the widest tensor; some tensors are held at once.
+
+    Raises:
+        InputError: with the memory that it would take.
+    """
+    rows, widest = _inputs(net, sample), net.point(sample).numel()
+    rows += rows * (rows + 1) // 2 if order == 2 else 0
+    for numel in _returned(net, sample):
+        rows, widest = rows + numel, max(widest, numel)
+    needed = TENSORS * rows * widest * torch.finfo(net.dtype).bits // 8
+    there = _memory(net.device)
+    if needed > there:
+        raise InputError(
+            f"a certificate of {net.info.architecture} takes about {needed / 2**30:,.0f} GiB at "
+            f"order {order}, and {net.device.type} has {there / 2**30:,.0f}",
+            "Certificates are for small models and inputs; attacks work on any."
+            if order == 1
+            else "Try --order 1.",
+        )
+
+
+def _returned(net: Net, sample: Batch) -> list[int]:
+    """Count the numbers that each innermost module returns on a sample."""
+    counts: list[int] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda _module, _args, out: counts.append(
+                out.numel() if isinstance(out, Tensor) else 0
+            )
+        )
+        for module in net.module.modules()
+        if not any(True for _ in module.children())
+    ]
+    try:
+        with eager(), torch.no_grad():
+            net.output(sample)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counts
+
+
+def _memory(device: torch.device) -> int:
+    """Return the bytes that a device has in all."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def require_rules(net: Net, sample: Batch) -> None:

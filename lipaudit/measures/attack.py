@@ -13,7 +13,6 @@ from safetensors.numpy import save
 
 from lipaudit.attacks.choice import require_suited
 from lipaudit.attacks.evaluate import evaluate_chunk, require_radius
-from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.outcome import Chunk, Outcome
 from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
@@ -48,7 +47,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         chunk = Chunk(number, net.point(batch), batch.y, net.free(batch), texts)
         outcomes: list[Outcome] = []
         for outcome in evaluate_chunk(
-            classifier(net, batch),
+            net.classifier(batch),
             chunk,
             trials,
             box=net.box,
@@ -108,13 +107,6 @@ def require_entry(net: Net) -> None:
             f"where {net.info.architecture} looks up its token ids is not known",
             "A py: factory may return a ModelSpec that names its `entry`.",
         )
-
-
-def classifier(net: Net, batch: Batch) -> Classifier | ByRow:
-    """Return the function from points of the attacked space to logits."""
-    if net.kind == "text":
-        return ByRow(lambda z, rows: net.forward(z, batch.unnamed(rows)))
-    return lambda z: net.forward(z, batch)
 
 
 def _part(

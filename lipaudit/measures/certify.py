@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
-import torch
 
-from lipaudit.attacks.evaluate import evaluate_chunk, require_radius
-from lipaudit.attacks.outcome import Chunk, Outcome
-from lipaudit.attacks.plan import Trial
+from lipaudit.attacks.evaluate import require_radius
 from lipaudit.attacks.sanity import Checks, clean_notes
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
-from lipaudit.measures.attack import classifier, require_entry, wilson
+from lipaudit.measures.attack import require_entry, wilson
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -29,10 +26,10 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
+from lipaudit.models.bracket import Bracket
 from lipaudit.models.certificate import (
     Certificate,
     Proof,
-    certificate,
     order_of,
     require_room,
     require_rules,
@@ -42,23 +39,22 @@ from lipaudit.results import CertifyRadiusRow, CertifyRow, Note, Section
 from lipaudit.results.trials import Radius
 from lipaudit.settings.certify import CertifyOptions
 
-START = 2.0**-8
-"""Where the search for an adversarial example begins, as a share of the space."""
-SHARE = 2.0**-3
-"""Where that for a certificate begins, as a share of the adversarial radius."""
-LEAST = 2.0**-12
-"""Share of the largest radius in question below which a search gives up."""
-
 
 def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iterator[Part]:
-    """Yield, per sample, which balls were broken and which are certified.
+    """Yield which balls were broken and which are certified, sample by sample.
 
     Raises:
         NoRuleError: the model uses an operation that nothing is known of on balls.
     """
     for batch in batches:
-        for sample in batch.split(1):
-            yield _part(net, sample, options)
+        brackets = [_bracket(net, s, i, options) for i, s in enumerate(batch.split(1))]
+        values = [_values(bracket, options) for bracket in brackets]
+        arrays = {name: np.array([each[name] for each in values]) for name in values[0]}
+        facts = {
+            "checks": [bracket.clean.checks for bracket in brackets],
+            "dtype": str(net.dtype).removeprefix("torch."),
+        }
+        yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
 
 
 def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
@@ -88,165 +84,48 @@ def _order(net: Net, sample: Batch, options: CertifyOptions) -> int:
     return order_of(net, sample) if options.order == "auto" else int(options.order)
 
 
-def _part(net: Net, sample: Batch, options: CertifyOptions) -> Part:
-    case = _Case(net, sample, options)
-    if case.correct:
-        _settle(case)
+def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> Bracket:
+    """Settle what is asked of one sample, the so-maniest of its batch."""
+    limit = math.inf if options.seconds is None else options.seconds
+    proof = Proof(
+        norm=options.norm or "linf",
+        order=_order(net, sample, options),
+        nodes=options.nodes,
+        deadline=time.monotonic() + limit,
+    )
+    seed = seed_of(sample.ids[0], options.seed)
+    bracket = Bracket(net, sample, proof=proof, trials=options.trials, seed=seed)
+    for done, _ in enumerate(bracket.settle(options.eps), 1):
+        moved(number + done / (len(options.eps) + options.radius))
+    if options.radius:
+        bracket.search(options.tol)
+    return bracket
+
+
+def _values(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
+    """Return what is known of one sample."""
     radii = [float(radius) for radius in options.eps]
-    tried = [case.tried.get(eps, Certificate(certified=True, why="")) for eps in radii]
-    values: dict[str, Any] = {
-        "label": case.label,
-        "predicted": case.predicted,
-        "correct": case.correct,
-        "order": case.proof.order,
-        "robust": [case.correct and case.nearest > eps for eps in radii],
-        "certified": [case.certified >= eps for eps in radii],
+    tried = [bracket.tried.get(eps, Certificate(certified=True, why="")) for eps in radii]
+    seconds = [bracket.seconds.get(eps, 0.0) for eps in radii]
+    values = {
+        "label": bracket.label,
+        "predicted": bracket.predicted,
+        "correct": bracket.correct,
+        "order": bracket.proof.order,
+        "robust": [bracket.correct and bracket.nearest > eps for eps in radii],
+        "certified": [bracket.certified >= eps for eps in radii],
         "why": [each.why for each in tried],
         "nodes": [each.nodes for each in tried],
-        "seconds": [case.seconds.get(eps, 0.0) for eps in radii],
+        "seconds": seconds,
     }
-    if options.radius:
-        values |= _searched(case)
-    arrays = {name: np.array([value]) for name, value in values.items()}
-    facts = {"checks": case.clean.checks, "dtype": str(net.dtype).removeprefix("torch.")}
-    return Part(sample.ids, arrays, facts, tuple(case.notes))
-
-
-class _Case:
-    """One sample, and what is known of the balls around it.
-
-    Attributes:
-        label: the true class, -1 where it is unknown.
-        predicted: the class that the model gives it.
-        clean: how the sample fares without attack.
-        correct: whether it is classified rightly; an unknown class is the predicted one.
-        proof: how proofs are tried.
-        stood: largest radius at which attacks found nothing.
-        nearest: distance of the nearest adversarial example that they found.
-        certified: largest radius that was certified; -1 for none.
-        tried: what came of the proof at each radius.
-        seconds: wall time of it.
-        notes: what attacks remark.
-    """
-
-    def __init__(self, net: Net, sample: Batch, options: CertifyOptions) -> None:
-        self.net, self.sample, self.options = net, sample, options
-        with torch.no_grad():
-            self.predicted = int(net.output(sample).argmax())
-        self.label = -1 if sample.y is None else int(sample.y)
-        self.wanted = self.label if self.label >= 0 else self.predicted
-        self.stood, self.nearest, self.certified = 0.0, math.inf, -1.0
-        self.tried: dict[float, Certificate] = {}
-        self.seconds: dict[float, float] = {}
-        self.notes: list[Note] = []
-        self.clean = next(self._outcomes(()))
-        self.correct = bool(self.clean.robust)
-        limit = math.inf if options.seconds is None else options.seconds
-        self.proof = Proof(
-            norm=options.norm or "linf",
-            order=_order(net, sample, options),
-            nodes=options.nodes,
-            deadline=time.monotonic() + limit,
-        )
-
-    def attack(self, radius: Radius) -> None:
-        """Attack one ball, until something breaks it."""
-        _, *outcomes = self._outcomes(self.options.trials([radius]))
-        for outcome in outcomes:
-            self.notes += outcome.notes
-            if not outcome.robust:
-                self.nearest = min(self.nearest, float(radius), float(outcome.distance))
-                return
-        self.stood = max(self.stood, float(radius))
-
-    def prove(self, eps: float) -> None:
-        """Try to certify one ball."""
-        began = time.perf_counter()
-        self.tried[eps] = certificate(self.net, self.sample, self.wanted, eps, self.proof)
-        self.seconds[eps] = time.perf_counter() - began
-        if self.tried[eps].certified:
-            self.certified = max(self.certified, eps)
-
-    def _outcomes(self, trials: Sequence[Trial]) -> Iterator[Outcome]:
-        """Run attacks, the sample without attack first; its random numbers are its own."""
-        y = torch.tensor([self.wanted], device=self.sample.x.device)
-        chunk = Chunk(0, self.net.point(self.sample), y, self.net.free(self.sample))
-        model = classifier(self.net, self.sample)
-        seed = seed_of(self.sample.ids[0], self.options.seed)
-        return evaluate_chunk(model, chunk, trials, box=self.net.box, seed=seed)
-
-
-def _settle(case: _Case) -> None:
-    """Settle the balls that are asked for.
-
-    Attacks go outwards until one succeeds, which breaks all larger balls; proofs go inwards until
-    one succeeds, which holds for all smaller ones.
-    """
-    radii = sorted(case.options.eps, key=float)
-    for radius in radii:
-        if case.nearest > float(radius):
-            case.attack(radius)
-    for number, radius in enumerate(reversed(radii), 1):
-        if case.nearest > float(radius) > case.certified:
-            case.prove(float(radius))
-        moved(number / (len(radii) + case.options.radius))
-
-
-def _searched(case: _Case) -> dict[str, float]:
-    """Return the smallest adversarial and the largest certified radius that searches find."""
-    if not case.correct:
-        return {"radius": math.nan, "radius_adversarial": math.nan, "passes": 0, "searching": 0.0}
-    asked, most, tol = sum(case.seconds.values()), _most(case), case.options.tol
-
-    def attack(radius: float) -> None:
-        case.attack(Radius(f"{radius:.6g}", Fraction(radius)))
-
-    def open_from() -> float:
-        return min([case.nearest, *(r for r, each in case.tried.items() if not each.certified)])
-
-    _search(attack, lambda: (case.stood, case.nearest), (START * most, most), tol)
-    reach = min(case.nearest, most)
-    _search(case.prove, lambda: (max(case.certified, 0), open_from()), (SHARE * reach, reach), tol)
-    return {
-        "radius": max(case.certified, 0.0),
-        "radius_adversarial": case.nearest,
-        "passes": len(case.tried),
-        "searching": sum(case.seconds.values()) - asked,
+    if not options.radius:
+        return values
+    return values | {
+        "radius": max(bracket.certified, 0.0) if bracket.correct else math.nan,
+        "radius_adversarial": bracket.nearest,
+        "passes": len(bracket.tried),
+        "searching": sum(bracket.seconds.values()) - sum(seconds),
     }
-
-
-def _search(
-    look: Callable[[float], None],
-    known: Callable[[], tuple[float, float]],
-    reach: tuple[float, float],
-    tol: float,
-) -> None:
-    """Search for the radius up to which something holds: doubling or halving, then bisection.
-
-    Args:
-        look: looks at a radius.
-        known: returns the largest radius at which it is known to hold, or 0, and the smallest at
-            which it is known not to.
-        reach: where to begin, and the largest radius in question.
-        tol: relative width at which it ends.
-    """
-    first, most = reach
-    low, high = known()
-    while low < most and high > max(low * (1 + tol), LEAST * most):
-        if low:
-            look(min(2 * low, math.sqrt(low * high), most))
-        else:
-            look(min(first, high / 2))
-        low, high = known()
-
-
-def _most(case: _Case) -> float:
-    """Return the largest radius in question: the width of the space, or the size of the sample."""
-    point, linf = case.net.point(case.sample), case.proof.norm == "linf"
-    if case.net.box is None:
-        return float(point.abs().max() if linf else torch.linalg.vector_norm(point))
-    width = case.net.box[1] - case.net.box[0]
-    return width if linf else width * math.sqrt(point.numel())
 
 
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
@@ -307,7 +186,7 @@ def _columns(arrays: dict[str, Values], rows: Sequence[CertifyRow]) -> dict[str,
         )
         each = {
             "verdict": verdict,
-            "why": arrays["why"][:, i],
+            "why": np.where(verdict == "undecided", arrays["why"][:, i], ""),
             "robust": robust.astype(int),
             "certified": certified.astype(int),
         }
@@ -343,9 +222,7 @@ def _median(values: Values) -> float | None:
 def _remarks(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> tuple[Note, ...]:
-    checks: Checks = parts[0].facts["checks"]
-    for part in parts[1:]:
-        checks = checks + part.facts["checks"]
+    each = [checks for part in parts for checks in part.facts["checks"]]
     dtype = parts[0].facts["dtype"]
     texts = {
         "real-arithmetic": "certificates are of the function of real numbers that the stored "
@@ -363,7 +240,7 @@ def _remarks(
             "machine; --nodes does not"
         )
     remarks = (Note(level="info", code=code, text=text) for code, text in texts.items())
-    return (*clean_notes(checks), *remarks)
+    return (*clean_notes(reduce(Checks.__add__, each)), *remarks)
 
 
 MEASURE = Measure(measure, summarise, batch=1, check=check)

@@ -11,6 +11,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub.commit import Commit
@@ -135,6 +136,12 @@ class Net:
         if self.kind != "text":
             return self.read(self.call(z, batch.mask))
         return self.from_embedding(z, batch)
+
+    def classifier(self, batch: Batch) -> Classifier | ByRow:
+        """Return the function of `forward` as attacks take it."""
+        if self.kind == "text":
+            return ByRow(lambda z, rows: self.forward(z, batch.unnamed(rows)))
+        return lambda z: self.forward(z, batch)
 
     def embedding(self, batch: Batch) -> Tensor:
         """Return the output of `entry` on a batch (detached)."""

@@ -1,0 +1,328 @@
+"""The measure `certify`: verdicts and radii, held to exact ones and to attacks by force."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import lipaudit
+from lipaudit.attacks.balls import Ball
+from lipaudit.attacks.pgd import pgd, usual_step
+from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.errors import InputError, UsageError
+from lipaudit.gate import compare, judge
+from lipaudit.measures.certify import check
+from lipaudit.models import bracket
+from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
+from lipaudit.models.sources.own import borrowed
+from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.settings import CertifyOptions
+from lipaudit.theory.relaxation.form import NoRuleError
+
+SHAPE = (1, 3, 4)
+EPS = ("0.01", "0.1", "0.15", "0.3")
+
+
+class Small(nn.Module):
+    """Attention, a normalisation and a GELU on three tokens of width four."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.into, self.qkv = nn.Linear(4, 8), nn.Linear(8, 24)
+        self.norm, self.up, self.head = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 3)
+        nn.init.normal_(self.head.weight, std=0.5)
+
+    def forward(self, x):
+        x = self.into(x.flatten(1, 2))
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        return self.head(F.gelu(self.up(x)).mean(1))
+
+
+class Plane(nn.Module):
+    """Two classes, a plane apart: every radius is known."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.head = nn.Linear(12, 2)
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.randn(2, 12, generator=generator)
+        middle = (weight[1] - weight[0]).sum() / 2 * torch.tensor([0.5, -0.5])
+        self.head.load_state_dict({"weight": weight, "bias": middle + torch.tensor([scale, 0.0])})
+
+    def forward(self, x):
+        return self.head(x.flatten(1))
+
+
+class Ordered(Small):
+    """It uses an operation that nothing is known of."""
+
+    def forward(self, x):
+        return super().forward(x.sort(-1).values)
+
+
+def samples(model, count, *, wrong=0):
+    """Points amid the box with the model's own labels, the first few of them false."""
+    x = 0.35 + 0.3 * torch.rand(count, *SHAPE, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    y[:wrong] = (y[:wrong] + 1) % model.head.out_features
+    return x, y
+
+
+def measured(model, data, **options):
+    """Certify all of the samples; one attack step is enough where nothing else is said."""
+    count = len(data[0] if isinstance(data, tuple) else data)
+    given = {"data": data, "input_shape": SHAPE, "samples": count, "attack": "fgsm"} | options
+    return lipaudit.measure(model, "certify", **given)
+
+
+def in_order(told, data):
+    """Return the samples in the order in which a section tells of them."""
+    x, y = data
+    ids = sample_ids([*x], y.tolist())
+    rows = [ids.index(name) for name in told["ids"]]
+    return x[rows], y[rows]
+
+
+@pytest.fixture(scope="module")
+def small():
+    model = Small().eval()
+    data = samples(model, 5, wrong=1)
+    return model, data, measured(model, data, eps=",".join(EPS), radius=True, attack="pgd")
+
+
+def test_verdicts_are_nested_and_add_up(small):
+    section = small[2].section("certify")
+    verdicts = [section.samples[f"verdict@linf,{eps}"] for eps in EPS]
+    outwards = ["certified", "undecided", "broken"]
+    assert {*outwards, "wrong"} == {v for each in verdicts for v in each}
+    for correct, line in zip(section.samples["correct"], zip(*verdicts, strict=True), strict=True):
+        assert (set(line) == {"wrong"}) is not correct
+        if correct:
+            assert [*line] == sorted(line, key=outwards.index)
+    for row, each in zip(section.rows, verdicts, strict=True):
+        assert row.certified == each.count("certified") / 5
+        assert row.robust == (5 - each.count("broken") - each.count("wrong")) / 5
+        assert row.undecided == each.count("undecided")
+        assert row.certified_low <= row.certified <= row.robust <= row.clean == 4 / 5
+        why = section.samples[f"why@linf,{row.eps_text}"]
+        assert [bool(w) for w in why] == [v == "undecided" for v in each]
+
+
+@pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("linf", 2), ("l2", 1), ("l2", 2)])
+def test_no_certificate_holds_where_attacks_succeed(small, norm, order):
+    """By force: nothing gets through a certified ball; where something does, none is given."""
+    model, data, _ = small
+    how = {"norm": norm, "order": str(order), "tol": 0.5}
+    told = measured(model, data, radius=True, **how).section("certify").samples
+    x, y = in_order(told, data)
+    right = [i for i, correct in enumerate(told["correct"]) if correct]
+    assert min(told["radius"][i] for i in right) > 0
+    for i in right[:3]:
+        assert not _broken(model, x[i], y[i], Ball(norm, told["radius"][i]))
+        beyond = told["radius_adversarial"][i]
+        assert _broken(model, x[i], y[i], Ball(norm, 1.1 * beyond))
+        with borrowed(model, LoadOptions(), SHAPE) as net:
+            sample = Batch(x[i : i + 1], None, ("0",))
+            proof = Proof(norm=norm, order=order)
+            assert not certificate(net, sample, int(y[i]), beyond * (1 + 1e-5), proof).certified
+
+
+def _broken(model, x, y, ball):
+    """Whether steps from many points of a ball, corners among them, end in another class."""
+    exact = copy.deepcopy(model).double()
+    start = _starts(x[None].double(), ball)
+    at, labels = x.double().expand_as(start), y.expand(len(start))
+    z = pgd(exact, at, labels, ball, start=start, steps=30, step_size=usual_step(ball.eps, 30))
+    with torch.no_grad():
+        return bool((exact(z).argmax(1) != labels).any())
+
+
+def _starts(x, ball):
+    """Random points of the ball, and corners of it."""
+    move = torch.randn(32, *SHAPE, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
+    size = move.abs() if ball.norm == "linf" else move.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    return (x + ball.eps * move / size).clamp(0, 1)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_radii_of_a_linear_model_are_the_exact_ones(norm):
+    model = Plane(0.3)
+    data = samples(model, 4)
+    report = measured(model, data, radius=True, norm=norm, tol=0.02)
+    told = report.section("certify").samples
+    x, _ = in_order(told, data)
+    with torch.no_grad():
+        margin = (model(x)[:, 0] - model(x)[:, 1]).abs()
+        weight = model.head.weight[0] - model.head.weight[1]
+    exact = margin / (weight.abs().sum() if norm == "linf" else weight.norm())
+    for certified, found, truth in zip(
+        told["radius"], told["radius_adversarial"], exact.tolist(), strict=True
+    ):
+        assert truth / 1.021 < certified <= truth * (1 + 1e-5)
+        assert truth * (1 - 1e-5) <= found < truth * 1.021
+    (row,) = report.section("certify.radius").rows
+    assert row.samples == 4
+    assert row.radius == pytest.approx(torch.tensor(told["radius"]).quantile(0.5).item())
+    assert 1 / 1.05 < row.ratio <= 1 + 1e-5
+
+
+def test_what_is_settled_is_not_tried_again(small, monkeypatch):
+    """A broken ball breaks the larger ones, a certified one holds for the smaller ones."""
+    model, (x, y), _ = small
+    proven, attacked = [], []
+    prove, attack = bracket.Bracket.prove, bracket.Bracket.attack
+
+    def proving(self, eps):
+        proven.append((self.sample.ids[0], eps))
+        return prove(self, eps)
+
+    def attacking(self, radius):
+        attacked.append((self.sample.ids[0], float(radius)))
+        return attack(self, radius)
+
+    monkeypatch.setattr(bracket.Bracket, "prove", proving)
+    monkeypatch.setattr(bracket.Bracket, "attack", attacking)
+    told = measured(model, (x, y), eps=",".join(EPS[::-1])).section("certify").samples
+    for number, name in enumerate(told["ids"]):
+        verdicts = {float(eps): told[f"verdict@linf,{eps}"][number] for eps in EPS}
+        broken = [eps for eps, v in verdicts.items() if v == "broken"]
+        open_ = [eps for eps, v in verdicts.items() if v == "undecided"]
+        certified = [eps for eps, v in verdicts.items() if v == "certified"]
+        standing = sorted(certified + open_)
+        assert [e for n, e in attacked if n == name] == standing + sorted(broken)[:1]
+        tried = sorted(open_, reverse=True) + sorted(certified, reverse=True)[:1]
+        assert [e for n, e in proven if n == name] == tried
+
+
+def test_results_do_not_depend_on_the_batch_or_on_other_samples(small):
+    model, data, _ = small
+    options = {"eps": "0.03,0.1", "attack": "pgd"}
+    together = measured(model, data, batch_size=4, **options).section("certify").samples
+    x, y = in_order(together, data)
+    alone = measured(model, (x[3:4], y[3:4]), **options).section("certify").samples
+    for name, values in together.items():
+        assert alone[name][0] == values[3]
+
+
+def test_without_labels_the_prediction_is_what_stands(small):
+    model, (x, _), _ = small
+    section = measured(model, x[:2], eps="0.01").section("certify")
+    assert section.rows[0].clean is None
+    assert section.samples["correct"] == section.samples["label"] == (None,) * 2
+    assert set(section.samples["verdict@linf,0.01"]) <= {"certified", "undecided"}
+    assert "own-predictions" in {note.code for note in section.notes}
+
+
+def test_a_time_limit_is_named_where_it_ends_a_proof(small):
+    model, data, _ = small
+    section = measured(model, data, eps="0.01", seconds=1e-9).section("certify")
+    assert set(section.samples["why@linf,0.01"]) == {"", "seconds"}
+    assert section.rows[0].certified == 0
+    assert "time-limit" in {note.code for note in section.notes}
+
+
+def test_a_ball_that_is_too_large_is_undecided(small):
+    """The norm of a sequence of tokens has no box that would end it."""
+    model, (x, y), _ = small
+    with borrowed(model, LoadOptions(), SHAPE) as net:
+        batch = Batch(x[1:2], y[1:2], ("0",))
+        verdict = certificate(replace(net, box=None), batch, int(y[1]), 1e30, Proof())
+    assert (verdict.certified, verdict.why) == (False, "unbounded")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "no radius was given"),
+        ({"eps": "0"}, "radius 0"),
+        ({"eps": "-1"}, "not a radius"),
+        ({"eps": "banana"}, "not a radius"),
+        ({"eps": "0.1,1/10"}, "named twice"),
+        ({"eps": "2words"}, "changed words"),
+        ({"eps": "3"}, "larger than the whole range"),
+        ({"eps": "0.1", "norm": "l7"}, "--norm"),
+        ({"eps": "0.1", "tol": 0.2}, "--tol goes with --radius"),
+        ({"eps": "0.1", "attack": "words"}, "certificates are of balls"),
+        ({"eps": "0.1", "attack": "nothing"}, "unknown attack"),
+        ({"eps": "0.1", "order": "3"}, "--order"),
+        ({"radius": True, "nodes": 0}, "--nodes"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(small, options, says):
+    with pytest.raises(UsageError, match=says):
+        measured(*small[:2], **options)
+
+
+def test_a_model_that_decides_nothing_is_refused(small):
+    batch, options = Batch(small[1][0], None, ("0",) * 5), CertifyOptions(eps=("0.1",))
+    with borrowed(small[0], LoadOptions(), SHAPE) as net:
+        for classes, says in ((None, "no class scores"), (1, "one class")):
+            with pytest.raises(InputError, match=says):
+                check(replace(net, classes=classes), batch, options)
+
+
+def test_an_operation_without_a_rule_is_refused_before_anything_runs(monkeypatch):
+    model = Ordered().eval()
+    monkeypatch.setattr(bracket.Bracket, "__init__", None)  # nothing is begun
+    with pytest.raises(NoRuleError, match=r"operation sort \(in Ordered\)"):
+        measured(model, samples(model, 2), eps="0.1")
+
+
+def test_a_pass_that_no_memory_holds_is_refused_with_the_figure():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 512 * 512, 2, bias=False))
+    with borrowed(model, LoadOptions(), (3, 512, 512)) as net:
+        batch = Batch(torch.rand(1, 3, 512, 512), None, ("0",))
+        with pytest.raises(InputError, match=r"takes about 18,432 GiB at order 1"):
+            require_room(net, batch, 1)
+
+
+def test_rules_are_looked_for_at_the_price_of_a_forward(small):
+    """No symbol is born: an operation is found missing before anything is computed."""
+    with borrowed(small[0], LoadOptions(), SHAPE) as net:
+        require_rules(net, Batch(small[1][0][:1], None, ("0",)))
+
+
+def test_the_gate_finds_fewer_certificates():
+    before, after = Plane(0.8).eval(), Plane(0.4).eval()
+    data = samples(before, 24)[0], torch.zeros(24, dtype=torch.long)
+    old, new = (measured(m, data, eps="0.02", order="1") for m in (before, after))
+    assert old.section("certify").rows[0].certified > new.section("certify").rows[0].certified
+    judgement = judge(new, old)
+    (verdict,) = judgement.verdicts
+    assert (verdict.metric, verdict.name) == ("certify.certified:mean", "linf,0.02")
+    assert verdict.status == "regressed"
+    assert judgement.exit_code == 1
+    assert judge(old, old).exit_code == 0
+    compared = {v.metric: v.status for v in compare([old, new]).pairs[0].verdicts}
+    assert compared["certify.certified:mean"] == "regressed"
+
+
+def test_reports_over_other_samples_compare_the_shared_ones():
+    model = Plane(0.3).eval()
+    x, y = samples(model, 6)
+    some = torch.tensor([4, 1, 2])
+    whole, part = (
+        measured(model, d, eps="0.03", radius=True) for d in ((x, y), (x[some], y[some]))
+    )
+    for pair in (compare([whole, part]).pairs[0], compare([part, whole]).pairs[0]):
+        judged = {v.metric: v.status for v in pair.verdicts if not v.reason}
+        assert {"certify.certified:mean", "certify.radius:median"} <= judged.keys()
+        assert set(judged.values()) == {"unchanged"}
+
+
+def test_radii_are_of_what_is_right(small):
+    """A wrong sample has none, and says so."""
+    told = small[2].section("certify").samples
+    for correct, radius, found in zip(
+        told["correct"], told["radius"], told["radius_adversarial"], strict=True
+    ):
+        assert (radius is None, found is None) == (not correct, not correct)
+        assert not correct or 0 < radius < found

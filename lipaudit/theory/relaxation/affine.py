@@ -171,8 +171,10 @@ def broadcast(x: Form, other: Sequence[int]) -> Form:
     return wide
 
 
-def expand(x: Form, *shape: Any) -> Form:
+def expand(x: Any, *shape: Any) -> Any:
     """As of a tensor."""
+    if not isinstance(x, Form):
+        return x.expand(*shape)
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     missing = len(sizes) - x.ndim
     own = (*[1] * missing, *x.shape)
@@ -333,7 +335,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "sub": sub,
     "rsub": lambda x, other, *, alpha=1: sub(other, x, alpha=alpha),
     "expand": expand,
-    "expand_as": lambda x, other: expand(x, other.shape),
+    "expand_as": lambda x, other: expand(x, *other.shape),
     "linear": linear,
     "conv2d": conv2d,
     "batch_norm": batch_norm,

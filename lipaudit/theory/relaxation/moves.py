@@ -15,12 +15,18 @@ from lipaudit.theory.relaxation.rounding import DOUBLE
 from lipaudit.theory.relaxation.symbols import Sizes
 
 
-def moved(name: str) -> Callable[..., Any]:
-    """Return the rule of a method of tensors that only moves entries about, or copies them."""
+def moved(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of a function of tensors, or a method by its name.
+
+    It only moves entries about or copies them; a function may put zeros beside them.
+    """
 
     def rule(x: Form, *args: Any, **kwargs: Any) -> Any:
+        x = x if isinstance(function, str) else x.whole()
+
         def move(t: Tensor) -> Any:
-            return getattr(t, name)(*args, **kwargs)
+            called = getattr(Tensor, function) if isinstance(function, str) else function
+            return called(t, *args, **kwargs)
 
         if x.waits:
             return _moved_quotient(x.waits, lambda form: rule(form, *args, **kwargs))
@@ -56,7 +62,8 @@ def _moved_quotient(quotient: Quotient, rule: Callable[[Form], Any]) -> Any:
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
-    """Put forms and constants side by side."""
+    """Put forms and constants side by side; one without entries is nothing, as torch has it."""
+    tensors = [each for each in tensors if each.shape != (0,)]
     forms = [each for each in tensors if isinstance(each, Form)]
     symbols, rows = forms[0].symbols, max(len(form.generators) for form in forms)
     axis = dim % forms[0].ndim
@@ -85,6 +92,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
 
 def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
     """A constant in some entries."""
+    mask = mask.bool()
     input = broadcast(input, mask.shape)
     keep = ~mask
     dense, blocks = input.mapped(lambda t: t * keep)

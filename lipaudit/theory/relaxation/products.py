@@ -26,7 +26,7 @@ from lipaudit.theory.relaxation.affine import (
     weighted,
 )
 from lipaudit.theory.relaxation.blocks import Block
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.smooth import RECIPROCAL, relax
 
@@ -35,10 +35,14 @@ Bilinear = Callable[[Tensor, Tensor], Tensor]
 
 def matmul(x: Any, y: Any) -> Form:
     """Return x @ y."""
+    if x.ndim == 1 or y.ndim == 1:
+        one, other = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
+        product: Any = matmul(one, other)
+        return product.squeeze(-1 if y.ndim == 1 else -2)
+    lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
+    x, y = (t.expand(*lead, *t.shape[-2:]) for t in (x, y))
     if not (isinstance(x, Form) and isinstance(y, Form)):
         return weighted(x, y)
-    if x.ndim < 2 or x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2]:
-        raise NoRuleError("matmul of forms with other leading axes")
     own = x.slack if x.simplex else None
     x, y = x.settle(), y.settle()
     result = _product(x, y, torch.matmul, terms=x.shape[-1])

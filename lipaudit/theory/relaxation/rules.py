@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lipaudit.theory.relaxation import affine, moves, norms, products, smooth, softmax
+from lipaudit.theory.relaxation.layers import curves, heads, pieces, placing, scaling, sums
 from lipaudit.theory.relaxation.relu import relu
 
 RULES: dict[str, Callable[..., Any]] = {
@@ -16,5 +17,11 @@ RULES: dict[str, Callable[..., Any]] = {
     **softmax.RULES,
     **norms.RULES,
     "relu": relu,
+    **pieces.RULES,
+    **curves.RULES,
+    **sums.RULES,
+    **placing.RULES,
+    **scaling.RULES,
+    **heads.RULES,
 }
 """The whitelist."""

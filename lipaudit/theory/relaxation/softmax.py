@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import add, linear_map, scaled
+from lipaudit.theory.relaxation.affine import add, linear_map, neg, sub
 from lipaudit.theory.relaxation.form import Form, NoRuleError, UnboundedError
-from lipaudit.theory.relaxation.moves import masked_fill
-from lipaudit.theory.relaxation.products import matmul
+from lipaudit.theory.relaxation.moves import masked_fill, moved
 from lipaudit.theory.relaxation.rounding import DOUBLE, LIBRARY, gamma, up
 from lipaudit.theory.relaxation.smooth import EXP, relax, square_rest
 
@@ -38,10 +37,49 @@ _NEGLIGIBLE = 1000.0
 _LEFT = 1e-300
 
 
-def softmax(input: Form, dim: int | None = None, *_: Any, dtype: Any = None) -> Form:
-    """The softmax over the last axis."""
-    if dim is None or dim % input.ndim != input.ndim - 1:
-        raise NoRuleError("softmax over another axis than the last")
+def softmax(
+    input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
+) -> Form:
+    """The softmax over an axis; rows of the last one are known to sum to one."""
+    rows, axis = _rows(input, dim)
+    log_p, hidden = _log_softmax(rows)
+    out = _finished(relax(log_p, EXP, ceiling=0.0), hidden)
+    return out if axis is None else moved("transpose")(out, axis, -1)
+
+
+def log_softmax(
+    input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
+) -> Form:
+    """The logarithm of the softmax over an axis."""
+    rows, axis = _rows(input, dim)
+    log_p, hidden = _log_softmax(rows)
+    out = masked_fill(log_p, hidden, -torch.inf) if hidden.any() else log_p
+    return out if axis is None else moved("transpose")(out, axis, -1)
+
+
+def logsumexp(input: Form, dim: int, keepdim: bool = False) -> Form:
+    """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
+    rows, axis = _rows(input, dim)
+    log_p, _ = _log_softmax(rows)
+    top = rows.centre.argmax(-1, keepdim=True)
+    gather = moved("gather")
+    out: Any = sub(gather(rows, -1, top), gather(log_p, -1, top))
+    out = out if axis is None else out.transpose(axis, -1)
+    return out if keepdim else out.squeeze(dim)
+
+
+def _rows(input: Form, dim: int | None) -> tuple[Form, int | None]:
+    """Return the form with the axis last, and where that was, if elsewhere."""
+    if dim is None:
+        raise NoRuleError("softmax without an axis")
+    axis = dim % input.ndim
+    if axis == input.ndim - 1:
+        return input, None
+    return moved("transpose")(input, axis, -1), axis
+
+
+def _log_softmax(input: Form) -> tuple[Form, Tensor]:
+    """Return s - LSE(s), and which keys have a negligible weight."""
     z, hidden = _without_negligible(input.settle())
     p = z.centre.softmax(-1)
     # p and the logarithm below: a shift, exp, a sum of n terms, a quotient or a logarithm.
@@ -57,9 +95,7 @@ def softmax(input: Form, dim: int | None = None, *_: Any, dtype: Any = None) -> 
     log_p = z.centre.log_softmax(-1).masked_fill(hidden, 0.0)
     still = share * (1 + log_p.abs() + z.centre.masked_fill(hidden, 0.0).abs())
     shifted = Form(log_p, d.dense, up(d.slack + still), z.symbols, blocks=d.blocks)
-    exponent = add(shifted, -rho)
-    out = relax(exponent, EXP, ceiling=0.0)
-    return _finished(out, hidden)
+    return add(shifted, neg(rho)), hidden
 
 
 def _without_negligible(z: Form) -> tuple[Form, Tensor]:
@@ -142,33 +178,9 @@ def _total(t: Tensor) -> Tensor:
     return t.sum(-1, keepdim=True)
 
 
-def attention(
-    query: Form,
-    key: Form,
-    value: Form,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Form:
-    """softmax(scale q k^T + mask) v."""
-    if dropout_p > 0 or enable_gqa:
-        raise NoRuleError("scaled_dot_product_attention with dropout or grouped queries")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    logits = matmul(scaled(query, scale), key.mT)
-    if is_causal:
-        visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        logits = masked_fill(logits, ~visible, -torch.inf)
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        logits = masked_fill(logits, ~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        logits = add(logits, attn_mask)
-    return matmul(softmax(logits, -1), value)
-
-
 RULES: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
-    "scaled_dot_product_attention": attention,
+    "log_softmax": log_softmax,
+    "logsumexp": logsumexp,
 }
-"""What attention does to forms."""
+"""What softmax and its logarithm do to forms."""

@@ -12,6 +12,7 @@ from lipaudit.theory.relaxation import smooth
 from lipaudit.theory.relaxation.affine import linear
 from lipaudit.theory.relaxation.balls import ball, run
 from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.layers import curves
 from lipaudit.theory.relaxation.rounding import LIBRARY, cast_up, gamma, summed_up
 
 DTYPES = [torch.float32, torch.float64]
@@ -139,12 +140,22 @@ SMOOTH = {
     "rsqrt": (smooth.RSQRT, lambda x: 1 / mpmath.sqrt(x)),
     "sqrt": (smooth.SQRT, mpmath.sqrt),
     "reciprocal": (smooth.RECIPROCAL, lambda x: 1 / x),
+    "erf": (curves.ERF, mpmath.erf),
+    "softplus": (curves.SOFTPLUS, lambda x: mpmath.log1p(mpmath.exp(x))),
+    "mish": (curves.MISH, lambda x: x * mpmath.tanh(mpmath.log1p(mpmath.exp(x)))),
+    "elu": (curves.ELU, lambda x: x if x > 0 else mpmath.expm1(x)),
+    "log": (curves.LOG, mpmath.log),
+    "sin": (curves.SIN, mpmath.sin),
+    "cos": (curves.COS, mpmath.cos),
+    "cube": (curves.monomial(3), lambda x: x**3),
+    "seventh": (curves.monomial(7), lambda x: x**7),
 }
+POSITIVE = ("rsqrt", "sqrt", "reciprocal", "log")
 
 
 def _arguments(name: str) -> Tensor:
     x = torch.cat([torch.linspace(-12, 12, 60), _wild(40, seed=1).clamp(-30, 30)]).double()
-    return x.abs() + 1e-9 if name in ("rsqrt", "sqrt", "reciprocal") else x
+    return x.abs() + 1e-9 if name in POSITIVE else x
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -162,7 +173,7 @@ def test_functions_of_the_library_are_as_close_as_assumed(name):
 @pytest.mark.parametrize("name", SMOOTH)
 def test_derivatives_stay_below_what_is_said_of_them(name):
     f, exact = SMOOTH[name]
-    for middle in (0.8, 2.5, 6.0) if name in ("rsqrt", "sqrt", "reciprocal") else (-3.0, 0.0, 0.9):
+    for middle in (0.8, 2.5, 6.0) if name in POSITIVE else (-3.0, 0.0, 0.9):
         low, high = torch.tensor([[middle - 0.5], [middle + 0.5]], dtype=torch.float64)
         second, third = f.second(low, high).item(), f.third(low, high).item()
         for step in range(-20, 21):

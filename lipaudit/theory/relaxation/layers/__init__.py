@@ -1,0 +1,1 @@
+"""Operations in terms of the basic ones: extremes, sums over many axes, heads, further curves."""

@@ -1,0 +1,125 @@
+"""Entries put elsewhere, beside constants or over others; and constants of a form's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.theory.relaxation.affine import as_constant, broadcast, expand, same
+from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.moves import moved
+from lipaudit.theory.relaxation.rounding import DOUBLE
+
+
+def lifted(value: Any, like: Form) -> Form:
+    """Return a constant as a form."""
+    centre = as_constant(value, like).to(DOUBLE)
+    none = torch.zeros(0, *centre.shape, dtype=like.symbols.dtype, device=like.device)
+    return Form(centre, none, torch.zeros_like(centre), like.symbols)
+
+
+def where(condition: Tensor, input: Any, other: Any) -> Form:
+    """Entries of the one where the condition, a constant, holds, else of the other."""
+    if isinstance(condition, Form):
+        raise NoRuleError("where with a condition on what moves")
+    like = input if isinstance(input, Form) else other
+    one, two = (each if isinstance(each, Form) else lifted(each, like) for each in (input, other))
+    shape = torch.broadcast_shapes(condition.shape, one.shape, two.shape)  # type: ignore[no-untyped-call]
+    one, two = broadcast(one, shape), broadcast(two, shape)
+    generators = _joined(one.generators * condition, two.generators * ~condition)
+    slack = torch.where(condition, one.slack, two.slack)
+    return Form(torch.where(condition, one.centre, two.centre), generators, slack, one.symbols)
+
+
+def _joined(one: Tensor, two: Tensor) -> Tensor:
+    long, short = (one, two) if len(one) >= len(two) else (two, one)
+    long = long.clone()
+    long[: len(short)] += short
+    return long
+
+
+def setitem(input: Any, index: Any, value: Any) -> Form:
+    """Return the form with other entries at an index."""
+    if not isinstance(input, Form):
+        raise NoRuleError("setitem into a constant")
+    value = value if isinstance(value, Form) else lifted(value, input)
+    places = torch.zeros(input.shape, dtype=torch.bool, device=input.device)
+    places[index] = True
+    part = broadcast(value, places[index].shape)
+    centre, slack = input.centre.clone(), input.slack.clone()
+    centre[index], slack[index] = part.centre, part.slack
+    rows = max(len(input.generators), len(part.generators))
+    generators = input.generators.new_zeros(rows, *input.shape)
+    generators[: len(input.generators)] = input.generators
+    index = index if isinstance(index, tuple) else (index,)
+    generators[(slice(None), *index)] = 0
+    generators[(slice(0, len(part.generators)), *index)] = part.generators
+    return Form(centre, generators, slack, input.symbols)
+
+
+def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
+    """More entries at the ends of axes: constants, or copies."""
+    if mode != "constant":
+        raise NoRuleError(f"pad with mode {mode!r}")
+
+    def wide(t: Tensor, filling: float = 0.0) -> Tensor:
+        return F.pad(t, tuple(pad), value=filling)
+
+    centre = wide(input.centre, float(value or 0.0))
+    return Form(centre, wide(input.generators), wide(input.slack), input.symbols)
+
+
+def triangle(name: str) -> Callable[..., Form]:
+    """Return the rule of tril or triu."""
+
+    def rule(input: Form, diagonal: int = 0) -> Form:
+        ones = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device)
+        return where(getattr(ones, name)(diagonal), input, 0.0)
+
+    return rule
+
+
+def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
+    """Patches as columns (F.unfold, which torch calls with names), or windows of an axis."""
+    rule = moved(F.unfold if "stride" in kwargs else "unfold")
+    return rule(input, *args, **kwargs)
+
+
+def _constants(name: str) -> Callable[..., Tensor]:
+    """Return the rule of a method that makes a constant tensor like another."""
+
+    def rule(input: Form, *args: Any, **kwargs: Any) -> Tensor:
+        like = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
+        make = getattr(torch, name, None) or getattr(Tensor, name)
+        return make(like, *args, **kwargs)
+
+    return rule
+
+
+def _empty(input: Form, *size: Any, **options: Any) -> Form:
+    """Return what has no numbers yet: a form, for some will be written to."""
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return lifted(torch.full(tuple(shape or input.shape), torch.nan, dtype=DOUBLE), input)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "where": where,
+    "setitem": setitem,
+    "pad": pad,
+    "tril": triangle("tril"),
+    "triu": triangle("triu"),
+    **{name: moved(name) for name in ("gather", "take_along_dim", "repeat_interleave")},
+    "unfold": unfold,
+    "view_as": lambda input, other: moved("reshape")(input, other.shape),
+    "reshape_as": lambda input, other: moved("reshape")(input, other.shape),
+    "type": same,
+    "expand_as": lambda x, other: expand(x, *other.shape),
+    **{name: _constants(name) for name in ("zeros_like", "ones_like", "full_like")},
+    **{name: _constants(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
+    **dict.fromkeys(("new_empty", "empty_like"), _empty),
+}
+"""What putting entries elsewhere does to forms."""

@@ -124,6 +124,7 @@ class Form(Tensor):
         self.blocks, self.symbols, self.simplex = tuple(blocks), symbols, simplex
         self.quotient: Quotient | None = None
         self.memory, self.seen = Memory(), 0
+        self.origin: tuple[Form, Any] | None = None
 
     @classmethod
     def waiting(cls, quotient: Quotient) -> Form:
@@ -131,7 +132,7 @@ class Form(Tensor):
         like = quotient.numerator
         form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
         form.symbols, form.simplex, form.quotient = like.symbols, False, quotient
-        form.memory, form.seen = Memory(), 0
+        form.memory, form.seen, form.origin = Memory(), 0, None
         return form
 
     @property
@@ -228,8 +229,15 @@ class Form(Tensor):
         """Return the same in memory of its own."""
         form = Form(self.centre, self.dense, self.slack, self.symbols)
         form.__dict__.update(self.__dict__)
-        form.memory, form.seen = Memory(), 0
+        form.memory, form.seen, form.origin = Memory(), 0, None
         return form
+
+    def hold(self, result: Form) -> None:
+        """Take the numbers of a result that was written here, in the memory as it is now."""
+        memory, origin = self.memory, self.origin
+        self.__dict__.clear()
+        self.__dict__.update(result.__dict__)
+        self.memory, self.seen, self.origin = memory, memory.writes, origin
 
     def uncertain(self, roundings: int) -> Tensor:
         """Return by how much entries are off, seen by a map with weights of so many roundings.
@@ -281,8 +289,11 @@ class Form(Tensor):
         result = _ruled(forms[0].symbols, name, args, kwargs)
         if writes:
             return _written(name, args[0], result)
-        for view in _forms(result) if name in names.VIEWS else ():
+        copied = name not in names.VIEWS or (name == "getitem" and not _is_basic(args[1]))
+        for view in () if copied else _forms(result):
             view.memory, view.seen = forms[0].memory, forms[0].seen
+            if name == "getitem":
+                view.origin = forms[0], args[1]
         return result
 
     @classmethod
@@ -330,13 +341,26 @@ def _ruled(symbols: Symbols, name: str, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _written(name: str, target: Any, result: Form) -> Form:
-    """Put a result where its first argument was; what else lies there is out of date."""
+    """Put a result where its first argument was, and into what that is a part of by an index.
+
+    What else lies there is out of date.
+    """
     if not isinstance(target, Form) or result.shape != target.shape:
         raise NoRuleError(f"{name} into a constant or another shape")
-    if result is not target:
-        memory = target.memory
-        memory.writes += 1
-        target.__dict__.clear()
-        target.__dict__.update(result.__dict__)
-        target.memory, target.seen = memory, memory.writes
+    if result is target:
+        return target
+    before = target.memory.writes
+    target.memory.writes += 1
+    target.hold(result)
+    part = target
+    while part.origin is not None and part.origin[0].seen == before:
+        whole, index = part.origin
+        whole.hold(_ruled(whole.symbols, "setitem", (whole, index, part), {}))
+        part = whole
     return target
+
+
+def _is_basic(index: Any) -> bool:
+    """Say whether what an index takes stays where it is; tensors and lists of places copy."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)

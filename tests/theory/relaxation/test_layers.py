@@ -95,6 +95,15 @@ FUNCTIONS = {
     "addmm": lambda x: torch.stack(
         [torch.addmm(SCALE.to(x.dtype), t, SQUARE.to(x.dtype), beta=2, alpha=0.5) for t in x]
     ),
+    "addcmul": lambda x: torch.addcmul(x, x, SCALE.to(x.dtype), value=0.5),
+    "baddbmm": lambda x: torch.baddbmm(
+        x[:, :1], batch1=x, batch2=x.new_ones(len(x), 6, 6), beta=0.3
+    ),
+    "interpolate": lambda x: F.interpolate(_image(x), scale_factor=2, mode="bilinear"),
+    "interpolate-size": lambda x: (
+        F.interpolate(_image(x), (5, 3), mode="bicubic", align_corners=True)
+        + F.interpolate(_image(x), (5, 3))
+    ),
     "cumsum": lambda x: x.cumsum(1),
     "conv1d": lambda x: F.conv1d(x, _weights(2, TOKENS, 3).to(x.dtype), padding=1, stride=2),
     "conv1d-same": lambda x: F.conv1d(
@@ -104,11 +113,16 @@ FUNCTIONS = {
     "avg_pool2d": lambda x: F.avg_pool2d(_image(x), 3, 2, 1),
     "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(_image(x), (3, 1)),
     "var": lambda x: x.var(-1, unbiased=False, keepdim=True) + x.var(1, keepdim=True),
+    "std": lambda x: x.std(-1),
+    "glu": lambda x: F.glu(x) + F.glu(x.mT, 1).mT[..., :3],
     "where": lambda x: (
         torch.where(MASK[:, None], x, SCALE.to(x.dtype)) + torch.where(MASK[:, None], 0.0, x * x)
     ),
     "written": _written,
     "pad": lambda x: F.pad(x, (1, 0, 0, 2), value=0.5),
+    "reflection": lambda x: F.pad(_image(x), (1, 0, 2, 1), mode="reflect").flatten(1),
+    "max-padded": lambda x: F.max_pool2d(F.pad(_image(x), (1, 1), value=-torch.inf), 2, 1),
+    "copied": lambda x: x.new_empty(x.shape).copy_(x[..., :1]) * x,
     "triangle": lambda x: x.tril() - x.triu(1),
     "gather": lambda x: (
         x.gather(1, PLACES[None, :, None].expand(len(x), -1, WIDTH)) + x[:, PLACES]
@@ -232,7 +246,7 @@ def test_einops_takes_a_form(points, excess):
         lambda x: torch.where(torch.eye(WIDTH)[:4] > 0, x, x).masked_fill(x > 0, 0.0),
         lambda x: x ** _weights(WIDTH),
         lambda x: torch.einsum("bii->bi", x[:, :, :4]),
-        lambda x: F.pad(x, (1, 1), mode="reflect"),
+        lambda x: F.interpolate(x, 3, mode="linear"),
         lambda x: F.max_pool2d(_image(x), 2, return_indices=True),
         lambda x: x.topk(2),
         lambda x: x.argmax(-1),

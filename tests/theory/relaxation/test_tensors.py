@@ -85,8 +85,27 @@ def _copy_first(x):
     return y * kept
 
 
+def _part_in_place(x):
+    y = x * 2
+    y[:, 1] += x[:, 0]
+    y[0, 2:][:, 1:3].mul_(3)
+    y[..., 0].copy_(x[..., 1])
+    return y * x
+
+
+def _places_are_copies(x):
+    y = x * 2
+    some = y[:, [0, 2]]
+    some += 1
+    return torch.cat([y, some], 1)
+
+
 @pytest.mark.parametrize(
-    "function", [_shortcut_in_place, _relu_in_place, _after_a_norm, _copy_first]
+    "function",
+    [
+        *(_shortcut_in_place, _relu_in_place, _after_a_norm, _copy_first),
+        *(_part_in_place, _places_are_copies),
+    ],
 )
 @pytest.mark.parametrize("order", [1, 2])
 def test_changes_in_place_reach_every_name(function, order, points, excess):
@@ -109,13 +128,20 @@ def _stale_base(x):
     return y * 2
 
 
+def _stale_part(x):
+    y = x * 2
+    first = y[:, 0]
+    y[:, 1].add_(1)
+    return first * 2
+
+
 def _constant_target(x):
     y = torch.zeros(x.shape)
     y += x
     return y
 
 
-@pytest.mark.parametrize("function", [_stale_view, _stale_base, _constant_target])
+@pytest.mark.parametrize("function", [_stale_view, _stale_base, _stale_part, _constant_target])
 def test_what_a_change_in_place_leaves_behind_is_refused(function):
     with pytest.raises(NoRuleError, match="in place|into a constant"):
         run(function, _x())

@@ -18,9 +18,10 @@ from torch import Tensor
 from lipaudit.theory.relaxation.affine import add, neg, scaled
 from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.layers.pieces import clamp
+from lipaudit.theory.relaxation.products import mul
 from lipaudit.theory.relaxation.relu import relu
 from lipaudit.theory.relaxation.rounding import up
-from lipaudit.theory.relaxation.smooth import EXP, Smooth, power, relax
+from lipaudit.theory.relaxation.smooth import EXP, SIGMOID, Smooth, power, relax
 
 _UNKNOWN = 1e300
 
@@ -137,6 +138,12 @@ def selu(input: Form, inplace: bool = False) -> Form:
     return scaled(elu(input, alpha), scale)
 
 
+def glu(input: Form, dim: int = -1) -> Form:
+    """The first half of an axis, times the sigmoid of the second."""
+    first, second = input.chunk(2, dim)
+    return mul(first, relax(second, SIGMOID))  # type: ignore[arg-type]
+
+
 def _unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
     return lambda input: relax(input, f, **known)
 
@@ -155,6 +162,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "softplus": softplus,
     **dict.fromkeys(("log_sigmoid", "logsigmoid"), log_sigmoid),
     "elu": elu,
+    "glu": glu,
     "selu": selu,
 }
 """What these functions do to forms."""

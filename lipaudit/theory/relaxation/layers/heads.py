@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.layers.placing import lifted, moving
 
 
 def attention(
@@ -33,7 +34,8 @@ def attention(
     if is_causal:
         size = query.shape[-2], key.shape[-2]
         attn_mask = torch.ones(size, dtype=torch.bool, device=value.device).tril()
-    # Constants are multiplied by what moves first: their own product would be rounded.
+    query, key = moving(value, query, key)
+    # A constant is multiplied by what moves first: its own product would be rounded.
     scores: Any = (query * scale) @ key.mT if isinstance(query, Form) else query @ key.mT * scale
     result: Form = masked(scores, attn_mask).softmax(-1) @ value
     return result
@@ -81,11 +83,15 @@ def multi_head_attention(
     weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights = weights if use_separate_proj_weight else in_proj_weight.chunk(3)  # type: ignore[union-attr]
     biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    like = next(t for t in (query, key, value) if isinstance(t, Form))
+    query, key, value = (
+        t if isinstance(t, Form) else lifted(t, like) for t in (query, key, value)
+    )
     q, k, v = (
         _split(F.linear(t, w, b), num_heads, batched=batched)
         for t, w, b in zip((query, key, value), weights, biases, strict=True)
     )
-    logits = (q * q.shape[-1] ** -0.5) @ k.mT
+    logits = (q @ k.mT) * q.shape[-1] ** -0.5
     for mask in (_by_head(attn_mask, num_heads), _by_key(key_padding_mask)):
         logits = masked(logits, mask)
     p: Any = logits.softmax(-1)

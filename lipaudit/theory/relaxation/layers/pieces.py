@@ -101,7 +101,8 @@ def largest(x: Form) -> Form:
     top = x.centre.argmax(-1, keepdim=True)
     chosen = moved("gather")(x, -1, top)
     _, high = sub(x, chosen).range()
-    above = up(high.scatter(-1, top, 0.0).amax(-1).clamp_min(0.0) / 2)
+    never = (x.centre == -torch.inf).scatter(-1, top, True)
+    above = up(high.masked_fill(never, 0.0).amax(-1).clamp_min(0.0) / 2)
     return _raised(moved("select")(chosen, -1, 0), above)
 
 

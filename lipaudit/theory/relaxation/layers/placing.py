@@ -18,8 +18,19 @@ from lipaudit.theory.relaxation.rounding import DOUBLE
 def lifted(value: Any, like: Form) -> Form:
     """Return a constant as a form."""
     centre = as_constant(value, like).to(DOUBLE)
-    none = torch.zeros(0, *centre.shape, dtype=like.symbols.dtype, device=like.device)
-    return Form(centre, none, torch.zeros_like(centre), like.symbols)
+    rows = like.dense.new_zeros(like.symbols.first_error, *centre.shape)
+    return Form(centre, rows, torch.zeros_like(centre), like.symbols)
+
+
+def moving(like: Any, *constants: Any) -> tuple[Any, ...]:
+    """Return constants that one operation multiplies with each other, the first of them a form.
+
+    Their product then has slack for its rounding. Where one of them is a form, as they are.
+    """
+    first, *others = constants
+    if not isinstance(like, Form) or any(isinstance(each, Form) for each in constants):
+        return constants
+    return (lifted(first, like), *others)
 
 
 def where(condition: Tensor, input: Any, other: Any) -> Form:
@@ -64,7 +75,7 @@ def setitem(input: Any, index: Any, value: Any) -> Form:
 def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
     """More entries at the ends of axes: constants, or copies."""
     if mode != "constant":
-        raise NoRuleError(f"pad with mode {mode!r}")
+        return moved(F.pad)(input, tuple(pad), mode)
 
     def wide(t: Tensor, filling: float = 0.0) -> Tensor:
         return F.pad(t, tuple(pad), value=filling)
@@ -109,6 +120,7 @@ def _empty(input: Form, *size: Any, **options: Any) -> Form:
 RULES: dict[str, Callable[..., Any]] = {
     "where": where,
     "setitem": setitem,
+    "copy": lambda input, other, non_blocking=False: setitem(input, ..., other),
     "pad": pad,
     "tril": triangle("tril"),
     "triu": triangle("triu"),

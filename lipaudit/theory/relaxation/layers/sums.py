@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +12,22 @@ from torch import Tensor
 
 from lipaudit.theory.relaxation.affine import add, conv2d, linear_map, reduced, scaled
 from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.layers.placing import moving
+from lipaudit.theory.relaxation.moves import moved
 from lipaudit.theory.relaxation.products import matmul
+from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, up
+from lipaudit.theory.relaxation.smooth import SQRT, relax
 
 
 def einsum(equation: str, *operands: Any) -> Any:
     """Sums of products by names of axes, two operands at a time: permuted to a matmul."""
     factors = list(operands[0] if isinstance(operands[0], list | tuple) else operands)
     names, wanted = _names(equation.replace(" ", ""), [factor.ndim for factor in factors])
+    like = next(each for each in factors if isinstance(each, Form))
     here, product = names[0], factors[0]
     for i, (axes, factor) in enumerate(zip(names[1:], factors[1:], strict=True), 1):
         kept = wanted + "".join(names[i + 1 :])
+        product, factor = moving(like, product, factor)
         here, product = _contracted((here, product), (axes, factor), kept)
     product, here = _summed(product, here, wanted)
     return product.permute([here.index(axis) for axis in wanted])
@@ -67,26 +74,79 @@ def _contracted(one: tuple[str, Any], other: tuple[str, Any], kept: str) -> tupl
     x = x.reshape(*outer, _size(sizes, rows), _size(sizes, inner))
     y = y.reshape(*outer, _size(sizes, inner), _size(sizes, columns))
     axes = (*batch, *rows, *columns)
-    return "".join(axes), matmul_any(x, y).reshape([sizes[c] for c in axes])
+    return "".join(axes), (x @ y).reshape([sizes[c] for c in axes])
 
 
 def _size(sizes: dict[str, int], axes: list[str]) -> int:
     return torch.Size(sizes[c] for c in axes).numel()
 
 
-def matmul_any(x: Any, y: Any) -> Any:
-    """Return x @ y of forms and constants, or of constants alone."""
-    return matmul(x, y) if isinstance(x, Form) or isinstance(y, Form) else x @ y
-
-
 def addmm(
-    input: Any, one: Any, other: Any, *, beta: float | int = 1, alpha: float | int = 1
+    input: Any, mat1: Any, mat2: Any, *, beta: float | int = 1, alpha: float | int = 1
 ) -> Form:
-    """Return beta input + alpha one @ other."""
-    product: Any = matmul_any(one, other)
-    product = product if alpha == 1 else product * alpha
-    result: Form = add(product, input if beta == 1 else input * beta)
+    """Return beta input + alpha mat1 @ mat2."""
+    mat1, mat2 = moving(input, mat1, mat2)
+    product: Any = mat1 @ mat2
+    return add(product if alpha == 1 else product * alpha, input if beta == 1 else input * beta)
+
+
+def baddbmm(
+    input: Any, batch1: Any, batch2: Any, *, beta: float | int = 1, alpha: float | int = 1
+) -> Form:
+    """Return beta input + alpha batch1 @ batch2."""
+    return addmm(input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float | int = 1) -> Form:
+    """Return input + value tensor1 tensor2."""
+    tensor1, tensor2 = moving(input, tensor1, tensor2)
+    product: Any = tensor1 * tensor2
+    return add(input, product if value == 1 else product * value)
+
+
+def interpolate(
+    input: Form,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Form:
+    """Another number of places on two axes: copies, or one matrix of weights for each axis."""
+    if input.ndim != 4 or recompute_scale_factor:
+        raise NoRuleError("interpolate of other than two axes")
+    if mode.startswith("nearest"):
+        wide = partial(F.interpolate, size=size, scale_factor=scale_factor, mode=mode)
+        return moved(wide)(input)
+
+    def weights(axis: int) -> Tensor:
+        """What every place of an axis takes of every other, by interpolating single ones."""
+        n, ends = input.shape[axis - 2], [1, 1]
+        shape = [1, n, 1, 1]
+        shape[axis + 2] = n
+        ends[axis] = _of(size, axis)
+        factors = [1.0, 1.0]
+        factors[axis] = _of(scale_factor, axis)
+        single = torch.eye(n, dtype=torch.float64, device=input.device).view(shape)
+        chosen = {"size": ends} if size is not None else {"scale_factor": factors}
+        options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
+        return F.interpolate(single, **chosen, **options).flatten(1).view(n, -1).mT  # type: ignore[arg-type]
+
+    def op(t: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return rows @ t @ columns.mT
+
+    places = input.shape[-2] + input.shape[-1]
+    x = input.settle()
+    result = linear_map(x, op, weights(0), weights(1), roundings=places + 4)
+    # A weight is the distance of two places, off by few roundings of the number of places.
+    everywhere = (x.centre.abs() + x.mass + x.slack).sum((-2, -1), keepdim=True)
+    result.slack = up(result.slack + gamma(64 * places, DOUBLE) * everywhere, places)
     return result
+
+
+def _of(value: Any, axis: int) -> Any:
+    return value[axis] if isinstance(value, list | tuple | torch.Size) else value
 
 
 def cumsum(input: Form, dim: int, *, dtype: Any = None) -> Form:
@@ -172,14 +232,23 @@ def variance(
     return scaled(total, 1 / (input.numel() // total.numel() - correction), roundings=2)
 
 
+def deviation(*args: Any, **kwargs: Any) -> Form:
+    """The root of the variance, which must not be 0."""
+    return relax(variance(*args, **kwargs), SQRT, positive=True)
+
+
 RULES: dict[str, Callable[..., Any]] = {
     "einsum": einsum,
-    **dict.fromkeys(("addmm", "baddbmm"), addmm),
+    "addmm": addmm,
+    "baddbmm": baddbmm,
+    "addcmul": addcmul,
+    "interpolate": interpolate,
     "cumsum": cumsum,
     "conv1d": conv1d,
     "conv2d": convolution,
     "mean": average,
     "var": variance,
+    "std": deviation,
     "avg_pool1d": pooled(F.avg_pool1d, 1),
     "avg_pool2d": pooled(F.avg_pool2d, 2),
     "adaptive_avg_pool1d": pooled(F.adaptive_avg_pool1d, 1),

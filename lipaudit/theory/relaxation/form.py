@@ -278,7 +278,7 @@ class Form(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Apply the rule of a function of torch."""
-        name, kwargs = _name(func), dict(kwargs or {})
+        name, kwargs = names.name_of(func), dict(kwargs or {})
         if name in names.METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = _forms((args, kwargs))
@@ -289,7 +289,7 @@ class Form(Tensor):
         result = _ruled(forms[0].symbols, name, args, kwargs)
         if writes:
             return _written(name, args[0], result)
-        copied = name not in names.VIEWS or (name == "getitem" and not _is_basic(args[1]))
+        copied = name not in names.VIEWS or (name == "getitem" and not names.takes_a_view(args[1]))
         for view in () if copied else _forms(result):
             view.memory, view.seen = forms[0].memory, forms[0].seen
             if name == "getitem":
@@ -306,16 +306,6 @@ class Form(Tensor):
 
 PARTS = ("centre", "dense", "blocks", "slack")
 """What a quotient does not have while it waits."""
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """The name of a function, operator, method or attribute of tensors."""
-    name = func.__name__
-    if name in ("__get__", "__set__"):
-        attribute = func.__self__.__name__  # type: ignore[attr-defined]
-        return attribute if name == "__get__" else f"assignment to {attribute}"
-    # float(x) takes the number of a tensor, x.float() casts it.
-    return name[2:-2] if name.startswith("__") and name != "__float__" else name
 
 
 def _forms(values: Any) -> list[Form]:
@@ -358,9 +348,3 @@ def _written(name: str, target: Any, result: Form) -> Form:
         whole.hold(_ruled(whole.symbols, "setitem", (whole, index, part), {}))
         part = whole
     return target
-
-
-def _is_basic(index: Any) -> bool:
-    """Say whether what an index takes stays where it is; tensors and lists of places copy."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)

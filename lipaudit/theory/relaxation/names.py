@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 METADATA = frozenset(
     (
         *("shape", "dtype", "device", "layout", "ndim", "size", "dim", "ndimension", "len"),
@@ -23,3 +26,19 @@ VIEWS = frozenset(
     )
 )
 """Operations whose result may lie in the memory of their argument."""
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function, operator, method or attribute of tensors."""
+    name = func.__name__
+    if name in ("__get__", "__set__"):
+        attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        return attribute if name == "__get__" else f"assignment to {attribute}"
+    # float(x) takes the number of a tensor, x.float() casts it.
+    return name[2:-2] if name.startswith("__") and name != "__float__" else name
+
+
+def takes_a_view(index: Any) -> bool:
+    """Say whether what an index takes stays where it is; tensors and lists of places copy."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)

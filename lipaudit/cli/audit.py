@@ -151,7 +151,7 @@ def _name(model: str, report: Report) -> str:
 
 
 def _conclude(model: str, report: Report, folder: Path) -> None:
-    """Say what was found in three numbers, where it is, and what to type next."""
+    """Say what was found in a few numbers, where it is, and what to type next."""
     saved = folder / "report.json"
     lines = [
         "",
@@ -172,7 +172,7 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
 def _figures(report: Report) -> Iterator[tuple[str, str]]:
     from lipaudit.report.cells import text
     from lipaudit.report.page.views.common import typed
-    from lipaudit.results import AttackRow, JacobianRow
+    from lipaudit.results import AttackRow, CertifyRow, JacobianRow
     from lipaudit.results.trials import COUNTED, WORST
 
     top = _strongest(report.sections)
@@ -191,3 +191,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
             radius = f"{worst.eps_text} changed {worst.norm}"
         meaning = f"of samples stand attacks at {radius}; {clean} are right without"
         yield text(worst.robust, worst.columns()["robust"]), meaning
+    for row in [r for s in report.sections for r in typed(s, CertifyRow)][-1:]:
+        meaning = (
+            f"of {row.samples} samples are certified at eps {row.eps_text}: nothing breaks them"
+        )
+        yield text(row.certified, row.columns()["certified"]), meaning

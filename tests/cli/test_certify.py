@@ -1,0 +1,167 @@
+"""`lipaudit certify` from the outside: what it prints, writes, refuses and goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.commands import build
+from lipaudit.engine.observer import Observer
+from lipaudit.models.sources.loading import load_net
+
+FILE = """
+import torch
+from torch import nn
+from lipaudit.models.sources.spec import ModelSpec
+
+
+class Small(nn.Module):
+    def __init__(self, other=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.head, self.other = nn.Linear(12, 6), nn.Linear(6, 3), other
+
+    def forward(self, x):
+        h = torch.relu(self.up(x.flatten(1)))
+        return self.head(h if self.other is None else self.other(h))
+
+
+class Sorting(nn.Module):
+    def forward(self, h):
+        return h.sort(-1).values
+
+
+def load():
+    return ModelSpec(Small(), (1, 3, 4), classifier=True)
+
+
+def sorting():
+    return ModelSpec(Small(Sorting()), (1, 3, 4), classifier=True)
+"""
+RADII = ("--eps", "0.005,0.05,0.5", "--radius", "--tol", "0.3")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("model.py").write_text(FILE)
+    x = torch.rand(6, 1, 3, 4, generator=torch.Generator().manual_seed(0))
+    y = load_net("py:model.py:load").module(x).argmax(1)
+    np.savez("data.npz", x=x.numpy(), y=y.numpy())
+
+
+def invoke(*args: str, model: str = "load", command: str = "certify"):
+    asked = [command, f"py:model.py:{model}", "--data", "data.npz", *args]
+    return CliRunner().invoke(build(), asked)
+
+
+def test_what_is_printed_fits_a_terminal_and_says_the_bracket():
+    done = invoke(*RADII, "-o", "page.html", "-o", "page.md", "-o", "report.json")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "norm  eps    samples  cleanᵃ  robustᵇ  certifiedᶜ  95 % bracket" in done.stdout
+    assert "█ certified   ▒ undecided   ░ broken   · wrong" in lines
+    assert "Certified radii" in lines
+    page = Path("page.html").read_text()
+    assert 'aria-label="What is certified, and what is left open: linf 0.005: 100.0%' in page
+    assert "Certified over adversarial radius, sample by sample" in page
+    assert "| linf | 0.005 | 6 | 100.0% | 100.0% | 100.0% |" in Path("page.md").read_text()
+    section = json.loads(Path("report.json").read_text())["sections"][0]
+    assert section["settings"]["norm"] == "linf"
+    assert section["samples"]["verdict@linf,0.5"].count("broken") > 0
+    again = CliRunner().invoke(build(), ["report", "report.json"])
+    assert again.exit_code == 0
+    assert "Certified radii" in again.stdout
+
+
+def test_only_radii_have_no_rows_of_balls():
+    done = invoke("--radius", "--tol", "0.5", "-n", "2")
+    assert done.exit_code == 0, done.output
+    assert "nothing was measured" not in done.stdout
+    assert "Certified over adversarial radius" in done.stdout
+
+
+class Stopping(Observer):
+    """Ends a run after so many samples."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def advances(self, measure: str, samples: int) -> None:
+        self.left -= samples
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_goes_on_sample_by_sample_to_the_same_report():
+    options = {"data": "data.npz", "eps": "0.05,0.2", "samples": 5}
+    with pytest.raises(KeyboardInterrupt):
+        lipaudit.measure("py:model.py:load", "certify", observer=Stopping(2), **options)
+    done = Observer()
+    begun: list[int] = []
+    done.begins = lambda measure, samples: begun.append(samples)  # type: ignore[method-assign]
+    resumed = lipaudit.measure(
+        "py:model.py:load", "certify", resume=True, observer=done, **options
+    )
+    assert begun == [3]
+    whole = lipaudit.measure("py:model.py:load", "certify", **options)
+    first, second = (r.section("certify").model_dump() for r in (resumed, whole))
+    for row in (*first["rows"], *second["rows"]):
+        row["seconds"] = None
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        ((), 2, "no radius was given"),
+        (("--eps", "banana"), 2, "'banana' is not a radius"),
+        (("--eps", "0"), 2, "a ball of radius 0 is the sample alone"),
+        (("--eps", "1/255", "--norm", "l3"), 2, "--norm: 'l3'"),
+        (("--eps", "1/255", "--layers", "0"), 2, "No such option"),
+    ],
+)
+def test_what_a_stranger_gets_wrong_is_one_clear_error(args, code, says):
+    done = invoke(*args, "-q")
+    assert done.exit_code == code
+    assert says in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_a_model_that_cannot_be_certified_is_refused_by_operation_and_module():
+    done = invoke("--eps", "0.1", "-q", model="sorting")
+    assert done.exit_code == 4
+    assert "no rule for the operation sort (in other)" in done.stderr
+    assert "attacks work on any model" in done.stderr
+
+
+def test_an_audit_certifies_on_demand_and_says_where_it_cannot():
+    asked = ("--only", "jacobian", "--eps", "0.01", "--certify", "-n", "2", "-f", "json")
+    done = invoke(*asked, command="audit")
+    assert done.exit_code == 0, done.output
+    measured = {s["measure"]: s for s in json.loads(done.stdout)["sections"]}
+    assert measured.keys() == {"jacobian", "certify"}
+    assert measured["certify"]["settings"]["eps"] == ["0.01"]
+    assert "samples are certified at eps 0.01" in done.stderr
+    done = invoke(*asked, command="audit", model="sorting")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert {s["measure"] for s in report["sections"]} == {"jacobian"}
+    assert "certify was left out: no certificate for this model" in done.stderr
+
+
+def test_from_python_an_audit_certifies_what_it_attacks():
+    plan = {"attack": {"attack": "fgsm"}, "certify": {"order": "1"}}
+    report = lipaudit.audit("py:model.py:load", plan, data="data.npz", eps="0.01", samples=3)
+    attack, certify = report.section("attack"), report.section("certify")
+    assert attack.settings["eps"] == certify.settings["eps"] == ["0.01"]
+    assert certify.rows[0].certified <= attack.rows[-1].robust

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -91,7 +92,7 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     form, constant = (x, y) if isinstance(x, Form) else (y, x)
     constant = as_constant(constant, form).to(DOUBLE)
     parts = form.waits
-    if parts and torch.broadcast_shapes(form.shape, constant.shape) == form.shape:  # type: ignore[no-untyped-call]
+    if parts and shape_of(form.shape, constant.shape) == form.shape:
         return Form.waiting(replace(parts, constant=add(parts.constant, constant)))
     form = broadcast(form, constant.shape)
     centre = form.centre + constant
@@ -155,9 +156,14 @@ def joined(
     return shared + [block for block in y if block.key not in own]
 
 
+def shape_of(*shapes: Sequence[int]) -> torch.Size:
+    """Return the shape that shapes broadcast to; torch's own loads a computer algebra system."""
+    return torch.Size(np.broadcast_shapes(*(tuple(shape) for shape in shapes)))
+
+
 def broadcast(x: Form, other: Sequence[int]) -> Form:
     """Return a form of the shape that both need; what one entry is off by becomes a symbol."""
-    shape = torch.broadcast_shapes(x.shape, other)  # type: ignore[no-untyped-call]
+    shape = shape_of(x.shape, other)
     if tuple(x.shape) == tuple(shape):
         return x
     x = x.settle() if x.centre.numel() < torch.Size(shape).numel() else x
@@ -185,7 +191,7 @@ def scaled(x: Form, weight: Any, *, roundings: int = 1) -> Form:
     """Return x times a constant, entry by entry."""
     weight = as_constant(weight, x)
     parts = x.waits
-    if parts and torch.broadcast_shapes(x.shape, weight.shape) == x.shape:  # type: ignore[no-untyped-call]
+    if parts and shape_of(x.shape, weight.shape) == x.shape:
         numerator, constant = (
             scaled(each, weight, roundings=roundings) for each in (parts.numerator, parts.constant)
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.relaxation.affine import add, broadcast, linear_map
+from lipaudit.theory.relaxation.demand import plan
 from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.products import mul
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, up
@@ -88,11 +89,13 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
         hooks.append(part.register_forward_hook(leave))
     try:
         with torch.no_grad():
+            x.symbols.plan = plan(model, x)
             return model(x)
     except NoRuleError as error:
         where = (paths[-1] or type(whole).__name__) if paths else ""
         raise NoRuleError(error.operation, where) from error
     finally:
+        x.symbols.plan = None
         for hook in hooks:
             hook.remove()
 

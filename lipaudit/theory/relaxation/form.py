@@ -281,16 +281,16 @@ class Form(Tensor):
         name, kwargs = names.name_of(func), dict(kwargs or {})
         if name in names.METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        forms = _forms((args, kwargs))
+        forms = forms_of((args, kwargs))
         if any(form.seen != form.memory.writes for form in forms):
             raise NoRuleError(f"{name} of what was changed in place by another name")
         writes = name == "setitem" or name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
-        result = _ruled(forms[0].symbols, name, args, kwargs)
+        result = _ruled(forms[0].symbols, func, name, args, kwargs)
         if writes:
             return _written(name, args[0], result)
         copied = name not in names.VIEWS or (name == "getitem" and not names.takes_a_view(args[1]))
-        for view in () if copied else _forms(result):
+        for view in () if copied else forms_of(result):
             view.memory, view.seen = forms[0].memory, forms[0].seen
             if name == "getitem":
                 view.origin = forms[0], args[1]
@@ -308,7 +308,7 @@ PARTS = ("centre", "dense", "blocks", "slack")
 """What a quotient does not have while it waits."""
 
 
-def _forms(values: Any) -> list[Form]:
+def forms_of(values: Any) -> list[Form]:
     """The forms among arguments, in their order."""
     if isinstance(values, Form):
         return [values]
@@ -316,10 +316,10 @@ def _forms(values: Any) -> list[Form]:
         values = values.values()
     elif not isinstance(values, list | tuple):
         return []
-    return [form for value in values for form in _forms(value)]
+    return [form for value in values for form in forms_of(value)]
 
 
-def _ruled(symbols: Symbols, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _ruled(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
     rule = symbols.rules.get(name)
     if rule is None:
         raise NoRuleError(name)
@@ -327,7 +327,15 @@ def _ruled(symbols: Symbols, name: str, args: tuple[Any, ...], kwargs: Mapping[s
         inspect.signature(rule).bind(*args, **kwargs)
     except TypeError:
         raise NoRuleError(f"{name} with these arguments") from None
-    return rule(*args, **kwargs)
+    if symbols.trial is not None:
+        return symbols.trial(func, name, args, kwargs)
+    if symbols.plan is None:
+        return rule(*args, **kwargs)
+    call, symbols.plan = symbols.plan, None  # not for the calls that rules make
+    try:
+        return call(name, rule, args, kwargs)
+    finally:
+        symbols.plan = call
 
 
 def _written(name: str, target: Any, result: Form) -> Form:
@@ -345,6 +353,6 @@ def _written(name: str, target: Any, result: Form) -> Form:
     part = target
     while part.origin is not None and part.origin[0].seen == before:
         whole, index = part.origin
-        whole.hold(_ruled(whole.symbols, "setitem", (whole, index, part), {}))
+        whole.hold(_ruled(whole.symbols, Tensor.__setitem__, "setitem", (whole, index, part), {}))
         part = whole
     return target

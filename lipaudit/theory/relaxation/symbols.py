@@ -22,7 +22,7 @@ from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, summed_u
 
 Norm = Literal["linf", "l2"]
 
-SETTLE = 2e-5
+SETTLE = 5e-5
 """Share of a radius from which slack becomes symbols where an operation would mix it."""
 
 _AT_ONCE = 2**18
@@ -81,7 +81,15 @@ class Symbols:
         rules: what every operation does to forms, by name.
         shown: dtype that the model sees.
         settle: see `SETTLE`; decides over how tight and how large forms are, never over truth.
+
+    Attributes:
+        dissolved: the blocks that have become rows in some form.
+        trial: what runs a call of the model in place of its rule.
+        plan: what applies the rule of a call of the model, if not all of its result is read.
     """
+
+    trial: Callable[..., Any] | None = None
+    plan: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -191,18 +199,20 @@ class Symbols:
         (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
         """
         n, dtype = self.n, flat.dtype
-        size = up(_summed(flat, torch.square).sqrt())
+        flat = flat.mT.contiguous()
+        small = n * n * tiny(dtype)
+        size = _norm(flat)
         scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
-        power = (flat / scale)[self._full.to(flat.device)]
-        power[:: n + 1] *= 2
-        power = (power / 2).mT.contiguous().view(-1, n, n)
-        share, small = gamma(n + 8, dtype), n * n * tiny(dtype)
+        power = (flat * (self._halves.to(flat) / scale[:, None])).index_select(
+            1, self._full.to(flat.device)
+        )
+        power = power.view(-1, n, n)
         size = up(size / scale.to(DOUBLE))
-        error = share * size + small
+        error = gamma(4, dtype) * size + small
         for _ in range(_SQUARINGS):
-            error = (2 * error + share * size) * size + error.square() + small
+            error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + small
             power = torch.bmm(power, power)
-            size = up(_row_sums(power).sqrt())
+            size = _norm(power.flatten(1))
         root = up(size + error, 8) ** (0.5**_SQUARINGS) * scale.to(DOUBLE)
         return up(root, 32) + small
 
@@ -214,14 +224,21 @@ class Symbols:
         places[i, j] = places[j, i] = torch.arange(len(i))
         return places.flatten()
 
+    @cached_property
+    def _halves(self) -> Tensor:
+        """What share of its coefficient a pair has in an entry of the matrix, (pairs,)."""
+        return torch.where(self.pairs[0] == self.pairs[1], 1.0, 0.5)
+
 
 def _one_norm(g: Tensor) -> Tensor:
     return _summed(g, torch.abs)
 
 
-def _row_sums(power: Tensor) -> Tensor:
-    """The sums of squares of matrices."""
-    return summed_up(power.square().sum(1).sum(1), 2 * power.shape[1] + 4)
+def _norm(rows: Tensor) -> Tensor:
+    """No less than the 2-norms of rows; a square may be taken for zero."""
+    terms, dtype = rows.shape[1], rows.dtype
+    size = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE) * (1 + gamma(terms + 8, dtype))
+    return up(size + (terms * tiny(dtype)) ** 0.5)
 
 
 def _summed(g: Tensor, size: Callable[[Tensor], Tensor]) -> Tensor:

@@ -172,16 +172,21 @@ def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
     model = nn.Sequential(into, nn.GELU(), last, head).requires_grad_(requires_grad=False)
     x = torch.randn(1, 3, 6)
     start = ball(x, 0.05, norm=norm, order=order, dtype=dtype)
-    logits = run(lambda t: head(last(F.gelu(into(t)))[:, 0]), start)
-    form = margins(logits, 1)
+
+    def logits():
+        return run(lambda t: head(last(F.gelu(into(t)))[:, 0]), start)
+
+    product = logits().reshape(-1)
+    product.range()  # multiplies it out
+    product.quotient = None
+    plain = margins(product, 1)
+    start = ball(x, 0.05, norm=norm, order=order, dtype=dtype)
+    form = margins(logits(), 1)
     e, inputs = points(start, 400)
     model.double()
     hidden = F.gelu(into(inputs))[:, 0]
     root = (hidden.var(-1, correction=0) + last.eps).sqrt()
     truth = _difference(head(last(hidden)), 1)
-    logits.range()  # multiplied out
-    logits.quotient = None
-    plain = margins(logits, 1)
     assert excess(plain, e, truth) <= 1e-12
     times_root = not torch.equal(form.centre, plain.centre)
     assert excess(form, e, truth * (root[:, None] if times_root else 1)) <= 1e-12

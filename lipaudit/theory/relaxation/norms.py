@@ -1,9 +1,10 @@
 """Normalisations of the last axis: LayerNorm and RMSNorm.
 
 With y = x - mean(x) (or y = x), itself a form c + dy, the mean square is mean(c^2) +
-2 mean(c dy) + mean(dy^2). Order 1: mean(dy^2) lies in [0, mean r^2]. Order 2: the square of the
-part linear in the input goes into the quadratic part. Then comes 1 / sqrt, of a number that is
-at least eps, and the product.
+2 mean(c dy) + mean(dy^2). n mean(dy^2) lies in [0, sum r^2] and in [0, (l + m)^2] for lengths l
+and m of its linear part L and of the rest R (`lengths`). Order 2 can put L^2 into the quadratic
+part: 2 L R + R^2 is left, in [-2 l m, 2 l m + m^2]. Every row takes what leaves least. Then comes
+1 / sqrt, of a number that is at least eps, and the product.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lipaudit.theory.relaxation.affine import add, linear_map, scaled
 from lipaudit.theory.relaxation.form import Form, NoRuleError, Quotient
+from lipaudit.theory.relaxation.lengths import lengths
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.smooth import RSQRT, relax, square_rest, worth_squaring
 
@@ -71,22 +73,40 @@ def _mean_square(y: Form) -> Form:
     weights = (y.centre * (2 / n)).to(dtype)
     dense, blocks = y.by_row().mapped(lambda t: (t * weights).sum(-1, keepdim=True))
     moves, size = up(y.mass + y.slack), y.centre.abs()
+    middle, radius, kept = _square(y, moves)
     if symbols.order == 2:
-        first, second = square_rest(y.sizes.linear, y.rest)
-        kept = worth_squaring(y)
         e = y.dense[: symbols.n] * kept
         squares = symbols.pack(torch.einsum("a...k,c...k->ac...", e / n, e))
         dense[symbols.n : symbols.first_error] += squares[..., None]
-        middle = _mean(torch.where(kept, second, moves.square())) / 2
-        radius = _mean(torch.where(kept, first + second / 2, moves.square() / 2))
-    else:
-        middle = radius = _mean(moves.square()) / 2
     # Two sums of n products, their weights rounded, and the sum of both.
     moving = gamma(2 * n + 16, dtype) * _mean(2 * size * moves + moves.square())
     still = gamma(n + 8, DOUBLE) * (centre + middle)
     under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
     slack = up(_mean(2 * size * y.slack) + radius + moving + still + under, n + 16)
     return Form(centre + middle, dense, slack, symbols, blocks=blocks)
+
+
+def _square(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return middle and radius of mean(dy^2) without squares that are kept, and which are."""
+    n = y.shape[-1]
+    long, rest = lengths(y, -1)
+    none = torch.zeros_like(moves, dtype=torch.bool)
+    wholes = (_mean(moves.square()), up((long + rest).square() / n))
+    choices = [(whole / 2, whole / 2, none) for whole in wholes]
+    if y.symbols.order == 2:
+        kept = worth_squaring(y)
+        first, second = square_rest(y.sizes.linear, y.rest)
+        middle = torch.where(kept, second, moves.square()) / 2
+        radius = torch.where(kept, first + second / 2, moves.square() / 2)
+        choices.append((_mean(middle), _mean(radius), kept))
+        first, second = square_rest(long, rest)
+        choices.append((second / n / 2, (first + second / 2) / n, ~none))
+    middle, radius, kept = choices[0]
+    for other, less, squares in choices[1:]:
+        better = less < radius
+        middle, radius = torch.where(better, other, middle), torch.where(better, less, radius)
+        kept = torch.where(better, squares, kept)
+    return middle, up(radius), kept
 
 
 def _mean(t: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """Products of two forms: x y = c_x c_y + c_x dy + c_y dx + dx dy.
 
-What is off beside the first three terms is dx dy and slack. Order 1: |dx dy| <= r_x r_y, summed
-over what is contracted. Order 2: the product of the parts linear in the input goes into the
-quadratic part, and lin_x rest_y + rest_x (lin_y + rest_y) bounds the others.
+What is off beside the first three terms is dx dy and slack. With dx = L_x + R_x, L linear in the
+input, order 2 puts L_x L_y into the quadratic part; what is left are L_x R_y, R_x L_y and R_x R_y.
+Each is bounded by the product of the radii, summed over what is contracted, or by that of the
+lengths of the contracted vectors (Cauchy-Schwarz, `lengths`), whichever is less: where many
+errors meet, entries of a vector are not at their largest all at once.
 
 Rows of an attention map sum to one, so that P V = P (V - k) + k for any constant k of each row and
 channel. As P is off by an error of its own in every entry, sum_j err_j |v_j - k| is least for the
@@ -27,6 +29,7 @@ from lipaudit.theory.relaxation.affine import (
 )
 from lipaudit.theory.relaxation.blocks import Block
 from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.lengths import lengths
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.smooth import RECIPROCAL, relax
 
@@ -72,18 +75,28 @@ def _product(x: Form, y: Form, f: Bilinear, *, terms: int) -> Form:
     x_moves, y_moves = up(x.mass + x.slack), up(y.mass + y.slack)
     x_size, y_size = x.centre.abs(), y.centre.abs()
     slack = f(x.slack, y_size) + f(x_size, y.slack)
+    slack = slack + _remainder(x, y, f)
     if symbols.order == 2:
-        x_rest, y_rest = x.rest, y.rest
-        slack = slack + f(x.sizes.linear, y_rest) + f(x_rest, y.sizes.linear + y_rest)
         rows = _rows_matmul if f is torch.matmul else f
         symbols.add_products(dense, x.dense[: symbols.n], y.dense[: symbols.n], rows)
-    else:
-        slack = slack + f(x_moves, y_moves)
     moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
     lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
     count = max(x.count, y.count, symbols.first_error)
     under = 8 * count * terms * tiny(dtype) * (1 + x_size.amax() + y_size.amax())
     return Form(centre, dense, up(slack + lost + under, terms + 16), symbols, blocks=blocks)
+
+
+def _remainder(x: Form, y: Form, f: Bilinear) -> Tensor:
+    """Bound dx dy; at order 2 without the product of the linear parts."""
+    parts = [(x.sizes.linear, x.rest), (y.sizes.linear, y.rest)]
+    longest = [lengths(x, -1), lengths(y, -2)] if f is torch.matmul else []
+    total = torch.zeros((), dtype=DOUBLE, device=x.device)
+    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))[x.symbols.order - 1 :]:
+        radius = f(parts[0][i], parts[1][j])
+        if longest:
+            radius = torch.minimum(radius, longest[0][i] * longest[1][j])
+        total = total + radius
+    return total
 
 
 def _linear_part(x: Form, y: Form, f: Bilinear) -> tuple[Tensor, list[Block]]:

@@ -4,16 +4,20 @@ Let s = c + ds, p = softmax(c), w any weights (p as computed) and d_j = ds_j - w
 a row cancel: s_j - LSE(s) = c_j - LSE(c) + d_j - rho with rho = log sum_j p_j e^(d_j), exactly.
 With |d_j| <= r_j and |sum_j p_j d_j| <= t, which is rounding (below):
 
-Order 1. rho >= sum p d >= -t (Jensen). On [-r, r] the chord of exp gives e^d <= cosh r +
-d sinh(r) / r; with A = sum p cosh r and the tangent of log, rho <= log A + sum_j (M_j / A) d_j,
-M_j = p_j sinh(r_j) / r_j, which is <= log A + sum |M_j / A - p_j| r_j + t. By Hoeffding's lemma
-also rho <= t + (max r)^2 / 2.
+Let q = sum p d^2, which is at most Q = min(sum p r^2, (l + m)^2) for the lengths l and m of the
+linear part and the rest of sqrt(p) d (`lengths`). (e^x - 1 - x) / x^2 rises with x: with
+g(r) = 2 (e^r - 1 - r) / r^2 it is off from 1/2 by at most (g(r) - 1) / 2 on [-r, r]. So
+y = sum p e^d - 1 = sum p d + q / 2 + C with |C| <= T = min(sum (g(r) - 1) p r^2,
+(g(max r) - 1) (l + m)^2) / 2, and y <= Y = t + Q / 2 + T.
 
-Order 2. K(t) = log sum p e^(t d) has K(0) = 0, K'(0) = mu = sum p d, K''(0) = sum p d^2 - mu^2,
-and K''' is the third central moment under weights p_t between p and those at the other end. So
-rho = 1/2 sum p d^2 + R with |R| <= t + t^2 / 2 + T / 6. Any p_t is at most
-P_j = min(1, p_j e^r_j / sum p e^-r); |d - mean| <= r_j + m with m = min(sum P r, max r); the
-variance is at most sum P r^2. So T = min(sum P (r + m)^3, 2 max r sum P r^2).
+Order 1. rho >= sum p d >= -t (Jensen), and rho <= y <= Y. On [-r, r] the chord of exp gives
+e^d <= cosh r + d sinh(r) / r; with A = sum p cosh r and the tangent of log,
+rho <= log A + sum_j (M_j / A) d_j, M_j = p_j sinh(r_j) / r_j, which is
+<= log A + sum |M_j / A - p_j| r_j + t. By Hoeffding's lemma also rho <= t + (max r)^2 / 2.
+
+Order 2. rho = log(1 + y) >= y - y^2 / 2 - t: for y < 0 because rho >= -t. So rho = q / 2 + R,
+-2 t - T - Y^2 / 2 <= R <= t + T. With d = L + R', L^2 goes into the quadratic part; that of
+sum p (2 L R' + R'^2) is at most 2 l m + m^2, or the sum of p (2 lin rest + rest^2).
 
 sum p d = sum (p - w) d + (1 - sum w) w . ds: p and w differ by the rounding of a softmax.
 Keys so far below the others that e^-1000 of the weight is left (masked ones) are constants.
@@ -29,6 +33,7 @@ from torch import Tensor
 
 from lipaudit.theory.relaxation.affine import add, linear_map, neg, sub
 from lipaudit.theory.relaxation.form import Form, NoRuleError, UnboundedError
+from lipaudit.theory.relaxation.lengths import lengths
 from lipaudit.theory.relaxation.moves import masked_fill, moved
 from lipaudit.theory.relaxation.rounding import DOUBLE, LIBRARY, gamma, up
 from lipaudit.theory.relaxation.smooth import EXP, relax, square_rest
@@ -88,8 +93,12 @@ def _log_softmax(input: Form) -> tuple[Form, Tensor]:
     r = up(d.sizes.linear + d.rest)
     mean_moves = up(_total(p * (z.mass + z.slack)), p.shape[-1])
     lost = up(share * (_total(p * r) + mean_moves), p.shape[-1])
-    rho = _first_order(d, p, r, lost)
-    rho = _better(rho, _second_order(d, p, r, lost)) if z.symbols.order == 2 else rho
+    longest = lengths(d, -1, p.sqrt())
+    third, top = _moments(p, r, lost, longest)
+    rho = _first_order(d, p, r, lost, top)
+    if z.symbols.order == 2:
+        off = third + 2 * lost + top.square() / 2
+        rho = _better(rho, _second_order(d, p, longest, off))
     if not torch.isfinite(rho.slack).all():
         raise UnboundedError
     log_p = z.centre.log_softmax(-1).masked_fill(hidden, 0.0)
@@ -126,29 +135,49 @@ def _centred(z: Form, p: Tensor) -> Form:
     return linear_map(moving, op, w, roundings=p.shape[-1] + 2, bound=bound, within="rows")
 
 
-def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor) -> Form:
+def _moments(
+    p: Tensor, r: Tensor, lost: Tensor, longest: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return T and Y."""
+    keys, moves = p.shape[-1], p * r.square()
+    long = up((longest[0] + longest[1]).square())
+    by_key, of_top = _total(_excess(r) * moves), _excess(r.amax(-1, keepdim=True)) * long
+    third = up(torch.minimum(by_key, of_top) / 2, 8 * LIBRARY + keys)
+    square = up(torch.minimum(_total(moves), long), 4 * LIBRARY + keys)
+    return third, up(lost + square / 2 + third)
+
+
+def _excess(r: Tensor) -> Tensor:
+    """Return no less than g(r) - 1 = r / 3 + r^2 / 12 + ..., for small r below r / 3 (1 + r)."""
+    small = r < 0.01
+    wide = r.clamp_min(0.01)
+    g = 2 * (torch.expm1(wide) - wide) / wide.square()
+    return torch.where(small, r / 3 * (1 + r), g - 1 + 1e-9 * g)
+
+
+def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Form:
     wide = r > 1e-6  # sinh(r) / r is 1 + r^2 / 6 there, to a last place
     slope = p * torch.where(wide, torch.sinh(r) / r.clamp_min(1e-9), 1 + r.square() / 6)
     level = up(_total(p * torch.cosh(r)), p.shape[-1])
     tilted = (slope / level - p).abs() + gamma(8 * LIBRARY + p.shape[-1], DOUBLE) * p
     chord = level.log() + 4 * LIBRARY * gamma(1, DOUBLE) + up(_total(tilted * r), p.shape[-1])
     hoeffding = up(r.amax(-1, keepdim=True).square() / 2)
-    high = torch.minimum(chord, hoeffding)
+    high = torch.minimum(torch.minimum(chord, hoeffding), top)
     none = d.dense.new_zeros(0, *high.shape)
     return Form(high / 2, none, up(high / 2 + lost), d.symbols)
 
 
-def _second_order(d: Form, p: Tensor, r: Tensor, lost: Tensor) -> Form:
+def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tensor) -> Form:
     symbols, keys = d.symbols, p.shape[-1]
-    top = r.amax(-1, keepdim=True)
-    tilted = up(p * r.exp() / _total(p * (-r).exp()), 4 * LIBRARY + keys).clamp_max(1.0)
-    mean = torch.minimum(up(_total(tilted * r), keys), top)
-    third = torch.minimum(_total(tilted * (r + mean) ** 3), 2 * top * _total(tilted * r.square()))
-    first, second = square_rest(d.sizes.linear, d.rest)
-    middle = _total(p * second) / 4
-    slack = _total(p * (first + second / 2)) / 2 + third / 6 + lost + lost.square() / 2
+    first, second = (_total(p * each) for each in square_rest(d.sizes.linear, d.rest))
+    others = square_rest(*longest)
+    less = others[0] + others[1] / 2 < first + second / 2
+    first = torch.where(less, others[0], first)
+    second = torch.where(less, others[1], second)
+    middle, slack = second / 4, first / 2 + second / 4 + off
+    moves = d.sizes.linear + d.rest
     # Products, sums and halves of the quadratic part, and p for the true softmax.
-    rounding = gamma(2 * keys + 4 * LIBRARY, symbols.dtype) * _total(p * r.square())
+    rounding = gamma(2 * keys + 4 * LIBRARY, symbols.dtype) * _total(p * moves.square())
     e = d.dense[: symbols.n]
     half = (p / 2).to(symbols.dtype)
     squares = symbols.pack(torch.einsum("a...j,c...j->ac...", e * half, e))[..., None]

@@ -191,8 +191,6 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
             radius = f"{worst.eps_text} changed {worst.norm}"
         meaning = f"of samples stand attacks at {radius}; {clean} are right without"
         yield text(worst.robust, worst.columns()["robust"]), meaning
-    for row in [r for s in report.sections for r in typed(s, CertifyRow)][-1:]:
-        meaning = (
-            f"of {row.samples} samples are certified at eps {row.eps_text}: nothing breaks them"
-        )
-        yield text(row.certified, row.columns()["certified"]), meaning
+    for ball in [r for s in report.sections for r in typed(s, CertifyRow)][-1:]:
+        meaning = f"of {ball.samples} samples are certified at eps {ball.eps_text}"
+        yield text(ball.certified, ball.columns()["certified"]), meaning

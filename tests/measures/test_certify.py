@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import lipaudit
+from lipaudit import ModelSpec
 from lipaudit.attacks.balls import Ball
 from lipaudit.attacks.pgd import pgd, usual_step
 from lipaudit.data.batch import Batch, sample_ids
@@ -58,6 +59,24 @@ class Plane(nn.Module):
 
     def forward(self, x):
         return self.head(x.flatten(1))
+
+
+class Words(nn.Module):
+    """Attention over token embeddings, and their mean."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(50, 6), nn.Linear(6, 2)
+        self.query, self.key = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, ids, mask=None):
+        x = self.embed(ids)
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        logits = self.query(x) @ self.key(x).transpose(1, 2)
+        x = x + logits.masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ x
+        share = mask.to(x.dtype) / mask.sum(1, keepdim=True)
+        return self.head((x * share[..., None]).sum(1))
 
 
 class Ordered(Small):
@@ -119,13 +138,13 @@ def test_verdicts_are_nested_and_add_up(small):
 @pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("linf", 2), ("l2", 1), ("l2", 2)])
 def test_no_certificate_holds_where_attacks_succeed(small, norm, order):
     """By force: nothing gets through a certified ball; where something does, none is given."""
-    model, data, _ = small
-    how = {"norm": norm, "order": str(order), "tol": 0.5}
+    model, (x, y), _ = small
+    data, how = (x[2:4], y[2:4]), {"norm": norm, "order": str(order), "tol": 0.5}
     told = measured(model, data, radius=True, **how).section("certify").samples
     x, y = in_order(told, data)
     right = [i for i, correct in enumerate(told["correct"]) if correct]
     assert min(told["radius"][i] for i in right) > 0
-    for i in right[:3]:
+    for i in right:
         assert not _broken(model, x[i], y[i], Ball(norm, told["radius"][i]))
         beyond = told["radius_adversarial"][i]
         assert _broken(model, x[i], y[i], Ball(norm, 1.1 * beyond))
@@ -219,6 +238,28 @@ def test_without_labels_the_prediction_is_what_stands(small):
     assert section.samples["correct"] == section.samples["label"] == (None,) * 2
     assert set(section.samples["verdict@linf,0.01"]) <= {"certified", "undecided"}
     assert "own-predictions" in {note.code for note in section.notes}
+
+
+def test_texts_move_in_their_embeddings():
+    """All real tokens together in an L2 ball; what is padded does not move."""
+    spec = ModelSpec(Words(), (5,), kind="text", vocabulary=50)
+    ids = torch.randint(1, 50, (2, 5), generator=torch.Generator().manual_seed(0))
+    report = lipaudit.measure(spec, "certify", data=ids, radius=True, samples=2, tol=0.3)
+    section = report.section("certify")
+    assert section.settings["norm"] == "l2"
+    for radius, found in zip(
+        section.samples["radius"], section.samples["radius_adversarial"], strict=True
+    ):
+        assert 0 < radius < found
+    with borrowed(spec, LoadOptions(), None) as net:
+        proof = Proof(norm="l2")
+        padded = torch.cat([ids, torch.zeros(2, 2, dtype=torch.long)], 1)
+        label = int(net.output(Batch(ids[:1], None, ("0",))).argmax())
+        short = certificate(net, Batch(ids[:1], None, ("0",)), label, 0.05, proof)
+        long = certificate(
+            net, Batch(padded[:1], None, ("0",), padded[:1] > 0), label, 0.05, proof
+        )
+    assert long.bound == pytest.approx(short.bound, rel=1e-4)
 
 
 def test_a_time_limit_is_named_where_it_ends_a_proof(small):

@@ -10,10 +10,11 @@ from lipaudit.attacks.plan import Attack
 from lipaudit.engine.prepare import Job
 from lipaudit.errors import out_of_memory
 from lipaudit.models.attention.sites import Site
+from lipaudit.models.certificate import order_of, rows_of
 from lipaudit.models.precision import eager
 from lipaudit.results import Note
 from lipaudit.results.trials import Radius
-from lipaudit.settings import AttackOptions
+from lipaudit.settings import AttackOptions, CertifyOptions
 
 SURVEY = 30.0
 """Forwards that finding out what a model is costs, once, before the first sample is read."""
@@ -24,6 +25,8 @@ MOST_PRODUCTS = 60.0
 PER_HEAD = 10.0, 300.0
 """Forwards per sample of the norm of a head without closed form, where it settles soon and where
 it takes every step it may."""
+SEARCH = 6
+"""Passes of the search for a certified radius."""
 LONG = 60.0
 """Seconds that nobody minds."""
 PASS = 3.0
@@ -53,6 +56,11 @@ def _takes(job: Job) -> str:
     if "attack" in count:
         options = cast("AttackOptions", job.request.measures["attack"])
         least, most = (together * count["attack"] * cost for cost in attack_costs(options))
+    if "certify" in count:
+        ends = proof_costs(job)
+        least, most = (
+            each + together * cost for each, cost in zip((least, most), ends, strict=True)
+        )
     shown = dict.fromkeys((_time(sure + least), _time(sure + most)))
     return f"roughly {' to '.join(shown)} (estimate; a forward of a sample takes {_short(alone)})"
 
@@ -70,6 +78,28 @@ def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
         f"{samples} samples (estimate); --layers and --samples choose fewer"
     )
     return (Note(level="info", code="long", text=text),)
+
+
+def proofs(job: Job) -> tuple[Note, ...]:
+    """Say how long certificates take, if it is long."""
+    costs = [_forward(job, TIMED) * cost for cost in proof_costs(job)]
+    if costs[-1] < LONG:
+        return ()
+    shown = " to ".join(dict.fromkeys(map(_time, costs)))
+    text = (
+        f"certificates of {job.counts['certify']} samples take roughly {shown} (estimate), more "
+        "where branch and bound is long; --samples, --seconds and --order 1 make it less"
+    )
+    return (Note(level="info", code="long", text=text),)
+
+
+def proof_costs(job: Job) -> tuple[float, float]:
+    """Forwards of all certificates: where one pass settles a sample, and where none does."""
+    options = cast("CertifyOptions", job.request.measures["certify"])
+    sample = job.samples.batch[:1].trimmed().to(job.net.device, job.net.dtype)
+    rows = rows_of(job.net, sample, order_of(job.net, sample, options.order))
+    passes = max(len(options.eps), 1) + options.radius * SEARCH
+    return rows * job.counts["certify"], rows * job.counts["certify"] * passes
 
 
 def attack_costs(options: AttackOptions) -> tuple[float, float]:

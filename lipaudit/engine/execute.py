@@ -10,7 +10,7 @@ from typing import Literal
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import Samples
-from lipaudit.engine.estimate import numerical
+from lipaudit.engine.estimate import numerical, proofs
 from lipaudit.engine.files import write
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.observer import Observer
@@ -25,7 +25,7 @@ from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.results import Note, Report, Section
 from lipaudit.results.report import Failure
-from lipaudit.settings import BoundsOptions, MeasureOptions
+from lipaudit.settings import BoundsOptions, CertifyOptions, MeasureOptions
 
 Adapt = Callable[[MeasureOptions, Sequence[Section]], MeasureOptions]
 """Changes the options of a measure by the sections of those before it."""
@@ -165,10 +165,13 @@ class _Task:
     def _forewarn(self, first: Batch) -> None:
         """Say before it begins what will take long, as the layers are; they are surveyed once."""
         net, options = self.job.net, self.options
-        if not isinstance(options, BoundsOptions):
-            return
-        sites = surveyed(net, first.to(net.device, net.dtype))
-        for note in numerical(self.job, chosen(sites, options.layers)):
+        notes: tuple[Note, ...] = ()
+        if isinstance(options, BoundsOptions):
+            sites = surveyed(net, first.to(net.device, net.dtype))
+            notes = numerical(self.job, chosen(sites, options.layers))
+        elif isinstance(options, CertifyOptions):
+            notes = proofs(self.job)
+        for note in notes:
             self.observer.note(note)
 
     def _measured(self, done: int) -> Iterator[Part]:

@@ -76,12 +76,8 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     for trial in options.trials(options.eps) if options.eps else ():
         require_radius(trial, net.box)
     first = batch[:1].trimmed().to(net.device, net.dtype)
-    require_room(net, first, _order(net, first, options))
+    require_room(net, first, order_of(net, first, options.order))
     require_rules(net, first)
-
-
-def _order(net: Net, sample: Batch, options: CertifyOptions) -> int:
-    return order_of(net, sample) if options.order == "auto" else int(options.order)
 
 
 def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> Bracket:
@@ -89,7 +85,7 @@ def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> B
     limit = math.inf if options.seconds is None else options.seconds
     proof = Proof(
         norm=options.norm or "linf",
-        order=_order(net, sample, options),
+        order=order_of(net, sample, options.order),
         nodes=options.nodes,
         deadline=time.monotonic() + limit,
     )

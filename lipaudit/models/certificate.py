@@ -114,8 +114,10 @@ def certificate(
     return Certificate(verdict.certified, why, verdict.bound, verdict.nodes)
 
 
-def order_of(net: Net, sample: Batch) -> int:
-    """Return the order of forms that inputs of this size allow."""
+def order_of(net: Net, sample: Batch, asked: str = "auto") -> int:
+    """Return the order of forms: the one asked for, or what inputs of this size allow."""
+    if asked != "auto":
+        return int(asked)
     inputs = _inputs(net, sample)
     return 2 if inputs * (inputs + 1) // 2 <= MOST_PAIRS else 1
 
@@ -126,19 +128,26 @@ def _inputs(net: Net, sample: Batch) -> int:
     return point.numel() if free is None else int(free.sum()) * point.shape[-1]
 
 
+def rows_of(net: Net, sample: Batch, order: int) -> int:
+    """Return about how many rows of symbols a pass ends with: it costs as many forwards.
+
+    One per input (and pair of inputs at order 2), and one per number that a module returns.
+    """
+    inputs = _inputs(net, sample)
+    pairs = inputs * (inputs + 1) // 2 if order == 2 else 0
+    return inputs + pairs + sum(_returned(net, sample))
+
+
 def require_room(net: Net, sample: Batch, order: int) -> None:
     """Refuse a pass that does not fit into the memory of its device.
 
-    A row per input (and pair of inputs at order 2) and about one per number that a module
-    returns, each as wide as the widest tensor; some tensors are held at once.
+    Each row of symbols is as wide as the widest tensor; some tensors are held at once.
 
     Raises:
         InputError: with the memory that it would take.
     """
-    rows, widest = _inputs(net, sample), net.point(sample).numel()
-    rows += rows * (rows + 1) // 2 if order == 2 else 0
-    for numel in _returned(net, sample):
-        rows, widest = rows + numel, max(widest, numel)
+    widest = max([net.point(sample).numel(), *_returned(net, sample)])
+    rows = rows_of(net, sample, order)
     needed = TENSORS * rows * widest * torch.finfo(net.dtype).bits // 8
     there = _memory(net.device)
     if needed > there:

@@ -55,3 +55,30 @@ def test_heads_without_a_closed_form_are_announced(options, forward, told, tmp_p
         assert "roughly" not in done.stderr
     else:
         assert len(re.findall(told, done.stderr)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "told"),
+    [
+        (["--eps", "0.1,0.2"], 1.0, "3 samples take roughly 63 s to 2 min"),  # 21 rows: below
+        (["--eps", "0.1", "--order", "1"], 10.0, "3 samples take roughly 6 min "),  # 11 rows
+        (["--eps", "0.1,0.2", "-q"], 1.0, None),
+        (["--eps", "0.1"], 0.01, None),
+    ],
+    ids=["long", "order 1", "quiet", "short"],
+)
+def test_certificates_are_announced(options, forward, told, tmp_path, monkeypatch):
+    """A ball takes a forward per input, pair of inputs and number that a module returns."""
+    monkeypatch.setattr(estimate, "_forward", lambda _job, _samples: forward)
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "from lipaudit import ModelSpec\n"
+        "def make():\n"
+        "    layers = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))\n"
+        "    return ModelSpec(layers, (2, 2), kind='tokens', classifier=True)\n"
+    )
+    command = ["certify", f"py:{tmp_path / 'own.py'}:make", "-n", "3", *options]
+    done = CliRunner().invoke(build(), command)
+    assert done.exit_code == 0, done.stderr
+    assert ("roughly" in done.stderr) is (told is not None)
+    assert told is None or f"certificates of {told}" in done.stderr

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.relaxation.affine import add, broadcast, linear_map
-from lipaudit.theory.relaxation.demand import plan
+from lipaudit.theory.relaxation.demand import DeviationError, plan
 from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.products import mul
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, up
@@ -90,7 +90,13 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
     try:
         with torch.no_grad():
             x.symbols.plan = plan(model, x)
-            return model(x)
+            paths.clear()  # a trial that broke off left some
+            try:
+                return model(x.copy())
+            except DeviationError:
+                x.symbols.plan = None
+                paths.clear()
+                return model(x)
     except NoRuleError as error:
         where = (paths[-1] or type(whole).__name__) if paths else ""
         raise NoRuleError(error.operation, where) from error

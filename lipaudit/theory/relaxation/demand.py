@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError
 from lipaudit.theory.relaxation.form import Form, forms_of
 from lipaudit.theory.relaxation.moves import MOVES
 from lipaudit.theory.relaxation.symbols import Sizes, Symbols
@@ -26,6 +25,7 @@ ENTRIES = frozenset(
         *("add", "radd", "sub", "rsub", "mul", "rmul", "multiply", "div", "truediv", "rtruediv"),
         *("divide", "true_divide", "neg", "negative", "gelu", "silu", "relu", "tanh", "sigmoid"),
         *("exp", "square", "pow", "rsqrt", "sqrt", "reciprocal", "dropout", "masked_fill"),
+        *("contiguous", "clone", "to", "float", "double", "detach"),
     )
 )
 """Calls whose arguments broadcast to the shape of the result, entry by entry."""
@@ -42,13 +42,14 @@ PLACES = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT")
 
 @dataclass(eq=False)
 class Node:
-    """A tensor of the trial run: its shape, and which entries are read."""
+    """A tensor of the trial run: its shape, where it lies, and which entries are read."""
 
     shape: torch.Size
+    device: torch.device
     read: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.read = torch.zeros(self.shape, dtype=torch.bool)
+        self.read = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class Call:
     results: list[Node]
 
 
+class DeviationError(Exception):
+    """A model calls other functions than in its trial run."""
+
+
 Cut = tuple[int, int]
 """An axis, counted from the last, and the one place along it that is read."""
 
@@ -85,7 +90,7 @@ class Trial:
         """Return the form that the model is run on."""
         centre = centre.to(self.symbols.shown)
         form = Form(centre, centre.new_empty(0, *centre.shape), centre, self.symbols)
-        form.__dict__["node"] = Node(centre.shape)
+        form.__dict__["node"] = Node(centre.shape, centre.device)
         return form
 
     def trial(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
@@ -94,7 +99,8 @@ class Trial:
         nodes, keyed = (_replaced(each, Form, _node) for each in (args, kwargs))
         out = func(*numbers, **named)
         out = numbers[0] if out is None else list(out) if isinstance(out, Iterator) else out
-        result = _replaced(out, Tensor, self.start)
+        constant = name.endswith("_like") or name.startswith("new_")
+        result = out if constant else _replaced(out, Tensor, self.start)
         self.calls.append(Call(func, name, nodes, keyed, [_node(f) for f in forms_of(result)]))
         return iter(result) if name == "iter" else result
 
@@ -113,11 +119,11 @@ class Plan:
         """Apply a rule to what is read of the arguments.
 
         Raises:
-            EvaluationError: the model does not repeat what it did in the trial run.
+            DeviationError: the model does not repeat what it did in the trial run.
         """
         planned, cut = self.cuts[self.at] if self.at < len(self.cuts) else ("nothing", None)
         if name != planned:
-            raise EvaluationError(f"the model called {name} where it called {planned} before")
+            raise DeviationError
         self.at += 1
         if cut is None:
             return rule(*args, **kwargs)
@@ -126,10 +132,13 @@ class Plan:
 
 
 def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
-    """Run the model on numbers; None where no form is seen in what it returns."""
+    """Run the model on numbers; None where it cannot be, or no form is seen in what it returns."""
     trial = Trial(x.symbols)
-    results = forms_of(model(trial.start(x.centre.clone())))
-    return Plan(trial.calls, results) if results else None
+    try:
+        results = forms_of(model(trial.start(x.centre.clone())))
+        return Plan(trial.calls, results) if results else None
+    except (RuntimeError, TypeError, ValueError):  # of other types than its weights, say
+        return None
 
 
 def _demand(call: Call) -> Cut | None:
@@ -186,8 +195,10 @@ def _masked(kwargs: dict[str, Any]) -> bool:
 
 def _read_places(call: Call, node: Node) -> None:
     """Follow what is read through a move: it moves the numbers of the places."""
-    at = torch.arange(node.shape.numel()).view(node.shape)
-    args = _replaced(call.args[1:], Node, lambda other: torch.empty(other.shape))
+    at = torch.arange(node.shape.numel(), device=node.device).view(node.shape)
+    args = _replaced(
+        call.args[1:], Node, lambda other: torch.empty(other.shape, device=other.device)
+    )
     out = call.func(at, *args, **call.kwargs)
     for result, places in zip(call.results, [out] if len(call.results) == 1 else out, strict=True):
         node.read.view(-1)[places[result.read]] = True
@@ -199,12 +210,19 @@ def _narrowed(name: str, args: Any, cut: Cut, size: int) -> list[Any]:
     def narrow(value: Any) -> Any:
         if _size(value, cut[0]) != size:
             return value
-        part = value.narrow(*cut, 1)
-        if isinstance(value, Form):
-            part.simplex = value.simplex and cut[0] != -1
-        return part
+        return _part(value, cut) if isinstance(value, Form) else value.narrow(*cut, 1)
 
     return [narrow(value) if name in ENTRIES or not i else value for i, value in enumerate(args)]
+
+
+def _part(form: Form, cut: Cut) -> Form:
+    """What is read of a form: one for all that read it, so that they share its symbols."""
+    parts = form.__dict__.setdefault("parts", {})
+    if cut not in parts:
+        parts[cut] = form.narrow(*cut, 1)
+        parts[cut].simplex = form.simplex and cut[0] != -1
+    part: Form = parts[cut]
+    return part
 
 
 def _size(value: Any, axis: int) -> int:
@@ -214,7 +232,9 @@ def _size(value: Any, axis: int) -> int:
 def _repeated(form: Form, cut: Cut, size: int) -> Form:
     """Repeat a form along the axis, and mark what is not read."""
     if form.waits:
-        return Form.waiting(form.waits.moved(lambda part: _repeated(part, cut, size)))
+        result = Form.waiting(form.waits.moved(lambda part: _repeated(part, cut, size)))
+        result.__dict__["parts"] = {cut: form}
+        return result
     axis, at = cut
     shape = list(form.shape)
     shape[axis] = size
@@ -230,7 +250,7 @@ def _repeated(form: Form, cut: Cut, size: int) -> Form:
     if "quadratic_range" in form.__dict__:
         low, high = form.quadratic_range
         result.quadratic_range = wide(low), wide(high)
-    result.simplex = form.simplex
+    result.simplex, result.__dict__["parts"] = form.simplex, {cut: form}
     return result
 
 

@@ -188,10 +188,10 @@ def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
     root = (hidden.var(-1, correction=0) + last.eps).sqrt()
     truth = _difference(head(last(hidden)), 1)
     assert excess(plain, e, truth) <= 1e-12
-    times_root = not torch.equal(form.centre, plain.centre)
+    times_root = not torch.allclose(form.centre, plain.centre, rtol=1e-9)
     assert excess(form, e, truth * (root[:, None] if times_root else 1)) <= 1e-12
     shares = [(each.range()[0] / each.centre.abs()).amin() for each in (form, plain)]
-    assert shares[0] >= shares[1]
+    assert shares[0] > shares[1] if times_root else torch.isclose(*shares, rtol=1e-9)
     assert times_root or order == 2
 
 

@@ -53,7 +53,7 @@ def train(
         str | None, typer.Option(help="Data to measure the accuracy on after every epoch.")
     ] = None,
 ) -> None:
-    """Fine-tune a classifier with the JaSMin or Specformer penalty, or against attacks.
+    """Fine-tune a classifier with a penalty, on attention or certificates, or against attacks.
 
     The defaults are the recipe of Yudin 2025, in batches of 512. Every epoch is
     kept: after an interruption the same command with --resume goes on, to the same result.
@@ -63,6 +63,7 @@ def train(
       [cyan]lipaudit train ./vit --data train/ --penalty jasmin --k 10 --weight 1e-2[/]
       [cyan]lipaudit train timm:vit_small_patch16_224 --data flowers/ --classes 17[/]
       [cyan]lipaudit train ./vit --data train/ --adversarial pgd --eps 2/255[/]
+      [cyan]lipaudit train ./vit --data train/ --penalty certified --eps 2/255 --weight 1[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.train.record import check_target, written

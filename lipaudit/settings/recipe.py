@@ -6,12 +6,16 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from lipaudit.settings.option import Settings, needs, option
+from lipaudit.settings.option import Need, Settings, needs, option
 from lipaudit.settings.parsing import OneRadius
 
 PENALTY, ADVERSARIAL = "Penalty", "Adversarial training"
 DESCENT, IMAGES = "Optimization", "Augmentation of images"
 JASMIN, ATTACKED = needs("penalty", "jasmin"), needs("adversarial", "pgd")
+CERTIFIED = needs("penalty", "certified")
+BALL = Need(
+    f"{ATTACKED.text} or {CERTIFIED.text}", lambda r: ATTACKED.holds(r) or CERTIFIED.holds(r)
+)
 
 
 class Recipe(Settings):
@@ -26,8 +30,8 @@ class Recipe(Settings):
         seed: of everything random.
     """
 
-    penalty: Literal["jasmin", "specformer"] | None = option(
-        None, "jasmin or specformer; none if not given.", panel=PENALTY
+    penalty: Literal["jasmin", "specformer", "certified"] | None = option(
+        None, "jasmin, specformer or certified; none if not given.", panel=PENALTY
     )
     k: int = option(0, "Of JaSMin: 0, or more than 1.", panel=PENALTY, need=JASMIN, ge=0)
     weight: float = option(
@@ -36,11 +40,22 @@ class Recipe(Settings):
     reduction: Literal["max", "mean"] = option(
         "mean", "Of JaSMin over rows: mean or max.", panel=PENALTY, need=JASMIN
     )
+    ramp: float = option(
+        0.5,
+        "Of certified: share of the steps in which its radius grows from 0 to eps.",
+        panel=PENALTY,
+        need=CERTIFIED,
+        ge=0,
+        le=1,
+    )
     adversarial: Literal["pgd"] | None = option(
         None, "pgd: train on adversarial examples.", panel=ADVERSARIAL
     )
     eps: OneRadius = option(
-        "2/255", "Their L-inf radius in pixels of [0, 1].", panel=ADVERSARIAL, need=ATTACKED
+        "2/255",
+        "L-inf radius of the examples, or of certified, in pixels of [0, 1].",
+        panel=ADVERSARIAL,
+        need=BALL,
     )
     steps: int = option(5, "Their PGD steps.", panel=ADVERSARIAL, need=ATTACKED, ge=1)
     epochs: int = option(40, "Passes over the data.", panel=DESCENT, ge=1)
@@ -51,6 +66,7 @@ class Recipe(Settings):
         0.9, "Of sgd.", panel=DESCENT, need=needs("optimizer", "sgd"), ge=0, lt=1
     )
     weight_decay: float = option(1e-4, "Of the optimizer.", panel=DESCENT, ge=0)
+    clip: float = option(0.0, "Cut gradients to this norm; 0 for none.", panel=DESCENT, ge=0)
     schedule: Literal["cosine", "onecycle"] = option(
         "cosine", "cosine (to 0) or onecycle (up to lr, then down).", panel=DESCENT
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import seeded
 from lipaudit.settings.recipe import Recipe
 from lipaudit.train.augment import Mix, flipped, mixing, translated
-from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
+from lipaudit.train.penalty import SpecformerPenalty, attention_penalty, certified_loss
 
 LOOK = 32
 """Steps between two looks at the losses: an accelerator works on while nobody looks."""
@@ -102,18 +102,22 @@ class _Training:
     mix: Mix
     rng: torch.Generator
     weights: SpecformerPenalty | None
+    steps: int
 
     @classmethod
     def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Training:
         steps = recipe.epochs * len(_batches(torch.arange(len(data)), recipe.batch_size))
         optimizer = _optimizer(net.module, recipe)
-        mixes = net.kind == "image" and recipe.adversarial is None
+        whole = recipe.adversarial is not None or recipe.penalty == "certified"
+        mixes = net.kind == "image" and not whole
         mix = mixing(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
         rng = torch.Generator().manual_seed(recipe.seed)
         weights = None
         if recipe.penalty == "specformer":
             weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
-        return cls(net, recipe, optimizer, _schedule(optimizer, recipe, steps), mix, rng, weights)
+        return cls(
+            net, recipe, optimizer, _schedule(optimizer, recipe, steps), mix, rng, weights, steps
+        )
 
     def state(self, epochs: int) -> CheckpointState:
         # Copies: the next epoch changes the tensors in place.
@@ -165,32 +169,34 @@ class _Training:
 
     def step(self, batch: Batch) -> Tensor:
         """Take one step; return its loss and its penalty, (2,), without waiting for them."""
-        x, target = self.mix(self.changed(batch), _labels(batch))
-        with self.watched(batch.mask) as penalty:
+        batch = replace(batch, x=self.changed(batch))
+        x = self.attacked(batch.x, _labels(batch)) if self.recipe.adversarial else batch.x
+        x, target = self.mix(x, _labels(batch))
+        with self.watched(batch) as penalty:
             logits = self.net.read(self.net.call(x, batch.mask))
         loss, extra = F.cross_entropy(logits, target), penalty()
         self.optimizer.zero_grad()
         torch.autograd.backward(loss + self.recipe.weight * extra)
+        if self.recipe.clip:
+            nn.utils.clip_grad_norm_(self.net.module.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.schedule.step()
         return torch.stack([loss.detach(), extra.detach().to(loss)])
 
     def changed(self, batch: Batch) -> Tensor:
-        """Return the samples, shifted, flipped and attacked as the recipe says."""
+        """Return the samples, shifted and flipped as the recipe says."""
         x = batch.x
         if self.net.kind != "image":
             return x
         x = translated(x, self.recipe.shift, self.rng) if self.recipe.shift else x
-        x = flipped(x, self.rng) if self.recipe.flip else x
-        return self.attacked(x, _labels(batch)) if self.recipe.adversarial else x
+        return flipped(x, self.rng) if self.recipe.flip else x
 
     def attacked(self, x: Tensor, y: Tensor) -> Tensor:
         """Return adversarial examples for the model as it is used: in eval mode."""
         net, steps = self.net, self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
         start = random_start(x, ball, self.rng)
-        net.module.eval()
-        try:
+        with _evaluated(net.module):
             return pgd(
                 lambda z: net.read(net.call(z, None)),
                 x,
@@ -200,18 +206,25 @@ class _Training:
                 steps=steps,
                 step_size=usual_step(ball.eps, steps),
             )
-        finally:
-            net.module.train()
 
-    def watched(self, mask: Tensor | None) -> AbstractContextManager[Callable[[], Tensor]]:
+    def watched(self, batch: Batch) -> AbstractContextManager[Callable[[], Tensor]]:
         """Read the penalty of the forward pass in the block."""
         if self.weights is not None:
             return nullcontext(self.weights)
         if self.recipe.penalty is None:
             return nullcontext(lambda: torch.zeros((), device=self.net.device))
+        if self.recipe.penalty == "certified":
+            return nullcontext(lambda: self.certified(batch))
         return attention_penalty(
-            self.net.module, k=self.recipe.k, reduction=self.recipe.reduction, mask=mask
+            self.net.module, k=self.recipe.k, reduction=self.recipe.reduction, mask=batch.mask
         )
+
+    def certified(self, batch: Batch) -> Tensor:
+        """Return the loss at the radius of this step, for the model as it is used."""
+        growth = self.recipe.ramp * self.steps
+        share = min(1.0, self.schedule.last_epoch / growth) if growth else 1.0
+        with _evaluated(self.net.module):
+            return certified_loss(self.net, batch, share * float(self.recipe.eps))
 
 
 def _weighed(losses: Sequence[tuple[int, Tensor]]) -> Any:
@@ -230,6 +243,8 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
         )
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training is for images", "Leave --adversarial out.")
+    if recipe.penalty == "certified" and net.kind != "image":
+        raise UsageError("the certified penalty is for images", "Give another --penalty.")
 
 
 def _require_labels(net: Net, data: Batch, name: str) -> None:
@@ -292,6 +307,15 @@ def _trainable(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.requires_grad_(False).eval()
+
+
+@contextmanager
+def _evaluated(module: nn.Module) -> Iterator[None]:
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
 
 
 @contextmanager

@@ -74,7 +74,7 @@ USUAL = {
         "bounds.exact:each <=",
     ],
     "epochs": ["1"],
-    "penalty": ["jasmin", "specformer"],
+    "penalty": ["jasmin", "specformer", "certified"],
     "kind": ["py"],
     "name": ["sharp", "bounds", "jacobian.norm", "tol", "vit_tiny", "g1", "bounds.", "."],
 }

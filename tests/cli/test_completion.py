@@ -44,7 +44,7 @@ def offered(*words: str) -> list[str]:
         (("attack", "demo", "--norm", "l"), ["linf", "l2"]),
         (("attack", "demo", "--attack", "fgsm,ap"), ["fgsm,apgd-ce", "fgsm,apgd-t"]),
         (("scaling", "demo", "--mode", "real,a"), ["real,adversarial", "real,ascent"]),
-        (("train", "demo", "--penalty", ""), ["jasmin", "specformer"]),
+        (("train", "demo", "--penalty", ""), ["jasmin", "specformer", "certified"]),
         (("gate", "r.json", "--fail-on", "jacobian.n"), ["jacobian.norm"]),
         (("explain", "theor"), ["theorem3", "theorem3_g1"]),
         (("report", "r.json", "-f", "ma"), ["markdown"]),

@@ -14,10 +14,12 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.settings import Recipe
+from lipaudit.theory.relaxation.form import NoRuleError
 from lipaudit.train import train
 from lipaudit.train.augment import flipped, mixing, translated
 from lipaudit.train.demos import RECIPES, shipped, untrained
 from lipaudit.train.loop import _batches, _Training
+from lipaudit.train.penalty import certified_loss
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
 
@@ -86,6 +88,68 @@ def test_a_penalty_goes_down_and_is_resumed(name):
     rest = list(train(again, shipped("train")[:300], recipe, state=runs[0.05][0].state))
     assert [e.penalty for e in rest] == [e.penalty for e in runs[0.05][1:]]
     assert same(weights(again), runs[0.05][-1].state["model"])
+
+
+def small_net(*behind):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), *behind, nn.Linear(24, 10)
+    spec = ModelSpec(nn.Sequential(*layers), (1, 8, 8))
+    return assemble(spec, LoadOptions(), name="toy", source="py")
+
+
+CERTIFIED = Recipe(
+    epochs=3, batch_size=20, lr=0.05, flip=False, penalty="certified", eps="0.02", weight=1.0
+)
+
+
+def test_the_certified_penalty_raises_what_can_be_certified(digits):
+    """The loss grows with its radius first, so that it is compared at the end."""
+    shares, held = {}, shipped("test")[:100]
+    for weight in (0.0, 1.0):
+        net = small_net(nn.Dropout(0.1))
+        epochs = list(train(net, digits, CERTIFIED.model_copy(update={"weight": weight})))
+        assert all(epoch.penalty > 0 for epoch in epochs)
+        shares[weight] = float(certified_loss(net, held, 0.02))
+    assert shares[1.0] < 0.9 * shares[0.0]
+    again = small_net(nn.Dropout(0.1))
+    rest = list(train(again, digits, CERTIFIED, state=epochs[0].state))
+    assert [e.penalty for e in rest] == [e.penalty for e in epochs[1:]]
+    assert same(weights(again), epochs[-1].state["model"])
+
+
+def test_the_radius_of_the_certified_penalty_grows_from_nothing(digits):
+    net, recipe = small_net(), CERTIFIED.model_copy(update={"lr": 1e-9, "epochs": 4})
+    first, second, third, fourth = (epoch.penalty for epoch in train(net, digits, recipe))
+    assert float(certified_loss(net, digits, 0.0)) < first < second < third
+    assert third == pytest.approx(fourth, rel=1e-4)
+    assert fourth == pytest.approx(float(certified_loss(net, digits, 0.02)), rel=1e-4)
+
+
+def test_a_certified_loss_is_no_less_than_that_of_attacks(digits):
+    net = small_net()
+    run = _Training.start(net, digits, CERTIFIED.model_copy(update={"adversarial": "pgd"}))
+    z = run.attacked(digits.x, digits.y)
+    attacked = nn.functional.cross_entropy(net.read(net.call(z, None)), digits.y)
+    assert attacked <= certified_loss(net, digits, 0.02)
+
+
+def test_the_certified_penalty_names_what_it_has_no_rule_for(digits):
+    with pytest.raises(NoRuleError, match=r"no rule for the operation softplus \(in 3\)"):
+        list(train(small_net(nn.Softplus()), digits, CERTIFIED))
+    with pytest.raises(UsageError, match="for images"):
+        next(train(replace(small_net(), kind="tokens"), digits, CERTIFIED))
+
+
+def test_gradients_are_cut_to_a_norm(digits):
+    """With plain descent, one step moves the weights by no more than lr times that norm."""
+    for clip in (0.0, 1e-3):
+        net, recipe = small_net(), QUICK.model_copy(update={"epochs": 1, "batch_size": 200})
+        before = weights(net)
+        recipe = recipe.model_copy(update={"clip": clip, "weight_decay": 0.0})
+        list(train(net, digits, recipe))
+        moved = sum((t - before[n]).square().sum() for n, t in weights(net).items()) ** 0.5
+        assert (moved <= recipe.lr * 1e-3 * 1.01) == bool(clip)
 
 
 @pytest.mark.parametrize("changes", [{"penalty": "specformer"}, {"penalty": "jasmin", "k": 3}])

@@ -66,7 +66,7 @@ def ball(
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
 
 
-def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
+def run(model: Callable[[Any], Any], x: Tensor, *, module: nn.Module | None = None) -> Any:
     """Run a model on a form; an operation without a rule is refused with the module's path.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lipaudit.theory.hybrid import affine, nonlinear
 from lipaudit.theory.hybrid.tensor import Hybrid
-from lipaudit.theory.relaxation.balls import run
+from lipaudit.theory.relaxation.balls import paths_named
 
 Hybrid.rules = {**affine.RULES, **nonlinear.RULES}
 
@@ -28,7 +29,7 @@ def box(
 
 
 def worst_logits(
-    model: Callable[[Tensor], Tensor],
+    model: Callable[[Any], Any],
     x: Hybrid,
     label: Int[Tensor, " batch"],
     *,
@@ -48,10 +49,5 @@ def worst_logits(
     Raises:
         NoRuleError: the model uses an operation without a rule.
     """
-
-    def tracked(z: Tensor) -> Tensor:
-        with torch.enable_grad():  # `run` is for proofs
-            return model(z)
-
-    ahead = affine.differences(run(tracked, x, module=module), label)
-    return ahead.ends[1]
+    with paths_named(module):
+        return affine.differences(model(x), label).ends[1]

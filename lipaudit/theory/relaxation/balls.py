@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -66,7 +67,7 @@ def ball(
     return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
 
 
-def run(model: Callable[[Any], Any], x: Tensor, *, module: nn.Module | None = None) -> Any:
+def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
     """Run a model on a form; an operation without a rule is refused with the module's path.
 
     Args:
@@ -77,31 +78,39 @@ def run(model: Callable[[Any], Any], x: Tensor, *, module: nn.Module | None = No
     Raises:
         NoRuleError: the model uses an operation that is not on the list.
     """
+    whole = model if module is None else module
+    try:
+        with torch.no_grad(), paths_named(whole):
+            x.symbols.plan = plan(model, x)
+        try:
+            with torch.no_grad(), paths_named(whole):
+                return model(x.copy())
+        except DeviationError:
+            x.symbols.plan = None
+            with torch.no_grad(), paths_named(whole):
+                return model(x)
+    finally:
+        x.symbols.plan = None
+
+
+@contextmanager
+def paths_named(whole: Any) -> Iterator[None]:
+    """Add to a `NoRuleError` which part of a module it comes from."""
     paths: list[str] = []
     hooks = []
 
     def leave(*_: Any) -> None:
         paths.pop()
 
-    whole = model if module is None else module
     for path, part in whole.named_modules() if isinstance(whole, nn.Module) else ():
         hooks.append(part.register_forward_pre_hook(lambda *_, path=path: paths.append(path)))
         hooks.append(part.register_forward_hook(leave))
     try:
-        with torch.no_grad():
-            x.symbols.plan = plan(model, x)
-            paths.clear()  # a trial that broke off left some
-            try:
-                return model(x.copy())
-            except DeviationError:
-                x.symbols.plan = None
-                paths.clear()
-                return model(x)
+        yield
     except NoRuleError as error:
         where = (paths[-1] or type(whole).__name__) if paths else ""
         raise NoRuleError(error.operation, where) from error
     finally:
-        x.symbols.plan = None
         for hook in hooks:
             hook.remove()
 

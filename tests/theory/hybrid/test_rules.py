@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from lipaudit.theory.hybrid.bound import box, worst_logits
 from lipaudit.theory.hybrid.tensor import Hybrid
-from lipaudit.theory.relaxation.balls import run
 from lipaudit.theory.relaxation.form import NoRuleError
 
 BATCH, TOKENS, WIDTH = 2, 4, 6
@@ -73,7 +72,7 @@ def points(x, count):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_values_lie_where_a_hybrid_says(name, eps):
     f, x = OPERATIONS[name], box(numbers(BATCH, TOKENS, WIDTH, seed=7), eps)
-    out = run(f, x)
+    out = f(x)
     e, inputs = points(x, 200)
     truth = torch.stack([f(each) for each in inputs])
     off = truth - out.centre - torch.einsum("kn,n...->k...", e, out.generators)
@@ -89,16 +88,16 @@ def test_values_lie_where_a_hybrid_says(name, eps):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_does_not_move_stays_a_point(name):
     f, x = OPERATIONS[name], numbers(BATCH, TOKENS, WIDTH, seed=8)
-    out = run(f, box(x, 0.0))
+    out = f(box(x, 0.0))
     torch.testing.assert_close(out.centre, f(x), rtol=1e-9, atol=1e-9)
     assert out.reach.max() < 1e-9
 
 
 def test_normalised_rows_and_attention_never_leave_what_they_can_reach():
     x = box(numbers(BATCH, TOKENS, WIDTH), 100.0)
-    assert run(lambda z: F.layer_norm(z, (WIDTH,)), x).ends[1].max() <= math.sqrt(WIDTH - 1)
+    assert F.layer_norm(x, (WIDTH,)).ends[1].max() <= math.sqrt(WIDTH - 1)
     value = box(numbers(BATCH, TOKENS, WIDTH), 1.0)
-    out = run(lambda z: (100 * z @ z.mT).softmax(-1) @ z, value)
+    out = (100 * value @ value.mT).softmax(-1) @ value
     assert (out.ends[1] <= value.ends[1].amax(1, keepdim=True) + 1e-9).all()
 
 
@@ -175,5 +174,6 @@ def test_an_operation_without_a_rule_is_named_with_its_module(name):
             return REFUSED[name](x)
 
     model = nn.Sequential(nn.ReLU(), Refused())
+    inputs = box(numbers(BATCH, TOKENS, WIDTH), 0.1)
     with pytest.raises(NoRuleError, match=rf"{name}.* \(in 1\)"):
-        run(model, box(numbers(BATCH, TOKENS, WIDTH), 0.1))
+        worst_logits(model, inputs, torch.zeros(BATCH, dtype=torch.long), module=model)

@@ -2,7 +2,8 @@
 
 Every bound of the catalogue is a function here, under its name and with the same arguments:
 `sharp`, `theorem3`, `theorem3_g1`, `appendix_c`, `castin`, `mean_field`, `hu`, and those that
-plug-ins add. `exact` is the norm that they bound.
+plug-ins add. `exact` is the norm that they bound. `ball_sharp` and `ball_norm` take a radius as
+well: what no norm in that ball around X exceeds, and the largest that was found there.
 
     >>> import torch, lipaudit
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
@@ -24,8 +25,10 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.results.bounds import catalogue
+from lipaudit.theory.bounds import ball
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.growth import nearby
 from lipaudit.theory.heads import Heads, affine_heads
 
 
@@ -103,6 +106,23 @@ def every(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -> dict[str
     return {name: _shaped(bounds[name], x, wq) for name in catalogue()}
 
 
+def ball_sharp(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, r: float, **how: Any) -> Tensor:
+    """Return a Lipschitz constant on all X' with ||X' - X||_F <= r, certified; `sharp` at r = 0.
+
+    Other arguments and shapes are those of `exact`.
+
+    Raises:
+        UsageError: shapes that do not fit, or a negative radius.
+    """
+    return _shaped(ball.ball_sharp(heads(x, wq, wk, wv, **how), r), x, wq)
+
+
+def ball_norm(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, r: float, **how: Any) -> Tensor:
+    """Return the largest ||J|| found at X' with ||X' - X||_F <= r; arguments as `ball_sharp`."""
+    layer = heads(x, wq, wk, wv, **how)
+    return _shaped(nearby.ball_norm(layer, r, seeds=range(len(layer.x))), x, wq)
+
+
 def __getattr__(name: str) -> Callable[..., Tensor]:
     bound = catalogue().get(name)
     if bound is None:
@@ -113,7 +133,7 @@ def __getattr__(name: str) -> Callable[..., Tensor]:
 
 
 def __dir__() -> list[str]:
-    return ["every", "exact", "heads", *catalogue()]
+    return ["ball_norm", "ball_sharp", "every", "exact", "heads", *catalogue()]
 
 
 def _one(name: str, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -> Tensor:

@@ -14,9 +14,9 @@ from lipaudit.gate.statistics import STATISTICS, Values
 from lipaudit.results import Row, Section
 from lipaudit.results.naming import naming
 from lipaudit.results.samples import REDUCTIONS
-from lipaudit.results.trials import WORST, TrialKey, parse_column
+from lipaudit.results.trials import WORST, TrialKey, parse_column, parse_radius
 
-_NAMES = ("layer", "head", "from", "to", "mode", "n", "module")
+_NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def _matches(row: Row, word: str) -> bool:
         return any(isinstance(cell, str) and cell == word for cell in cells.values())
     if key not in cells:
         raise UsageError(f"rows of {row.section} have no column {key!r}", suggestion(key, cells))
-    return value == str(cells[key])
+    cell = cells[key]
+    return float(parse_radius(value)) == cell if isinstance(cell, float) else value == str(cell)
 
 
 def _numbers(cells: tuple[Any, ...]) -> Values:
@@ -137,7 +138,7 @@ def _name(row: Row) -> str:
     named = {key: cells[key] for key in _NAMES if cells.get(key) not in (None, "")}
     if "layer" in cells:
         layer = [f"{key} {named[key]}" for key in ("layer", "head") if key in named]
-        rest = [f"{key} {named[key]}" for key in ("mode", "n") if key in named]
+        rest = [f"{key} {named[key]}" for key in ("mode", "n", "r") if key in named]
         return " ".join(layer + rest)
     if named:
         return ",".join(str(value) for value in named.values())

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
+from lipaudit.measures.balls import ball_section, on_balls, without
 from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_names
-from lipaudit.measures.guard import require_bounds_hold
+from lipaudit.measures.guard import require_balls_hold, require_bounds_hold
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -67,6 +68,7 @@ class _NormsAndBounds:
         values = _closed_form(heads, seeds, options, self._weights.of(site.index, heads))
         values["out_norm"] = torch.full_like(values["layer_exact"], self._out_norm(site, heads))
         require_bounds_hold(site, ids, values)
+        require_balls_hold(site, ids, values, options.radius)
         return values
 
     def facts(self, sites: Sequence[Site]) -> Facts:
@@ -118,6 +120,7 @@ def _closed_form(
         gain = splitting_gain(heads, exact.norm, seeds=seeds)
     reduced["splitting_gain"] = gain
     reduced |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}
+    reduced |= on_balls(heads, seeds, options, weights, reduced)
     reduced["layer_missed"] = _missed(whole.concat)[:, None]
     reduced["layer_within"] = whole.concat.within[:, None]
     reduced["layer_out"] = torch.full_like(reduced["layer_exact"], torch.nan)
@@ -152,6 +155,7 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     open_layer = open_head[:, :1]
     reduced |= dict.fromkeys(("layer_exact", "layer_out", "layer_within", "out_norm"), open_layer)
     reduced["layer_missed"] = torch.zeros_like(open_layer)
+    reduced |= without(open_head, options)
     reduced["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
     reduced["numerical"] = torch.ones_like(open_head)
     attention = layer.attention
@@ -160,7 +164,7 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
 
 
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
-    """Make the sections `bounds`, a row per head, and `bounds.layers`, a row per layer."""
+    """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`."""
     facts = parts[0].facts
     measured = _downgraded({name: joined(parts, name) for name in parts[0].values})
     rows = tuple(
@@ -180,7 +184,8 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         arrays=arrays,
         notes=notes(parts) + _remarks(measured, facts["apart"], options),
     )
-    return [heads, _layer_section(facts, measured, options, ids)]
+    sections = [heads, _layer_section(facts, measured, options, ids)]
+    return sections + ([ball_section(facts, measured, options, ids)] if options.radius else [])
 
 
 def _downgraded(measured: dict[str, Values]) -> dict[str, Values]:
@@ -194,7 +199,7 @@ def _downgraded(measured: dict[str, Values]) -> dict[str, Values]:
 
 
 def _per_head(name: str) -> bool:
-    return not name.startswith("layer_") and name != "out_norm"
+    return not name.startswith(("layer_", "at_r_")) and name != "out_norm"
 
 
 def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> BoundsRow:

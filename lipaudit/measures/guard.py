@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
+from lipaudit.measures.balls import CERTIFIED
 from lipaudit.models.attention.sites import Site
 from lipaudit.results.bounds import remedy
+from lipaudit.results.trials import Radius
 from lipaudit.theory.bounds.catalogue import BOUNDS
 
 ROUNDING_SLACK = 1e-9
@@ -34,6 +36,27 @@ def require_bounds_hold(site: Site, ids: Sequence[str], values: Mapping[str, Ten
     heads = values["out_norm"] * values["sharp"].square().sum(1, keepdim=True).sqrt()
     advice = remedy(BOUNDS["sharp"])
     _require("sharp_rss", heads, values["layer_out"], site, ids, advice=advice)
+
+
+def require_balls_hold(
+    site: Site, ids: Sequence[str], values: Mapping[str, Tensor], radii: Sequence[Radius]
+) -> None:
+    """Stop the run where a constant of a head on a ball is below a norm that was found there.
+
+    Args:
+        site: the layer.
+        ids: of the samples.
+        values: the columns of `on_balls`, (samples, heads, radii).
+        radii: of the balls.
+
+    Raises:
+        EvaluationError: one is below; it names the head and the constant.
+    """
+    for name in CERTIFIED:
+        for k, radius in enumerate(radii):
+            found, bound = (values[f"at_r_{each}"][..., k] for each in ("ball_norm", name))
+            advice = remedy(BOUNDS["sharp"])
+            _require(f"{name} at r = {radius.text}", bound, found, site, ids, advice=advice)
 
 
 def _require(

@@ -11,7 +11,7 @@ from typing import Any
 from lipaudit.results import Column
 
 MISSING = "–"
-MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰ"
+MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
 UNMEASURED = ("d", "s", "")
 STATUS = {
     "certified": "holds on its whole domain",

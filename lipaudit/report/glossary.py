@@ -175,6 +175,7 @@ NOTES: Mapping[str, str] = {
     "latin-1": "A text file was not UTF-8 and was read as Latin-1.",
     "left-out": "Something was not measured, with the reason.",
     "long": "Heads without a closed form will take long; --layers and --samples choose fewer.",
+    "loose-ball": "A radius is so large that the constants certified there say little.",
     "lower-estimates": "Norms are met from below: see within for what is proven.",
     "max-tokens": "The model takes fewer tokens than were asked for.",
     "never-fails": "A figure that the gate shows and never fails.",

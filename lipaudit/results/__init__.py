@@ -23,6 +23,7 @@ from lipaudit.results.report import Section as Section
 from lipaudit.results.report import model_labels as model_labels
 from lipaudit.results.rows import AttackRow as AttackRow
 from lipaudit.results.rows import AttentionRow as AttentionRow
+from lipaudit.results.rows import BallRow as BallRow
 from lipaudit.results.rows import BoundsRow as BoundsRow
 from lipaudit.results.rows import JacobianRow as JacobianRow
 from lipaudit.results.rows import LayerRow as LayerRow

@@ -20,6 +20,7 @@ from lipaudit.results.plugins import entries
 GROUP = "lipaudit.bounds"
 AT_X = "at X"
 EVERYWHERE = "all inputs, every ||x_i|| <= R"
+BALL = "||X' - X||_F <= r"
 SYMBOLS = (
     "X tokens, N of them; R = max_i ||x_i||; P attention map, P_i a row; M(p) = diag(p) - p p^T; "
     "A = s W_Q W_K^T with s the scale of the logits. With biases X is [X 1] and W is [W; b^T]."
@@ -127,6 +128,9 @@ class Bound:
 
 
 AFFINE_ONLY = "needs self-attention with affine projections, logits s q k^T and no sink"
+AFFINE_PLAIN = (
+    "needs self-attention with affine or constant projections, logits s q k^T and no sink"
+)
 
 OWN: Mapping[str, Bound] = MappingProxyType(
     {

@@ -20,6 +20,7 @@ from lipaudit.results.plugins import entries
 from lipaudit.results.rows import (
     AttackRow,
     AttentionRow,
+    BallRow,
     BoundsRow,
     JacobianRow,
     LayerRow,
@@ -80,7 +81,7 @@ def _own(name: str, kind: str, *rows: type[Row]) -> MeasureRecord:
 OWN: dict[str, MeasureRecord] = {
     record.name: record
     for record in (
-        _own("bounds", "Bounds", BoundsRow, LayerRow),
+        _own("bounds", "Bounds", BoundsRow, LayerRow, BallRow),
         _own("attention", "Attention", AttentionRow),
         _own("jacobian", "Jacobian", JacobianRow),
         _own("attack", "Attack", AttackRow),

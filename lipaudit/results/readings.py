@@ -29,6 +29,10 @@ NORM = (
     "is: see radius_first_order for a hint and `lipaudit attack` for a trial. It is met from "
     "below: see within."
 )
+NEAR = (
+    "The norm at X, the largest that was found near X, and the constant that nothing near X can "
+    "exceed: the truth lies between the last two. An ascent is no proof, a certificate no attack."
+)
 ROBUST = (
     "An upper limit of the true robust accuracy: a stronger attack may break more. "
     "Compare only figures of the same attack, radius and samples."

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import ClassVar
 
 from lipaudit.results import readings
-from lipaudit.results.bounds import Bound, catalogue
+from lipaudit.results.bounds import AFFINE_PLAIN, BALL, Bound, catalogue
 from lipaudit.results.columns import Column, Float, OpenRow, Row, column
 from lipaudit.results.heads import HeadNorms, HeadRow
 from lipaudit.results.trials import TrialKey, parse_radius
@@ -57,6 +57,58 @@ class LayerRow(Row):
     )
     theorem3_sum: Float | None = column(
         "theorem 3 sum", "||W_O|| times the sum of the heads' Theorem 3 bounds.", status="bound"
+    )
+
+
+class BallRow(HeadRow):
+    """One head on the balls ||X' - X||_F <= r around the samples (medians over samples)."""
+
+    section: ClassVar[str] = "bounds.ball"
+    title: ClassVar[str] = "Heads on balls: norms found and certified"
+    r: Float = column("r", "Radius: ||X' - X||_F over all tokens of a sample.", ..., domain="")
+    exact: Float | None = column("exact", "||J|| at X.", reading=readings.NEAR)
+    ball_norm: Float | None = column(
+        "norm found",
+        "Largest ||J|| that gradient ascent finds in the ball.",
+        better="lower",
+        domain=BALL,
+        status="empirical",
+        reading=readings.NEAR,
+    )
+    ball_sharp: Float | None = column(
+        "ball sharp",
+        "Lipschitz constant of the head on the ball, lipaudit's own.",
+        better="lower",
+        domain=BALL,
+        status="certified",
+        formula="sharp + integral_0^r C(rho) d rho, C(rho) >= ||D^2 O[F, F]||_F, ||F||_F = 1",
+        reading="Source: ours.\nThe norm at X, and what the second derivative can add to it on "
+        "the way to any X' in the ball.\nWhat it is above the norm found is open: it may be "
+        f"slack, or a worse point that was not found.\nNot given everywhere: it {AFFINE_PLAIN}.",
+    )
+    ball_ratio_max: Float | None = column(
+        "sharp/found",
+        "Largest ball sharp / norm found over samples.",
+        domain=BALL,
+        status="empirical",
+    )
+    castin: Float | None = column(
+        "castin at R+r",
+        "castin for tokens as long as R + r.",
+        domain="all inputs, every ||x_i|| <= R + r",
+        status="certified",
+    )
+    mean_field: Float | None = column(
+        "mean field at R+r",
+        "mean_field for tokens as long as R + r.",
+        domain="all inputs, every ||x_i|| <= R + r",
+        status="certified",
+    )
+    hu: Float | None = column(
+        "hu at r",
+        "Hu et al. 2024 on the ball.",
+        domain=BALL,
+        status="certified",
     )
 
 

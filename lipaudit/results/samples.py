@@ -172,6 +172,11 @@ REDUCTIONS: dict[str, dict[str, Reduction]] = {
         "exact": Reduction("median", "exact"),
         "exact_out": Reduction("median", "exact_out"),
     },
+    "bounds.ball": {
+        "ball_norm": Reduction("median", "ball_norm"),
+        "ball_sharp": Reduction("median", "ball_sharp"),
+        "ball_ratio_max": Reduction("max", "ball_sharp", per="ball_norm"),
+    },
     "attention": {
         "g1": Reduction("mean", "g1", weights="rows"),
         "softmax_norm": Reduction("mean", "softmax_norm", weights="rows"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lipaudit.settings.option import option
-from lipaudit.settings.parsing import Layers
+from lipaudit.settings.option import Need, option
+from lipaudit.settings.parsing import Balls, Layers
 from lipaudit.settings.solver import NormOptions
 
 
@@ -15,15 +15,25 @@ class BoundsOptions(NormOptions):
     For each head: the exact norm ||J|| of its Jacobian on each sample, and the upper bounds of
     Hu 2024, Castin 2024, Yudin 2025 and lipaudit's own, far tighter one (sharp).
 
+    --radius goes beyond the samples: for every head a Lipschitz constant on the ball of that
+    radius around the tokens X of its layer, certified, and the largest norm that gradient ascent
+    finds there.
+
     --input module takes the norms in what the module around each layer takes, where that is
     something else than the projections read: numerically, and without bounds.
 
     [dim]Examples:[/]
       [cyan]lipaudit bounds demo[/]
+      [cyan]lipaudit bounds demo --radius 0.01,0.03,0.1[/]
       [cyan]lipaudit bounds timm:vit_base_patch16_224 --data photos/ --samples 16[/]
       [cyan]lipaudit bounds ./my-bert --data reviews.csv --layers 0,5-7 -o bounds.json[/]
     """
 
+    radius: Balls = option(
+        (),
+        "Also on balls ||X' - X||_F <= r of token space: 0.03 or 0.01,0.03.",
+        need=Need("--input projections", lambda options: options.input == "projections"),
+    )
     layers: Layers = option(None, "Only these attention layers, e.g. 0,5-7.")
     input: Literal["projections", "module"] = option(
         "projections", "Norms in what the projections read, or what their module takes."

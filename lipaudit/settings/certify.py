@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from lipaudit.attacks.choice import read_plan, require_suited
 from lipaudit.attacks.kinds import attack_kinds
@@ -15,7 +15,7 @@ from lipaudit.results.trials import COUNTED, Norm, Radius, parse_radius
 from lipaudit.settings.attack import AttackOptions
 from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import Need, option
-from lipaudit.settings.parsing import Radii
+from lipaudit.settings.parsing import Balls, Radii
 from lipaudit.theory.accuracy import NODES
 
 BallNorm = Literal["linf", "l2"]
@@ -39,7 +39,7 @@ class CertifyOptions(MeasureOptions):
 
     samples: ClassVar[int] = 8
 
-    eps: Radii = option((), "Radii in pixel space [0, 1]: 1/255 or 1/255,0.01.")
+    eps: Balls = option((), "Radii in pixel space [0, 1]: 1/255 or 1/255,0.01.")
     norm: BallNorm | None = option(None, "linf or l2. By default linf; for text l2.")
     radius: bool = option(False, "Also the largest certified radius of every sample.")
     tol: float = option(
@@ -70,16 +70,6 @@ class CertifyOptions(MeasureOptions):
     def _possible(self) -> CertifyOptions:
         self.trials(self.eps or (SOME,))
         return self
-
-    @field_validator("eps")
-    @classmethod
-    def _balls(cls, radii: tuple[Radius, ...]) -> tuple[Radius, ...]:
-        for radius in radii:
-            if radius.unit:
-                raise ValueError(f"no certificate is of changed {radius.unit}, only of balls")
-            if not radius.value:
-                raise ValueError("a ball of radius 0 is the sample alone: give a radius above 0")
-        return radii
 
     def suited(self, kind: str, changes: Sequence[Norm] = COUNTED) -> Self:
         """Fill in the norm and the radii that a kind of model usually gets, and check them.

@@ -193,6 +193,15 @@ def _radii(values: Any) -> Any:
     return tuple(distinct([parse_budget(v) if isinstance(v, str) else _radius(v) for v in each]))
 
 
+def _balls(radii: tuple[Radius, ...]) -> tuple[Radius, ...]:
+    for radius in radii:
+        if radius.unit:
+            raise ValueError(f"no certificate is of changed {radius.unit}, only of balls")
+        if not radius.value:
+            raise ValueError("a ball of radius 0 is the sample alone: give a radius above 0")
+    return radii
+
+
 def _layers(value: Any) -> Any:
     if isinstance(value, str):
         return read_layers(value)
@@ -224,3 +233,5 @@ Radii = Annotated[
     BeforeValidator(_radii),
     PlainSerializer(lambda radii: [radius.text for radius in radii]),
 ]
+Balls = Annotated[Radii, AfterValidator(_balls)]
+"""Radii that certificates are of."""

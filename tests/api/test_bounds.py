@@ -86,3 +86,16 @@ def test_a_norm_that_did_not_converge_is_not_given(monkeypatch):
     monkeypatch.setattr("lipaudit.api.bounds.head_norms", lambda *_args, **_how: unconverged)
     with pytest.raises(EvaluationError, match="1 norms did not converge"):
         lipaudit.bounds.exact(x, *w)
+
+
+def test_a_ball_is_bracketed():
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 4, generator=rng, dtype=torch.float64)
+    weights = torch.randn(3, 4, 3, generator=rng, dtype=torch.float64)
+    at_x = lipaudit.bounds.exact(x, *weights, causal=True)
+    found = lipaudit.bounds.ball_norm(x, *weights, 0.1, causal=True)
+    bound = lipaudit.bounds.ball_sharp(x, *weights, 0.1, causal=True)
+    assert at_x.shape == found.shape == bound.shape == ()
+    assert at_x < found < bound
+    nowhere_else = lipaudit.bounds.ball_sharp(x, *weights, 0.0, causal=True)
+    assert nowhere_else == lipaudit.bounds.sharp(x, *weights, causal=True)

@@ -5,7 +5,7 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import judge, parse_rule
-from lipaudit.results import Note
+from lipaudit.results import BallRow, Note, Section
 
 RNG = np.random.default_rng(11)
 EXACT = RNG.lognormal(0, 0.3, (12, 8))  # 6 layers of 2 heads, 8 samples
@@ -386,3 +386,25 @@ def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples(report
     assert judged.exit_code == 5
     kept = judge(more, report(bounds(EXACT)), rules("bounds.sharp:max <= +1%"))
     assert only(kept).status == "pass"
+
+
+def test_a_radius_picks_balls_by_its_value(report):
+    rows = tuple(
+        BallRow(layer=2, head=head, r=r, ball_sharp=1.0 + r)
+        for head in (0, 1)
+        for r in (1 / 255, 0.03)
+    )
+    balls = report(Section(measure="bounds.ball", rows=rows))
+    names = {
+        rule: [v.name for v in judge(balls, balls, rules(rule)).verdicts]
+        for rule in (
+            "bounds.ball.ball_sharp@r=1/255 <= +5%",
+            "bounds.ball.ball_sharp@r=0.030,head=1 <= +5%",
+        )
+    }
+    assert list(names.values()) == [
+        [f"layer 2 head {head} r {1 / 255}" for head in (0, 1)],
+        ["layer 2 head 1 r 0.03"],
+    ]
+    with pytest.raises(UsageError, match="'wide' is not a radius"):
+        judge(balls, balls, rules("bounds.ball.ball_sharp@r=wide <= +5%"))

@@ -14,7 +14,7 @@ from lipaudit.gate.rules import BINARY, STATS, metrics
 from lipaudit.results.samples import REDUCTIONS
 
 PLAN = {
-    "bounds": {},
+    "bounds": {"radius": "0.03"},
     "attention": {},
     "jacobian": {"per_layer": True},
     "attack": {"eps": "0.1", "attack": "fgsm,pgd", "steps": 2},

@@ -6,6 +6,8 @@ import torch
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.measures import balls
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
@@ -150,3 +152,75 @@ def test_a_layer_alone_has_the_norms_that_it_has_among_all():
     (second,) = measure(net, [batch], BoundsOptions(layers=(1,)))
     assert [head.layer for head in second.facts["heads"]] == [1]
     np.testing.assert_array_equal(second.values["exact"][:, 0], every.values["exact"][:, 1])
+
+
+@pytest.fixture(scope="module")
+def on_balls(demo):
+    net, batch = demo
+    options = BoundsOptions(radius="1/100,0.1,3", layers="1")
+    parts = list(measure(net, [batch], options))
+    return parts, summarise(parts, options)
+
+
+def test_every_head_and_radius_has_a_row_between_both_ends(on_balls):
+    section = on_balls[1][2]
+    assert section.measure == "bounds.ball"
+    assert [(row.head, row.r) for row in section.rows[:4]] == [
+        *((0, r) for r in (0.01, 0.1, 3.0)),
+        (1, 0.01),
+    ]
+    for row in section.rows:
+        assert row.exact < row.ball_norm <= min(row.ball_sharp, row.castin, row.mean_field, row.hu)
+        assert row.ball_ratio_max >= row.ball_sharp / row.ball_norm * (1 - 1e-9) or row.r == 3
+    at_x = {row.head: row for row in on_balls[1][0].rows}
+    for row in section.rows:
+        assert row.ball_sharp > at_x[row.head].sharp
+        assert row.castin > at_x[row.head].castin
+    assert section.arrays["ball_sharp"].shape == (12, 3)
+
+
+def test_a_radius_too_large_is_said_to_be(on_balls):
+    (note,) = on_balls[1][2].notes
+    assert note.code == "loose-ball"
+    assert note.text.startswith("at r = 3 ball_sharp is")
+
+
+def test_balls_change_nothing_at_the_samples(demo, on_balls):
+    net, batch = demo
+    options = BoundsOptions(layers="1")
+    (part,) = measure(net, [batch], options)
+    for name, values in part.values.items():
+        np.testing.assert_array_equal(values, on_balls[0][0].values[name])
+    assert len(summarise([part], options)) == 2
+
+
+def test_a_constant_below_what_was_found_stops_the_run(demo, monkeypatch):
+    net, batch = demo
+    monkeypatch.setattr(balls, "ball_norm", lambda heads, r, seeds: torch.full((3, 4), 1e6))
+    with pytest.raises(EvaluationError, match=r"ball_sharp at r = 1/100 of head 0\.0"):
+        list(measure(net, [batch], BoundsOptions(radius="1/100")))
+
+
+def test_heads_that_are_not_affine_have_no_constant_and_a_reason():
+    shape = {"pretrained": False, "depth": 1, "img_size": 32, "qk_norm": True}
+    net = load_net("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=shape))
+    batch = load_data("random", net, DataOptions(samples=1)).batch.to(net.device, net.dtype)
+    options = BoundsOptions(radius="0.1")
+    section = summarise(list(measure(net, [batch], options)), options)[2]
+    for row in section.rows:
+        given = (row.ball_norm, row.ball_sharp, row.castin, row.mean_field, row.hu)
+        assert row.exact > 0
+        assert given == (None,) * 5
+    (note,) = section.notes
+    assert note.text.startswith("no ball_sharp for 3 heads: it needs self-attention with affine")
+
+
+@pytest.mark.parametrize("radius", ["0", "0.1,0.10", "2words", "-1", "r"])
+def test_a_radius_is_a_positive_number_named_once(radius):
+    with pytest.raises(UsageError, match="radius"):
+        BoundsOptions.checked({"radius": radius})
+
+
+def test_no_ball_is_of_what_the_module_takes():
+    with pytest.raises(UsageError, match="--radius goes with --input projections"):
+        BoundsOptions.checked({"radius": "0.1", "input": "module"})

@@ -11,6 +11,7 @@ from lipaudit.results import (
     Array,
     AttackRow,
     AttentionRow,
+    BallRow,
     BoundsRow,
     CertifyRadiusRow,
     CertifyRow,
@@ -109,6 +110,26 @@ def _layers() -> Section:
         for layer in range(3)
     )
     return Section(measure="bounds.layers", rows=rows)
+
+
+def _balls() -> Section:
+    rows = tuple(
+        BallRow(
+            layer=1,
+            head=head,
+            module="blocks.1.attn",
+            r=r,
+            exact=4.1 + head,
+            ball_norm=(4.1 + head) * (1 + r),
+            ball_sharp=None if head else (6.2, float("inf"))[r > 1],
+            ball_ratio_max=None if head else 1.6,
+            castin=None if head else 402.0 + r,
+            mean_field=None if head else 91.0 + r,
+        )
+        for head in (0, 1)
+        for r in (0.03, 30.0)
+    )
+    return Section(measure="bounds.ball", settings={"radius": ["0.03", "30"]}, rows=rows)
 
 
 def _attention_row(layer: int, head: int) -> AttentionRow:
@@ -376,7 +397,7 @@ def make_report(**changes: object) -> Report:
         data=Data(spec="demo", samples=24, suite_id="9c" * 32),
         preprocess={"mean": [0.5], "std": [0.5], "size": [8, 8]},
     )
-    measured = (_bounds(), _layers(), _attention(), _jacobian(), _attack(), *_certify())
+    measured = (_bounds(), _layers(), _balls(), _attention(), _jacobian(), _attack(), *_certify())
     sections = (*measured, _scaling(), _fit())
     sections += (_splits(),)
     return Report(run=run, sections=sections).model_copy(update=changes)

@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.errors import UsageError
-from lipaudit.theory.bounds.affine import affine_rows
+from lipaudit.theory.bounds.affine import Weights, affine_rows, weights_of
 from lipaudit.theory.bounds.centred import (
     are_affine,
     centred,
@@ -37,7 +37,8 @@ from lipaudit.theory.bounds.centred import (
     projections,
     squared_distances,
 )
-from lipaudit.theory.bounds.head_bounds import ROUNDING, chunks, head_bounds
+from lipaudit.theory.bounds.head_bounds import ROUNDING, affine_only, chunks, head_bounds
+from lipaudit.theory.bounds.published import size_bounds, tokens_of
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.scale import unit_values
@@ -56,6 +57,7 @@ def ball_sharp(
     r: float,
     *,
     sharp: Float[Tensor, "batch heads"] | None = None,
+    weights: Weights | None = None,
     policy: Policy = POLICY,
 ) -> Float[Tensor, "batch heads"]:
     """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
@@ -67,6 +69,7 @@ def ball_sharp(
         heads: self-attention with affine (or constant) projections; others give NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
         sharp: the bound at X, where it is known.
+        weights: what comes of the weights alone, where it is known.
         policy: how many heads are met at a time.
 
     Raises:
@@ -77,21 +80,48 @@ def ball_sharp(
     if heads.x_kv is not None or not are_affine(heads):
         return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
     heads = heads.to(torch.float64)
-    sharp = head_bounds(heads, policy=policy)["sharp"] if sharp is None else sharp
+    weights = weights or weights_of(heads)
+    if sharp is None:
+        sharp = head_bounds(heads, weights=weights, policy=policy)["sharp"]
     if r == 0:
         return sharp
     unit, size = unit_values(heads)
-    growth = torch.cat([_growth(unit.pick(some), r) for some in chunks(unit, policy)], 1)
+    per_value = weights.per_value(size)
+    parts = [_growth(unit.pick(some), per_value.pick(some), r) for some in chunks(unit, policy)]
+    growth = torch.cat(parts, 1)
     return sharp + (1 + ROUNDING) * size.to(growth) * growth
 
 
-def _growth(heads: Heads, r: float) -> Tensor:
+def _growth(heads: Heads, weights: Weights, r: float) -> Tensor:
     """Bound what the norm of the Jacobian grows by within the radius."""
-    point = _point(heads)
+    point = _point(heads, weights)
     ends = [r * (panel + 1) / PANELS for panel in range(PANELS)]
     total = sum((_curvature(point, rho) for rho in ends), torch.zeros_like(point.a[..., 0, 0]))
     # inf - inf or 0 inf stands where a number is beyond the largest one.
     return (r / PANELS * total).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+@torch.inference_mode()
+def ball_size_bounds(
+    heads: Heads, r: float, *, weights: Weights | None = None, policy: Policy = POLICY
+) -> dict[str, Float[Tensor, "batch heads"]]:
+    """Return hu, castin and mean_field on the ball ||X' - X||_F <= r.
+
+    castin and mean_field hold for all inputs with every ||x_i|| <= R + r. NaN where `affine_only`
+    gives a reason, and hu where N (N + 1) (||X||_F + r)^2 < sqrt N.
+
+    Args:
+        heads: all heads of a layer, any kind.
+        r: radius, as in `ball_sharp`.
+        weights: what comes of the weights alone, where it is known.
+        policy: how maps are cut and rounded.
+    """
+    heads = heads.to(torch.float64)
+    if affine_only(heads) is not None:
+        nothing = torch.full_like(heads.q[..., 0, 0], torch.nan)
+        return dict.fromkeys(("hu", "castin", "mean_field"), nothing)
+    bounds = size_bounds(heads, weights or weights_of(heads), tokens_of(heads, policy), r)
+    return {name: bound * (1 + ROUNDING) for name, bound in bounds.items()}
 
 
 @dataclass(frozen=True)
@@ -110,9 +140,9 @@ class _Point:
     uneven: Bool[Tensor, "batch heads n 1"]  # whether that of `_weighted_spread` is
 
 
-def _point(heads: Heads) -> _Point:
+def _point(heads: Heads, weights: Weights) -> _Point:
     at = centred(heads)
-    rows = affine_rows(heads, at)
+    rows = affine_rows(heads, at, weights)
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
     p = at.p.clamp_min(torch.finfo(at.p.dtype).tiny) * visible

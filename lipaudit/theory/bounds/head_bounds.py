@@ -61,7 +61,6 @@ def affine_only(heads: Heads) -> str | None:
 def head_bounds(
     heads: Heads,
     *,
-    r: float = 0.0,
     weights: Weights | None = None,
     policy: Policy = POLICY,
 ) -> dict[str, Float[Tensor, "batch heads"]]:
@@ -73,7 +72,6 @@ def head_bounds(
 
     Args:
         heads: all heads of a layer, any kind, any precision.
-        r: radius of the ball of `hu`.
         weights: what comes of the weights alone, where it is known; see `KnownWeights`.
         policy: how maps are cut and rounded: no bound holds less for it.
 
@@ -97,7 +95,7 @@ def head_bounds(
     heads, size = unit_values(heads)
     weights = weights and weights.per_value(size)
     parts = [
-        _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, r, policy)
+        _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, policy)
         for chunk in chunks(heads, policy)
     ]
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
@@ -123,7 +121,7 @@ def chunks(heads: Heads, policy: Policy) -> Iterator[slice]:
 
 
 def _bounds(
-    heads: Heads, weights: Weights | None, tokens: Tokens, r: float, policy: Policy
+    heads: Heads, weights: Weights | None, tokens: Tokens, policy: Policy
 ) -> dict[str, Tensor]:
     at = centred(heads)
     p_norm = map_norm(at.p, single=at.single.p, policy=policy)
@@ -132,7 +130,7 @@ def _bounds(
     terms = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
     terms |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
     if weights is not None and affine_only(heads) is None:
-        bounds = affine_bounds(heads, at, weights, tokens, terms, r=r, policy=policy)
+        bounds = affine_bounds(heads, at, weights, tokens, terms, policy=policy)
     else:
         bounds = general_bounds(heads, at, terms, policy=policy)
     blocks = block_bound(heads, at, weights, policy=policy)

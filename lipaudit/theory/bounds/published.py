@@ -70,7 +70,6 @@ def affine_bounds(
     tokens: Tokens,
     terms: Mapping[str, Tensor],
     *,
-    r: float,
     policy: Policy = POLICY,
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return hu, castin, mean_field, theorem3, theorem3_g1 and appendix_c of affine heads.
@@ -81,28 +80,39 @@ def affine_bounds(
         weights: norms of its weights.
         tokens: norms of its tokens.
         terms: `p_norm`, `softmax_norm_max` and `g1_max`.
-        r: radius of the ball of `hu`.
         policy: how maps are cut and rounded.
+    """
+    v = weights.v
+    growth = 2 * tokens.norm * (heads.scale.abs() * weights.a)
+    # ||X^T M(P_i)|| <= ||X|| ||M(P_i)||: appendix_c is never above theorem3.
+    spread = _row_spread(at, tokens.gram, policy)
+    spread = torch.minimum(spread, tokens.norm * terms["softmax_norm_max"])
+    return size_bounds(heads, weights, tokens) | {
+        "theorem3": v * (terms["p_norm"] + growth * tokens.norm * terms["softmax_norm_max"]),
+        "theorem3_g1": v * (terms["p_norm"] + growth * tokens.norm * terms["g1_max"]),
+        "appendix_c": v * (terms["p_norm"] + growth * spread),
+    }
+
+
+def size_bounds(
+    heads: Heads, weights: Weights, tokens: Tokens, r: float = 0.0
+) -> dict[str, Float[Tensor, "batch heads"]]:
+    """Return hu, castin and mean_field of affine heads: of the sizes of weights and tokens alone.
+
+    Where every X' with ||X' - X||_F <= r is meant, tokens are up to r longer.
     """
     scale = heads.scale.abs()
     q, k, v, a = weights.q * scale.clamp_min(1.0), weights.k, weights.v, scale * weights.a
     # `hu` as published has no s: below 1 it is left out, which raises the bound; above 1 it acts.
-    n, root, reach = tokens.count, tokens.count.sqrt(), a * tokens.longest.square()
+    n, root, reach = tokens.count, tokens.count.sqrt(), a * (tokens.longest + r).square()
     size = n * (n + 1) * (tokens.frobenius + r).square()
     # ||P||^2 <= (largest row sum) (largest column sum) <= 1 N; unmasked logits of at most `reach`
     # in size give P_ij <= e^(2 reach) / N, so columns sum to at most e^(2 reach).
     crowd = torch.where(_unmasked(heads), reach.exp().minimum(root), root)
-    growth = 2 * tokens.norm * a
-    # ||X^T M(P_i)|| <= ||X|| ||M(P_i)||: appendix_c is never above theorem3.
-    spread = _row_spread(at, tokens.gram, policy)
-    spread = torch.minimum(spread, tokens.norm * terms["softmax_norm_max"])
     return {
         "hu": (size * v * (q * k + 1)).masked_fill(size < root, torch.nan),
         "castin": 3**0.5 * v * torch.hypot(reach * (4 * n + 1).sqrt(), root),
         "mean_field": v * ((1 + reach) * crowd + reach),
-        "theorem3": v * (terms["p_norm"] + growth * tokens.norm * terms["softmax_norm_max"]),
-        "theorem3_g1": v * (terms["p_norm"] + growth * tokens.norm * terms["g1_max"]),
-        "appendix_c": v * (terms["p_norm"] + growth * spread),
     }
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.bounds import ball
+from lipaudit.theory.bounds.affine import weights_of
 from lipaudit.theory.bounds.ball import ball_sharp
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.growth.nearby import ball_norm
@@ -95,6 +96,10 @@ def small_heads(random_layer, request):
     ).heads.pick(slice(0, 1))
 
 
+def point(heads):
+    return ball._point(heads, weights_of(heads))
+
+
 R = 1e-3
 ROUNDED = 1 + 1e-9
 TIGHT = 0.05  # a limit this far above what is reached would have lost a factor
@@ -103,7 +108,7 @@ TIGHT = 0.05  # a limit this far above what is reached would have lost a factor
 @pytest.mark.parametrize("name", ["p", "u", "z", "v"])
 def test_what_moves_stays_within_its_limit(small_heads, name):
     read = {"p": lambda at: at["p"][..., None]}.get(name, lambda at: at[name])
-    limit = getattr(ball._limits(ball._point(small_heads), R), name)[0, 0]
+    limit = getattr(ball._limits(point(small_heads), R), name)[0, 0]
     start, end = largest(small_heads, read, R)
     limit = limit.view_as(end) if name != "p" else limit
     assert (end <= limit * ROUNDED).all()
@@ -112,7 +117,7 @@ def test_what_moves_stays_within_its_limit(small_heads, name):
 
 def test_values_stay_as_close_to_their_outputs_as_the_limit_says(small_heads):
     gap = head_at(small_heads, small_heads.x[0])["gap"]
-    limit = ball._limits(ball._point(small_heads), R).shift[0, 0]
+    limit = ball._limits(point(small_heads), R).shift[0, 0]
     _, end = largest(small_heads, lambda at: at["gap"] - gap, R)
     assert (end <= limit * ROUNDED).all()
     assert (end >= TIGHT * limit).any()
@@ -188,7 +193,7 @@ def test_the_curvature_is_limited_and_some_heads_reach_the_limit(moving, least):
     shares = []
     for seed in range(30):
         heads = alone(seed, moving)
-        limit = float(ball._curvature(ball._point(heads), 0.0))
+        limit = float(ball._curvature(point(heads), 0.0))
         shares.append(largest_along(second_derivative(heads), seed) / limit)
     assert max(shares) <= ROUNDED
     assert max(shares) >= least
@@ -227,7 +232,7 @@ def test_attention_that_is_flat_at_x_bends_within_its_limit():
     gen = torch.Generator().manual_seed(0)
     weights = torch.randn(3, 1, 2, 2, generator=gen, dtype=torch.float64)
     x, r = torch.zeros(1, 3, 2, dtype=torch.float64), 0.1
-    limit = ball._limits(ball._point(affine_heads(x, *weights)), r).p.log() + math.log(3)
+    limit = ball._limits(point(affine_heads(x, *weights)), r).p.log() + math.log(3)
     e = torch.randn(4000, 3, 2, generator=gen, dtype=torch.float64)
     e = r * e / e.flatten(1).norm(dim=1)[:, None, None]
     growth = affine_heads(e, *weights).attention().log().amax((0, 1)) + math.log(3)
@@ -236,10 +241,12 @@ def test_attention_that_is_flat_at_x_bends_within_its_limit():
 
 
 def test_the_integral_takes_each_panel_at_its_end(monkeypatch):
-    monkeypatch.setattr(ball, "_point", lambda heads: SimpleNamespace(a=heads.x[:, None]))
+    monkeypatch.setattr(
+        ball, "_point", lambda heads, _weights: SimpleNamespace(a=heads.x[:, None])
+    )
     monkeypatch.setattr(ball, "_curvature", lambda point, rho: point.a[..., 0, 0] * 0 + rho)
     heads = affine_heads(torch.zeros(1, 1, 1), *torch.ones(3, 1, 1, 1))
-    growth = float(ball._growth(heads, 2.0))
+    growth = float(ball._growth(heads, weights_of(heads), 2.0))
     assert 2.0 <= growth <= 2.0 * (1 + 1 / ball.PANELS) * ROUNDED
 
 
@@ -247,7 +254,7 @@ def test_the_integral_takes_each_panel_at_its_end(monkeypatch):
 def test_the_curvature_holds_in_the_ball(seed):
     heads, gen = alone(seed, "qkv"), torch.Generator().manual_seed(seed)
     weights = [p.weight for p in (heads.to_q, heads.to_k, heads.to_v)]
-    limit = float(ball._curvature(ball._point(heads), 0.5))
+    limit = float(ball._curvature(point(heads), 0.5))
     for _ in range(8):
         step = torch.randn(heads.x.shape, generator=gen, dtype=torch.float64)
         there = affine_heads(heads.x + 0.5 * step / step.norm(), *weights)
@@ -327,7 +334,7 @@ def test_an_entry_that_underflowed_may_rise_again():
     weight = torch.ones(1, 1, 1, dtype=torch.float64)
     x = torch.tensor([[[-28.0], [28.0]]], dtype=torch.float64)
     heads, moved_heads = affine_heads(x, *[weight] * 3), affine_heads(0.5 * x, *[weight] * 3)
-    limit = ball._limits(ball._point(heads), float((0.5 * x).norm())).p
+    limit = ball._limits(point(heads), float((0.5 * x).norm())).p
     assert heads.attention().amin() == 0
     assert (moved_heads.attention() > 0).all()
     assert (moved_heads.attention() <= limit).all()

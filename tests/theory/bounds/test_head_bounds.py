@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
 from lipaudit.theory.bounds.affine import affine_beta, affine_rows, query_term
+from lipaudit.theory.bounds.ball import ball_size_bounds
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.centred import centred
 from lipaudit.theory.bounds.head_bounds import affine_only, head_bounds
@@ -120,14 +121,16 @@ def test_castin_and_mean_field_hold_for_other_tokens_of_the_same_radius(random_l
         assert (bounds["mean_field"] >= exact).all()
 
 
-def test_hu_holds_on_its_ball(random_layer):
+def test_bounds_of_sizes_hold_on_a_ball(random_layer):
     layer = random_layer("biases", gain=3.0)
-    bound = head_bounds(layer.heads, r=2.0)["hu"]
-    assert (bound > head_bounds(layer.heads)["hu"]).all()
+    bounds, at_x = ball_size_bounds(layer.heads, 2.0), head_bounds(layer.heads)
     step = random_layer("biases", seed=1).heads.x
     step = 2.0 * step / torch.linalg.matrix_norm(step, keepdim=True)
     moved = replace(layer, heads=replace(layer.heads, x=layer.heads.x + step))
-    assert (bound >= torch.linalg.matrix_norm(moved.jacobian(), 2)).all()
+    norms = torch.linalg.matrix_norm(moved.jacobian(), 2)
+    for name, bound in bounds.items():
+        assert (bound > at_x[name]).all()
+        assert (bound >= norms).all()
 
 
 @pytest.mark.parametrize("name", ["affine", "biases"])

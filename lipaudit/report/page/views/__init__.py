@@ -22,6 +22,7 @@ from lipaudit.results.report import Failure
 
 VIEWS: dict[str, View] = {
     "bounds": bounds.view,
+    "bounds.ball": bounds.ball_view,
     "attention": attention.view,
     "jacobian": jacobian.view,
     "attack": attack.view,
@@ -61,7 +62,7 @@ def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
     """
     if section.failure is not None:
         return (failed(section.failure),)
-    given = {name: value for name, value in section.settings.items() if value is not None}
+    given = {n: value for n, value in section.settings.items() if value not in (None, [], ())}
     settings = "; ".join(f"{name} {listed(value)}" for name, value in given.items())
     notes = [note for note in section.notes if note not in said]
     spoiling, others = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from lipaudit.report.blocks import Block, Scatter, Series, Table
@@ -21,10 +22,12 @@ from lipaudit.report.page.views.common import (
     stacked,
     typed,
 )
-from lipaudit.results import BoundsRow, Column, Section
+from lipaudit.results import BallRow, BoundsRow, Column, Section
 from lipaudit.results.bounds import ranked
 
 TOP = 10
+CERTIFIED = ("ball_sharp", "mean_field", "castin", "hu")
+"""Constants on balls, usually the smallest first."""
 
 
 def view(section: Section) -> Iterator[Block]:
@@ -38,6 +41,40 @@ def view(section: Section) -> Iterator[Block]:
     yield _tightness(section, rows)
     yield from _scatter(section, rows)
     yield every_row(section)
+
+
+def ball_view(section: Section) -> Iterator[Block]:
+    """Set what was found on the balls beside what is certified, radius by radius."""
+    rows = typed(section, BallRow)
+    columns = section.columns()
+    lines = []
+    for r in sorted({row.r for row in rows}):
+        here = [row for row in rows if row.r == r]
+        gains = finite(_share(row.ball_norm, row.exact) for row in here)
+        # With infinite ones: a median of the others would look better than the bounds are.
+        shares = [
+            [x for row in here if (x := _share(getattr(row, name), row.ball_norm)) is not None]
+            for name in CERTIFIED
+        ]
+        certified = (median(known) if known else None for known in shares)
+        lines.append((r, len(shares[0]), middle(gains), *certified, max(shares[0], default=None)))
+    worst = replace(_times(columns["ball_sharp"]), label="ball sharp, largest")
+    yield Table(
+        "Norm found as a multiple of exact; constants as multiples of the norm found",
+        (
+            columns["r"],
+            Column(label="heads", meaning="Heads with a constant.", format="d"),
+            _times(columns["ball_norm"]),
+            *(_times(columns[name]) for name in CERTIFIED),
+            worst,
+        ),
+        tuple(lines),
+    )
+    yield every_row(section)
+
+
+def _share(value: float | None, norm: float | None) -> float | None:
+    return value / norm if value is not None and norm else None
 
 
 def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:

@@ -1,0 +1,129 @@
+"""Norms of heads on balls around the samples: what was found and what is certified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lipaudit.measures.by_layer import Reduced
+from lipaudit.measures.measure import Values
+from lipaudit.results import Array, BallRow, Note, Section
+from lipaudit.results.bounds import AFFINE_PLAIN
+from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.theory.bounds.affine import Weights
+from lipaudit.theory.bounds.ball import ball_sharp, ball_size_bounds
+from lipaudit.theory.growth.nearby import ball_norm
+from lipaudit.theory.heads import Heads
+
+CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")
+"""Columns of the section that bound `ball_norm`."""
+COLUMNS = ("ball_norm", *CERTIFIED)
+LOOSE = 10
+"""Times the norm found from which on a constant says little."""
+
+
+def on_balls(
+    heads: Heads,
+    seeds: Sequence[int],
+    options: BoundsOptions,
+    weights: Weights | None,
+    reduced: Reduced,
+) -> Reduced:
+    """Return the columns of balls per batch row, head and radius, "at_r" in front of their names.
+
+    Args:
+        heads: one layer.
+        seeds: one per sample.
+        options: with the radii; none gives no columns.
+        weights: what comes of the weights alone, where it is known.
+        reduced: `exact` and `sharp` of the heads at X.
+    """
+    if not options.radius:
+        return {}
+    parts = []
+    for r in map(float, options.radius):
+        norm = ball_norm(heads, r, seeds=seeds)
+        bounds = ball_size_bounds(heads, r, weights=weights) | {
+            "ball_norm": torch.where(norm.isnan(), norm, norm.maximum(reduced["exact"].to(norm))),
+            "ball_sharp": ball_sharp(heads, r, sharp=reduced["sharp"], weights=weights),
+        }
+        parts.append(bounds)
+    return {f"at_r_{name}": torch.stack([part[name] for part in parts], -1) for name in COLUMNS}
+
+
+def without(heads: torch.Tensor, options: BoundsOptions) -> Reduced:
+    """Return the same columns where nothing can be said; `heads` has a number for each."""
+    if not options.radius:
+        return {}
+    open_heads = torch.full((*heads.shape, len(options.radius)), torch.nan, dtype=torch.float64)
+    return {f"at_r_{name}": open_heads for name in COLUMNS}
+
+
+def ball_section(
+    facts: Mapping[str, Any],
+    measured: Mapping[str, Values],
+    options: BoundsOptions,
+    ids: tuple[str, ...],
+) -> Section:
+    """Make the section `bounds.ball`: a row per head and radius."""
+    lost = np.any(measured["numerical"], axis=0, keepdims=True)[..., None]
+    columns = {name: np.where(lost, np.nan, measured[f"at_r_{name}"]) for name in COLUMNS}
+    rows = [
+        _row(
+            head._asdict() | {"r": float(radius)},
+            {name: values[:, i, k] for name, values in columns.items()},
+            measured["exact"][:, i],
+        )
+        for i, head in enumerate(facts["heads"])
+        for k, radius in enumerate(options.radius)
+    ]
+    kept = ("ball_norm", "ball_sharp")
+    arrays = {name: Array.of(columns[name].reshape(len(ids), -1).T) for name in kept}
+    return Section(
+        measure=BallRow.section,
+        settings=options.model_dump(),
+        rows=tuple(rows),
+        samples={"ids": ids},
+        arrays=arrays,
+        notes=_remarks(rows, options),
+    )
+
+
+def _row(named: Mapping[str, Any], values: Mapping[str, Values], exact: Values) -> BallRow:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = values["ball_sharp"] / values["ball_norm"]
+    share = share[np.isfinite(share)]
+    return BallRow(
+        **named,
+        exact=_median(exact),
+        ball_ratio_max=float(share.max()) if len(share) else None,
+        **{name: _median(column) for name, column in values.items()},
+    )
+
+
+def _median(values: Values) -> float | None:
+    return None if np.isnan(values).all() else float(np.nanmedian(values))
+
+
+def _remarks(rows: Sequence[BallRow], options: BoundsOptions) -> tuple[Note, ...]:
+    remarks = []
+    open_heads = sum(row.ball_sharp is None for row in rows) // len(options.radius)
+    if open_heads:
+        text = f"no ball_sharp for {open_heads} heads: it {AFFINE_PLAIN}"
+        remarks.append(Note(level="info", code="no-bound", text=text))
+    for radius in options.radius:
+        shares = [
+            row.ball_sharp / row.ball_norm
+            for row in rows
+            if row.r == float(radius) and row.ball_norm and row.ball_sharp is not None
+        ]
+        if shares and (middle := float(np.median(shares))) > LOOSE:
+            text = (
+                f"at r = {radius.text} ball_sharp is {middle:.3g} times the norm found (median "
+                "over heads): it says little there; take smaller radii"
+            )
+            remarks.append(Note(level="info", code="loose-ball", text=text))
+    return tuple(remarks)

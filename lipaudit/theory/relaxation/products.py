@@ -47,7 +47,7 @@ def matmul(x: Any, y: Any) -> Form:
     if not (isinstance(x, Form) and isinstance(y, Form)):
         return weighted(x, y)
     own = x.slack if x.simplex else None
-    x = x.settle()
+    x, y = x.settle(), y.settle()
     result = _product(x, y, torch.matmul, terms=x.shape[-1])
     return result if own is None else _shifted(result, x, _weighted_median(y.centre, own))
 

@@ -36,13 +36,13 @@ from tests.reference.loaded import (
 from tests.reference.timm_models import TIMM
 from tests.reference.transformers_models import small_config
 
-RADIUS, ENTRIES, POINTS, GAIN, SECONDS = 1e-6, 4, 4, 0.5, 20
+RADIUS, ENTRIES, POINTS, GAIN, SECONDS = 1e-8, 4, 4, 0.5, 20
 FLOAT32 = 1e-6
 """Share of an output that parts of a model that insist on single precision may round by."""
 
 
 def outcome_of(case: Case) -> tuple[str, str]:
-    """Return what comes of a model, and why: runs, refused, unbounded, wrong, unbuilt, slow."""
+    """Return what comes of a model, and why; wrong and crash are faults of ours."""
     try:
         with time_limit(SECONDS), tempfile.TemporaryDirectory() as folder:
             try:
@@ -54,6 +54,8 @@ def outcome_of(case: Case) -> tuple[str, str]:
             return _outcome(net, sample)
     except OutOfTime:
         return "slow", f"not finished in {SECONDS} s"
+    except Exception as error:
+        return "crash", f"{type(error).__name__}: {error}"
 
 
 def _net(case: Case, folder: Path) -> Net:
@@ -72,10 +74,8 @@ def _outcome(net: Net, sample: Batch) -> tuple[str, str]:
     moving = torch.zeros(point.numel(), dtype=torch.bool)
     moving[torch.randperm(point.numel(), generator=generator)[:ENTRIES]] = True
     moving = moving.view(point.shape)
-    # Slack stays slack: a pass costs few forwards, and ranges say less than they could.
-    start = ball(point, RADIUS, norm="l2", moving=moving, settle=math.inf)
     try:
-        low, high = run(lambda z: net.forward(z, sample), start, module=net.module).range()
+        low, high = _ranges(net, sample, moving)
     except NoRuleError as error:
         return "refused", f"{error.operation} in {error.module}"
     except UnboundedError as error:
@@ -86,6 +86,17 @@ def _outcome(net: Net, sample: Batch) -> tuple[str, str]:
         if not _inside(net.forward(z, sample), low, high):
             return "wrong", "an output leaves its range"
     return "runs", f"widest range {float((high - low).amax()):.1e}"
+
+
+def _ranges(net: Net, sample: Batch, moving: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the model on a ball; slack stays slack, for few forwards and wider ranges."""
+    start = ball(net.point(sample), RADIUS, norm="l2", moving=moving, settle=math.inf)
+    ends: tuple[Tensor, Tensor] = run(
+        lambda z: net.forward(z, sample), start, module=net.module
+    ).range()
+    if not all(torch.isfinite(end).all() for end in ends):
+        raise UnboundedError
+    return ends
 
 
 def _inside(output: Tensor, low: Tensor, high: Tensor) -> bool:

@@ -82,7 +82,7 @@ def _product(x: Form, y: Form, f: Bilinear, *, terms: int) -> Form:
     moving = f(x_moves, y_size + y_moves) + f(x_size, y_moves)
     lost = gamma(2 * terms + 8, dtype) * moving + gamma(terms + 4, DOUBLE) * f(x_size, y_size)
     count = max(x.count, y.count, symbols.first_error)
-    under = 8 * count * terms * tiny(dtype) * (1 + x_size.amax() + y_size.amax())
+    under = 8 * count * terms * tiny(dtype) * (1 + _top(x_size) + _top(y_size))
     return Form(centre, dense, up(slack + lost + under, terms + 16), symbols, blocks=blocks)
 
 
@@ -97,6 +97,11 @@ def _remainder(x: Form, y: Form, f: Bilinear) -> Tensor:
             radius = torch.minimum(radius, longest[0][i] * longest[1][j])
         total = total + radius
     return total
+
+
+def _top(sizes: Tensor) -> Tensor:
+    """The largest of numbers >= 0, of which there may be none."""
+    return sizes.amax() if sizes.numel() else sizes.sum()
 
 
 def _linear_part(x: Form, y: Form, f: Bilinear) -> tuple[Tensor, list[Block]]:

@@ -141,7 +141,7 @@ def _same_settings(current: Section, baseline: Section) -> None:
 
 def _same_attacks(current: Section, baseline: Section) -> None:
     """Refuse weaker attacks than the baseline's: they would look like better robustness."""
-    if current.measure != "attack":
+    if current.measure not in ("attack", "certify"):
         return
     new, old = (
         {row.key for row in s.rows if isinstance(row, AttackRow)} for s in (current, baseline)
@@ -154,7 +154,9 @@ def _same_attacks(current: Section, baseline: Section) -> None:
         {note.text for note in s.notes if note.code in FALLBACKS} for s in (current, baseline)
     )
     if fresh := sorted(fallbacks - known):
-        raise BaselineError(f"attack: weaker than the baseline: {'; '.join(fresh)}", REPEAT)
+        raise BaselineError(
+            f"{current.measure}: weaker than the baseline: {'; '.join(fresh)}", REPEAT
+        )
 
 
 def _same_map(current: Section, baseline: Section) -> None:

@@ -22,6 +22,7 @@ from lipaudit.models import bracket
 from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
 from lipaudit.models.sources.own import borrowed
 from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.results import Note
 from lipaudit.settings import CertifyOptions
 from lipaudit.theory.relaxation.form import NoRuleError
 
@@ -344,6 +345,12 @@ def test_the_gate_finds_fewer_certificates():
     assert judge(old, old).exit_code == 0
     compared = {v.metric: v.status for v in compare([old, new]).pairs[0].verdicts}
     assert compared["certify.certified:mean"] == "regressed"
+    section = old.section("certify")
+    skipped = Note(level="info", code="attack-skipped", text="apgd-t did not run")
+    weaker = section.model_copy(update={"notes": (*section.notes, skipped)})
+    judgement = judge(old.model_copy(update={"sections": (weaker,)}), old)
+    assert judgement.exit_code == 5
+    assert "certify: weaker than the baseline: apgd-t did not run" in judgement.reason
 
 
 def test_reports_over_other_samples_compare_the_shared_ones():

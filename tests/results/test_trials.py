@@ -96,3 +96,15 @@ def test_the_column_of_a_trial_reads_as_its_kind():
     assert section.sample_column("speed@pgd,linf,2/255") == Column(
         label="speed@pgd,linf,2/255", meaning=""
     )
+
+
+def test_a_ball_is_a_trial_without_an_attack():
+    ball = TrialKey("", "linf", parse_radius("2/255"))
+    assert str(ball) == "linf,2/255"
+    assert ball.column("certified") == "certified@linf,2/255"
+    assert parse_column("certified@linf,2/255") == ("certified", ball)
+    assert ball.matches("linf")
+    assert ball.matches("eps=2/255")
+    assert not ball.matches("pgd")
+    assert parse_column("certified@2/255") == ("certified@2/255", None)
+    assert parse_column("x@a,b,linf,2/255") == ("x@a,b,linf,2/255", None)

@@ -36,6 +36,7 @@ VIEWS: dict[str, View] = {
 SIDE_BY_SIDE: dict[str, SideBySide] = {
     "bounds": bounds.side_by_side,
     "bounds.layers": bounds.layers_side_by_side,
+    "bounds.ball": bounds.balls_side_by_side,
     "attention": attention.side_by_side,
     "jacobian": jacobian.side_by_side,
     "attack": attack.side_by_side,

@@ -88,6 +88,11 @@ def layers_side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     yield stacked(sections, ("exact", "exact_out", "sharp_rss", "sharp_sum"), ("layer",))
 
 
+def balls_side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
+    """Set what was found on balls, and what is certified, of several models side by side."""
+    yield stacked(sections, ("ball_norm", "ball_sharp"), ("layer", "head", "r"))
+
+
 def log10_ratio(row: BoundsRow, bound: str) -> float | None:
     """Return log10(bound / exact), from the logarithm where the bound overflows."""
     value, exact = getattr(row, bound), _log10(row.exact)

@@ -244,3 +244,17 @@ def test_quadratic_parts_against_all_corners_and_eigenvalues(norm, dtype):
     assert (low <= least + 1e-12).all()
     assert (largest - 1e-12 <= high).all()
     assert (high[50:100] < 3 * largest[50:100]).all()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("mixing", [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [1.0, -1.0]]])
+def test_mean_squares_of_what_errors_add_to(mixing, norm, points, excess):
+    """Errors of the same sign as the linear part: the most that the square can be off by."""
+    x = ball(torch.zeros(1, 2), 1.0, norm=norm, order=2)
+    y = F.linear(x, torch.tensor(mixing))
+    y.slack = torch.tensor([[0.3, 0.1]]).double()
+    e, inputs = points(x, 100)
+    moved = inputs @ torch.tensor(mixing).double().mT
+    truth = (moved + moved.sign() * y.slack).square().mean(-1, keepdim=True)
+    square = F.rms_norm(y, (2,), None, 1e-2).quotient.square
+    assert excess(square, e, truth + 1e-2) <= 1e-13

@@ -142,6 +142,17 @@ def test_symbols_keep_what_slack_forgets():
     assert tight.amax() < 1e-12
 
 
+def test_products_turn_the_slack_of_both_factors_into_symbols():
+    """What keys and values are off by keeps its sign behind the weights of attention."""
+    x = ball(_weights(1, TOKENS, WIDTH), 0.1, settle=0.0)
+    for first in (True, False):
+        loose, still = F.gelu(x), 1e-6 * x + 1
+        size = loose.slack.amax()
+        form = loose @ still.mT if first else still @ loose.mT
+        assert size > 1e-3
+        assert form.slack.amax() < 0.01 * size
+
+
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_order_two_is_closer(norm):
     spread = []

@@ -100,6 +100,7 @@ class Trial:
         out = func(*numbers, **named)
         out = numbers[0] if out is None else list(out) if isinstance(out, Iterator) else out
         constant = name.endswith("_like") or name.startswith("new_")
+        constant = constant and "empty" not in name  # those are written to: forms
         result = out if constant else _replaced(out, Tensor, self.start)
         self.calls.append(Call(func, name, nodes, keyed, [_node(f) for f in forms_of(result)]))
         return iter(result) if name == "iter" else result
@@ -164,6 +165,8 @@ def _cut(call: Call) -> Cut | None:
     if call.name not in ENTRIES | ROWS or len(call.results) != 1 or _nodes(call.kwargs):
         return None
     read = call.results[0].read
+    if not read.numel():
+        return None
     for axis in _axes(call, read):
         others = [other for other in range(read.ndim) if other != axis % read.ndim]
         places = (read.amax(others) if others else read).nonzero()[:, 0]
@@ -180,6 +183,11 @@ def _axes(call: Call, read: Tensor) -> list[int]:
     first = call.args[0]
     if not isinstance(first, Node) or first.shape[:-1] != read.shape[:-1]:
         return []
+    if call.name == "softmax" and _argument(call, "dim") not in (-1, read.ndim - 1):
+        return []
+    if call.name == "layer_norm":
+        shape = _argument(call, "normalized_shape")
+        return axes[1 if isinstance(shape, int) else len(shape) :]
     if call.name == "batch_norm":
         return [axis for axis in axes if axis % read.ndim != 1]
     if call.name == "scaled_dot_product_attention" and (
@@ -187,6 +195,11 @@ def _axes(call: Call, read: Tensor) -> list[int]:
     ):
         return []
     return [-2] if call.name in MIXING and read.ndim > 1 else axes[1:]
+
+
+def _argument(call: Call, name: str) -> Any:
+    """The second argument, by its place or name."""
+    return call.kwargs[name] if name in call.kwargs else call.args[1]
 
 
 def _masked(kwargs: dict[str, Any]) -> bool:

@@ -173,6 +173,29 @@ def test_a_form_shrinks_with_its_ball(name):
         assert (form.rest.sum() <= share * form.sizes.linear.sum()).all()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (3 * x).softmax(1),
+        lambda x: torch.softmax(x.flatten(1), dim=0),
+        lambda x: F.layer_norm(x, (TOKENS, WIDTH)),
+        lambda x: F.group_norm(x, 2),
+        lambda x: x.cumsum(1),
+        lambda x: x.logsumexp(1, keepdim=True) + x,
+        lambda x: F.max_pool2d(_image(x), 2, 1)[:, 0],
+        _grouped,
+        _attention,
+    ],
+)
+def test_what_mixes_rows_is_read_in_all_of_them(function, points, excess):
+    """A pass computes rows that are read: these need the others."""
+    x = ball(_weights(1, TOKENS, WIDTH, seed=9), 0.1)
+    e, inputs = points(x, 60)
+    form = run(lambda t: function(t)[:, 0], x)
+    truth = torch.cat([function(each[None])[:, 0] for each in inputs])
+    assert excess(form, e, truth) <= 1e-13
+
+
 def test_softplus_jumps_at_its_threshold(points, excess):
     x = ball(_weights(1, TOKENS, WIDTH, seed=9), 0.2)
     e, inputs = points(x, 60)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.reference import certificates
 from tests.reference.cases import Case, cases, outcome_of
 
 
@@ -22,3 +23,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_every_number_is_true(case: Case):
     outcome = outcome_of(case)
     assert outcome.outcome not in ("crash", "wrong", "unfinished"), "\n".join(outcome.reasons)
+
+
+@pytest.mark.reference
+def test_every_certified_range_holds(case: Case):
+    outcome, why = certificates.outcome_of(case)
+    assert outcome not in ("wrong", "crash"), why

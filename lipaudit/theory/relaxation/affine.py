@@ -342,6 +342,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "rsub": lambda x, other, *, alpha=1: sub(other, x, alpha=alpha),
     "expand": expand,
     "expand_as": lambda x, other: expand(x, *other.shape),
+    "broadcast_to": expand,
     "linear": linear,
     "conv2d": conv2d,
     "batch_norm": batch_norm,

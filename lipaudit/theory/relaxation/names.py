@@ -22,6 +22,7 @@ VIEWS = frozenset(
         *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
         *("reshape", "view", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
         *("narrow", "select", "getitem", "expand", "expand_as", "T", "mT", "data", "real"),
+        "broadcast_to",
         *("view_as", "reshape_as", "unfold", "type"),
         *("contiguous", "to", "float", "double", "type_as", "detach", "dropout"),
     )

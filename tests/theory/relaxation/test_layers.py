@@ -128,7 +128,7 @@ FUNCTIONS = {
     "gather": lambda x: (
         x.gather(1, PLACES[None, :, None].expand(len(x), -1, WIDTH)) + x[:, PLACES]
     ),
-    "repeats": lambda x: x.repeat_interleave(2, 1).roll(1, 2),
+    "repeats": lambda x: x.repeat_interleave(2, 1).roll(1, 2).broadcast_to(len(x), 8, 6),
     "unfold": lambda x: F.unfold(_image(x), (2, 2), padding=1).mT @ _weights(12, 2).to(x.dtype),
     "windows": lambda x: x.unfold(1, 3, 1),
     "like": lambda x: x + torch.ones_like(x) - x.new_zeros(WIDTH).to(x.dtype) * 2,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import as_constant, broadcast, expand, same
+from lipaudit.theory.relaxation.affine import as_constant, broadcast, same
 from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.moves import moved
 from lipaudit.theory.relaxation.rounding import DOUBLE
@@ -129,7 +129,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "view_as": lambda input, other: moved("reshape")(input, other.shape),
     "reshape_as": lambda input, other: moved("reshape")(input, other.shape),
     "type": same,
-    "expand_as": lambda x, other: expand(x, *other.shape),
     **{name: _constants(name) for name in ("zeros_like", "ones_like", "full_like")},
     **{name: _constants(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
     **dict.fromkeys(("new_empty", "empty_like"), _empty),

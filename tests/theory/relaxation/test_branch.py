@@ -9,14 +9,8 @@ from torch import nn
 
 from lipaudit.theory.relaxation.balls import ball, margins, run
 from lipaudit.theory.relaxation.branch import Effort, decide
-from lipaudit.theory.relaxation.duals import (
-    Nodes,
-    ascend,
-    bound,
-    problem_of,
-    proven,
-    start,
-)
+from lipaudit.theory.relaxation.branch.duals import Nodes, ascend, bound, proven, start
+from lipaudit.theory.relaxation.branch.problem import faced, problem_of
 
 
 class Mixer(nn.Module):
@@ -249,3 +243,61 @@ def test_states_sharpen_bounds():
     state = torch.randint(0, 2, whole.state.shape) * 2 - 1
     better, _ = ascend(problem, Nodes(whole.which, state, whole.y), steps=200, rate=3e-3)
     assert (better > value).all()
+
+
+def test_relus_that_no_margin_depends_on_are_left_out():
+    model, x, label = _mixer(0)
+    model.down.weight[:, ::2] = 0
+    _, form = _pass(model, x, label, 0.4, "linf")
+    first, last = form.symbols.units
+    births = torch.arange(last.first, last.first + len(last.slope))
+    read = (form.generators[births] != 0).any(1)
+    assert 0 < read.sum() < len(read)
+    problem = problem_of(form)
+    assert (problem.depth == 0).sum() == len(first.slope)
+    assert torch.equal(problem.offset[problem.depth == 1], last.offset[read])
+
+
+def test_errors_that_rows_share_cancel(monkeypatch):
+    """A column for every symbol says more than a radius of each row."""
+    model, x, label = _mixer(2)
+    _, form = _pass(model, x, label, 0.1, "linf")
+    whole = problem_of(form)
+    monkeypatch.setattr("lipaudit.theory.relaxation.branch.problem._NUMBERS", 0)
+    apart = problem_of(form)
+    assert whole.units.slopes.shape[1] > apart.units.slopes.shape[1] == 18 + len(apart.slope)
+    first = start(whole, torch.arange(3))
+    better, _ = ascend(whole, first, steps=100, rate=3e-3)
+    value, _ = ascend(apart, first, steps=100, rate=3e-3)
+    assert (better > value + 1e-4).all()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_a_face_bounds_no_less_than_the_box_and_the_same_where_it_was_taken(norm, monkeypatch):
+    monkeypatch.setattr("lipaudit.theory.relaxation.branch.problem._FEW", 4)
+    model, x, label = _mixer(1)
+    problem = problem_of(_pass(model, x, label, 0.1, norm)[1])
+    _, nodes = ascend(problem, start(problem, torch.arange(3)), steps=20, rate=1e-2)
+    value, t = bound(problem, nodes)
+    face = faced(problem, t, 0.0)
+    assert face.units.slopes.shape[1] < problem.units.slopes.shape[1]
+    torch.testing.assert_close(bound(face, nodes)[0], value, rtol=0, atol=1e-12)
+    generator = torch.Generator().manual_seed(0)
+    above = 0.0
+    for size in (1e-3, 1e-1, 1.0, 100.0):
+        y = nodes.y + size * torch.randn(nodes.y.shape, generator=generator).double()
+        off = bound(face, Nodes(nodes.which, nodes.state, y))[0]
+        off = off - bound(problem, Nodes(nodes.which, nodes.state, y))[0]
+        assert (off > -1e-9).all()
+        above = max(above, off.max().item())
+    assert above > 1e-6
+
+
+def test_a_search_ends_at_its_time():
+    """Out of time, the multipliers stay as they are, and what they bound is returned."""
+    model, x, label = _mixer(0)
+    problem = problem_of(_pass(model, x, label, 0.3, "linf")[1])
+    first = start(problem, torch.arange(3))
+    value, nodes = ascend(problem, first, steps=10**6, rate=1e-2, until=0.0)
+    assert torch.equal(value, bound(problem, first)[0])
+    assert torch.equal(nodes.y, first.y)

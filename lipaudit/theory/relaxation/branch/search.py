@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.accuracy import NODES
-from lipaudit.theory.relaxation.duals import (
+from lipaudit.theory.relaxation.branch.duals import (
     Nodes,
-    Problem,
     ascend,
     bound,
     joined,
-    problem_of,
     proven,
     start,
 )
+from lipaudit.theory.relaxation.branch.problem import Problem, faced, problem_of
 from lipaudit.theory.relaxation.form import Form
 
 _LAST = (10.0, 3.0, 1.0, 0.3)
@@ -33,21 +32,20 @@ class Effort:
         nodes: parts of the ball at most; the limit that gives equal verdicts everywhere.
         seconds: at most; a limit that depends on the machine and its load.
         batch: parts that are cut at a time.
-        candidates: ReLUs that are tried before one is cut.
-        root_steps, steps, trial_steps, last_steps: of the multipliers, on the ball, on a part, on
-            a trial, and where every sign is known.
+        root_steps, steps, last_steps: of the multipliers, on the ball, on a part, and where every
+            sign is known.
         rate: of the steps, as a share of the multipliers that the search begins with.
+        share: of the symbols that are searched over beside those in doubt (`faced`).
     """
 
     nodes: int = NODES
     seconds: float = float("inf")
     batch: int = 48
-    candidates: int = 3
     root_steps: int = 60
     steps: int = 10
-    trial_steps: int = 4
     last_steps: int = 400
     rate: float = 0.2
+    share: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def decide(margins: Form, effort: Effort | None = None) -> Verdict:
     first = start(search, is_open)
     unit = float(first.y.sum() / (first.y > 0).sum().clamp_min(1))
     effort = replace(effort, rate=effort.rate * unit)
-    _, roots = ascend(search, first, steps=effort.root_steps, rate=effort.rate)
+    _, roots = ascend(search, first, steps=effort.root_steps, rate=effort.rate, until=deadline)
     bounds = torch.maximum(proven(exact, roots), low[is_open])
     root = min(float(bounds.min()), float(low[low > 0].min()) if (low > 0).any() else torch.inf)
     left = _Search(exact, search, effort, deadline)
@@ -107,73 +105,71 @@ class _Search:
 
     def __init__(self, exact: Problem, search: Problem, effort: Effort, deadline: float) -> None:
         self.exact, self.search, self.effort, self.deadline = exact, search, effort, deadline
-        self.nodes = 0
+        self.nodes, self.least = 0, torch.inf
 
     def run(self, roots: Nodes, bounds: Tensor) -> tuple[str, float]:
         """Return what ended the search, and the least bound of a part."""
-        least = torch.inf
         self.nodes = len(roots)
         positive = bounds > 0
-        least = min([least, *bounds[positive].tolist()])
+        self.least = min([self.least, *bounds[positive].tolist()])
         queue, worth = roots[~positive], bounds[~positive]
         while len(queue):
             limit = self._limit()
             if limit:
                 return limit, float(worth.min())
             order = worth.argsort()
-            now, later = order[: self.effort.batch], order[self.effort.batch :]
+            alike = queue.which[order] == queue.which[order[0]]  # one margin: one face fits
+            now = order[alike][: self.effort.batch]
+            later = torch.cat([order[alike][self.effort.batch :], order[~alike]])
             batch, known = queue[now], (queue[now].state != 0).all(1)
-            last = batch[known]
-            for haste in _LAST if len(last) else ():
-                last, value, closed = self._bounded(last, self.effort.last_steps, haste)
-                least = min([least, *closed.tolist()])
-            if len(last):
+            if not self._settled(batch[known]):
                 return "signs", float(worth.min())
-            children, value, closed = self._bounded(self._cut(batch[~known]), self.effort.steps)
-            least = min([least, *closed.tolist()])
-            queue = joined([queue[later], children])
-            worth = torch.cat([worth[later], value])
-        return "", float(least)
+            queue, worth = queue[later], worth[later]
+            if not known.all():
+                children, value = self._bounded(*self._cut(batch[~known]), self.effort.steps)
+                queue, worth = joined([queue, children]), torch.cat([worth, value])
+        return "", float(self.least)
 
     def _limit(self) -> str:
         if self.nodes >= self.effort.nodes:
             return "nodes"
         return "seconds" if time.monotonic() > self.deadline else ""
 
+    def _settled(self, last: Nodes) -> bool:
+        """Say if parts where every sign is known could be proven, one linear program each."""
+        for haste in _LAST:
+            if len(last):
+                _, t = bound(self.search, last)
+                face = faced(self.search, t, self.effort.share)
+                last, _ = self._bounded(face, last, self.effort.last_steps, haste)
+        return not len(last)
+
     def _bounded(
-        self, children: Nodes, steps: int, haste: float = 1.0
-    ) -> tuple[Nodes, Tensor, Tensor]:
-        """Bound parts; return those still open, their bounds, and the bounds of the others."""
-        self.nodes += len(children)
+        self, face: Problem, parts: Nodes, steps: int, haste: float = 1.0
+    ) -> tuple[Nodes, Tensor]:
+        """Bound parts, and return those still open with their bounds."""
+        self.nodes += len(parts)
         rate = haste * self.effort.rate
-        value, children = ascend(self.search, children, steps=steps, rate=rate)
+        value, parts = ascend(face, parts, steps=steps, rate=rate, until=self.deadline)
         value = value.to(self.exact.slope)
         hopeful = (value > 0).nonzero()[:, 0]
-        value[hopeful] = proven(self.exact, children[hopeful])
+        value[hopeful] = proven(self.exact, parts[hopeful])
         is_open = ~(value > 0)
-        return children[is_open], value[is_open], value[~is_open]
+        self.least = min([self.least, *value[~is_open].tolist()])
+        return parts[is_open], value[is_open]
 
-    def _cut(self, batch: Nodes) -> Nodes:
-        """Cut every part in two at the ReLU that promises most.
+    def _cut(self, batch: Nodes) -> tuple[Problem, Nodes]:
+        """Cut every part in two at the ReLU that promises most; return the face to search too.
 
-        Score: the slack that the coefficient of eps costs, and what the multipliers use; the best
-        few are tried with some steps on both sides.
+        Score: the slack that the coefficient of eps costs, and what the multipliers use. Trials of
+        the best few with some steps cost more than they save.
         """
-        b = len(batch)
-        few = min(self.effort.candidates, batch.state.shape[1])
         _, t = bound(self.search, batch)
         used = batch.y.clamp_min(0).sum(0) * self.search.offset
         score = 2 * t[:, self.search.columns].abs() + used
-        score = score.masked_fill(batch.state != 0, -1.0)
-        best, top = score.topk(few, 1)
-        trials = joined([_decided(batch, top[:, i], sign) for i in range(few) for sign in (1, -1)])
-        value, _ = ascend(
-            self.search, trials, steps=self.effort.trial_steps, rate=2 * self.effort.rate
-        )
-        value = value.view(few, 2, b).clamp_max(0)
-        gain = (value.amin(1) + 0.1 * value.sum(1)).masked_fill(best.mT < 0, -torch.inf)
-        chosen = top.gather(1, gain.argmax(0)[:, None])[:, 0]
-        return joined([_decided(batch, chosen, sign) for sign in (1, -1)])
+        chosen = score.masked_fill(batch.state != 0, -1.0).argmax(1)
+        parts = joined([_decided(batch, chosen, sign) for sign in (1, -1)])
+        return faced(self.search, t, self.effort.share), parts
 
 
 def _decided(nodes: Nodes, unit: Tensor, sign: int) -> Nodes:

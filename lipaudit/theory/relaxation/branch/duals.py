@@ -14,118 +14,24 @@ for any y** (weak duality). y is then moved up that bound, which is concave in y
 | 1, z >= 0 | -z, y1 >= 0 | z - h = 0 | -y1 + (1 - a) y2 | -y2 |
 | -1, z <= 0 | -h = 0 | z, y2 >= 0 | -a y1 + y2 | -y1 |
 
-Symbols that are neither the input's nor a ReLU's are the radius of each row. One bound is a
-product of the multipliers with the stack of rows, in place of a pass through the network.
+One bound is a product of the multipliers with the stack of rows, in place of a pass through the
+network.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import time
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.branch.problem import Problem
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, up
-from lipaudit.theory.relaxation.symbols import Norm, Symbols
 
 _DECAY = (0.8, 0.99)
 """Of the means of gradients and of their squares (Adam)."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Affine functions of the symbols that are kept: rows of coefficients.
-
-    Attributes:
-        centre: (r,).
-        slopes: (r, columns).
-        spread: (r,), the radius of all else.
-    """
-
-    centre: Tensor
-    slopes: Tensor
-    spread: Tensor
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Margins and the ReLUs that they depend on, over the input's and the ReLUs' symbols.
-
-    Attributes:
-        margins, units: their rows.
-        slope, offset: a and m of every ReLU.
-        columns: of every ReLU's symbol.
-        depth: from which call of a ReLU it is.
-        inputs: how many columns the input has.
-        norm: of the ball.
-    """
-
-    margins: Rows
-    units: Rows
-    slope: Tensor
-    offset: Tensor
-    columns: Tensor
-    depth: Tensor
-    inputs: int
-    norm: Norm
-
-    def to(self, dtype: torch.dtype) -> Problem:
-        """Return the problem in another precision: to search, not to claim."""
-
-        def cast(rows: Rows) -> Rows:
-            return Rows(*(getattr(rows, field.name).to(dtype) for field in fields(rows)))
-
-        return replace(
-            self,
-            margins=cast(self.margins),
-            units=cast(self.units),
-            slope=self.slope.to(dtype),
-            offset=self.offset.to(dtype),
-        )
-
-
-def problem_of(margins: Form) -> Problem:
-    """Return the problem whose margins are a form of one axis, in float64."""
-    symbols, units = margins.symbols, margins.symbols.units
-    count = max([len(margins.generators), symbols.n, *(u.first + len(u.slope) for u in units)])
-    births = [u.first + torch.arange(len(u.slope), device=margins.device) for u in units]
-    own = torch.cat([torch.empty(0, dtype=torch.long, device=margins.device), *births])
-    kept = torch.zeros(count, dtype=torch.bool, device=margins.device)
-    kept[: symbols.n] = True
-    kept[own] = True
-
-    def joined(name: str) -> Tensor:
-        empty = torch.empty(0, dtype=DOUBLE, device=margins.device)
-        return torch.cat([empty, *(getattr(u, name).to(DOUBLE) for u in units)])
-
-    rows = [_rows(u.centre, u.generators, u.slack, kept, symbols) for u in units]
-    none = torch.empty(0, int(kept.sum()), dtype=DOUBLE, device=margins.device)
-    return Problem(
-        margins=_rows(margins.centre, margins.generators, margins.slack, kept, symbols),
-        units=Rows(
-            joined("centre"),
-            torch.cat([none, *(row.slopes for row in rows)]),
-            torch.cat([none[:, 0], *(row.spread for row in rows)]),
-        ),
-        slope=joined("slope"),
-        offset=joined("offset"),
-        columns=(kept.cumsum(0) - 1)[own],
-        depth=torch.cat([own[:0], *(torch.full_like(b, i) for i, b in enumerate(births))]),
-        inputs=symbols.n,
-        norm=symbols.norm,
-    )
-
-
-def _rows(c: Tensor, g: Tensor, slack: Tensor, kept: Tensor, symbols: Symbols) -> Rows:
-    other = g * ~kept[: len(g), None]
-    low, high = symbols.quadratic_range(g)
-    spread = up(symbols.sizes(other).errors + torch.maximum(-low, high) + slack)
-    slopes = g.new_zeros(g.shape[1], int(kept.sum()), dtype=DOUBLE)
-    present = g[kept[: len(g)]].mT.to(DOUBLE)
-    slopes[:, : present.shape[1]] = present
-    return Rows(c.to(DOUBLE), slopes, spread)
 
 
 @dataclass(frozen=True)
@@ -161,7 +67,8 @@ def joined(nodes: list[Nodes]) -> Nodes:
 def bound(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
     """Return the lower bound of every node, up to rounding, and the coefficients (b, columns)."""
     w, v = _multiplied(problem, nodes)
-    return _value(problem, nodes, w, v), _coefficients(problem, nodes, w, v)
+    t = _coefficients(problem, nodes.which, w, v)
+    return _reached(problem, nodes.which, w, v, t), t
 
 
 def proven(problem: Problem, nodes: Nodes) -> Float[Tensor, " b"]:
@@ -201,41 +108,45 @@ def start(problem: Problem, which: Int[Tensor, " b"]) -> Nodes:
 
 
 def ascend(
-    problem: Problem, nodes: Nodes, *, steps: int, rate: float
+    problem: Problem, nodes: Nodes, *, steps: int, rate: float, until: float = float("inf")
 ) -> tuple[Float[Tensor, " b"], Nodes]:
     """Move the multipliers up the bound, and return the best of each node.
 
     Adam along the supergradient, back to what is allowed after every step, with a rate that falls
-    to a tenth. Ends early where all bounds are positive.
+    to a tenth. Ends early where all bounds are positive, or at a time of `time.monotonic`.
     """
-    y = _feasible(nodes)
+    which, state = nodes.which, nodes.state
+    y, floor, table = _feasible(nodes), _floor(nodes), _table(problem, state)
     best, arg = y.new_full(y.shape[1:2], -torch.inf), y
     first, second = torch.zeros_like(y), torch.zeros_like(y)
     for step in range(steps + 1):
-        at = Nodes(nodes.which, nodes.state, y)
-        value, slope = _value_and_slope(problem, at)
+        value, slope = _value_and_slope(problem, which, y, table)
         better = value > best
         best = torch.where(better, value, best)
         arg = torch.where(better[:, None], y, arg)
-        if step == steps or bool((best > 0).all()):
+        if step == steps or bool((best > 0).all()) or time.monotonic() > until:
             break
-        first = first.lerp(slope, 1 - _DECAY[0])
-        second = second.lerp(slope.square(), 1 - _DECAY[1])
-        size = (second / (1 - _DECAY[1] ** (step + 1))).sqrt().add_(1e-8)
+        first.lerp_(slope, 1 - _DECAY[0])
+        second.lerp_(slope.square_(), 1 - _DECAY[1])
+        size = (second / (1 - _DECAY[1] ** (step + 1))).sqrt_().add_(1e-8)
         pace = rate * (1 - 0.9 * step / steps) / (1 - _DECAY[0] ** (step + 1))
-        y = _feasible(Nodes(nodes.which, nodes.state, y + pace * first / size))
-    return best, Nodes(nodes.which, nodes.state, arg)
+        y = torch.maximum(torch.addcdiv(y, first, size, value=pace), floor)
+    return best, Nodes(which, state, arg)
+
+
+def _floor(nodes: Nodes) -> Tensor:
+    """The least multipliers: 0 of inequalities, none of equations."""
+    free = torch.stack([nodes.state == -1, nodes.state == 1])
+    return torch.zeros_like(nodes.y).masked_fill_(free, -torch.inf)
 
 
 def _feasible(nodes: Nodes) -> Tensor:
     """The multipliers, those of inequalities >= 0."""
-    state, y = nodes.state, nodes.y
-    free = torch.stack([state == -1, state == 1])
-    return torch.where(free, y, y.clamp_min(0))
+    return torch.maximum(nodes.y, _floor(nodes))
 
 
 def _table(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What the multipliers put on z and on -m (1 + eps): the table above, (2, b, k) each."""
+    """What the multipliers put on z and on 1 + eps: the table above, (2, b, k) each."""
     a = problem.slope
     on_z = torch.stack(
         [
@@ -243,44 +154,41 @@ def _table(problem: Problem, state: Tensor) -> tuple[Tensor, Tensor]:
             torch.where(state == -1, 1.0, 1 - a),
         ]
     )
-    return on_z, torch.stack([state != 1, state != -1]).to(a)
+    return on_z, torch.stack([state != 1, state != -1]) * -problem.offset
 
 
 def _multiplied(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
     y, (on_z, on_h) = _feasible(nodes), _table(problem, nodes.state)
-    return (y * on_z).sum(0), -(y * on_h).sum(0) * problem.offset
+    return (y * on_z).sum(0), (y * on_h).sum(0)
 
 
-def _coefficients(problem: Problem, nodes: Nodes, w: Tensor, v: Tensor) -> Tensor:
-    t = torch.addmm(problem.margins.slopes[nodes.which], w, problem.units.slopes)
+def _coefficients(problem: Problem, which: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    t = torch.addmm(problem.margins.slopes[which], w, problem.units.slopes)
     return t.index_add_(1, problem.columns, v)
 
 
-def _value(problem: Problem, nodes: Nodes, w: Tensor, v: Tensor) -> Tensor:
-    return _reached(problem, nodes, w, v, _coefficients(problem, nodes, w, v))
-
-
-def _reached(problem: Problem, nodes: Nodes, w: Tensor, v: Tensor, t: Tensor) -> Tensor:
+def _reached(problem: Problem, which: Tensor, w: Tensor, v: Tensor, t: Tensor) -> Tensor:
     units, margins, n = problem.units, problem.margins, problem.inputs
-    constant = margins.centre[nodes.which] + w @ units.centre + v.sum(1)
-    loss = margins.spread[nodes.which] + w.abs() @ units.spread
+    constant = margins.centre[which] + w @ units.centre + v.sum(1)
+    loss = margins.spread[which] + w.abs() @ units.spread
     if problem.norm == "linf":
-        return constant - loss - t.abs().sum(1)
+        return constant - loss - torch.linalg.vector_norm(t, 1, dim=1)
     moving = torch.linalg.vector_norm(t[:, :n], dim=1)
-    return constant - loss - moving - t[:, n:].abs().sum(1)
+    return constant - loss - moving - torch.linalg.vector_norm(t[:, n:], 1, dim=1)
 
 
-def _value_and_slope(problem: Problem, nodes: Nodes) -> tuple[Tensor, Tensor]:
+def _value_and_slope(
+    problem: Problem, which: Tensor, y: Tensor, table: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """The bound and a supergradient of it: minus the e that attains the minimum, put in."""
-    y, (on_z, on_h) = nodes.y, _table(problem, nodes.state)
-    units, n = problem.units, problem.inputs
-    w, v = (y * on_z).sum(0), -(y * on_h).sum(0) * problem.offset
-    t = _coefficients(problem, nodes, w, v)
-    value = _reached(problem, nodes, w, v, t)
+    (on_z, on_h), units, n = table, problem.units, problem.inputs
+    w, v = (y * on_z).sum(0), (y * on_h).sum(0)
+    t = _coefficients(problem, which, w, v)
+    value = _reached(problem, which, w, v, t)
     e = t.sign()
     if problem.norm == "l2":
         moving = torch.linalg.vector_norm(t[:, :n], dim=1, keepdim=True)
         e[:, :n] = t[:, :n] / moving.clamp_min(torch.finfo(t.dtype).tiny)
     of_w = units.centre - w.sign() * units.spread - e @ units.slopes.mT
-    of_v = (1 - e[:, problem.columns]) * problem.offset
-    return value, on_z * of_w - on_h * of_v
+    of_v = 1 - e[:, problem.columns]
+    return value, on_z * of_w + on_h * of_v

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import torch
 
+from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import evaluate_chunk
 from lipaudit.attacks.outcome import Chunk, Outcome
 from lipaudit.attacks.plan import Trial
@@ -22,6 +23,8 @@ START = 2.0**-8
 """Where the search for an adversarial example begins, as a share of the space."""
 SHARE = 2.0**-3
 """Where that for a certificate begins, as a share of the adversarial radius."""
+HALVINGS = 8
+"""Of the way between a sample and an adversarial example."""
 LEAST = 2.0**-12
 """Share of the largest radius in question below which a search gives up."""
 
@@ -43,6 +46,7 @@ class Bracket:
         correct: whether it is classified rightly; an unknown class is the predicted one.
         stood: largest radius at which attacks found nothing.
         nearest: distance of the nearest adversarial example that they found.
+        example: the last one that they found.
         certified: largest radius that was certified; -1 for none.
         tried: what came of the proof at each radius.
         seconds: wall time of it.
@@ -68,6 +72,7 @@ class Bracket:
         self.seconds: dict[float, float] = {}
         self.notes: list[Note] = []
         self.clean = next(self._outcomes(()))
+        self.example = self.clean.x_adv
         self.correct = bool(self.clean.robust)
 
     @property
@@ -106,6 +111,7 @@ class Bracket:
             self.notes += outcome.notes
             if not outcome.robust:
                 self.nearest = min(self.nearest, float(radius), float(outcome.distance))
+                self.example = outcome.x_adv
                 return
         self.stood = max(self.stood, float(radius))
 
@@ -118,7 +124,21 @@ class Bracket:
             self.certified = max(self.certified, eps)
 
     def _attacked(self, eps: float) -> None:
+        """Attack a ball, and move what is found towards the sample while it stays broken."""
+        known = self.nearest
         self.attack(Radius(f"{eps:.6g}", Fraction(eps)))
+        if self.nearest < known:
+            self.nearest = min(self.nearest, self._nearer())
+
+    def _nearer(self) -> float:
+        """Return how near on the line to the sample the example that was found still is one."""
+        x, low, high = self.net.point(self.sample), 0.0, 1.0
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            with torch.no_grad():
+                logits = self.net.forward(torch.lerp(x, self.example, middle), self.sample)
+            low, high = (low, middle) if int(logits.argmax()) != self.wanted else (middle, high)
+        return float(distance(torch.lerp(x, self.example, high), x, self.proof.norm))
 
     def _proven(self) -> tuple[float, float]:
         """Return the largest certified radius, and the smallest that is not."""

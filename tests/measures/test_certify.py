@@ -177,6 +177,7 @@ def test_radii_of_a_linear_model_are_the_exact_ones(norm):
     model = Plane(0.3)
     data = samples(model, 4)
     report = measured(model, data, radius=True, norm=norm, tol=0.02)
+    coarse = measured(model, data, radius=True, norm=norm, tol=0.9).section("certify").samples
     told = report.section("certify").samples
     x, _ = in_order(told, data)
     with torch.no_grad():
@@ -188,6 +189,8 @@ def test_radii_of_a_linear_model_are_the_exact_ones(norm):
     ):
         assert truth / 1.021 < certified <= truth * (1 + 1e-5)
         assert truth * (1 - 1e-5) <= found < truth * 1.021
+    # On the line to what is found, the boundary is met however coarse the search is.
+    assert coarse["radius_adversarial"] == pytest.approx(exact.tolist(), rel=0.01)
     (row,) = report.section("certify.radius").rows
     assert row.samples == 4
     assert row.radius == pytest.approx(torch.tensor(told["radius"]).quantile(0.5).item())

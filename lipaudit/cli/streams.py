@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import sys
 import unicodedata
 
@@ -16,6 +17,7 @@ PLAIN = str.maketrans(
         "∘": "o",
         "•": "*",
         "–": "-",
+        "⁻": "-",
         "✓": "+",
         "✗": "x",
         "▸": ">",
@@ -46,6 +48,12 @@ def make_printable() -> None:
 def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = error.object[error.start : error.end].translate(PLAIN)
+    text = _raised(error.object[error.start : error.end]).translate(PLAIN)
     parts = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return parts or "?", error.end
+
+
+def _raised(text: str) -> str:
+    """Write a caret before superscripts: they would run into what they stand behind."""
+    runs = itertools.groupby(text, lambda c: unicodedata.decomposition(c).startswith("<super>"))
+    return "".join("^" * above + "".join(run) for above, run in runs)

@@ -235,6 +235,7 @@ class Settings(BaseModel):
             name = str(first["loc"][0]) if first["loc"] else ""
             named = (spelled or cls._flag)(name)
             wrong = first["msg"].removeprefix("Value error, ")
+            wrong = wrong.replace("Input should be", "it must be")
             option = cls.options().get(name)
             advice = suggestion(str(first["input"]), option.values(), "") if option else ""
             raise UsageError(f"{named}: {first['input']!r}: {wrong}", advice) from None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import typer.main
 
 from lipaudit.cli.commands import build
+from lipaudit.errors import UsageError
 from lipaudit.settings import AuditOptions, Recipe, RunOptions, option_types
 from lipaudit.settings.page import page
 
@@ -38,3 +40,12 @@ def test_defaults_pass_their_own_checks(kind):
     least = {"eps": "2/255"} if "logical_chunk" in kind.model_fields else {}
     settings = kind.checked(least)
     assert kind.checked(settings.model_dump(mode="json")) == settings
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"tol": 0}, "--tol: 0: it must be greater than 0"), ({"seed": "x"}, "--seed: 'x': it must")],
+)
+def test_a_value_out_of_range_is_refused_as_all_are(values, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        option_types()["bounds"].checked(values)

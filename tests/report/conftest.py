@@ -471,9 +471,8 @@ def large_report() -> Report:
 @pytest.fixture(scope="session")
 def blank_report() -> Report:
     """One row per section with nothing in it but what names the row."""
-    names = {"layer": 0, "head": 0, "attack": "pgd", "norm": "linf", "eps": 0.1, "n": 8} | {
-        "r": 0.1
-    }
+    names = {"layer": 0, "head": 0, "r": 0.1, "n": 8}
+    names |= {"attack": "pgd", "norm": "linf", "eps": 0.1}
     sections = []
     for measure, kind in row_types().items():
         required = {n: names[n] for n, field in kind.model_fields.items() if field.is_required()}

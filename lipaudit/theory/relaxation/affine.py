@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.blocks import Block
+from lipaudit.theory.relaxation.blocks import joined
 from lipaudit.theory.relaxation.form import Form, NoRuleError, Quotient
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.symbols import Sizes
@@ -44,7 +44,8 @@ def linear_map(
         bound: op with the sizes of all that multiplies, where that is not op of the sizes.
         within: what op mixes: nothing, rows of the last axis alone, or all there is.
     """
-    x = {"entries": Form.as_is, "rows": Form.by_row, "all": Form.whole}[within](x)
+    if within != "entries":
+        x = x.by_row() if within == "rows" else x.whole()
     symbols, bound = x.symbols, bound or op
     exact = [weight.detach().to(DOUBLE) for weight in weights]
     sizes = [weight.abs() for weight in exact]
@@ -139,21 +140,6 @@ def align(x: Form, y: Form) -> None:
         for form in (x, y):
             if any(block.key in form.symbols.dissolved for block in form.blocks):
                 form.whole()
-
-
-def joined(
-    x: Sequence[Block], y: Sequence[Block], both: Callable[[Tensor, Tensor], Tensor]
-) -> list[Block]:
-    """Return the blocks of two aligned forms, `both` of those that they share."""
-    other = {block.key: block for block in y}
-    own = {block.key for block in x}
-    shared = [
-        replace(block, rows=both(block.rows, other[block.key].rows))
-        if block.key in other
-        else block
-        for block in x
-    ]
-    return shared + [block for block in y if block.key not in own]
 
 
 def shape_of(*shapes: Sequence[int]) -> torch.Size:

@@ -8,7 +8,7 @@ operations act on layers as they do on a stack.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,6 +92,21 @@ class Block:
     def columns(self, mask: Tensor) -> Block:
         """Return the entries of a mask, along one axis."""
         return replace(self, rows=self.rows[:, mask], group=self.group[mask])
+
+
+def joined(
+    x: Sequence[Block], y: Sequence[Block], both: Callable[[Tensor, Tensor], Tensor]
+) -> list[Block]:
+    """Return the blocks of two aligned forms, `both` of those that they share."""
+    other = {block.key: block for block in y}
+    own = {block.key for block in x}
+    shared = [
+        replace(block, rows=both(block.rows, other[block.key].rows))
+        if block.key in other
+        else block
+        for block in x
+    ]
+    return shared + [block for block in y if block.key not in own]
 
 
 def stacked(move: Callable[[Tensor], Any], rows: Tensor) -> Any:

@@ -142,10 +142,10 @@ class Form(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         """End the waiting."""
-        if name not in PARTS or self.__dict__.get("quotient") is None:
+        if name not in names.PARTS or self.__dict__.get("quotient") is None:
             raise AttributeError(name)
         product = self.__dict__["quotient"].product()
-        self.__dict__.update({part: product.__dict__[part] for part in PARTS})
+        self.__dict__.update({part: product.__dict__[part] for part in names.PARTS})
         return self.__dict__[name]
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -168,10 +168,6 @@ class Form(Tensor):
                 self.symbols.dissolved.add(block.key)
             self.dense, self.blocks = stack, ()
         return self.dense
-
-    def as_is(self) -> Form:
-        """Leave the blocks."""
-        return self
 
     def whole(self) -> Form:
         """Dissolve the blocks, in place."""
@@ -302,10 +298,6 @@ class Form(Tensor):
     ) -> Any:
         """Refuse what did not come by `__torch_function__`: there are no numbers here."""
         raise NoRuleError(str(func))
-
-
-PARTS = ("centre", "dense", "blocks", "slack")
-"""What a quotient does not have while it waits."""
 
 
 def forms_of(values: Any) -> list[Form]:

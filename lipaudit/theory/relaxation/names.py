@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+PARTS = ("centre", "dense", "blocks", "slack")
+"""Attributes of a form that a quotient does not have while it waits."""
+
 METADATA = frozenset(
     (
         *("shape", "dtype", "device", "layout", "ndim", "size", "dim", "ndimension", "len"),

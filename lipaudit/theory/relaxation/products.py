@@ -23,11 +23,10 @@ from lipaudit.theory.relaxation.affine import (
     align,
     as_constant,
     broadcast,
-    joined,
     scaled,
     weighted,
 )
-from lipaudit.theory.relaxation.blocks import Block
+from lipaudit.theory.relaxation.blocks import Block, joined
 from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.lengths import lengths
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up

@@ -301,3 +301,37 @@ def test_a_search_ends_at_its_time():
     value, nodes = ascend(problem, first, steps=10**6, rate=1e-2, until=0.0)
     assert torch.equal(value, bound(problem, first)[0])
     assert torch.equal(nodes.y, first.y)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_each_multiplier_adds_nothing_positive_where_its_part_holds(slot):
+    """At a point, with the errors that its ReLUs have there: one multiplier at a time."""
+    model, x, label = _plane(0)
+    form, out = _pass(model, x, label, 3.0, "linf")
+    problem = problem_of(out)
+    side = 2 * torch.rand(300, 2, generator=torch.Generator().manual_seed(0)).double() - 1
+    e = torch.zeros(len(side), problem.units.slopes.shape[1], dtype=torch.float64)
+    e[:, :2] = side
+    for depth in (0, 1):  # a ReLU of the second call reads the errors of the first
+        own = problem.depth == depth
+        z = (problem.units.centre + e @ problem.units.slopes.mT)[:, own]
+        error = (z.relu() - problem.slope[own] * z) / problem.offset[own] - 1
+        e[:, problem.columns[own]] = error
+    z = problem.units.centre + e @ problem.units.slopes.mT
+    truth = problem.margins.centre[0] + e @ problem.margins.slopes[0]
+    assert e.abs().max() <= 1 + 1e-9
+    k, which = len(problem.slope), torch.zeros(len(e), dtype=torch.long)
+    seen = set()
+    for unit in range(k):
+        for known in (False, True):
+            state = torch.zeros(len(e), k, dtype=torch.long)
+            state[:, unit] = torch.where(z[:, unit] > 0, 1, -1) * known
+            y = torch.zeros(2, len(e), k, dtype=torch.float64)
+            y[slot, :, unit] = 1.0
+            value, t = bound(problem, Nodes(which, state, y))
+            added = value + t.abs().sum(1) + (t * e).sum(1) - truth
+            assert (added < 1e-9).all()
+            seen |= {(int(s), bool(a < -1e-3)) for s, a in zip(state[:, unit], added, strict=True)}
+    equation = 1 if slot else -1
+    assert seen >= {(0, True), (-equation, True), (equation, False)}
+    assert (equation, True) not in seen

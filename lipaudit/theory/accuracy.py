@@ -4,5 +4,5 @@ TOL = 1e-4
 """Relative accuracy of a norm, estimated."""
 WITHIN = 0.03
 """How far the probabilistic limit may lie above a norm: what is proven."""
-NODES = 20_000
+NODES = 60_000
 """Parts of a ball that branch and bound looks at."""

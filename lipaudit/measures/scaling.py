@@ -1,7 +1,7 @@
 """The measure `scaling`: how norms grow with the sequence length and the radius.
 
 On data it is the measures `bounds` and `jacobian` on the same samples cut to growing lengths; the
-worst case (`measures.worst`) needs only the weights of a head and the radius of its tokens.
+worst case (`measures.growth.worst`) needs only the weights of a head and the radius of its tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
 from lipaudit.measures.by_layer import HeadName
-from lipaudit.measures.exponents import (
+from lipaudit.measures.growth.exponents import (
     AGREED,
     bound_exponents,
     fit_of,
@@ -26,7 +26,8 @@ from lipaudit.measures.exponents import (
     with_fit,
     with_searches,
 )
-from lipaudit.measures.lengths import any_size, cut, require_lengths
+from lipaudit.measures.growth.lengths import any_size, cut, require_lengths
+from lipaudit.measures.growth.worst import worst_case
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -35,7 +36,6 @@ from lipaudit.measures.measure import (
     lower_estimates,
     notes,
 )
-from lipaudit.measures.worst import worst_case
 from lipaudit.models.net import Net
 from lipaudit.results import Note, ScalingRow, ScalingSplitRow, Section
 from lipaudit.results.bounds import catalogue

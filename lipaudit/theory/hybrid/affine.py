@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipaudit.theory.hybrid.tensor import Hybrid, Layer
 from lipaudit.theory.relaxation.form import NoRuleError
-from lipaudit.theory.relaxation.moves import MOVES
+from lipaudit.theory.relaxation.operations.moves import MOVES
 
 
 def moved(name: str) -> Callable[..., Any]:

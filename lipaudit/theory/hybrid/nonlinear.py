@@ -13,7 +13,14 @@ from torch import Tensor
 from lipaudit.theory.hybrid.affine import add, mapped, scaled
 from lipaudit.theory.hybrid.tensor import Hybrid
 from lipaudit.theory.relaxation.form import NoRuleError
-from lipaudit.theory.relaxation.smooth import GELU, SIGMOID, SILU, TANH, TANH_GELU, Smooth
+from lipaudit.theory.relaxation.operations.smooth import (
+    GELU,
+    SIGMOID,
+    SILU,
+    TANH,
+    TANH_GELU,
+    Smooth,
+)
 
 PARTS = 16
 """Parts of a range at whose ends a function is compared with its chord."""
@@ -228,7 +235,7 @@ def _times_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def softmax(input: Hybrid, dim: int | None = None, *_: Any, dtype: Any = None) -> Hybrid:
-    """The softmax over the last axis: exp(s - LSE(s)), as in `theory.relaxation.softmax`."""
+    """exp(s - LSE(s)) over the last axis, as in `theory.relaxation.operations.softmax`."""
     if dim is None or dim % input.ndim != input.ndim - 1:
         raise NoRuleError("softmax over another axis than the last")
     p = input.centre.softmax(-1)

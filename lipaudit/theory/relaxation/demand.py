@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.theory.relaxation.form import Form, forms_of
-from lipaudit.theory.relaxation.moves import MOVES
+from lipaudit.theory.relaxation.operations.moves import MOVES
 from lipaudit.theory.relaxation.symbols import Sizes, Symbols
 
 ENTRIES = frozenset(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lipaudit.theory.relaxation import affine, moves, norms, products, smooth, softmax
 from lipaudit.theory.relaxation.layers import curves, heads, pieces, placing, scaling, sums
-from lipaudit.theory.relaxation.relu import relu
+from lipaudit.theory.relaxation.operations import affine, moves, norms, products, smooth, softmax
+from lipaudit.theory.relaxation.operations.relu import relu
 
 RULES: dict[str, Callable[..., Any]] = {
     **affine.RULES,

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from lipaudit.theory.relaxation import softmax
 from lipaudit.theory.relaxation.balls import ball, run
 from lipaudit.theory.relaxation.form import Form
-from lipaudit.theory.relaxation.lengths import lengths
+from lipaudit.theory.relaxation.operations import softmax
+from lipaudit.theory.relaxation.operations.lengths import lengths
 
 N, K, VECTORS, ERRORS = 3, 4, 5, 6
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lipaudit.theory.relaxation import smooth
-from lipaudit.theory.relaxation.affine import linear
 from lipaudit.theory.relaxation.balls import ball, run
 from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.layers import curves
+from lipaudit.theory.relaxation.operations import smooth
+from lipaudit.theory.relaxation.operations.affine import linear
 from lipaudit.theory.relaxation.rounding import LIBRARY, cast_up, gamma, summed_up
 
 DTYPES = [torch.float32, torch.float64]

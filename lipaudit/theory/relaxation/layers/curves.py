@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import add, neg, scaled
 from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.layers.pieces import clamp
-from lipaudit.theory.relaxation.products import mul
-from lipaudit.theory.relaxation.relu import relu
+from lipaudit.theory.relaxation.operations.affine import add, neg, scaled
+from lipaudit.theory.relaxation.operations.products import mul
+from lipaudit.theory.relaxation.operations.relu import relu
+from lipaudit.theory.relaxation.operations.smooth import EXP, SIGMOID, Smooth, power, relax
 from lipaudit.theory.relaxation.rounding import up
-from lipaudit.theory.relaxation.smooth import EXP, SIGMOID, Smooth, power, relax
 
 _UNKNOWN = 1e300
 

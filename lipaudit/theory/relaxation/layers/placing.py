@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import as_constant, broadcast, same
 from lipaudit.theory.relaxation.form import Form, NoRuleError
-from lipaudit.theory.relaxation.moves import moved
+from lipaudit.theory.relaxation.operations.affine import as_constant, broadcast, same
+from lipaudit.theory.relaxation.operations.moves import moved
 from lipaudit.theory.relaxation.rounding import DOUBLE
 
 

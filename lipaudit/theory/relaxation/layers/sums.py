@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import add, conv2d, linear_map, reduced, scaled
 from lipaudit.theory.relaxation.form import Form, NoRuleError
 from lipaudit.theory.relaxation.layers.placing import moving
-from lipaudit.theory.relaxation.moves import moved
-from lipaudit.theory.relaxation.products import matmul
+from lipaudit.theory.relaxation.operations.affine import add, conv2d, linear_map, reduced, scaled
+from lipaudit.theory.relaxation.operations.moves import moved
+from lipaudit.theory.relaxation.operations.products import matmul
+from lipaudit.theory.relaxation.operations.smooth import SQRT, relax
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, up
-from lipaudit.theory.relaxation.smooth import SQRT, relax
 
 
 def einsum(equation: str, *operands: Any) -> Any:

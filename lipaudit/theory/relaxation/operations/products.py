@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import (
+from lipaudit.theory.relaxation.blocks import Block, joined
+from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.operations.affine import (
     align,
     as_constant,
     broadcast,
     scaled,
     weighted,
 )
-from lipaudit.theory.relaxation.blocks import Block, joined
-from lipaudit.theory.relaxation.form import Form
-from lipaudit.theory.relaxation.lengths import lengths
+from lipaudit.theory.relaxation.operations.lengths import lengths
+from lipaudit.theory.relaxation.operations.smooth import RECIPROCAL, relax
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
-from lipaudit.theory.relaxation.smooth import RECIPROCAL, relax
 
 Bilinear = Callable[[Tensor, Tensor], Tensor]
 

@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import add, linear_map, neg, sub
 from lipaudit.theory.relaxation.form import Form, NoRuleError, UnboundedError
-from lipaudit.theory.relaxation.lengths import lengths
-from lipaudit.theory.relaxation.moves import masked_fill, moved
+from lipaudit.theory.relaxation.operations.affine import add, linear_map, neg, sub
+from lipaudit.theory.relaxation.operations.lengths import lengths
+from lipaudit.theory.relaxation.operations.moves import masked_fill, moved
+from lipaudit.theory.relaxation.operations.smooth import EXP, relax, square_rest
 from lipaudit.theory.relaxation.rounding import DOUBLE, LIBRARY, gamma, up
-from lipaudit.theory.relaxation.smooth import EXP, relax, square_rest
 
 _NEGLIGIBLE = 1000.0
 _LEFT = 1e-300

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.affine import broadcast
 from lipaudit.theory.relaxation.blocks import Block, stacked
 from lipaudit.theory.relaxation.form import Form, Quotient
+from lipaudit.theory.relaxation.operations.affine import broadcast
 from lipaudit.theory.relaxation.rounding import DOUBLE
 from lipaudit.theory.relaxation.symbols import Sizes
 

@@ -1,0 +1,1 @@
+"""Parts of the measure `scaling`: lengths of samples, power laws, the worst case."""

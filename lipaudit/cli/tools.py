@@ -101,7 +101,7 @@ def models(
 SUPPORTED = """\
 MODEL is one of
   demo                      a vision transformer on handwritten digits that comes along;
-                            demo:jasmin and demo:robust are its trained defences
+                            demo:jasmin, demo:robust, demo:certified: trained defences
   timm:NAME[.TAG]           a model of timm with its pretrained weights
   hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers, timm or peft)
   DIRECTORY                 config.json and weights, of transformers or timm

@@ -86,9 +86,9 @@ def train(
         for number in range(first, recipe.epochs):
             with _seeded(recipe.seed, number, net.device):
                 loss, penalty = run.epoch(data)
-            accuracy = None if held_out is None else _accuracy(net, held_out, recipe.batch_size)
+            share = None if held_out is None else accuracy(net, held_out, recipe.batch_size)
             lr = float(run.optimizer.param_groups[0]["lr"])
-            yield Epoch(number + 1, loss, penalty, accuracy, lr, run.state(number + 1))
+            yield Epoch(number + 1, loss, penalty, share, lr, run.state(number + 1))
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,8 @@ def _schedule(optimizer: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
     return CosineAnnealingLR(optimizer, steps)
 
 
-def _accuracy(net: Net, data: Batch, size: int) -> float:
+def accuracy(net: Net, data: Batch, size: int) -> float:
+    """Return the share of samples that get their label, so many at a time."""
     right = 0
     with torch.no_grad():
         for part in data.split(size):

@@ -32,7 +32,15 @@ JUNK = ["", " ", "x", "-1", "0", "1e999", "nan", "²", "١", "ß" * 300, "\U0001
 JUNK += ["9" * 30, "9" * 5000, ",", ",,", "1,,2", "2-1", "[", "%s", "{x}", "[bold]", "\\", "None"]
 NUMBERS = ["0", "1", "2", "3", "-1", "0.5", "1.0", "1e-4", "1e308", "1e-320", "inf", "-inf", "nan"]
 NUMBERS += ["2147483648", str(2**63 - 1), str(2**63), str(-(2**63) - 1), "9" * 400, "0x10", "1_0"]
-MODELS = ["demo"] * 12 + ["demo:jasmin", "demo:robust", "demo:", "demo:x", "timm:nope", "timm:"]
+MODELS = ["demo"] * 12 + [
+    "demo:jasmin",
+    "demo:robust",
+    "demo:certified",
+    "demo:",
+    "demo:x",
+    "timm:nope",
+    "timm:",
+]
 MODELS += ["hf:", "hf:a/b/c", "hf:a", "py:", "py:x", "py:own.py:model", "py:own.py:fails"]
 MODELS += [
     "py:own.py:nothing",

@@ -38,7 +38,10 @@ def offered(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "among"),
     [
-        (("bounds", "demo"), ["demo", "demo:jasmin", "demo:robust", "demo:standard"]),
+        (
+            ("bounds", "demo"),
+            ["demo", *(f"demo:{d}" for d in ("certified", "jasmin", "robust", "standard"))],
+        ),
         (("bounds", "timm:vit_tiny"), ["timm:vit_tiny_patch16_224"]),
         (("bounds", "demo", "--format", "j"), ["json", "junit"]),
         (("attack", "demo", "--norm", "l"), ["linf", "l2"]),
@@ -90,7 +93,7 @@ def test_only_the_last_of_several_words_is_completed():
     ("pieces", "replies"),
     [
         (("bounds", "demo", ":", "j"), ["jasmin"]),
-        (("bounds", "demo", ":"), ["standard", "jasmin", "robust"]),
+        (("bounds", "demo", ":"), ["standard", "jasmin", "robust", "certified"]),
         (("attack", "demo", "--norm", "=", "li"), ["linf"]),
         (("bounds", "demo", ":", "robust", "--dtype", "float6"), ["float64"]),
         (("boun",), ["bounds"]),

@@ -72,7 +72,7 @@ def test_a_demo_is_as_good_as_its_file_says(name):
     with safe_open(str(path), "pt") as stored:
         said = stored.metadata()["held_out_accuracy"]
     assert f"{(net.output(batch).argmax(1) == batch.y).double().mean():.4f}" == said
-    assert float(said) > 0.95
+    assert float(said) > (0.9 if name == "certified" else 0.95)
 
 
 def test_the_robust_demo_stands_what_the_standard_one_does_not():
@@ -88,6 +88,21 @@ def test_the_robust_demo_stands_what_the_standard_one_does_not():
         outcomes = evaluate(lambda x, net=net: net.read(net.call(x, None)), batch.x, batch.y, plan)
         left[name] = float(list(outcomes)[-1].robust.double().mean())
     assert left["robust"] > left["standard"] + 0.3
+
+
+def test_the_certified_demo_is_proven_where_the_standard_one_is_not():
+    from lipaudit.models.certificate import Proof, certificate
+
+    proven = {}
+    for name in ("standard", "certified"):
+        net = load_net(f"demo:{name}")
+        batch = load_data("demo", net, DataOptions(samples=3)).batch
+        proven[name] = [
+            certificate(net, batch[i : i + 1], int(batch.y[i]), 0.05, Proof(order=1)).certified
+            for i in range(3)
+        ]
+    assert not any(proven["standard"])
+    assert sum(proven["certified"]) >= 2
 
 
 def test_timm_loads_the_demo_and_agrees():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.theory.relaxation.form import Form, NoRuleError
-from lipaudit.theory.relaxation.operations.affine import as_constant, broadcast, same
+from lipaudit.theory.relaxation.operations.affine import as_constant, broadcast, same, shape_of
 from lipaudit.theory.relaxation.operations.moves import moved
 from lipaudit.theory.relaxation.rounding import DOUBLE
 
@@ -39,7 +39,7 @@ def where(condition: Tensor, input: Any, other: Any) -> Form:
         raise NoRuleError("where with a condition on what moves")
     like = input if isinstance(input, Form) else other
     one, two = (each if isinstance(each, Form) else lifted(each, like) for each in (input, other))
-    shape = torch.broadcast_shapes(condition.shape, one.shape, two.shape)  # type: ignore[no-untyped-call]
+    shape = shape_of(condition.shape, one.shape, two.shape)
     one, two = broadcast(one, shape), broadcast(two, shape)
     generators = _joined(one.generators * condition, two.generators * ~condition)
     slack = torch.where(condition, one.slack, two.slack)

@@ -26,6 +26,7 @@ from lipaudit.theory.relaxation.operations.affine import (
     as_constant,
     broadcast,
     scaled,
+    shape_of,
     weighted,
 )
 from lipaudit.theory.relaxation.operations.lengths import lengths
@@ -41,12 +42,14 @@ def matmul(x: Any, y: Any) -> Form:
         one, other = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
         product: Any = matmul(one, other)
         return product.squeeze(-1 if y.ndim == 1 else -2)
-    lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
+    lead = shape_of(x.shape[:-2], y.shape[:-2])
     x, y = (t.expand(*lead, *t.shape[-2:]) for t in (x, y))
     if not (isinstance(x, Form) and isinstance(y, Form)):
         return weighted(x, y)
     own = x.slack if x.simplex else None
-    x, y = x.settle(), y.settle()
+    x = x.settle()
+    if x.symbols.order == 2:  # at order 1 what y is off by costs more as symbols than it gains
+        y = y.settle()
     result = _product(x, y, torch.matmul, terms=x.shape[-1])
     return result if own is None else _shifted(result, x, _weighted_median(y.centre, own))
 

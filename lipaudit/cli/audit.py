@@ -135,8 +135,8 @@ def _with_strongest(options: MeasureOptions, sections: Sequence[Section]) -> Mea
 
 
 def _strongest(sections: Sequence[Section]) -> BoundsRow | None:
-    from lipaudit.report.page.views.common import largest, typed
     from lipaudit.results import BoundsRow
+    from lipaudit.results.figures import largest, typed
 
     rows = [row for section in sections for row in typed(section, BoundsRow)]
     return next(iter(largest(rows, "exact", 1)), None)
@@ -171,8 +171,8 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
 
 def _figures(report: Report) -> Iterator[tuple[str, str]]:
     from lipaudit.report.cells import text
-    from lipaudit.report.page.views.common import typed
     from lipaudit.results import AttackRow, CertifyRow, JacobianRow
+    from lipaudit.results.figures import typed
     from lipaudit.results.trials import COUNTED, WORST
 
     top = _strongest(report.sections)

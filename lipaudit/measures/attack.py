@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,11 +21,9 @@ from lipaudit.measures import rewriting
 from lipaudit.measures.measure import Measure, Part, Values, joined, moved, notes, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
+from lipaudit.results.figures import wilson
 from lipaudit.results.trials import COSTS, COUNTED, WORST, TrialKey
 from lipaudit.settings.attack import TABLE, AttackOptions
-
-Z95 = 1.959963984540054
-"""97.5 % quantile of the normal distribution."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
@@ -197,18 +194,6 @@ def _row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> Attack
         forwards=int(cost[1]),
         backwards=int(cost[2]),
     )
-
-
-def wilson(successes: int, n: int) -> tuple[float, float]:
-    """Return the 95 % limits of a proportion (Wilson, 1927).
-
-    >>> tuple(round(limit, 4) for limit in wilson(5, 10))
-    (0.2366, 0.7634)
-    """
-    share, z2 = successes / n, Z95**2
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tuple[Note, ...]:

@@ -6,8 +6,9 @@ from pydantic import ValidationError
 from lipaudit.attacks.plan import CHUNK
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.attack import AttackOptions, measure, summarise, wilson
+from lipaudit.measures.attack import AttackOptions, measure, summarise
 from lipaudit.models.sources.loading import load_net
+from lipaudit.results.figures import wilson
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lipaudit.report.page.correlation import Correlation, spearman
-from lipaudit.report.page.views.common import finite
 from lipaudit.results import Report, Section
+from lipaudit.results.figures import finite
 from lipaudit.results.trials import WORST, TrialKey, parse_column
 
 FEATURES = ("norm", "radius_first_order")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import correlation
 
-NORMAL_975 = 1.959963984540054
+from lipaudit.results.figures import Z95
+
 FEWEST = 8
 
 
@@ -39,7 +40,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation | None:
     rho = max(-1.0, min(1.0, correlation(_ranks(x), _ranks(y))))
     if abs(rho) == 1:
         return Correlation(rho, rho, rho, len(x))
-    reach = NORMAL_975 * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
+    reach = Z95 * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))
     centre = math.atanh(rho)
     return Correlation(rho, math.tanh(centre - reach), math.tanh(centre + reach), len(x))
 

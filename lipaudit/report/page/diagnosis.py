@@ -9,9 +9,9 @@ from statistics import median
 
 from lipaudit.report.cells import significant
 from lipaudit.report.page.broken import Breakage, breakage
-from lipaudit.report.page.views.bounds import log10_ratio
-from lipaudit.report.page.views.common import finite, head, largest, middle, order, typed
+from lipaudit.report.page.views.common import head
 from lipaudit.results import AttentionRow, BoundsRow, JacobianRow, Report
+from lipaudit.results.figures import finite, largest, middle, order, typed
 
 HALF = 0.5
 """A head is called fragile, or a sink, when more than this share of its rows or mass is."""
@@ -52,7 +52,7 @@ def _amplifying(report: Report) -> Iterator[Finding]:
 def _divergence(report: Report) -> Iterator[Finding]:
     layers: dict[int, list[float]] = {}
     for row in _bounds(report):
-        layers.setdefault(row.layer, []).extend(finite([log10_ratio(row, "sharp")]))
+        layers.setdefault(row.layer, []).extend(finite([row.log10_ratio("sharp")]))
     ratios = {layer: 10 ** median(logs) for layer, logs in layers.items() if logs}
     apart = sorted((layer for layer in ratios if ratios[layer] > APART), key=lambda i: -ratios[i])
     if apart:
@@ -185,8 +185,7 @@ def _unconverged(report: Report) -> Iterator[Finding]:
             f"{len(missed)} of {len(_bounds(report))} heads did not meet the tolerance: {names}."
         )
         yield Finding(text, f"bounds {missed[0]}, converged")
-    section = report.section("jacobian")
-    for row in typed(section, JacobianRow) if section else []:
+    for row in typed(report.section("jacobian"), JacobianRow):
         if row.converged < row.samples:
             short = row.samples - row.converged
             text = (
@@ -196,13 +195,11 @@ def _unconverged(report: Report) -> Iterator[Finding]:
 
 
 def _bounds(report: Report) -> list[BoundsRow]:
-    section = report.section("bounds")
-    return typed(section, BoundsRow) if section else []
+    return typed(report.section("bounds"), BoundsRow)
 
 
 def _attention(report: Report) -> list[AttentionRow]:
-    section = report.section("attention")
-    return typed(section, AttentionRow) if section else []
+    return typed(report.section("attention"), AttentionRow)
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Curve, Series, Table
-from lipaudit.report.page.views.common import MODEL, typed
+from lipaudit.report.page.views.common import MODEL
 from lipaudit.results import AttackRow, Column, Section
+from lipaudit.results.figures import typed
 from lipaudit.results.trials import COSTS, WORST
 
 NAMES = ("attack", "norm", "eps_text", "samples", "clean", "robust")

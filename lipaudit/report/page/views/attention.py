@@ -11,12 +11,11 @@ from lipaudit.report.blocks import Block, Curve, Density, Histogram, Series
 from lipaudit.report.page.views.common import (
     every_row,
     heatmap,
-    largest,
     spread,
     table,
-    typed,
 )
 from lipaudit.results import Array, AttentionRow, Column, Section
+from lipaudit.results.figures import largest, typed
 
 if TYPE_CHECKING:
     import numpy as np

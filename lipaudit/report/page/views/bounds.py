@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import median
@@ -13,17 +12,14 @@ from lipaudit.report.cells import pretty
 from lipaudit.report.page.views.common import (
     HEAD,
     every_row,
-    finite,
     head,
     heatmap,
-    largest,
-    middle,
     spread,
     stacked,
-    typed,
 )
 from lipaudit.results import BallRow, BoundsRow, Column, Section
 from lipaudit.results.bounds import ranked
+from lipaudit.results.figures import finite, largest, log10, middle, typed
 
 TOP = 10
 CERTIFIED = ("ball_sharp", "mean_field", "castin", "hu")
@@ -36,7 +32,7 @@ def view(section: Section) -> Iterator[Block]:
     if not rows:
         return
     log_norm = Column(label="log10 ||J||", meaning="log10 of exact.", format=".2f")
-    yield heatmap("log10 ‖J‖, exact", rows, lambda row: _log10(row.exact), log_norm)
+    yield heatmap("log10 ‖J‖, exact", rows, lambda row: log10(row.exact), log_norm)
     yield _amplifying(section, rows)
     yield _tightness(section, rows)
     yield from _scatter(section, rows)
@@ -93,23 +89,11 @@ def balls_side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
     yield stacked(sections, ("ball_norm", "ball_sharp"), ("layer", "head", "r"))
 
 
-def log10_ratio(row: BoundsRow, bound: str) -> float | None:
-    """Return log10(bound / exact), from the logarithm where the bound overflows."""
-    value, exact = getattr(row, bound), _log10(row.exact)
-    if exact is None or not math.isfinite(exact):
-        return None
-    if value is None or math.isinf(value):
-        stored = getattr(row, f"log10_{bound}", None)
-        return None if stored is None else stored - exact
-    ratio = _log10(value)
-    return None if ratio is None else ratio - exact
-
-
 def _amplifying(section: Section, rows: list[BoundsRow]) -> Table:
     columns = section.columns()
     top = largest(rows, "exact", TOP)
     names = [bound.name for bound in ranked()]
-    shown = [name for name in names if any(log10_ratio(row, name) is not None for row in rows)]
+    shown = [name for name in names if any(row.log10_ratio(name) is not None for row in rows)]
     said = any(row.input not in ("", "one input") for row in rows)
     return Table(
         title="Most amplifying heads; each bound as a multiple of exact",
@@ -124,7 +108,7 @@ def _amplifying(section: Section, rows: list[BoundsRow]) -> Table:
                 head(row),
                 *([row.input] if said else []),
                 row.exact,
-                *(_multiple(log10_ratio(row, name)) for name in shown),
+                *(_multiple(row.log10_ratio(name)) for name in shown),
             )
             for row in top
         ),
@@ -135,7 +119,7 @@ def _tightness(section: Section, rows: list[BoundsRow]) -> Table:
     columns = section.columns()
     lines = []
     for bound in ranked():
-        ratios = [log10_ratio(row, bound.name) for row in rows]
+        ratios = [row.log10_ratio(bound.name) for row in rows]
         column = columns[bound.name]
         domain = pretty(column.domain)
         known = finite(ratios)
@@ -184,13 +168,7 @@ def _times(column: Column) -> Column:
     return replace(column, unit="×")
 
 
-def _multiple(log10: float | None) -> float | str | None:
-    if log10 is None:
+def _multiple(logarithm: float | None) -> float | str | None:
+    if logarithm is None:
         return None
-    return 10**log10 if log10 < 300 else f"1e{log10:.0f}×"
-
-
-def _log10(value: float | None) -> float | None:
-    if value is None or math.isnan(value):
-        return value
-    return math.log10(value) if value > 0 else -math.inf
+    return 10**logarithm if logarithm < 300 else f"1e{logarithm:.0f}×"

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Scatter, Series, Shares, Table
-from lipaudit.report.page.views.common import MODEL, every_row, finite, typed
+from lipaudit.report.page.views.common import MODEL, every_row
 from lipaudit.results import CertifyRow, Column, Section
+from lipaudit.results.figures import finite, typed
 
 NAMES = ("norm", "eps_text", "samples", "clean", "robust", "certified")
 VERDICTS = ("certified", "undecided", "broken", "wrong")

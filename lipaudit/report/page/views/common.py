@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
@@ -10,9 +9,9 @@ from typing import Any, TypeVar
 from lipaudit.report.blocks import Block, Heatmap, Histogram, Matrix, Table
 from lipaudit.report.cells import pretty, standing, text
 from lipaudit.results import Column, Row, Section
+from lipaudit.results.figures import finite
 from lipaudit.results.heads import HeadRow
 
-R = TypeVar("R", bound=Row)
 H = TypeVar("H", bound=HeadRow)
 View = Callable[[Section], Iterable[Block]]
 SideBySide = Callable[[Mapping[str, Section]], Iterable[Block]]
@@ -30,35 +29,9 @@ SPREAD = (
 )
 
 
-def typed(section: Section, kind: type[R]) -> list[R]:
-    """Return the rows of a section as rows of its type."""
-    return [row for row in section.rows if isinstance(row, kind)]
-
-
 def head(row: HeadRow) -> str:
     """Name a head as LAYER.HEAD."""
     return f"{row.layer}.{row.head}"
-
-
-def finite(values: Iterable[Any]) -> list[float]:
-    """Keep the finite numbers."""
-    return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
-
-
-def middle(values: Iterable[Any]) -> float | None:
-    """Return the median of the finite numbers, None where there are none."""
-    numbers = finite(values)
-    return median(numbers) if numbers else None
-
-
-def order(value: Any) -> float:
-    """Sort key that puts missing values and NaN last when sorting from the largest down."""
-    return float(value) if isinstance(value, int | float) and value == value else -math.inf
-
-
-def largest(rows: Iterable[R], name: str, count: int) -> list[R]:
-    """Return the rows with the largest values of a column, largest first."""
-    return sorted(rows, key=lambda row: -order(getattr(row, name)))[:count]
 
 
 def table(title: str, section: Section, rows: Sequence[Row], names: Sequence[str]) -> Table:

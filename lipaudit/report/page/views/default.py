@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from lipaudit.report.blocks import Block
 from lipaudit.report.cells import UNMEASURED, pretty
-from lipaudit.report.page.views.common import every_row, heatmap, histogram, stacked, typed
+from lipaudit.report.page.views.common import every_row, heatmap, histogram, stacked
 from lipaudit.results import Column, Section, sample_columns
+from lipaudit.results.figures import typed
 from lipaudit.results.heads import HeadRow
 from lipaudit.results.naming import naming
 

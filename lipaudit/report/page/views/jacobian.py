@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lipaudit.report.blocks import Block, Table
-from lipaudit.report.page.views.common import every_row, histogram, order, stacked, table, typed
+from lipaudit.report.page.views.common import every_row, histogram, stacked, table
 from lipaudit.results import Column, JacobianRow, Section
+from lipaudit.results.figures import order, typed
 
 TOP = 5
 ID = Column(label="sample", meaning="Sample id.", format="s")

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Curve, Paragraph, Series, Table
-from lipaudit.report.page.views.common import every_row, order, stacked, typed
+from lipaudit.report.page.views.common import every_row, stacked
 from lipaudit.results import Column, ScalingFitRow, ScalingRow, Section
+from lipaudit.results.figures import order, typed
 
 MOST = 5
 """Most layers or heads in one picture, spread evenly."""

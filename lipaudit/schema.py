@@ -11,12 +11,18 @@ from pydantic import ValidationError
 from lipaudit.errors import InputError, neighbours, suggestion
 from lipaudit.results import Report, row_types
 from lipaudit.results.report import SCHEMA_VERSION
+from lipaudit.results.summary import Summary, summary
 
 
 def dumps(report: Report) -> str:
-    """Write a report as strict JSON (NaN and infinities are strings), one row to a line."""
+    """Write a report as strict JSON (NaN and infinities are strings), one row to a line.
+
+    Its summary is written before the sections that it is drawn from; `loads` draws it anew.
+    """
     document = json.loads(report.model_dump_json(by_alias=True))
-    return _layout(document) + "\n"
+    sections = document.pop("sections")
+    drawn = json.loads(summary(report).model_dump_json())
+    return _layout(document | {"summary": drawn, "sections": sections}) + "\n"
 
 
 def loads(text: str, *, name: str = "report") -> Report:
@@ -34,6 +40,8 @@ def loads(text: str, *, name: str = "report") -> Report:
             f"{name} has schema version {document.get('schema_version')}, not {SCHEMA_VERSION}",
             "It was written by another major version of lipaudit: use that one to read it.",
         )
+    document.pop("summary", None)
+    document["schema_version"] = SCHEMA_VERSION  # what is written again is of this version
     try:
         return Report.model_validate(document)
     except ValidationError as error:
@@ -75,6 +83,9 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a report: its rows are those of any measure that is installed."""
     schema = Report.model_json_schema(by_alias=True)
     rows = {kind.__name__: kind.model_json_schema() for kind in row_types().values()}
+    summed = Summary.model_json_schema()
+    schema["$defs"] |= summed.pop("$defs") | {"Summary": summed}
+    schema["properties"]["summary"] = {"$ref": "#/$defs/Summary"}
     any_row = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in rows]}
     schema["$defs"]["Section"]["properties"]["rows"]["items"] = any_row
     schema["$defs"].pop("Row", None)

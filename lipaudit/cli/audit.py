@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURING, typed_command
-from lipaudit.cli.options import ModelArgument, Output, Terminal
+from lipaudit.cli.options import Extent, ModelArgument, Output, Terminal
 from lipaudit.errors import EvaluationError, ExitCode, LipauditError
 from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
 
@@ -31,6 +31,7 @@ def audit(
     options: AuditOptions,
     run: RunOptions,
     output: Output,
+    extent: Extent,
     terminal: Terminal,
 ) -> None:
     """Everything about a checkpoint: bounds, attention, Jacobian, attacks, one report.
@@ -74,7 +75,7 @@ def audit(
         folder = made_folder(options.run_dir or RUNS / _name(model, report), "--run-dir")
         for name, format in (("report.json", "json"), ("report.html", "html")):
             write(folder / name, render(report, format))
-        emit(report, output)
+        emit(report, output, details=extent.details)
     if not terminal.quiet:
         _conclude(model, report, folder)
     _require_complete(report)
@@ -151,11 +152,9 @@ def _name(model: str, report: Report) -> str:
 
 
 def _conclude(model: str, report: Report, folder: Path) -> None:
-    """Say what was found in a few numbers, where it is, and what to type next."""
+    """Say where the report is, and what to type next."""
     saved = folder / "report.json"
     lines = [
-        "",
-        *(f"{value:>8}  {meaning}" for value, meaning in _figures(report)),
         "",
         f"report: {folder / 'report.html'}",
         f"data:   {saved}",
@@ -167,30 +166,3 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
             f"  lipaudit gate {shlex.quote(model)} --baseline lipaudit-baseline.json",
         ]
     typer.echo("\n".join(lines), err=True)
-
-
-def _figures(report: Report) -> Iterator[tuple[str, str]]:
-    from lipaudit.report.cells import text
-    from lipaudit.results import AttackRow, CertifyRow, JacobianRow
-    from lipaudit.results.figures import typed
-    from lipaudit.results.trials import COUNTED, WORST
-
-    top = _strongest(report.sections)
-    if top is not None:
-        name = f"{top.layer}.{top.head}"
-        meaning = f"is how much head {name} can magnify a small change of its input"
-        yield text(top.exact, top.columns()["exact"]) + "×", meaning
-    for row in (r for s in report.sections for r in typed(s, JacobianRow) if not r.module):
-        meaning = "is how much the model can magnify a small change of a median sample"
-        yield text(row.median, row.columns()["median"]) + "×", meaning
-    attacks = [r for s in report.sections for r in typed(s, AttackRow) if r.attack == WORST]
-    for worst in attacks[-1:]:
-        clean = text(worst.clean, worst.columns()["clean"])
-        radius = f"eps {worst.eps_text}"
-        if worst.norm in COUNTED:
-            radius = f"{worst.eps_text} changed {worst.norm}"
-        meaning = f"of samples stand attacks at {radius}; {clean} are right without"
-        yield text(worst.robust, worst.columns()["robust"]), meaning
-    for ball in [r for s in report.sections for r in typed(s, CertifyRow)][-1:]:
-        meaning = f"of {ball.samples} samples are certified at eps {ball.eps_text}"
-        yield text(ball.certified, ball.columns()["certified"]), meaning

@@ -31,13 +31,16 @@ def check_outputs(output: Output, forms: Collection[Form]) -> None:
         require_writable(path)
 
 
-def emit(shown: Report | Subject, output: Output, *, always: bool = True) -> None:
+def emit(
+    shown: Report | Subject, output: Output, *, always: bool = True, details: bool = True
+) -> None:
     """Write the files first, then stdout.
 
     Args:
         shown: what is written.
         output: where it goes.
         always: whether stdout gets it where files are named and no format is.
+        details: whether a terminal gets all of it, not only what fits a screen.
 
     Raises:
         UsageError: for an unknown format or suffix, or one that cannot show the result.
@@ -52,7 +55,7 @@ def emit(shown: Report | Subject, output: Output, *, always: bool = True) -> Non
     for path, format in files.items():
         write(path, format.render(subject[format.takes]()))
     if always or output.format or not files:
-        _print(subject, stdout)
+        _print(subject, stdout, details=details)
 
 
 def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
@@ -63,10 +66,10 @@ def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path
     return named(output.format, forms) if output.format else usual(forms), files
 
 
-def _print(subject: Subject, format: Format) -> None:
-    form = subject[format.takes]()
+def _print(subject: Subject, format: Format, *, details: bool) -> None:
     if format.screen:
-        format.screen(form, sys.stdout)
+        short = format.takes == "page" and "screen" in subject and not details
+        format.screen(subject["screen" if short else format.takes](), sys.stdout)
     else:
-        sys.stdout.buffer.write(format.render(form))
+        sys.stdout.buffer.write(format.render(subject[format.takes]()))
     sys.stdout.flush()

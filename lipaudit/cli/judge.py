@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import Group, app, command
-from lipaudit.cli.options import Lines, Output, Plain, Shown, completed, formats, model_names
+from lipaudit.cli.options import (
+    Extent,
+    Lines,
+    Output,
+    Plain,
+    Shown,
+    completed,
+    formats,
+    model_names,
+)
 from lipaudit.cli.remeasure import Remeasure, read_or_measured
 
 if TYPE_CHECKING:
@@ -41,7 +50,7 @@ def _output(format: str | None, files: list[Path] | None) -> Output:
 
 
 @command("report", panel=COMPARE)
-def report(reports: Reports, output: Shown, terminal: Plain) -> None:
+def report(reports: Reports, output: Shown, extent: Extent, terminal: Plain) -> None:
     """Render a saved report again, or several side by side.
 
     It needs no model and no torch: the figures are those of the run.
@@ -55,7 +64,7 @@ def report(reports: Reports, output: Shown, terminal: Plain) -> None:
     from lipaudit.report import of_reports
 
     loaded = [schema.load(path) for path in reports]
-    emit(of_reports(*loaded), output, always=False)
+    emit(of_reports(*loaded), output, always=False, details=extent.details)
 
 
 @command("compare", panel=COMPARE)
@@ -105,7 +114,7 @@ def gate(
         typer.Option(
             "--format",
             "-f",
-            help="text, table, json, markdown, html or junit.",
+            help="text, table, brief, json, markdown, html or junit.",
             autocompletion=completed(formats),
         ),
     ] = None,
@@ -193,7 +202,7 @@ def update(
 
 
 @command("show", parent=baselines)
-def show(output: Shown, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
+def show(output: Shown, extent: Extent, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
     """Print a baseline, and on stderr why it is one."""
     from lipaudit.cli.emit import emit
     from lipaudit.gate import load_baseline
@@ -201,7 +210,7 @@ def show(output: Shown, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None:
     standard = load_baseline(baseline)
     if not terminal.quiet:
         typer.echo(f"baseline because: {standard.run.reason or 'no reason given'}", err=True)
-    emit(standard, output, always=False)
+    emit(standard, output, always=False, details=extent.details)
 
 
 @command("check", parent=baselines)

@@ -64,7 +64,7 @@ class Output(Settings):
 
     format: str | None = option(
         None,
-        "What stdout gets: table, json, markdown, html.",
+        "What stdout gets: table, brief, json, markdown, html.",
         "--format",
         "-f",
         panel=OUTPUT,
@@ -77,6 +77,14 @@ class Output(Settings):
         "--output",
         "-o",
         panel=OUTPUT,
+    )
+
+
+class Extent(Settings):
+    """How much of a report stdout gets."""
+
+    details: bool = option(
+        False, "Print all sections, not only the scorecard and what stands out.", panel=OUTPUT
     )
 
 

@@ -166,6 +166,51 @@ class Notes:
     notes: tuple[Note, ...]
 
 
+@dataclass(frozen=True)
+class Line:
+    """One figure of a scorecard.
+
+    Attributes:
+        label: what it is.
+        value: the figure.
+        column: how the figure reads.
+        text: what belongs to it: its interval, its sample, its heads.
+        command: what to type to change it, or to see more of it.
+    """
+
+    label: str
+    value: Any
+    column: Column
+    text: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Scorecard:
+    """The figures that a reader is told first, a line each."""
+
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Brief:
+    """The little that a reader of a pull request is shown.
+
+    Attributes:
+        title: its heading.
+        remarks: what is to be known of the figures, the outcome first.
+        heads: of the columns.
+        rows: texts; what matters most comes first.
+        align: l or r for each column.
+    """
+
+    title: str
+    remarks: tuple[str, ...]
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    align: str
+
+
 Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares
 Block = Paragraph | Table | Picture | Notes
 
@@ -181,7 +226,18 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Document:
-    """A page: what was audited, what is to be known of it all, what stands out, the sections."""
+    """A page: what was audited, what is to be known of it all, what stands out, the sections.
+
+    Attributes:
+        title: its heading.
+        facts: what was audited and how, by name.
+        findings: what stands out, and the rows that it comes from.
+        chapters: the sections.
+        partial: what the report lacks; empty where it is complete.
+        notes: what is to be known before any figure.
+        scorecard: the first figures.
+        more: where the rest is, of a page that is not whole.
+    """
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -189,3 +245,5 @@ class Document:
     chapters: tuple[Chapter, ...]
     partial: str = ""
     notes: tuple[Note, ...] = ()
+    scorecard: Scorecard | None = None
+    more: str = ""

@@ -99,6 +99,16 @@ WORDS: Mapping[str, str] = {
     "P": "The attention map: a row per query, a column per key, each row adding up to 1.",
     "of": "What a line is about: a head, a layer or the model.",
     "regime": "How an attention row spreads: uniform, intermediate (fragile) or categorical.",
+    "scorecard": "The first figures of a report, in one screen; `--details` prints the sections "
+    "that they are drawn from.",
+    "clean accuracy": "Share of the samples that are classified rightly without any attack.",
+    "under attack": "Share of the samples that no attack of a ball turned into an error.",
+    "Jacobian norm": "How much the model can magnify a small change of a sample: ||J||.",
+    "steepest head": "The head with the largest exact norm, median over the samples.",
+    "fragile rows": "Share of attention rows in the intermediate regime, mean over the heads; "
+    "training with the penalty jasmin lowers it.",
+    "bound / exact": "How many times a bound lies above the exact norm of a head, median over "
+    "the heads: the tightest at the samples, and the tightest that is certified.",
     "accuracy": "Share of the samples that are classified rightly.",
     "95 % Wilson": "Limits between which the share lies with 95 % confidence, for samples drawn "
     "like these (Wilson 1927).",

@@ -25,7 +25,7 @@ from lipaudit.results.trials import parse_column
 if TYPE_CHECKING:
     import numpy as np
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 
 
 class Note(Frozen):

@@ -37,7 +37,9 @@ def test_only_our_own_tags_are_markup(report, other):
     )
     lines = [line for line in text.splitlines() if not line.startswith("    ")]
     tags = set(re.findall(r"<[^>]*>", "\n".join(lines)))
-    assert tags <= {f"<{end}{tag}>" for tag in ("details", "summary", "sub") for end in ("", "/")}
+    assert tags <= {
+        f"<{end}{tag}>" for tag in ("details", "summary", "sub", "code", "br") for end in ("", "/")
+    }
     assert "\x1b" not in text
 
 

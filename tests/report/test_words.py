@@ -121,7 +121,12 @@ def test_every_heading_of_a_page(kind, report, other):
     stands = [standing(column) for column in heads]
     marked = [label + mark for label in labels for mark in footnotes(heads)[0][:1]]
     facts = [name for name, _ in page.facts]
-    assert unexplained([*labels, *marked, *facts, *(s.split()[0] for s in stands if s)]) == []
+    scored = [line.label for line in page.scorecard.lines] if page.scorecard else []
+    assert bool(scored) == (kind == "single")
+    assert (
+        unexplained([*labels, *marked, *facts, *scored, *(s.split()[0] for s in stands if s)])
+        == []
+    )
 
 
 def models(*reports) -> set[str]:

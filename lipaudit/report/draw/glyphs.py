@@ -133,6 +133,30 @@ def density(block: Density, width: int) -> list[str]:
     ]
 
 
+def map_plot(block: Density, width: int) -> list[str]:
+    """Draw a density in shades, with the ends of both axes written out."""
+    rows = density(block, width)
+    left, below = frame(block, len(rows[0]), len(rows))
+    return [*(start + row for start, row in zip(left, rows, strict=True)), *below]
+
+
+def frame(block: Density, width: int, height: int) -> tuple[list[str], list[str]]:
+    """Return what stands left of each line of a density, and the lines below it: its axes."""
+    x0, x1 = _limits(block.x_range, len(block.values[0]), block.x.format)
+    y0, y1 = _limits(block.y_range, len(block.values), block.y.format)
+    ticks = [y0, *[""] * (height - 2), y1] if block.down else [y1, *[""] * (height - 2), y0]
+    pad = max(map(len, ticks))
+    label = pretty(block.x.label).center(max(width - len(x0) - len(x1), 0))
+    below = [f"{' ' * pad} └{'─' * width}", f"{' ' * (pad + 2)}{x0}{label}{x1}"]
+    return [f"{tick:>{pad}} │" for tick in ticks[:height]], below
+
+
+def _limits(ends: tuple[float, float], entries: int, spec: str) -> tuple[str, str]:
+    """Name the ends of an axis: whole numbers name the entries, others their outer edges."""
+    half = (ends[1] - ends[0]) / entries / 2 if spec == "d" else 0.0
+    return number(ends[0] + half, "g"), number(ends[1] - half, "g")
+
+
 def legend(block: Scatter | Curve) -> str:
     """Say what the axes and the glyphs are."""
     shown = [s for s in block.series if not s.guide]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len
 
 from lipaudit.report import cells
-from lipaudit.report.blocks import Table
+from lipaudit.report.blocks import Scorecard, Table
 
 GAP = "  "
 STRONG = "▸ "
@@ -41,6 +41,36 @@ def lines(block: Table, width: int) -> Iterator[Line]:
             wrapped = {i: textwrap.wrap(row[i], widths[i]) for i in group}
             yield from ((kind, line) for line in _row(wrapped, aligned))
     yield from (("note", line) for note in notes for line in wrap(note, width))
+
+
+def card(block: Scorecard, width: int) -> Iterator[Line]:
+    """Yield the lines of a scorecard: name, figure and what belongs to it, which is wrapped."""
+    rows, notes = scored(block)
+    names, figures = (max(cell_len(row[i]) for row in rows) for i in (0, 1))
+    lead = names + figures + 2 * len(GAP)
+    for name, figure, text, command in rows:
+        said = wrap(text, width - lead)
+        pad = " " * (figures - cell_len(figure))
+        start = f"{name}{' ' * (names - cell_len(name))}{GAP}{pad}{figure}{GAP}"
+        yield "row", start + said[0]
+        yield from (("row", " " * lead + line) for line in said[1:])
+        yield from (("row", " " * len(GAP) + line) for line in wrap(command, width) if command)
+    yield from (("note", line) for line in wrap("   ".join(notes), width) if notes)
+
+
+def scored(block: Scorecard) -> tuple[list[tuple[str, str, str, str]], list[str]]:
+    """Return the texts of each line, and what the marks behind their names stand for."""
+    marks, notes = cells.footnotes([line.column for line in block.lines])
+    rows = [
+        (
+            cells.pretty(line.label) + mark,
+            cells.text(line.value, line.column),
+            cells.pretty(cells.plain(line.text)),
+            cells.plain(line.command),
+        )
+        for line, mark in zip(block.lines, marks, strict=True)
+    ]
+    return rows, notes
 
 
 def split(widths: Sequence[int], *, keys: int, width: int, gap: int = len(GAP)) -> list[list[int]]:

@@ -29,11 +29,13 @@ from lipaudit.report.blocks import (
 from lipaudit.report.draw import glyphs
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.colours import contrast, viridis
-from lipaudit.report.draw.layout import lines, split, wrap
+from lipaudit.report.draw.layout import card, lines, split, wrap
 
 FULL = 100_000
 PROSE = 100
 MAP = 64
+AXIS = 9
+"""Room for the ticks left of a map."""
 STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": "dim"}
 
 
@@ -65,19 +67,30 @@ def look(stream: TextIO) -> tuple[int, str | None]:
 
 
 def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
+    yield from _opening(page, width, colour)
+    for chapter in page.chapters:
+        yield _heading(chapter.title, "─", width)
+        for block in chapter.blocks:
+            yield from _block(block, width, colour)
+    if page.more:
+        yield Text("\n".join(["", *wrap(page.more, min(width, PROSE))]), STYLES["note"])
+
+
+def _opening(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _heading(page.title, "═", width)
     if page.partial:
         yield Text("\n".join(wrap(f"PARTIAL: {page.partial}", min(width, PROSE))), "bold red")
     yield from _facts(page, width)
     if page.notes:
         yield from _block(Notes(page.notes), width, colour)
+    if page.scorecard:
+        yield _heading("Scorecard", "─", width)
+        said = card(page.scorecard, min(width, PROSE))
+        yield from (Text(line, STYLES[kind]) for kind, line in said)
     if page.findings:
         yield _heading("What stands out", "─", width)
-        yield from (_item("•", f"{text} [{source}]", width) for text, source in page.findings)
-    for chapter in page.chapters:
-        yield _heading(chapter.title, "─", width)
-        for block in chapter.blocks:
-            yield from _block(block, width, colour)
+        for text, source in page.findings:
+            yield _item("•", f"{text} [{source}]" if source else text, width)
 
 
 def _heading(title: str, rule: str, width: int) -> Text:
@@ -106,7 +119,7 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield Text("\n".join(_drawing(block, width)))
         case Density():
             yield _title(block.title, width)
-            yield from _density(block, min(width - 1, MAP), colour)
+            yield from _density(block, min(width - AXIS, MAP), colour)
             yield Text("\n".join(wrap(extent(block), min(width, PROSE))), STYLES["note"])
         case Paragraph():
             yield Text("\n".join(wrap(block.text, min(width, PROSE))))
@@ -125,15 +138,17 @@ def _drawing(block: Histogram | Shares | Scatter | Curve, width: int) -> list[st
 def _density(block: Density, width: int, colour: bool) -> Iterator[Text]:
     """Draw a density in shades, or in colours with two of its lines in a line of half blocks."""
     if not colour:
-        yield from map(Text, glyphs.density(block, width))
+        yield from map(Text, glyphs.map_plot(block, width))
         return
     shares = glyphs.pixels(block, width)
-    for above, below in zip(shares[::2], shares[1::2], strict=True):
-        line = Text()
+    left, axis = glyphs.frame(block, len(shares[0]), len(shares) // 2)
+    for start, above, below in zip(left, shares[::2], shares[1::2], strict=True):
+        line = Text(start)
         for pair in zip(above, below, strict=True):
             upper, lower = (f"rgb{viridis(share)}".replace(" ", "") for share in pair)
             line.append("▀", Style(color=upper, bgcolor=lower))
         yield line
+    yield from map(Text, axis)
 
 
 def _title(title: str, width: int) -> Text:

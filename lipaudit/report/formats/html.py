@@ -6,6 +6,7 @@ from typing import Any
 
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Document, Picture, Table
+from lipaudit.report.draw.layout import scored
 from lipaudit.report.form import Format
 
 MOST_ROWS = 1200
@@ -23,7 +24,12 @@ def render(page: Document) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plain": cells.plain, "drawn": _drawn, "tabulated": _tabulated}
+    environment.filters |= {
+        "plain": cells.plain,
+        "drawn": _drawn,
+        "tabulated": _tabulated,
+        "scored": scored,
+    }
     return environment.get_template("report.html").render(page=page, kind=kind).encode()
 
 

@@ -17,11 +17,13 @@ from lipaudit.report.blocks import (
     Notes,
     Paragraph,
     Scatter,
+    Scorecard,
     Shares,
     Table,
 )
 from lipaudit.report.draw import glyphs
 from lipaudit.report.draw.alt import extent
+from lipaudit.report.draw.layout import scored
 from lipaudit.report.form import Format
 
 SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
@@ -36,9 +38,11 @@ def render(page: Document) -> bytes:
         lines += [f"**Partial: {escape(page.partial)}**", ""]
     if page.facts:
         facts = [[name, escape(value)] for name, value in page.facts]
-        lines += [*_grid(["", ""], facts, "ll"), ""]
+        lines += [*grid(["", ""], facts, "ll"), ""]
     if page.notes:
         lines += [*_block(Notes(page.notes)), ""]
+    if page.scorecard:
+        lines += ["## Scorecard", "", *_card(page.scorecard), ""]
     if page.findings:
         lines += ["## What stands out", ""]
         lines += [
@@ -69,13 +73,28 @@ def _block(block: Block) -> Iterator[str]:
         case Scatter() | Curve():
             yield from _drawn(block.title, glyphs.plot(block, PLOT), glyphs.legend(block))
         case Density():
-            yield from _drawn(block.title, glyphs.density(block, PLOT), extent(block))
+            yield from _drawn(block.title, glyphs.map_plot(block, PLOT), extent(block))
         case Paragraph():
             yield escape(block.text)
         case Notes():
             yield from (
                 f"- **{n.level}**: {escape(n.text)} ({escape(n.code)})" for n in block.notes
             )
+
+
+def _card(block: Scorecard) -> Iterator[str]:
+    rows, notes = scored(block)
+    yield from grid(["", "", ""], [_scored(*row) for row in rows], "lrl")
+    yield from ["", f"<sub>{'; '.join(map(escape, notes))}</sub>"] if notes else []
+
+
+def _scored(name: str, figure: str, text: str, command: str) -> list[str]:
+    typed = f"<code>{escape(command)}</code>" if command else ""
+    return [
+        escape(name),
+        f"**{escape(figure)}**",
+        "<br>".join(filter(None, (escape(text), typed))),
+    ]
 
 
 def _table(block: Table) -> Iterator[str]:
@@ -94,7 +113,7 @@ def _table(block: Table) -> Iterator[str]:
         if block.title
         else []
     )
-    yield from _grid(heads, rows, align)
+    yield from grid(heads, rows, align)
     yield from ["", f"<sub>{'; '.join(map(escape, notes))}</sub>"] if notes else []
     yield from ["", "</details>"] if block.folded else []
 
@@ -112,12 +131,13 @@ def _heatmap(block: Heatmap) -> Iterator[str]:
     ]
     yield f"**{escape(block.title)}**"
     yield ""
-    yield from _grid(["layer \\ head", *block.columns], rows, "r" * (len(block.columns) + 1))
+    yield from grid(["layer \\ head", *block.columns], rows, "r" * (len(block.columns) + 1))
     yield ""
     yield f"<sub>{escape(cells.standing(block.column))}</sub>"
 
 
-def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:
+    """Write a table of texts; `align` has l or r for each column."""
     yield _line(heads)
     yield _line([{"l": ":--", "r": "--:"}[side] for side in align])
     yield from (_line(row) for row in rows)

@@ -9,7 +9,8 @@ from lipaudit.results import Report, Section
 from lipaudit.results.figures import finite
 from lipaudit.results.trials import WORST, TrialKey, parse_column
 
-FEATURES = ("norm", "radius_first_order")
+FEATURES = {"norm": "‖J‖", "radius_first_order": "first-order radius"}
+"""Figures of a sample that may tell what attacks break, and what they are called."""
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
-from lipaudit.report.page.remarks import merged, of_all, warnings
+from lipaudit.report.page.remarks import lack, leading, of_all
+from lipaudit.report.page.scorecard import scorecard
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.results import Column, Data, Model, Report, model_labels
 
+BRIEF = ("model", "data", "run", "status")
+"""The facts that a screen has room for."""
+MORE = "--details prints all sections; lipaudit explain WORD says what a word here means."
 LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
 
 
@@ -44,18 +49,32 @@ def _commits(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _partial(report: Report) -> str:
-    """Say what a report lacks; nothing where it is complete."""
-    if report.status == "complete":
-        return ""
-    if report.failures:
-        return f"{' and '.join(report.failures)} failed; what follows is the rest."
-    return "the run was cut short; what follows is incomplete."
+def screen(report: Report) -> Document:
+    """Lay out what fits a screen: what was audited, warnings, the scorecard, what stands out."""
+    page = _opening(report)
+    return replace(
+        page,
+        facts=tuple((name, value) for name, value in page.facts if name in BRIEF),
+        findings=tuple((text, "") for text, _ in page.findings),
+        more=MORE,
+    )
+
+
+def _opening(report: Report) -> Document:
+    """Lay out what stands above the sections."""
+    return Document(
+        title=f"lipaudit: {report.run.model.spec}",
+        facts=facts(report),
+        findings=tuple((finding.text, finding.source) for finding in diagnosis(report)),
+        chapters=(),
+        partial=lack(report),
+        notes=leading(report),
+        scorecard=scorecard(report),
+    )
 
 
 def _single(report: Report) -> Document:
     run, said = report.run, of_all(report)
-    findings = tuple((finding.text, finding.source) for finding in diagnosis(report))
     preprocess = "; ".join(f"{name} {listed(value)}" for name, value in run.preprocess.items())
     versions = {"lipaudit": run.lipaudit} | run.versions
     last = (
@@ -63,17 +82,11 @@ def _single(report: Report) -> Document:
         *([Paragraph(f"Preprocessing: {preprocess}.")] if preprocess else []),
         Paragraph(", ".join(f"{name} {version}" for name, version in versions.items()) + "."),
     )
-    return Document(
-        title=f"lipaudit: {run.model.spec}",
-        facts=facts(report),
-        findings=findings,
-        chapters=(
-            *(Chapter(s.measure, title(s.measure), blocks(s, said)) for s in report.sections),
-            Chapter("reading", "How to read the figures", last),
-        ),
-        partial=_partial(report),
-        notes=merged(said),
+    chapters = (
+        *(Chapter(s.measure, title(s.measure), blocks(s, said)) for s in report.sections),
+        Chapter("reading", "How to read the figures", last),
     )
+    return replace(_opening(report), chapters=chapters)
 
 
 def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
@@ -97,11 +110,12 @@ def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
             *chapters,
             Chapter("reading", "How to read the figures", (Paragraph(LEGEND),)),
         ),
-        partial=next(filter(None, map(_partial, reports)), ""),
+        partial=next(filter(None, map(lack, reports)), ""),
         notes=tuple(
             note.model_copy(update={"text": f"{name}: {note.text}"})
             for name, report in zip(names, reports, strict=True)
-            for note in merged(warnings(report.sections))
+            for note in leading(report)
+            if note.level == "warning"
         ),
     )
 

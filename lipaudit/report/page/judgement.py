@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lipaudit.gate.verdicts import Judgement, Verdict
-from lipaudit.report.blocks import Block, Chapter, Document, Notes, Paragraph, Table
+from lipaudit.report.blocks import Block, Brief, Chapter, Document, Notes, Paragraph, Table
 from lipaudit.results import Column, Note
 
 MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
@@ -57,19 +57,16 @@ def lines(judgement: Judgement) -> list[str]:
         written += [f"  {judged.rule}: {count} {more}rows {status}" for status, count in rest]
     written += [f"  shown, never failing: {_figures(verdict)}" for verdict in judgement.shown]
     written += [f"  note: {note}" for note in judgement.notes]
-    return [*written, "", f"{judgement.reason} (exit code {judgement.exit_code})"]
+    return [*written, "", _reason(judgement)]
 
 
 def page(judgement: Judgement) -> Document:
     """Lay a judgement out: the outcome, a table of verdicts, the remarks."""
-    passed = judgement.exit_code == 0
     shown = [Note(level="info", code="never-fails", text=_figures(v)) for v in judgement.shown]
     notes = [Note(level="info", code="note", text=text) for text in judgement.notes]
     remarks: list[Block] = [Notes((*shown, *notes))] if shown or notes else []
-    reason = f"{judgement.reason} (exit code {judgement.exit_code})"
     return Document(
-        title=f"lipaudit gate {'passed' if passed else 'failed'}: "
-        f"{judgement.current} against {judgement.baseline}",
+        title=_title(judgement),
         facts=(),
         findings=(),
         notes=tuple(
@@ -79,10 +76,41 @@ def page(judgement: Judgement) -> Document:
             Chapter(
                 "verdicts",
                 "Verdicts",
-                (Paragraph(reason), _table(judgement), Paragraph(PAIRED), *remarks),
+                (Paragraph(_reason(judgement)), _table(judgement), Paragraph(PAIRED), *remarks),
             ),
         ),
     )
+
+
+def brief(judgement: Judgement) -> Brief:
+    """Return the outcome for a pull request: what fails first, then what is no plain pass."""
+    written = [v for judged in _by_rule(judgement) for v in judged.written]
+    written.sort(key=lambda v: (not judgement.fails(v), not _stands_out(judgement, v)))
+    texts = ("baseline", "current", "change")
+    return Brief(
+        title=_title(judgement),
+        remarks=(_reason(judgement), *(f"warning: {text}" for text in judgement.warnings)),
+        heads=("verdict", "rule", "row", *texts),
+        rows=tuple(
+            (*_named(judgement, verdict), *(verdict.texts[name] for name in texts))
+            for verdict in written
+        ),
+        align="lllrrr",
+    )
+
+
+def _title(judgement: Judgement) -> str:
+    outcome = "passed" if judgement.exit_code == 0 else "failed"
+    return f"lipaudit gate {outcome}: {judgement.current} against {judgement.baseline}"
+
+
+def _reason(judgement: Judgement) -> str:
+    return f"{judgement.reason} (exit code {judgement.exit_code})"
+
+
+def _named(judgement: Judgement, verdict: Verdict) -> tuple[str, str, str]:
+    said = f"{_mark(judgement, verdict)} {verdict.status}"
+    return said, verdict.rule, verdict.reason or verdict.name
 
 
 def _by_rule(judgement: Judgement) -> Iterator[Judged]:
@@ -122,9 +150,4 @@ def _table(judgement: Judgement) -> Table:
 
 
 def _row(judgement: Judgement, verdict: Verdict) -> tuple[str, ...]:
-    return (
-        f"{_mark(judgement, verdict)} {verdict.status}",
-        verdict.rule,
-        verdict.reason or verdict.name,
-        *verdict.texts.values(),
-    )
+    return (*_named(judgement, verdict), *verdict.texts.values())

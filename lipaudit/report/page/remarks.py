@@ -4,30 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lipaudit.results import Note, Report, Section
+from lipaudit.results import Note, Report
+from lipaudit.results.summary import shared, summary
 
 LISTED = 6
 """How many of the words in which notes differ are written out."""
 
 
+def lack(report: Report) -> str:
+    """Say what a report lacks; nothing where it is complete."""
+    if report.status == "complete":
+        return ""
+    if report.failures:
+        failed = "; ".join(f"{name} failed: {f.reason}" for name, f in report.failures.items())
+        return f"{failed}. What follows is the rest."
+    return "the run was cut short; what follows is incomplete."
+
+
 def of_all(report: Report) -> list[Note]:
-    """Return what is said of every measure: of the model and the data, not of some figures.
+    """Return what stands above the figures and is not repeated: what every measure says.
 
-    Warnings come first. Of a report of one measure these are all there are.
+    Of a report of one measure these are its warnings.
     """
-    if not report.sections:
-        return []
-    first, *others = [s for s in report.sections if "." not in s.measure] or report.sections
-    shared = [note for note in first.notes if all(note in section.notes for section in others)]
-    return [note for note in shared if note.level == "warning"] + [
-        note for note in shared if note.level != "warning" and others
+    measures = [s for s in report.sections if "." not in s.measure]
+    return [n for n in shared(report) if n.level == "warning" or len(measures) > 1]
+
+
+def leading(report: Report) -> tuple[Note, ...]:
+    """Return what is to be known before any figure: every warning, then what all measures say."""
+    warned = [
+        Note(level="warning", code=w.code, text=f"{w.measure}: {w.text}" if w.measure else w.text)
+        for w in summary(report).warnings
     ]
-
-
-def warnings(sections: Iterable[Section]) -> list[Note]:
-    """Return the distinct warnings of some sections."""
-    notes = (note for section in sections for note in section.notes)
-    return list(dict.fromkeys(note for note in notes if note.level == "warning"))
+    return merged([*warned, *of_all(report)])
 
 
 def merged(notes: Iterable[Note]) -> tuple[Note, ...]:

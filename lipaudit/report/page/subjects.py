@@ -14,20 +14,24 @@ if TYPE_CHECKING:
     from lipaudit.report.blocks import Curve, Density
     from lipaudit.results import Report
 
-REPORT: frozenset[Form] = frozenset({"page", "record"})
+REPORT: frozenset[Form] = frozenset({"page", "brief", "record"})
 DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
 COMPARISON: frozenset[Form] = frozenset({"page", "record"})
-JUDGEMENT: frozenset[Form] = frozenset({"page", "record", "lines", "judgement"})
+JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "record", "lines", "judgement"})
 
 
 def of_reports(*reports: Report) -> Subject:
     """Show one report, or several side by side."""
-    from lipaudit.report.page.document import document
+    from lipaudit.report.page.document import document, screen
+    from lipaudit.report.page.scorecard import brief
 
     subject: dict[Form, Callable[[], Any]] = {"page": cache(lambda: document(*reports))}
     if len(reports) == 1:
         subject["record"] = lambda: reports[0]
+        subject["brief"] = lambda: brief(reports[0])
+        if sum("." not in s.measure for s in reports[0].sections) > 1:
+            subject["screen"] = lambda: screen(reports[0])
     if _pictures(reports):
         subject["picture"] = lambda: _picture(reports)
     return subject
@@ -46,10 +50,11 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
 
 def of_judgement(judgement: Judgement) -> Subject:
     """Show what the gate decided."""
-    from lipaudit.report.page.judgement import lines, page
+    from lipaudit.report.page.judgement import brief, lines, page
 
     return {
         "page": cache(lambda: page(judgement)),
+        "brief": lambda: brief(judgement),
         "record": lambda: judgement,
         "lines": lambda: lines(judgement),
         "judgement": lambda: judgement,

@@ -63,7 +63,8 @@ def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
     """
     if section.failure is not None:
         return (failed(section.failure),)
-    given = {n: value for n, value in section.settings.items() if value not in (None, [], ())}
+    own = {k: v for k, v in section.settings.items() if k != SEED and v is not False}
+    given = {name: value for name, value in own.items() if value not in (None, [], ())}
     settings = "; ".join(f"{name} {listed(value)}" for name, value in given.items())
     notes = [note for note in section.notes if note not in said]
     spoiling, others = (
@@ -107,4 +108,6 @@ def listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+SEED = "seed"
+"""A setting that is the run's: the facts of the page have it."""
 NOTHING = Paragraph("No rows: nothing was measured.")

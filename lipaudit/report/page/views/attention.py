@@ -13,9 +13,10 @@ from lipaudit.report.page.views.common import (
     heatmap,
     spread,
     table,
+    top,
 )
 from lipaudit.results import Array, AttentionRow, Column, Section
-from lipaudit.results.figures import largest, typed
+from lipaudit.results.figures import typed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,9 +55,9 @@ def view(section: Section) -> Iterator[Block]:
     )
     g1 = replace(columns["g1"], format=".3f")
     yield heatmap("g1, mean over rows", rows, lambda row: row.g1, g1)
-    fragile = largest(rows, "intermediate", TOP)
+    fragile = top(rows, "intermediate", TOP)
     yield table("Most intermediate heads", section, fragile, FRAGILE)
-    yield table("Strongest sinks", section, largest(rows, "sink_max", SINKS), SUNK)
+    yield table("Strongest sinks", section, top(rows, "sink_max", SINKS), SUNK)
     yield from _pictures(section)
     yield every_row(section)
 

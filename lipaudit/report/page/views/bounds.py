@@ -16,10 +16,11 @@ from lipaudit.report.page.views.common import (
     heatmap,
     spread,
     stacked,
+    top,
 )
 from lipaudit.results import BallRow, BoundsRow, Column, Section
 from lipaudit.results.bounds import ranked
-from lipaudit.results.figures import finite, largest, log10, middle, typed
+from lipaudit.results.figures import finite, log10, middle, typed
 
 TOP = 10
 CERTIFIED = ("ball_sharp", "mean_field", "castin", "hu")
@@ -91,7 +92,7 @@ def balls_side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
 
 def _amplifying(section: Section, rows: list[BoundsRow]) -> Table:
     columns = section.columns()
-    top = largest(rows, "exact", TOP)
+    rows = top(rows, "exact", TOP)
     names = [bound.name for bound in ranked()]
     shown = [name for name in names if any(row.log10_ratio(name) is not None for row in rows)]
     said = any(row.input not in ("", "one input") for row in rows)
@@ -110,7 +111,7 @@ def _amplifying(section: Section, rows: list[BoundsRow]) -> Table:
                 row.exact,
                 *(_multiple(row.log10_ratio(name)) for name in shown),
             )
-            for row in top
+            for row in rows
         ),
     )
 

@@ -9,13 +9,16 @@ from typing import Any, TypeVar
 from lipaudit.report.blocks import Block, Heatmap, Histogram, Matrix, Table
 from lipaudit.report.cells import pretty, standing, text
 from lipaudit.results import Column, Row, Section
-from lipaudit.results.figures import finite
+from lipaudit.results.figures import finite, largest
 from lipaudit.results.heads import HeadRow
 
+R = TypeVar("R", bound=Row)
 H = TypeVar("H", bound=HeadRow)
 View = Callable[[Section], Iterable[Block]]
 SideBySide = Callable[[Mapping[str, Section]], Iterable[Block]]
 
+FIT = 20
+"""So many rows are shown whole."""
 HEAD = Column(label="head", meaning="LAYER.HEAD", format="s")
 MODEL = Column(label="model", meaning="The report that the row comes from.", format="s")
 SPREAD = (
@@ -32,6 +35,11 @@ SPREAD = (
 def head(row: HeadRow) -> str:
     """Name a head as LAYER.HEAD."""
     return f"{row.layer}.{row.head}"
+
+
+def top(rows: Sequence[R], name: str, count: int) -> list[R]:
+    """Return the rows with the largest values of a column, largest first; all where all fit."""
+    return largest(rows, name, len(rows) if len(rows) <= FIT else count)
 
 
 def table(title: str, section: Section, rows: Sequence[Row], names: Sequence[str]) -> Table:

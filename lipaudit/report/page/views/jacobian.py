@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lipaudit.report.blocks import Block, Table
-from lipaudit.report.page.views.common import every_row, histogram, stacked, table
+from lipaudit.report.page.views.common import FIT, every_row, histogram, stacked, table
 from lipaudit.results import Column, JacobianRow, Section
 from lipaudit.results.figures import order, typed
 
@@ -53,11 +53,13 @@ def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
 def _sensitive(section: Section) -> Table:
     samples = section.samples
     names = [name for name in SHOWN if name in samples]
-    ranked = sorted(range(len(samples["norm"])), key=lambda i: -order(samples["norm"][i]))
+    norms = samples["norm"]
+    shown = len(norms) if len(norms) <= FIT else TOP
+    ranked = sorted(range(len(norms)), key=lambda i: -order(norms[i]))[:shown]
     return Table(
         title="Most sensitive samples",
         columns=(ID, *(section.sample_column(name) for name in names)),
-        rows=tuple((_id(samples, i), *(samples[n][i] for n in names)) for i in ranked[:TOP]),
+        rows=tuple((_id(samples, i), *(samples[n][i] for n in names)) for i in ranked),
     )
 
 

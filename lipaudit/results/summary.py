@@ -1,0 +1,283 @@
+"""The scorecard of a report as data: what a reader is told first, drawn from its sections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any, Literal
+
+from lipaudit.results.bounds import ranked
+from lipaudit.results.columns import Float, Frozen, Status
+from lipaudit.results.figures import finite, largest, middle, order, typed, wilson
+from lipaudit.results.report import Note, Report, Section
+from lipaudit.results.rows import AttackRow, AttentionRow, BoundsRow, JacobianRow
+from lipaudit.results.trials import WORST
+
+STEEPEST = 3
+"""How many heads are named."""
+HALF = 0.5
+"""A head is called fragile when more than this share of its rows is."""
+FEW = 0.05
+"""Where fewer rows than this are intermediate, a penalty has nothing to pull."""
+
+
+class Accuracy(Frozen):
+    """A share of samples that are right, with its 95 % limits (Wilson).
+
+    Attributes:
+        kind: without attack, or what no attack of a ball broke.
+        norm: of the ball; empty without attack.
+        eps: its radius as it was typed.
+        attacks: those that were tried.
+        share: of the samples.
+        low: lower limit.
+        high: upper limit.
+        samples: how many.
+    """
+
+    kind: Literal["clean", "attacked"]
+    norm: str = ""
+    eps: str = ""
+    attacks: tuple[str, ...] = ()
+    share: Float
+    low: Float | None
+    high: Float | None
+    samples: int
+
+
+class Norms(Frozen):
+    """The Jacobian norms of the model over the samples; `sample` has the largest."""
+
+    start: str
+    end: str
+    norm: str
+    median: Float | None
+    p95: Float | None
+    max: Float | None
+    sample: str
+    samples: int
+    converged: int
+
+
+class Head(Frozen):
+    """A head and its exact norm (median over samples)."""
+
+    layer: int
+    head: int
+    exact: Float
+
+
+class Heads(Frozen):
+    """The heads that amplify most, steepest first, beside all of them."""
+
+    steepest: tuple[Head, ...]
+    median: Float
+    heads: int
+
+
+class Fragile(Frozen):
+    """How many attention rows are in the fragile regime.
+
+    Attributes:
+        share: of all rows, the mean over heads.
+        heads: how many have more than half of their rows there.
+        of: how many heads there are.
+        side: the regime of most other rows.
+        k: of the JaSMin penalty that pulls rows to that side; None where nothing is to be pulled.
+    """
+
+    share: Float
+    heads: int
+    of: int
+    side: Literal["uniform", "one-hot"]
+    k: int | None
+
+
+class Tightness(Frozen):
+    """How many times a bound lies above the exact norm, over heads."""
+
+    bound: str
+    status: Status
+    median: Float
+    largest: Float
+    heads: int
+
+
+class Warned(Frozen):
+    """A warning, and the measure whose figures it is about; empty: all of them."""
+
+    measure: str
+    code: str
+    text: str
+
+
+class Summary(Frozen):
+    """What a report says in one screen.
+
+    Attributes:
+        warnings: what must be known before any figure, those on all figures first.
+        accuracy: without attack, then under attack by ball.
+        norms: of the model's Jacobian.
+        heads: the steepest.
+        fragile: attention rows.
+        bounds: against the exact norms, in the order of tables.
+    """
+
+    warnings: tuple[Warned, ...] = ()
+    accuracy: tuple[Accuracy, ...] = ()
+    norms: Norms | None = None
+    heads: Heads | None = None
+    fragile: Fragile | None = None
+    bounds: tuple[Tightness, ...] = ()
+
+
+def summary(report: Report) -> Summary:
+    """Sum a report up; what its sections do not say is left out."""
+    bounds = typed(report.section("bounds"), BoundsRow)
+    return Summary(
+        warnings=tuple(_warned(report)),
+        accuracy=(*_clean(report), *_attacked(typed(report.section("attack"), AttackRow))),
+        norms=_norms(report.section("jacobian")),
+        heads=_heads(bounds),
+        fragile=_fragile(report.section("attention")),
+        bounds=tuple(_tightness(bounds)),
+    )
+
+
+def shared(report: Report) -> list[Note]:
+    """Return the notes that every measure has: on the model and the data, not on some figures."""
+    if not report.sections:
+        return []
+    first, *others = [s for s in report.sections if "." not in s.measure] or report.sections
+    return [note for note in first.notes if all(note in section.notes for section in others)]
+
+
+def _warned(report: Report) -> Iterator[Warned]:
+    given = [("", note) for note in shared(report)]
+    given += [(section.measure, note) for section in report.sections for note in section.notes]
+    owners: dict[Note, str] = {}
+    for measure, note in given:
+        if note.level == "warning":
+            owners.setdefault(note, measure)
+    for note, measure in owners.items():
+        yield Warned(measure=measure, code=note.code, text=note.text)
+
+
+def _clean(report: Report) -> Iterator[Accuracy]:
+    """Count what is right without attack, on the samples that were attacked if there are any."""
+    for measure in ("attack", "jacobian"):
+        section = report.section(measure)
+        flags = [] if section is None else finite(section.samples.get("correct", ()))
+        if flags:
+            right = sum(flag > 0 for flag in flags)
+            low, high = wilson(right, len(flags))
+            yield Accuracy(
+                kind="clean", share=right / len(flags), low=low, high=high, samples=len(flags)
+            )
+            return
+
+
+def _attacked(rows: Sequence[AttackRow]) -> Iterator[Accuracy]:
+    balls: dict[tuple[str, float], list[AttackRow]] = {}
+    for row in rows:
+        balls.setdefault((row.norm, row.eps), []).append(row)
+    for group in balls.values():
+        tried = tuple(row.attack for row in group if row.attack != WORST)
+        worst = [row for row in group if row.attack == WORST] or group[:1] * (len(group) == 1)
+        for row in worst:
+            if row.robust is not None:
+                yield Accuracy(
+                    kind="attacked",
+                    norm=row.norm,
+                    eps=row.key.radius.text,
+                    attacks=tried,
+                    share=row.robust,
+                    low=row.robust_low,
+                    high=row.robust_high,
+                    samples=row.samples,
+                )
+
+
+def _norms(section: Section | None) -> Norms | None:
+    rows = [row for row in typed(section, JacobianRow) if not row.module]
+    if section is None or not rows or not finite((rows[0].median, rows[0].max)):
+        return None
+    row = rows[0]
+    return Norms(
+        start=row.from_,
+        end=row.to,
+        norm=row.norm,
+        median=row.median,
+        p95=row.p95,
+        max=row.max,
+        sample=_most_sensitive(section),
+        samples=row.samples,
+        converged=row.converged,
+    )
+
+
+def _most_sensitive(section: Section) -> str:
+    """Return the id of the sample with the largest norm, empty where none is known."""
+    ids, norms = (section.samples.get(name, ()) for name in ("ids", "norm"))
+    known = [(v, str(i)) for i, v in zip(ids, norms, strict=False) if finite([v])]
+    return max(known, key=lambda pair: order(pair[0]))[1] if known else ""
+
+
+def _heads(rows: Sequence[BoundsRow]) -> Heads | None:
+    known = [row for row in rows if finite([row.exact])]
+    if not known:
+        return None
+    steepest = tuple(
+        Head(layer=row.layer, head=row.head, exact=order(row.exact))
+        for row in largest(known, "exact", STEEPEST)
+    )
+    typical = median(finite(row.exact for row in known))
+    return Heads(steepest=steepest, median=typical, heads=len(known))
+
+
+def _fragile(section: Section | None) -> Fragile | None:
+    """Choose, too, the penalty that pulls rows to the side where the model's rows already lie.
+
+    JaSMin k = 0 lowers g1 itself, towards uniform or one-hot rows; k > 1 lowers g1 / g_k, which
+    flattens one-hot rows too and leaves rows with at most k keys out.
+    """
+    rows = [row for row in typed(section, AttentionRow) if finite([row.intermediate])]
+    if section is None or not rows:
+        return None
+    shares = {n: _mean(rows, n) for n in ("intermediate", "uniform", "categorical")}
+    flat = shares["uniform"] > shares["categorical"]
+    k: Any = section.settings.get("k", 10)
+    long = isinstance(k, int) and max(row.tokens for row in rows) > k
+    pulled = (k if flat and long else 0) if shares["intermediate"] >= FEW else None
+    return Fragile(
+        share=shares["intermediate"],
+        heads=sum(order(row.intermediate) > HALF for row in rows),
+        of=len(rows),
+        side="uniform" if flat else "one-hot",
+        k=pulled,
+    )
+
+
+def _mean(rows: Sequence[AttentionRow], name: str) -> float:
+    return sum(finite(getattr(row, name) for row in rows)) / len(rows)
+
+
+def _tightness(rows: Sequence[BoundsRow]) -> Iterator[Tightness]:
+    columns = BoundsRow.columns()
+    for bound in ranked():
+        logs = finite(row.log10_ratio(bound.name) for row in rows)
+        typical = middle(logs)
+        if typical is not None:
+            yield Tightness(
+                bound=bound.name,
+                status=columns[bound.name].status,
+                median=_power(typical),
+                largest=_power(max(logs)),
+                heads=len(logs),
+            )
+
+
+def _power(logarithm: float) -> float:
+    """Return 10 to a power, infinite where that is no number of the machine."""
+    return 10**logarithm if logarithm < 308 else math.inf

@@ -1,0 +1,180 @@
+"""The scorecard: what it says is what the sections say, and every format draws it."""
+
+from __future__ import annotations
+
+from math import log10
+from statistics import median
+
+import pytest
+
+from lipaudit.gate import judge
+from lipaudit.report import of_judgement, of_reports, render
+from lipaudit.report.formats.markdown import escape
+from lipaudit.report.page.document import document, screen
+from lipaudit.report.page.scorecard import scorecard
+from lipaudit.results import AttentionRow, Section
+from lipaudit.results.figures import wilson
+from lipaudit.results.summary import summary
+
+
+def lines(report) -> dict[str, tuple[object, str, str]]:
+    card = scorecard(report)
+    return {line.label: (line.value, line.text, line.command) for line in card.lines}
+
+
+def with_sections(report, *sections):
+    return report.model_copy(update={"sections": sections})
+
+
+def with_rows(report, measure, **changes):
+    section = report.section(measure)
+    rows = tuple(row.model_copy(update=changes) for row in section.rows)
+    return with_sections(report, section.model_copy(update={"rows": rows}))
+
+
+def test_accuracies_and_their_limits(report):
+    clean, *attacked = summary(report).accuracy
+    assert (clean.share, clean.samples) == (23 / 24, 24)
+    assert (clean.low, clean.high) == wilson(23, 24)
+    rows = {row.eps_text: row for row in report.section("attack").rows if row.attack == "worst"}
+    assert [each.eps for each in attacked] == list(rows)
+    for each in attacked:
+        row = rows[each.eps]
+        assert (each.share, each.low, each.high) == (row.robust, row.robust_low, row.robust_high)
+        assert each.attacks == ("fgsm", "pgd")
+    said = lines(report)["under attack, linf 2/255"]
+    assert said == (15 / 24, "43.5% to 79.5%, worst of fgsm, pgd", "")
+
+
+def test_what_is_right_is_counted_without_an_attack_too(report):
+    (clean,) = summary(with_sections(report, report.section("jacobian"))).accuracy
+    assert (clean.kind, clean.share) == ("clean", 23 / 24)
+
+
+def test_norms_name_the_sample_that_has_the_largest(report):
+    row, norms = report.section("jacobian").rows[0], summary(report).norms
+    assert (norms.median, norms.p95, norms.max) == (row.median, row.p95, row.max)
+    ids, values = (report.section("jacobian").samples[name] for name in ("ids", "norm"))
+    known = {v: i for i, v in zip(ids, values, strict=True) if v is not None and v == v}
+    assert norms.sample == known[max(known)]
+    assert lines(report)["Jacobian norm, max"] == (row.max, f"sample {norms.sample[:12]}", "")
+
+
+def test_one_sample_has_one_norm_and_no_quantiles(report):
+    section = report.section("jacobian")
+    row = section.rows[0].model_copy(update={"samples": 1})
+    samples = {name: values[:1] for name, values in section.samples.items()}
+    one = section.model_copy(update={"rows": (row,), "samples": samples})
+    labels = [name for name in lines(with_sections(report, one)) if name.startswith("Jacobian")]
+    assert labels == ["Jacobian norm"]
+
+
+def test_steepest_heads_are_the_largest_norms(report):
+    exact = {
+        (row.layer, row.head): row.exact
+        for row in report.section("bounds").rows
+        if row.exact is not None and row.exact == row.exact
+    }
+    heads = summary(report).heads
+    top = sorted(exact, key=exact.get)[::-1][:3]
+    assert [(each.layer, each.head, each.exact) for each in heads.steepest] == [
+        (*name, exact[name]) for name in top
+    ]
+    assert (heads.median, heads.heads) == (median(exact.values()), len(exact))
+
+
+@pytest.mark.parametrize(
+    ("shares", "tokens", "k"),
+    [
+        ({"uniform": 0.2, "categorical": 0.6}, 17, 0),
+        ({"uniform": 0.6, "categorical": 0.2}, 17, 10),
+        ({"uniform": 0.6, "categorical": 0.2}, 10, 0),
+    ],
+)
+def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
+    row = AttentionRow(layer=0, head=0, intermediate=0.2, tokens=tokens, **shares)
+    section = Section(measure="attention", settings={"k": 10}, rows=(row,))
+    fragile = summary(with_sections(report, section)).fragile
+    assert (fragile.share, fragile.heads, fragile.of, fragile.k) == (0.2, 0, 1, k)
+
+
+def test_the_command_that_lowers_the_share_of_fragile_rows(report):
+    demo = report.run.model.model_copy(update={"spec": "demo", "source": "demo"})
+    run = report.run.model_copy(update={"model": demo})
+    said = lines(report.model_copy(update={"run": run}))["fragile rows"][2]
+    assert said == "lipaudit train demo --penalty jasmin"
+    assert lines(report)["fragile rows"][2].endswith("--penalty jasmin --data TRAIN")
+    calm = with_rows(report, "attention", intermediate=0.01)
+    assert lines(calm)["fragile rows"][2] == ""
+    features = report.section("jacobian")
+    rows = tuple(row.model_copy(update={"to": "features"}) for row in features.rows)
+    encoder = (report.section("attention"), features.model_copy(update={"rows": rows}))
+    assert lines(with_sections(report, *encoder))["fragile rows"][2] == ""
+
+
+def test_bounds_shown_are_the_tightest_of_each_standing(report):
+    summed = {each.bound: each for each in summary(report).bounds}
+    ratios = {
+        name: [
+            getattr(row, name) / row.exact
+            for row in report.section("bounds").rows
+            if row.exact is not None and row.exact == row.exact and getattr(row, name)
+        ]
+        for name in ("sharp", "castin")
+    }
+    for name, values in ratios.items():
+        assert summed[name].median == pytest.approx(10 ** median(map(log10, values)))
+        assert summed[name].largest == pytest.approx(max(values))
+    shown = [name for name in lines(report) if name.startswith("bound / exact")]
+    assert shown == ["bound / exact, sharp", "bound / exact, castin"]
+
+
+def test_a_report_without_figures_has_no_scorecard(report, blank_report):
+    for bare in (with_sections(report), blank_report):
+        assert scorecard(bare) is None
+        assert render(bare, "brief")
+
+
+@pytest.mark.parametrize("format", ["table", "markdown", "html"])
+def test_every_format_draws_it_above_findings_and_sections(report, format):
+    text = render(report, format).decode()
+    places = [
+        text.find(word) for word in ("Scorecard", "clean accuracy", "What stands out", "Most ampl")
+    ]
+    assert 0 < places[0] < places[1] < places[2] < places[3]
+
+
+def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
+    page, first = document(report), screen(report)
+    assert first.chapters == ()
+    assert (first.notes, first.scorecard) == (page.notes, page.scorecard)
+    assert [text for text, _ in first.findings] == [text for text, _ in page.findings]
+    texts = [note.text for note in first.notes if note.level == "warning"]
+    assert "jacobian: 2 of 24 samples did not converge." in texts
+    assert "--details" in first.more
+
+
+def test_a_single_measure_is_shown_whole(report):
+    assert "screen" in of_reports(report)
+    alone = with_sections(report, report.section("bounds"), report.section("bounds.layers"))
+    assert "screen" not in of_reports(alone)
+
+
+def test_a_brief_is_15_lines(report, other):
+    failed = report.model_copy(update={"status": "partial"})
+    for shown in (report, failed, of_judgement(judge(other, report))):
+        assert len(render(shown, "brief").decode().splitlines()) <= 15
+    text = render(failed, "brief").decode()
+    assert "PARTIAL: the run was cut short" in text
+    assert "did not converge" in text
+    assert text.index("did not converge") < text.index("clean accuracy")
+
+
+def test_a_brief_of_a_judgement_has_what_fails_first(report, other):
+    judgement = judge(other, report)
+    verdicts = [v for v in judgement.verdicts if judgement.fails(v)]
+    assert verdicts
+    text = render(of_judgement(judgement), "brief").decode()
+    assert escape(judgement.reason) in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert all(row.startswith("| ✗") for row in rows[: min(len(verdicts), 8)])

@@ -14,7 +14,7 @@ from lipaudit.attacks.evaluate import require_radius
 from lipaudit.attacks.sanity import Checks, clean_notes
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
-from lipaudit.measures.attack import require_entry, wilson
+from lipaudit.measures.attack import require_entry
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -36,6 +36,7 @@ from lipaudit.models.certificate import (
 )
 from lipaudit.models.net import Net
 from lipaudit.results import CertifyRadiusRow, CertifyRow, Note, Section
+from lipaudit.results.figures import wilson
 from lipaudit.results.trials import Radius
 from lipaudit.settings.certify import CertifyOptions
 

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Literal
 
 from lipaudit.results.bounds import ranked
+from lipaudit.results.certify import CertifyRow
 from lipaudit.results.columns import Float, Frozen, Status
 from lipaudit.results.figures import finite, largest, middle, order, typed, wilson
 from lipaudit.results.report import Note, Report, Section
@@ -26,7 +27,7 @@ class Accuracy(Frozen):
     """A share of samples that are right, with its 95 % limits (Wilson).
 
     Attributes:
-        kind: without attack, or what no attack of a ball broke.
+        kind: without attack; what no attack of a ball broke; what is proven that none can break.
         norm: of the ball; empty without attack.
         eps: its radius as it was typed.
         attacks: those that were tried.
@@ -34,9 +35,10 @@ class Accuracy(Frozen):
         low: lower limit.
         high: upper limit.
         samples: how many.
+        undecided: of a certificate, how many are neither proven nor broken.
     """
 
-    kind: Literal["clean", "attacked"]
+    kind: Literal["clean", "attacked", "certified"]
     norm: str = ""
     eps: str = ""
     attacks: tuple[str, ...] = ()
@@ -44,6 +46,7 @@ class Accuracy(Frozen):
     low: Float | None
     high: Float | None
     samples: int
+    undecided: int | None = None
 
 
 class Norms(Frozen):
@@ -117,7 +120,7 @@ class Summary(Frozen):
 
     Attributes:
         warnings: what must be known before any figure, those on all figures first.
-        accuracy: without attack, then under attack by ball.
+        accuracy: without attack, then under attack by ball, then certified.
         norms: of the model's Jacobian.
         heads: the steepest.
         fragile: attention rows.
@@ -135,9 +138,11 @@ class Summary(Frozen):
 def summary(report: Report) -> Summary:
     """Sum a report up; what its sections do not say is left out."""
     bounds = typed(report.section("bounds"), BoundsRow)
+    attacks = typed(report.section("attack"), AttackRow)
+    certified = typed(report.section("certify"), CertifyRow)
     return Summary(
         warnings=tuple(_warned(report)),
-        accuracy=(*_clean(report), *_attacked(typed(report.section("attack"), AttackRow))),
+        accuracy=(*_clean(report), *_attacked(attacks), *_certified(certified, attacks)),
         norms=_norms(report.section("jacobian")),
         heads=_heads(bounds),
         fragile=_fragile(report.section("attention")),
@@ -166,7 +171,7 @@ def _warned(report: Report) -> Iterator[Warned]:
 
 def _clean(report: Report) -> Iterator[Accuracy]:
     """Count what is right without attack, on the samples that were attacked if there are any."""
-    for measure in ("attack", "jacobian"):
+    for measure in ("attack", "jacobian", "certify"):
         section = report.section(measure)
         flags = [] if section is None else finite(section.samples.get("correct", ()))
         if flags:
@@ -197,6 +202,25 @@ def _attacked(rows: Sequence[AttackRow]) -> Iterator[Accuracy]:
                     high=row.robust_high,
                     samples=row.samples,
                 )
+
+
+def _certified(rows: Sequence[CertifyRow], attacks: Sequence[AttackRow]) -> Iterator[Accuracy]:
+    """Yield what is proven of each ball, and what attacks left of it where none else says so."""
+    said = {(row.norm, row.eps) for row in attacks}
+    for row in rows:
+        ball: Any = {"norm": row.norm, "eps": row.key.radius.text, "samples": row.samples}
+        if row.robust is not None and (row.norm, row.eps) not in said:
+            low, high = row.robust_low, row.robust_high
+            yield Accuracy(kind="attacked", share=row.robust, low=low, high=high, **ball)
+        if row.certified is not None:
+            yield Accuracy(
+                kind="certified",
+                share=row.certified,
+                low=row.certified_low,
+                high=row.certified_high,
+                undecided=row.undecided,
+                **ball,
+            )
 
 
 def _norms(section: Section | None) -> Norms | None:

@@ -13,6 +13,7 @@ from lipaudit.report.formats.markdown import escape
 from lipaudit.report.page.document import document, screen
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.results import AttentionRow, Section
+from lipaudit.results.certify import CertifyRow
 from lipaudit.results.figures import wilson
 from lipaudit.results.summary import summary
 
@@ -44,6 +45,25 @@ def test_accuracies_and_their_limits(report):
         assert each.attacks == ("fgsm", "pgd")
     said = lines(report)["under attack, linf 2/255"]
     assert said == (15 / 24, "43.5% to 79.5%, worst of fgsm, pgd", "")
+
+
+def test_what_is_proven_stands_below_what_attacks_left(report):
+    proven = {"certified": 0.25, "certified_low": 0.1, "certified_high": 0.4, "undecided": 3}
+    row = CertifyRow(norm="linf", eps=2 / 255, eps_text="2/255", samples=8, robust=0.5, **proven)
+    section = Section(measure="certify", rows=(row,))
+    for others, labels in (
+        ((), ["under attack, linf 2/255", "certified, linf 2/255"]),
+        (
+            (report.section("attack"),),
+            ["clean accuracy", *(f"under attack, linf {e}/255" for e in (2, 4)),
+             "certified, linf 2/255"],
+        ),
+    ):  # fmt: skip
+        said = lines(with_sections(report, *others, section))
+        assert list(said) == labels
+        assert said["certified, linf 2/255"] == (
+            0.25, "10.0% to 40.0%, 8 samples, 3 undecided", "",
+        )  # fmt: skip
 
 
 def test_what_is_right_is_counted_without_an_attack_too(report):

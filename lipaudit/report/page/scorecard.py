@@ -10,13 +10,29 @@ from lipaudit.report.blocks import Brief, Line, Scorecard
 from lipaudit.report.cells import significant, standing, text
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.page.remarks import lack, leading
-from lipaudit.results import AttackRow, AttentionRow, BoundsRow, Column, JacobianRow, Report
+from lipaudit.report.page.views.common import interval
+from lipaudit.results import (
+    AttackRow,
+    AttentionRow,
+    BoundsRow,
+    CertifyRow,
+    Column,
+    JacobianRow,
+    Report,
+)
 from lipaudit.results.summary import Accuracy, Fragile, Heads, Norms, Tightness, summary
 from lipaudit.results.trials import COUNTED
 
 CHARACTERS = 12
 """How much of a sample's id is written: enough to tell samples apart."""
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
+
+KINDS = {
+    "clean": ("clean accuracy", AttackRow.columns()["clean"]),
+    "attacked": ("under attack", AttackRow.columns()["robust"]),
+    "certified": ("certified", CertifyRow.columns()["certified"]),
+}
+"""How each accuracy is called, and how it reads."""
 
 
 def scorecard(report: Report) -> Scorecard | None:
@@ -51,19 +67,19 @@ def brief(report: Report) -> Brief:
 
 
 def _accuracy(accuracy: Accuracy) -> Line:
-    columns = AttackRow.columns()
-    interval = ""
-    if accuracy.low is not None and accuracy.high is not None:
-        interval = f"{accuracy.low:.1%} to {accuracy.high:.1%}, "
-    if accuracy.kind == "clean":
-        samples = f"{interval}{accuracy.samples} samples"
-        return Line("clean accuracy", accuracy.share, columns["clean"], samples)
-    tried = ", ".join(accuracy.attacks)
-    worst = f"worst of {tried}" if len(accuracy.attacks) > 1 else tried
+    label, column = KINDS[accuracy.kind]
     ball = f"{accuracy.norm} {accuracy.eps}"
     if accuracy.norm in COUNTED:
         ball = f"{accuracy.eps} {accuracy.norm}"
-    return Line(f"under attack, {ball}", accuracy.share, columns["robust"], interval + worst)
+    tried = ", ".join(accuracy.attacks)
+    said = [
+        interval(accuracy.low, accuracy.high),
+        f"worst of {tried}" if len(accuracy.attacks) > 1 else tried,
+        "" if tried else f"{accuracy.samples} samples",
+        f"{accuracy.undecided} undecided" if accuracy.undecided else "",
+    ]
+    named = label if accuracy.kind == "clean" else f"{label}, {ball}"
+    return Line(named, accuracy.share, column, ", ".join(filter(None, said)))
 
 
 def _norms(norms: Norms) -> Iterator[Line]:

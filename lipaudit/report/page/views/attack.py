@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Curve, Series, Table
-from lipaudit.report.page.views.common import MODEL
+from lipaudit.report.page.views.common import MODEL, interval
 from lipaudit.results import AttackRow, Column, Section
 from lipaudit.results.figures import typed
 from lipaudit.results.trials import COSTS, WORST
@@ -51,10 +51,9 @@ def side_by_side(sections: Mapping[str, Section]) -> Iterator[Block]:
 
 
 def _start(row: AttackRow) -> tuple[object, ...]:
-    interval = None
-    if row.robust_low is not None and row.robust_high is not None:
-        interval = f"{row.robust_low:.1%} to {row.robust_high:.1%}"
-    return row.attack, row.norm, row.key.radius.text, row.samples, row.clean, row.robust, interval
+    ball = row.norm, row.key.radius.text
+    limits = interval(row.robust_low, row.robust_high) or None
+    return row.attack, *ball, row.samples, row.clean, row.robust, limits
 
 
 def _interval(columns: Mapping[str, Column]) -> Column:

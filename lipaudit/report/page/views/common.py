@@ -37,6 +37,11 @@ def head(row: HeadRow) -> str:
     return f"{row.layer}.{row.head}"
 
 
+def interval(low: float | None, high: float | None) -> str:
+    """Write the limits of a share; nothing where one is missing."""
+    return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
+
+
 def top(rows: Sequence[R], name: str, count: int) -> list[R]:
     """Return the rows with the largest values of a column, largest first; all where all fit."""
     return largest(rows, name, len(rows) if len(rows) <= FIT else count)

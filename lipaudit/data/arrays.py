@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lipaudit.data.batch import Origin
 from lipaudit.data.drawing import Drawn, picks, require_labels
 from lipaudit.data.intake import DataOptions, Intake
 from lipaudit.errors import InputError
 
 INPUTS = ("x", "images", "inputs")
 LABELS = ("y", "labels")
+MADE_OF = "made_of"
+"""Key of the metadata of a file of adversarial examples: the ids of the samples, as JSON."""
 
 
 def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
@@ -36,7 +41,7 @@ def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
             f"Name the inputs {' or '.join(INPUTS)}, the labels {' or '.join(LABELS)}.",
         )
-    return draw_arrays(x, y, net, options, origin=str(path))
+    return draw_arrays(x, y, net, options, origin=str(path), names=_names(path))
 
 
 def inputs_of(path: Path) -> Tensor | None:
@@ -49,9 +54,23 @@ def inputs_of(path: Path) -> Tensor | None:
 
 
 def draw_arrays(
-    x: Tensor, y: Tensor | None, net: Intake, options: DataOptions, *, origin: str
+    x: Tensor,
+    y: Tensor | None,
+    net: Intake,
+    options: DataOptions,
+    *,
+    origin: str,
+    names: Sequence[str] = (),
 ) -> Drawn:
     """Draw samples from tensors, in the forms that `read_arrays` takes.
+
+    Args:
+        x: the inputs.
+        y: the labels, or None.
+        net: the model.
+        options: how many, and by which seed.
+        origin: what messages call them.
+        names: what the file calls each of them; empty: nothing.
 
     Raises:
         InputError: of another shape than the model takes, or values out of range; it says of
@@ -71,7 +90,9 @@ def draw_arrays(
     labels = None if y is None else [int(v) for v in y[order]]
     if labels is not None:
         require_labels(labels, net, origin=origin)
-    return Drawn(list(samples), labels)
+    named = names if len(names) == len(x) else [""] * len(x)
+    places = [f"index {i}" + f", {named[i]}" * bool(named[i]) for i in order]
+    return Drawn(list(samples), labels, origins=[Origin(place) for place in places])
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -85,6 +106,18 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path} is not a readable {path.suffix} file ({error})",
             "Save plain numbers with numpy.savez(FILE, x=..., y=...).",
         ) from error
+
+
+def _names(path: Path) -> list[str]:
+    """Return which samples adversarial examples were made of, where a file says so."""
+    if path.suffix != ".safetensors":
+        return []
+    with safe_open(path, "pt") as file:
+        given = (file.metadata() or {}).get(MADE_OF)
+    try:
+        return [f"made of {name}" for name in json.loads(given or "[]")]
+    except (ValueError, TypeError):
+        return []
 
 
 def _numeric(archive: Any) -> dict[str, Any]:

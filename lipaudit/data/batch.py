@@ -66,6 +66,19 @@ class Batch:
         return replace(self, x=self.x[:, :length], mask=self.mask[:, :length])
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a sample is found.
+
+    Attributes:
+        place: within the data: a file of a folder, a line of a table, an index of an array.
+        text: of a text, its beginning.
+    """
+
+    place: str
+    text: str = ""
+
+
 def sample_ids(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str, ...]:
     """Identify each sample by the sha256 of its preprocessed tensor and label.
 

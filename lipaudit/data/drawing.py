@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.data.batch import Batch, Origin, sample_ids
 from lipaudit.data.hub.commit import Commit
 from lipaudit.data.intake import DataOptions, Intake, remark, warning
 from lipaudit.errors import InputError
@@ -30,12 +30,14 @@ class Drawn:
         y: labels as the model numbers its classes, or None.
         notes: what must be said of them.
         commit: the state of a repository of the Hub that they were read from.
+        origins: where each of them is found; empty of samples that are made up.
     """
 
     x: Sequence[Tensor]
     y: Sequence[int] | None = None
     notes: tuple[Note, ...] = field(default=())
     commit: Commit | None = None
+    origins: Sequence[Origin] = ()
 
 
 def picks(total: int, samples: int, seed: int) -> list[int]:

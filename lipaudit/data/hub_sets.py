@@ -7,12 +7,13 @@ from typing import Any
 from PIL.Image import Image
 from torch import Tensor
 
+from lipaudit.data.batch import Origin
 from lipaudit.data.drawing import Drawn, class_indices, picks
 from lipaudit.data.hub.commit import hub_access
 from lipaudit.data.hub.splits import open_split, parse_reference
 from lipaudit.data.intake import DataOptions, Intake
 from lipaudit.data.tables import label_column, text_columns
-from lipaudit.data.text import class_numbers, row_text, tokenized
+from lipaudit.data.text import Text, beginning, class_numbers, row_text, tokenized
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
@@ -34,6 +35,7 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
     if not len(table):
         raise InputError(f"{origin} is empty", "Choose another split.")
     order = picks(len(table), options.samples, options.seed)
+    texts: list[Text] = []
     if net.kind == "text":
         columns = text_columns(table.column_names, options, origin=origin)
         texts = [row_text(table[i], columns) for i in order]
@@ -41,7 +43,10 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
     else:
         x, notes = _pictures(table, order, net, origin), ()
     y, more = _labels(table, net, options, origin)
-    return Drawn(x, None if y is None else [y[i] for i in order], notes + more, commit)
+    labels = None if y is None else [y[i] for i in order]
+    said = [beginning(text) for text in texts] or [""] * len(order)
+    origins = [Origin(f"index {i}", text) for i, text in zip(order, said, strict=True)]
+    return Drawn(x, labels, notes + more, commit, origins)
 
 
 def _pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lipaudit.data.batch import Origin
 from lipaudit.data.drawing import Drawn, class_indices, draw
 from lipaudit.data.intake import DataOptions, Intake, remark
 from lipaudit.errors import InputError
@@ -70,13 +71,14 @@ def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:
     drawn, notes = draw(
         len(files), options, lambda i: read_image(files[i], prepare), what="images"
     )
+    origins = [Origin(files[i].relative_to(path).as_posix()) for i, _ in drawn]
     x = [image for _, image in drawn]
-    if not classes:
-        return Drawn(x, None, notes)
-    if net.classes is None:
-        return Drawn(x, None, (*notes, _no_classes(path)))
+    if not classes or net.classes is None:
+        unused = (_no_classes(path),) if classes else ()
+        return Drawn(x, None, notes + unused, origins=origins)
     index, matched = class_indices(sorted(set(classes)), net)
-    return Drawn(x, [index[classes[i]] for i, _ in drawn], notes + matched)
+    labels = [index[classes[i]] for i, _ in drawn]
+    return Drawn(x, labels, notes + matched, origins=origins)
 
 
 def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Protocol
 from PIL.Image import Image
 from torch import Tensor
 
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, Origin
 from lipaudit.data.hub.commit import Commit
 from lipaudit.results import Note
 
@@ -112,12 +112,14 @@ class Samples:
         batch: the samples; text is padded to the longest of them.
         notes: what must be said of them: how labels were matched, texts that were cut.
         commit: the state of a repository of the Hub that they were read from.
+        origins: where each of them is found, in the order of the batch; empty where none is.
     """
 
     spec: str
     batch: Batch
     notes: tuple[Note, ...] = ()
     commit: Commit | None = None
+    origins: tuple[Origin, ...] = ()
 
     @property
     def suite_id(self) -> str:

@@ -71,7 +71,7 @@ def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samp
         notes += (remark("fewer-samples", text),)
     if drawn.commit is not None:
         notes += (drawn.commit.note,)
-    return Samples(spec, to_batch(drawn, net), notes, drawn.commit)
+    return Samples(spec, to_batch(drawn, net), notes, drawn.commit, tuple(drawn.origins))
 
 
 def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:

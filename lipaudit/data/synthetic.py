@@ -7,6 +7,7 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
+from lipaudit.data.batch import Origin
 from lipaudit.data.drawing import Drawn
 from lipaudit.data.intake import DataOptions, Intake, warning
 from lipaudit.data.text import windows
@@ -20,6 +21,7 @@ def random_samples(net: Intake, options: DataOptions) -> Drawn:
     """Make samples without labels: 1/f noise for images, a text of ours, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
     notes: tuple[Note, ...] = ()
+    origins: list[Origin] = []
     if net.kind == "image":
         x, what = [noise_image(net.sample_shape, rng) for _ in range(options.samples)], "1/f noise"
     elif net.kind == "tokens":
@@ -27,14 +29,14 @@ def random_samples(net: Intake, options: DataOptions) -> Drawn:
         what = "Gaussian tokens"
     elif net.tokenize is not None:
         story, what = _text(), "a text that comes with lipaudit"
-        x, notes = windows(story, net, options, origin="random", after=story)
+        x, origins, notes = windows(story, net, options, origin="random", after=story)
     else:
         x, what = _token_ids(net, options, rng), "random token ids"
     text = (
         f"--data random: the samples are {what}, not data of yours; figures at a point depend on "
         "the point, so give --data what the model meets in use"
     )
-    return Drawn(x, None, (warning("random-data", text), *notes))
+    return Drawn(x, None, (warning("random-data", text), *notes), origins=origins)
 
 
 def noise_image(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

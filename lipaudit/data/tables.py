@@ -25,6 +25,8 @@ PAIRS = (
 )
 """Usual names of the columns of a pair of texts."""
 LABELS = ("label", "labels", "y", "target", "class")
+LONGEST = 40
+"""Letters of an id that a place has room for."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class Row:
     place: str
     values: dict[str, Any]
     fault: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its place, and the id that the file gives it where there is one."""
+        given = self.values.get("id")
+        return self.place if given is None else f"{self.place}, id {str(given)[:LONGEST]}"
 
 
 def read_rows(path: Path) -> list[Row]:

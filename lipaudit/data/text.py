@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipaudit.data.batch import Origin
 from lipaudit.data.drawing import Drawn, class_indices, draw, left_out, require_labels
 from lipaudit.data.intake import DataOptions, Intake, remark, warning
 from lipaudit.data.tables import Row, label_column, read_rows, text_columns
@@ -19,6 +20,8 @@ from lipaudit.results import Note
 Text = str | tuple[str, str]
 """A text, or a pair of texts that the model reads together."""
 LETTERS_PER_TOKEN = 16
+SHOWN = 120
+"""Letters of a text by which it is found again."""
 
 
 def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
@@ -37,20 +40,28 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     needed = text if label is None or net.classes is None else (*text, label)
     rows, more = _sound([_complete(row, needed) for row in rows], options, origin)
     reader = _Reader(net, options, origin)
-    drawn, skipped = draw(
-        len(rows), options, lambda i: reader.tokens(row_text(rows[i].values, text)), what="texts"
-    )
+    texts = [row_text(row.values, text) for row in rows]
+    drawn, skipped = draw(len(rows), options, lambda i: reader.tokens(texts[i]), what="texts")
     notes += more + skipped + reader.notes()
+    x = [tokens for _, tokens in drawn]
+    origins = [Origin(rows[i].name, beginning(texts[i])) for i, _ in drawn]
     if label is None or net.classes is None:
-        return Drawn([x for _, x in drawn], None, notes + unused_labels(label, origin))
+        return Drawn(x, None, notes + unused_labels(label, origin), origins=origins)
     numbers, matched = class_numbers([row.values[label] for row in rows], net, origin=origin)
-    return Drawn([x for _, x in drawn], [numbers[i] for i, _ in drawn], notes + matched)
+    return Drawn(x, [numbers[i] for i, _ in drawn], notes + matched, origins=origins)
 
 
 def row_text(values: Mapping[str, Any], columns: Sequence[str]) -> Text:
     """Return the text of a row: of one column, or of the two of a pair."""
     first, *second = (str(values[name]) for name in columns)
     return (first, second[0]) if second else first
+
+
+def beginning(text: Text) -> str:
+    """Return how a text, or a pair of them, begins, on one line."""
+    whole = text if isinstance(text, str) else " | ".join(text)
+    line = " ".join(whole.split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
 def unused_labels(column: str | None, origin: str) -> tuple[Note, ...]:
@@ -92,14 +103,14 @@ def read_text(path: Path, net: Intake, options: DataOptions) -> Drawn:
         notes = (remark("latin-1", f"{path} is not UTF-8 and was read as Latin-1"),)
     if not text.strip():
         raise InputError(f"{path} is empty", "Give a file with some text.")
-    x, more = windows(text, net, options, origin=str(path))
-    return Drawn(x, None, notes + more)
+    x, origins, more = windows(text, net, options, origin=str(path))
+    return Drawn(x, None, notes + more, origins=origins)
 
 
 def windows(
     text: str, net: Intake, options: DataOptions, *, origin: str, after: str = ""
-) -> tuple[list[Tensor], tuple[Note, ...]]:
-    """Return as many windows as samples are asked for, spread evenly over a text.
+) -> tuple[list[Tensor], list[Origin], tuple[Note, ...]]:
+    """Return as many windows as samples are asked for, spread evenly over a text, and their place.
 
     The text is cut into equal parts; a sample is the first `max_tokens` tokens from the first word
     that begins in a part, special tokens included. The last ones may be shorter, unless some text
@@ -108,8 +119,11 @@ def windows(
     limit, notes = _limit(net, options)
     starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
     text += after
-    parts = [text[_word_start(text, s) :][: LETTERS_PER_TOKEN * limit] for s in starts]
-    return [_tokens(part, net, limit, origin) for part in parts if part.strip()], notes
+    begins = [_word_start(text, start) for start in starts]
+    cut = [(start, text[start : start + LETTERS_PER_TOKEN * limit]) for start in begins]
+    parts = [(start, part) for start, part in cut if part.strip()]
+    x = [_tokens(part, net, limit, origin) for _, part in parts]
+    return x, [Origin(f"character {start + 1}", beginning(part)) for start, part in parts], notes
 
 
 def tokenized(

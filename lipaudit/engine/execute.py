@@ -15,7 +15,7 @@ from lipaudit.engine.files import write
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
-from lipaudit.engine.provenance import provenance, versions
+from lipaudit.engine.provenance import origins, provenance, versions
 from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
 from lipaudit.measures import MEASURES, Measure, Part
 from lipaudit.measures.by_layer import chosen
@@ -73,7 +73,12 @@ def executed(
         if len(errors) == len(job.request.measures):
             raise errors[0]
         status: Literal["complete", "partial"] = "partial" if errors else "complete"
-        yield Report(run=provenance(job), status=status, sections=tuple(sections))
+        yield Report(
+            run=provenance(job),
+            status=status,
+            samples=origins(job.samples),
+            sections=tuple(sections),
+        )
         for journal in journals if not errors else ():
             journal.clear()
 

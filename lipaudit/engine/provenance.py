@@ -11,6 +11,7 @@ import torch
 from lipaudit import __version__
 from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.data.hub.commit import Commit
+from lipaudit.data.loading import Samples
 from lipaudit.engine.prepare import Job
 from lipaudit.results import Data, Model, Run
 from lipaudit.results.bounds import GROUP as BOUNDS
@@ -48,6 +49,16 @@ def provenance(job: Job) -> Run:
         preprocess=dict(info.preprocess),
         options=request.run.reading(),
     )
+
+
+def origins(samples: Samples) -> dict[str, tuple[str, ...]]:
+    """Return where each sample is found, by columns; nothing where they are made up."""
+    if not samples.origins:
+        return {}
+    texts = tuple(origin.text for origin in samples.origins)
+    places = tuple(origin.place for origin in samples.origins)
+    said = {"text": texts} if any(texts) else {}
+    return {"ids": samples.batch.ids, "place": places, **said}
 
 
 def _state(commit: Commit | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from lipaudit.attacks.evaluate import evaluate_chunk, require_radius
 from lipaudit.attacks.outcome import Chunk, Outcome
 from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
+from lipaudit.data.arrays import MADE_OF
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import rewriting
@@ -209,17 +211,25 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
 
 
 def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:
-    """Return the file that is asked for: changed texts, or a tensor per trial and the labels."""
+    """Return the file that is asked for, which --data reads: changed texts, or tensors.
+
+    x holds of each sample the first example that broke it, in the order of the trials, else the
+    last that was tried; y the labels; and a tensor per trial its examples. The metadata say of
+    which samples they were made.
+    """
     if options.save_adv is None:
         return []
     if options.save_adv.suffix == TABLE:
         return [rewriting.table(parts)]
-    x_adv = joined(parts, "x_adv")
+    x_adv, broken = joined(parts, "x_adv"), ~joined(parts, "robust").astype(bool)
+    first = np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
     tensors = {
         str(trial.key): np.ascontiguousarray(x_adv[:, i])
         for i, trial in enumerate(options.trials())
     }
-    return [save(tensors | {"y": joined(parts, "label").astype(np.int64)})]
+    tensors["x"] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
+    tensors["y"] = joined(parts, "label").astype(np.int64)
+    return [save(tensors, {MADE_OF: json.dumps(sample_ids(parts))})]
 
 
 MEASURE = Measure(

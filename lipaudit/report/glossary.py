@@ -93,6 +93,8 @@ WORDS: Mapping[str, str] = {
     "statistic": "The column of heads whose distribution a line shows.",
     "standing": "How far a figure is proven, and where.",
     "sample": "A sample by the first characters of its id, a hash of its values.",
+    "place": "Where a sample is found in the data: a file of a folder, a line of a table, an "
+    "index of an array, a character of a text.",
     "rows": "Rows of the attention map, one per query; how many of them fall in a bin.",
     "key": "Position of a key: the token that is attended to.",
     "query": "Position of a query: the token that attends.",

@@ -68,6 +68,18 @@ class Failure(Frozen):
     exit_code: int
 
 
+def aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]:
+    """Return per-sample columns, which are of one length.
+
+    Raises:
+        ValueError: they are not.
+    """
+    lengths = {len(values) for values in samples.values()}
+    if len(lengths) > 1:
+        raise ValueError(f"per-sample columns of different lengths: {sorted(lengths)}")
+    return samples
+
+
 class Section(Frozen):
     """The result of one measure.
 
@@ -105,13 +117,7 @@ class Section(Frozen):
             raise ValueError("rows are a list")
         return tuple(row if isinstance(row, kind) else kind.model_validate(row) for row in rows)
 
-    @field_validator("samples")
-    @classmethod
-    def _aligned(cls, samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]:
-        lengths = {len(values) for values in samples.values()}
-        if len(lengths) > 1:
-            raise ValueError(f"per-sample columns of different lengths: {sorted(lengths)}")
-        return samples
+    _aligned = field_validator("samples")(aligned)
 
     def frame(self) -> Any:
         """Return the rows as a pandas DataFrame, or as a list of dicts where there is no pandas.
@@ -194,14 +200,24 @@ class Report(Frozen):
     """One run of lipaudit: the only thing that is written, compared, gated and rendered.
 
     It is partial where a measure failed or the run was cut short; each section that failed says
-    why.
+    why. `samples` says where each sample is found, in the order of its `ids`: its `place` in the
+    data (a file, a line, an index) and, of texts, how its `text` begins; empty where samples are
+    made up.
     """
 
     schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
     schema_version: str = SCHEMA_VERSION
     status: Literal["complete", "partial"] = "complete"
     run: Run
+    samples: dict[str, tuple[Cell, ...]] = {}
     sections: tuple[Section, ...]
+
+    _aligned = field_validator("samples")(aligned)
+
+    def found(self, column: str) -> dict[str, str]:
+        """Return where samples are found (`place`), or how their texts begin (`text`), by id."""
+        pairs = zip(self.samples.get("ids", ()), self.samples.get(column, ()), strict=False)
+        return {str(name): str(value) for name, value in pairs if value}
 
     def section(self, measure: str) -> Section | None:
         """Return the section of a measure, None when it was not measured."""

@@ -82,7 +82,8 @@ class AttackOptions(MeasureOptions):
     )
     save_adv: Path | None = option(
         None,
-        "Write the adversarial examples: .safetensors, or .jsonl of words and characters.",
+        "Write the adversarial examples, as --data reads them: .safetensors, or .jsonl of "
+        "words and characters.",
         exclude=True,
     )
     usual: str = Field(IMAGES, exclude=True)

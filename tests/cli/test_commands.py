@@ -95,6 +95,15 @@ def test_adversarial_examples_reproduce_the_printed_accuracy(tmp_path):
         with torch.no_grad():
             right = net.read(net.call(x, None)).argmax(1) == saved["y"]
         assert float(right.double().mean()) == row["robust"]
+    again = lipaudit(
+        "jacobian", "demo", "--data", "adv.safetensors", "-n", "32", "-f", "json", cwd=tmp_path
+    )
+    read, samples = strict(again.stdout), section["samples"]
+    worst = dict(zip(samples["ids"], samples["robust@worst,linf,0.1"], strict=True))
+    made = [place.partition("made of ")[2] for place in read["samples"]["place"]]
+    assert sorted(made) == sorted(worst)
+    correct = dict(zip(made, read["sections"][0]["samples"]["correct"], strict=True))
+    assert correct == {name: bool(stands) for name, stands in worst.items()}
 
 
 def test_a_gate_against_itself_passes_without_torch(audited):

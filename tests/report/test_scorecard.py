@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from math import log10
 from statistics import median
 
@@ -78,6 +79,18 @@ def test_norms_name_the_sample_that_has_the_largest(report):
     known = {v: i for i, v in zip(ids, values, strict=True) if v is not None and v == v}
     assert norms.sample == known[max(known)]
     assert lines(report)["Jacobian norm, max"] == (row.max, f"sample {norms.sample[:12]}", "")
+
+
+@pytest.mark.parametrize("format", ["table", "markdown", "html"])
+def test_where_a_sample_is_found_stands_wherever_it_is_named(report, format):
+    name = summary(report).norms.sample
+    said = {"ids": (name,), "place": ("cat/7.png",), "text": ("so it begins",)}
+    placed = report.model_copy(update={"samples": said})
+    text = html.unescape(render(placed, format).decode().replace("\\", ""))
+    assert f'sample {name[:12]}, cat/7.png "so it begins"' in " ".join(text.split())
+    assert text.count('cat/7.png "so it begins"') == 2
+    assert "cat/7.png" in render(placed, "brief").decode()
+    assert "cat/7.png" not in render(report, format).decode()
 
 
 def test_one_sample_has_one_norm_and_no_quantiles(report):

@@ -11,6 +11,7 @@ from lipaudit.report.page.diagnosis import diagnosis
 from lipaudit.report.page.remarks import lack, leading, of_all
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
+from lipaudit.report.page.views.common import places
 from lipaudit.results import Column, Data, Model, Report, model_labels
 
 BRIEF = ("model", "data", "run", "status")
@@ -74,7 +75,7 @@ def _opening(report: Report) -> Document:
 
 
 def _single(report: Report) -> Document:
-    run, said = report.run, of_all(report)
+    run, said, known = report.run, of_all(report), places(report)
     preprocess = "; ".join(f"{name} {listed(value)}" for name, value in run.preprocess.items())
     versions = {"lipaudit": run.lipaudit} | run.versions
     last = (
@@ -83,7 +84,7 @@ def _single(report: Report) -> Document:
         Paragraph(", ".join(f"{name} {version}" for name, version in versions.items()) + "."),
     )
     chapters = (
-        *(Chapter(s.measure, title(s.measure), blocks(s, said)) for s in report.sections),
+        *(Chapter(s.measure, title(s.measure), blocks(s, said, known)) for s in report.sections),
         Chapter("reading", "How to read the figures", last),
     )
     return replace(_opening(report), chapters=chapters)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lipaudit.report.blocks import Brief, Line, Scorecard
 from lipaudit.report.cells import significant, standing, text
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.page.remarks import lack, leading
-from lipaudit.report.page.views.common import interval
+from lipaudit.report.page.views.common import CHARACTERS, interval, places
 from lipaudit.results import (
     AttackRow,
     AttentionRow,
@@ -23,8 +23,6 @@ from lipaudit.results import (
 from lipaudit.results.summary import Accuracy, Fragile, Heads, Norms, Tightness, summary
 from lipaudit.results.trials import COUNTED
 
-CHARACTERS = 12
-"""How much of a sample's id is written: enough to tell samples apart."""
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
 KINDS = {
@@ -40,7 +38,7 @@ def scorecard(report: Report) -> Scorecard | None:
     summed = summary(report)
     lines = [
         *(_accuracy(each) for each in summed.accuracy),
-        *(_norms(summed.norms) if summed.norms else ()),
+        *(_norms(summed.norms, places(report)) if summed.norms else ()),
         *(_heads(summed.heads) if summed.heads else ()),
         *(_fragile(summed.fragile, report) if summed.fragile else ()),
         *_tightest(summed.bounds),
@@ -82,11 +80,12 @@ def _accuracy(accuracy: Accuracy) -> Line:
     return Line(named, accuracy.share, column, ", ".join(filter(None, said)))
 
 
-def _norms(norms: Norms) -> Iterator[Line]:
+def _norms(norms: Norms, known: Mapping[str, str]) -> Iterator[Line]:
     columns = JacobianRow.columns()
     kind = "" if norms.norm == "2" else f", norm {norms.norm}"
     of = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples"
-    sample = f"sample {norms.sample[:CHARACTERS]}" if norms.sample else ""
+    place = f", {known[norms.sample]}" if norms.sample in known else ""
+    sample = f"sample {norms.sample[:CHARACTERS]}{place}" if norms.sample else ""
     if norms.samples == 1:
         yield Line("Jacobian norm", norms.max, columns["max"], f"{of[:-1]}: {sample}")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lipaudit.report.blocks import Block, Notes, Paragraph
@@ -16,7 +17,7 @@ from lipaudit.report.page.views import (
     jacobian,
     scaling,
 )
-from lipaudit.report.page.views.common import SideBySide, View
+from lipaudit.report.page.views.common import SideBySide, View, located
 from lipaudit.results import Note, Section, row_types
 from lipaudit.results.report import Failure
 
@@ -52,7 +53,9 @@ def title(measure: str) -> str:
     return row_types()[measure].title or measure
 
 
-def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
+def blocks(
+    section: Section, said: Collection[Note] = (), known: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Block, ...]:
     """Return what is shown of a section: settings, warnings, figures and tables, other notes.
 
     Of one that failed: why.
@@ -60,6 +63,7 @@ def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
     Args:
         section: what is shown.
         said: notes that stand above it already.
+        known: where samples are found, by id.
     """
     if section.failure is not None:
         return (failed(section.failure),)
@@ -70,10 +74,11 @@ def blocks(section: Section, said: Collection[Note] = ()) -> tuple[Block, ...]:
     spoiling, others = (
         merged(n for n in notes if (n.level == "warning") == w) for w in (True, False)
     )
+    view = VIEWS.get(section.measure, default.view)
     return (
         *([Notes(spoiling)] if spoiling else []),
         *([Paragraph(f"Settings: {settings}.")] if settings else []),
-        *(VIEWS.get(section.measure, default.view)(section) if _measured(section) else [NOTHING]),
+        *((located(b, known) for b in view(section)) if _measured(section) else [NOTHING]),
         *([Notes(others)] if others else []),
     )
 

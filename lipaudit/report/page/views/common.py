@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
 
 from lipaudit.report.blocks import Block, Heatmap, Histogram, Matrix, Table
 from lipaudit.report.cells import pretty, standing, text
-from lipaudit.results import Column, Row, Section
+from lipaudit.results import Column, Report, Row, Section
 from lipaudit.results.figures import finite, largest
 from lipaudit.results.heads import HeadRow
 
@@ -21,6 +22,13 @@ FIT = 20
 """So many rows are shown whole."""
 HEAD = Column(label="head", meaning="LAYER.HEAD", format="s")
 MODEL = Column(label="model", meaning="The report that the row comes from.", format="s")
+SAMPLE = Column(label="sample", meaning="Sample id.", format="s")
+"""Of a table whose cells are whole ids: `located` shortens them and says where they are found."""
+PLACE = Column(label="place", meaning="Where the sample is found in the data.", format="s")
+CHARACTERS = 12
+"""How much of an id is written: enough to tell samples apart."""
+LETTERS = 40
+"""How much of a text stands behind its place."""
 SPREAD = (
     Column(label="statistic", meaning="Per-head column.", format="s"),
     MODEL,
@@ -35,6 +43,28 @@ SPREAD = (
 def head(row: HeadRow) -> str:
     """Name a head as LAYER.HEAD."""
     return f"{row.layer}.{row.head}"
+
+
+def places(report: Report) -> dict[str, str]:
+    """Return where each sample is found: its place, and how it begins where it is a text."""
+    texts = report.found("text")
+    said = {name: f' "{text[:LETTERS]}"' for name, text in texts.items()}
+    return {name: place + said.get(name, "") for name, place in report.found("place").items()}
+
+
+def located(block: Block, known: Mapping[str, str]) -> Block:
+    """Shorten the ids of a table, and say beside each where that sample is found."""
+    if not isinstance(block, Table) or SAMPLE not in block.columns:
+        return block
+    at = block.columns.index(SAMPLE)
+    named = any(row[at] in known for row in block.rows)
+
+    def cells(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        place = [known.get(row[at])] if named else []
+        return (*row[:at], str(row[at])[:CHARACTERS], *place, *row[at + 1 :])
+
+    columns = (*block.columns[: at + 1], *([PLACE] if named else []), *block.columns[at + 1 :])
+    return replace(block, columns=columns, rows=tuple(map(cells, block.rows)))
 
 
 def interval(low: float | None, high: float | None) -> str:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lipaudit.report.blocks import Block, Table
-from lipaudit.report.page.views.common import FIT, every_row, histogram, stacked, table
-from lipaudit.results import Column, JacobianRow, Section
+from lipaudit.report.page.views.common import FIT, SAMPLE, every_row, histogram, stacked, table
+from lipaudit.results import JacobianRow, Section
 from lipaudit.results.figures import order, typed
 
 TOP = 5
-ID = Column(label="sample", meaning="Sample id.", format="s")
 QUANTILES = (
     "from",
     "to",
@@ -58,10 +57,10 @@ def _sensitive(section: Section) -> Table:
     ranked = sorted(range(len(norms)), key=lambda i: -order(norms[i]))[:shown]
     return Table(
         title="Most sensitive samples",
-        columns=(ID, *(section.sample_column(name) for name in names)),
+        columns=(SAMPLE, *(section.sample_column(name) for name in names)),
         rows=tuple((_id(samples, i), *(samples[n][i] for n in names)) for i in ranked),
     )
 
 
 def _id(samples: Mapping[str, tuple[Any, ...]], index: int) -> str:
-    return str(samples["ids"][index])[:12] if "ids" in samples else f"number {index}"
+    return str(samples["ids"][index]) if "ids" in samples else f"number {index}"

@@ -67,6 +67,36 @@ def report(reports: Reports, output: Shown, extent: Extent, terminal: Plain) -> 
     emit(of_reports(*loaded), output, always=False, details=extent.details)
 
 
+@command("inspect", panel=COMPARE)
+def inspect(
+    report: Annotated[
+        Path, typer.Argument(metavar="REPORT", help="A report written with -o X.json.")
+    ],
+    output: Shown,
+    terminal: Plain,
+    sample: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SAMPLE]",
+            help="Its id, the first characters of it, or its place; without it, the worst.",
+        ),
+    ] = None,
+) -> None:
+    """All that a report says of one sample, beside what it says of all.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit inspect audit.json[/]
+      [cyan]lipaudit inspect audit.json 9206cd4c[/]
+      [cyan]lipaudit inspect audit.json cat/0007.png[/]
+    """
+    from lipaudit import schema
+    from lipaudit.cli.emit import emit
+    from lipaudit.report import of_sample
+
+    loaded = schema.load(report)
+    emit(of_sample(loaded, shlex.quote(str(report)), sample), output, always=False)
+
+
 @command("compare", panel=COMPARE)
 def compare(reports: Reports, output: Shown, terminal: Plain) -> None:
     """Compare reports with the first one, sample by sample where they share samples.

@@ -22,6 +22,7 @@ from lipaudit.report.page.subjects import REPORT as REPORT
 from lipaudit.report.page.subjects import of_comparison as of_comparison
 from lipaudit.report.page.subjects import of_judgement as of_judgement
 from lipaudit.report.page.subjects import of_reports as of_reports
+from lipaudit.report.page.subjects import of_sample as of_sample
 from lipaudit.results import Report
 
 

@@ -93,6 +93,12 @@ WORDS: Mapping[str, str] = {
     "statistic": "The column of heads whose distribution a line shows.",
     "standing": "How far a figure is proven, and where.",
     "sample": "A sample by the first characters of its id, a hash of its values.",
+    "broken": "The balls in which some attack turned the sample into an error.",
+    "figure": "What is known of a sample: a column of a section, and the attack or ball it is of.",
+    "value": "The figure of the one sample that is shown.",
+    "all": "Of all samples: the median of a figure, or the share of yes.",
+    "from the worst": "The place of a sample among all in a figure of which less, or more, is "
+    "better; 1 is the worst.",
     "place": "Where a sample is found in the data: a file of a folder, a line of a table, an "
     "index of an array, a character of a text.",
     "rows": "Rows of the attention map, one per query; how many of them fall in a bin.",

@@ -76,6 +76,12 @@ SAMPLES: dict[str, dict[str, Column]] = {
             format="d",
             reading=readings.ROBUST,
         ),
+        "distance": Column(
+            label="distance",
+            meaning="How far the example that was tried last lies from the sample, in the norm of "
+            "the attack; of texts, how many changes.",
+            domain="",
+        ),
     },
     "certify": {
         "label": Column(label="label", meaning="True class; empty: unknown.", format="d"),

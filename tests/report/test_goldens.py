@@ -27,7 +27,8 @@ HEADS = (
     "## {title}",
     '      "measure": "{measure}",',
 )
-END = ("How to read the figures", "## How to read the figures", "  ]")
+END = ("Samples", "## Samples", "  ]")
+"""What comes behind the sections."""
 
 
 def cut(text: str) -> dict[str, str]:
@@ -37,7 +38,8 @@ def cut(text: str) -> dict[str, str]:
     for measure, kind in row_types().items():
         heads = {head.format(title=kind.title, measure=measure) for head in HEADS}
         (starts[measure],) = (i for i, line in enumerate(lines) if line.rstrip("\n") in heads)
-    end = max(i for i, line in enumerate(lines) if line.rstrip("\n") in END)
+    last = max(starts.values())
+    end = next(i for i, line in enumerate(lines) if i > last and line.rstrip("\n") in END)
     places = [*starts.values(), end]
     assert places == sorted(places)
     pieces = zip(starts, pairwise(places), strict=True)

@@ -8,11 +8,13 @@ from dataclasses import replace
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
+from lipaudit.report.page.facts import facts
 from lipaudit.report.page.remarks import lack, leading, of_all
+from lipaudit.report.page.samples import measured, worst_table
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.report.page.views.common import places
-from lipaudit.results import Column, Data, Model, Report, model_labels
+from lipaudit.results import Column, Report, model_labels
 
 BRIEF = ("model", "data", "run", "status")
 """The facts that a screen has room for."""
@@ -23,31 +25,6 @@ LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS
 def document(*reports: Report, lead: Sequence[Chapter] = ()) -> Document:
     """Lay out a report; several reports are set side by side, below the chapters that lead."""
     return _single(reports[0]) if len(reports) == 1 else _several(reports, lead)
-
-
-def facts(report: Report) -> tuple[tuple[str, str], ...]:
-    """Return what was audited and how: all that is needed to read the numbers."""
-    run, model, data = report.run, report.run.model, report.run.data
-    return (
-        ("model", f"{model.spec} ({model.source}, {model.architecture})"),
-        ("weights", f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}"),
-        ("data", f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}"),
-        *_commits(report),
-        ("run", f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}"),
-        ("command", run.command),
-        ("status", report.status),
-        *([("reason", run.reason)] if run.reason else []),
-    )
-
-
-def _commits(report: Report) -> list[tuple[str, str]]:
-    """Return which states of repositories of the Hugging Face Hub were read."""
-    read: dict[str, Model | Data] = {"model": report.run.model, "data": report.run.data}
-    return [
-        (f"{name} commit", f"{of.commit[:12]} ({of.revision})")
-        for name, of in read.items()
-        if of.commit
-    ]
 
 
 def screen(report: Report) -> Document:
@@ -85,6 +62,7 @@ def _single(report: Report) -> Document:
     )
     chapters = (
         *(Chapter(s.measure, title(s.measure), blocks(s, said, known)) for s in report.sections),
+        *([Chapter("worst", "Samples", (worst_table(report),))] if measured(report) else []),
         Chapter("reading", "How to read the figures", last),
     )
     return replace(_opening(report), chapters=chapters)

@@ -37,6 +37,34 @@ def of_reports(*reports: Report) -> Subject:
     return subject
 
 
+def of_sample(report: Report, name: str, sample: str | None) -> Subject:
+    """Show what is known of a sample, by its id or place; of none: which are the worst.
+
+    Args:
+        report: that has it.
+        name: what the report is called in advice.
+        sample: as it is named.
+
+    Raises:
+        InputError: the report says nothing of single samples.
+        UsageError: it has none of that name, or several.
+    """
+    from lipaudit.report.page import samples
+
+    if sample is None:
+        page = samples.overview(report, name)
+        worst = samples.worst(report)
+        return {
+            "page": lambda: page,
+            "record": lambda: [samples.record(report, each) for each in worst],
+        }
+    one = samples.chosen(report, sample)
+    return {
+        "page": lambda: samples.inspected(report, one),
+        "record": lambda: samples.record(report, one),
+    }
+
+
 def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     """Show what changed between reports, before the reports themselves side by side."""
     from lipaudit.report.page.comparison import chapters

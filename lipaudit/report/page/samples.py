@@ -1,0 +1,228 @@
+"""The samples of a report: which are the worst, and all that is known of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lipaudit.errors import InputError, UsageError, suggestion
+from lipaudit.report.blocks import Chapter, Document, Paragraph, Table
+from lipaudit.report.cells import UNMEASURED, pretty, text
+from lipaudit.report.page.facts import facts
+from lipaudit.report.page.remarks import leading
+from lipaudit.report.page.views.common import CHARACTERS, SAMPLE, located, places
+from lipaudit.results import Column, Report, Section
+from lipaudit.results.figures import finite, middle, order
+from lipaudit.results.trials import parse_column
+
+WORST = 10
+"""How many samples are shown of all."""
+SHOWN = ("norm", "margin", "radius_first_order")
+"""Columns of the section jacobian that stand beside the worst samples."""
+BROKEN = Column(label="broken", meaning="Balls in which an attack broke the sample.", format="s")
+FIGURES = (
+    Column(label="figure", meaning="What is known of the sample.", format="s"),
+    Column(label="value", meaning="Of the sample.", format=""),
+    Column(label="all", meaning="Of all samples: the median, or the share of yes.", format=""),
+    Column(label="from the worst", meaning="Its place among all, the worst first.", format=""),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A per-sample column of a section: how it reads, and its values by sample id."""
+
+    section: str
+    name: str
+    column: Column
+    values: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Its heading, and the trial or ball that it is of."""
+        trial, label = parse_column(self.name)[1], pretty(self.column.label)
+        return label if trial is None else f"{label}, {trial}"
+
+    @property
+    def flag(self) -> bool:
+        """Whether it says yes or no."""
+        return all(value in (0, 1, None) for value in self.values.values())
+
+    def rank(self, sample: str) -> str:
+        """Return the place of a sample among all, the worst first; nothing where none is."""
+        if self.column.better is None or self.flag or not finite([self.values[sample]]):
+            return ""
+        sign = 1 if self.column.better == "lower" else -1
+        own = sign * order(self.values[sample])
+        worse = sum(sign * value > own for value in finite(self.values.values()))
+        return f"{worse + 1} of {len(finite(self.values.values()))}"
+
+    def cells(self, sample: str) -> tuple[str, ...]:
+        """Return what a table says of it for one sample, beside all."""
+        value, known = self.values[sample], finite(self.values.values())
+        if self.flag:
+            share = f"{sum(known) / len(known):.0%} yes" if known else ""
+            return self.label, text(None if value is None else bool(value), self.column), share, ""
+        typical = "" if self.column.format in UNMEASURED else text(middle(known), self.column)
+        return self.label, text(value, self.column), typical, self.rank(sample)
+
+
+def figures(report: Report) -> list[Figure]:
+    """Return the per-sample columns of all sections."""
+    return [
+        Figure(s.measure, name, s.sample_column(name), dict(zip(_ids(s), values, strict=True)))
+        for s in report.sections
+        for name, values in s.samples.items()
+        if name != "ids" and _ids(s)
+    ]
+
+
+def worst(report: Report, count: int = WORST) -> list[str]:
+    """Return the samples that are least robust: those broken in most balls, then by their norm.
+
+    What is classified wrongly without an attack comes last.
+    """
+    known = figures(report)
+    broken, norms = _broken(report), next((f.values for f in known if f.name == "norm"), {})
+    right = next((f.values for f in known if f.name == "correct"), {})
+
+    def rank(sample: str) -> tuple[bool, int, float]:
+        return not right.get(sample, True), -len(broken.get(sample, ())), -order(norms.get(sample))
+
+    measured = dict.fromkeys(sample for f in known for sample in f.values)
+    return sorted(measured, key=rank)[:count]
+
+
+def worst_table(report: Report) -> Table:
+    """Tabulate the worst samples."""
+    broken, section = _broken(report), report.section("jacobian")
+    kept = [f for f in figures(report) if f.section == "jacobian" and f.name in SHOWN]
+    columns = () if section is None else tuple(f.column for f in kept)
+    rows = tuple(
+        (
+            sample,
+            ", ".join(broken.get(sample, ())) or None,
+            *(figure.values.get(sample) for figure in kept),
+        )
+        for sample in worst(report)
+    )
+    table = Table("The worst samples", (SAMPLE, BROKEN, *columns), rows)
+    shown = located(table, places(report))
+    assert isinstance(shown, Table)
+    return shown
+
+
+def overview(report: Report, name: str) -> Document:
+    """Lay out the worst samples of a report, with what to type to see one."""
+    _require_samples(report)
+    more = f"lipaudit inspect {name} SAMPLE shows one of {len(_known(report))}: its id or place."
+    chapter = Chapter("worst", "Samples", (worst_table(report), Paragraph(more)))
+    return Document(
+        title=f"lipaudit: samples of {report.run.model.spec}",
+        facts=tuple(fact for fact in facts(report) if fact[0] in ("model", "data")),
+        findings=(),
+        chapters=(chapter,),
+        notes=leading(report),
+    )
+
+
+def inspected(report: Report, sample: str) -> Document:
+    """Lay out all that a report says of a sample, beside what it says of all of them."""
+    chapters = []
+    for section in report.sections:
+        of = [f for f in figures(report) if f.section == section.measure and sample in f.values]
+        if of:
+            rows = tuple(figure.cells(sample) for figure in of)
+            chapters.append(Chapter(section.measure, _title(section), (Table("", FIGURES, rows),)))
+    found = {"place": report.found("place"), "text": report.found("text")}
+    said = ((name, known[sample]) for name, known in found.items() if sample in known)
+    return Document(
+        title=f"lipaudit: sample {sample[:CHARACTERS]} of {report.run.model.spec}",
+        facts=(("sample", sample), *said, *facts(report)[:1], ("data", report.run.data.spec)),
+        findings=(),
+        chapters=tuple(chapters),
+        notes=leading(report),
+    )
+
+
+def record(report: Report, sample: str) -> dict[str, Any]:
+    """Return the same as plain values."""
+    of = [figure for figure in figures(report) if sample in figure.values]
+    found = {name: report.found(name).get(sample, "") for name in ("place", "text")}
+    return {"id": sample, **found} | {
+        "figures": [{"measure": f.section, "name": f.name, "value": f.values[sample]} for f in of]
+    }
+
+
+def chosen(report: Report, said: str) -> str:
+    """Return the id of a sample that is named by it, by its first characters or by its place.
+
+    Raises:
+        InputError: the report has no samples.
+        UsageError: none is named so, or several.
+    """
+    _require_samples(report)
+    known, at = _known(report), report.found("place")
+    ways: tuple[Callable[[str], bool], ...] = (
+        lambda i: i == said,
+        lambda i: i in at and said in (at[i], _last(at[i])),
+        lambda i: i.startswith(said),
+    )
+    named = next(filter(None, ([i for i in known if way(i)] for way in ways)), [])
+    if len(named) == 1:
+        return named[0]
+    if not named:
+        names = [*(i[:CHARACTERS] for i in known), *at.values()]
+        advice = "Name one by its id or place; lipaudit inspect REPORT lists the worst."
+        raise UsageError(f"the report has no sample {said!r}", suggestion(said, names, advice))
+    some = ", ".join(f"{i[:CHARACTERS]} ({at[i]})" if i in at else i for i in named[:WORST])
+    raise UsageError(f"{said!r} is {len(named)} samples", f"There are: {some}.")
+
+
+def _last(place: str) -> str:
+    """Return the number of a place, or the name of its file."""
+    return place.partition(",")[0].replace("/", " ").rpartition(" ")[2]
+
+
+def _title(section: Section) -> str:
+    kind = type(section.rows[0]) if section.rows else None
+    return (kind.title if kind else "") or section.measure
+
+
+def _ids(section: Section) -> tuple[str, ...]:
+    return tuple(map(str, section.samples.get("ids", ())))
+
+
+def _known(report: Report) -> list[str]:
+    """Return every sample of which something is known."""
+    measured = (i for section in report.sections for i in _ids(section))
+    return list(dict.fromkeys([*measured, *report.found("place")]))
+
+
+def measured(report: Report) -> bool:
+    """Tell whether a report says anything of single samples."""
+    return any(map(_ids, report.sections))
+
+
+def _require_samples(report: Report) -> None:
+    if not measured(report):
+        raise InputError(
+            "the report says nothing of single samples",
+            "bounds, jacobian, attack and certify do: lipaudit audit MODEL has most of them.",
+        )
+
+
+def _broken(report: Report) -> dict[str, list[str]]:
+    """Return the balls in which attacks broke each sample that is right without."""
+    known = [figure for figure in figures(report) if figure.section == "attack"]
+    right = next((f.values for f in known if f.name == "correct"), {})
+    balls: dict[str, dict[str, None]] = {}
+    for figure in known:
+        kind, trial = parse_column(figure.name)
+        if kind == "robust" and trial is not None:
+            for sample, stands in figure.values.items():
+                if stands == 0 and right.get(sample, True):
+                    ball = f"{trial.norm} {trial.radius.text}"
+                    balls.setdefault(sample, {})[ball] = None
+    return {sample: list(each) for sample, each in balls.items()}

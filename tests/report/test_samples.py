@@ -1,0 +1,117 @@
+"""One sample of a report, beside all: what is said of it is what the sections say."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+import pytest
+from typer.testing import CliRunner
+
+from lipaudit import schema
+from lipaudit.cli.commands import build
+from lipaudit.errors import InputError, UsageError
+from lipaudit.report import of_sample, render
+from lipaudit.report.page import samples
+from lipaudit.report.page.document import document
+from tests.report.conftest import IDS, NORMS
+
+BROKEN = {13, 15, 16, 17, 18, 19, 20, 21, 23}
+"""At 2/255; from 5 on at 4/255 (see `conftest`)."""
+
+
+@pytest.fixture
+def placed(report):
+    """The report, with a file for each sample; two files have one name."""
+    files = tuple(f"{'cat' if i < 12 else 'dog'}/{i % 20}.png" for i in range(24))
+    return report.model_copy(update={"samples": {"ids": IDS, "place": files}})
+
+
+def told(page, title: str) -> dict[str, tuple[str, ...]]:
+    (chapter,) = (chapter for chapter in page.chapters if chapter.title == title)
+    return {row[0]: row[1:] for row in chapter.blocks[0].rows}
+
+
+def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
+    correct = {name: i != 3 for i, name in enumerate(IDS[::-1])}
+    balls = {name: (i in BROKEN) + (i >= 5) for i, name in enumerate(IDS)}
+    norms = {n: -1.0 if v is None or v != v else v for n, v in zip(IDS, NORMS, strict=True)}
+    expected = sorted(IDS, key=lambda n: (not correct[n], -balls[n] * correct[n], -norms[n]))
+    assert samples.worst(report, 24) == expected
+    assert samples.worst(report) == expected[:10]
+    rows = samples.worst_table(report).rows
+    assert [row[0] for row in rows] == [name[:12] for name in expected[:10]]
+    assert rows[0][1] == "linf 2/255, linf 4/255"
+
+
+def test_a_sample_stands_beside_all(report):
+    page = samples.inspected(report, IDS[20])
+    jacobian, attacks = told(page, "Jacobian norms"), told(page, "Attacks")
+    assert jacobian["‖J‖"] == (f"{NORMS[20]:.3g}", f"{median(NORMS[:22]):.3g}", "2 of 22")
+    assert jacobian["margin"] == ("2.00", "4.55", "4 of 24")
+    assert jacobian["correct"] == ("no", "96% yes", "")
+    assert attacks["robust, worst,linf,2/255"] == ("no", "62% yes", "")
+    assert (
+        told(samples.inspected(report, IDS[2]), "Attacks")["robust, worst,linf,4/255"][0] == "yes"
+    )
+
+
+@pytest.mark.parametrize("said", [IDS[7], IDS[7][:3], "cat/7.png", "7.png"])
+def test_it_goes_by_its_id_the_beginning_of_it_and_its_place(placed, said):
+    assert samples.chosen(placed, said) == IDS[7]
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "advice"),
+    [
+        ("1.png", "'1.png' is 2 samples", "There are: 010101010101 (cat/1.png), 151515151515"),
+        ("cta/7.png", "no sample 'cta/7.png'", "Did you mean 'cat/7.png'"),
+        ("", "'' is 24 samples", "There are: "),
+    ],
+)
+def test_names_of_none_and_of_several_are_refused(placed, said, message, advice):
+    with pytest.raises(UsageError, match=message) as refused:
+        samples.chosen(placed, said)
+    assert advice in refused.value.advice
+
+
+def test_a_report_without_samples_says_so(report):
+    alone = report.model_copy(update={"sections": (report.section("scaling"),)})
+    for sample in (None, "x"):
+        with pytest.raises(InputError, match="says nothing of single samples"):
+            of_sample(alone, "x.json", sample)
+    assert not any(chapter.name == "worst" for chapter in document(alone).chapters)
+
+
+def test_an_index_is_a_name(report):
+    said = {"ids": IDS, "place": tuple(f"index {i}, made of x" for i in range(24))}
+    placed = report.model_copy(update={"samples": said})
+    assert samples.chosen(placed, "13") == IDS[13]
+
+
+@pytest.mark.parametrize("format", ["table", "markdown", "html"])
+def test_every_format_shows_it(placed, format):
+    text = render(of_sample(placed, "x.json", "cat/7.png"), format).decode().replace("\\", "")
+    for words in (IDS[7], "cat/7.png", "‖J‖", "worst,linf,4/255", "did not converge"):
+        assert words in text
+
+
+def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text(schema.dumps(placed))
+
+    def run(*args: str):
+        return CliRunner(env={"COLUMNS": "80"}).invoke(build(), ["inspect", "x.json", *args])
+
+    listed = run().stdout
+    assert "lipaudit inspect x.json SAMPLE shows one of 24" in " ".join(listed.split())
+    assert listed.index(IDS[21][:12]) < listed.index(IDS[19][:12])
+    shown = run("cat/7.png")
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    data = json.loads(run("cat/7.png", "-f", "json").stdout)
+    assert (data["id"], data["place"]) == (IDS[7], "cat/7.png")
+    assert {"measure": "jacobian", "name": "norm", "value": NORMS[7]} in data["figures"]
+    assert [each["id"] for each in json.loads(run("-f", "json").stdout)] == samples.worst(placed)
+    refused = run("nowhere.png")
+    assert refused.exit_code == 2
+    assert "no sample 'nowhere.png'" in refused.stderr

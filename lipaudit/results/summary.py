@@ -13,7 +13,7 @@ from lipaudit.results.columns import Float, Frozen, Status
 from lipaudit.results.figures import finite, largest, middle, order, typed, wilson
 from lipaudit.results.report import Note, Report, Section
 from lipaudit.results.rows import AttackRow, AttentionRow, BoundsRow, JacobianRow
-from lipaudit.results.trials import WORST
+from lipaudit.results.trials import WORST, parse_radius
 
 STEEPEST = 3
 """How many heads are named."""
@@ -140,9 +140,10 @@ def summary(report: Report) -> Summary:
     bounds = typed(report.section("bounds"), BoundsRow)
     attacks = typed(report.section("attack"), AttackRow)
     certified = typed(report.section("certify"), CertifyRow)
+    balls = (*_attacked(attacks), *_certified(certified, attacks))
     return Summary(
         warnings=tuple(_warned(report)),
-        accuracy=(*_clean(report), *_attacked(attacks), *_certified(certified, attacks)),
+        accuracy=(*_clean(report), *sorted(balls, key=_ball)),
         norms=_norms(report.section("jacobian")),
         heads=_heads(bounds),
         fragile=_fragile(report.section("attention")),
@@ -202,6 +203,10 @@ def _attacked(rows: Sequence[AttackRow]) -> Iterator[Accuracy]:
                     high=row.robust_high,
                     samples=row.samples,
                 )
+
+
+def _ball(accuracy: Accuracy) -> tuple[bool, str, float]:
+    return accuracy.kind == "certified", accuracy.norm, float(parse_radius(accuracy.eps))
 
 
 def _certified(rows: Sequence[CertifyRow], attacks: Sequence[AttackRow]) -> Iterator[Accuracy]:

@@ -83,6 +83,7 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     assert shown == {
         **dict.fromkeys(("html", "json", "markdown", "table"), set(kinds)),
         **dict.fromkeys(("annotations", "junit", "text"), {"judged"}),
+        "brief": {"report", "drawn", "judged"},
         "png": {"drawn"},
     }
     suffixes = [suffix for known in RENDERERS.values() for suffix in known.suffixes]
@@ -96,8 +97,8 @@ def test_the_forms_that_are_promised_are_those_that_come(report, other):
     bare = report.model_copy(
         update={"sections": (section.model_copy(update={"arrays": {}}), report.section("bounds"))}
     )
-    assert of_reports(bare).keys() == REPORT
-    assert of_reports(report).keys() == DRAWN
+    assert of_reports(bare).keys() - {"screen"} == REPORT
+    assert of_reports(report).keys() - {"screen"} == DRAWN
     assert of_reports(bare, bare).keys() == {"page"}
     assert of_comparison(compare([report, other]), [report, other]).keys() == COMPARISON
     rules = tuple(map(parse_rule, RULES))
@@ -116,7 +117,7 @@ def test_a_format_that_cannot_show_a_report_says_what_to_type(report, name):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("-f", "nonsense"), "There are: annotations, html, json, junit, markdown, table"),
+        (("-f", "nonsense"), "There are: annotations, brief, html, json, junit, markdown, table"),
         (("-o", "x.pdf"), "There are: .html, .htm, .json, .xml"),
         (("-f", "png"), "one attention map"),
         (("-o", "x.png"), "one attention map"),

@@ -35,7 +35,8 @@ def with_rows(report, measure, **changes):
 
 
 def test_accuracies_and_their_limits(report):
-    clean, *attacked = summary(report).accuracy
+    attack = with_sections(report, report.section("attack"))
+    clean, *attacked = summary(attack).accuracy
     assert (clean.share, clean.samples) == (23 / 24, 24)
     assert (clean.low, clean.high) == wilson(23, 24)
     rows = {row.eps_text: row for row in report.section("attack").rows if row.attack == "worst"}

@@ -33,12 +33,17 @@ KINDS = {
 """How each accuracy is called, and how it reads."""
 
 
-def scorecard(report: Report) -> Scorecard | None:
-    """Draw the scorecard of a report; None where no section has a figure for it."""
-    summed = summary(report)
+def scorecard(report: Report, *, short: bool = False) -> Scorecard | None:
+    """Draw the scorecard of a report; None where no section has a figure for it.
+
+    Args:
+        report: that is summed up.
+        short: whether the norms share a line.
+    """
+    summed, known = summary(report), places(report)
     lines = [
         *(_accuracy(each) for each in summed.accuracy),
-        *(_norms(summed.norms, places(report)) if summed.norms else ()),
+        *(_norms(summed.norms, known, short=short) if summed.norms else ()),
         *(_heads(summed.heads) if summed.heads else ()),
         *(_fragile(summed.fragile, report) if summed.fragile else ()),
         *_tightest(summed.bounds),
@@ -48,7 +53,7 @@ def scorecard(report: Report) -> Scorecard | None:
 
 def brief(report: Report) -> Brief:
     """Return the scorecard for a pull request: state, data and warnings, then the figures."""
-    card, missing = scorecard(report), lack(report)
+    card, missing = scorecard(report, short=True), lack(report)
     lines, marks = scored(card) if card else ([], [])
     state = f"PARTIAL: {missing}" if missing else "complete"
     return Brief(
@@ -80,7 +85,7 @@ def _accuracy(accuracy: Accuracy) -> Line:
     return Line(named, accuracy.share, column, ", ".join(filter(None, said)))
 
 
-def _norms(norms: Norms, known: Mapping[str, str]) -> Iterator[Line]:
+def _norms(norms: Norms, known: Mapping[str, str], *, short: bool) -> Iterator[Line]:
     columns = JacobianRow.columns()
     kind = "" if norms.norm == "2" else f", norm {norms.norm}"
     of = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples"
@@ -89,7 +94,12 @@ def _norms(norms: Norms, known: Mapping[str, str]) -> Iterator[Line]:
     if norms.samples == 1:
         yield Line("Jacobian norm", norms.max, columns["max"], f"{of[:-1]}: {sample}")
         return
+    if short:
+        p95, most = (text(each, columns["max"]) for each in (norms.p95, norms.max))
+        of = f"{of}; p95 {p95}, max {most}: {sample}".removesuffix(": ")
     yield Line("Jacobian norm, median", norms.median, columns["median"], of)
+    if short:
+        return
     yield Line("Jacobian norm, p95", norms.p95, columns["p95"])
     yield Line("Jacobian norm, max", norms.max, columns["max"], sample)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Scatter, Series, Shares, Table
-from lipaudit.report.page.views.common import MODEL, every_row
+from lipaudit.report.page.views.common import MODEL, every_row, interval
 from lipaudit.results import CertifyRow, Column, Section
 from lipaudit.results.figures import finite, typed
 
@@ -64,10 +64,8 @@ def radius_view(section: Section) -> Iterator[Block]:
 
 
 def _start(row: CertifyRow) -> tuple[object, ...]:
-    interval = None
-    if row.certified_low is not None and row.robust_high is not None:
-        interval = f"{row.certified_low:.1%} to {row.robust_high:.1%}"
-    return (*(getattr(row, name) for name in NAMES), interval)
+    bracket = interval(row.certified_low, row.robust_high) or None
+    return (*(getattr(row, name) for name in NAMES), bracket)
 
 
 def _interval(columns: Mapping[str, Column]) -> Column:

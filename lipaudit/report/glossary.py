@@ -93,7 +93,7 @@ WORDS: Mapping[str, str] = {
     "statistic": "The column of heads whose distribution a line shows.",
     "standing": "How far a figure is proven, and where.",
     "sample": "A sample by the first characters of its id, a hash of its values.",
-    "broken": "The balls in which some attack turned the sample into an error.",
+    "broken": "The smallest ball of each norm in which an attack turned the sample into an error.",
     "figure": "What is known of a sample: a column of a section, and the attack or ball it is of.",
     "value": "The figure of the one sample that is shown.",
     "all": "Of all samples: the median of a figure, or the share of yes.",

@@ -140,6 +140,9 @@ SAMPLES: dict[str, dict[str, Column]] = {
 """Per-sample columns of each section; `robust@ATTACK,NORM,EPS` reads as `robust`, and
 `certified@NORM,EPS` as `certified`."""
 
+FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
+"""Per-sample columns that say yes or no, as true and false or as 1 and 0."""
+
 
 @dataclass(frozen=True)
 class Reduction:

@@ -30,6 +30,7 @@ class Accuracy(Frozen):
         kind: without attack; what no attack of a ball broke; what is proven that none can break.
         norm: of the ball; empty without attack.
         eps: its radius as it was typed.
+        ball: both, as people say it.
         attacks: those that were tried.
         share: of the samples.
         low: lower limit.
@@ -41,6 +42,7 @@ class Accuracy(Frozen):
     kind: Literal["clean", "attacked", "certified"]
     norm: str = ""
     eps: str = ""
+    ball: str = ""
     attacks: tuple[str, ...] = ()
     share: Float
     low: Float | None
@@ -197,6 +199,7 @@ def _attacked(rows: Sequence[AttackRow]) -> Iterator[Accuracy]:
                     kind="attacked",
                     norm=row.norm,
                     eps=row.key.radius.text,
+                    ball=row.key.ball,
                     attacks=tried,
                     share=row.robust,
                     low=row.robust_low,
@@ -213,7 +216,8 @@ def _certified(rows: Sequence[CertifyRow], attacks: Sequence[AttackRow]) -> Iter
     """Yield what is proven of each ball, and what attacks left of it where none else says so."""
     said = {(row.norm, row.eps) for row in attacks}
     for row in rows:
-        ball: Any = {"norm": row.norm, "eps": row.key.radius.text, "samples": row.samples}
+        ball: Any = {"norm": row.norm, "eps": row.key.radius.text, "ball": row.key.ball}
+        ball["samples"] = row.samples
         if row.robust is not None and (row.norm, row.eps) not in said:
             low, high = row.robust_low, row.robust_high
             yield Accuracy(kind="attacked", share=row.robust, low=low, high=high, **ball)

@@ -107,6 +107,13 @@ class TrialKey:
         """Write it as in the columns of a report: `pgd,linf,2/255`, of a ball `linf,2/255`."""
         return ",".join(filter(None, (self.attack, self.norm, self.radius.text)))
 
+    @property
+    def ball(self) -> str:
+        """Name its ball for people: `linf 2/255`, `2 words`, `1 character`."""
+        if self.norm not in COUNTED:
+            return f"{self.norm} {self.radius.text}"
+        return f"{self.radius.text} {self.norm.removesuffix('s' * (self.radius.value == 1))}"
+
     def column(self, kind: str) -> str:
         """Name the per-sample column that holds a kind of figure: `robust@pgd,linf,2/255`."""
         return f"{kind}@{self}"

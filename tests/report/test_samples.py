@@ -14,6 +14,8 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.report import of_sample, render
 from lipaudit.report.page import samples
 from lipaudit.report.page.document import document
+from lipaudit.results import measures
+from lipaudit.results.samples import FLAGS
 from tests.report.conftest import IDS, NORMS
 
 BROKEN = {13, 15, 16, 17, 18, 19, 20, 21, 23}
@@ -41,7 +43,19 @@ def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
     assert samples.worst(report) == expected[:10]
     rows = samples.worst_table(report).rows
     assert [row[0] for row in rows] == [name[:12] for name in expected[:10]]
-    assert rows[0][1] == "linf 2/255, linf 4/255"
+    assert rows[0][1] == "linf 2/255"
+    assert rows[-1][1] == "linf 4/255"
+
+
+def test_what_says_yes_or_no_is_told_from_numbers_that_are_0_and_1(report):
+    flags = {n for record in measures().values() for n, c in record.samples.items()
+             if c.meaning.startswith("Whether")}  # fmt: skip
+    assert flags | {"converged"} == FLAGS
+    attack = report.section("attack")
+    values = {**attack.samples, "label": tuple(i % 2 for i in range(24))}
+    binary = attack.model_copy(update={"samples": values})
+    page = samples.inspected(report.model_copy(update={"sections": (binary,)}), IDS[0])
+    assert told(page, "Attacks")["label"] == ("1", "", "")
 
 
 def test_a_sample_stands_beside_all(report):

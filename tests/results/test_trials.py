@@ -108,3 +108,11 @@ def test_a_ball_is_a_trial_without_an_attack():
     assert not ball.matches("pgd")
     assert parse_column("certified@2/255") == ("certified@2/255", None)
     assert parse_column("x@a,b,linf,2/255") == ("x@a,b,linf,2/255", None)
+
+
+@pytest.mark.parametrize(
+    ("norm", "eps", "said"),
+    [("linf", "2/255", "linf 2/255"), ("words", "2", "2 words"), ("words", "1", "1 word")],
+)
+def test_a_ball_is_named_as_people_say_it(norm, eps, said):
+    assert TrialKey("pgd", norm, parse_radius(eps)).ball == said

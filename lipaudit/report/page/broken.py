@@ -36,7 +36,7 @@ class Breakage:
     def attack(self) -> str:
         """Name the attack: `pgd at linf 2/255`."""
         attack = "the worst attack" if self.trial.attack == WORST else self.trial.attack
-        return f"{attack} at {self.trial.norm} {self.trial.radius.text}"
+        return f"{attack} at {self.trial.ball}"
 
     def correlation(self, feature: str) -> Correlation | None:
         """Correlate a figure with being broken, None where too few samples have it."""

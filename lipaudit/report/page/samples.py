@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
@@ -14,13 +14,16 @@ from lipaudit.report.page.remarks import leading
 from lipaudit.report.page.views.common import CHARACTERS, SAMPLE, located, places
 from lipaudit.results import Column, Report, Section
 from lipaudit.results.figures import finite, middle, order
-from lipaudit.results.trials import parse_column
+from lipaudit.results.samples import FLAGS
+from lipaudit.results.trials import TrialKey, parse_column
 
 WORST = 10
 """How many samples are shown of all."""
 SHOWN = ("norm", "margin", "radius_first_order")
 """Columns of the section jacobian that stand beside the worst samples."""
-BROKEN = Column(label="broken", meaning="Balls in which an attack broke the sample.", format="s")
+BROKEN = Column(
+    label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
+)
 FIGURES = (
     Column(label="figure", meaning="What is known of the sample.", format="s"),
     Column(label="value", meaning="Of the sample.", format=""),
@@ -47,7 +50,7 @@ class Figure:
     @property
     def flag(self) -> bool:
         """Whether it says yes or no."""
-        return all(value in (0, 1, None) for value in self.values.values())
+        return parse_column(self.name)[0] in FLAGS
 
     def rank(self, sample: str) -> str:
         """Return the place of a sample among all, the worst first; nothing where none is."""
@@ -102,7 +105,7 @@ def worst_table(report: Report) -> Table:
     rows = tuple(
         (
             sample,
-            ", ".join(broken.get(sample, ())) or None,
+            ", ".join(_smallest(broken.get(sample, ()))) or None,
             *(figure.values.get(sample) for figure in kept),
         )
         for sample in worst(report)
@@ -213,16 +216,21 @@ def _require_samples(report: Report) -> None:
         )
 
 
-def _broken(report: Report) -> dict[str, list[str]]:
+def _smallest(balls: Iterable[TrialKey]) -> list[str]:
+    """Name the smallest ball of each norm."""
+    ranked = sorted(balls, key=lambda ball: -ball.radius.value)
+    return [ball.ball for ball in {ball.norm: ball for ball in ranked}.values()]
+
+
+def _broken(report: Report) -> dict[str, set[TrialKey]]:
     """Return the balls in which attacks broke each sample that is right without."""
     known = [figure for figure in figures(report) if figure.section == "attack"]
     right = next((f.values for f in known if f.name == "correct"), {})
-    balls: dict[str, dict[str, None]] = {}
+    balls: dict[str, set[TrialKey]] = {}
     for figure in known:
         kind, trial = parse_column(figure.name)
         if kind == "robust" and trial is not None:
             for sample, stands in figure.values.items():
                 if stands == 0 and right.get(sample, True):
-                    ball = f"{trial.norm} {trial.radius.text}"
-                    balls.setdefault(sample, {})[ball] = None
-    return {sample: list(each) for sample, each in balls.items()}
+                    balls.setdefault(sample, set()).add(replace(trial, attack=""))
+    return balls

@@ -21,7 +21,6 @@ from lipaudit.results import (
     Report,
 )
 from lipaudit.results.summary import Accuracy, Fragile, Heads, Norms, Tightness, summary
-from lipaudit.results.trials import COUNTED
 
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
@@ -71,9 +70,6 @@ def brief(report: Report) -> Brief:
 
 def _accuracy(accuracy: Accuracy) -> Line:
     label, column = KINDS[accuracy.kind]
-    ball = f"{accuracy.norm} {accuracy.eps}"
-    if accuracy.norm in COUNTED:
-        ball = f"{accuracy.eps} {accuracy.norm}"
     tried = ", ".join(accuracy.attacks)
     said = [
         interval(accuracy.low, accuracy.high),
@@ -81,7 +77,7 @@ def _accuracy(accuracy: Accuracy) -> Line:
         "" if tried else f"{accuracy.samples} samples",
         f"{accuracy.undecided} undecided" if accuracy.undecided else "",
     ]
-    named = label if accuracy.kind == "clean" else f"{label}, {ball}"
+    named = label if accuracy.kind == "clean" else f"{label}, {accuracy.ball}"
     return Line(named, accuracy.share, column, ", ".join(filter(None, said)))
 
 

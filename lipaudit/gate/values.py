@@ -12,7 +12,7 @@ from lipaudit.errors import EvaluationError, UsageError, suggestion
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
 from lipaudit.results import Row, Section
-from lipaudit.results.naming import naming
+from lipaudit.results.columns import naming
 from lipaudit.results.samples import REDUCTIONS
 from lipaudit.results.trials import WORST, TrialKey, parse_column, parse_radius
 

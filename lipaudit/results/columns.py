@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -101,6 +102,21 @@ def column(
     return Field(
         default=default, description=meaning, json_schema_extra=extra, alias=alias, ge=least
     )
+
+
+def naming(columns: Mapping[str, Column]) -> list[str]:
+    """Return the columns that name a row: the leading ones, of text or whole numbers.
+
+    A row type lists what a row is of before what was measured there, so that a type which nobody
+    here has heard of says so too. The first column always names.
+
+    >>> layer, text, norm = (Column(label="", meaning="", format=f) for f in ("d", "s", ".3g"))
+    >>> naming({"layer": layer, "module": text, "norm": norm, "tokens": layer})
+    ['layer', 'module']
+    """
+    names = list(columns)
+    measured = (i for i, name in enumerate(names) if columns[name].format not in ("d", "s"))
+    return names[: max(next(measured, len(names)), 1)]
 
 
 class Row(Frozen):

@@ -16,6 +16,7 @@ from lipaudit.report.page import samples
 from lipaudit.report.page.document import document
 from lipaudit.results import measures
 from lipaudit.results.samples import FLAGS
+from lipaudit.results.worst import worst
 from tests.report.conftest import IDS, NORMS
 
 BROKEN = {13, 15, 16, 17, 18, 19, 20, 21, 23}
@@ -39,8 +40,8 @@ def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
     balls = {name: (i in BROKEN) + (i >= 5) for i, name in enumerate(IDS)}
     norms = {n: -1.0 if v is None or v != v else v for n, v in zip(IDS, NORMS, strict=True)}
     expected = sorted(IDS, key=lambda n: (not correct[n], -balls[n] * correct[n], -norms[n]))
-    assert samples.worst(report, 24) == expected
-    assert samples.worst(report) == expected[:10]
+    assert worst(report, 24) == expected
+    assert worst(report) == expected[:10]
     rows = samples.worst_table(report).rows
     assert [row[0] for row in rows] == [name[:12] for name in expected[:10]]
     assert rows[0][1] == "linf 2/255"
@@ -125,7 +126,7 @@ def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch
     data = json.loads(run("cat/7.png", "-f", "json").stdout)
     assert (data["id"], data["place"]) == (IDS[7], "cat/7.png")
     assert {"measure": "jacobian", "name": "norm", "value": NORMS[7]} in data["figures"]
-    assert [each["id"] for each in json.loads(run("-f", "json").stdout)] == samples.worst(placed)
+    assert [each["id"] for each in json.loads(run("-f", "json").stdout)] == worst(placed)
     refused = run("nowhere.png")
     assert refused.exit_code == 2
     assert "no sample 'nowhere.png'" in refused.stderr

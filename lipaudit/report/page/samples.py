@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
@@ -16,9 +16,9 @@ from lipaudit.results import Column, Report, Section
 from lipaudit.results.figures import finite, middle, order
 from lipaudit.results.samples import FLAGS
 from lipaudit.results.trials import TrialKey, parse_column
+from lipaudit.results.worst import SHOWN as MOST
+from lipaudit.results.worst import broken, ids, worst
 
-WORST = 10
-"""How many samples are shown of all."""
 SHOWN = ("norm", "margin", "radius_first_order")
 """Columns of the section jacobian that stand beside the worst samples."""
 BROKEN = Column(
@@ -74,38 +74,22 @@ class Figure:
 def figures(report: Report) -> list[Figure]:
     """Return the per-sample columns of all sections."""
     return [
-        Figure(s.measure, name, s.sample_column(name), dict(zip(_ids(s), values, strict=True)))
+        Figure(s.measure, name, s.sample_column(name), dict(zip(ids(s), values, strict=True)))
         for s in report.sections
         for name, values in s.samples.items()
-        if name != "ids" and _ids(s)
+        if name != "ids" and ids(s)
     ]
-
-
-def worst(report: Report, count: int = WORST) -> list[str]:
-    """Return the samples that are least robust: those broken in most balls, then by their norm.
-
-    What is classified wrongly without an attack comes last.
-    """
-    known = figures(report)
-    broken, norms = _broken(report), next((f.values for f in known if f.name == "norm"), {})
-    right = next((f.values for f in known if f.name == "correct"), {})
-
-    def rank(sample: str) -> tuple[bool, int, float]:
-        return not right.get(sample, True), -len(broken.get(sample, ())), -order(norms.get(sample))
-
-    measured = dict.fromkeys(sample for f in known for sample in f.values)
-    return sorted(measured, key=rank)[:count]
 
 
 def worst_table(report: Report) -> Table:
     """Tabulate the worst samples."""
-    broken, section = _broken(report), report.section("jacobian")
+    balls, section = broken(report), report.section("jacobian")
     kept = [f for f in figures(report) if f.section == "jacobian" and f.name in SHOWN]
     columns = () if section is None else tuple(f.column for f in kept)
     rows = tuple(
         (
             sample,
-            ", ".join(_smallest(broken.get(sample, ()))) or None,
+            ", ".join(_smallest(balls.get(sample, ()))) or None,
             *(figure.values.get(sample) for figure in kept),
         )
         for sample in worst(report)
@@ -179,7 +163,7 @@ def chosen(report: Report, said: str) -> str:
         names = [*(i[:CHARACTERS] for i in known), *at.values()]
         advice = "Name one by its id or place; lipaudit inspect REPORT lists the worst."
         raise UsageError(f"the report has no sample {said!r}", suggestion(said, names, advice))
-    some = ", ".join(f"{i[:CHARACTERS]} ({at[i]})" if i in at else i for i in named[:WORST])
+    some = ", ".join(f"{i[:CHARACTERS]} ({at[i]})" if i in at else i for i in named[:MOST])
     raise UsageError(f"{said!r} is {len(named)} samples", f"There are: {some}.")
 
 
@@ -193,19 +177,15 @@ def _title(section: Section) -> str:
     return (kind.title if kind else "") or section.measure
 
 
-def _ids(section: Section) -> tuple[str, ...]:
-    return tuple(map(str, section.samples.get("ids", ())))
-
-
 def _known(report: Report) -> list[str]:
     """Return every sample of which something is known."""
-    measured = (i for section in report.sections for i in _ids(section))
+    measured = (i for section in report.sections for i in ids(section))
     return list(dict.fromkeys([*measured, *report.found("place")]))
 
 
 def measured(report: Report) -> bool:
     """Tell whether a report says anything of single samples."""
-    return any(map(_ids, report.sections))
+    return any(map(ids, report.sections))
 
 
 def _require_samples(report: Report) -> None:
@@ -220,17 +200,3 @@ def _smallest(balls: Iterable[TrialKey]) -> list[str]:
     """Name the smallest ball of each norm."""
     ranked = sorted(balls, key=lambda ball: -ball.radius.value)
     return [ball.ball for ball in {ball.norm: ball for ball in ranked}.values()]
-
-
-def _broken(report: Report) -> dict[str, set[TrialKey]]:
-    """Return the balls in which attacks broke each sample that is right without."""
-    known = [figure for figure in figures(report) if figure.section == "attack"]
-    right = next((f.values for f in known if f.name == "correct"), {})
-    balls: dict[str, set[TrialKey]] = {}
-    for figure in known:
-        kind, trial = parse_column(figure.name)
-        if kind == "robust" and trial is not None:
-            for sample, stands in figure.values.items():
-                if stands == 0 and right.get(sample, True):
-                    balls.setdefault(sample, set()).add(replace(trial, attack=""))
-    return balls

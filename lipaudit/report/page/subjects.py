@@ -50,13 +50,13 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
         UsageError: it has none of that name, or several.
     """
     from lipaudit.report.page import samples
+    from lipaudit.results.worst import worst
 
     if sample is None:
         page = samples.overview(report, name)
-        worst = samples.worst(report)
         return {
             "page": lambda: page,
-            "record": lambda: [samples.record(report, each) for each in worst],
+            "record": lambda: [samples.record(report, each) for each in worst(report)],
         }
     one = samples.chosen(report, sample)
     return {

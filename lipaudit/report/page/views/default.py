@@ -8,9 +8,9 @@ from lipaudit.report.blocks import Block
 from lipaudit.report.cells import UNMEASURED, pretty
 from lipaudit.report.page.views.common import every_row, heatmap, histogram, stacked
 from lipaudit.results import Column, Section, sample_columns
+from lipaudit.results.columns import naming
 from lipaudit.results.figures import typed
 from lipaudit.results.heads import HeadRow
-from lipaudit.results.naming import naming
 
 
 def view(section: Section) -> Iterator[Block]:

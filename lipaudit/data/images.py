@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from lipaudit.errors import InputError
 from lipaudit.results import Note
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SIDE = 64
+"""Pixels of a thumbnail's longer side."""
 COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
@@ -53,6 +57,20 @@ def resized(
             "Give --input-size: images are then scaled to cover it and cropped in the middle.",
         )
     return value
+
+
+def thumbnail(pixels: Tensor) -> str:
+    """Return pixels (channels, height, width) in [0, 1] as a PNG file in base64.
+
+    The longer side is at most `SIDE`; of more than three channels the first is shown.
+    """
+    shown = pixels if len(pixels) in (1, 3) else pixels[:1]
+    array = (shown.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).numpy()
+    image = Image.fromarray(array[0] if len(array) == 1 else array.transpose(1, 2, 0))
+    image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:

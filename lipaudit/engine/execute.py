@@ -25,6 +25,7 @@ from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.results import Note, Report, Section
 from lipaudit.results.report import Failure
+from lipaudit.results.worst import worst
 from lipaudit.settings import BoundsOptions, CertifyOptions, MeasureOptions
 
 Adapt = Callable[[MeasureOptions, Sequence[Section]], MeasureOptions]
@@ -73,11 +74,13 @@ def executed(
         if len(errors) == len(job.request.measures):
             raise errors[0]
         status: Literal["complete", "partial"] = "partial" if errors else "complete"
-        yield Report(
-            run=provenance(job),
-            status=status,
-            samples=origins(job.samples),
-            sections=tuple(sections),
+        yield _with_worst_drawn(
+            Report(
+                run=provenance(job),
+                status=status,
+                samples=origins(job.samples),
+                sections=tuple(sections),
+            )
         )
         for journal in journals if not errors else ():
             journal.clear()
@@ -93,6 +96,16 @@ def execute(
     """
     with executed(job, observer, adapt=adapt) as report:
         return report
+
+
+def _with_worst_drawn(report: Report) -> Report:
+    """Keep the pictures of the worst samples alone: a report stays small."""
+    kept = worst(report)
+    sections = tuple(
+        s.model_copy(update={"examples": {n: s.examples[n] for n in kept if n in s.examples}})
+        for s in report.sections
+    )
+    return report.model_copy(update={"sections": sections})
 
 
 @contextmanager

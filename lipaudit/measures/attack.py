@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.numpy import save
+from torch import Tensor
 
 from lipaudit.attacks.choice import require_suited
 from lipaudit.attacks.evaluate import evaluate_chunk, require_radius
@@ -18,6 +19,7 @@ from lipaudit.attacks.plan import CHUNK, Trial
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
 from lipaudit.data.arrays import MADE_OF
 from lipaudit.data.batch import Batch
+from lipaudit.data.images import thumbnail
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import rewriting
 from lipaudit.measures.measure import Measure, Part, Values, joined, moved, notes, sample_ids
@@ -26,6 +28,9 @@ from lipaudit.results import AttackRow, Note, Section
 from lipaudit.results.figures import wilson
 from lipaudit.results.trials import COSTS, COUNTED, WORST, TrialKey
 from lipaudit.settings.attack import TABLE, AttackOptions
+
+DRAWN = 512
+"""So many samples are drawn, where attacks break them: the worst of them are kept."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
@@ -132,6 +137,8 @@ def _part(
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
     cost = [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial]
     facts: dict[str, Any] = {"checks": clean.checks, "cost": cost, "square": _square(by_trial)}
+    if net.kind == "image" and chunk.number * CHUNK < DRAWN:
+        facts["examples"] = _examples(net, batch, clean, ends, options.batch_size)
     if chunk.texts is not None:
         rewritten = [end for end in ends if end.drafts is not None]
         lines = [line for e in rewritten for line in rewriting.changes(e, chunk.texts, batch.ids)]
@@ -139,6 +146,52 @@ def _part(
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
     return Part(batch.ids, arrays, facts, remarks)
+
+
+def _examples(
+    net: Net, batch: Batch, clean: Outcome, ends: Sequence[Outcome], size: int
+) -> dict[str, dict[str, Any]]:
+    """Draw each sample that an attack broke, with the first example that did."""
+    assert batch.y is not None
+    fallen = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
+    which = fallen.any(1).nonzero().flatten()
+    if not len(which):
+        return {}
+    first = fallen[which].int().argmax(1)
+    rows = which.to(batch.x.device)
+    x, y, ids = batch.x[rows], batch.y[rows], [batch.ids[i] for i in which.tolist()]
+    x_adv = torch.stack([ends[t].x_adv[i] for i, t in zip(which, first, strict=True)]).to(x)
+    with torch.no_grad():
+        scores = [
+            torch.cat([net.output(p).softmax(1) for p in Batch(z, None, tuple(ids)).split(size)])
+            for z in (x, x_adv)
+        ]
+    pairs = torch.stack([y, scores[1].argmax(1)], 1)
+    before, after = (each.gather(1, pairs).cpu().double() for each in scores)
+    x, x_adv = x.cpu(), x_adv.cpu()
+    names = dict(enumerate(net.info.labels or ()))
+    return {
+        name: {
+            "trial": str(ends[t].trial.key if ends[t].trial else ""),
+            **_pictures(x[i], x_adv[i]),
+            "classes": [names.get(c, str(c)) for c in pairs[i].tolist()],
+            "before": before[i].round(decimals=4).tolist(),
+            "after": after[i].round(decimals=4).tolist(),
+        }
+        for i, (name, t) in enumerate(zip(ids, first.tolist(), strict=True))
+    }
+
+
+def _pictures(x: Tensor, x_adv: Tensor) -> dict[str, Any]:
+    """Draw a sample, what it became, and the difference, as large as fits about grey."""
+    change = x_adv - x
+    times = 0.5 / max(float(change.abs().max()), torch.finfo(x.dtype).tiny)
+    return {
+        "image": thumbnail(x),
+        "adversarial": thumbnail(x_adv),
+        "difference": thumbnail(0.5 + times * change),
+        "times": float(f"{times:.2g}"),
+    }
 
 
 def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
@@ -176,6 +229,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             rows=tuple(rows),
             samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
             notes=_remarks(parts, trials, len(correct)),
+            examples={n: e for part in parts for n, e in part.facts.get("examples", {}).items()},
         )
     ]
 

@@ -160,6 +160,23 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class Item:
+    """What is shown of one sample: PNG files in base64 by their captions, and lines below."""
+
+    title: str
+    pictures: tuple[tuple[str, str], ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures of samples, and what is said in their place where none can be drawn."""
+
+    text: str
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
 class Notes:
     """The remarks that belong to the numbers above."""
 
@@ -212,7 +229,7 @@ class Brief:
 
 
 Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares
-Block = Paragraph | Table | Picture | Notes
+Block = Paragraph | Table | Picture | Gallery | Notes
 
 
 @dataclass(frozen=True)

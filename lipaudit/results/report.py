@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -80,6 +80,34 @@ def aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]
     return samples
 
 
+Png = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
+"""A PNG file in base64."""
+
+
+class Example(Frozen):
+    """What an attack made of a sample, as pictures of at most 64 pixels.
+
+    Attributes:
+        trial: the first that broke it.
+        image: the sample.
+        adversarial: what it became.
+        difference: of the two; grey is none.
+        times: how much the difference is amplified.
+        classes: true and, after the attack, predicted; by name, or number where there are none.
+        before: their scores without attack, of 1 in all.
+        after: their scores under attack.
+    """
+
+    trial: str
+    image: Png
+    adversarial: Png
+    difference: Png
+    times: Float
+    classes: tuple[str, str]
+    before: tuple[Float, Float]
+    after: tuple[Float, Float]
+
+
 class Section(Frozen):
     """The result of one measure.
 
@@ -90,6 +118,7 @@ class Section(Frozen):
         samples: per-sample columns in the order of its `ids`.
         arrays: per-head per-sample values, histograms and maps.
         notes: remarks that belong to these numbers.
+        examples: adversarial ones of pictures, by sample id; written only where there are any.
         failure: why there are none; written only where the measure failed.
     """
 
@@ -99,12 +128,14 @@ class Section(Frozen):
     samples: dict[str, tuple[Cell, ...]] = {}
     arrays: dict[str, Array] = {}
     notes: tuple[Note, ...] = ()
+    examples: dict[str, Example] = {}
     failure: Failure | None = None
 
     @model_serializer(mode="wrap")
     def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write no failure where there is none: a finished section is what it always was."""
-        return {k: v for k, v in plain(self).items() if k != "failure" or v is not None}
+        """Write no failure and no examples where there are none, as most sections have."""
+        spared = ("failure", "examples")
+        return {k: v for k, v in plain(self).items() if k not in spared or v}
 
     @field_validator("rows", mode="before")
     @classmethod

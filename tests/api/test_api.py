@@ -19,6 +19,7 @@ import lipaudit
 from lipaudit.cli.commands import build
 from lipaudit.errors import LipauditError, UsageError
 from lipaudit.results.trials import parse_radius
+from lipaudit.results.worst import worst
 
 
 class Attention(nn.Module):
@@ -341,3 +342,9 @@ def test_importing_is_free_and_every_name_is_typed():
     assert all(getattr(lipaudit, name) is not None for name in dir(lipaudit))
     with pytest.raises(AttributeError):
         _ = lipaudit.nothing
+
+
+def test_a_report_keeps_the_pictures_of_its_worst_samples():
+    report = lipaudit.measure("demo", "attack", samples=24, eps="0.1", attack="fgsm")
+    assert list(report.section("attack").examples) == worst(report)
+    assert len(worst(report)) == 10

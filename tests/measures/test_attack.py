@@ -1,9 +1,15 @@
 """The measure `attack`: rows, columns, intervals."""
 
+import base64
+import io
+
+import numpy as np
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
 from lipaudit.attacks.plan import CHUNK
+from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import AttackOptions, measure, summarise
@@ -82,3 +88,46 @@ def test_what_cannot_be_attacked_is_refused(net):
     batch = load_data("random", net, DataOptions(samples=2)).batch
     with pytest.raises(InputError):
         list(measure(net, [batch], AttackOptions(attack="fgsm", eps=("0.1",))))
+
+
+def test_what_an_attack_breaks_is_drawn_with_its_scores(net):
+    batch = load_data("demo", net, DataOptions(samples=24)).batch
+    options = AttackOptions(batch_size=5, steps=4, attack="fgsm,pgd", eps=("0.05",))
+    (section,) = summarise(list(measure(net, [batch], options)), options)
+    samples, at = section.samples, {name: i for i, name in enumerate(batch.ids)}
+    fallen = zip(batch.ids, samples["correct"], samples["robust@worst,linf,0.05"], strict=True)
+    assert section.examples.keys() == {name for name, right, stands in fallen if right > stands}
+    assert 0 < len(section.examples) < 24
+    for name, example in section.examples.items():
+        image, changed, difference = (
+            np.array(Image.open(io.BytesIO(base64.b64decode(picture))), dtype=float) / 255
+            for picture in (example.image, example.adversarial, example.difference)
+        )
+        x = batch.x[at[name], 0].numpy()
+        assert np.abs(image - x).max() <= 0.5 / 255 + 1e-6
+        assert 0 < np.abs(changed - image).max() <= 0.05 + 1 / 255 + 1e-6
+        amplified = 0.5 + example.times * (changed - image)
+        assert np.abs(amplified - difference).max() <= (2 * example.times + 1) / 255
+        assert samples[f"robust@{example.trial}"][at[name]] == 0
+        logits = net.output(Batch(batch.x[at[name] : at[name] + 1], None, (name,)))
+        scores = logits.softmax(1)[0].detach().numpy()
+        true, said = map(int, example.classes)
+        assert true == samples["label"][at[name]] != said
+        assert example.before == pytest.approx(scores[[true, said]], abs=2e-4)
+        assert example.after[1] >= example.after[0]
+
+
+def test_no_more_is_drawn_than_the_first_samples(net, monkeypatch):
+    monkeypatch.setattr("lipaudit.measures.attack.DRAWN", 64)
+    batch = load_data("demo", net, DataOptions(samples=80)).batch
+    options = AttackOptions(attack="fgsm", eps=("0.1",))
+    (section,) = summarise(
+        [
+            part
+            for i, piece in enumerate(batch.split(CHUNK))
+            for part in measure(net, [piece], options.model_copy(update={"first_chunk": i}))
+        ],
+        options,
+    )
+    assert section.examples
+    assert section.examples.keys() <= set(batch.ids[:64])

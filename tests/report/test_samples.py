@@ -15,6 +15,7 @@ from lipaudit.report import of_sample, render
 from lipaudit.report.page import samples
 from lipaudit.report.page.document import document
 from lipaudit.results import measures
+from lipaudit.results.report import Example
 from lipaudit.results.samples import FLAGS
 from lipaudit.results.worst import worst
 from tests.report.conftest import IDS, NORMS
@@ -109,6 +110,35 @@ def test_every_format_shows_it(placed, format):
     text = render(of_sample(placed, "x.json", "cat/7.png"), format).decode().replace("\\", "")
     for words in (IDS[7], "cat/7.png", "‖J‖", "worst,linf,4/255", "did not converge"):
         assert words in text
+
+
+def test_pictures_of_the_worst_stand_on_the_page(placed):
+    worst_one = worst(placed)[0]
+    example = Example(
+        trial="pgd,linf,2/255", image="iVBO", adversarial="iVBP", difference="iVBQ", times=12.5,
+        classes=("cat", "<b>dog"), before=(0.9, 0.1), after=(0.2, 0.8),
+    )  # fmt: skip
+    attack = placed.section("attack").model_copy(update={"examples": {worst_one: example}})
+    sections = tuple(attack if s.measure == "attack" else s for s in placed.sections)
+    report = placed.model_copy(update={"sections": sections})
+    assert schema.loads(schema.dumps(report)).section("attack").examples == {worst_one: example}
+    for shown in (report, of_sample(report, "x", None), of_sample(report, "x", worst_one)):
+        page = render(shown, "html").decode()
+        for picture in ("iVBO", "iVBP", "iVBQ"):
+            assert page.count(f'src="data:image/png;base64,{picture}"') == 1
+        assert "&lt;b&gt;dog: 10% became 80% by pgd, linf 2/255" in page
+        assert "difference × 12" in page
+        assert "in the html format" in render(shown, "table").decode()
+    other = render(of_sample(report, "x", worst(placed)[1]), "html").decode()
+    assert "data:image/png;base64,iVBO" not in other
+
+
+def test_a_picture_is_base64_and_nothing_else():
+    with pytest.raises(ValueError, match="pattern"):
+        Example(
+            trial="", image='" onload="', adversarial="", difference="", times=1,
+            classes=("", ""), before=(0, 0), after=(0, 0),
+        )  # fmt: skip
 
 
 def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from lipaudit.report.blocks import (
     Curve,
     Density,
     Document,
+    Gallery,
     Heatmap,
     Histogram,
     Notes,
@@ -121,7 +122,7 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield _title(block.title, width)
             yield from _density(block, min(width - AXIS, MAP), colour)
             yield Text("\n".join(wrap(extent(block), min(width, PROSE))), STYLES["note"])
-        case Paragraph():
+        case Paragraph() | Gallery():
             yield Text("\n".join(wrap(block.text, min(width, PROSE))))
         case Notes():
             yield Text("")

@@ -12,6 +12,7 @@ from lipaudit.report.blocks import (
     Curve,
     Density,
     Document,
+    Gallery,
     Heatmap,
     Histogram,
     Notes,
@@ -74,7 +75,7 @@ def _block(block: Block) -> Iterator[str]:
             yield from _drawn(block.title, glyphs.plot(block, PLOT), glyphs.legend(block))
         case Density():
             yield from _drawn(block.title, glyphs.map_plot(block, PLOT), extent(block))
-        case Paragraph():
+        case Paragraph() | Gallery():
             yield escape(block.text)
         case Notes():
             yield from (

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
-from lipaudit.report.blocks import Chapter, Document, Paragraph, Table
-from lipaudit.report.cells import UNMEASURED, pretty, text
+from lipaudit.report.blocks import Block, Chapter, Document, Gallery, Item, Paragraph, Table
+from lipaudit.report.cells import UNMEASURED, pretty, significant, text
 from lipaudit.report.page.facts import facts
 from lipaudit.report.page.remarks import leading
 from lipaudit.report.page.views.common import CHARACTERS, SAMPLE, located, places
 from lipaudit.results import Column, Report, Section
 from lipaudit.results.figures import finite, middle, order
+from lipaudit.results.report import Example
 from lipaudit.results.samples import FLAGS
 from lipaudit.results.trials import TrialKey, parse_column
 from lipaudit.results.worst import SHOWN as MOST
@@ -21,6 +22,7 @@ from lipaudit.results.worst import broken, ids, worst
 
 SHOWN = ("norm", "margin", "radius_first_order")
 """Columns of the section jacobian that stand beside the worst samples."""
+DRAWN = "Pictures of the worst samples and of what attacks made of them: in the html format."
 BROKEN = Column(
     label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
 )
@@ -95,16 +97,48 @@ def worst_table(report: Report) -> Table:
         for sample in worst(report)
     )
     table = Table("The worst samples", (SAMPLE, BROKEN, *columns), rows)
-    shown = located(table, places(report))
-    assert isinstance(shown, Table)
-    return shown
+    named = located(table, places(report))
+    assert isinstance(named, Table)
+    return named
+
+
+def gallery(report: Report) -> list[Gallery]:
+    """Draw the worst samples of pictures, what attacks made of them, and the difference."""
+    section = report.section("attack")
+    drawn = section.examples if section else {}
+    items = tuple(_item(report, name, drawn[name]) for name in worst(report) if name in drawn)
+    return [Gallery(DRAWN, items)] if items else []
+
+
+def _item(report: Report, sample: str, example: Example) -> Item:
+    place = report.found("place").get(sample)
+    trial = TrialKey.parse(example.trial)
+    (true, said), before, after = example.classes, example.before, example.after
+    by = "" if trial is None else f" by {trial.attack}, {trial.ball}"
+    return Item(
+        title=sample[:CHARACTERS] + (f", {place}" if place else ""),
+        pictures=(
+            ("sample", example.image),
+            ("adversarial", example.adversarial),
+            (f"difference × {significant(example.times, '.2g')}", example.difference),
+        ),
+        lines=(
+            f"{true}: {before[0]:.0%} became {after[0]:.0%}",
+            f"{said}: {before[1]:.0%} became {after[1]:.0%}{by}",
+        ),
+    )
+
+
+def shown(report: Report) -> tuple[Block, ...]:
+    """Return what is shown of the worst samples: a table, and pictures where there are any."""
+    return (worst_table(report), *gallery(report))
 
 
 def overview(report: Report, name: str) -> Document:
     """Lay out the worst samples of a report, with what to type to see one."""
     _require_samples(report)
     more = f"lipaudit inspect {name} SAMPLE shows one of {len(_known(report))}: its id or place."
-    chapter = Chapter("worst", "Samples", (worst_table(report), Paragraph(more)))
+    chapter = Chapter("worst", "Samples", (*shown(report), Paragraph(more)))
     return Document(
         title=f"lipaudit: samples of {report.run.model.spec}",
         facts=tuple(fact for fact in facts(report) if fact[0] in ("model", "data")),
@@ -122,6 +156,14 @@ def inspected(report: Report, sample: str) -> Document:
         if of:
             rows = tuple(figure.cells(sample) for figure in of)
             chapters.append(Chapter(section.measure, _title(section), (Table("", FIGURES, rows),)))
+    drawn = [
+        replace(block, items=(item,))
+        for block in gallery(report)
+        for item in block.items
+        if item.title.startswith(sample[:CHARACTERS])
+    ]
+    if drawn:
+        chapters.append(Chapter("pictures", "Pictures", tuple(drawn)))
     found = {"place": report.found("place"), "text": report.found("text")}
     said = ((name, known[sample]) for name, known in found.items() if sample in known)
     return Document(

@@ -96,7 +96,18 @@ def test_a_report_without_samples_says_so(report):
     for sample in (None, "x"):
         with pytest.raises(InputError, match="says nothing of single samples"):
             of_sample(alone, "x.json", sample)
-    assert not any(chapter.name == "worst" for chapter in document(alone).chapters)
+
+
+def test_the_worst_are_shown_where_something_ranks_them(report):
+    def shown(*names):
+        kept = tuple(report.section(name) for name in names)
+        page = document(report.model_copy(update={"sections": kept}))
+        return any(chapter.name == "worst" for chapter in page.chapters)
+
+    assert shown("jacobian")
+    assert shown("attack")
+    assert not shown("bounds")
+    assert not shown("scaling", "certify")
 
 
 def test_an_index_is_a_name(report):

@@ -10,7 +10,7 @@ from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
 from lipaudit.report.page.facts import facts
 from lipaudit.report.page.remarks import lack, leading, of_all
-from lipaudit.report.page.samples import measured, shown
+from lipaudit.report.page.samples import ranked, shown
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.report.page.views.common import places
@@ -62,7 +62,7 @@ def _single(report: Report) -> Document:
     )
     chapters = (
         *(Chapter(s.measure, title(s.measure), blocks(s, said, known)) for s in report.sections),
-        *([Chapter("worst", "Samples", shown(report))] if measured(report) else []),
+        *([Chapter("worst", "Samples", shown(report))] if ranked(report) else []),
         Chapter("reading", "How to read the figures", last),
     )
     return replace(_opening(report), chapters=chapters)

@@ -225,13 +225,13 @@ def _known(report: Report) -> list[str]:
     return list(dict.fromkeys([*measured, *report.found("place")]))
 
 
-def measured(report: Report) -> bool:
-    """Tell whether a report says anything of single samples."""
-    return any(map(ids, report.sections))
+def ranked(report: Report) -> bool:
+    """Tell whether a report knows which of its samples are the worst."""
+    return any(f.name == "norm" for f in figures(report)) or bool(broken(report))
 
 
 def _require_samples(report: Report) -> None:
-    if not measured(report):
+    if not any(map(ids, report.sections)):
         raise InputError(
             "the report says nothing of single samples",
             "bounds, jacobian, attack and certify do: lipaudit audit MODEL has most of them.",

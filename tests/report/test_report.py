@@ -209,3 +209,10 @@ def test_import_needs_no_heavy_library():
     code = f"import sys, lipaudit.report; print({heavy!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_settings_that_are_off_or_the_run_s_own_are_not_listed(report):
+    section = report.section("jacobian").model_copy(
+        update={"settings": {"seed": 3, "k": 0, "per_layer": False, "layers": None, "eps": []}}
+    )
+    assert "Settings: k 0." in [getattr(block, "text", "") for block in blocks(section)]

@@ -16,9 +16,9 @@ from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.report.page.views.common import places
 from lipaudit.results import Column, Report, model_labels
 
-BRIEF = ("model", "data", "run", "status")
+BRIEF = ("model", "data", "run")
 """The facts that a screen has room for."""
-MORE = "--details prints all sections; lipaudit explain WORD says what a word here means."
+MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
 LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
 
 
@@ -30,9 +30,11 @@ def document(*reports: Report, lead: Sequence[Chapter] = ()) -> Document:
 def screen(report: Report) -> Document:
     """Lay out what fits a screen: what was audited, warnings, the scorecard, what stands out."""
     page = _opening(report)
+    known = dict(page.facts)
+    known["run"] = f"{known['status']}; {known['run']}"
     return replace(
         page,
-        facts=tuple((name, value) for name, value in page.facts if name in BRIEF),
+        facts=tuple((name, known[name]) for name in BRIEF),
         findings=tuple((text, "") for text, _ in page.findings),
         more=MORE,
     )

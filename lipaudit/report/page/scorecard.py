@@ -102,10 +102,10 @@ def _norms(norms: Norms, known: Mapping[str, str], *, short: bool) -> Iterator[L
 
 def _heads(heads: Heads) -> Iterator[Line]:
     first, *others = heads.steepest
-    said = f"head {first.layer}.{first.head}"
+    said = f"{first.layer}.{first.head}"
     named = ", ".join(f"{h.layer}.{h.head} ({significant(h.exact)})" for h in others)
     if named:
-        said += f"; next {named}; median of {heads.heads} heads {significant(heads.median)}"
+        said += f"; next {named}; median {significant(heads.median)}"
     yield Line("steepest head, ||J||", first.exact, BoundsRow.columns()["exact"], said)
 
 

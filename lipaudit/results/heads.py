@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from lipaudit.results import readings
 from lipaudit.results.columns import Float, Row, column
+from lipaudit.results.figures import log10
 
 
 class HeadRow(Row):
@@ -79,3 +82,14 @@ class HeadNorms(HeadRow):
     converged: bool = column(
         "converged", f"{readings.STOPPED}: every sample.", True, reading=readings.CONVERGED
     )
+
+    def log10_ratio(self, bound: str) -> float | None:
+        """Return log10(bound / exact), from the logarithm where the bound overflows."""
+        value, exact = getattr(self, bound), log10(self.exact)
+        if exact is None or not math.isfinite(exact):
+            return None
+        if value is None or math.isinf(value):
+            stored = getattr(self, f"log10_{bound}", None)
+            return None if stored is None else stored - exact
+        ratio = log10(value)
+        return None if ratio is None else ratio - exact

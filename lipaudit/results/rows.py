@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 from typing import ClassVar
 
 from lipaudit.results import readings
 from lipaudit.results.bounds import AFFINE_PLAIN, BALL, Bound, catalogue
 from lipaudit.results.columns import Column, Float, OpenRow, Row, column
-from lipaudit.results.figures import log10
 from lipaudit.results.heads import HeadNorms, HeadRow
 from lipaudit.results.trials import TrialKey, parse_radius
 
@@ -26,17 +24,6 @@ class BoundsRow(HeadNorms, OpenRow):
         """Return the columns of every bound, those of the logarithms last."""
         pairs = [pair for bound in catalogue().values() for pair in bound.columns().items()]
         return dict(sorted(pairs, key=lambda pair: pair[0].startswith("log10_")))
-
-    def log10_ratio(self, bound: str) -> float | None:
-        """Return log10(bound / exact), from the logarithm where the bound overflows."""
-        value, exact = getattr(self, bound), log10(self.exact)
-        if exact is None or not math.isfinite(exact):
-            return None
-        if value is None or math.isinf(value):
-            stored = getattr(self, f"log10_{bound}", None)
-            return None if stored is None else stored - exact
-        ratio = log10(value)
-        return None if ratio is None else ratio - exact
 
 
 class LayerRow(Row):

@@ -69,7 +69,8 @@ def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
     """Say how long the exact norms of layers without a closed form take, if it is long."""
     heads = sum(site.heads for site in sites if not site.closed_form and site.inputs)
     samples = job.counts["bounds"]
-    costs = [cost * heads * samples * _forward(job, 1) for cost in PER_HEAD] if heads else [0.0]
+    forward = _forward(job, 1) if heads else 0.0
+    costs = [cost * heads * samples * forward for cost in PER_HEAD]
     if costs[-1] < LONG:
         return ()
     shown = " to ".join(dict.fromkeys(map(_time, costs)))
@@ -82,7 +83,8 @@ def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
 
 def proofs(job: Job) -> tuple[Note, ...]:
     """Say how long certificates take, if it is long."""
-    costs = [_forward(job, TIMED) * cost for cost in proof_costs(job)]
+    forward = _forward(job, TIMED)
+    costs = [forward * cost for cost in proof_costs(job)]
     if costs[-1] < LONG:
         return ()
     shown = " to ".join(dict.fromkeys(map(_time, costs)))

@@ -13,6 +13,7 @@ from lipaudit.errors import BaselineError, InputError
 from lipaudit.gate import judge, load_baseline, parse_rule
 from lipaudit.report import of_judgement, render
 from lipaudit.results import Note
+from lipaudit.results.report import SCHEMA_VERSION
 
 NORMS = np.random.default_rng(0).lognormal(0, 0.5, 64)
 EXACT = np.random.default_rng(1).lognormal(0, 0.3, (4, 8))
@@ -357,7 +358,7 @@ def test_a_judgement_of_nothing_is_strict_json(report, jacobian):
         lambda text: text[: len(text) // 2],
         lambda text: "",
         lambda text: "[1, 2]",
-        lambda text: text.replace('"1.0"', '"2.0"', 1),
+        lambda text: text.replace(f'"{SCHEMA_VERSION}"', '"2.0"', 1),
         lambda text: text.replace('"lipaudit.report"', '"other.report"', 1),
         lambda text: text.replace('"sections"', '"sektions"', 1),
         lambda text: text.replace('"norm": [', '"norm": [1.0, ', 1),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipaudit.errors import of_machine
 from lipaudit.theory.relaxation.form import Form, forms_of
 from lipaudit.theory.relaxation.operations.moves import MOVES
 from lipaudit.theory.relaxation.symbols import Sizes, Symbols
@@ -138,7 +139,9 @@ def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
     try:
         results = forms_of(model(trial.start(x.centre.clone())))
         return Plan(trial.calls, results) if results else None
-    except (RuntimeError, TypeError, ValueError):  # of other types than its weights, say
+    except (RuntimeError, TypeError, ValueError) as error:  # of other types than its weights, say
+        if of_machine(error):
+            raise
         return None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipaudit.errors import UsageError
 from lipaudit.theory.relaxation.demand import DeviationError, plan
 from lipaudit.theory.relaxation.form import Form, NoRuleError
-from lipaudit.theory.relaxation.operations.affine import add, broadcast, linear_map
+from lipaudit.theory.relaxation.operations.affine import add, broadcast, is_row, linear_map
 from lipaudit.theory.relaxation.operations.products import mul
 from lipaudit.theory.relaxation.operations.smooth import SQRT, relax
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, up
@@ -119,7 +119,8 @@ def margins(logits: Form, label: int) -> Form:
     """Return logit_label - logit_j of every other class j, (classes - 1,), or as good as that.
 
     Behind a normalisation the logits are n / root + constant: where it says more, what is returned
-    is root (n / root + constant), of the same signs and without the quotient.
+    is root (n / root + constant), of the same signs and without the quotient; if all have one
+    root.
     """
     flat: Any = logits.reshape(-1)
     plain = _differences(flat, label)
@@ -127,6 +128,8 @@ def margins(logits: Form, label: int) -> Form:
         return plain
     whole = logits.shape
     parts = logits.quotient.moved(lambda form: cast(Form, broadcast(form, whole).reshape(-1)))
+    if not is_row(parts.square):
+        return plain
     root = relax(cast(Form, parts.square[:1]), SQRT, positive=True)
     constant = mul(_differences(parts.constant, label), broadcast(root, plain.shape))
     times = add(_differences(parts.numerator, label), constant)

@@ -195,6 +195,19 @@ def test_margins_behind_a_normalisation(norm, order, dtype, points, excess):
     assert times_root or order == 2
 
 
+def test_margins_behind_roots_of_their_own():
+    """A class a token: what is larger before its division may be smaller behind it."""
+    x = torch.tensor([[[1.0, 0.0, 0.0, 0.0], [40.0, 0.0, 0.0, 10.0]]])
+    weight, bias = torch.eye(4)[:1], torch.tensor([0.5])
+
+    def logits(t):
+        return F.linear(F.layer_norm(t, (4,)), weight.to(t.dtype), bias.to(t.dtype)).squeeze(-1)
+
+    low, high = margins(run(logits, ball(x, 1e-6)), 1).range()
+    first, second = logits(x.double())[0]
+    assert low <= second - first <= high < 0
+
+
 def test_a_product_that_waits_for_weights_is_closer_and_holds(points, excess):
     """What a normalisation leaves pending ends as slack wherever no weights follow."""
     torch.manual_seed(5)

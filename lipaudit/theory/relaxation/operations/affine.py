@@ -216,13 +216,13 @@ def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
 def _by_row(parts: Quotient) -> Quotient | None:
     """Return it with one entry a row of the inverse, None where that is lost."""
     shared = (parts.inverse, parts.square)
-    if not all(_is_row(each) for each in shared):
+    if not all(is_row(each) for each in shared):
         return None
     inverse, square = (cast(Form, each[..., :1]) for each in shared)
     return replace(parts, inverse=inverse, square=square)
 
 
-def _is_row(x: Form) -> bool:
+def is_row(x: Form) -> bool:
     """Whether the entries of a row are one number in memory."""
     held = (x.centre, x.dense, x.slack, *(t for b in x.blocks for t in (b.rows, b.group)))
     return x.shape[-1] == 1 or all(each.stride(-1) == 0 for each in held)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.relaxation.demand import DeviationError, plan
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form, NoRuleError, forms_of
 from lipaudit.theory.relaxation.operations.affine import add, broadcast, is_row, linear_map
 from lipaudit.theory.relaxation.operations.products import mul
 from lipaudit.theory.relaxation.operations.smooth import SQRT, relax
@@ -84,13 +84,19 @@ def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None
             x.symbols.plan = plan(model, x)
         try:
             with torch.no_grad(), paths_named(whole):
-                return model(x.copy())
+                return _current(model(x.copy()), x.symbols)
         except DeviationError:
             x.symbols.plan = None
             with torch.no_grad(), paths_named(whole):
-                return model(x)
+                return _current(model(x), x.symbols)
     finally:
         x.symbols.plan = None
+
+
+def _current(result: Any, symbols: Symbols) -> Any:
+    if any(form.stale or form.symbols is not symbols for form in forms_of(result)):
+        raise NoRuleError("a result that was changed in place by another name or pass")
+    return result
 
 
 @contextmanager

@@ -96,14 +96,7 @@ class Form(Tensor):
 
     @staticmethod
     def __new__(  # noqa: D102
-        cls: type[Form],
-        centre: Tensor,
-        dense: Tensor,
-        slack: Tensor,
-        symbols: Symbols,
-        *,
-        blocks: Sequence[Block] = (),
-        simplex: bool = False,
+        cls: type[Form], centre: Tensor, dense: Tensor, slack: Tensor, symbols: Symbols, **_: Any
     ) -> Form:
         shell: Form = Tensor._make_wrapper_subclass(
             cls, centre.shape, dtype=symbols.shown, device=centre.device
@@ -221,9 +214,14 @@ class Form(Tensor):
         size = self.centre.abs() + radius + high - low
         return outward(self.centre - radius + low, self.centre + radius + high, size)
 
+    @property
+    def stale(self) -> bool:
+        """Whether it was changed in place by another name."""
+        return self.seen != self.memory.writes
+
     def copy(self) -> Form:
         """Return the same in memory of its own."""
-        form = Form(self.centre, self.dense, self.slack, self.symbols)
+        form = self.__new__(Form, self, self, self, self.symbols)
         form.__dict__.update(self.__dict__)
         form.memory, form.seen, form.origin = Memory(), 0, None
         return form
@@ -278,8 +276,8 @@ class Form(Tensor):
         if name in names.METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         forms = forms_of((args, kwargs))
-        if any(form.seen != form.memory.writes for form in forms):
-            raise NoRuleError(f"{name} of what was changed in place by another name")
+        if any(form.stale or form.symbols is not forms[0].symbols for form in forms):
+            raise NoRuleError(f"{name} of what was changed in place by another name or pass")
         writes = name == "setitem" or name.endswith("_") or kwargs.get("inplace")
         name = name.removesuffix("_")
         result = _ruled(forms[0].symbols, func, name, args, kwargs)
@@ -339,6 +337,8 @@ def _written(name: str, target: Any, result: Form) -> Form:
         raise NoRuleError(f"{name} into a constant or another shape")
     if result is target:
         return target
+    if name in names.VIEWS:  # of what it is called by, not of what lies in the memory
+        raise NoRuleError(f"{name} in place")
     before = target.memory.writes
     target.memory.writes += 1
     target.hold(result)

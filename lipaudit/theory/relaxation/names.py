@@ -44,6 +44,9 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def takes_a_view(index: Any) -> bool:
-    """Say whether what an index takes stays where it is; tensors and lists of places copy."""
+    """Say whether what an index takes stays where it is; tensors and lists of places copy.
+
+    A tensor without axes is a number.
+    """
     parts = index if isinstance(index, tuple) else (index,)
-    return all(part is None or part is ... or isinstance(part, int | slice) for part in parts)
+    return not any(isinstance(part, list) or getattr(part, "ndim", 0) for part in parts)

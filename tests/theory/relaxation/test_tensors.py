@@ -90,6 +90,7 @@ def _part_in_place(x):
     y[:, 1] += x[:, 0]
     y[0, 2:][:, 1:3].mul_(3)
     y[..., 0].copy_(x[..., 1])
+    y[torch.tensor(0)].add_(1)
     return y * x
 
 
@@ -135,16 +136,60 @@ def _stale_part(x):
     return first * 2
 
 
+def _stale_copy(x):
+    y = (x @ torch.ones(WIDTH, 2).double()).transpose(1, 2)  # no trial tells, for the types
+    kept = y.contiguous()
+    kept += 1
+    return y * 2
+
+
+def _stale_cast(x):
+    y = x @ torch.ones(WIDTH, 2).double()
+    y.float().add_(1)
+    return y * 2
+
+
+def _stale_result(x):
+    y = x * 2
+    y.unbind(1)[0].add_(1)
+    return y
+
+
+def _turned_in_place(x):
+    y = x @ torch.ones(WIDTH, TOKENS).to(x.dtype)
+    y[0].transpose_(0, 1)
+    return y * 2
+
+
 def _constant_target(x):
     y = torch.zeros(x.shape)
     y += x
     return y
 
 
-@pytest.mark.parametrize("function", [_stale_view, _stale_base, _stale_part, _constant_target])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(_stale_view, _stale_base, _stale_part, _constant_target),
+        *(_stale_copy, _stale_cast, _stale_result, _turned_in_place),
+    ],
+)
 def test_what_a_change_in_place_leaves_behind_is_refused(function):
     with pytest.raises(NoRuleError, match="in place|into a constant"):
         run(function, _x())
+
+
+class _Keeper(nn.Module):
+    kept = None
+
+    def forward(self, x):
+        self.kept = x * 2 if self.kept is None else self.kept
+        return self.kept - x
+
+
+def test_what_another_pass_left_is_refused():
+    with pytest.raises(NoRuleError, match="by another name or pass"):
+        run(_Keeper(), _x())
 
 
 @pytest.mark.parametrize(
@@ -152,6 +197,10 @@ def test_what_a_change_in_place_leaves_behind_is_refused(function):
     [
         lambda x: x.to(torch.long),
         lambda x: x.type_as(torch.arange(2)),
+        lambda x: x.type(torch.LongTensor),
+        lambda x: x.type("torch.LongTensor"),
+        lambda x: x.to(int),
+        lambda x: x.sum(-1, dtype=torch.long),
         lambda x: x.numpy(),
         lambda x: x > 0,
         lambda x: bool(x.sum() > 0),

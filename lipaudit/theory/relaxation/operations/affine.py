@@ -64,12 +64,21 @@ def linear_map(
 
 
 def same(x: Form, *targets: Any, **named: Any) -> Form:
-    """The rule of casts: the value as a real number is the same; not that of whole numbers."""
-    for target in (*targets, *named.values()):
+    """The rule of casts: the value as a real number is the same; not that of whole numbers.
+
+    Some copy and some do not: what is written into one of both makes the other stale.
+    """
+    require_real(*targets, *named.values())
+    return x.copy()
+
+
+def require_real(*targets: Any) -> None:
+    """Refuse casts but to floating point."""
+    for target in targets:
         dtype = target.dtype if isinstance(target, Tensor) else target
-        if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+        real = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if not real and (isinstance(dtype, torch.dtype | type) or "Tensor" in str(dtype)):
             raise NoRuleError(f"a cast to {dtype}")
-    return x
 
 
 def dropout(x: Form, p: float = 0.5, training: bool = True, inplace: bool = False) -> Form:
@@ -309,11 +318,13 @@ def reduced(x: Form, dim: Any = None, keepdim: bool = False, *, mean: bool = Fal
 
 def total(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Form:
     """The sum."""
+    require_real(dtype)
     return reduced(input, dim, keepdim)
 
 
 def average(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Form:
     """The mean."""
+    require_real(dtype)
     return reduced(input, dim, keepdim, mean=True)
 
 

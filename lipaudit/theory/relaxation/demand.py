@@ -167,6 +167,8 @@ def _cut(call: Call) -> Cut | None:
     """The axis along which one place is read of what a call makes row by row."""
     if call.name not in ENTRIES | ROWS or len(call.results) != 1 or _nodes(call.kwargs):
         return None
+    if call.name in ENTRIES and any(isinstance(each, Tensor) for each in call.kwargs.values()):
+        return None
     read = call.results[0].read
     if not read.numel():
         return None

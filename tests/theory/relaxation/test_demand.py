@@ -65,6 +65,17 @@ def test_rows_that_nothing_reads_are_not_computed(token, fused, order, monkeypat
     assert births[0] < 0.9 * births[1]
 
 
+def test_a_mask_may_have_a_name(points, excess):
+    mask = torch.arange(TOKENS)[:, None] % 2 == 1
+
+    def model(x):
+        return torch.tanh(x.masked_fill(mask=mask, value=0.5))[:, 2]
+
+    x = ball(X, 0.1)
+    e, inputs = points(x, 20)
+    assert excess(run(model, x), e, model(inputs)) <= 1e-13
+
+
 def test_a_row_that_the_trial_did_not_show_proves_nothing():
     model = _encoder()
     model.head.register_forward_pre_hook(

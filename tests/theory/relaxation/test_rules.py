@@ -50,6 +50,9 @@ RULES = {
     "conv2d": lambda x: F.conv2d(
         x.reshape(-1, 3, 4, 2), KERNEL.to(x.dtype), stride=(2, 1), padding=(1, 0)
     ),
+    "conv2d-lists": lambda x: F.conv2d(
+        x.reshape(-1, 3, 4, 2), KERNEL.to(x.dtype), stride=[2, 1], padding=[1]
+    ),
     "conv2d-groups": lambda x: F.conv2d(
         x.reshape(-1, 6, 2, 2), KERNEL[:, :3].to(x.dtype), groups=2
     ),

@@ -201,6 +201,7 @@ def test_what_another_pass_left_is_refused():
         lambda x: x.type("torch.LongTensor"),
         lambda x: x.to(int),
         lambda x: x.sum(-1, dtype=torch.long),
+        lambda x: F.conv2d(x, torch.ones(2, 1, 2, 2)),
         lambda x: x.numpy(),
         lambda x: x > 0,
         lambda x: bool(x.sum() > 0),

@@ -95,7 +95,7 @@ def problem_of(margins: Form) -> Problem:
         for u, own in zip(units, used, strict=True)
     ]
     own = torch.cat([birth[mask] for birth, mask in zip(births, used, strict=True)])
-    kept = _columns(rows, max(count, int(own.max()) + 1), own, symbols)
+    kept = _columns(rows, max([count, *(own + 1).tolist()]), own, symbols)
     first, *others = (_rows(*each, kept, symbols) for each in rows)
 
     def joined(name: str) -> Tensor:

@@ -254,17 +254,18 @@ def conv2d(
     groups: int = 1,
 ) -> Form:
     """A convolution as a product with the patches: those of the library may round otherwise."""
-    if isinstance(padding, str):
-        raise NoRuleError(f"conv2d with padding {padding!r}")
+    if input.ndim != 4:
+        raise NoRuleError("a convolution of what has no batch")
+    options = (dilation, padding, stride)
+    pair = [(v, v) if isinstance(v, int) else (*v, *v)[:2] for v in options]
 
     def op(t: Tensor, w: Tensor) -> Tensor:
         flat = t.flatten(0, 1)
-        patches = F.unfold(flat, w.shape[-2:], dilation, padding, stride)
+        patches = F.unfold(flat, w.shape[-2:], *pair)
         patches = torch.unflatten(patches, 1, (groups, -1))
         out = torch.unflatten(w.flatten(1), 0, (groups, -1)) @ patches
-        pair = [v if isinstance(v, tuple) else (v, v) for v in (stride, padding, dilation)]
         size = [
-            (t.shape[i - 2] + 2 * pair[1][i] - pair[2][i] * (w.shape[i - 2] - 1) - 1) // pair[0][i]
+            (t.shape[i - 2] + 2 * pair[1][i] - pair[0][i] * (w.shape[i - 2] - 1) - 1) // pair[2][i]
             + 1
             for i in (0, 1)
         ]
@@ -341,7 +342,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "expand_as": lambda x, other: expand(x, *other.shape),
     "broadcast_to": expand,
     "linear": linear,
-    "conv2d": conv2d,
     "batch_norm": batch_norm,
     "sum": total,
     "mean": average,

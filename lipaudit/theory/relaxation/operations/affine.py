@@ -96,7 +96,8 @@ def neg(x: Form) -> Form:
 
 def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return x + alpha y: of two forms, or of a form and a constant."""
-    y = y if alpha == 1 else y * alpha
+    if alpha != 1:
+        y = y * alpha if isinstance(y, Form) else as_constant(y, x).to(DOUBLE) * alpha
     if isinstance(x, Form) and isinstance(y, Form):
         return _sum(x, y)
     form, constant = (x, y) if isinstance(x, Form) else (y, x)
@@ -106,8 +107,8 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
         return Form.waiting(replace(parts, constant=add(parts.constant, constant)))
     form = broadcast(form, constant.shape)
     centre = form.centre + constant
-    rounding = (gamma(1, DOUBLE) * centre.abs()).nan_to_num(posinf=0.0)
-    slack = up(form.slack + rounding)
+    rounded = centre.abs() + (constant.abs() if alpha != 1 else 0)
+    slack = up(form.slack + (gamma(1, DOUBLE) * rounded).nan_to_num(posinf=0.0))
     total = Form(centre, form.dense, slack, form.symbols, blocks=form.blocks)
     total.sizes = form.sizes
     return total
@@ -115,8 +116,7 @@ def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
 
 def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
     """Return x - alpha y."""
-    y = y if alpha == 1 else y * alpha
-    return add(x, neg(y) if isinstance(y, Form) else -y)
+    return add(x, neg(y) if isinstance(y, Form) else -y, alpha=alpha)
 
 
 def _sum(x: Form, y: Form) -> Form:
@@ -197,6 +197,8 @@ def scaled(x: Form, weight: Any, *, roundings: int = 1) -> Form:
 
 def as_constant(value: Any, x: Form) -> Tensor:
     """Return numbers of a program as a tensor that holds them exactly."""
+    if isinstance(value, Tensor) and value.is_complex():
+        raise NoRuleError("complex numbers")
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().to(x.device)
     return torch.as_tensor(value, dtype=DOUBLE, device=x.device)
@@ -323,12 +325,6 @@ def total(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any = N
     return reduced(input, dim, keepdim)
 
 
-def average(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Form:
-    """The mean."""
-    require_real(dtype)
-    return reduced(input, dim, keepdim, mean=True)
-
-
 RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("contiguous", "to", "float", "double", "type_as", "detach", "data"), same),
     "clone": lambda input, *, memory_format=None: input.copy(),
@@ -344,6 +340,5 @@ RULES: dict[str, Callable[..., Any]] = {
     "linear": linear,
     "batch_norm": batch_norm,
     "sum": total,
-    "mean": average,
 }
 """What affine operations do to forms."""

@@ -118,5 +118,5 @@ def _affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
     return x if bias is None else add(x, bias)
 
 
-RULES: dict[str, Callable[..., Any]] = {"layer_norm": layer_norm, "rms_norm": rms_norm}
+RULES: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm}
 """What normalisations do to forms."""

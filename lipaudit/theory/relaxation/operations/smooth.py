@@ -296,7 +296,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "gelu": gelu,
     "silu": silu,
     "square": square,
-    "pow": power,
     "exp": _unary(EXP),
     "tanh": _unary(TANH),
     "sigmoid": _unary(SIGMOID),

@@ -104,6 +104,9 @@ FUNCTIONS = {
         F.interpolate(_image(x), (5, 3), mode="bicubic", align_corners=True)
         + F.interpolate(_image(x), (5, 3))
     ),
+    "interpolate-antialias": lambda x: F.interpolate(
+        _image(x), (7, 3), mode="bilinear", antialias=True
+    ),
     "cumsum": lambda x: x.cumsum(1),
     "conv1d": lambda x: F.conv1d(x, _weights(2, TOKENS, 3).to(x.dtype), padding=1, stride=2),
     "conv1d-same": lambda x: F.conv1d(
@@ -271,6 +274,7 @@ def test_einops_takes_a_form(points, excess):
         lambda x: x ** _weights(WIDTH),
         lambda x: torch.einsum("bii->bi", x[:, :, :4]),
         lambda x: F.interpolate(x, 3, mode="linear"),
+        lambda x: F.interpolate(_image(x), (7, 1), mode="bilinear", antialias=True),
         lambda x: F.max_pool2d(_image(x), 2, return_indices=True),
         lambda x: x.topk(2),
         lambda x: x.argmax(-1),

@@ -121,24 +121,31 @@ def interpolate(
         return moved(wide)(input)
 
     def weights(axis: int) -> Tensor:
-        """What every place of an axis takes of every other, by interpolating single ones."""
-        n, ends = input.shape[axis - 2], [1, 1]
-        shape = [1, n, 1, 1]
-        shape[axis + 2] = n
+        """What every place of an axis takes of every other, by interpolating single ones.
+
+        The other axis is two wide: with one, torch may take antialiased images for channels last.
+        """
+        n, ends = input.shape[axis - 2], [2, 2]
         ends[axis] = _of(size, axis)
         factors = [1.0, 1.0]
         factors[axis] = _of(scale_factor, axis)
-        single = torch.eye(n, dtype=torch.float64, device=input.device).view(shape)
+        single = torch.eye(n, dtype=torch.float64, device=input.device)[:, None, :, None]
+        wide = single.repeat(1, 1, 1, 2)
+        wide = wide if axis == 0 else wide.mT.contiguous()
         chosen = {"size": ends} if size is not None else {"scale_factor": factors}
         options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
-        return F.interpolate(single, **chosen, **options).flatten(1).view(n, -1).mT  # type: ignore[arg-type]
+        result = F.interpolate(wide, **chosen, **options)  # type: ignore[arg-type]
+        return result.select(3 - axis, 0)[:, 0].mT
 
     def op(t: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         return rows @ t @ columns.mT
 
+    down, across = weights(0), weights(1)
+    if antialias and 1 in across.shape:
+        raise NoRuleError("interpolate with antialias of images one wide, which torch mixes up")
     places = input.shape[-2] + input.shape[-1]
     x = input.settle()
-    result = linear_map(x, op, weights(0), weights(1), roundings=places + 4)
+    result = linear_map(x, op, down, across, roundings=places + 4)
     # A weight is the distance of two places, off by few roundings of the number of places.
     everywhere = (x.centre.abs() + x.mass + x.slack).sum((-2, -1), keepdim=True)
     result.slack = up(result.slack + gamma(64 * places, DOUBLE) * everywhere, places)

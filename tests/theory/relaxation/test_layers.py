@@ -88,6 +88,7 @@ FUNCTIONS = {
     ),
     "einsum": lambda x: torch.einsum("bik,bjk->bij", x, 2 * x + 1),
     "einsum-weights": lambda x: torch.einsum("...k,jk->...j", x, SQUARE[:2].to(x.dtype)),
+    "einsum-broadcast": lambda x: torch.einsum("b...t,bst->bs...", x[:, :1], x[..., 1:2]),
     "einsum-inner": lambda x: torch.einsum("bik,bkc,id->bdc", x, x.mT @ x, SQUARE[:4].to(x.dtype)),
     "matmul-broadcast": lambda x: x[:, None] @ _weights(2, WIDTH, 3).to(x.dtype),
     "matmul-forms-broadcast": lambda x: x[:, None] @ torch.stack([x, 2 * x], 1).mT,

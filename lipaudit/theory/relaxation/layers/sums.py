@@ -67,9 +67,13 @@ def _contracted(one: tuple[str, Any], other: tuple[str, Any], kept: str) -> tupl
     batch = [c for c in a if c in b and c in kept]
     inner = [c for c in a if c in b and c not in kept]
     rows, columns = [c for c in a if c not in b], [c for c in b if c not in a]
-    sizes = dict(zip(b, y.shape, strict=True)) | dict(zip(a, x.shape, strict=True))
-    x = x.permute([a.index(c) for c in (*batch, *rows, *inner)])
-    y = y.permute([b.index(c) for c in (*batch, *inner, *columns)])
+    sizes = dict.fromkeys(a + b, 1)
+    for its, t in ((a, x), (b, y)):
+        sizes |= {c: n for c, n in zip(its, t.shape, strict=True) if n != 1}
+    x, y = (
+        t.permute([its.index(c) for c in order]).expand([sizes[c] for c in order])
+        for t, its, order in ((x, a, batch + rows + inner), (y, b, batch + inner + columns))
+    )
     outer = [sizes[c] for c in batch]
     x = x.reshape(*outer, _size(sizes, rows), _size(sizes, inner))
     y = y.reshape(*outer, _size(sizes, inner), _size(sizes, columns))

@@ -119,6 +119,9 @@ FUNCTIONS = {
     "var": lambda x: x.var(-1, unbiased=False, keepdim=True) + x.var(1, keepdim=True),
     "std": lambda x: x.std(-1),
     "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1),
+    "all-axes": lambda x: torch.stack(
+        [t.std(False) + t.var(True) + t.sum(()) + t.mean(dim=[]).sum() + t.amax(()) for t in x]
+    ),
     "glu": lambda x: F.glu(x) + F.glu(x.mT, 1).mT[..., :3],
     "where": lambda x: (
         torch.where(MASK[:, None], x, SCALE.to(x.dtype)) + torch.where(MASK[:, None], 0.0, x * x)

@@ -87,7 +87,7 @@ def hardswish(input: Form, inplace: bool = False) -> Form:
 
 def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
     """The largest over axes."""
-    axes = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    axes = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # no axes are all of them
     axes = [axis % input.ndim for axis in axes]
     others = [axis for axis in range(input.ndim) if axis not in axes]
     flat = input.permute(*others, *axes).flatten(len(others)) if axes else input[..., None]

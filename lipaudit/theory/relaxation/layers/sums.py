@@ -237,6 +237,8 @@ def variance(
     input: Form, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **options: Any
 ) -> Form:
     """Return the sum of squares around the mean, over n - correction."""
+    if isinstance(dim, bool):  # x.var(unbiased) of all entries
+        dim, unbiased = None, dim
     correction = options.get("correction", int(unbiased))
     centred: Any = input - reduced(input, dim, True, mean=True)
     total = reduced(centred.square(), dim, keepdim)

@@ -307,13 +307,13 @@ def batch_norm(
 
 def reduced(x: Form, dim: Any = None, keepdim: bool = False, *, mean: bool = False) -> Form:
     """Return the sum or the mean over axes."""
-    axes = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    axes = [dim] if isinstance(dim, int) else dim or range(x.ndim)  # no axes are all of them
     axes = [axis % x.ndim for axis in axes]
     count = torch.Size(x.shape[axis] for axis in axes).numel()
     behind = [axis + 1 for axis in axes]
 
     def op(t: Tensor) -> Tensor:
-        total = t.sum(behind, keepdim=keepdim)
+        total = t.sum(behind, keepdim=keepdim) if behind else t
         return total / count if mean else total
 
     return linear_map(x.settle(), op, roundings=count + 1)

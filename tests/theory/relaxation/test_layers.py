@@ -93,6 +93,7 @@ FUNCTIONS = {
     "matmul-broadcast": lambda x: x[:, None] @ _weights(2, WIDTH, 3).to(x.dtype),
     "matmul-forms-broadcast": lambda x: x[:, None] @ torch.stack([x, 2 * x], 1).mT,
     "matmul-vector": lambda x: x @ SCALE.to(x.dtype),
+    "vectors": lambda x: torch.stack([t[0] @ t[1] + t[1] @ SCALE.to(x.dtype) for t in x]),
     "addmm": lambda x: torch.stack(
         [torch.addmm(SCALE.to(x.dtype), t, SQUARE.to(x.dtype), beta=2, alpha=0.5) for t in x]
     ),

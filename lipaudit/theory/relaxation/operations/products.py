@@ -41,7 +41,7 @@ def matmul(x: Any, y: Any) -> Form:
     if x.ndim == 1 or y.ndim == 1:
         one, other = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
         product: Any = matmul(one, other)
-        return product.squeeze(-1 if y.ndim == 1 else -2)
+        return product.squeeze([axis for axis, t in ((-2, x), (-1, y)) if t.ndim == 1])
     lead = shape_of(x.shape[:-2], y.shape[:-2])
     x, y = (t.expand(*lead, *t.shape[-2:]) for t in (x, y))
     if not (isinstance(x, Form) and isinstance(y, Form)):

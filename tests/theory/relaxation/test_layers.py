@@ -62,6 +62,13 @@ def _written(x):
     return y
 
 
+def _scattered(x):
+    y = x.unflatten(1, (2, 2)).clone()
+    y[:, [1, 0], :, [2, 3]] = 2 * x[:, :2, :2].transpose(0, 1)
+    y[:, 0, 0] = x[None, :, 1]
+    return y
+
+
 FUNCTIONS = {
     "abs": lambda x: x.abs(),
     "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
@@ -119,15 +126,16 @@ FUNCTIONS = {
     "adaptive_avg_pool": lambda x: F.adaptive_avg_pool2d(_image(x), (3, 1)),
     "var": lambda x: x.var(-1, unbiased=False, keepdim=True) + x.var(1, keepdim=True),
     "std": lambda x: x.std(-1),
-    "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1),
     "all-axes": lambda x: torch.stack(
         [t.std(False) + t.var(True) + t.sum(()) + t.mean(dim=[]).sum() + t.amax(()) for t in x]
     ),
+    "empty": lambda x: torch.cat([x[:, :0] * x[:, :0], x], 1),
     "glu": lambda x: F.glu(x) + F.glu(x.mT, 1).mT[..., :3],
     "where": lambda x: (
         torch.where(MASK[:, None], x, SCALE.to(x.dtype)) + torch.where(MASK[:, None], 0.0, x * x)
     ),
     "written": _written,
+    "scattered": _scattered,
     "pad": lambda x: F.pad(x, (1, 0, 0, 2), value=0.5),
     "reflection": lambda x: F.pad(_image(x), (1, 0, 2, 1), mode="reflect").flatten(1),
     "max-padded": lambda x: F.max_pool2d(F.pad(_image(x), (1, 1), value=-torch.inf), 2, 1),

@@ -58,17 +58,22 @@ def setitem(input: Any, index: Any, value: Any) -> Form:
     if not isinstance(input, Form):
         raise NoRuleError("setitem into a constant")
     value = value if isinstance(value, Form) else lifted(value, input)
-    places = torch.zeros(input.shape, dtype=torch.bool, device=input.device)
-    places[index] = True
-    part = broadcast(value, places[index].shape)
-    centre, slack = input.centre.clone(), input.slack.clone()
-    centre[index], slack[index] = part.centre, part.slack
-    rows = max(len(input.generators), len(part.generators))
-    generators = input.generators.new_zeros(rows, *input.shape)
-    generators[: len(input.generators)] = input.generators
-    index = index if isinstance(index, tuple) else (index,)
-    generators[(slice(None), *index)] = 0
-    generators[(slice(0, len(part.generators)), *index)] = part.generators
+    at = torch.arange(input.numel(), device=input.device).view(input.shape)[index]
+    part = broadcast(value, at.shape)
+    count, at = max(len(input.generators), len(part.generators)), at.flatten()
+
+    def written(whole: Tensor, rows: Tensor, length: int) -> Tensor:
+        flat = whole.new_zeros(length, input.numel())
+        flat[: len(whole)] = whole.reshape(len(whole), input.numel())
+        flat[:, at] = 0
+        flat[: len(rows), at] = rows.reshape(len(rows), len(at))
+        return flat.view(length, *input.shape)
+
+    centre, slack = (
+        written(whole[None], its[None], 1)[0]
+        for whole, its in ((input.centre, part.centre), (input.slack, part.slack))
+    )
+    generators = written(input.generators, part.generators, count)
     return Form(centre, generators, slack, input.symbols)
 
 

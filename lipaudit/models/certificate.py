@@ -64,7 +64,7 @@ class Certificate:
         why: what ended the proof where it is not: "bound" (no ReLU is left to decide), "signs"
             (those of all ReLUs are), "nodes" or "seconds" (the limits), or "unbounded" (a range
             left the numbers).
-        bound: least proven margin, or that times a positive number.
+        bound: least margin of a part, or that times a positive number; proven where certified.
         nodes: parts of the ball that were looked at.
     """
 

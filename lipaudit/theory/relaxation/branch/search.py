@@ -56,7 +56,8 @@ class Verdict:
         certified: every margin is positive on the whole ball, proven.
         pass_bound: the least margin by the forms alone.
         root_bound: the same with the lines of the ReLUs.
-        bound: the least proven margin over all parts; 0 or less where not certified.
+        bound: the least margin over all parts: proven where certified; else 0 or less, for parts
+            that are still open as the search has it in single precision.
         nodes: parts that were looked at.
         units: ReLUs that cut their range.
         limit: what ended the search: nothing, "nodes", "seconds" or "signs" (all are decided).

@@ -197,7 +197,7 @@ def require_rules(net: Net, sample: Batch) -> None:
         NoRuleError: with the operation and its module.
     """
     point = net.point(sample)
-    first = torch.zeros_like(point, dtype=torch.bool)
+    first = torch.zeros(point.shape, dtype=torch.bool, device=point.device)
     first.view(-1)[0] = True
     start = ball(point, 0.0, moving=first, dtype=net.dtype, settle=math.inf)
     try:

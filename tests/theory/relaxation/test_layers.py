@@ -289,6 +289,7 @@ def test_einops_takes_a_form(points, excess):
         lambda x: F.interpolate(x, 3, mode="linear"),
         lambda x: F.interpolate(_image(x), (7, 1), mode="bilinear", antialias=True),
         lambda x: F.max_pool2d(_image(x), 2, return_indices=True),
+        lambda x: F.max_pool2d(_image(x)[0], 2),
         lambda x: x.topk(2),
         lambda x: x.argmax(-1),
         lambda x: x.norm(3),

@@ -143,6 +143,8 @@ def max_pool2d(
     """The largest of every window; what padding adds is never it."""
     if return_indices:
         raise NoRuleError("max_pool2d with indices")
+    if input.ndim != 4:
+        raise NoRuleError("max_pool2d of an image without a batch axis")
     places = torch.arange(1.0, input[0, 0].numel() + 1, dtype=torch.float64, device=input.device)
     places = places.view(1, 1, *input.shape[-2:])
     last = F.max_pool2d(places, kernel_size, stride, padding, dilation, ceil_mode)

@@ -19,18 +19,16 @@ def ids(section: Section) -> tuple[str, ...]:
 
 
 def broken(report: Report) -> dict[str, set[TrialKey]]:
-    """Return the balls in which attacks broke each sample that is right without."""
-    section = report.section("attack")
-    if section is None:
-        return {}
-    right = dict(zip(ids(section), section.samples.get("correct", ()), strict=False))
+    """Return the balls in which attacks broke each sample that is not wrong without."""
     balls: dict[str, set[TrialKey]] = {}
-    for name, values in section.samples.items():
-        kind, trial = parse_column(name)
-        if kind == "robust" and trial is not None:
-            for sample, stands in zip(ids(section), values, strict=False):
-                if stands == 0 and right.get(sample, True):
-                    balls.setdefault(sample, set()).add(replace(trial, attack=""))
+    for section in filter(None, map(report.section, ("attack", "certify"))):
+        right = dict(zip(ids(section), section.samples.get("correct", ()), strict=False))
+        for name, values in section.samples.items():
+            kind, trial = parse_column(name)
+            if kind == "robust" and trial is not None:
+                for sample, stands in zip(ids(section), values, strict=False):
+                    if stands == 0 and right.get(sample) != 0:
+                        balls.setdefault(sample, set()).add(replace(trial, attack=""))
     return balls
 
 
@@ -42,7 +40,7 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
     balls, norms, right = broken(report), _values(report, "norm"), _values(report, "correct")
 
     def rank(sample: str) -> tuple[bool, int, float]:
-        return not right.get(sample, True), -len(balls.get(sample, ())), -order(norms.get(sample))
+        return right.get(sample) == 0, -len(balls.get(sample, ())), -order(norms.get(sample))
 
     known = dict.fromkeys(sample for section in report.sections for sample in ids(section))
     return sorted(known, key=rank)[:count]

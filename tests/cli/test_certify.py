@@ -90,6 +90,21 @@ def test_only_radii_have_no_rows_of_balls():
     assert "Certified over adversarial radius" in done.stdout
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+def test_what_certify_broke_is_among_the_worst_samples(labelled):
+    arrays = np.load("data.npz")
+    np.savez("data.npz", **{n: arrays[n] for n in ("x", "y") if labelled or n == "x"})
+    assert invoke("--eps", "0.05,0.3", "-q", "-o", "report.json").exit_code == 0
+    (section,) = json.loads(Path("report.json").read_text())["sections"]
+    verdicts = section["samples"]["verdict@linf,0.3"]
+    assert 0 < verdicts.count("broken") < len(verdicts)
+    listed = CliRunner().invoke(build(), ["inspect", "report.json"]).stdout.splitlines()
+    rows = [line for line in listed if "index " in line]
+    said = ["linf 0" in line for line in rows]
+    assert said == sorted(said, reverse=True)
+    assert sum(said) == verdicts.count("broken")
+
+
 class Stopping(Observer):
     """Ends a run after so many samples."""
 

@@ -22,7 +22,7 @@ from lipaudit.models.precision import eager
 from lipaudit.theory.accuracy import NODES
 from lipaudit.theory.relaxation.balls import ball, margins, run
 from lipaudit.theory.relaxation.branch import Effort, decide
-from lipaudit.theory.relaxation.form import UnboundedError
+from lipaudit.theory.relaxation.refusals import UnboundedError
 from lipaudit.theory.relaxation.symbols import Norm
 
 Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded"]

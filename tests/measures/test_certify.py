@@ -24,7 +24,7 @@ from lipaudit.models.sources.own import borrowed
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.results import Note
 from lipaudit.settings import CertifyOptions
-from lipaudit.theory.relaxation.form import NoRuleError
+from lipaudit.theory.relaxation.refusals import NoRuleError
 
 SHAPE = (1, 3, 4)
 EPS = ("0.01", "0.1", "0.15", "0.3")

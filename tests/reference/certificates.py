@@ -22,7 +22,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
 from lipaudit.theory.relaxation.balls import ball, run
-from lipaudit.theory.relaxation.form import NoRuleError, UnboundedError
+from lipaudit.theory.relaxation.refusals import NoRuleError, UnboundedError
 from tests.reference.cases import Case, cases
 from tests.reference.limits import OutOfTime, time_limit
 from tests.reference.loaded import (

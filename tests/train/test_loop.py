@@ -14,7 +14,7 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.settings import Recipe
-from lipaudit.theory.relaxation.form import NoRuleError
+from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.train import train
 from lipaudit.train.augment import flipped, mixing, translated
 from lipaudit.train.demos import RECIPES, shipped, untrained

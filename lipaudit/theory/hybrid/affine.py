@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.theory.hybrid.tensor import Hybrid, Layer
-from lipaudit.theory.relaxation.form import NoRuleError
+from lipaudit.theory.relaxation.operations.affine import dropout
 from lipaudit.theory.relaxation.operations.moves import MOVES
+from lipaudit.theory.relaxation.refusals import NoRuleError
 
 
 def moved(name: str) -> Callable[..., Any]:
@@ -132,13 +133,6 @@ def batch_norm(
     shift = -running_mean * gain + (0.0 if bias is None else bias)
     gain, shift = (each.view(-1, *[1] * (input.ndim - 2)) for each in (gain, shift))
     return add(scaled(input, gain), shift)
-
-
-def dropout(x: Hybrid, p: float = 0.5, training: bool = True, inplace: bool = False) -> Hybrid:
-    """Nothing, in evaluation."""
-    if training and p > 0:
-        raise NoRuleError("dropout that is on (call eval() first)")
-    return x
 
 
 def averaged(x: Hybrid, dim: Any = None, keepdim: bool = False) -> Hybrid:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lipaudit.theory.hybrid.affine import add, mapped, scaled
 from lipaudit.theory.hybrid.tensor import Hybrid
-from lipaudit.theory.relaxation.form import NoRuleError
 from lipaudit.theory.relaxation.operations.smooth import (
     GELU,
     SIGMOID,
@@ -21,6 +20,7 @@ from lipaudit.theory.relaxation.operations.smooth import (
     TANH_GELU,
     Smooth,
 )
+from lipaudit.theory.relaxation.refusals import NoRuleError
 
 PARTS = 16
 """Parts of a range at whose ends a function is compared with its chord."""

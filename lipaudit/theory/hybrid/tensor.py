@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import NoRuleError
 from lipaudit.theory.relaxation.names import METADATA, name_of
+from lipaudit.theory.relaxation.refusals import NoRuleError, rule_of
 
 
 class Hybrid(Tensor):
@@ -95,14 +94,7 @@ class Hybrid(Tensor):
         name, kwargs = name_of(func), dict(kwargs or {})
         if name in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        rule = cls.rules.get(name)
-        if rule is None:
-            raise NoRuleError(name)
-        try:
-            inspect.signature(rule).bind(*args, **kwargs)
-        except TypeError:
-            raise NoRuleError(f"{name} with these arguments") from None
-        return rule(*args, **kwargs)
+        return rule_of(cls.rules, name, args, kwargs)(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.relaxation.demand import DeviationError, plan
-from lipaudit.theory.relaxation.form import Form, NoRuleError, forms_of
+from lipaudit.theory.relaxation.form import Form, forms_of
 from lipaudit.theory.relaxation.operations.affine import add, broadcast, is_row, linear_map
 from lipaudit.theory.relaxation.operations.products import mul
 from lipaudit.theory.relaxation.operations.smooth import SQRT, relax
+from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, up
 from lipaudit.theory.relaxation.rules import RULES
 from lipaudit.theory.relaxation.symbols import SETTLE, Norm, Symbols

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,35 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError, InputError
 from lipaudit.theory.relaxation import names
 from lipaudit.theory.relaxation.blocks import Block
+from lipaudit.theory.relaxation.refusals import NoRuleError, rule_of
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, outward, tiny, up
 from lipaudit.theory.relaxation.symbols import Sizes, Symbols
-
-
-class NoRuleError(InputError):
-    """The model uses an operation that nothing is known of on forms.
-
-    Args:
-        operation: its name, with what about it is not supported.
-        module: path of the module that uses it, where known.
-    """
-
-    def __init__(self, operation: str, module: str = "") -> None:
-        where = f" (in {module})" if module else ""
-        super().__init__(
-            f"no certificate for this model: no rule for the operation {operation}{where}",
-            "certificates know the operations of common transformers; attacks work on any model",
-        )
-        self.operation, self.module = operation, module
-
-
-class UnboundedError(EvaluationError):
-    """A range left the numbers: the ball is too large to say anything of it."""
-
-    def __init__(self) -> None:
-        super().__init__("a range is not finite: the ball is too large for this model")
 
 
 @dataclass(frozen=True)
@@ -310,13 +285,7 @@ def forms_of(values: Any) -> list[Form]:
 
 
 def _ruled(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    rule = symbols.rules.get(name)
-    if rule is None:
-        raise NoRuleError(name)
-    try:
-        inspect.signature(rule).bind(*args, **kwargs)
-    except TypeError:
-        raise NoRuleError(f"{name} with these arguments") from None
+    rule = rule_of(symbols.rules, name, args, kwargs)
     if symbols.trial is not None:
         return symbols.trial(func, name, args, kwargs)
     if symbols.plan is None:

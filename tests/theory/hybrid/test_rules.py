@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lipaudit.theory.hybrid.bound import box, worst_logits
 from lipaudit.theory.hybrid.tensor import Hybrid
-from lipaudit.theory.relaxation.form import NoRuleError
+from lipaudit.theory.relaxation.refusals import NoRuleError
 
 BATCH, TOKENS, WIDTH = 2, 4, 6
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lipaudit.theory.relaxation.balls import ball, run
-from lipaudit.theory.relaxation.form import NoRuleError, UnboundedError
+from lipaudit.theory.relaxation.refusals import NoRuleError, UnboundedError
 
 TOKENS, WIDTH = 4, 6
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lipaudit.theory.relaxation.balls import ball, run
-from lipaudit.theory.relaxation.form import NoRuleError
+from lipaudit.theory.relaxation.refusals import NoRuleError
 
 TOKENS, WIDTH = 4, 6
 

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.layers.pieces import clamp
 from lipaudit.theory.relaxation.operations.affine import add, neg, scaled
 from lipaudit.theory.relaxation.operations.products import mul
 from lipaudit.theory.relaxation.operations.relu import relu
 from lipaudit.theory.relaxation.operations.smooth import EXP, SIGMOID, Smooth, power, relax
+from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.theory.relaxation.rounding import up
 
 _UNKNOWN = 1e300

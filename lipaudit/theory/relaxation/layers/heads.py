@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.layers.placing import lifted, moving
+from lipaudit.theory.relaxation.refusals import NoRuleError
 
 
 def attention(

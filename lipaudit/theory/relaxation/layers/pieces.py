@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.operations.affine import add, neg, scaled, sub
 from lipaudit.theory.relaxation.operations.moves import moved
 from lipaudit.theory.relaxation.operations.products import div, mul
 from lipaudit.theory.relaxation.operations.relu import relu
+from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.theory.relaxation.rounding import up
 
 

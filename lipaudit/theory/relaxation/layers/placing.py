@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.operations.affine import as_constant, broadcast, same, shape_of
 from lipaudit.theory.relaxation.operations.moves import moved
+from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.theory.relaxation.rounding import DOUBLE
 
 

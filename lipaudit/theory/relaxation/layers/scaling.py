@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError, UnboundedError
+from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.layers.pieces import absolute, amax
 from lipaudit.theory.relaxation.operations.affine import add, reduced, scaled
 from lipaudit.theory.relaxation.operations.norms import layer_norm, rms_norm
 from lipaudit.theory.relaxation.operations.smooth import SQRT, relax, square
+from lipaudit.theory.relaxation.refusals import NoRuleError, UnboundedError
 
 
 def layer_norm_of_axes(

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError
+from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.layers.placing import moving
 from lipaudit.theory.relaxation.operations.affine import add, conv2d, linear_map, reduced, scaled
 from lipaudit.theory.relaxation.operations.moves import moved
 from lipaudit.theory.relaxation.operations.products import matmul
 from lipaudit.theory.relaxation.operations.smooth import SQRT, relax
+from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, up
 
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.theory.relaxation.blocks import joined
-from lipaudit.theory.relaxation.form import Form, NoRuleError, Quotient
+from lipaudit.theory.relaxation.form import Form, Quotient
+from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 from lipaudit.theory.relaxation.symbols import Sizes
 
@@ -81,7 +82,7 @@ def require_real(*targets: Any) -> None:
             raise NoRuleError(f"a cast to {dtype}")
 
 
-def dropout(x: Form, p: float = 0.5, training: bool = True, inplace: bool = False) -> Form:
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Nothing, in evaluation."""
     if training and p > 0:
         raise NoRuleError("dropout that is on (call eval() first)")

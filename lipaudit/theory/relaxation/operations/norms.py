@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError, Quotient
+from lipaudit.theory.relaxation.form import Form, Quotient
 from lipaudit.theory.relaxation.operations.affine import add, linear_map, scaled
 from lipaudit.theory.relaxation.operations.lengths import lengths
 from lipaudit.theory.relaxation.operations.smooth import RSQRT, relax, square_rest, worth_squaring
+from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.theory.relaxation.rounding import DOUBLE, gamma, tiny, up
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from lipaudit.theory.relaxation.form import Form, UnboundedError
+from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.refusals import UnboundedError
 from lipaudit.theory.relaxation.rounding import DOUBLE, cast_up, gamma, tiny, up
 from lipaudit.theory.relaxation.symbols import Unit
 

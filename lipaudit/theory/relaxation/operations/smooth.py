@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError, UnboundedError
+from lipaudit.theory.relaxation.form import Form
+from lipaudit.theory.relaxation.refusals import NoRuleError, UnboundedError
 from lipaudit.theory.relaxation.rounding import DOUBLE, LIBRARY, gamma, tiny, up
 
 NODES = 65

@@ -31,11 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipaudit.theory.relaxation.form import Form, NoRuleError, UnboundedError
+from lipaudit.theory.relaxation.form import Form
 from lipaudit.theory.relaxation.operations.affine import add, linear_map, neg, sub
 from lipaudit.theory.relaxation.operations.lengths import lengths
 from lipaudit.theory.relaxation.operations.moves import masked_fill, moved
 from lipaudit.theory.relaxation.operations.smooth import EXP, relax, square_rest
+from lipaudit.theory.relaxation.refusals import NoRuleError, UnboundedError
 from lipaudit.theory.relaxation.rounding import DOUBLE, LIBRARY, gamma, up
 
 _NEGLIGIBLE = 1000.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lipaudit.results import readings
-from lipaudit.results.columns import Float, Row, column
+from lipaudit.results.columns import Float, Row, column, wilson_limit
 from lipaudit.results.trials import TrialKey, parse_radius
 
 
@@ -30,10 +30,8 @@ class CertifyRow(Row):
         domain="ball",
         reading=readings.ROBUST,
     )
-    robust_low: Float | None = column("low", "Wilson 95 % limit.", format=".1%", status="estimate")
-    robust_high: Float | None = column(
-        "high", "Wilson 95 % limit.", format=".1%", status="estimate"
-    )
+    robust_low: Float | None = wilson_limit("low")
+    robust_high: Float | None = wilson_limit("high")
     certified: Float | None = column(
         "certified",
         "Share of samples that are classified rightly on their whole ball, proven.",
@@ -43,12 +41,8 @@ class CertifyRow(Row):
         domain="ball",
         reading=readings.CERTIFIED,
     )
-    certified_low: Float | None = column(
-        "low", "Wilson 95 % limit.", format=".1%", status="estimate"
-    )
-    certified_high: Float | None = column(
-        "high", "Wilson 95 % limit.", format=".1%", status="estimate"
-    )
+    certified_low: Float | None = wilson_limit("low")
+    certified_high: Float | None = wilson_limit("high")
     undecided: int = column("undecided", "Samples neither broken nor certified.", 0, format="d")
     order: int = column(
         "order", "1: affine in the input, 2: quadratic, tighter and dearer.", 1, format="d"

@@ -104,6 +104,11 @@ def column(
     )
 
 
+def wilson_limit(label: str) -> Any:
+    """Declare an end of the interval of a share."""
+    return column(label, "Wilson 95 % limit.", format=".1%", status="estimate")
+
+
 def naming(columns: Mapping[str, Column]) -> list[str]:
     """Return the columns that name a row: the leading ones, of text or whole numbers.
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from lipaudit.results import readings
 from lipaudit.results.bounds import AFFINE_PLAIN, BALL, Bound, catalogue
-from lipaudit.results.columns import Column, Float, OpenRow, Row, column
+from lipaudit.results.columns import Column, Float, OpenRow, Row, column, wilson_limit
 from lipaudit.results.heads import HeadNorms, HeadRow
 from lipaudit.results.trials import TrialKey, parse_radius
 
@@ -228,10 +228,8 @@ class AttackRow(Row):
         domain="ball",
         reading=readings.ROBUST,
     )
-    robust_low: Float | None = column("low", "Wilson 95 % limit.", format=".1%", status="estimate")
-    robust_high: Float | None = column(
-        "high", "Wilson 95 % limit.", format=".1%", status="estimate"
-    )
+    robust_low: Float | None = wilson_limit("low")
+    robust_high: Float | None = wilson_limit("high")
     seconds: Float | None = column("seconds", "Wall time.", format=".1f", unit="s", domain="")
     forwards: int | None = column("forwards", "Model forwards, in samples.", format="d")
     backwards: int | None = column("backwards", "Model backwards, in samples.", format="d")

@@ -44,13 +44,23 @@ class Table:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """One value per layer and head; None where there is no such head."""
+    """One value per layer and head.
+
+    Attributes:
+        title: printed above it.
+        values: a row per layer; None where there is no such head.
+        rows: names of the layers.
+        columns: names of the heads.
+        column: how a value reads.
+        centre: value without colour, of a scale with two sides: 0 of differences, 1 of ratios.
+    """
 
     title: str
     values: Matrix
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     column: Column
+    centre: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class Series:
         high: upper ends of the intervals.
         fit: values of a fit at the same x; it is then drawn in place of the joining line.
         guide: a line to compare slopes with, drawn thin and without marks where there is ink.
+        names: what each point is of (a head, a sample), to be read at the point.
     """
 
     label: str
@@ -84,16 +95,30 @@ class Series:
     high: tuple[float | None, ...] = ()
     fit: tuple[float | None, ...] = ()
     guide: bool = field(default=False, kw_only=True)
+    names: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """Positive points on logarithmic axes, with the line y = x."""
+    """Points that are not joined.
+
+    Attributes:
+        title: printed above it.
+        x: how the horizontal axis reads.
+        y: how the vertical axis reads.
+        series: one kind of point each.
+        log: draw both axes logarithmic, and positive points only.
+        diagonal: draw the line y = x.
+        equal: give both axes the same ends.
+    """
 
     title: str
     x: Column
     y: Column
     series: tuple[Series, ...]
+    log: bool = True
+    diagonal: bool = True
+    equal: bool = False
 
 
 @dataclass(frozen=True)

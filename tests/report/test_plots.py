@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import matplotlib as mpl
@@ -8,7 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series
-from lipaudit.report.draw import plots
+from lipaudit.report.draw import axes as axis
+from lipaudit.report.draw import colours, plots
 from lipaudit.report.draw.colours import contrast, viridis
 from lipaudit.results import Column
 
@@ -31,6 +33,7 @@ BLOCKS = [
     Histogram("two", X, (1.0, 10.0, 100.0), {HOSTILE: (1.0, 2.0), "b": (0.0, 0.0)}),
     Scatter("points", X, X, (Series(HOSTILE, (1.0, 2.0), (3.0, 4e5)),)),
     Scatter("one point", X, X, (Series("a", (1.0,), (1.0,)),)),
+    Scatter("plane", X, X, (Series("a", (-1.0, 2.0), (3.0, 0.0)),), log=False, diagonal=False),
     Curve(
         "line", X, X, (Series(HOSTILE, (8.0, 16.0), (1.0, 2.0), (None, 0.0), (1.0, 3.0)),), True
     ),
@@ -101,6 +104,100 @@ def test_many_marks_become_one_image():
     assert few.count("<path") > 100
     assert many.count("<path") < 100
     assert len(re.findall("data:image/png", many)) == len(re.findall("data:image/png", few)) + 1
+
+
+@pytest.mark.parametrize("centre", [None, 0.0, 1.0])
+def test_numbers_and_colours_of_a_map_agree(centre):
+    """The colour of a number in the terminal is that of its cell in the picture."""
+    block = dataclasses.replace(heatmap(2, 3), centre=centre)
+    scale = colours.scale(block)
+    axes = Figure().add_subplot()
+    plots.DRAW[Heatmap](axes, block)
+    for value in (v for row in block.values for v in row):
+        (mesh,) = axes.collections
+        drawn = [255 * channel for channel in mesh.to_rgba(value)[:3]]
+        assert scale.colour(scale.share(value)) == pytest.approx(drawn, abs=3)
+
+
+def scale_of(*values: float | None, centre: float | None = None, spec: str = ".3g"):
+    column = dataclasses.replace(X, format=spec)
+    return colours.scale(Heatmap("m", (values,), ("0",), ("0",) * len(values), column, centre))
+
+
+def test_wide_values_are_placed_by_their_logarithm():
+    assert scale_of(1.0, 10.0, 100.0).share(10.0) == pytest.approx(0.5)
+    assert scale_of(1.0, 5.0, 9.0).share(5.0) == pytest.approx(0.5)
+    assert scale_of(0.01, 0.505, 1.0, spec=".1%").share(0.505) == pytest.approx(0.5)
+    assert not scale_of(0.0, 1.0, 100.0).log
+
+
+def test_a_centre_has_no_colour_and_both_sides_reach_equally_far():
+    change = scale_of(-0.1, 0.4, None, float("inf"), centre=0.0)
+    assert change.share(0.0) == 0.5
+    assert change.share(0.4) == 1.0
+    assert change.share(-0.1) == pytest.approx(0.375)
+    ratio = scale_of(0.5, 4.0, centre=1.0)
+    assert ratio.share(1.0) == pytest.approx(0.5)
+    assert ratio.share(2.0) - 0.5 == pytest.approx(0.5 - ratio.share(0.5))
+    assert ratio.share(4.0) == pytest.approx(1.0)
+    for none in (scale_of(0.0, centre=0.0).share(0.0), scale_of(1.0, centre=1.0).share(1.0)):
+        assert none == pytest.approx(0.5)
+    assert len(set(change.colour(0.5))) == 1  # grey
+
+
+def test_diverging_colours_are_those_of_matplotlib():
+    table = mpl.colormaps["RdBu_r"].resampled(11)
+    for step, colour in enumerate(colours.DIVERGING):
+        assert colour == pytest.approx([255 * part for part in table(step)[:3]], abs=0.5)
+
+
+def test_sides_of_a_diverging_scale_differ_without_red_or_green_cones():
+    """Machado, Oliveira and Fernandes (2009), severity 1: what a dichromat sees of both sides."""
+    protan = [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
+    deutan = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
+    for seen in (np.array(protan), np.array(deutan)):
+        for index in range(4):
+            low, high = colours.DIVERGING[index], colours.DIVERGING[-1 - index]
+            apart = np.abs(seen @ np.array(low) - seen @ np.array(high)).max()
+            assert apart > 50
+
+
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("low", [1e-9, 3.3e-4, 0.97, 1.0, 7.3, 1234.5, 6.02e23])
+@pytest.mark.parametrize("factor", [1, 1.0001, 1.001, 1.01, 1.1, 1.5, 2, 4, 9, 40, 101, 1e4, 1e12])
+def test_every_axis_has_two_ticks_that_say_where_they_are(low, factor, log):
+    axes = Figure().add_subplot()
+    axis.scaled(axes, "y", [low, low * factor], X, log=log)
+    start, end = axes.get_ylim()
+    assert start < low <= low * factor < end
+    places = axes.get_yticks()
+    inside = [place for place in places if start <= place <= end]
+    assert 2 <= len(inside) <= 14
+    texts = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(texts)) == len(texts) == len(places)
+    step = np.diff(places).min()
+    for place, text in zip(places, texts, strict=True):
+        power = text.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789"))
+        said = float("1e" + power.removeprefix("10")) if power != text else float(text)
+        assert said == pytest.approx(place, abs=0.02 * step)
+
+
+def test_axes_say_their_unit_and_shares_as_tables_do():
+    axes = Figure().add_subplot()
+    share = Column(label="robust", meaning="", format=".1%")
+    axis.scaled(axes, "x", [0.1, 0.9], share, log=False)
+    axis.scaled(axes, "y", [1.0, 2.0], Column(label="time", meaning="", unit="s"), log=False)
+    assert axes.get_ylabel() == "time (s)"
+    assert {label.get_text() for label in axes.get_xticklabels()} >= {"20%", "80%"}
+
+
+def test_equal_axes_have_equal_ends():
+    points = Series("a", (1.0, 2.0), (3.0, 40.0))
+    for log in (True, False):
+        axes = Figure().add_subplot()
+        plots.DRAW[Scatter](axes, Scatter("s", X, X, (points,), log=log, equal=True))
+        assert axes.get_xlim() == axes.get_ylim()
+        assert axes.get_xscale() == ("log" if log else "linear")
 
 
 def test_colours_are_those_of_matplotlib():

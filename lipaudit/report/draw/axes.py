@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
+
+from lipaudit.report.cells import number, pretty
+from lipaudit.results import Column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Which = Literal["x", "y"]
 MOST_TICKS = 16
+MARGIN = 0.04
+"""Room beyond the outermost values, as a share of their span."""
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -35,39 +42,114 @@ def limits(values: Any) -> tuple[float, float]:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def percent(axis: Any) -> None:
-    """Write the numbers of an axis as percentages."""
-    from matplotlib.ticker import PercentFormatter
+def scaled(
+    axes: Axes, which: Which, values: Sequence[float], column: Column, *, log: bool
+) -> None:
+    """Scale and label an axis over some values: its ends lie a little beyond them.
 
-    axis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
+    Ticks are at decades, at 1-2-5, at the few values there are, or at round numbers where these
+    lie too close together: always two or more, told apart by what they say.
+    """
+    low, high = ends(values, log=log)
+    _set_ends(axes, which, low, high, log)
+    label(axes, which, column)
+    between = places(low, high, values, log=log)
+    tick(axes.xaxis if which == "x" else axes.yaxis, between, column)
 
 
-def logarithmic(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
-    """Make an axis logarithmic, with ticks at decades, at 1-2-5, or at the few values it has."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+def drawable(values: Sequence[float], *, log: bool) -> list[float]:
+    """Return the values that have a place on an axis."""
+    return [v for v in values if math.isfinite(v) and (v > 0 or not log)]
 
-    axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    places = _places([v for v in values if v > 0])
-    powers = places[-1] >= 1e4 or places[0] <= 1e-3
-    axis.set_major_locator(FixedLocator(places))
-    axis.set_major_formatter(FuncFormatter(lambda v, _: _power(v) if powers else f"{v:.3g}"))
+
+def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:
+    """Return the ends of an axis, a little beyond its values."""
+    known = drawable(values, log=log) or [1.0]
+    low, high = min(known), max(known)
+    if log:
+        beyond = (high / low) ** MARGIN if high > low else 1.1
+        return low / beyond, high * beyond
+    away = (high - low) * MARGIN or abs(high) * 0.1 or 1.0
+    return low - away, high + away
+
+
+def _set_ends(axes: Axes, which: Which, low: float, high: float, log: bool) -> None:
+    kind = "log" if log else "linear"
+    if which == "x":
+        axes.set_xscale(kind)
+        axes.set_xlim(low, high)
+    else:
+        axes.set_yscale(kind)
+        axes.set_ylim(low, high)
+
+
+def label(axes: Axes, which: Which, column: Column) -> None:
+    """Say what an axis shows, and in which unit."""
+    named = titled(column)
+    axes.set_xlabel(named) if which == "x" else axes.set_ylabel(named)
+
+
+def titled(column: Column) -> str:
+    """Write the label of a column with its unit."""
+    return pretty(column.label) + (f" ({column.unit})" if column.unit else "")
+
+
+def tick(axis: Any, at: Sequence[float], column: Column) -> None:
+    """Put ticks at some values, and nowhere else."""
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    axis.set_major_locator(NullLocator())
+    axis.set_ticks(at, labels=written(at, column.format))
+    axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
-    if powers:
-        axis.set_minor_locator(NullLocator())
 
 
-def _places(values: Sequence[float]) -> list[float]:
-    """Choose ticks: decades over a wide span, the few values there are, or 1-2-5."""
-    low, high = math.log10(min(values)), math.log10(max(values))
-    decades = range(math.floor(low), math.ceil(high) + 1)
-    own = sorted(set(values))
-    if high - low > 2:
-        return [10.0**d for d in decades[:: -(-len(decades) // 8)]]
-    if len(own) <= 6 and all(b > 1.4 * a for a, b in zip(own, own[1:], strict=False)):
+def written(values: Sequence[float], spec: str) -> list[str]:
+    """Write numbers with the digits that tell them apart, powers of ten far from 1 as such."""
+    if spec.endswith("%"):
+        return [f"{text}%" for text in written([100 * v for v in values], "g")]
+    if all(map(_is_power, values)) and (max(values) >= 1e4 or min(values) <= 1e-3):
+        return ["10" + str(round(math.log10(v))).translate(SUPERSCRIPT) for v in values]
+    near = min((b - a for a, b in pairwise(sorted(values))), default=0.0)
+    largest = max(map(abs, values))
+    whole = len(str(int(largest))) if largest < 1e5 else 0
+    texts: list[str] = []
+    for digits in range(max(whole, 3), 16):
+        texts = [number(v, f".{digits}g") for v in values]
+        if all(abs(float(t) - v) <= near / 100 for t, v in zip(texts, values, strict=True)):
+            break
+    return texts
+
+
+def places(
+    low: float, high: float, values: Sequence[float] = (), *, log: bool = False
+) -> list[float]:
+    """Choose ticks between the ends of an axis, two or more."""
+    return _logarithmic(low, high, values) if log else _round(low, high)
+
+
+def _logarithmic(low: float, high: float, values: Sequence[float]) -> list[float]:
+    """Choose decades over a wide span, the few values there are, 1-2-5, or round numbers."""
+    inside = [10.0**d for d in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    if len(inside) > 2:
+        return inside[:: -(-len(inside) // 8)]
+    own = sorted({v for v in values if v > 0})
+    short = all(float(f"{v:.3g}") == v or v == int(v) < 1e4 for v in own)
+    if short and 1 < len(own) <= 6 and all(b > 1.4 * a for a, b in pairwise(own)):
         return own
-    return [m * 10.0**d for d in decades for m in (1, 2, 5)]
+    below = math.floor(math.log10(low))
+    fine = [m * 10.0**d for d in range(below, below + 4) for m in (1, 2, 5)]
+    kept = [v for v in fine if low <= v <= high]
+    return kept if len(kept) > 2 else _round(low, high)
 
 
-def _power(value: float) -> str:
-    return "10" + str(round(math.log10(value))).translate(SUPERSCRIPT)
+def _round(low: float, high: float) -> list[float]:
+    """Choose round numbers between the ends of an axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    places = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2).tick_values(low, high)
+    return [float(v) for v in places if low <= v <= high]
+
+
+def _is_power(value: float) -> bool:
+    return value > 0 and math.isclose(math.log10(value), round(math.log10(value)), abs_tol=1e-9)

@@ -1,6 +1,11 @@
-"""Viridis without matplotlib: readable for colour-blind eyes and in grey."""
+"""Colour scales without matplotlib: viridis, and blue to red, readable for colour-blind eyes."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lipaudit.report.blocks import Heatmap
 
 Rgb = tuple[int, int, int]
 # every sixteenth of matplotlib's viridis
@@ -25,10 +30,76 @@ VIRIDIS: tuple[Rgb, ...] = (
 )
 
 
+# ColorBrewer's RdBu, from blue to red
+DIVERGING: tuple[Rgb, ...] = (
+    (5, 48, 97),
+    (33, 102, 172),
+    (67, 147, 195),
+    (146, 197, 222),
+    (209, 229, 240),
+    (247, 247, 247),
+    (253, 219, 199),
+    (244, 165, 130),
+    (214, 96, 77),
+    (178, 24, 43),
+    (103, 0, 31),
+)
+WIDE = 10.0
+"""Positive values that span more than this factor are coloured by their logarithm."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where values lie between the ends of a range of colours."""
+
+    low: float
+    high: float
+    log: bool
+    colours: tuple[Rgb, ...]
+
+    def share(self, value: float | None) -> float | None:
+        """Place a value from 0 to 1; None where it lies outside or is no number."""
+        if value is None or not self.low <= value <= self.high:
+            return None
+        low, value, high = (
+            map(math.log, (self.low, value, self.high))
+            if self.log
+            else (self.low, value, self.high)
+        )
+        return (value - low) / ((high - low) or 1.0)
+
+    def colour(self, share: float) -> Rgb:
+        """Return the colour of a share of 0 to 1."""
+        return _between(self.colours, share)
+
+
+def scale(block: Heatmap) -> Scale:
+    """Return the scale of a map's colours.
+
+    Positive values over more than a decade are placed by their logarithm, shares never. About a
+    centre both sides reach equally far; ratios, whose centre is positive, by their logarithm.
+    """
+    known = [v for row in block.values for v in row if v is not None and math.isfinite(v)]
+    low, high, centre = min(known, default=0.0), max(known, default=1.0), block.centre
+    if centre is None:
+        log = low > 0 and high > WIDE * low and not block.column.format.endswith("%")
+        return Scale(low, high if high > low else low + 1.0, log, VIRIDIS)
+    if centre > 0 and low > 0:
+        far = max(high / centre, centre / low)
+        far = far if far > 1 else 2.0
+        return Scale(centre / far, centre * far, True, DIVERGING)
+    far = max(high - centre, centre - low) or 1.0
+    return Scale(centre - far, centre + far, False, DIVERGING)
+
+
 def viridis(share: float) -> Rgb:
-    """Return the colour of a share of 0 to 1."""
-    index, rest = divmod(min(max(share, 0.0), 1.0) * (len(VIRIDIS) - 1), 1)
-    low, high = VIRIDIS[int(index)], VIRIDIS[min(int(index) + 1, len(VIRIDIS) - 1)]
+    """Return viridis' colour of a share of 0 to 1."""
+    return _between(VIRIDIS, share)
+
+
+def _between(colours: tuple[Rgb, ...], share: float) -> Rgb:
+    index, rest = divmod(min(max(share, 0.0), 1.0) * (len(colours) - 1), 1)
+    low, high = colours[int(index)], colours[min(int(index) + 1, len(colours) - 1)]
     red, green, blue = (round(a + (b - a) * rest) for a, b in zip(low, high, strict=True))
     return red, green, blue
 

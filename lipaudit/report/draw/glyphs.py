@@ -86,12 +86,12 @@ def coarse(block: Histogram, bins: int = 20) -> Histogram:
 
 def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
     """Draw points on a grid of characters, with the ends of both axes written out."""
-    log = isinstance(block, Scatter) or block.log
+    log = block.log
     points = list(_points(block, log))
     if not points:
         return ["(no points)"]
     x0, x1 = _ends([x for x, _, _ in points])
-    shares = block.y.format.endswith("%")
+    shares = isinstance(block, Curve) and block.y.format.endswith("%")
     y0, y1 = (0.0, 1.0) if shares else _ends([y for _, y, _ in points])
     grid = [[" "] * width for _ in range(height)]
     for x, y, glyph in points:

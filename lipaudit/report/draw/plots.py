@@ -6,7 +6,7 @@ import html
 import io
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.report.blocks import (
@@ -19,10 +19,10 @@ from lipaudit.report.blocks import (
     Series,
     Shares,
 )
-from lipaudit.report.cells import MISSING, plain, pretty, text
+from lipaudit.report.cells import plain, pretty, text
 from lipaudit.report.draw import axes as axis
+from lipaudit.report.draw import colours
 from lipaudit.report.draw.alt import alternative
-from lipaudit.report.draw.colours import contrast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,34 +120,45 @@ def _inline(document: str, alt: str) -> str:
 
 
 def _heatmap(axes: Axes, block: Heatmap) -> None:
-    values = _array(block.values)
-    mesh = _mesh(axes, values, (-0.5, len(block.columns) - 0.5), (-0.5, len(block.rows) - 0.5))
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+
+    values, scale = _array(block.values), colours.scale(block)
+    mapped = [[channel / 255 for channel in colour] for colour in scale.colours]
+    norm = (LogNorm if scale.log else Normalize)(scale.low, scale.high)
+    look: dict[str, Any] = {
+        "cmap": LinearSegmentedColormap.from_list("scale", mapped),
+        "norm": norm,
+    }
+    ends = (-0.5, len(block.columns) - 0.5), (-0.5, len(block.rows) - 0.5)
+    mesh = _mesh(axes, values, *ends, **look)
     axes.invert_yaxis()
     axis.ticks(axes.xaxis, block.columns)
     axis.ticks(axes.yaxis, block.rows)
     axes.set(xlabel="head", ylabel="layer")
     if values.size <= MANY and len(block.columns) <= 20:
-        _numbers(axes, block, mesh)
-    _bar(axes, mesh, pretty(block.column.label))
+        _numbers(axes, block, scale)
+    bar = _bar(axes, mesh, axis.titled(block.column) + (", log scale" if scale.log else ""))
+    places = axis.places(scale.low, scale.high, log=scale.log)
+    axis.tick(bar.ax.yaxis, places, block.column)
 
 
-def _numbers(axes: Axes, block: Heatmap, mesh: Any) -> None:
+def _numbers(axes: Axes, block: Heatmap, scale: colours.Scale) -> None:
     for y, row in enumerate(block.values):
         for x, value in enumerate(row):
-            if value is None:
-                axes.text(x, y, MISSING, ha="center", va="center", fontsize=8)
-                continue
-            red, green, blue, _ = (round(255 * channel) for channel in mesh.to_rgba(value))
-            finite = abs(value) < float("inf")
-            colour = contrast((red, green, blue)) if finite else INK
+            share = scale.share(value)
+            colour = INK if share is None else colours.contrast(scale.colour(share))
             label = text(value, block.column)
             axes.text(x, y, label, ha="center", va="center", fontsize=8, color=colour)
 
 
 def _density(axes: Axes, block: Density) -> None:
+    import numpy as np
+    from matplotlib.colors import PowerNorm
+
     values = _array(block.values)
     values[values == 0] = float("nan")
-    mesh = _mesh(axes, values, block.x_range, block.y_range, power=0.5)
+    norm = PowerNorm(0.5, *axis.limits(np.ma.masked_invalid(values)))
+    mesh = _mesh(axes, values, block.x_range, block.y_range, cmap="viridis", norm=norm)
     mesh.set_rasterized(True)
     axes.set_box_aspect(1)
     if block.x.format == "d":
@@ -164,26 +175,23 @@ def _mesh(
     values: np.ndarray[Any, Any],
     x: tuple[float, float],
     y: tuple[float, float],
-    power: float = 1.0,
+    **look: Any,
 ) -> Any:
     import numpy as np
-    from matplotlib.colors import PowerNorm
 
     height, width = values.shape
-    shown = np.ma.masked_invalid(values)
     mesh = axes.pcolormesh(
         np.linspace(*x, width + 1),
         np.linspace(*y, height + 1),
-        shown,
-        cmap="viridis",
-        norm=PowerNorm(power, *axis.limits(shown)),
+        np.ma.masked_invalid(values),
         rasterized=values.size > MANY,
+        **look,
     )
     axes.set(xlim=x, ylim=y)
     return mesh
 
 
-def _bar(axes: Axes, mesh: Any, label: str) -> None:
+def _bar(axes: Axes, mesh: Any, label: str) -> Any:
     figure = axes.get_figure()
     assert figure is not None
     bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
@@ -191,6 +199,7 @@ def _bar(axes: Axes, mesh: Any, label: str) -> None:
     bar.outline.set_visible(False)
     if bar.solids is not None:
         bar.solids.set_rasterized(True)
+    return bar
 
 
 def _histogram(axes: Axes, block: Histogram) -> None:
@@ -201,11 +210,10 @@ def _histogram(axes: Axes, block: Histogram) -> None:
         }
         axes.stairs(counts, block.edges, fill=True, alpha=0.3, color=look["color"], linewidth=0)
         axes.stairs(counts, block.edges, label=plain(label), **look)
-    if block.edges[0] > 0 and block.edges[-1] > 10 * block.edges[0]:
-        axis.logarithmic(axes, "x", block.edges)
-    axes.set(xlabel=pretty(block.x.label), ylabel="count")
+    log = block.edges[0] > 0 and block.edges[-1] > 10 * block.edges[0]
+    axis.scaled(axes, "x", block.edges, block.x, log=log)
+    axes.set_ylabel("count")
     axis.whole(axes.yaxis)
-    axes.margins(x=0.01)
     if len(block.counts) > 1:
         _legend(axes)
 
@@ -218,8 +226,9 @@ def _shares(axes: Axes, block: Shares) -> None:
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axis.ticks(axes.yaxis, [plain(bar) for bar in block.bars])
     axes.invert_yaxis()
-    axis.percent(axes.xaxis)
-    axes.set(xlim=(0, 1), xlabel=pretty(block.x.label))
+    axes.set_xlim(0, 1)
+    axis.label(axes, "x", block.x)
+    axis.tick(axes.xaxis, axis.places(0, 1), block.x)
     _legend(axes)
 
 
@@ -236,28 +245,37 @@ def _scatter(axes: Axes, block: Scatter) -> None:
             label=plain(series.label),
             rasterized=len(series.x) > MANY,
         )
-    known = [v for s in block.series for v in s.x]
-    ends = [min(known), max(known)]
-    axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="y = x")
-    axis.logarithmic(axes, "x", known)
-    axis.logarithmic(axes, "y", [v for s in block.series for v in s.y] + ends)
-    axes.set(xlabel=pretty(block.x.label), ylabel=pretty(block.y.label))
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handletextpad=0.2)
+    x, y = _values(block.series)
+    if block.diagonal:
+        ends = axis.ends(x + y if block.equal else x, log=block.log)
+        axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="y = x")
+        y += ends
+    axis.scaled(axes, "x", x + y if block.equal else x, block.x, log=block.log)
+    axis.scaled(axes, "y", y + x if block.equal else y, block.y, log=block.log)
+    if block.equal:
+        axes.set_box_aspect(1)
+    _legend(axes)
 
 
 def _curve(axes: Axes, block: Curve) -> None:
     for index, series in enumerate(block.series):
         _line(axes, series, index)
-    if block.log:
-        axis.logarithmic(axes, "x", [v for s in block.series for v in s.x])
-        axis.logarithmic(axes, "y", [v for s in block.series for v in s.y])
-    elif block.y.format.endswith("%"):
+    x, y = _values(block.series)
+    axis.scaled(axes, "x", x, block.x, log=block.log)
+    axis.scaled(axes, "y", y, block.y, log=block.log)
+    if block.y.format.endswith("%") and not block.log:
         axes.set_ylim(0, 1.02)
-        axis.percent(axes.yaxis)
+        axis.tick(axes.yaxis, axis.places(0, 1), block.y)
     if block.ticks:
         axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
-    axes.set(xlabel=pretty(block.x.label), ylabel=pretty(block.y.label))
     _legend(axes)
+
+
+def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:
+    """Return all that is drawn along each axis."""
+    x = [v for s in series for v in s.x]
+    y = [v for s in series for v in (*s.y, *s.low, *s.high, *s.fit) if v is not None]
+    return x, y
 
 
 def _line(axes: Axes, series: Series, index: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -27,9 +26,9 @@ from lipaudit.report.blocks import (
     Shares,
     Table,
 )
-from lipaudit.report.draw import glyphs
+from lipaudit.report.draw import colours, glyphs
 from lipaudit.report.draw.alt import extent
-from lipaudit.report.draw.colours import contrast, viridis
+from lipaudit.report.draw.colours import Rgb, viridis
 from lipaudit.report.draw.layout import card, lines, split, wrap
 
 FULL = 100_000
@@ -165,7 +164,7 @@ def _table(block: Table, width: int) -> Iterator[RenderableType]:
 
 
 def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
-    shares = _shares(block)
+    scale = colours.scale(block)
     texts = [[cells.text(v, block.column) for v in row] for row in block.values]
     cell = max((cell_len(t) for row in texts for t in row), default=1) + 2
     lead = max(map(len, (*block.rows, "layer"))) + 1
@@ -174,31 +173,19 @@ def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableTyp
         picked = [i - 1 for i in group[1:]]
         ticks = "".join(f"{block.columns[i]:>{cell - 1}} " for i in picked)
         yield Text(f"{'layer':<{lead}}" + ticks, "bold")
-        for name, row, share in zip(block.rows, texts, shares, strict=True):
+        for name, row, values in zip(block.rows, texts, block.values, strict=True):
             line = Text(f"{name:>{lead - 1}} ")
             for i in picked:
-                line.append_text(_tile(row[i], share[i], cell, colour))
+                share = scale.share(values[i])
+                paint = scale.colour(share) if colour and share is not None else None
+                line.append_text(_tile(row[i].rjust(cell - 1), share, paint))
             yield line
     yield Text(f"layer down, head across; {cells.standing(block.column)}", STYLES["note"])
 
 
-def _tile(text: str, share: float | None, cell: int, colour: bool) -> Text:
+def _tile(number: str, share: float | None, colour: Rgb | None) -> Text:
     """Write one number on its colour, or with a bar glyph behind it."""
-    number = text.rjust(cell - 1)
-    if share is None or not colour:
+    if colour is None:
         return Text(number + (" " if share is None else glyphs.level(share)))
-    rgb = viridis(share)
-    style = Style(color=contrast(rgb), bgcolor=f"rgb({rgb[0]},{rgb[1]},{rgb[2]})")
+    style = Style(color=colours.contrast(colour), bgcolor=f"rgb{colour}".replace(" ", ""))
     return Text(f"{number} ", style)
-
-
-def _shares(block: Heatmap) -> list[list[float | None]]:
-    """Place each finite value between the smallest and the largest."""
-    values = (v for row in block.values for v in row if v is not None)
-    known = [v for v in values if math.isfinite(v)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    span = (high - low) or 1.0
-    return [
-        [(v - low) / span if v is not None and low <= v <= high else None for v in row]
-        for row in block.values
-    ]

@@ -124,7 +124,6 @@ WORDS: Mapping[str, str] = {
     "samples drawn like these: Wilson's lower one of certified, his upper one of robust.",
     "share of samples": "How many of the samples have a verdict.",
     "slope 1/2": "How sqrt n grows, to compare slopes with.",
-    "log10 ||J||": "The decimal logarithm of the exact norm of a head: 1 is ten times.",
     "amplification": "How much a small change of a head's input is magnified: ||J||.",
     "rule": "A line of the gate's contract: METRIC[@SELECTOR][:STATISTIC] OP LIMIT.",
     "metric": "What a rule judges: a column of a section, and how its values become one number.",

@@ -102,6 +102,41 @@ def test_tightness_is_the_median_over_heads(report):
     assert lines["castin"][1:3] == ("certified", "all inputs, every ‖x_i‖ ≤ R")
 
 
+def test_a_scatter_of_heads_has_a_point_for_every_head_and_bound(report):
+    """Though the section keeps `sharp` and `exact` of every sample, too."""
+    assert report.section("bounds").arrays["sharp"].shape == (12, 3)
+    (scatter,) = _of(report, "bounds", Scatter)
+    exact = {f"head {r.layer}.{r.head}": r.exact for r in report.section("bounds").rows}
+    for series in scatter.series:
+        assert len(series.x) <= 12
+        assert [exact[name] for name in series.names] == list(series.x)
+
+
+def test_points_of_samples_say_where_the_sample_is(report):
+    section = report.section("certify")
+    (whole,) = _of(report, "certify", Scatter)
+    names = whole.series[0].names
+    assert names
+    assert set(names) <= set(section.samples["ids"])
+    known = {names[0]: "index 7"}
+    (placed,) = (b for b in blocks(section, known=known) if isinstance(b, Scatter))
+    assert placed.series[0].names == (f"{names[0][:12]}, index 7", *names[1:])
+
+
+def test_maps_of_heads_read_as_the_tables_do(report):
+    """A cell of a map is what the table of all rows says of that head."""
+    for measure in ("bounds", "attention"):
+        everything = _of(report, measure, Table)[-1]
+        names = [column.label for column in everything.columns]
+        for block in _of(report, measure, Heatmap):
+            at = names.index(block.column.label)
+            assert everything.columns[at] == block.column
+            listed = {row[:2]: row[at] for row in everything.rows}
+            for layer, row in zip(block.rows, block.values, strict=True):
+                for head, value in zip(block.columns, row, strict=True):
+                    assert value == pytest.approx(listed[int(layer), int(head)], nan_ok=True)
+
+
 def test_sensitive_samples_are_the_largest_norms(report):
     table = _of(report, "jacobian", Table)[1]
     norms = np.array([v for v in report.section("jacobian").samples["norm"] if v is not None])

@@ -51,10 +51,9 @@ def view(section: Section) -> Iterator[Block]:
         "Share of rows in the intermediate (fragile) regime",
         rows,
         lambda row: row.intermediate,
-        replace(columns["intermediate"], format=".0%"),
+        columns["intermediate"],
     )
-    g1 = replace(columns["g1"], format=".3f")
-    yield heatmap("g1, mean over rows", rows, lambda row: row.g1, g1)
+    yield heatmap("g1, mean over rows", rows, lambda row: row.g1, columns["g1"])
     fragile = top(rows, "intermediate", TOP)
     yield table("Most intermediate heads", section, fragile, FRAGILE)
     yield table("Strongest sinks", section, top(rows, "sink_max", SINKS), SUNK)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 from lipaudit.report.blocks import Block, Scatter, Series, Table
 from lipaudit.report.cells import pretty
@@ -14,13 +13,14 @@ from lipaudit.report.page.views.common import (
     every_row,
     head,
     heatmap,
+    points,
     spread,
     stacked,
     top,
 )
 from lipaudit.results import BallRow, BoundsRow, Column, Section
 from lipaudit.results.bounds import ranked
-from lipaudit.results.figures import finite, log10, middle, typed
+from lipaudit.results.figures import finite, middle, typed
 
 TOP = 10
 CERTIFIED = ("ball_sharp", "mean_field", "castin", "hu")
@@ -32,8 +32,8 @@ def view(section: Section) -> Iterator[Block]:
     rows = typed(section, BoundsRow)
     if not rows:
         return
-    log_norm = Column(label="log10 ||J||", meaning="log10 of exact.", format=".2f")
-    yield heatmap("log10 ‖J‖, exact", rows, lambda row: log10(row.exact), log_norm)
+    exact = section.columns()["exact"]
+    yield heatmap("Exact ‖J‖ of every head", rows, lambda row: row.exact, exact)
     yield _amplifying(section, rows)
     yield _tightness(section, rows)
     yield from _scatter(section, rows)
@@ -144,25 +144,14 @@ def _tightness(section: Section, rows: list[BoundsRow]) -> Table:
 
 
 def _scatter(section: Section, rows: list[BoundsRow]) -> Iterator[Block]:
-    series = []
+    exact, names = [row.exact for row in rows], [f"head {head(row)}" for row in rows]
+    series: list[Series] = []
     for bound in ranked():
-        points = _points(section, rows, bound.name)
-        kept = [(x, y) for x, y in points if len(finite((x, y))) == 2 and min(x, y) > 0]
-        if kept:
-            x, y = zip(*kept, strict=True)
-            series.append(Series(bound.label, x, y))
+        series += points(bound.label, exact, [getattr(row, bound.name) for row in rows], names)
     if series:
         limit = Column(label="bound", meaning="Upper bound.", status="bound")
         title = "Upper bounds over the exact norm, per head"
         yield Scatter(title, section.columns()["exact"], limit, tuple(series))
-
-
-def _points(section: Section, rows: list[BoundsRow], bound: str) -> list[tuple[Any, Any]]:
-    """Pair exact and bound per head, and per sample where both were kept."""
-    if {"exact", bound} <= section.arrays.keys():
-        pair = section.arrays["exact"].data, section.arrays[bound].data
-        return list(zip(*pair, strict=True))
-    return [(row.exact, getattr(row, bound)) for row in rows]
 
 
 def _times(column: Column) -> Column:

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Scatter, Series, Shares, Table
-from lipaudit.report.page.views.common import MODEL, every_row, interval
+from lipaudit.report.page.views.common import MODEL, every_row, interval, points
 from lipaudit.results import CertifyRow, Column, Section
-from lipaudit.results.figures import finite, typed
+from lipaudit.results.figures import typed
+from lipaudit.results.worst import ids
 
 NAMES = ("norm", "eps_text", "samples", "clean", "robust", "certified")
+AXES = ("radius_adversarial", "radius")
 VERDICTS = ("certified", "undecided", "broken", "wrong")
 SHARE = Column(
     label="share of samples",
@@ -91,17 +93,13 @@ def _bars(sections: Mapping[str, Section]) -> Iterator[Shares]:
 
 def _radii(sections: Mapping[str, Section]) -> Iterator[Scatter]:
     """Set the certified radius of each sample over its adversarial one."""
-    series = []
+    series: list[Series] = []
     for label, section in sections.items():
-        pairs = zip(
-            section.samples.get("radius_adversarial", ()),
-            section.samples.get("radius", ()),
-            strict=False,
-        )
-        kept = [pair for pair in pairs if len(finite(pair)) == 2 and min(finite(pair)) > 0]
-        if kept:
-            series.append(Series(label, *map(tuple, zip(*kept, strict=True))))
+        if section.samples.keys() >= {"ids", *AXES}:
+            x, y = (section.samples[name] for name in AXES)
+            series += points(label, x, y, ids(section))
     if series:
         section = next(iter(sections.values()))
-        x, y = (section.sample_column(name) for name in ("radius_adversarial", "radius"))
-        yield Scatter("Certified over adversarial radius, sample by sample", x, y, tuple(series))
+        title = "Certified over adversarial radius, sample by sample"
+        x_axis, y_axis = map(section.sample_column, AXES)
+        yield Scatter(title, x_axis, y_axis, tuple(series))

@@ -7,7 +7,15 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
 
-from lipaudit.report.blocks import Block, Heatmap, Histogram, Matrix, Table
+from lipaudit.report.blocks import (
+    Block,
+    Heatmap,
+    Histogram,
+    Matrix,
+    Scatter,
+    Series,
+    Table,
+)
 from lipaudit.report.cells import pretty, standing, text
 from lipaudit.results import Column, Report, Row, Section
 from lipaudit.results.figures import finite, largest
@@ -53,7 +61,9 @@ def places(report: Report) -> dict[str, str]:
 
 
 def located(block: Block, known: Mapping[str, str]) -> Block:
-    """Shorten the ids of a table, and say beside each where that sample is found."""
+    """Shorten the ids of a table, and say where each sample is found: beside it, at its point."""
+    if isinstance(block, Scatter):
+        return replace(block, series=tuple(_placed(s, known) for s in block.series))
     if not isinstance(block, Table) or SAMPLE not in block.columns:
         return block
     at = block.columns.index(SAMPLE)
@@ -65,6 +75,11 @@ def located(block: Block, known: Mapping[str, str]) -> Block:
 
     columns = (*block.columns[: at + 1], *([PLACE] if named else []), *block.columns[at + 1 :])
     return replace(block, columns=columns, rows=tuple(map(cells, block.rows)))
+
+
+def _placed(series: Series, known: Mapping[str, str]) -> Series:
+    named = (f"{n[:CHARACTERS]}, {known[n]}" if n in known else n for n in series.names)
+    return replace(series, names=tuple(named))
 
 
 def interval(low: float | None, high: float | None) -> str:
@@ -143,6 +158,19 @@ def histogram(title: str, x: Column, groups: Mapping[str, Iterable[Any]]) -> lis
     edges[0], edges[-1] = low, high
     counts = {k: tuple(map(float, np.histogram(v, edges)[0])) for k, v in values.items()}
     return [Histogram(title, x, tuple(map(float, edges)), counts)]
+
+
+def points(label: str, x: Iterable[Any], y: Iterable[Any], names: Iterable[str]) -> list[Series]:
+    """Return the pairs that a logarithmic scatter can draw, by name; nothing where none is."""
+    pairs = [
+        (*known, name)
+        for a, b, name in zip(x, y, names, strict=True)
+        if len(known := finite((a, b))) == 2 and min(known) > 0
+    ]
+    if not pairs:
+        return []
+    across, up, named = zip(*pairs, strict=True)
+    return [Series(label, across, up, names=named)]
 
 
 def spread(sections: Mapping[str, Section], names: Sequence[str]) -> list[Block]:

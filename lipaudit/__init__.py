@@ -17,12 +17,12 @@ PUBLIC = {
     "ModelSpec": "lipaudit.models.sources.spec:ModelSpec",
     "Observer": "lipaudit.engine.observer:Observer",
     "Report": "lipaudit.results:Report",
+    "attention_penalty": "lipaudit.train.penalty:attention_penalty",
     "audit": "lipaudit.api.measuring:audit",
     "bounds": "lipaudit.api.bounds",
     "load": "lipaudit.schema:load",
     "measure": "lipaudit.api.measuring:measure",
     "render": "lipaudit.report:render",
-    "watch": "lipaudit.train.penalty:attention_penalty",
 }
 """Where each public name is."""
 

@@ -7,8 +7,7 @@ from lipaudit.models.sources.spec import ModelSpec as ModelSpec
 from lipaudit.report import render as render
 from lipaudit.results import Report as Report
 from lipaudit.schema import load as load
-from lipaudit.train.penalty import attention_penalty
+from lipaudit.train.penalty import attention_penalty as attention_penalty
 
-watch = attention_penalty
 __version__: str
 PUBLIC: dict[str, str]

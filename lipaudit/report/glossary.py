@@ -122,6 +122,11 @@ WORDS: Mapping[str, str] = {
     "like these (Wilson 1927).",
     "95 % bracket": "Limits between which the robust accuracy lies with 95 % confidence, for "
     "samples drawn like these: Wilson's lower one of certified, his upper one of robust.",
+    "bracket": "Between which the robust accuracy lies: what is proven is below it, what attacks "
+    "left above.",
+    "certified radius": "How far around a sample nothing is classified otherwise, proven; the "
+    "scorecard has the median of the samples that are right, with its 95 % limits, which are two "
+    "of the values (sign test).",
     "share of samples": "How many of the samples have a verdict.",
     "slope 1/2": "How sqrt n grows, to compare slopes with.",
     "amplification": "How much a small change of a head's input is magnified: ||J||.",

@@ -15,7 +15,9 @@ class CertifyRow(Row):
     section: ClassVar[str] = "certify"
     title: ClassVar[str] = "Certificates"
     norm: str = column("norm", "Of the ball.", ..., format="s")
-    eps: Float = column("eps", "Radius, of pixels in [0, 1].", ..., format=".4g")
+    eps: Float = column(
+        "eps", "Radius, of pixels in [0, 1] or of token embeddings.", ..., format=".4g", domain=""
+    )
     eps_text: str = column("eps", "The radius as it was typed.", "", format="s")
     samples: int = column("samples", "Number of samples.", 0, format="d")
     clean: Float | None = column(

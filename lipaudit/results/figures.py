@@ -56,6 +56,23 @@ def log10(value: float | None) -> float | None:
     return math.log10(value) if value > 0 else -math.inf
 
 
+def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
+    """Return limits of a median that hold it with at least 95 %, whatever the distribution.
+
+    They are two of the values, as far from the ends as that allows (the sign test); None where
+    so few values have none.
+
+    >>> median_limits(range(5)), median_limits(range(6)), median_limits(range(20))
+    (None, (0.0, 5.0), (5.0, 14.0))
+    """
+    numbers = sorted(finite(values))
+    below, cut = 0, 0
+    for rank in range(len(numbers) // 2):  # as likely as rank heads, or fewer, of as many coins
+        below += math.comb(len(numbers), rank)
+        cut += 40 * below <= 2 ** len(numbers)
+    return (numbers[cut - 1], numbers[-cut]) if cut else None
+
+
 def wilson(successes: int, n: int) -> tuple[float, float]:
     """Return the 95 % limits of a proportion (Wilson, 1927).
 

@@ -213,7 +213,13 @@ class AttackRow(Row):
     title: ClassVar[str] = "Attacks"
     attack: str = column("attack", "Attack; worst = the worst over all of them.", ..., format="s")
     norm: str = column("norm", "Of a ball, or what is counted.", ..., format="s")
-    eps: Float = column("eps", "Radius, of pixels in [0, 1]; or how many.", ..., format=".4g")
+    eps: Float = column(
+        "eps",
+        "Radius, of pixels in [0, 1] or of token embeddings; or how many changes.",
+        ...,
+        format=".4g",
+        domain="",
+    )
     eps_text: str = column("eps", "The radius as it was typed.", "", format="s")
     samples: int = column("samples", "Number of samples.", 0, format="d")
     clean: Float | None = column(

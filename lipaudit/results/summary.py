@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any, Literal
 
 from lipaudit.results.bounds import ranked
-from lipaudit.results.certify import CertifyRow
+from lipaudit.results.certify import CertifyRadiusRow, CertifyRow
 from lipaudit.results.columns import Float, Frozen, Status
-from lipaudit.results.figures import finite, largest, middle, order, typed, wilson
+from lipaudit.results.figures import finite, largest, median_limits, middle, order, typed, wilson
 from lipaudit.results.report import Note, Report, Section
 from lipaudit.results.rows import AttackRow, AttentionRow, BoundsRow, JacobianRow
 from lipaudit.results.trials import WORST, parse_radius
@@ -49,6 +49,26 @@ class Accuracy(Frozen):
     high: Float | None
     samples: int
     undecided: int | None = None
+
+
+class Radii(Frozen):
+    """How far around the samples nothing is classified otherwise, proven.
+
+    Attributes:
+        norm: of the balls.
+        median: of the certified radii of the samples that are right.
+        low: lower limit of that median, of 95 %; None where samples are too few for limits.
+        high: upper limit.
+        adversarial: the median of the smallest adversarial radii found.
+        samples: how many are right.
+    """
+
+    norm: str
+    median: Float
+    low: Float | None
+    high: Float | None
+    adversarial: Float | None
+    samples: int
 
 
 class Norms(Frozen):
@@ -123,6 +143,7 @@ class Summary(Frozen):
     Attributes:
         warnings: what must be known before any figure, those on all figures first.
         accuracy: without attack, then under attack by ball, then certified.
+        radii: that are certified.
         norms: of the model's Jacobian.
         heads: the steepest.
         fragile: attention rows.
@@ -131,6 +152,7 @@ class Summary(Frozen):
 
     warnings: tuple[Warned, ...] = ()
     accuracy: tuple[Accuracy, ...] = ()
+    radii: Radii | None = None
     norms: Norms | None = None
     heads: Heads | None = None
     fragile: Fragile | None = None
@@ -146,6 +168,7 @@ def summary(report: Report) -> Summary:
     return Summary(
         warnings=tuple(_warned(report)),
         accuracy=(*_clean(report), *sorted(balls, key=_ball)),
+        radii=_radii(report),
         norms=_norms(report.section("jacobian")),
         heads=_heads(bounds),
         fragile=_fragile(report.section("attention")),
@@ -230,6 +253,23 @@ def _certified(rows: Sequence[CertifyRow], attacks: Sequence[AttackRow]) -> Iter
                 undecided=row.undecided,
                 **ball,
             )
+
+
+def _radii(report: Report) -> Radii | None:
+    rows = typed(report.section("certify.radius"), CertifyRadiusRow)
+    if not rows or not finite([rows[0].radius]):
+        return None
+    row, section = rows[0], report.section("certify")
+    limits = median_limits(section.samples.get("radius", ()) if section else ())
+    low, high = limits or (None, None)
+    return Radii(
+        norm=row.norm,
+        median=order(row.radius),
+        low=low,
+        high=high,
+        adversarial=row.radius_adversarial,
+        samples=row.samples,
+    )
 
 
 def _norms(section: Section | None) -> Norms | None:

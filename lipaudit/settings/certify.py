@@ -39,7 +39,9 @@ class CertifyOptions(MeasureOptions):
 
     samples: ClassVar[int] = 8
 
-    eps: Balls = option((), "Radii in pixel space [0, 1]: 1/255 or 1/255,0.01.")
+    eps: Balls = option(
+        (), "Radii of pixels in [0, 1] or of token embeddings: 1/255 or 1/255,0.01."
+    )
     norm: BallNorm | None = option(None, "linf or l2. By default linf; for text l2.")
     radius: bool = option(False, "Also the largest certified radius of every sample.")
     tol: float = option(

@@ -7,15 +7,17 @@ from math import log10
 from statistics import median
 
 import pytest
+from scipy.stats import binom
 
 from lipaudit.gate import judge
 from lipaudit.report import of_judgement, of_reports, render
+from lipaudit.report.blocks import Table
 from lipaudit.report.formats.markdown import escape
 from lipaudit.report.page.document import document, screen
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.results import AttentionRow, Section
 from lipaudit.results.certify import CertifyRow
-from lipaudit.results.figures import wilson
+from lipaudit.results.figures import median_limits, wilson
 from lipaudit.results.summary import summary
 
 
@@ -66,6 +68,49 @@ def test_what_is_proven_stands_below_what_attacks_left(report):
         assert said["certified, linf 2/255"] == (
             0.25, "10.0% to 40.0%, 8 samples, 3 undecided", "",
         )  # fmt: skip
+
+
+def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(report):
+    proven = report.section("certify"), report.section("certify.radius")
+    both = with_sections(report, *proven)
+    summed, radii = summary(both).radii, sorted(filter(None, proven[0].samples["radius"]))
+    assert (summed.norm, summed.median, summed.adversarial) == ("linf", 0.011, 0.029)
+    assert [0.0, *radii].index(summed.low) + 1 == 7  # the ranks in tables of the sign test, n = 23
+    assert [0.0, *radii].index(summed.high) + 1 == 17
+    text = "0.00600 to 0.0160, median of 23 samples, nearest adversarial 0.0290"
+    assert lines(both)["certified radius, linf"] == (0.011, text, "")
+    assert f"| 0.0110 | {text} |" in render(both, "brief").decode()
+    assert summary(with_sections(report, proven[0])).radii is None
+
+
+def test_what_is_not_measured_of_a_certificate_has_no_column(report):
+    section = report.section("certify")
+    unknown = tuple(row.model_copy(update={"clean": None}) for row in section.rows)
+    bare = with_sections(report, section.model_copy(update={"rows": unknown}))
+    for shown, there in ((report, True), (bare, False)):
+        chapter = next(c for c in document(shown).chapters if c.name == "certify")
+        table = next(block for block in chapter.blocks if isinstance(block, Table))
+        assert ("clean" in [column.label for column in table.columns]) == there
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_settings_are_written_once(report):
+    text = render(report, "table").decode()
+    assert text.count("Settings: eps 1/255, 2/255; norm linf; radius; attack pgd.") == 1
+    radii = report.section("certify.radius")
+    other = radii.model_copy(update={"settings": radii.settings | {"norm": "l2"}})
+    assert "norm l2; radius;" in render(with_sections(report, other), "table").decode()
+    both = with_sections(report, report.section("certify"), other)
+    assert "norm l2; radius;" in render(both, "table").decode()
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 8, 9, 20, 101])
+def test_limits_of_a_median_hold_it_as_often_as_they_say(count):
+    """Of as many values as coins, fewer than k lie below the median in `cdf(k - 1)` of cases."""
+    limits = median_limits([*range(count), None, float("nan")])
+    missed = [2 * binom.cdf(k - 1, count, 0.5) for k in range(1, count // 2 + 2)]
+    k = sum(chance <= 0.05 for chance in missed)
+    assert limits == ((k - 1, count - k) if k else None)
 
 
 def test_what_is_right_is_counted_without_an_attack_too(report):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
@@ -14,7 +15,7 @@ from lipaudit.report.page.samples import ranked, shown
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.report.page.views.common import places
-from lipaudit.results import Column, Report, model_labels
+from lipaudit.results import Column, Report, Section, model_labels
 
 BRIEF = ("model", "data", "run")
 """The facts that a screen has room for."""
@@ -63,11 +64,22 @@ def _single(report: Report) -> Document:
         Paragraph(", ".join(f"{name} {version}" for name, version in versions.items()) + "."),
     )
     chapters = (
-        *(Chapter(s.measure, title(s.measure), blocks(s, said, known)) for s in report.sections),
+        *(
+            Chapter(s.measure, title(s.measure), blocks(s, said, known, _settings(report, s)))
+            for s in report.sections
+        ),
         *([Chapter("worst", "Samples", shown(report))] if ranked(report) else []),
         Chapter("reading", "How to read the figures", last),
     )
     return replace(_opening(report), chapters=chapters)
+
+
+def _settings(report: Report, section: Section) -> Mapping[str, Any]:
+    """Return the settings of a section; none where it is part of one that ran with the same."""
+    whole = report.section(section.measure.partition(".")[0])
+    if whole is None or whole is section or whole.settings != section.settings:
+        return section.settings
+    return {}
 
 
 def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:

@@ -15,12 +15,21 @@ from lipaudit.results import (
     AttackRow,
     AttentionRow,
     BoundsRow,
+    CertifyRadiusRow,
     CertifyRow,
     Column,
     JacobianRow,
     Report,
 )
-from lipaudit.results.summary import Accuracy, Fragile, Heads, Norms, Tightness, summary
+from lipaudit.results.summary import (
+    Accuracy,
+    Fragile,
+    Heads,
+    Norms,
+    Radii,
+    Tightness,
+    summary,
+)
 
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
@@ -42,6 +51,7 @@ def scorecard(report: Report, *, short: bool = False) -> Scorecard | None:
     summed, known = summary(report), places(report)
     lines = [
         *(_accuracy(each) for each in summed.accuracy),
+        *([_radii(summed.radii)] if summed.radii else ()),
         *(_norms(summed.norms, known, short=short) if summed.norms else ()),
         *(_heads(summed.heads) if summed.heads else ()),
         *(_fragile(summed.fragile, report) if summed.fragile else ()),
@@ -79,6 +89,19 @@ def _accuracy(accuracy: Accuracy) -> Line:
     ]
     named = label if accuracy.kind == "clean" else f"{label}, {accuracy.ball}"
     return Line(named, accuracy.share, column, ", ".join(filter(None, said)))
+
+
+def _radii(radii: Radii) -> Line:
+    column = CertifyRadiusRow.columns()["radius"]
+    ends = [text(each, column) for each in (radii.low, radii.high) if each is not None]
+    adversarial = text(radii.adversarial, column)
+    said = [
+        " to ".join(ends),
+        f"median of {radii.samples} samples",
+        "" if radii.adversarial is None else f"nearest adversarial {adversarial}",
+    ]
+    label = f"certified radius, {radii.norm}"
+    return Line(label, radii.median, column, ", ".join(filter(None, said)))
 
 
 def _norms(norms: Norms, known: Mapping[str, str], *, short: bool) -> Iterator[Line]:

@@ -54,7 +54,10 @@ def title(measure: str) -> str:
 
 
 def blocks(
-    section: Section, said: Collection[Note] = (), known: Mapping[str, str] = MappingProxyType({})
+    section: Section,
+    said: Collection[Note] = (),
+    known: Mapping[str, str] = MappingProxyType({}),
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[Block, ...]:
     """Return what is shown of a section: settings, warnings, figures and tables, other notes.
 
@@ -64,12 +67,11 @@ def blocks(
         section: what is shown.
         said: notes that stand above it already.
         known: where samples are found, by id.
+        settings: those that are written; by default all of its own.
     """
     if section.failure is not None:
         return (failed(section.failure),)
-    own = {k: v for k, v in section.settings.items() if k != SEED and v is not False}
-    given = {name: value for name, value in own.items() if value not in (None, [], ())}
-    settings = "; ".join(f"{name} {listed(value)}" for name, value in given.items())
+    ran = _listed(section.settings if settings is None else settings)
     notes = [note for note in section.notes if note not in said]
     spoiling, others = (
         merged(n for n in notes if (n.level == "warning") == w) for w in (True, False)
@@ -77,7 +79,7 @@ def blocks(
     view = VIEWS.get(section.measure, default.view)
     return (
         *([Notes(spoiling)] if spoiling else []),
-        *([Paragraph(f"Settings: {settings}.")] if settings else []),
+        *([Paragraph(f"Settings: {ran}.")] if ran else []),
         *((located(b, known) for b in view(section)) if _measured(section) else [NOTHING]),
         *([Notes(others)] if others else []),
     )
@@ -106,6 +108,15 @@ def failed(failure: Failure) -> Paragraph:
     """Say why a measure has no result."""
     advice = f" {failure.advice}" if failure.advice else ""
     return Paragraph(f"FAILED: {failure.reason}.{advice}")
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    """Write settings; of what is switched on the name, and nothing of what is off or not given."""
+    own = {k: v for k, v in settings.items() if k != SEED and v is not False}
+    given = {name: value for name, value in own.items() if value not in (None, [], ())}
+    return "; ".join(
+        name if value is True else f"{name} {listed(value)}" for name, value in given.items()
+    )
 
 
 def listed(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lipaudit.report.blocks import Block, Scatter, Series, Shares, Table
@@ -27,10 +27,11 @@ def view(section: Section) -> Iterator[Block]:
     """Tabulate the brackets and draw them; set radii beside each other, sample by sample."""
     rows, columns = typed(section, CertifyRow), section.columns()
     if rows:
+        names = [n for n in NAMES if any(getattr(row, n) is not None for row in rows)]
         yield Table(
             title="Robust accuracy: certified from below, attacked from above",
-            columns=(*(columns[n] for n in NAMES), _interval(columns), columns["undecided"]),
-            rows=tuple((*_start(row), row.undecided) for row in rows),
+            columns=(*(columns[n] for n in names), _interval(columns), columns["undecided"]),
+            rows=tuple((*_start(row, names), row.undecided) for row in rows),
             keys=2,
         )
         yield from _bars({"": section})
@@ -65,9 +66,9 @@ def radius_view(section: Section) -> Iterator[Block]:
     yield every_row(section, folded=False)
 
 
-def _start(row: CertifyRow) -> tuple[object, ...]:
+def _start(row: CertifyRow, names: Sequence[str] = NAMES) -> tuple[object, ...]:
     bracket = interval(row.certified_low, row.robust_high) or None
-    return (*(getattr(row, name) for name in NAMES), bracket)
+    return (*(getattr(row, name) for name in names), bracket)
 
 
 def _interval(columns: Mapping[str, Column]) -> Column:

@@ -172,6 +172,8 @@ NOTES: Mapping[str, str] = {
     "checkpoint": "The weights were found under a key of a training checkpoint.",
     "clean-accuracy-at-chance": "Without an attack the model is no better than guessing: labels "
     "or preprocessing are probably wrong.",
+    "contradiction": "An attack broke a sample in a ball in which it is certified: certificates "
+    "and attacks cannot both be right, so one of the two has a fault.",
     "converted": "timm converted the weights from another layout or size.",
     "default-normalisation": "Mean and deviation of the pixels are those of the architecture's "
     "own weights: give --mean and --std if others were used.",

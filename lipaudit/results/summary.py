@@ -14,6 +14,7 @@ from lipaudit.results.figures import finite, largest, median_limits, middle, ord
 from lipaudit.results.report import Note, Report, Section
 from lipaudit.results.rows import AttackRow, AttentionRow, BoundsRow, JacobianRow
 from lipaudit.results.trials import WORST, parse_radius
+from lipaudit.results.worst import contradictions
 
 STEEPEST = 3
 """How many heads are named."""
@@ -185,6 +186,7 @@ def shared(report: Report) -> list[Note]:
 
 
 def _warned(report: Report) -> Iterator[Warned]:
+    yield from _contradicted(report)
     given = [("", note) for note in shared(report)]
     given += [(section.measure, note) for section in report.sections for note in section.notes]
     owners: dict[Note, str] = {}
@@ -193,6 +195,20 @@ def _warned(report: Report) -> Iterator[Warned]:
             owners.setdefault(note, measure)
     for note, measure in owners.items():
         yield Warned(measure=measure, code=note.code, text=note.text)
+
+
+def _contradicted(report: Report) -> Iterator[Warned]:
+    """Yield what would show that a certificate or an attack is wrong, if it ever came to that."""
+    known = contradictions(report)
+    if known:
+        sample, ball, trial = known[0]
+        by = f" by {trial.attack}" if trial.attack else ""
+        text = (
+            f"a contradiction: sample {sample} is certified in {ball.ball} and was broken{by} in "
+            f"{trial.ball} (such samples: {len(known)}). One of the two is wrong: trust neither, "
+            "try --dtype float64, and report it as a fault of lipaudit"
+        )
+        yield Warned(measure="", code="contradiction", text=text)
 
 
 def _clean(report: Report) -> Iterator[Accuracy]:

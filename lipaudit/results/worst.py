@@ -1,16 +1,35 @@
-"""Which samples of a report are the worst."""
+"""Which samples of a report are the worst, and of which it says what cannot be."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
-from lipaudit.results.figures import order
+from lipaudit.results.figures import finite, order
 from lipaudit.results.report import Report, Section
-from lipaudit.results.trials import TrialKey, parse_column
+from lipaudit.results.trials import Radius, TrialKey, parse_column
 
 SHOWN = 10
 """How many samples are shown of all."""
+INSIDE = ("l2", "token-l2", "linf")
+"""Norms of which none is smaller than those behind it."""
+
+
+class Contradiction(NamedTuple):
+    """A sample that an attack broke within a ball that is certified: one of the two is wrong.
+
+    Attributes:
+        sample: its id.
+        certified: the ball.
+        attack: the trial; its radius is how far it went.
+    """
+
+    sample: str
+    certified: TrialKey
+    attack: TrialKey
 
 
 def ids(section: Section) -> tuple[str, ...]:
@@ -22,28 +41,101 @@ def broken(report: Report) -> dict[str, set[TrialKey]]:
     """Return the balls in which attacks broke each sample that is not wrong without."""
     balls: dict[str, set[TrialKey]] = {}
     for section in filter(None, map(report.section, ("attack", "certify"))):
-        right = dict(zip(ids(section), section.samples.get("correct", ()), strict=False))
-        for name, values in section.samples.items():
-            kind, trial = parse_column(name)
-            if kind == "robust" and trial is not None:
-                for sample, stands in zip(ids(section), values, strict=False):
-                    if stands == 0 and right.get(sample) != 0:
-                        balls.setdefault(sample, set()).add(replace(trial, attack=""))
+        for sample, trial in _fallen(section):
+            balls.setdefault(sample, set()).add(replace(trial, attack=""))
     return balls
 
 
 def worst(report: Report, count: int = SHOWN) -> list[str]:
     """Return the samples that are least robust: those broken in most balls, then by their norm.
 
+    Where norms were not measured, those come first of which the smallest balls are certified.
     What is classified wrongly without an attack comes last.
     """
     balls, norms, right = broken(report), _values(report, "norm"), _values(report, "correct")
+    proven = _values(report, "radius")
 
-    def rank(sample: str) -> tuple[bool, int, float]:
-        return right.get(sample) == 0, -len(balls.get(sample, ())), -order(norms.get(sample))
+    def rank(sample: str) -> tuple[bool, int, float, float]:
+        radius = min(finite([proven.get(sample)]), default=math.inf)
+        many = len(balls.get(sample, ()))
+        return right.get(sample) == 0, -many, -order(norms.get(sample)), radius
 
     known = dict.fromkeys(sample for section in report.sections for sample in ids(section))
     return sorted(known, key=rank)[:count]
+
+
+def contradictions(report: Report) -> list[Contradiction]:
+    """Return, of each sample that was broken within a certified ball, the first such pair.
+
+    An example at a distance in one norm is no farther in those that `INSIDE` names behind it.
+    """
+    certified, attacks = list(_certified(report)), list(_attacked(report))
+    pairs = (
+        Contradiction(sample, ball, trial)
+        for sample, ball in certified
+        for other, trial in attacks
+        if other == sample and _within(trial, ball)
+    )
+    first: dict[str, Contradiction] = {}
+    for pair in pairs:
+        first.setdefault(pair.sample, pair)
+    return list(first.values())
+
+
+def _within(trial: TrialKey, ball: TrialKey) -> bool:
+    """Tell whether all points of one ball lie in another."""
+    if not {trial.norm, ball.norm} <= {*INSIDE}:
+        return False
+    inner = INSIDE.index(trial.norm) <= INSIDE.index(ball.norm)
+    return inner and trial.radius.value <= ball.radius.value
+
+
+def _certified(report: Report) -> Iterator[tuple[str, TrialKey]]:
+    """Yield the samples that are certified, with the ball."""
+    section = report.section("certify")
+    for kind, trial, sample, value in _figures(section):
+        if kind == "certified" and trial is not None and value == 1:
+            yield sample, trial
+    yield from _searched(section, "radius")
+
+
+def _attacked(report: Report) -> Iterator[tuple[str, TrialKey]]:
+    """Yield the samples that attacks broke, with a ball that the example lies in."""
+    for section in (report.section("attack"), report.section("certify")):
+        far = {(i, t): value for kind, t, i, value in _figures(section) if kind == "distance"}
+        for sample, trial in _fallen(section):
+            reached = map(_radius, finite([far.get((sample, trial))]))
+            yield sample, replace(trial, radius=min([trial.radius, *reached], key=float))
+        yield from _searched(section, "radius_adversarial")
+
+
+def _fallen(section: Section | None) -> Iterator[tuple[str, TrialKey]]:
+    """Yield the samples that are right without an attack, with each trial that broke them."""
+    right = {i: value for kind, _, i, value in _figures(section) if kind == "correct"}
+    for kind, trial, sample, value in _figures(section):
+        if kind == "robust" and trial is not None and value == 0 and right.get(sample) != 0:
+            yield sample, trial
+
+
+def _figures(section: Section | None) -> Iterator[tuple[str, TrialKey | None, str, Any]]:
+    """Yield every per-sample figure of a section: its kind, its trial, its sample, itself."""
+    if section is not None:
+        for name, values in section.samples.items():
+            for sample, value in zip(ids(section), values, strict=False):
+                yield *parse_column(name), sample, value
+
+
+def _searched(section: Section | None, column: str) -> Iterator[tuple[str, TrialKey]]:
+    """Yield the balls whose radius a certificate has searched for, where there is one."""
+    for kind, _, sample, value in _figures(section):
+        if section is not None and kind == column and finite([value]) and value > 0:
+            norm = section.settings.get("norm") or "linf"
+            yield sample, TrialKey("", str(norm), _radius(value))
+
+
+def _radius(value: float) -> Radius:
+    """Return a radius that was measured, not typed."""
+    return Radius(f"{value:.4g}", Fraction(value))
 
 
 def _values(report: Report, column: str) -> dict[str, Any]:

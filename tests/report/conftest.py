@@ -303,7 +303,7 @@ def _certify() -> tuple[Section, Section]:
         samples[f"verdict@linf,{eps}"] = verdicts
         samples[f"certified@linf,{eps}"] = tuple(int(v == "certified") for v in verdicts)
         samples[f"why@linf,{eps}"] = tuple("bound" * (v == "undecided") for v in verdicts)
-    samples["radius"] = (*(round(0.001 * i, 3) for i in range(23)), None)
+    samples["radius"] = (*(round(0.0003 * i, 4) for i in range(23)), None)
     samples["radius_adversarial"] = (None, *(round(0.008 + 0.002 * i, 3) for i in range(22)), None)
     rows = tuple(_certify_row(eps, *each) for eps, each in counts.items())
     note = Note(level="info", code="real-arithmetic", text="certificates are of real numbers")

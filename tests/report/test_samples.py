@@ -110,6 +110,21 @@ def test_the_worst_are_shown_where_something_ranks_them(report):
     assert not shown("scaling", "certify")
 
 
+def test_without_norms_the_least_certified_come_first(report):
+    certify = report.section("certify")
+    alone = report.model_copy(update={"sections": (certify,)})
+    radii = dict(zip(IDS, certify.samples["radius"], strict=True))
+    kept = [name for name in worst(alone, 24) if radii[name] is not None]
+    assert [radii[name] for name in kept] == sorted(radii[name] for name in kept)
+    assert samples.worst_table(alone).rows[0][2] == radii[worst(alone)[0]]
+
+
+def test_a_decided_ball_has_no_reason_for_being_undecided(report):
+    said = "why undecided, linf,2/255"
+    assert said not in told(samples.inspected(report, IDS[20]), "Certificates")
+    assert told(samples.inspected(report, IDS[3]), "Certificates")[said][0] == "bound"
+
+
 def test_an_index_is_a_name(report):
     said = {"ids": IDS, "place": tuple(f"index {i}, made of x" for i in range(24))}
     placed = report.model_copy(update={"samples": said})

@@ -20,8 +20,13 @@ from lipaudit.results.trials import TrialKey, parse_column
 from lipaudit.results.worst import SHOWN as MOST
 from lipaudit.results.worst import broken, ids, worst
 
-SHOWN = ("norm", "margin", "radius_first_order")
-"""Columns of the section jacobian that stand beside the worst samples."""
+SHOWN = (
+    ("certify", "radius"),
+    ("jacobian", "norm"),
+    ("jacobian", "margin"),
+    ("jacobian", "radius_first_order"),
+)
+"""Per-sample columns, by section, that stand beside the worst samples."""
 DRAWN = "Pictures of the worst samples and of what attacks made of them: in the html format."
 BROKEN = Column(
     label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
@@ -85,9 +90,8 @@ def figures(report: Report) -> list[Figure]:
 
 def worst_table(report: Report) -> Table:
     """Tabulate the worst samples."""
-    balls, section = broken(report), report.section("jacobian")
-    kept = [f for f in figures(report) if f.section == "jacobian" and f.name in SHOWN]
-    columns = () if section is None else tuple(f.column for f in kept)
+    balls = broken(report)
+    kept = [f for f in figures(report) if (f.section, f.name) in SHOWN]
     rows = tuple(
         (
             sample,
@@ -96,7 +100,7 @@ def worst_table(report: Report) -> Table:
         )
         for sample in worst(report)
     )
-    table = Table("The worst samples", (SAMPLE, BROKEN, *columns), rows)
+    table = Table("The worst samples", (SAMPLE, BROKEN, *(f.column for f in kept)), rows)
     named = located(table, places(report))
     assert isinstance(named, Table)
     return named
@@ -154,7 +158,7 @@ def inspected(report: Report, sample: str) -> Document:
     for section in report.sections:
         of = [f for f in figures(report) if f.section == section.measure and sample in f.values]
         if of:
-            rows = tuple(figure.cells(sample) for figure in of)
+            rows = tuple(figure.cells(sample) for figure in of if figure.values[sample] != "")
             chapters.append(Chapter(section.measure, _title(section), (Table("", FIGURES, rows),)))
     drawn = [
         replace(block, items=(item,))

@@ -9,6 +9,8 @@ from lipaudit.gate.baseline import require_samples as require_samples
 from lipaudit.gate.comparison import Comparison as Comparison
 from lipaudit.gate.comparison import compare as compare
 from lipaudit.gate.judging import judge as judge
+from lipaudit.gate.ranking import Ranking as Ranking
+from lipaudit.gate.ranking import rank as rank
 from lipaudit.gate.rules import DEFAULT_RULES as DEFAULT_RULES
 from lipaudit.gate.rules import Rule as Rule
 from lipaudit.gate.rules import configure as configure

@@ -217,6 +217,8 @@ NOTES: Mapping[str, str] = {
     "own-predictions": "Samples without a label: what is certified is that the prediction stays.",
     "own-queries": "The paper does not give the settings of AutoAttack; ours are stated.",
     "own-step-size": "The paper gives no step size of PGD; ours is stated.",
+    "paired-by-place": "Models see the same inputs in forms of their own, which have other ids: "
+    "inputs are paired by their place in the data.",
     "preset-changed": "A preset of attacks was changed by options: it is no longer itself.",
     "probabilities": "The outputs look like probabilities: attack the logits.",
     "radius-incomplete": "For some samples the first-order radius is only a lower limit of it.",

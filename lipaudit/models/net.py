@@ -145,9 +145,14 @@ class Net:
 
     def embedding(self, batch: Batch) -> Tensor:
         """Return the output of `entry` on a batch (detached)."""
+        with torch.no_grad():
+            return self.entered(batch)
+
+    def entered(self, batch: Batch) -> Tensor:
+        """Return the output of `entry` on a batch, as a function of its weights."""
         seen: list[Tensor] = []
         # A copy: some models scale their embeddings in place, and would do so to what is kept.
-        with torch.no_grad(), _on_output(self._entry(), lambda out: seen.append(out.clone())):
+        with _on_output(self._entry(), lambda out: seen.append(out.clone())):
             self.call(batch.x, batch.mask)
         return seen[0]
 

@@ -13,6 +13,10 @@ from lipaudit.settings.solver import NormOptions
 StartPoint = Literal["pixels", "embeddings"]
 OF_CLASSES = Need("--to logits", lambda options: options.target in (None, "logits"))
 EndPoint = Literal["logits", "probabilities", "features", "tokens"]
+Grouping = Literal["layer", "block"]
+"""What is swapped at a time between checkpoints: parts of blocks (attention, MLP), or blocks."""
+SWAPPED = 8
+"""On how many samples layers are swapped when nobody says."""
 
 
 class JacobianOptions(NormOptions):

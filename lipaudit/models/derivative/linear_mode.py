@@ -77,6 +77,19 @@ def _batch_norm(
     return (input - _channels(running_mean, input)) * _channels(gain, input) + shift
 
 
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Write it out: the backward pass of a fused one has no derivative."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    floor = torch.finfo(input.dtype).eps if eps is None else eps
+    z = input * (input.square().mean(dims, keepdim=True) + floor).rsqrt()
+    return z if weight is None else z * weight
+
+
 def _channels(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 2))
 
@@ -104,6 +117,12 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.dropout: _dropout,
     F.batch_norm: _batch_norm,
 }
+_OF_WEIGHTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    F.dropout: _dropout,
+    F.batch_norm: _batch_norm,
+    F.rms_norm: _rms_norm,
+}
+"""Of torch's operations those whose backward pass has no derivative, or none in a buffer."""
 
 
 class AdjointMode(TorchFunctionMode):
@@ -111,15 +130,17 @@ class AdjointMode(TorchFunctionMode):
 
     Outputs change by rounding only. In a float64 run (`widen`) nothing is computed in float32 on
     the way: many models cast to float32 inside, for norms, rotary positions or softmax, which
-    would leave seven of the sixteen digits.
+    would leave seven of the sixteen digits. J^T u is differentiable in u alone; with `weights` it
+    is so in everything, by operations of torch's own.
 
     Raises:
         InputError: inside the block, where the model uses dropout or batch statistics.
     """
 
-    def __init__(self, *, widen: bool) -> None:
+    def __init__(self, *, widen: bool, weights: bool = False) -> None:
         super().__init__()
         self.widen = widen
+        self.replacements = _OF_WEIGHTS if weights else _REPLACEMENTS
 
     def __torch_function__(
         self,
@@ -132,7 +153,7 @@ class AdjointMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.widen:
             func, args, kwargs = _widened(func, args, kwargs)
-        replacement = _REPLACEMENTS.get(func)
+        replacement = self.replacements.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 

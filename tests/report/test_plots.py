@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series
+from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series, Shares
 from lipaudit.report.draw import axes as axis
-from lipaudit.report.draw import colours, plots
+from lipaudit.report.draw import colours, marks, plots
 from lipaudit.report.draw.colours import contrast, viridis
 from lipaudit.results import Column
 
@@ -220,3 +220,81 @@ def test_numbers_are_legible_on_every_colour():
         back = luminance(viridis(float(share))) + 0.05
         front = (1.0 if contrast(viridis(float(share))) == "#ffffff" else 0.0) + 0.05
         assert max(back, front) / min(back, front) >= 4.5
+
+
+def places(element: str) -> list[tuple[str, dict[str, float]]]:
+    """Return what the marks of a picture say, and where they are."""
+    (group,) = re.findall(r'<g class="marks">(.*?)</g>', element)
+    marks = re.findall(r"<(?:circle|rect) (.*?)><title>(.*?)</title>", group)
+    return [
+        (said, {k: float(v) for k, v in re.findall(r'(\w+)="(.*?)"', at)}) for at, said in marks
+    ]
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_marks_lie_on_the_points_that_are_drawn(log):
+    points = Series("a", (1.0, 2.0, 7.0), (30.0, 4.0, 5.0), names=("p", "q", "r"))
+    element = plots.svg(Scatter("s", X, COUNT, (points,), log=log))
+    drawn = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"', element)[:3]
+    found = places(element)
+    assert [said for said, _ in found] == [
+        "p, a: ‖x‖ 1.00, n 30",
+        "q, a: ‖x‖ 2.00, n 4",
+        "r, a: ‖x‖ 7.00, n 5",
+    ]
+    for (x, y), (_, at) in zip(drawn, found, strict=True):
+        assert (at["cx"], at["cy"]) == pytest.approx((float(x), float(y)), abs=0.1)
+
+
+def test_marks_lie_on_the_cells_that_are_drawn():
+    block = heatmap(2, 3)
+    element = plots.svg(block)
+    cells = re.findall(r'<path d="M ([\d. L]+)" style="fill: #[0-9a-f]{6}"', element)[:6]
+    assert len(cells) == 6
+    for index, (cell, (said, at)) in enumerate(zip(cells, places(element), strict=True)):
+        numbers = np.array(cell.replace("L", "").split(), dtype=float).reshape(-1, 2)
+        corner, size = numbers.min(0), np.ptp(numbers, axis=0)
+        assert (at["x"], at["y"]) == pytest.approx(tuple(corner), abs=0.1)
+        assert (at["width"], at["height"]) == pytest.approx(tuple(size), abs=0.1)
+        row, column = divmod(index, 3)
+        value = f"{10 * row + column:#.3g}".rstrip(".")
+        assert said == f"head {row}.{column}: {value}"
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (
+            Histogram("h", X, (1.0, 2.0, 4.0), {"a": (1.0, 2.0), "b": (0.0, 5.0)}),
+            "2 to 4: a 2, b 5",
+        ),
+        (Histogram("h", X, (1.0, 2.0, 4.0), {"": (1.0, 2.0)}), "2 to 4: 2"),
+        (Shares("s", X, ("x", "y"), {"p": (0.5, 0.25), "q": (0.5, 0.75)}), "y, q: 0.750"),
+        (
+            Density("d", COUNT, COUNT, ((0.5, 2.0),), (-0.5, 1.5), (-0.5, 0.5), X, down=True),
+            "n 1, n 0: 2.00",
+        ),
+        (Density("d", X, COUNT, ((0.5, 2.0),), (0, 3), (0, 1), X), "‖x‖ 1.5 to 3, n 0: 2.00"),
+        (
+            Curve("c", X, X, (Series("a", (0.1,), (0.5,), (0.4,), (0.6,)),), ticks={"1/10": 0.1}),
+            "a: ‖x‖ 1/10, ‖x‖ 0.500 (0.400 to 0.600)",
+        ),
+    ],
+)
+def test_marks_say_the_figures(block, said):
+    assert [text for text, _ in places(plots.svg(block))][-1] == said
+
+
+def test_marks_of_many_points_are_the_outermost(monkeypatch):
+    monkeypatch.setattr(marks, "MOST", 4)
+    x = tuple(float(i) for i in range(1, 8))
+    points = Series("a", x, (4.0, 4.1, 9.0, 4.3, 4.2, 4.4, 4.5), names=tuple("abcdefg"))
+    kept = [text[0] for text, _ in places(plots.svg(Scatter("s", X, X, (points,))))]
+    assert kept == ["a", "b", "c", "g"]
+
+
+def test_names_of_marks_are_text():
+    points = Series("a", (1.0,), (2.0,), names=(HOSTILE,))
+    element = plots.svg(Scatter("s", X, X, (points,)))
+    assert "<b>" not in element
+    assert "&lt;b&gt;$x$ &amp; 'y'&lt;/b&gt;, a: " in element

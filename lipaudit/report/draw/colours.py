@@ -44,6 +44,8 @@ DIVERGING: tuple[Rgb, ...] = (
     (178, 24, 43),
     (103, 0, 31),
 )
+CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+"""Okabe and Ito's colours, told apart by colour-blind eyes; a page may set --c0, ... anew."""
 WIDE = 10.0
 """Positive values that span more than this factor are coloured by their logarithm."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import io
-import re
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,20 +21,18 @@ from lipaudit.report.cells import plain, pretty, text
 from lipaudit.report.draw import axes as axis
 from lipaudit.report.draw import colours
 from lipaudit.report.draw.alt import alternative
+from lipaudit.report.draw.inline import INK, element
+from lipaudit.report.draw.marks import elements
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
 
-INK = "#010203"
-"""Stands for the page's own colour of text, which the browser fills in: light or dark."""
 MOST_MARKED = 64
 """A line of more points is drawn without marks."""
 MANY = 500
 """Above this many marks the marks are a PNG inside the SVG."""
 WIDTH, HEIGHT = 4.9, 3.3
-CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
-"""Okabe and Ito's colours, told apart by colour-blind eyes; a page may set --c0, ... anew."""
 GRADES = (2, 4, 1, 6)
 """Those of parts of a whole, from good to bad."""
 MARKERS = "osD^vPX"
@@ -66,15 +62,17 @@ STYLE: dict[Any, Any] = {
 def svg(block: Picture) -> str:
     """Draw a picture as an SVG element with an alternative text; equal blocks give equal bytes."""
     look = {"format": "svg", "transparent": True, "dpi": 160, "metadata": {"Date": None}}
-    return _inline(_drawn(block, look).decode(), alternative(block))
+    file, marks = _drawn(block, look)
+    return element(file.decode(), alternative(block), marks)
 
 
 def png(block: Picture) -> bytes:
     """Draw a picture with its title as a PNG file, dark on white."""
-    return _drawn(block, {"format": "png", "dpi": 200}, titled=True)
+    return _drawn(block, {"format": "png", "dpi": 200}, titled=True)[0]
 
 
-def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> bytes:
+def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> tuple[bytes, str]:
+    """Return the file, and the elements that say what its places show."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -89,7 +87,7 @@ def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> byt
             axes.set_title(textwrap.fill(plain(block.title), 44), fontsize=10)
         file = io.BytesIO()
         figure.savefig(file, **look)
-    return file.getvalue()
+        return file.getvalue(), elements(axes, block)
 
 
 def _size(block: Picture) -> tuple[float, float]:
@@ -99,24 +97,6 @@ def _size(block: Picture) -> tuple[float, float]:
         return (HEIGHT * 1.25 if isinstance(block, Density) else WIDTH), HEIGHT
     wide = 1.5 + 0.44 * len(block.columns)
     return min(max(wide, WIDTH), 9.5), min(max(0.9 + 0.31 * len(block.rows), 2.2), 9.0)
-
-
-def _inline(document: str, alt: str) -> str:
-    """Cut an SVG file down to the element: no prolog, no metadata, no name spaces, no own ink."""
-    element = document[document.index("<svg") :]
-    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
-    element = re.sub(r' (xmlns(:\w+)?|version)="[^"]*"', "", element)
-    used = set(re.findall(r"#(\w+)", element))
-    element = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", element)
-    label = html.escape(plain(alt))
-    size = re.search(r'<svg[^>]* width="([\d.]+)pt"', element)
-    width = f"{float(size[1]) * 4 / 3:.0f}" if size else "600"
-    head = f'<svg role="img" aria-label="{label}" style="--width:{width}px"'
-    element = re.sub(r'^<svg(?: (?:height|width)="[^"]*")*', lambda _: head, element)
-    element = re.sub(r' (height|width)="[\d.]+pt"', "", element, count=2)
-    for index, colour in enumerate(CATEGORIES):
-        element = element.replace(colour, f"var(--c{index}, {colour})")
-    return element.replace(INK, "currentColor").strip()
 
 
 def _heatmap(axes: Axes, block: Heatmap) -> None:
@@ -185,6 +165,7 @@ def _mesh(
         np.linspace(*y, height + 1),
         np.ma.masked_invalid(values),
         rasterized=values.size > MANY,
+        clip_on=False,
         **look,
     )
     axes.set(xlim=x, ylim=y)
@@ -205,7 +186,7 @@ def _bar(axes: Axes, mesh: Any, label: str) -> Any:
 def _histogram(axes: Axes, block: Histogram) -> None:
     for index, (label, counts) in enumerate(block.counts.items()):
         look: dict[str, Any] = {
-            "color": CATEGORIES[index % len(CATEGORIES)],
+            "color": colours.CATEGORIES[index % len(colours.CATEGORIES)],
             "linestyle": LINES[index % len(LINES)],
         }
         axes.stairs(counts, block.edges, fill=True, alpha=0.3, color=look["color"], linewidth=0)
@@ -221,7 +202,7 @@ def _histogram(axes: Axes, block: Histogram) -> None:
 def _shares(axes: Axes, block: Shares) -> None:
     places, left = range(len(block.bars)), [0.0] * len(block.bars)
     for index, (label, shares) in enumerate(block.parts.items()):
-        colour = CATEGORIES[GRADES[index % len(GRADES)]]
+        colour = colours.CATEGORIES[GRADES[index % len(GRADES)]]
         axes.barh(places, shares, left=left, height=0.72, color=colour, label=plain(label))
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axis.ticks(axes.yaxis, [plain(bar) for bar in block.bars])
@@ -240,7 +221,7 @@ def _scatter(axes: Axes, block: Scatter) -> None:
             s=18,
             alpha=0.8,
             linewidths=0,
-            color=CATEGORIES[index % len(CATEGORIES)],
+            color=colours.CATEGORIES[index % len(colours.CATEGORIES)],
             marker=MARKERS[index % len(MARKERS)],
             label=plain(series.label),
             rasterized=len(series.x) > MANY,
@@ -279,7 +260,7 @@ def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:
 
 
 def _line(axes: Axes, series: Series, index: int) -> None:
-    colour = INK if series.guide else CATEGORIES[index % len(CATEGORIES)]
+    colour = INK if series.guide else colours.CATEGORIES[index % len(colours.CATEGORIES)]
     look: dict[str, Any] = {"color": colour, "linestyle": LINES[index % len(LINES)]}
     if series.guide:
         axes.plot(series.x, series.y, label=plain(series.label), linewidth=0.7, **look)

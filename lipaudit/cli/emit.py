@@ -62,8 +62,9 @@ def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path
     """Return the format of stdout and that of each file."""
     from lipaudit.report import named, of_file, usual
 
-    files = {path: of_file(path, forms) for path in output.output}
-    return named(output.format, forms) if output.format else usual(forms), files
+    chosen = named(output.format, forms) if output.format else None
+    files = {path: of_file(path, forms, chosen) for path in output.output}
+    return chosen or usual(forms), files
 
 
 def _print(subject: Subject, format: Format, *, details: bool) -> None:

@@ -253,6 +253,21 @@ class Brief:
     align: str
 
 
+@dataclass(frozen=True)
+class Badge:
+    """A figure in a line, for the top of a README.
+
+    Attributes:
+        label: what it is.
+        message: the figure.
+        colour: behind the figure, as #rrggbb.
+    """
+
+    label: str
+    message: str
+    colour: str
+
+
 Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares
 Block = Paragraph | Table | Picture | Gallery | Notes
 
@@ -289,3 +304,16 @@ class Document:
     notes: tuple[Note, ...] = ()
     scorecard: Scorecard | None = None
     more: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a model card says of a model: figures for programs, and a page for people.
+
+    Attributes:
+        front: the metadata before the page, as the Hugging Face Hub reads them.
+        page: the section on robustness.
+    """
+
+    front: dict[str, Any]
+    page: Document

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
-Form = Literal["page", "screen", "brief", "record", "lines", "judgement", "picture"]
-"""A `Document`, one that fits a screen, a `Brief`, a pydantic model, lines of text, a `Judgement`
-of the gate, a picture's block."""
+Form = Literal[
+    "page", "screen", "brief", "card", "badge", "record", "lines", "judgement", "picture"
+]
+"""A `Document`, one that fits a screen, a `Brief`, a `Card`, a `Badge`, a pydantic model, lines of
+text, a `Judgement` of the gate, a picture's block."""
 Subject = Mapping[Form, Callable[[], Any]]
 """What a command has to show: how each form that it has is made."""
 
@@ -22,6 +24,8 @@ class Format:
         takes: the form that it writes.
         render: that form in, the bytes of a file out.
         suffixes: of the files that are written so.
+        asked: whether a file is written so only where `--format` names it: what its suffix alone
+            asks for is another format.
         refusal: what is said, and what to do instead, where a result has no such form.
         screen: writes the form to a stream as a terminal of its width and colours takes it;
             None where a terminal gets the bytes of a file.
@@ -31,5 +35,6 @@ class Format:
     takes: Form
     render: Callable[[Any], bytes]
     suffixes: tuple[str, ...] = ()
+    asked: bool = False
     refusal: tuple[str, str] = ("", "")
     screen: Callable[[Any, TextIO], None] | None = None

@@ -83,13 +83,40 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     assert shown == {
         **dict.fromkeys(("html", "json", "markdown", "table"), set(kinds)),
         **dict.fromkeys(("annotations", "junit", "text"), {"judged"}),
-        "brief": {"report", "drawn", "judged"},
+        **dict.fromkeys(("badge", "brief", "endpoint"), {"report", "drawn", "judged"}),
+        "model-card": {"report", "drawn"},
         "png": {"drawn"},
     }
-    suffixes = [suffix for known in RENDERERS.values() for suffix in known.suffixes]
+    suffixes = [s for known in RENDERERS.values() for s in known.suffixes if not known.asked]
     assert {s for s in suffixes if suffixes.count(s) > 1} == {".txt"}
     assert of_file(Path("a.TXT"), REPORT).name == "table"
     assert of_file(Path("a.txt"), JUDGEMENT).name == "text"
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "gets"),
+    [
+        ("a.md", None, "markdown"),
+        ("a.md", "brief", "brief"),
+        ("a.md", "model-card", "model-card"),
+        ("a.md", "json", "markdown"),
+        ("a.markdown", "model-card", "markdown"),
+        ("a.json", "endpoint", "endpoint"),
+        ("a.json", "badge", "json"),
+        ("a.svg", "json", "badge"),
+    ],
+)
+def test_of_formats_of_one_suffix_a_file_gets_the_one_that_was_named(name, chosen, gets):
+    assert of_file(Path(name), REPORT, RENDERERS.get(chosen)).name == gets
+
+
+def test_a_file_is_what_the_format_says_where_its_suffix_leaves_a_choice(folder):
+    done = lipaudit("report", "a.json", "-f", "model-card", "-o", "card.md", "-o", "page.html")
+    assert (done.exit_code, done.stdout[:4]) == (0, "---\n")
+    assert (folder / "card.md").read_bytes() == done.stdout_bytes
+    assert (folder / "page.html").read_text().startswith("<!doctype html>")
+    assert lipaudit("report", "a.json", "-o", "page.md").exit_code == 0
+    assert (folder / "page.md").read_text().startswith("# lipaudit")
 
 
 def test_the_forms_that_are_promised_are_those_that_come(report, other):
@@ -117,8 +144,11 @@ def test_a_format_that_cannot_show_a_report_says_what_to_type(report, name):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("-f", "nonsense"), "There are: annotations, brief, html, json, junit, markdown, table"),
-        (("-o", "x.pdf"), "There are: .html, .htm, .json, .xml"),
+        (
+            ("-f", "nonsense"),
+            "There are: annotations, badge, brief, endpoint, html, json, junit, markdown",
+        ),
+        (("-o", "x.pdf"), "There are: .svg, .html, .htm, .json, .xml"),
         (("-f", "png"), "one attention map"),
         (("-o", "x.png"), "one attention map"),
     ],

@@ -41,19 +41,28 @@ def named(name: str, forms: Collection[Form]) -> Format:
     return _showing(RENDERERS[name], forms)
 
 
-def of_file(path: Path, forms: Collection[Form]) -> Format:
+def of_file(path: Path, forms: Collection[Form], chosen: Format | None = None) -> Format:
     """Return the format that a file's name asks for.
 
-    Where two formats share the suffix, the result's own one comes before that of any page:
-    `.txt` is a judgement's lines, and a report's tables.
+    Where formats share the suffix, the one that was chosen comes first, then the result's own
+    before that of any page: `.txt` is a judgement's lines, and a report's tables; `.md` is a page,
+    and a model card where that was chosen.
+
+    Args:
+        path: of the file.
+        forms: those that the result has.
+        chosen: what `--format` named.
 
     Raises:
         UsageError: for a suffix without a format, or whose format cannot show the result.
     """
     suffix = path.suffix.lower()
-    candidates = [known for known in RENDERERS.values() if suffix in known.suffixes]
+    if chosen and suffix in chosen.suffixes:
+        return chosen
+    candidates = [f for f in RENDERERS.values() if suffix in f.suffixes and not f.asked]
     if not candidates:
-        known = [s for f in RENDERERS.values() if f.takes in forms for s in f.suffixes]
+        usual = [f for f in RENDERERS.values() if f.takes in forms and not f.asked]
+        known = [suffix for each in usual for suffix in each.suffixes]
         message = f"cannot tell the format of {path} from its name"
         raise UsageError(message, suggestion(suffix, dict.fromkeys(known)))
     candidates.sort(key=lambda known: (known.takes not in forms, known.takes == "page"))

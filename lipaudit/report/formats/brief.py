@@ -27,6 +27,8 @@ FORMAT = Format(
     "brief",
     takes="brief",
     render=render,
+    suffixes=(".md",),
+    asked=True,
     refusal=(
         "a brief is of one report, or of a judgement",
         "lipaudit gate CURRENT -f brief writes one of what changed.",

@@ -32,9 +32,15 @@ BARS = 40
 PLOT = 60
 
 
-def render(page: Document) -> bytes:
-    """Write a page."""
-    lines = [f"# {escape(page.title)}", ""]
+def render(page: Document, level: int = 1) -> bytes:
+    """Write a page.
+
+    Args:
+        page: what is written.
+        level: of its title among headings; those of its sections are one below.
+    """
+    title, section = "#" * level, "#" * (level + 1)
+    lines = [f"{title} {escape(page.title)}", ""]
     if page.partial:
         lines += [f"**Partial: {escape(page.partial)}**", ""]
     if page.facts:
@@ -43,15 +49,15 @@ def render(page: Document) -> bytes:
     if page.notes:
         lines += [*_block(Notes(page.notes)), ""]
     if page.scorecard:
-        lines += ["## Scorecard", "", *_card(page.scorecard), ""]
+        lines += [f"{section} Scorecard", "", *_card(page.scorecard), ""]
     if page.findings:
-        lines += ["## What stands out", ""]
+        lines += [f"{section} What stands out", ""]
         lines += [
             f"- {escape(text)} <sub>{escape(source)}</sub>" for text, source in page.findings
         ]
         lines += [""]
     for chapter in page.chapters:
-        lines += [f"## {escape(chapter.title)}", ""]
+        lines += [f"{section} {escape(chapter.title)}", ""]
         for block in chapter.blocks:
             lines += [*_block(block), ""]
     return ("\n".join(lines).rstrip("\n") + "\n").encode()

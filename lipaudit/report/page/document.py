@@ -9,7 +9,7 @@ from typing import Any
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
-from lipaudit.report.page.facts import facts
+from lipaudit.report.page.facts import facts, versions
 from lipaudit.report.page.remarks import lack, leading, of_all
 from lipaudit.report.page.samples import ranked, shown
 from lipaudit.report.page.scorecard import scorecard
@@ -57,11 +57,10 @@ def _opening(report: Report) -> Document:
 def _single(report: Report) -> Document:
     run, said, known = report.run, of_all(report), places(report)
     preprocess = "; ".join(f"{name} {listed(value)}" for name, value in run.preprocess.items())
-    versions = {"lipaudit": run.lipaudit} | run.versions
     last = (
         Paragraph(LEGEND),
         *([Paragraph(f"Preprocessing: {preprocess}.")] if preprocess else []),
-        Paragraph(", ".join(f"{name} {version}" for name, version in versions.items()) + "."),
+        Paragraph(f"{versions(report)}."),
     )
     chapters = (
         *(

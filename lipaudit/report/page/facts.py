@@ -20,6 +20,12 @@ def facts(report: Report) -> tuple[tuple[str, str], ...]:
     )
 
 
+def versions(report: Report) -> str:
+    """Name the packages that the figures depend on, with their versions."""
+    known = {"lipaudit": report.run.lipaudit} | report.run.versions
+    return ", ".join(f"{name} {version}" for name, version in known.items())
+
+
 def _commits(report: Report) -> list[tuple[str, str]]:
     """Return which states of repositories of the Hugging Face Hub were read."""
     read: dict[str, Model | Data] = {"model": report.run.model, "data": report.run.data}

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from lipaudit.report.blocks import Curve, Density
     from lipaudit.results import Report
 
-REPORT: frozenset[Form] = frozenset({"page", "brief", "record"})
+REPORT: frozenset[Form] = frozenset({"page", "brief", "card", "badge", "record"})
 DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
 COMPARISON: frozenset[Form] = frozenset({"page", "record"})
-JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "record", "lines", "judgement"})
+JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "badge", "record", "lines", "judgement"})
 
 
 def of_reports(*reports: Report) -> Subject:
     """Show one report, or several side by side."""
+    from lipaudit.report.page.badge import badge
+    from lipaudit.report.page.card import card
     from lipaudit.report.page.document import document, screen
     from lipaudit.report.page.scorecard import brief
 
@@ -30,6 +32,8 @@ def of_reports(*reports: Report) -> Subject:
     if len(reports) == 1:
         subject["record"] = lambda: reports[0]
         subject["brief"] = lambda: brief(reports[0])
+        subject["card"] = lambda: card(reports[0])
+        subject["badge"] = lambda: badge(reports[0])
         if sum("." not in s.measure for s in reports[0].sections) > 1:
             subject["screen"] = lambda: screen(reports[0])
     if _pictures(reports):
@@ -78,11 +82,13 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
 
 def of_judgement(judgement: Judgement) -> Subject:
     """Show what the gate decided."""
+    from lipaudit.report.page.badge import judged
     from lipaudit.report.page.judgement import brief, lines, page
 
     return {
         "page": cache(lambda: page(judgement)),
         "brief": lambda: brief(judgement),
+        "badge": lambda: judged(judgement),
         "record": lambda: judgement,
         "lines": lambda: lines(judgement),
         "judgement": lambda: judgement,

@@ -144,7 +144,7 @@ def gate(
         typer.Option(
             "--format",
             "-f",
-            help="text, table, brief, json, markdown, html or junit.",
+            help="text, table, brief, json, markdown, html, junit, sarif or badge.",
             autocompletion=completed(formats),
         ),
     ] = None,
@@ -175,7 +175,8 @@ def gate(
     settings = configure(read(config).get("gate", {}), fail_on or ())
     settings["strict"] = settings["strict"] or strict
     report = read_or_measured(current, before, how, quiet=quiet)
-    judgement = judge(report, before, **settings)
+    judged = judge(report, before, **settings)
+    judgement = judged.model_copy(update={"baseline_file": str(baseline)})
     subject = of_judgement(judgement)
     _annotate(subject)
     emit(subject, where)

@@ -148,6 +148,7 @@ class Judgement(Frozen):
         shown: figures that are shown but never fail (clean accuracy).
         notes: what differs without forbidding the comparison, rules that were dropped.
         warnings: what the current report warns of: it spoils the figures.
+        baseline_file: where the baseline is kept, as it was named; empty where nobody said.
     """
 
     current: str
@@ -158,6 +159,7 @@ class Judgement(Frozen):
     shown: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    baseline_file: str = ""
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -42,6 +42,8 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         FAIL_ON="jacobian.norm:median <= +5%\n\nattack.robust >= -2pp\n",
         STRICT="true",
         JUNIT="gate.xml",
+        SARIF="of code/gate.sarif",
+        HTML="gate.html",
     )
     assert code == 6
     assert arguments == [
@@ -55,6 +57,10 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         "--strict",
         "--output",
         "gate.xml",
+        "--output",
+        "of code/gate.sarif",
+        "--output",
+        "gate.html",
         "--",
         "$(touch /tmp/x); audit.json",
     ]

@@ -82,7 +82,7 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     }
     assert shown == {
         **dict.fromkeys(("html", "json", "markdown", "table"), set(kinds)),
-        **dict.fromkeys(("annotations", "junit", "text"), {"judged"}),
+        **dict.fromkeys(("annotations", "junit", "sarif", "text"), {"judged"}),
         **dict.fromkeys(("badge", "brief", "endpoint"), {"report", "drawn", "judged"}),
         "model-card": {"report", "drawn"},
         "png": {"drawn"},
@@ -146,9 +146,9 @@ def test_a_format_that_cannot_show_a_report_says_what_to_type(report, name):
     [
         (
             ("-f", "nonsense"),
-            "There are: annotations, badge, brief, endpoint, html, json, junit, markdown",
+            "There are: annotations, badge, brief, endpoint, html, json, junit, markdown, sarif",
         ),
-        (("-o", "x.pdf"), "There are: .svg, .html, .htm, .json, .xml"),
+        (("-o", "x.pdf"), "There are: .svg, .html, .htm, .json, .xml, .md, .markdown, .sarif"),
         (("-f", "png"), "one attention map"),
         (("-o", "x.png"), "one attention map"),
     ],

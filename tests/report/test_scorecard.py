@@ -77,7 +77,7 @@ def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(rep
     assert (summed.norm, summed.median, summed.adversarial) == ("linf", 0.011, 0.029)
     assert [0.0, *radii].index(summed.low) + 1 == 7  # the ranks in tables of the sign test, n = 23
     assert [0.0, *radii].index(summed.high) + 1 == 17
-    text = "0.00600 to 0.0160, median of 23 samples, nearest adversarial 0.0290"
+    text = "0.00180 to 0.00480, median of 23 samples, nearest adversarial 0.0290"
     assert lines(both)["certified radius, linf"] == (0.011, text, "")
     assert f"| 0.0110 | {text} |" in render(both, "brief").decode()
     assert summary(with_sections(report, proven[0])).radii is None

@@ -99,10 +99,15 @@ def execute(
 
 
 def _with_worst_drawn(report: Report) -> Report:
-    """Keep the pictures of the worst samples alone: a report stays small."""
+    """Keep the pictures and the tokens of the worst samples alone: a report stays small."""
     kept = worst(report)
     sections = tuple(
-        s.model_copy(update={"examples": {n: s.examples[n] for n in kept if n in s.examples}})
+        s.model_copy(
+            update={
+                "examples": {n: s.examples[n] for n in kept if n in s.examples},
+                "gradients": {n: s.gradients[n] for n in kept if n in s.gradients},
+            }
+        )
         for s in report.sections
     )
     return report.model_copy(update={"sections": sections})

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from lipaudit.data.batch import Batch
+from lipaudit.measures import tokens
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -53,8 +54,14 @@ def _of_model(
     """Return the norms of the model and its margins, per sample, and what was differentiated."""
     at = sample_function(net, batch, start=options.start, target=options.target)
     linear = linearize(at.f, at.x)
-    seeds = [seed_of(i, options.seed) for i in batch.ids]
-    norms = jacobian_norms(linear, norm=options.norm, seeds=seeds, **options.accuracy)
+    decides = at.target == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
+    norms = jacobian_norms(
+        linear,
+        norm=options.norm,
+        seeds=[seed_of(i, options.seed) for i in batch.ids],
+        directions=net.kind != "image" and options.norm == "2" and not decides,
+        **options.accuracy,
+    )
     values = {
         "norm": norms.norm.double().numpy(),
         "upper": norms.upper.double().numpy(),
@@ -62,9 +69,15 @@ def _of_model(
         "products": norms.products.numpy(),
         "converged": norms.converged.numpy(),
     }
-    if at.target == "logits":
-        values |= _decision(linear, batch, options, norms.upper)
-    return values, {"from": at.start, "to": at.target, "method": norms.method}
+    facts: dict[str, Any] = {"from": at.start, "to": at.target, "method": norms.method}
+    steepest = norms.direction
+    if decides:
+        decision, steepest = _decision(linear, batch, options, norms.upper)
+        values |= decision
+    if steepest is not None and net.kind != "image":
+        gradient, of = steepest.view_as(linear.x), "margin" if decides else "direction"
+        facts["gradients"] = tokens.gradients(net, batch, gradient, of)
+    return values, facts
 
 
 class _Around(NamedTuple):
@@ -100,10 +113,8 @@ def _residual_values(
 
 def _decision(
     linear: Linearization, batch: Batch, options: JacobianOptions, upper: torch.Tensor
-) -> dict[str, Values]:
-    """Margins per sample; without labels, those of the predicted class."""
-    if linear.output.ndim != 2 or linear.output.shape[1] < 2:
-        return {}
+) -> tuple[dict[str, Values], torch.Tensor]:
+    """Margins per sample and their gradients; without labels, those of the predicted class."""
     predicted = linear.output.argmax(1)
     y = predicted if batch.y is None else batch.y
     how: dict[str, Any] = {"norm": options.norm, "upper": upper, "rivals": options.rivals}
@@ -116,7 +127,8 @@ def _decision(
         "complete": first_order.complete.numpy(),
     }
     known = batch.y is not None and bool((batch.y >= 0).any())
-    return decision | ({"correct": right.cpu().numpy()} if known else {})
+    correct = {"correct": right.cpu().numpy()} if known else {}
+    return decision | correct, first_order.direction
 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
@@ -142,6 +154,7 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
             samples={"ids": sample_ids(parts), **columns},
             arrays=blocks,
             notes=notes(parts) + _remarks(arrays),
+            gradients={n: g for part in parts for n, g in part.facts.get("gradients", {}).items()},
         )
     ]
 

@@ -202,6 +202,27 @@ class Gallery:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A text of tokens, each with its share of something.
+
+    Attributes:
+        title: printed above it.
+        tokens: the first of them.
+        shares: of each, of 1 in all.
+        column: how a share reads.
+        left_out: how many further tokens there are.
+        folded: the terminal names the tokens with the largest shares, and leaves out the others.
+    """
+
+    title: str
+    tokens: tuple[str, ...]
+    shares: tuple[float, ...]
+    column: Column
+    left_out: int = 0
+    folded: bool = False
+
+
+@dataclass(frozen=True)
 class Notes:
     """The remarks that belong to the numbers above."""
 
@@ -269,7 +290,7 @@ class Badge:
 
 
 Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares
-Block = Paragraph | Table | Picture | Gallery | Notes
+Block = Paragraph | Table | Picture | Gallery | Passage | Notes
 
 
 @dataclass(frozen=True)

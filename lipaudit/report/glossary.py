@@ -99,6 +99,14 @@ WORDS: Mapping[str, str] = {
     "all": "Of all samples: the median of a figure, or the share of yes.",
     "from the worst": "The place of a sample among all in a figure of which less, or more, is "
     "better; 1 is the worst.",
+    "share of the gradient": "Of the gradient of the margin m = f_y - max_(j != y) f_j in the "
+    "embeddings, the part that falls on a token t: ||grad_t m||^2 / sum_s ||grad_s m||^2, over "
+    "all tokens s of the text; exact at X. Small changes of tokens with large shares move the "
+    "decision most; it does not say that the class is given because of them.",
+    "share of the steepest direction": "Where a model gives no classes: ||v_t||^2 of token t, v "
+    "being the unit vector of changes of the embeddings along which the output changes most (the "
+    "leading right singular vector of the Jacobian). It converges later than the norm, and where "
+    "the second singular value is close to the first others are about as steep: an estimate.",
     "place": "Where a sample is found in the data: a file of a folder, a line of a table, an "
     "index of an array, a character of a text.",
     "rows": "Rows of the attention map, one per query; how many of them fall in a bin.",

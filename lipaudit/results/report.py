@@ -108,6 +108,29 @@ class Example(Frozen):
     after: tuple[Float, Float]
 
 
+class Gradient(Frozen):
+    """How the steepest change of a sample is shared out among its tokens.
+
+    Attributes:
+        of: margin: the gradient of f_y - max_(j != y) f_j; direction: the leading right singular
+            vector v of the Jacobian, along which the output changes most.
+        tokens: the first of them, as they are written; numbers where no tokenizer tells.
+        shares: of each, its part of the squared length: ||g_t||^2 / sum_s ||g_s||^2 over all s.
+        left_out: how many further tokens there are.
+    """
+
+    of: Literal["margin", "direction"]
+    tokens: tuple[str, ...]
+    shares: tuple[Float, ...]
+    left_out: int = 0
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Gradient:
+        if len(self.tokens) != len(self.shares):
+            raise ValueError(f"{len(self.shares)} shares of {len(self.tokens)} tokens")
+        return self
+
+
 class Section(Frozen):
     """The result of one measure.
 
@@ -119,6 +142,7 @@ class Section(Frozen):
         arrays: per-head per-sample values, histograms and maps.
         notes: remarks that belong to these numbers.
         examples: adversarial ones of pictures, by sample id; written only where there are any.
+        gradients: of texts and other tokens, by sample id; written only where there are any.
         failure: why there are none; written only where the measure failed.
     """
 
@@ -129,12 +153,13 @@ class Section(Frozen):
     arrays: dict[str, Array] = {}
     notes: tuple[Note, ...] = ()
     examples: dict[str, Example] = {}
+    gradients: dict[str, Gradient] = {}
     failure: Failure | None = None
 
     @model_serializer(mode="wrap")
     def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write no failure and no examples where there are none, as most sections have."""
-        spared = ("failure", "examples")
+        """Leave out what there is none of, as in most sections."""
+        spared = ("failure", "examples", "gradients")
         return {k: v for k, v in plain(self).items() if k not in spared or v}
 
     @field_validator("rows", mode="before")

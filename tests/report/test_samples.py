@@ -12,10 +12,11 @@ from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.errors import InputError, UsageError
 from lipaudit.report import of_sample, render
+from lipaudit.report.formats import table
 from lipaudit.report.page import samples
 from lipaudit.report.page.document import document
 from lipaudit.results import measures
-from lipaudit.results.report import Example
+from lipaudit.results.report import Example, Gradient
 from lipaudit.results.samples import FLAGS
 from lipaudit.results.worst import worst
 from tests.report.conftest import IDS, NORMS
@@ -157,6 +158,67 @@ def test_pictures_of_the_worst_stand_on_the_page(placed):
         assert "in the html format" in render(shown, "table").decode()
     other = render(of_sample(report, "x", worst(placed)[1]), "html").decode()
     assert "data:image/png;base64,iVBO" not in other
+
+
+WORDS = ("[CLS]", "*good*", "<b>film", "\x1b[31m", " ", "indeed")
+SHARE = (0.004, 0.5, 0.25, 0.125, 0.0625, 0.0125)
+
+
+@pytest.fixture
+def written(placed):
+    """The report of texts, whose tokens it keeps of the worst two."""
+    kept = {
+        worst(placed)[0]: Gradient(of="margin", tokens=WORDS, shares=SHARE, left_out=7),
+        worst(placed)[1]: Gradient(of="direction", tokens=("a",) * 90, shares=(1 / 90,) * 90),
+    }
+    jacobian = placed.section("jacobian").model_copy(update={"gradients": kept})
+    sections = tuple(jacobian if s.measure == "jacobian" else s for s in placed.sections)
+    return placed.model_copy(update={"sections": sections})
+
+
+def test_tokens_are_kept_in_the_file(written):
+    again = schema.loads(schema.dumps(written)).section("jacobian").gradients
+    assert again == written.section("jacobian").gradients
+    with pytest.raises(ValueError, match="1 shares of 2 tokens"):
+        Gradient(of="margin", tokens=("a", "b"), shares=(1.0,))
+
+
+def test_a_page_shades_tokens_and_names_the_first(written):
+    for shown in (
+        written,
+        of_sample(written, "x", None),
+        of_sample(written, "x", worst(written)[0]),
+    ):
+        page = render(shown, "html").decode()
+        assert '<b style="--s:1.00" title="50.0%">*good*</b>' in page
+        assert '<b style="--s:0.50" title="25.0%">&lt;b&gt;film</b>' in page
+        assert '<span style="--s:0.01" title="0.4%">[CLS]</span>' in page
+        assert "\x1b" not in page
+        assert "*good* 50.0%, &lt;b&gt;film 25.0%, \ufffd[31m 12.5%, \u2423 6.2%" in page
+        assert "share of the gradient (exact at X)" in page
+        assert "7 more tokens are left out: 4.6%" in page
+    assert "share of the steepest direction (estimate at X)" in render(written, "html").decode()
+
+
+def test_markdown_writes_tokens_as_they_are(written):
+    text = render(of_sample(written, "x", worst(written)[0]), "markdown").decode()
+    assert "\\[CLS\\] **\\*good\\*** **&lt;b&gt;film** **\ufffd\\[31m** **\u2423** indeed" in text
+
+
+def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
+    listed = render(of_sample(written, "x", None), "table").decode()
+    assert "*good* 50.0%, <b>film 25.0%" in listed
+    assert "indeed" not in listed
+    page = of_sample(written, "x", worst(written)[0])["page"]()
+    plain = table.render(page, width=40).decode()
+    assert "[CLS] *good* (50.0%) <b>film (25.0%)\n" in plain
+    coloured = table.render(page, width=40, colour="truecolor").decode()
+    assert "\x1b[1;38;2;0;0;0;48;2;86;156;230m*good*\x1b[0m" in coloured
+    assert "\x1b[31m" not in coloured.replace("\ufffd[31m", "")
+    long = table.render(of_sample(written, "x", worst(written)[1])["page"](), width=40).decode()
+    rows = [line for line in long.splitlines() if line.startswith("a a")]
+    assert sum(row.split().count("a") for row in rows) == 90
+    assert max(map(len, rows)) <= 40
 
 
 def test_a_picture_is_base64_and_nothing_else():

@@ -36,12 +36,14 @@ class Lexicon:
         spell: ids -> text; None where there is no tokenizer that could.
         encode: a piece of text -> ids without special ones; None likewise.
         special: ids that stand around texts, and between two that are read as a pair.
+        tokens: how the vocabulary writes every token id, marks of its own included; or nothing.
     """
 
     kinds: Int[Tensor, " vocabulary"]
     spell: Callable[[Sequence[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None
     special: frozenset[int] = frozenset()
+    tokens: Sequence[str] = ()
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Write token ids as a text, or as the two of a pair."""
@@ -52,6 +54,12 @@ class Lexicon:
     def text(self, ids: Sequence[int]) -> str:
         """Write token ids as text, or as numbers where they cannot be spelled."""
         return " ".join(map(str, ids)) if self.spell is None else self.spell(ids).strip()
+
+    def name(self, token: int) -> str:
+        """Write one token id for people: as text, or where that shows nothing, as it is kept."""
+        kept = self.tokens[token] if token < len(self.tokens) else str(token)
+        spelled = "" if self.spell is None else self.spell([token]).strip()
+        return kept if not spelled or "\ufffd" in spelled else spelled
 
     def words(self, ids: Sequence[int]) -> tuple[Ids, ...]:
         """Cut a text into words; every fixed id is a piece of its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,8 @@ class JacobianNorms:
         products: products with J or its transpose that were spent.
         converged: whether the stop rule was met within the allowed steps.
         method: dense (all rows or columns), rows (one at a time) or lanczos.
+        direction: the v with the largest |J v| / |v| that was met, (batch, inputs), of any length,
+            where x is; None unless asked for.
     """
 
     norm: Tensor
@@ -49,6 +51,7 @@ class JacobianNorms:
     products: Tensor
     converged: Tensor
     method: Method
+    direction: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Margins:
         closest: the class j that attains the smallest among those looked at.
         rivals: how many classes j were looked at.
         complete: whether the others are known to be no nearer.
+        direction: grad(f_y - f_j) for the runner-up, (batch, inputs), of any length, where x is.
     """
 
     margin: Tensor
@@ -86,6 +90,7 @@ class Margins:
     closest: Tensor
     rivals: Tensor
     complete: Tensor
+    direction: Tensor
 
 
 def jacobian_norms(
@@ -96,6 +101,7 @@ def jacobian_norms(
     max_steps: int = 300,
     within: float = WITHIN,
     seeds: Sequence[int] | None = None,
+    directions: bool = False,
 ) -> JacobianNorms:
     """Return the operator norm of every sample's Jacobian.
 
@@ -110,6 +116,8 @@ def jacobian_norms(
         max_steps: most products with J J^T per sample.
         within: how far `upper` may lie above a norm, relatively.
         seeds: of the start vectors, one per sample; the same vector for all when None.
+        directions: whether to return the leading right singular vectors of `2` too, which may
+            take one more product.
 
     Raises:
         UsageError: `inf` of more than `MOST_ROWS` outputs.
@@ -118,8 +126,8 @@ def jacobian_norms(
     if norm == "inf":
         return _row_norms(linear)
     if min(linear.inputs, linear.outputs) <= DENSE:
-        return _dense_norms(linear)
-    how = {"tol": tol, "max_steps": max_steps, "within": within}
+        return _dense_norms(linear, directions=directions)
+    how = {"tol": tol, "max_steps": max_steps, "within": within, "vectors": directions}
     return _lanczos_norms(linear, [0] * len(linear) if seeds is None else seeds, how)
 
 
@@ -188,20 +196,21 @@ class _Slopes:
             linear.fit()
         self.own = self._row(y)
         # Gradients are in units of 2^exponent, and so is what limits them.
-        self.most = 2**0.5 * upper if self.dual == 2 else upper + self._norm(self.own)
+        self.most = 2**0.5 * upper if self.dual == 2 else upper + self.norm(self.own)
 
-    def of(self, j: Tensor) -> Tensor:
-        """Return those for one class j per sample, (batch,)."""
-        return self._norm(self.own - self._row(j))
+    def gradient(self, j: Tensor) -> Tensor:
+        """Return grad(f_y - f_j) for one class j per sample, (batch, inputs)."""
+        return self.own - self._row(j)
+
+    def norm(self, gradient: Tensor) -> Tensor:
+        """Return the norms of gradients, (batch,)."""
+        norm = torch.linalg.vector_norm(gradient.to(torch.float64), self.dual, 1)
+        return times_power(norm.cpu().double(), self.linear.exponent)
 
     def _row(self, j: Tensor) -> Tensor:
         if self.every > DENSE:
             return self.linear.row(j)
         return self.linear.rows[torch.arange(len(j), device=j.device), j]
-
-    def _norm(self, gradient: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(gradient.to(torch.float64), self.dual, 1)
-        return times_power(norm.cpu().double(), self.linear.exponent)
 
 
 def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -> Margins:
@@ -213,10 +222,9 @@ def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -
     count, classes = min(most, gaps.shape[1]), order.cpu()
     radius, closest = torch.full_like(gaps[:, 0], torch.inf), classes[:, 0].clone()
     looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
-    gradient = torch.zeros_like(radius)
+    first = slopes.gradient(order[:, 0])
     for i in range(count):
-        slope = slopes.of(order[:, i])
-        gradient = slope if i == 0 else gradient
+        slope = slopes.norm(first if i == 0 else slopes.gradient(order[:, i]))
         here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
         nearer = ~complete & (here < radius)
         radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)
@@ -228,7 +236,7 @@ def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -
             break
     others = (later / slopes.most).where(later >= 0, -torch.inf)
     limit = torch.where(complete, radius, torch.minimum(radius, others))
-    return Margins(gaps[:, 0], gradient, limit, closest, looked, complete)
+    return Margins(gaps[:, 0], slopes.norm(first), limit, closest, looked, complete, first)
 
 
 def _row_norms(linear: Linearization) -> JacobianNorms:
@@ -245,14 +253,19 @@ def _row_norms(linear: Linearization) -> JacobianNorms:
     return _exact(linear, torch.stack(sums, 1).amax(1), m, "rows")
 
 
-def _dense_norms(linear: Linearization) -> JacobianNorms:
-    dense = linear.rows if linear.outputs <= linear.inputs else linear.columns
+def _dense_norms(linear: Linearization, *, directions: bool) -> JacobianNorms:
+    few_outputs = linear.outputs <= linear.inputs
+    dense = linear.rows if few_outputs else linear.columns
     # One sample at a time: the whole in float64 would be twice the memory of what there is.
     wide = (j.to(torch.float64) for j in dense)
     gram = torch.stack([j @ j.T for j in wide])
     require_finite(gram)
     norm = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
-    return _exact(linear, norm, dense.shape[1], "dense")
+    exact = _exact(linear, norm, dense.shape[1], "dense")
+    if not directions:
+        return exact
+    top = torch.linalg.eigh(gram)[1][:, None, :, -1].to(dense)
+    return replace(exact, direction=(top @ dense)[:, 0] if few_outputs else top[:, 0])
 
 
 def _exact(linear: Linearization, norm: Tensor, products: int, method: Method) -> JacobianNorms:
@@ -278,7 +291,23 @@ def _lanczos_norms(
 
     norms = spectral_norms(select, start, **how).times(powers_of_two(linear.exponent))
     spent = 2 * norms.products  # J^T u comes with A u = J J^T u
-    return JacobianNorms(norms.norm, norms.upper, norms.within, spent, norms.converged, "lanczos")
+    return JacobianNorms(
+        norms.norm,
+        norms.upper,
+        norms.within,
+        spent,
+        norms.converged,
+        "lanczos",
+        None if norms.vector is None else _leading(linear, norms.vector),
+    )
+
+
+def _leading(linear: Linearization, vector: Tensor) -> Tensor:
+    """Return the leading right singular vectors, given those of the smaller space."""
+    if linear.outputs > linear.inputs:
+        return vector
+    u = vector.to(linear.x.dtype).view(linear.output.shape)
+    return linear.vjp(u).flatten(1)
 
 
 def _dense_pairs(dense: Tensor) -> tuple[Tensor, Tensor]:

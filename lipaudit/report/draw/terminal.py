@@ -22,11 +22,12 @@ from lipaudit.report.blocks import (
     Histogram,
     Notes,
     Paragraph,
+    Passage,
     Scatter,
     Shares,
     Table,
 )
-from lipaudit.report.draw import colours, glyphs
+from lipaudit.report.draw import colours, glyphs, passages
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.colours import Rgb, viridis
 from lipaudit.report.draw.layout import card, lines, split, wrap
@@ -123,6 +124,8 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield Text("\n".join(wrap(extent(block), min(width, PROSE))), STYLES["note"])
         case Paragraph() | Gallery():
             yield Text("\n".join(wrap(block.text, min(width, PROSE))))
+        case Passage():
+            yield from _passage(block, width, colour)
         case Notes():
             yield Text("")
             yield from (_item(f"{n.level}:", f"{n.text} ({n.code})", width) for n in block.notes)
@@ -149,6 +152,15 @@ def _density(block: Density, width: int, colour: bool) -> Iterator[Text]:
             line.append("▀", Style(color=upper, bgcolor=lower))
         yield line
     yield from map(Text, axis)
+
+
+def _passage(block: Passage, width: int, colour: bool) -> Iterator[Text]:
+    if block.folded:
+        yield _item("•", f"{block.title}: {passages.most(block)}", width)
+        return
+    yield _title(block.title, width)
+    yield from passages.shaded(block, min(width, PROSE), colour=colour)
+    yield Text("\n".join(wrap(passages.legend(block), min(width, PROSE))), STYLES["note"])
 
 
 def _title(title: str, width: int) -> Text:

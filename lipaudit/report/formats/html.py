@@ -6,6 +6,7 @@ from typing import Any
 
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Document, Picture, Table
+from lipaudit.report.draw import passages
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.form import Format
 
@@ -29,6 +30,8 @@ def render(page: Document) -> bytes:
         "drawn": _drawn,
         "tabulated": _tabulated,
         "scored": scored,
+        "tokens": passages.drawn_tokens,
+        "legend": passages.legend,
     }
     return environment.get_template("report.html").render(page=page, kind=kind).encode()
 

@@ -17,12 +17,13 @@ from lipaudit.report.blocks import (
     Histogram,
     Notes,
     Paragraph,
+    Passage,
     Scatter,
     Scorecard,
     Shares,
     Table,
 )
-from lipaudit.report.draw import glyphs
+from lipaudit.report.draw import glyphs, passages
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.form import Format
@@ -77,12 +78,12 @@ def _block(block: Block) -> Iterator[str]:
         case Histogram() | Shares():
             drawing = glyphs.bars(block, BARS)
             yield from _drawn(block.title, drawing, cells.standing(block.x))
-        case Scatter() | Curve():
-            yield from _drawn(block.title, glyphs.plot(block, PLOT), glyphs.legend(block))
-        case Density():
-            yield from _drawn(block.title, glyphs.map_plot(block, PLOT), extent(block))
+        case Scatter() | Curve() | Density():
+            yield from _plotted(block)
         case Paragraph() | Gallery():
             yield escape(block.text)
+        case Passage():
+            yield from _passage(block)
         case Notes():
             yield from (
                 f"- **{n.level}**: {escape(n.text)} ({escape(n.code)})" for n in block.notes
@@ -102,6 +103,15 @@ def _scored(name: str, figure: str, text: str, command: str) -> list[str]:
         f"**{escape(figure)}**",
         "<br>".join(filter(None, (escape(text), typed))),
     ]
+
+
+def _passage(block: Passage) -> Iterator[str]:
+    tokens = passages.drawn_tokens(block)
+    yield f"**{escape(block.title)}**" if block.title else ""
+    yield ""
+    yield " ".join(f"**{escape(t.text)}**" if t.top else escape(t.text) for t in tokens)
+    yield ""
+    yield f"<sub>{escape(passages.legend(block))}</sub>"
 
 
 def _table(block: Table) -> Iterator[str]:
@@ -152,6 +162,12 @@ def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Ite
 
 def _line(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
+
+
+def _plotted(block: Scatter | Curve | Density) -> Iterator[str]:
+    if isinstance(block, Density):
+        return _drawn(block.title, glyphs.map_plot(block, PLOT), extent(block))
+    return _drawn(block.title, glyphs.plot(block, PLOT), glyphs.legend(block))
 
 
 def _drawn(title: str, drawing: Sequence[str], legend: str) -> Iterator[str]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
-from lipaudit.report.blocks import Block, Chapter, Document, Gallery, Item, Paragraph, Table
+from lipaudit.report.blocks import (
+    Block,
+    Chapter,
+    Document,
+    Gallery,
+    Item,
+    Paragraph,
+    Passage,
+    Table,
+)
 from lipaudit.report.cells import UNMEASURED, pretty, significant, text
 from lipaudit.report.page.facts import facts
 from lipaudit.report.page.remarks import leading
@@ -31,6 +40,21 @@ DRAWN = "Pictures of the worst samples and of what attacks made of them: in the 
 BROKEN = Column(
     label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
 )
+SHARES = {
+    "margin": Column(
+        label="share of the gradient",
+        meaning="Of the margin's gradient: ||grad_t m||^2 / sum_s ||grad_s m||^2 over tokens s, "
+        "m = f_y - max_(j != y) f_j.",
+        format=".1%",
+    ),
+    "direction": Column(
+        label="share of the steepest direction",
+        meaning="||v_t||^2 of the unit vector v along which the output changes most.",
+        format=".1%",
+        status="estimate",
+    ),
+}
+"""What the shade of a token says, by what was differentiated."""
 FIGURES = (
     Column(label="figure", meaning="What is known of the sample.", format="s"),
     Column(label="value", meaning="Of the sample.", format=""),
@@ -106,21 +130,43 @@ def worst_table(report: Report) -> Table:
     return named
 
 
-def gallery(report: Report) -> list[Gallery]:
-    """Draw the worst samples of pictures, what attacks made of them, and the difference."""
+def gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
+    """Draw samples that are pictures, what attacks made of them, and the difference."""
     section = report.section("attack")
     drawn = section.examples if section else {}
-    items = tuple(_item(report, name, drawn[name]) for name in worst(report) if name in drawn)
+    items = tuple(_item(report, name, drawn[name]) for name in names if name in drawn)
     return [Gallery(DRAWN, items)] if items else []
 
 
+def passages(report: Report, names: Sequence[str]) -> list[Passage]:
+    """Show the tokens of samples, with how the gradient is shared out among them."""
+    section = report.section("jacobian")
+    kept = section.gradients if section else {}
+    return [
+        Passage(
+            _named(report, name),
+            kept[name].tokens,
+            kept[name].shares,
+            SHARES[kept[name].of],
+            kept[name].left_out,
+            folded=len(names) > 1,
+        )
+        for name in names
+        if name in kept
+    ]
+
+
+def _named(report: Report, sample: str) -> str:
+    """Return the beginning of the id of a sample, and where it is found."""
+    return ", ".join(filter(None, (sample[:CHARACTERS], report.found("place").get(sample))))
+
+
 def _item(report: Report, sample: str, example: Example) -> Item:
-    place = report.found("place").get(sample)
     trial = TrialKey.parse(example.trial)
     (true, said), before, after = example.classes, example.before, example.after
     by = "" if trial is None else f" by {trial.attack}, {trial.ball}"
     return Item(
-        title=sample[:CHARACTERS] + (f", {place}" if place else ""),
+        title=_named(report, sample),
         pictures=(
             ("sample", example.image),
             ("adversarial", example.adversarial),
@@ -134,8 +180,16 @@ def _item(report: Report, sample: str, example: Example) -> Item:
 
 
 def shown(report: Report) -> tuple[Block, ...]:
-    """Return what is shown of the worst samples: a table, and pictures where there are any."""
-    return (worst_table(report), *gallery(report))
+    """Return what is shown of the worst samples: a table, pictures or tokens where kept."""
+    names = worst(report)
+    written = passages(report, names)
+    about = [f"Their tokens with the largest {written[0].column.label}:"] if written else []
+    return (
+        worst_table(report),
+        *gallery(report, names),
+        *map(Paragraph, about),
+        *written,
+    )
 
 
 def overview(report: Report, name: str) -> Document:
@@ -160,14 +214,11 @@ def inspected(report: Report, sample: str) -> Document:
         if of:
             rows = tuple(figure.cells(sample) for figure in of if figure.values[sample] != "")
             chapters.append(Chapter(section.measure, _title(section), (Table("", FIGURES, rows),)))
-    drawn = [
-        replace(block, items=(item,))
-        for block in gallery(report)
-        for item in block.items
-        if item.title.startswith(sample[:CHARACTERS])
-    ]
-    if drawn:
-        chapters.append(Chapter("pictures", "Pictures", tuple(drawn)))
+    drawn = (
+        Chapter("pictures", "Pictures", tuple(gallery(report, [sample]))),
+        Chapter("tokens", "Tokens", tuple(passages(report, [sample]))),
+    )
+    chapters += [chapter for chapter in drawn if chapter.blocks]
     found = {"place": report.found("place"), "text": report.found("text")}
     said = ((name, known[sample]) for name, known in found.items() if sample in known)
     return Document(

@@ -43,6 +43,17 @@ def test_spectral_norm_on_either_side(outputs, inputs, method):
     assert found.converged.all()
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 30), (16, 30), (30, 16), (17, 30), (30, 17)])
+@pytest.mark.parametrize("scale", [1.0, 1e-200])
+def test_the_leading_direction_on_either_side(outputs, inputs, scale):
+    a = matrices(5, outputs, inputs)
+    direction = jacobian_norms(linear_maps(a * scale), tol=1e-12, directions=True).direction
+    truth = torch.linalg.svd(a)[2][:, 0]
+    cosines = torch.cosine_similarity(direction / direction.abs().amax(), truth)
+    torch.testing.assert_close(cosines.abs(), torch.ones_like(cosines), rtol=1e-9, atol=0)
+    assert jacobian_norms(linear_maps(a)).direction is None
+
+
 @pytest.mark.parametrize("outputs", [3, 40])
 def test_inf_norm_is_the_largest_row_sum(outputs):
     a = matrices(4, outputs, 7)
@@ -128,6 +139,19 @@ def test_margins_are_those_of_the_rows(classes, norm, seed):
         torch.testing.assert_close(found.radius[i], radii.min())
         assert int(found.closest[i]) == others[int(radii.argmin())]
     assert found.complete.all()
+
+
+def test_the_direction_of_a_margin_is_its_gradient():
+    a, y = matrices(4, 20, 30), torch.tensor([3, 0, -1, 4])
+    f = lambda z, index: (a[index] @ z[:, :, None])[:, :, 0]  # noqa: E731
+    x = matrices(4, 30, 1, seed=1)[:, :, 0]
+    for rows in (20, 5):
+        part = linearize(lambda z, index, m=rows: f(z, index)[:, :m], x)
+        found = margins(part, y, norm="2")
+        for i, logits in enumerate(part.output):
+            own = int(y[i]) if y[i] >= 0 else int(logits.argmax())
+            other = max((j for j in range(rows) if j != own), key=lambda j, f=logits: f[j])
+            torch.testing.assert_close(found.direction[i], a[i, own] - a[i, other])
 
 
 def test_the_radius_of_a_linear_classifier_is_where_the_decision_turns():

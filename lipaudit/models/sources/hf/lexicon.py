@@ -40,6 +40,7 @@ def lexicon(tokenizer: Any, vocabulary: int) -> Lexicon:
         spell,
         lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         special,
+        tokens,
     )
 
 

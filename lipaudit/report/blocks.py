@@ -195,10 +195,17 @@ class Item:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures of samples, and what is said in their place where none can be drawn."""
+    """Pictures of samples.
+
+    Attributes:
+        text: said in their place where none can be drawn.
+        items: one per sample.
+        folded: a terminal draws none, even where it could.
+    """
 
     text: str
     items: tuple[Item, ...]
+    folded: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from statistics import median
 
+import numpy as np
 import pytest
+from PIL import Image
+from rich.text import Text
 from typer.testing import CliRunner
 
 from lipaudit import schema
@@ -153,7 +158,7 @@ def test_pictures_of_the_worst_stand_on_the_page(placed):
         page = render(shown, "html").decode()
         for picture in ("iVBO", "iVBP", "iVBQ"):
             assert page.count(f'src="data:image/png;base64,{picture}"') == 1
-        assert "&lt;b&gt;dog: 10% became 80% by pgd, linf 2/255" in page
+        assert "taken for &lt;b&gt;dog: score 10% became 80% by pgd, linf 2/255" in page
         assert "difference × 12" in page
         assert "in the html format" in render(shown, "table").decode()
     other = render(of_sample(report, "x", worst(placed)[1]), "html").decode()
@@ -245,6 +250,103 @@ def test_the_command_shows_one_and_lists_the_worst(placed, tmp_path, monkeypatch
     assert (data["id"], data["place"]) == (IDS[7], "cat/7.png")
     assert {"measure": "jacobian", "name": "norm", "value": NORMS[7]} in data["figures"]
     assert [each["id"] for each in json.loads(run("-f", "json").stdout)] == worst(placed)
+    assert run("cat/7.png", "-o", "s.png").exit_code == 4
     refused = run("nowhere.png")
     assert refused.exit_code == 2
     assert "no sample 'nowhere.png'" in refused.stderr
+
+
+def pictured(*rows) -> str:
+    """A PNG of some rows of colours, in base64."""
+    file = io.BytesIO()
+    Image.fromarray(np.array(rows, dtype=np.uint8)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+RED, BLUE, GREEN = (250, 0, 0), (0, 0, 250), (0, 250, 0)
+
+
+@pytest.fixture
+def drawn(placed):
+    """The report, with pictures of two by three pixels of its worst sample."""
+    example = Example(
+        trial="pgd,linf,2/255", times=12.5, classes=("cat", "dog"), before=(0.9, 0.1),
+        after=(0.2, 0.8), image=pictured((RED, BLUE), (GREEN, RED), (BLUE, BLUE)),
+        adversarial=pictured((BLUE,) * 90), difference=pictured((GREEN, GREEN)),
+    )  # fmt: skip
+    examples = {worst(placed)[0]: example}
+    attack = placed.section("attack").model_copy(update={"examples": examples})
+    sections = tuple(attack if s.measure == "attack" else s for s in placed.sections)
+    return placed.model_copy(update={"sections": sections})
+
+
+def test_a_terminal_with_colours_draws_one_sample(drawn):
+    page = of_sample(drawn, "x", worst(drawn)[0])["page"]()
+    text = table.render(page, width=80, colour="truecolor").decode()
+    block = "\x1b[38;2;{};{};{};48;2;{};{};{}m" + "▀" * 12 + "\x1b[0m"
+    above = block.format(*RED, *RED) + block.format(*BLUE, *BLUE)
+    assert text.count(above) == 6  # a pixel is 12 columns, and 12 halves of a line
+    assert text.count(block.format(*GREEN, *GREEN) + block.format(*RED, *RED)) == 6
+    assert "true class cat: score 90% became 20%; taken for dog:\n  score 10% became 80%" in text
+    lines = Text.from_ansi(text).plain.splitlines()
+    (captions,) = (line for line in lines if line.startswith("sample") and "advers" in line)
+    assert [captions.index(c) for c in ("adversarial", "difference × 12")] == [26, 53]
+    assert max(len(line) for line in lines if "▀" in line) <= 80
+    narrow = table.render(page, width=40, colour="truecolor").decode()
+    assert (
+        max(len(line) for line in Text.from_ansi(narrow).plain.splitlines() if "▀" in line) <= 40
+    )
+
+
+@pytest.mark.parametrize("colour", [None, "standard"])
+def test_a_terminal_without_colours_says_where_pictures_are(drawn, colour):
+    page = of_sample(drawn, "x", worst(drawn)[0])["page"]()
+    text = table.render(page, width=80, colour=colour).decode()
+    assert "▀" not in text
+    assert "-o sample.png" in " ".join(Text.from_ansi(text).plain.split())
+
+
+def test_a_list_of_samples_draws_none(drawn):
+    text = table.render(
+        of_sample(drawn, "x", None)["page"](), width=80, colour="truecolor"
+    ).decode()
+    assert "▀" not in text
+    assert "taken for dog" in text
+
+
+def colours(content: bytes) -> set[tuple[int, ...]]:
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    return {colour for _, colour in image.getcolors(1 << 24)}
+
+
+def test_a_sample_is_a_png(drawn, written):
+    content = render(of_sample(drawn, "x", worst(drawn)[0]), "png")
+    assert colours(content) >= {RED, BLUE, GREEN}
+    text = render(of_sample(written, "x", worst(written)[0]), "png")
+    assert colours(text) >= {(120, 164, 206), (255, 255, 255)}  # 55 % of the colour of heat
+    assert render(of_sample(written, "x", worst(written)[0]), "png") == text
+
+
+def test_a_text_in_any_script_is_a_png(written, recwarn):
+    name = worst(written)[0]
+    kept = {name: Gradient(of="margin", tokens=("\u6f22$x$", "\ufffd"), shares=(0.5, 0.5))}
+    jacobian = written.section("jacobian").model_copy(update={"gradients": kept})
+    report = written.model_copy(update={"sections": (jacobian,)})
+    assert render(of_sample(report, "x", name), "png").startswith(b"\x89PNG")
+    assert list(recwarn) == []
+
+
+def test_what_cannot_be_drawn_says_why(drawn):
+    with pytest.raises(InputError, match="keeps no picture of sample 000000000000") as refused:
+        render(of_sample(drawn, "x", IDS[0]), "png")
+    assert "lipaudit inspect REPORT names them" in refused.value.advice
+    with pytest.raises(UsageError, match="one sample") as refused:
+        render(of_sample(drawn, "x", None), "png")
+    assert "lipaudit inspect REPORT SAMPLE -o sample.png" in refused.value.advice
+    name = worst(drawn)[0]
+    attack = drawn.section("attack")
+    damaged = attack.examples[name].model_copy(update={"image": "iVBO"})
+    attack = attack.model_copy(update={"examples": {name: damaged}})
+    report = drawn.model_copy(update={"sections": (attack,)})
+    with pytest.raises(InputError, match="report is damaged"):
+        render(of_sample(report, "x", name), "png")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -27,13 +28,15 @@ from lipaudit.report.blocks import (
     Shares,
     Table,
 )
-from lipaudit.report.draw import colours, glyphs, passages
+from lipaudit.report.draw import colours, glyphs, passages, portraits
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.colours import Rgb, viridis
 from lipaudit.report.draw.layout import card, lines, split, wrap
 
 FULL = 100_000
 PROSE = 100
+PICTURED = ("256", "truecolor")
+"""The colours that a picture can be seen in."""
 MAP = 64
 AXIS = 9
 """Room for the ticks left of a map."""
@@ -52,7 +55,8 @@ def drawn(page: Document, width: int | None, colour: str | None) -> bytes:
         legacy_windows=False,
     )
     with console.capture() as capture:
-        for item in _page(page, width or FULL, colour is not None):
+        shown = page if colour in PICTURED else _without_pictures(page)
+        for item in _page(shown, width or FULL, colour is not None):
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
     text = capture.get().strip("\n").split("\n")
     return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
@@ -65,6 +69,20 @@ def look(stream: TextIO) -> tuple[int, str | None]:
     """
     console = Console(file=stream, legacy_windows=False)
     return console.width, None if console.no_color else console.color_system
+
+
+def _without_pictures(page: Document) -> Document:
+    """Return the page with what is said in the place of pictures."""
+    chapters = tuple(
+        replace(
+            chapter,
+            blocks=tuple(
+                replace(b, folded=True) if isinstance(b, Gallery) else b for b in chapter.blocks
+            ),
+        )
+        for chapter in page.chapters
+    )
+    return replace(page, chapters=chapters)
 
 
 def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
@@ -122,10 +140,10 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield _title(block.title, width)
             yield from _density(block, min(width - AXIS, MAP), colour)
             yield Text("\n".join(wrap(extent(block), min(width, PROSE))), STYLES["note"])
-        case Paragraph() | Gallery():
+        case Paragraph():
             yield Text("\n".join(wrap(block.text, min(width, PROSE))))
-        case Passage():
-            yield from _passage(block, width, colour)
+        case Gallery() | Passage():
+            yield from _samples(block, width, colour)
         case Notes():
             yield Text("")
             yield from (_item(f"{n.level}:", f"{n.text} ({n.code})", width) for n in block.notes)
@@ -152,6 +170,23 @@ def _density(block: Density, width: int, colour: bool) -> Iterator[Text]:
             line.append("▀", Style(color=upper, bgcolor=lower))
         yield line
     yield from map(Text, axis)
+
+
+def _samples(block: Gallery | Passage, width: int, colour: bool) -> Iterator[Text]:
+    if isinstance(block, Passage):
+        return _passage(block, width, colour)
+    return _gallery(block, width)
+
+
+def _gallery(block: Gallery, width: int) -> Iterator[Text]:
+    """Draw the pictures of samples, and say what became of each."""
+    for item in block.items:
+        if not block.folded:
+            yield Text("")
+            yield from portraits.half_blocks(item, min(width, PROSE))
+        yield _item("•", f"{item.title}: {'; '.join(item.lines)}", width)
+    if block.folded:
+        yield Text("\n".join(wrap(block.text, min(width, PROSE))), STYLES["note"])
 
 
 def _passage(block: Passage, width: int, colour: bool) -> Iterator[Text]:

@@ -81,7 +81,7 @@ def _block(block: Block) -> Iterator[str]:
         case Scatter() | Curve() | Density():
             yield from _plotted(block)
         case Paragraph() | Gallery():
-            yield escape(block.text)
+            yield from _prose(block)
         case Passage():
             yield from _passage(block)
         case Notes():
@@ -103,6 +103,14 @@ def _scored(name: str, figure: str, text: str, command: str) -> list[str]:
         f"**{escape(figure)}**",
         "<br>".join(filter(None, (escape(text), typed))),
     ]
+
+
+def _prose(block: Paragraph | Gallery) -> Iterator[str]:
+    if isinstance(block, Gallery):
+        for item in block.items:
+            yield f"- {escape(item.title)}: {escape('; '.join(item.lines))}"
+        yield ""
+    yield escape(block.text)
 
 
 def _passage(block: Passage) -> Iterator[str]:

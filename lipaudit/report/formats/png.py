@@ -1,20 +1,23 @@
-"""The attention map of a report as a PNG picture."""
+"""An attention map or a sample of a report as a PNG picture."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lipaudit.report.blocks import Item, Passage
 from lipaudit.report.form import Format
 
 if TYPE_CHECKING:
     from lipaudit.report.blocks import Curve, Density
 
 
-def render(picture: Density | Curve) -> bytes:
-    """Draw an attention map, or a row of one."""
-    from lipaudit.report.draw.plots import png
+def render(picture: Density | Curve | Item | Passage) -> bytes:
+    """Draw an attention map, a row of one, or a sample."""
+    from lipaudit.report.draw import plots, portraits
 
-    return png(picture)
+    if isinstance(picture, Item | Passage):
+        return portraits.png(picture)
+    return plots.png(picture)
 
 
 FORMAT = Format(
@@ -23,7 +26,8 @@ FORMAT = Format(
     render=render,
     suffixes=(".png",),
     refusal=(
-        "a PNG shows one attention map",
-        "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws one.",
+        "a PNG shows one attention map or one sample",
+        "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws the one, "
+        "lipaudit inspect REPORT SAMPLE -o sample.png the other.",
     ),
 )

@@ -36,7 +36,10 @@ SHOWN = (
     ("jacobian", "radius_first_order"),
 )
 """Per-sample columns, by section, that stand beside the worst samples."""
-DRAWN = "Pictures of the worst samples and of what attacks made of them: in the html format."
+DRAWN = (
+    "Pictures of them and of what attacks made of them: in the html format, or of one, "
+    "lipaudit inspect REPORT SAMPLE in a terminal with colours or with -o sample.png."
+)
 BROKEN = Column(
     label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
 )
@@ -135,7 +138,7 @@ def gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
     section = report.section("attack")
     drawn = section.examples if section else {}
     items = tuple(_item(report, name, drawn[name]) for name in names if name in drawn)
-    return [Gallery(DRAWN, items)] if items else []
+    return [Gallery(DRAWN, items, folded=len(names) > 1)] if items else []
 
 
 def passages(report: Report, names: Sequence[str]) -> list[Passage]:
@@ -173,8 +176,8 @@ def _item(report: Report, sample: str, example: Example) -> Item:
             (f"difference × {significant(example.times, '.2g')}", example.difference),
         ),
         lines=(
-            f"{true}: {before[0]:.0%} became {after[0]:.0%}",
-            f"{said}: {before[1]:.0%} became {after[1]:.0%}{by}",
+            f"true class {true}: score {before[0]:.0%} became {after[0]:.0%}",
+            f"taken for {said}: score {before[1]:.0%} became {after[1]:.0%}{by}",
         ),
     )
 
@@ -228,6 +231,24 @@ def inspected(report: Report, sample: str) -> Document:
         chapters=tuple(chapters),
         notes=leading(report),
     )
+
+
+def portrait(report: Report, sample: str) -> Item | Passage:
+    """Return what shows a sample: its pictures, or its tokens.
+
+    Raises:
+        InputError: the report keeps neither of it.
+    """
+    shown: list[Item | Passage] = []
+    shown += [item for block in gallery(report, [sample]) for item in block.items]
+    shown += passages(report, [sample])
+    if shown:
+        return shown[0]
+    advice = (
+        "A report keeps, of the ten worst samples, pictures of those that an attack broke and the "
+        "tokens of texts that jacobian measured: lipaudit inspect REPORT names them."
+    )
+    raise InputError(f"the report keeps no picture of sample {sample[:CHARACTERS]}", advice)
 
 
 def record(report: Report, sample: str) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
     one = samples.chosen(report, sample)
     return {
         "page": lambda: samples.inspected(report, one),
+        "picture": lambda: samples.portrait(report, one),
         "record": lambda: samples.record(report, one),
     }
 

@@ -25,6 +25,8 @@ MOST_PRODUCTS = 60.0
 PER_HEAD = 10.0, 300.0
 """Forwards per sample of the norm of a head without closed form, where it settles soon and where
 it takes every step it may."""
+DERIVATIVES = 6.0
+"""Norms that the derivatives of the norm at both ends take the time of."""
 SEARCH = 6
 """Passes of the search for a certified radius."""
 LONG = 60.0
@@ -50,8 +52,7 @@ def _takes(job: Job) -> str:
     reading = [cost * count[name] for name, cost in READ.items() if name in count]
     sure = alone * (sum(reading) + (SURVEY if reading else 0.0))
     if "jacobian" in count:
-        classes = job.net.classes or MOST_PRODUCTS
-        sure += together * min(1.5 * classes, MOST_PRODUCTS) * count["jacobian"]
+        sure += together * _norm_cost(job) * count["jacobian"]
     least = most = 0.0
     if "attack" in count:
         options = cast("AttackOptions", job.request.measures["attack"])
@@ -93,6 +94,24 @@ def proofs(job: Job) -> tuple[Note, ...]:
         "where branch and bound is long; --samples, --seconds and --order 1 make it less"
     )
     return (Note(level="info", code="long", text=text),)
+
+
+def swaps(job: Job, layers: int, same: int) -> Note:
+    """Say what it takes to swap so many layers one by one, and how many more are the same."""
+    samples, norms = job.counts["jacobian"], 2 * layers + 2
+    forwards = samples * (norms + DERIVATIVES) * (_norm_cost(job) + PASS)
+    seconds = forwards * _forward(job, min(samples, TIMED))
+    less = "; --groups block or fewer --samples make it less" if seconds >= LONG else ""
+    text = (
+        f"{layers} of {layers + same} layers differ: {norms} norms of {samples} samples, roughly "
+        f"{float(f'{forwards:.2g}'):,.0f} forwards or {_time(seconds)} (estimate){less}"
+    )
+    return Note(level="info", code="swaps", text=text)
+
+
+def _norm_cost(job: Job) -> float:
+    """Forwards of the Jacobian norm of a sample."""
+    return min(1.5 * (job.net.classes or MOST_PRODUCTS), MOST_PRODUCTS)
 
 
 def proof_costs(job: Job) -> tuple[float, float]:

@@ -64,8 +64,8 @@ class Output(Settings):
 
     format: str | None = option(
         None,
-        "What stdout gets: table, brief, json, markdown, html, model-card, badge; and FILE, where "
-        "several formats have its suffix.",
+        "What stdout gets: table, brief, json, csv, markdown, html, model-card, badge; and FILE, "
+        "where several formats have its suffix.",
         "--format",
         "-f",
         panel=OUTPUT,
@@ -74,7 +74,7 @@ class Output(Settings):
     )
     output: tuple[Path, ...] = option(
         (),
-        "Also write FILE (.json, .md, .html, .txt; .svg: a badge; .png: a map); repeatable.",
+        "Also write FILE (.json, .csv, .md, .html, .txt; .svg: a badge; .png: a map); repeatable.",
         "--output",
         "-o",
         panel=OUTPUT,

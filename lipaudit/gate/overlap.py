@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +12,61 @@ from lipaudit.errors import BaselineError
 from lipaudit.gate.comparable import REPEAT
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
-from lipaudit.results import Array, Row, Section
+from lipaudit.results import Array, Report, Row, Section
 from lipaudit.results.samples import REDUCTIONS, Reduction
 
 ALL_BUT_FEW = 0.95
 """Share of the baseline's samples that the gate needs: the hard ones cannot be left out."""
+
+
+def matched(reports: Sequence[Report]) -> list[Report]:
+    """Name the samples of every report as the first does, where they are the same inputs.
+
+    An id is of a sample as its model takes it: another size of image, another tokenizer or
+    another order of classes gives the same input another id. Inputs are the same where they stand
+    at the same place of the same data, and begin alike where they are texts.
+    """
+    first, *others = reports
+    return [first, *(_renamed(report, other_names(report, first)) for report in others)]
+
+
+def other_names(report: Report, first: Report) -> dict[str, str]:
+    """Return what the first report calls the samples of another; empty where ids are alike."""
+    here, there = report.found("place"), first.found("place")
+    known = {place: name for name, place in there.items()}
+    if set(here) & set(there) or len(known) < len(there) or not _may_be_same(report, first):
+        return {}
+    names = {name: known[place] for name, place in here.items() if place in known}
+    if len(names) < min(len(here), len(there)):
+        return {}
+    texts, begun = report.found("text"), first.found("text")
+    alike = all(texts.get(name) == begun.get(old) for name, old in names.items())
+    return names if alike else {}
+
+
+def _may_be_same(report: Report, first: Report) -> bool:
+    """Tell whether other ids may be of the same inputs: else the data have changed."""
+    new, old = report.run, first.run
+    same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
+    seen_otherwise = new.preprocess != old.preprocess or bool(report.found("text"))
+    # A command names its models: that of two reports is of one audit of both.
+    return same_data and (seen_otherwise or new.command == old.command)
+
+
+def _renamed(report: Report, names: Mapping[str, str]) -> Report:
+    if not names:
+        return report
+    sections = tuple(
+        section.model_copy(update={"samples": _called(section.samples, names)})
+        for section in report.sections
+    )
+    samples = _called(report.samples, names)
+    return report.model_copy(update={"sections": sections, "samples": samples})
+
+
+def _called(columns: dict[str, tuple[Any, ...]], names: Mapping[str, str]) -> dict[str, Any]:
+    ids = tuple(names.get(str(name), name) for name in columns.get("ids", ()))
+    return columns | ({"ids": ids} if ids else {})
 
 
 def aligned(

@@ -18,6 +18,7 @@ from lipaudit.report.formats import usual as usual
 from lipaudit.report.page.subjects import COMPARISON as COMPARISON
 from lipaudit.report.page.subjects import DRAWN as DRAWN
 from lipaudit.report.page.subjects import JUDGEMENT as JUDGEMENT
+from lipaudit.report.page.subjects import RANKED as RANKED
 from lipaudit.report.page.subjects import REPORT as REPORT
 from lipaudit.report.page.subjects import of_comparison as of_comparison
 from lipaudit.report.page.subjects import of_judgement as of_judgement

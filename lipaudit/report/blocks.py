@@ -296,6 +296,19 @@ class Badge:
     colour: str
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Rows of plain values, for other programs; None is a value that there is not.
+
+    Attributes:
+        names: of the columns.
+        rows: as many values each.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
 Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares
 Block = Paragraph | Table | Picture | Gallery | Passage | Notes
 

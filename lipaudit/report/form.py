@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
 Form = Literal[
-    "page", "screen", "brief", "card", "badge", "record", "lines", "judgement", "picture"
+    "page", "screen", "brief", "card", "badge", "record", "frame", "lines", "judgement", "picture"
 ]
-"""A `Document`, one that fits a screen, a `Brief`, a `Card`, a `Badge`, a pydantic model, lines of
-text, a `Judgement` of the gate, a picture's block."""
+"""A `Document`, one that fits a screen, a `Brief`, a `Card`, a `Badge`, a pydantic model, a
+`Frame`, lines of text, a `Judgement` of the gate, a picture's block."""
 Subject = Mapping[Form, Callable[[], Any]]
 """What a command has to show: how each form that it has is made."""
 

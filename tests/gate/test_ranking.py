@@ -44,8 +44,8 @@ def steep(report, jacobian):
     return one
 
 
-def standings(ranking):
-    return {model.model: (model.rank, model.standing) for model in ranking.models}
+def outcomes(ranking):
+    return {model.model: (model.rank, model.outcome) for model in ranking.models}
 
 
 def test_the_best_is_first_and_ties_are_called_ties(attacked):
@@ -58,7 +58,7 @@ def test_the_best_is_first_and_ties_are_called_ties(attacked):
     )
     assert (ranking.criterion, ranking.ball) == ("attack.robust@linf,2/255:mean", "linf 2/255")
     assert (ranking.better, ranking.pairs) == ("higher", 3)
-    assert list(standings(ranking).items()) == [
+    assert list(outcomes(ranking).items()) == [
         ("b", (1, "best")),
         ("c", (1, "not distinguishable from the best")),
         ("a", (3, "behind the best")),
@@ -79,7 +79,7 @@ def test_the_order_given_decides_nothing_but_exact_ties(attacked):
     assert forth.models == back.models
     even = [attacked("x", HALF), attacked("y", HALF)]
     assert [m.model for m in rank(even[::-1]).models] == ["y", "x"]
-    assert set(standings(rank(even)).values()) == {
+    assert set(outcomes(rank(even)).values()) == {
         (1, "best"),
         (1, "not distinguishable from the best"),
     }
@@ -89,13 +89,13 @@ def test_samples_are_paired_so_that_small_differences_show(attacked):
     # 12 of 128 better and none worse: McNemar's p is 0.0005; independent limits overlap widely.
     ranking = rank([attacked("a", HALF), attacked("b", flipped(HALF, up=12, down=0))])
     assert wilson(76, 128)[0] < wilson(64, 128)[1]
-    assert standings(ranking)["a"] == (2, "behind the best")
+    assert outcomes(ranking)["a"] == (2, "behind the best")
     (difference,) = (m.difference for m in ranking.models if m.difference)
     limits = share_change(12, 0, 128).limits(0.025)
     assert (-difference.high, -difference.low) == pytest.approx(limits)
     # Unpaired disagreement of the same net size is no difference.
     noisy = rank([attacked("a", HALF), attacked("b", flipped(HALF, up=40, down=28))])
-    assert standings(noisy)["a"] == (1, "not distinguishable from the best")
+    assert outcomes(noisy)["a"] == (1, "not distinguishable from the best")
 
 
 def test_without_attacks_the_smaller_median_norm_is_better(steep, norms):
@@ -103,8 +103,8 @@ def test_without_attacks_the_smaller_median_norm_is_better(steep, norms):
     ranking = rank([steep("a", 1.5 * norms), steep("b", norms), steep("c", other)])
     assert (ranking.criterion, ranking.better) == ("jacobian.norm:median", "lower")
     assert ranking.models[-1].model == "a"
-    assert standings(ranking)["a"] == (3, "behind the best")
-    assert {m.standing for m in ranking.models[:2]} == {
+    assert outcomes(ranking)["a"] == (3, "behind the best")
+    assert {m.outcome for m in ranking.models[:2]} == {
         "best",
         "not distinguishable from the best",
     }
@@ -146,24 +146,24 @@ def test_the_smallest_ball_that_most_have_decides(attacked):
     ]
     assert rank(reports).ball == "linf 8/255"
     assert rank(reports[:2]).ball == "linf 4/255"
-    assert standings(rank(reports))["c"][1] == "not comparable"
+    assert outcomes(rank(reports))["c"][1] == "not comparable"
 
 
 def test_what_cannot_be_compared_is_not_ranked(attacked, steep, report, norms):
     weak = attacked("weak", np.ones(128, int), attacks=("pgd",))
     ranking = rank([weak, attacked("a", HALF), attacked("b", flipped(HALF, up=30, down=0))])
-    assert standings(ranking)["b"] == (1, "best")
-    assert standings(ranking)["weak"] == (None, "not comparable")
+    assert outcomes(ranking)["b"] == (1, "best")
+    assert outcomes(ranking)["weak"] == (None, "not comparable")
     assert "weaker than" in ranking.models[-1].reason
     assert ranking.pairs == 1
     alone = rank([attacked("a", HALF), steep("j", norms), steep("k", 2 * norms)])
-    assert standings(alone)["a"] == (None, "not measured")
+    assert outcomes(alone)["a"] == (None, "not measured")
     others = steep("other", norms, ids=tuple(f"{i:04x}" for i in range(norms.size)))
     apart = rank([steep("j", norms), steep("k", 2 * norms), others])
     assert apart.models[-1].reason == "jacobian: other samples were measured"
     nothing = rank([report(spec="a"), report(spec="b", weights="b")])
     assert (nothing.criterion, nothing.pairs) == ("", 0)
-    assert set(standings(nothing).values()) == {(None, "")}
+    assert set(outcomes(nothing).values()) == {(None, "")}
     with pytest.raises(UsageError, match="nothing to rank"):
         rank([])
 
@@ -175,13 +175,13 @@ def test_a_measure_that_failed_spoils_its_own_figures_alone(attacked, steep, nor
         update={"status": "partial", "sections": (*partial.sections, failed)}
     )
     ranking = rank([partial, attacked("b", flipped(HALF, up=30, down=0))])
-    assert standings(ranking)["a"] == (2, "behind the best")
+    assert outcomes(ranking)["a"] == (2, "behind the best")
 
 
 def test_a_copy_is_never_told_apart(steep, norms):
     """Not even where rounding makes every norm a little larger."""
     ranking = rank([steep("a", norms), steep("b", norms * (1 + 1e-6))])
-    assert standings(ranking)["b"] == (1, "not distinguishable from the best")
+    assert outcomes(ranking)["b"] == (1, "not distinguishable from the best")
 
 
 def test_equal_models_are_seldom_told_apart(steep):
@@ -195,7 +195,7 @@ def test_equal_models_are_seldom_told_apart(steep):
         logs = RNG.normal(size=40) + RNG.normal(size=(5, 40))
         ranking = rank([steep(n, np.exp(each)) for n, each in zip("abcde", logs, strict=True)])
         others = ranking.models[1:]
-        corrected += any(model.standing == "behind the best" for model in others)
+        corrected += any(model.outcome == "behind the best" for model in others)
         single += any(model.difference.p <= 0.05 for model in others)
     limit = stats.binom(trials, 0.05).ppf(0.999)
     assert corrected <= limit < single
@@ -217,7 +217,7 @@ def test_inputs_in_another_form_are_paired_by_their_place(steep, norms):
     small = moved(steep("a", norms), places, 0)
     large = moved(steep("b", 2 * norms), places, 500, preprocess={"size": [3, 384, 384]})
     ranking = rank([small, large])
-    assert standings(ranking)["b"] == (2, "behind the best")
+    assert outcomes(ranking)["b"] == (2, "behind the best")
     assert ranking.models[1].difference.estimate == pytest.approx(1.0)
     assert [note.code for note in ranking.notes] == ["paired-by-place"]
 
@@ -245,6 +245,6 @@ def test_other_inputs_are_never_paired(steep, norms, places, run):
     named = {name: tuple(text.format(i) for i in range(count)) for name, text in places.items()}
     other = moved(steep("b", 2 * norms), named, 500, command="lipaudit jacobian b", **run)
     ranking = rank([first, other])
-    assert {model.standing for model in ranking.models} <= {"best", "not comparable"}
+    assert {model.outcome for model in ranking.models} <= {"best", "not comparable"}
     assert ranking.models[-1].reason == "jacobian: other samples were measured"
     assert math.isfinite(ranking.models[0].norm.median)

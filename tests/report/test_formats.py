@@ -15,6 +15,7 @@ from lipaudit.report import (
     COMPARISON,
     DRAWN,
     JUDGEMENT,
+    RANKED,
     RENDERERS,
     REPORT,
     Format,
@@ -84,6 +85,7 @@ def test_what_each_format_shows_and_how_its_files_are_called():
         **dict.fromkeys(("html", "json", "markdown", "table"), set(kinds)),
         **dict.fromkeys(("annotations", "junit", "sarif", "text"), {"judged"}),
         **dict.fromkeys(("badge", "brief", "endpoint"), {"report", "drawn", "judged"}),
+        "csv": {"report", "drawn"},
         "model-card": {"report", "drawn"},
         "png": {"drawn"},
     }
@@ -126,7 +128,7 @@ def test_the_forms_that_are_promised_are_those_that_come(report, other):
     )
     assert of_reports(bare).keys() - {"screen"} == REPORT
     assert of_reports(report).keys() - {"screen"} == DRAWN
-    assert of_reports(bare, bare).keys() == {"page"}
+    assert of_reports(bare, bare).keys() - {"screen"} == RANKED
     assert of_comparison(compare([report, other]), [report, other]).keys() == COMPARISON
     rules = tuple(map(parse_rule, RULES))
     assert of_judgement(judge(report, report, rules)).keys() == JUDGEMENT

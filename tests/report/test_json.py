@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lipaudit import schema
-from lipaudit.errors import UsageError
+from lipaudit.gate import rank
 from lipaudit.report import of_reports, render
 from lipaudit.report.formats import json as renderer
 
@@ -16,6 +16,8 @@ def test_file_is_strict_json_and_reads_back_the_same(report):
     assert schema.dumps(schema.loads(text)) == text
 
 
-def test_several_reports_have_no_common_file(report, other):
-    with pytest.raises(UsageError, match="do not fit one JSON file"):
-        render(of_reports(report, other), "json")
+def test_several_reports_are_their_ranking(report, other):
+    written = json.loads(render(of_reports(report, other), "json"))
+    assert [model["model"] for model in written["models"]] == [
+        model.model for model in rank([report, other]).models
+    ]

@@ -28,8 +28,7 @@ FORMAT = Format(
     render=render,
     suffixes=(".json",),
     refusal=(
-        "reports side by side do not fit one JSON file",
-        "lipaudit compare A.json B.json -f json writes what changed; table, markdown and html "
-        "set reports side by side.",
+        "there are no data here to write as JSON",
+        "lipaudit report A.json -f json writes those of a report.",
     ),
 )

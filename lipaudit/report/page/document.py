@@ -10,7 +10,8 @@ from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
 from lipaudit.report.page.diagnosis import diagnosis
 from lipaudit.report.page.facts import facts, versions
-from lipaudit.report.page.remarks import lack, leading, of_all
+from lipaudit.report.page.ranking import scorecards
+from lipaudit.report.page.remarks import lack, leading, merged, of_all
 from lipaudit.report.page.samples import ranked, shown
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
@@ -37,6 +38,17 @@ def screen(report: Report) -> Document:
         page,
         facts=tuple((name, known[name]) for name in BRIEF),
         findings=tuple((text, "") for text, _ in page.findings),
+        more=MORE,
+    )
+
+
+def screen_of_several(reports: Sequence[Report], lead: Chapter) -> Document:
+    """Lay out what fits a screen of several reports: the samples, warnings, one chapter."""
+    data = dict.fromkeys(f"{r.run.data.samples} samples of {r.run.data.spec}" for r in reports)
+    return replace(
+        _opening_of_several(reports),
+        facts=(("data", "; ".join(data)),),
+        chapters=(lead,),
         more=MORE,
     )
 
@@ -92,20 +104,32 @@ def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
             if (section := report.section(measure)) is not None
         }
         chapters.append(Chapter(measure, title(measure), side_by_side(sections)))
+    cards = Chapter("scorecards", "Scorecards", (scorecards(names, reports),))
+    return replace(
+        _opening_of_several(reports),
+        chapters=(
+            *lead,
+            cards,
+            Chapter("models", "Models", (_models(names, reports),)),
+            *chapters,
+            Chapter("reading", "How to read the figures", (Paragraph(LEGEND),)),
+        ),
+    )
+
+
+def _opening_of_several(reports: Sequence[Report]) -> Document:
+    """Lay out what stands above the chapters: what is missing, and all that is warned of."""
+    named = list(zip(model_labels(reports), reports, strict=True))
+    lacks = [f"{name}: {missing}" for name, report in named if (missing := lack(report))]
     return Document(
         title=f"lipaudit: {len(reports)} models side by side",
         facts=(),
         findings=(),
-        chapters=(
-            Chapter("models", "Models", (_models(names, reports),)),
-            *lead,
-            *chapters,
-            Chapter("reading", "How to read the figures", (Paragraph(LEGEND),)),
-        ),
-        partial=next(filter(None, map(lack, reports)), ""),
-        notes=tuple(
+        chapters=(),
+        partial=" ".join(lacks),
+        notes=merged(
             note.model_copy(update={"text": f"{name}: {note.text}"})
-            for name, report in zip(names, reports, strict=True)
+            for name, report in named
             for note in leading(report)
             if note.level == "warning"
         ),

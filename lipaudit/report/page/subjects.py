@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from lipaudit.report.blocks import Curve, Density
     from lipaudit.results import Report
 
-REPORT: frozenset[Form] = frozenset({"page", "brief", "card", "badge", "record"})
+RANKED: frozenset[Form] = frozenset({"page", "brief", "record", "frame"})
+"""The forms of several reports."""
+REPORT: frozenset[Form] = RANKED | {"card", "badge"}
 DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
 COMPARISON: frozenset[Form] = frozenset({"page", "record"})
@@ -22,23 +24,47 @@ JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "badge", "record", "lin
 
 
 def of_reports(*reports: Report) -> Subject:
-    """Show one report, or several side by side."""
+    """Show one report, or several ranked and side by side."""
+    subject = _of_one(reports[0]) if len(reports) == 1 else _of_several(reports)
+    if _pictures(reports):
+        subject["picture"] = lambda: _picture(reports)
+    return subject
+
+
+def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
+    from lipaudit.report import frame
     from lipaudit.report.page.badge import badge
     from lipaudit.report.page.card import card
     from lipaudit.report.page.document import document, screen
     from lipaudit.report.page.scorecard import brief
 
-    subject: dict[Form, Callable[[], Any]] = {"page": cache(lambda: document(*reports))}
-    if len(reports) == 1:
-        subject["record"] = lambda: reports[0]
-        subject["brief"] = lambda: brief(reports[0])
-        subject["card"] = lambda: card(reports[0])
-        subject["badge"] = lambda: badge(reports[0])
-        if sum("." not in s.measure for s in reports[0].sections) > 1:
-            subject["screen"] = lambda: screen(reports[0])
-    if _pictures(reports):
-        subject["picture"] = lambda: _picture(reports)
+    subject: dict[Form, Callable[[], Any]] = {
+        "page": cache(lambda: document(report)),
+        "record": lambda: report,
+        "brief": lambda: brief(report),
+        "card": lambda: card(report),
+        "badge": lambda: badge(report),
+        "frame": lambda: frame.of_report(report),
+    }
+    if sum("." not in s.measure for s in report.sections) > 1:
+        subject["screen"] = lambda: screen(report)
     return subject
+
+
+def _of_several(reports: Sequence[Report]) -> dict[Form, Callable[[], Any]]:
+    from lipaudit.gate import rank
+    from lipaudit.report import frame
+    from lipaudit.report.page.document import document, screen_of_several
+    from lipaudit.report.page.ranking import brief, chapter
+
+    ranking = cache(lambda: rank(reports))
+    return {
+        "page": cache(lambda: document(*reports, lead=[chapter(ranking())])),
+        "screen": lambda: screen_of_several(reports, chapter(ranking(), short=True)),
+        "record": ranking,
+        "brief": lambda: brief(ranking(), reports),
+        "frame": lambda: frame.of_ranking(ranking()),
+    }
 
 
 def of_sample(report: Report, name: str, sample: str | None) -> Subject:

@@ -335,6 +335,7 @@ class Document:
         notes: what is to be known before any figure.
         scorecard: the first figures.
         more: where the rest is, of a page that is not whole.
+        steps: what to do next, each with its command; for pages with room.
     """
 
     title: str
@@ -345,6 +346,7 @@ class Document:
     notes: tuple[Note, ...] = ()
     scorecard: Scorecard | None = None
     more: str = ""
+    steps: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,67 +1,50 @@
-"""The page as a browser lays it out."""
+"""The page as a browser lays it out, and what it does under pointer and keys, and on paper."""
 
 from __future__ import annotations
 
-import html as markup
-import json
+import math
 import re
-import shutil
-import subprocess
 
 import pytest
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {BROWSERS} is installed")
+from lipaudit.report.blocks import Chapter, Document, Table
+from lipaudit.report.formats import html
+from lipaudit.results import Column
+from tests.report import chromium
 
-LOOK = """
-<iframe style="border:0;width:%dpx;height:800px" srcdoc="%s"></iframe>
-<pre id="result"></pre>
-<script>
-addEventListener("load", () => {
-  const frame = document.querySelector("iframe").contentWindow, page = frame.document;
-  const outside = [...page.querySelectorAll("body *")].filter(
-    e => !e.closest(".scroll > *") && e.getBoundingClientRect().right > frame.innerWidth + 1);
-  document.getElementById("result").textContent = JSON.stringify({
-    inner: frame.innerWidth,
-    scroll: page.documentElement.scrollWidth,
-    height: page.documentElement.scrollHeight,
-    outside: outside.map(e => e.tagName + " " + e.className),
-    loads: frame.performance.getEntriesByType("resource").map(e => e.name)
-      .filter(name => !name.startsWith("data:")),
-  });
-});
-</script>
-"""
+pytestmark = pytest.mark.skipif(
+    chromium.PROGRAM is None, reason=f"none of {chromium.NAMES} is installed"
+)
+PAPER = 718
+"""Pixels across an A4 sheet less the margins that browsers leave."""
+LOOK = """({
+  inner: innerWidth,
+  scroll: document.documentElement.scrollWidth,
+  height: document.documentElement.scrollHeight,
+  outside: [...document.querySelectorAll("body *")]
+    .filter(e => !e.closest(".scroll > *, nav > *, #tip"))
+    .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
+    .map(e => e.tagName + " " + e.className),
+  loads: performance.getEntriesByType("resource").map(e => e.name)
+    .filter(name => !name.startsWith("data:")),
+})"""
+ROWS = '[...document.querySelectorAll("#bounds details tbody tr")]'
+TIP = 'document.querySelector("#tip").checkVisibility() ? tip.textContent : ""'
+NUMBER = Column(label="number", meaning="What a heading means.")
 
 
-@pytest.fixture
-def look(tmp_path):
-    """Lay a page out in a frame of some width and say what came of it."""
-
-    def measure(text: str, width: int) -> dict[str, object]:
-        file = tmp_path / "frame.html"
-        file.write_text(LOOK % (width, markup.escape(text)), encoding="utf-8")
-        arguments = ("--headless", "--no-sandbox", "--disable-gpu", "--dump-dom")
-        profile = f"--user-data-dir={tmp_path / 'profile'}"
-        nowhere = "--host-resolver-rules=MAP * ~NOTFOUND"
-        done = subprocess.run(
-            [BROWSER, *arguments, profile, nowhere, file.as_uri()],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
-        found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
-        return json.loads(markup.unescape(found[1]))
-
-    return measure
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    started = chromium.Chromium(tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.close()
 
 
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("name", ["page", "double_page"])
-def test_page_fits_and_loads_nothing(look, request, width, name):
-    found = look(request.getfixturevalue(name), width)
+def test_page_fits_and_loads_nothing(browser, request, width, name):
+    browser.open(request.getfixturevalue(name), width=width)
+    found = browser.run(LOOK)
     assert found["inner"] == width
     assert found["scroll"] <= width
     assert found["outside"] == []
@@ -69,12 +52,354 @@ def test_page_fits_and_loads_nothing(look, request, width, name):
     assert found["height"] > 3000
 
 
-def test_the_look_sees_what_it_looks_for(look, page):
+def test_the_look_sees_what_it_looks_for(browser, page):
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
     bad = (
         '<img src="http://example.invalid/x.png"><p class="wide" style="width:2000px">x</p></body>'
     )
-    found = look(page.replace("</body>", bad), 1280)
+    browser.open(page.replace("</body>", bad))
+    found = browser.run(LOOK)
     assert found["scroll"] > 1280
     assert "P wide" in found["outside"]
     assert found["loads"] == ["http://example.invalid/x.png"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("</main>", "</main><script>document.title = 'taken'</script>"),
+        ('"use strict";', '"use strict"; document.title = "taken";'),
+    ],
+)
+def test_no_other_script_runs(browser, page, old, new):
+    assert old in page
+    browser.open(page.replace(old, new))
+    assert browser.run("document.title") != "taken"
+
+
+# tables
+
+
+def heading(browser, label: str) -> str:
+    """Open the table of all heads, and name a button of it for scripts."""
+    browser.run('document.querySelector("#bounds details").open = true')
+    browser.run(
+        'window.th = [...document.querySelectorAll("#bounds details th")]'
+        f".find(th => th.firstChild.firstChild.textContent === {label!r})"
+    )
+    assert browser.run("Boolean(th)")
+    browser.run('th.scrollIntoView({block: "center", inline: "center", behavior: "instant"})')
+    return "th.querySelector('button')"
+
+
+def click(browser, element: str) -> None:
+    box = browser.run(f"{element}.getBoundingClientRect().toJSON()")
+    browser.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+
+
+def heads(browser) -> list[tuple[int, int]]:
+    """Return the heads in the order in which their rows stand."""
+    texts = browser.run(f"{ROWS}.map(tr => [tr.cells[0].textContent, tr.cells[1].textContent])")
+    return [(int(layer), int(head)) for layer, head in texts]
+
+
+@pytest.mark.parametrize(("label", "name"), [("exact", "exact"), ("mean field", "mean_field")])
+def test_rows_sort_by_value_with_what_is_missing_last(browser, page, report, label, name):
+    """Values of 0.4 to infinity, written with exponents; one was not measured, one is NaN."""
+    rows = {(r.layer, r.head): getattr(r, name) for r in report.section("bounds").rows}
+    missing = {head for head, value in rows.items() if value is None or math.isnan(value)}
+    known = sorted((h for h in rows if h not in missing), key=rows.__getitem__)
+    browser.open(page)
+    button = heading(browser, label)
+    assert heads(browser) == list(rows)
+    for state, expected in (("ascending", known), ("descending", known[::-1])):
+        click(browser, button)
+        assert browser.run("th.ariaSort") == state
+        order = heads(browser)
+        assert [rows[h] for h in order[: len(known)]] == [rows[h] for h in expected]
+        assert set(order[len(known) :]) == missing
+    click(browser, button)
+    assert browser.run("th.ariaSort") == "none"
+    assert heads(browser) == list(rows)
+
+
+def test_a_table_is_sorted_by_one_column_at_a_time(browser, page):
+    browser.open(page)
+    click(browser, heading(browser, "exact"))
+    click(browser, heading(browser, "sharp"))
+    sorted_by = browser.run(
+        '[...document.querySelectorAll("#bounds details th")]'
+        '.filter(th => th.ariaSort !== "none").map(th => th === window.th)'
+    )
+    assert sorted_by == [True]
+
+
+def table(*values: object, column: Column = NUMBER) -> str:
+    """Return a page with a table of one column."""
+    block = Table("t", (column,), tuple((value,) for value in values))
+    chapter = Chapter("one", "One", (block,))
+    return html.render(Document("t", (), (), (chapter,))).decode()
+
+
+@pytest.mark.parametrize(
+    ("values", "column"),
+    [
+        ((1.001, 1.0012, 1.0031), NUMBER),  # all of them say 1.00
+        ((9.0, 80.0, 700.0, 1.2e5), NUMBER),
+        ((-3.0, 0.02, 0.1), Column(label="n", meaning="", format=".1%")),
+        ((True, False), Column(label="n", meaning="", format="d")),
+        (("0.2", "2.0", "2.10", "10.1"), Column(label="head", meaning="", format="s")),
+    ],
+)
+def test_columns_sort_by_what_they_hold(browser, values, column):
+    browser.open(table(*values[::-1], column=column))
+    texts = browser.run('[...document.querySelectorAll("td")].map(td => td.textContent)')
+    click(browser, 'document.querySelector("th button")')
+    after = browser.run('[...document.querySelectorAll("td")].map(td => td.textContent)')
+    expected = sorted(texts) if column.format == "d" else texts[::-1]
+    assert after == expected
+    given = browser.run('[...document.querySelectorAll("td")].map(td => td.dataset.v || "")')
+    assert [float(v) for v in given if v] == sorted(float(v) for v in given if v)
+
+
+def test_headings_sort_by_key_and_say_what_they_mean(browser):
+    browser.open(table(2.0, 1.0))
+    for _ in range(20):
+        browser.press("Tab")
+        if browser.run('document.activeElement.matches("th button")'):
+            break
+    assert browser.run(TIP) == "What a heading means."
+    browser.press("Enter")
+    assert browser.run('[...document.querySelectorAll("td")].map(e => e.textContent)') == [
+        "1.00",
+        "2.00",
+    ]
+
+
+def test_few_rows_need_no_filter(browser):
+    for count, inputs in ((8, 0), (9, 1)):
+        browser.open(table(*map(float, range(count))))
+        assert browser.run('document.querySelectorAll(".filter input").length') == inputs
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("blocks.1", lambda row: row.layer == 1),
+        ("BLOCKS.1 12.6", lambda row: (row.layer, row.head) == (1, 2)),
+        ("0.4", lambda row: (row.layer, row.head) == (1, 1)),  # 0.412, and not 10.4
+        ("nothing of the kind", lambda row: False),
+    ],
+)
+def test_a_filter_keeps_the_rows_that_hold_every_word(browser, page, report, typed, kept):
+    browser.open(page)
+    browser.run('document.querySelector("#bounds details").open = true')
+    browser.run('document.querySelector("#bounds details input").focus()')
+    browser.type(typed)
+    rows = report.section("bounds").rows
+    expected = [(row.layer, row.head) for row in rows if kept(row)]
+    shown = f"{ROWS}.map(tr => tr.checkVisibility())"
+    assert [h for h, seen in zip(heads(browser), browser.run(shown), strict=True) if seen] == (
+        expected
+    )
+    count = browser.run('document.querySelector("#bounds details output").textContent')
+    assert count == f"{len(expected)} of 12 rows"
+    browser.media("print")
+    assert all(browser.run(shown))
+
+
+# pictures
+
+
+def middle(browser, selector: str, index: int = 0) -> tuple[float, float]:
+    """Return the middle of an element after it was brought into the window."""
+    browser.run(f"window.it = document.querySelectorAll({selector!r})[{index}]")
+    browser.run('it.scrollIntoView({block: "center", behavior: "instant"})')
+    box = browser.run("it.getBoundingClientRect().toJSON()")
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_cells_say_their_figures_under_the_pointer(browser, page, width):
+    browser.open(page, width=width)
+    browser.point(*middle(browser, "#bounds svg .marks > rect", 6))
+    assert browser.run(TIP) == "head 1.2: 12.6"
+    box = browser.run('document.querySelector("#tip").getBoundingClientRect().toJSON()')
+    assert box["left"] >= 0
+    assert box["right"] <= width
+    assert box["top"] >= 0
+    browser.point(1, 1)
+    assert browser.run(TIP) == ""
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("bounds", "head 0.0, sharp: exact 1.21, bound 1.36"),
+        (
+            "attack",  # two curves through one point
+            "pgd: eps 4/255, accuracy 20.8% (1.8% to 37.8%)\n"
+            "worst: eps 4/255, accuracy 20.8% (1.8% to 37.8%)",
+        ),
+        ("certify", "0303030303030303: adversarial radius 0.0120, certified radius 0.000900"),
+    ],
+)
+def test_points_say_their_figures_under_the_pointer(browser, page, section, said):
+    browser.open(page)
+    points = browser.run(
+        f'[...document.querySelectorAll("#{section} .marks circle")].map(e => e.textContent)'
+    )
+    browser.point(*middle(browser, f"#{section} .marks circle", points.index(said)))
+    assert browser.run(TIP) == said
+
+
+def test_arrow_keys_read_a_picture(browser, page):
+    browser.open(page)
+    browser.run('document.querySelector("#bounds svg").focus({focusVisible: true})')
+    assert browser.run(TIP) == "head 0.0: 1.21"
+    for key, said in (
+        ("ArrowRight", "head 0.1: 0.874"),
+        ("ArrowDown", "head 1.1: 0.412"),
+        ("ArrowRight", "head 1.2: 12.6"),
+        ("ArrowUp", "head 0.2: 2.05"),
+        ("ArrowUp", "head 0.2: 2.05"),
+        ("ArrowLeft", "head 0.1: 0.874"),
+    ):
+        browser.press(key)
+        assert browser.run(TIP) == said
+    assert browser.run('document.querySelectorAll(".marks .at").length') == 1
+    browser.press("Escape")
+    assert browser.run(TIP) == ""
+
+
+def test_every_picture_is_reached_by_the_tab_key(browser, page):
+    browser.open(page)
+    pictures = browser.run('document.querySelectorAll("svg:has(.marks)").length')
+    reached = 0
+    for _ in range(400):
+        browser.press("Tab")
+        where = browser.run("document.activeElement.tagName")
+        reached += where == "svg"
+        if where == "BODY":
+            break
+    assert reached == pictures > 8
+
+
+# media
+
+
+CONTRAST = """(() => {
+  const parts = text => text.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const weights = [0.2126, 0.7152, 0.0722];
+  const light = text => parts(text).reduce((sum, v, i) => sum + v * weights[i], 0);
+  const page = light(getComputedStyle(document.body).backgroundColor);
+  const ratio = c => (Math.max(page, c) + 0.05) / (Math.min(page, c) + 0.05);
+  const texts = "p, td, th, a, code, li b, dt, figcaption, .standing, .filter, output";
+  return [page, ...[...document.querySelectorAll(texts)].map(e => ratio(light(
+    getComputedStyle(e).color))), ...[...document.querySelectorAll("svg text")]
+    .filter(e => getComputedStyle(e).fill === getComputedStyle(document.body).color)
+    .map(e => ratio(light(getComputedStyle(e).fill)))];
+})()"""
+
+
+def test_text_is_legible_in_light_and_dark(browser, page):
+    """WCAG 2 asks for a contrast of 4.5."""
+    browser.open(page)
+    for scheme in ("light", "dark"):
+        browser.media("screen", color_scheme=scheme)
+        ground, *ratios = browser.run(CONTRAST)
+        assert (ground > 0.5) == (scheme == "light")
+        assert len(ratios) > 1000
+        assert min(ratios) >= 4.5
+
+
+def test_lines_of_pictures_are_seen_in_the_dark(browser, page):
+    """WCAG 2 asks for a contrast of 3 of what is no text."""
+    browser.open(page)
+    for scheme in ("light", "dark"):
+        browser.media("screen", color_scheme=scheme)
+        colours = browser.run(
+            'Array.from({length: 7}, (_, i) => "--c" + i)'
+            ".map(name => getComputedStyle(document.documentElement).getPropertyValue(name))"
+        )
+        assert all(colours) == (scheme == "dark")
+
+
+def test_paper_gets_everything_in_light_colours(browser, page):
+    browser.open(page, width=PAPER)
+    browser.media("print", color_scheme="dark")
+    style = "getComputedStyle(document.body)"
+    assert browser.run(f"{style}.backgroundColor") == "rgb(255, 255, 255)"
+    assert browser.run(f"{style}.color") == "rgb(0, 0, 0)"
+    assert browser.run('getComputedStyle(document.documentElement).getPropertyValue("--c0")') == ""
+    hidden = '[...document.querySelectorAll("main td, main th, svg, figcaption")]'
+    assert browser.run(f"{hidden}.filter(e => !e.checkVisibility()).length") == 0
+    assert browser.run('document.querySelectorAll("details:not([open]) td").length') > 100
+    left = '[...document.querySelectorAll("input, nav, #tip, .anchor")]'
+    assert browser.run(f"{left}.filter(e => e.checkVisibility()).length") == 0
+    cut = '[...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right'
+    assert browser.run(f"{cut} > {PAPER + 1}).map(e => e.outerHTML.slice(0, 80))") == []
+    figures = 'document.querySelectorAll("figure.picture")'
+    assert browser.run(f"new Set([...{figures}].map(e => getComputedStyle(e).breakInside)).size")
+    assert browser.run(f"getComputedStyle({figures}[0]).breakInside") == "avoid"
+
+
+def test_folded_tables_are_open_while_a_browser_prints(browser, page):
+    """Also one that knows no ::details-content."""
+    page = page.replace("details::details-content", "details::none")
+    browser.open(page)
+    browser.run(
+        'addEventListener("beforeprint", () =>'
+        ' { window.open_then = document.querySelectorAll("details[open]").length; })'
+    )
+    folded = browser.run('document.querySelectorAll("details").length')
+    assert browser.pdf().startswith(b"%PDF")
+    assert browser.run("open_then") == folded > 3
+    assert browser.run('document.querySelectorAll("details[open]").length') == 0
+
+
+def test_nothing_moves_for_those_who_ask(browser, page):
+    browser.open(page)
+    style = "getComputedStyle(document.documentElement).scrollBehavior"
+    assert browser.run(style) == "smooth"
+    browser.media("screen", reduced_motion="reduce")
+    assert browser.run(style) == "auto"
+
+
+# without scripts
+
+
+def test_nothing_is_missing_without_scripts(browser, page):
+    texts = '[...document.querySelectorAll("main td, main th, main p:not(.filter), main li")]'
+    texts += ".map(e => e.textContent)"
+    seen = []
+    for scripts in (True, False):
+        browser.open(page, scripts=scripts)
+        seen.append(browser.run(texts))
+        assert bool(browser.run('document.querySelectorAll("button, input").length')) == scripts
+    assert seen[0] == seen[1]
+    titles = 'document.querySelectorAll(".marks title").length'
+    assert (
+        browser.run(titles) == browser.run('document.querySelectorAll(".marks > *").length') > 50
+    )
+
+
+def test_folded_tables_open_without_scripts(browser, page):
+    browser.open(page, scripts=False)
+    browser.click(*middle(browser, "#bounds summary"))
+    assert browser.run('document.querySelector("#bounds details").open')
+
+
+def test_contents_lead_to_their_section(browser, page):
+    browser.open(page, scripts=False)
+    browser.media("screen", reduced_motion="reduce")
+    links = browser.run('[...document.querySelectorAll("nav a")].map(a => a.hash.slice(1))')
+    assert links[:2] == ["scorecard", "next"]
+    for name in (links[1], links[4]):
+        index = links.index(name)
+        browser.run(f'document.querySelectorAll("nav a")[{index}].click()')
+        box = f"document.getElementById({name!r}).getBoundingClientRect()"
+        bar = 'document.querySelector("nav").getBoundingClientRect()'
+        top = browser.run(f"{box}.top - {bar}.bottom")
+        assert -2 <= top <= 60 or browser.run("scrollY") == 0

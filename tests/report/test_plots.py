@@ -224,8 +224,8 @@ def test_numbers_are_legible_on_every_colour():
 
 def places(element: str) -> list[tuple[str, dict[str, float]]]:
     """Return what the marks of a picture say, and where they are."""
-    (group,) = re.findall(r'<g class="marks">(.*?)</g>', element)
-    marks = re.findall(r"<(?:circle|rect) (.*?)><title>(.*?)</title>", group)
+    (group,) = re.findall(r'<g class="marks">(.*?)</g>', element, re.DOTALL)
+    marks = re.findall(r"<(?:circle|rect) (.*?)><title>(.*?)</title>", group, re.DOTALL)
     return [
         (said, {k: float(v) for k, v in re.findall(r'(\w+)="(.*?)"', at)}) for at, said in marks
     ]
@@ -238,9 +238,9 @@ def test_marks_lie_on_the_points_that_are_drawn(log):
     drawn = re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)"', element)[:3]
     found = places(element)
     assert [said for said, _ in found] == [
-        "p, a: ‖x‖ 1.00, n 30",
-        "q, a: ‖x‖ 2.00, n 4",
-        "r, a: ‖x‖ 7.00, n 5",
+        "p: ‖x‖ 1.00, n 30",
+        "q: ‖x‖ 2.00, n 4",
+        "r: ‖x‖ 7.00, n 5",
     ]
     for (x, y), (_, at) in zip(drawn, found, strict=True):
         assert (at["cx"], at["cy"]) == pytest.approx((float(x), float(y)), abs=0.1)
@@ -293,8 +293,15 @@ def test_marks_of_many_points_are_the_outermost(monkeypatch):
     assert kept == ["a", "b", "c", "g"]
 
 
+def test_points_on_each_other_speak_together():
+    one, two = (Series(name, (1.0, x), (2.0, 3.0)) for name, x in (("a", 2.0), ("b", 4.0)))
+    said = [text for text, _ in places(plots.svg(Curve("c", X, X, (one, two))))]
+    assert said[0] == "a: ‖x‖ 1.00, ‖x‖ 2.00\nb: ‖x‖ 1.00, ‖x‖ 2.00"
+    assert len(said) == 3
+
+
 def test_names_of_marks_are_text():
     points = Series("a", (1.0,), (2.0,), names=(HOSTILE,))
     element = plots.svg(Scatter("s", X, X, (points,)))
     assert "<b>" not in element
-    assert "&lt;b&gt;$x$ &amp; 'y'&lt;/b&gt;, a: " in element
+    assert "&lt;b&gt;$x$ &amp; 'y'&lt;/b&gt;: " in element

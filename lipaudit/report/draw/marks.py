@@ -67,25 +67,31 @@ def marks(block: Picture) -> list[Mark]:
 
 
 def elements(axes: Axes, block: Picture) -> str:
-    """Write the places as elements of the SVG file of a drawn picture: nothing that is seen."""
+    """Write the places as elements of the SVG file of a drawn picture: nothing that is seen.
+
+    Points that lie on each other speak together.
+    """
     figure = axes.get_figure(root=True)
     assert figure is not None
     scale, height = 72 / figure.dpi, figure.get_figheight() * 72
-    lines = []
+    texts: dict[str, list[str]] = {}
     for mark in marks(block):
         ends = list(zip(mark.x, mark.y, strict=True))
-        (x0, y0), (x1, y1) = sorted(axes.transData.transform(ends).tolist())
-        left, right = x0 * scale, x1 * scale
-        top, bottom = sorted((height - y0 * scale, height - y1 * scale))
-        shape = (
-            f'circle cx="{left:.1f}" cy="{top:.1f}" r="{RADIUS}"'
-            if mark.point
-            else f'rect x="{left:.1f}" y="{top:.1f}" '
-            f'width="{right - left:.1f}" height="{bottom - top:.1f}"'
-        )
-        title = html.escape(plain(mark.text), quote=False)
-        lines.append(f"<{shape}><title>{title}</title></{shape.split()[0]}>")
+        (x0, y0), (x1, y1) = (axes.transData.transform(ends) * scale).tolist()
+        shape = _shape(sorted((x0, x1)), sorted((height - y0, height - y1)), mark.point)
+        texts.setdefault(shape, []).append(html.escape(plain(mark.text), quote=False))
+    lines = [
+        f"<{shape}><title>{chr(10).join(said)}</title></{shape.split()[0]}>"
+        for shape, said in texts.items()
+    ]
     return f'<g class="marks">{"".join(lines)}</g>' if lines else ""
+
+
+def _shape(x: list[float], y: list[float], point: bool) -> str:
+    if point:
+        return f'circle cx="{x[0]:.1f}" cy="{y[0]:.1f}" r="{RADIUS}"'
+    size = f'width="{x[1] - x[0]:.1f}" height="{y[1] - y[0]:.1f}"'
+    return f'rect x="{x[0]:.1f}" y="{y[0]:.1f}" {size}'
 
 
 def _cells(block: Heatmap) -> Iterator[Mark]:
@@ -147,7 +153,9 @@ def _points(block: Scatter | Curve, series: Series, most: int) -> Iterator[Mark]
         x, y = series.x[index], series.y[index]
         if not isfinite(x + y) or (block.log and min(x, y) <= 0):
             continue
-        whose = [*series.names[index : index + 1], series.label]
+        whose = [*series.names[index : index + 1]]
+        if not whose or len(block.series) > 1:
+            whose.append(series.label)
         figures = f"{pretty(block.x.label)} {named.get(x) or text(x, block.x)}"
         figures += f", {pretty(block.y.label)} {text(y, block.y)}"
         if series.low and series.high and series.low[index] is not None:

@@ -1,7 +1,13 @@
-"""A page as one HTML file: nothing is loaded, nothing runs, it prints and it fits a phone."""
+"""A page as one HTML file: it loads nothing, prints, fits a phone, and is whole without scripts.
+
+Its own script is a file beside the style; a browser is told its hash, and runs no other.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
 from typing import Any
 
 from lipaudit.report import cells
@@ -9,6 +15,7 @@ from lipaudit.report.blocks import Block, Document, Picture, Table
 from lipaudit.report.draw import passages
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.form import Format
+from lipaudit.results import Column
 
 MOST_ROWS = 1200
 """A folded table is cut here (the JSON has the rest), so that a page stays under 2 MB."""
@@ -33,7 +40,10 @@ def render(page: Document) -> bytes:
         "tokens": passages.drawn_tokens,
         "legend": passages.legend,
     }
-    return environment.get_template("report.html").render(page=page, kind=kind).encode()
+    script = environment.get_template("page.js").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = environment.get_template("report.html")
+    return template.render(page=page, kind=kind, script=script, digest=digest).encode()
 
 
 def kind(block: Block) -> str:
@@ -64,13 +74,24 @@ def _tabulated(block: Table) -> dict[str, Any]:
     rows = [
         (
             index in block.strong,
-            [cells.text(v, c) for v, c in zip(row, block.columns, strict=True)],
+            [_cell(v, c) for v, c in zip(row, block.columns, strict=True)],
         )
         for index, row in enumerate(block.rows[:MOST_ROWS])
     ]
     if len(block.rows) > MOST_ROWS:
         notes = [*notes, f"The first {MOST_ROWS} of {len(block.rows)} rows; the JSON has all."]
     return {"heads": heads, "rows": rows, "notes": notes}
+
+
+def _cell(value: Any, column: Column) -> tuple[str, str]:
+    """Return the text of a cell, and the number to sort it by where the text does not say it."""
+    shown = cells.text(value, column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return shown, ""
+    if math.isinf(value):
+        return shown, "Infinity" if value > 0 else "-Infinity"
+    exact = f"{value:.6g}"
+    return shown, "" if exact == shown else exact
 
 
 def _named(block: Table) -> list[bool]:

@@ -14,6 +14,7 @@ from lipaudit.report.page.ranking import scorecards
 from lipaudit.report.page.remarks import lack, leading, merged, of_all
 from lipaudit.report.page.samples import ranked, shown
 from lipaudit.report.page.scorecard import scorecard
+from lipaudit.report.page.steps import steps
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.report.page.views.common import places
 from lipaudit.results import Column, Report, Section, model_labels
@@ -55,6 +56,7 @@ def screen_of_several(reports: Sequence[Report], lead: Chapter) -> Document:
 
 def _opening(report: Report) -> Document:
     """Lay out what stands above the sections."""
+    card = scorecard(report)
     return Document(
         title=f"lipaudit: {report.run.model.spec}",
         facts=facts(report),
@@ -62,7 +64,8 @@ def _opening(report: Report) -> Document:
         chapters=(),
         partial=lack(report),
         notes=leading(report),
-        scorecard=scorecard(report),
+        scorecard=card,
+        steps=steps(report, card),
     )
 
 

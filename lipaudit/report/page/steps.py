@@ -1,0 +1,58 @@
+"""What a reader of a report does next, as far as the report says so."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from lipaudit.report.blocks import Scorecard
+from lipaudit.report.cells import pretty
+from lipaudit.report.page.views.common import CHARACTERS, places
+from lipaudit.results import Report
+from lipaudit.results.summary import summary
+from lipaudit.results.worst import worst
+
+FILE = "report.json"
+"""What an audit calls the file that its page is made of."""
+
+
+def steps(report: Report, card: Scorecard | None) -> tuple[tuple[str, str], ...]:
+    """Return steps and the command for each, the most urgent first."""
+    return (*_repairs(report), *_samples(report), *_changes(card), *_guard(report))
+
+
+def _repairs(report: Report) -> Iterator[tuple[str, str]]:
+    """Measure what is missing, or was measured on noise."""
+    model, summed = report.run.model.spec, summary(report)
+    if report.status != "complete":
+        yield "Measure what is missing.", f"{report.run.command} --resume"
+    if any(warning.code == "random-data" for warning in summed.warnings):
+        yield (
+            "Measure at samples that the model meets in use: these are noise.",
+            shlex.join(["lipaudit", "audit", model, "--data", "DATA"]),
+        )
+    elif summed.norms and summed.norms.end == "logits" and not report.section("attack"):
+        yield (
+            "See what attacks achieve: nothing here says so.",
+            shlex.join(["lipaudit", "attack", model, "--data", "LABELLED"]),
+        )
+
+
+def _samples(report: Report) -> Iterator[tuple[str, str]]:
+    first, known = next(iter(worst(report)), ""), places(report)
+    if first:
+        name = first[:CHARACTERS]
+        place = f", {known[first]}" if first in known else ""
+        yield f"Look at the worst samples, first {name}{place}.", f"lipaudit inspect {FILE} {name}"
+
+
+def _changes(card: Scorecard | None) -> Iterator[tuple[str, str]]:
+    for line in card.lines if card else ():
+        if line.command:
+            yield f"Train against {pretty(line.label)}.", line.command
+
+
+def _guard(report: Report) -> Iterator[tuple[str, str]]:
+    if report.status == "complete" and report.sections:
+        command = shlex.join(["lipaudit", "gate", report.run.model.spec, "--baseline", FILE])
+        yield "Let CI fail when the next checkpoint is worse.", command

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import shlex
+
+from lipaudit.cli.commands import build
+from lipaudit.report.formats import table
+from lipaudit.report.page.document import document
+from lipaudit.results import Note
+from lipaudit.results.worst import worst
+
+
+def commands(report) -> list[str]:
+    return [command for _, command in document(report).steps]
+
+
+def test_worst_sample_comes_with_its_command(report):
+    (first, *_) = worst(report)
+    assert f"lipaudit inspect report.json {first[:12]}" in commands(report)
+
+
+def test_every_command_of_the_scorecard_is_a_step(report):
+    known = [line.command for line in document(report).scorecard.lines if line.command]
+    assert known
+    assert set(known) <= set(commands(report))
+
+
+def test_a_gate_is_offered_on_what_is_complete(report):
+    partial = report.model_copy(update={"status": "partial"})
+    assert any(" --baseline report.json" in each for each in commands(report))
+    assert not any("--baseline" in each for each in commands(partial))
+    assert commands(partial)[0] == "lipaudit audit demo --resume"
+
+
+def test_noise_calls_for_data(report):
+    note = Note(level="warning", code="random-data", text="noise")
+    first = report.sections[0].model_copy(update={"notes": (note,)})
+    noise = report.model_copy(update={"sections": (first, *report.sections[1:])})
+    assert any(each.endswith("--data DATA") for each in commands(noise))
+    assert not any(each.endswith("--data DATA") for each in commands(report))
+
+
+def test_what_was_not_attacked_calls_for_an_attack(report):
+    attack = [each for each in commands(report) if "attack" in each]
+    calm = report.model_copy(update={"sections": (report.section("jacobian"),)})
+    assert attack == []
+    assert any(shlex.split(each)[1] == "attack" for each in commands(calm))
+
+
+def test_terminal_keeps_to_its_screen(report):
+    assert b"What to do next" not in table.render(document(report), width=80)
+
+
+def test_commands_are_those_of_the_tool(report):
+    known = {command.name for command in build().registered_commands}
+    for each in commands(report):
+        assert shlex.split(each)[1] in known

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from lipaudit.errors import EvaluationError
+from lipaudit.gate.contrasts import TOLERANCE
 from lipaudit.gate.statistics import Values, mean_change
 from lipaudit.results import Array
 from lipaudit.results.columns import Float, Frozen
@@ -27,6 +28,12 @@ from lipaudit.results.report import Note
 
 LEVEL = 0.025
 """One-sided level of the limits: together they are a 95 % interval."""
+NO_CHANGE = Note(
+    level="warning",
+    code="no-change",
+    text="the norm hardly changed, or went up in some samples and down in others so that the 95 % "
+    "limits contain 0: no shares of the change are given",
+)
 SMALL_GAP = 0.02
 """Below it, as a share of the norm, the two largest singular values soon change places."""
 
@@ -46,7 +53,7 @@ class Explained(Frozen):
     """What is explained of the change of the norm: by a layer, or by none.
 
     Attributes:
-        share: of the mean change of ln norm; None where the change is not told from none.
+        share: of the mean change of ln norm; None where there hardly is one (`NO_CHANGE`).
         effect: mean of swapped and undone.
         swapped: by this layer of the new model in the old one.
         undone: by this layer in the new model, against the old one there.
@@ -135,7 +142,7 @@ def attribution(
     values, left = _logarithms(norms)
     kept = tuple(np.array(ends["samples"])[left].tolist())
     change = _log_ratio(values["change"])
-    told = change.low is not None and change.high is not None and change.low * change.high > 0
+    told = _told(values["change"], change)
     whole = change.mean if told else None
     sums = {n: values["change"] - v.sum(0) for n, v in values.items() if n != "change"}
     if dropped := len(left) - len(kept):
@@ -152,7 +159,7 @@ def attribution(
         ),
         rest=Explained(**_explained(sums, whole)),
         values={name: Array.of(each) for name, each in values.items()},
-        notes=(*notes, *_remarks(change, told=told)),
+        notes=(*notes, *([] if told else [NO_CHANGE])),
     )
 
 
@@ -197,9 +204,8 @@ def _log_ratio(changes: Values) -> LogRatio:
     )
 
 
-def _remarks(change: LogRatio, *, told: bool) -> list[Note]:
-    if told:
-        return []
-    why = "one sample has no limits" if change.low is None else "its 95 % limits contain 0"
-    text = f"the change of the norm is not told from none ({why}): no shares of it are given"
-    return [Note(level="warning", code="no-change", text=text)]
+def _told(changes: Values, change: LogRatio) -> bool:
+    """Say whether there is a change to have shares of: what is near 0 has shares of any size."""
+    one_way = bool(np.all(changes > 0) or np.all(changes < 0))
+    beyond = change.low is not None and change.high is not None and change.low * change.high > 0
+    return (one_way or beyond) and abs(change.mean) > TOLERANCE

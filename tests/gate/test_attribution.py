@@ -100,9 +100,13 @@ def test_no_shares_of_a_change_that_may_be_none():
     shown = summed(lambda layers, i: (-1) ** i * len(layers) * 0.1, samples=4)
     assert [layer.share for layer in shown.layers] == [None] * 3
     assert [note.code for note in shown.notes] == ["no-change"]
+    assert summed(lambda layers, i: 1e-5 * len(layers)).rest.share is None
+    one_way = summed(lambda layers, i: len(layers) * (0.1 + 3 * i), samples=2)
+    assert one_way.change.low < 0 < one_way.change.high
+    assert [layer.share for layer in one_way.layers] == pytest.approx([1 / 3] * 3)
     alone = summed(pairwise, samples=1)
-    assert (alone.change.low, alone.change.high, alone.rest.share) == (None, None, None)
-    assert "one sample" in alone.notes[0].text
+    assert (alone.change.low, alone.change.high) == (None, None)
+    assert sum(layer.share for layer in alone.layers) + alone.rest.share == pytest.approx(1)
 
 
 def test_samples_with_a_norm_of_0_are_left_out_and_counted():

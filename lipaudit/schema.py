@@ -1,17 +1,21 @@
-"""Report <-> JSON: strict JSON out, one clear error for a newer or a damaged file in."""
+"""Reports and histories <-> JSON: strict JSON out, one clear error for a damaged file in."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from lipaudit.errors import InputError, neighbours, suggestion
 from lipaudit.results import Report, row_types
+from lipaudit.results.history import HISTORY_VERSION, History, Point
 from lipaudit.results.report import SCHEMA_VERSION
 from lipaudit.results.summary import Summary, summary
+
+M = TypeVar("M", bound=BaseModel)
+REPORT, HISTORY = "lipaudit.report", "lipaudit.history"
 
 
 def dumps(report: Report) -> str:
@@ -31,25 +35,33 @@ def loads(text: str, *, name: str = "report") -> Report:
     Raises:
         InputError: when the text is not a report of this major version.
     """
+    if _is_history(text):
+        raise InputError(f"{name} is a history, no report", f"lipaudit report {name} shows it.")
     document = _parse(text, name)
-    major = str(document.get("schema_version", "")).split(".")[0]
-    if document.get("schema") != "lipaudit.report":
-        raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
-    if major != SCHEMA_VERSION.split(".")[0]:
-        raise InputError(
-            f"{name} has schema version {document.get('schema_version')}, not {SCHEMA_VERSION}",
-            "It was written by another major version of lipaudit: use that one to read it.",
-        )
+    _require(document, REPORT, SCHEMA_VERSION, name)
     document.pop("summary", None)
     document["schema_version"] = SCHEMA_VERSION  # what is written again is of this version
-    try:
-        return Report.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(
-            f"{name} is damaged: {where}: {first['msg']}", "Write the report again."
-        ) from None
+    return _validated(Report, document, name)
+
+
+def loads_history(text: str, *, name: str = "history") -> History:
+    """Read a history: a line for what all points share, then a line for every point.
+
+    A last line that was not finished does not count, and points give way to later ones as
+    `History.with_points` says. One JSON object that holds its points is read, too.
+
+    Raises:
+        InputError: when the text is not a history of this major version.
+    """
+    head, *lines = text[: text.rfind("\n")].split("\n") if "\n" in text else [text]
+    whole = head.strip() == "{"
+    document = _parse(text if whole else head, name)
+    _require(document, HISTORY, HISTORY_VERSION, name)
+    points = document.pop("points", [])
+    if not whole:
+        points += [_parse(line, f"line {i} of {name}") for i, line in enumerate(lines, 2)]
+    history = _validated(History, document | {"schema_version": HISTORY_VERSION}, name)
+    return history.with_points(_validated(Point, each, name) for each in points)
 
 
 def load(path: Path | str) -> Report:
@@ -58,13 +70,40 @@ def load(path: Path | str) -> Report:
     Raises:
         InputError: when the file is missing, unreadable or not a report.
     """
+    return loads(_text(path), name=str(path))
+
+
+def load_history(path: Path | str) -> History:
+    """Read a history from a file.
+
+    Raises:
+        InputError: when the file is missing, unreadable or not a history.
+    """
+    return loads_history(_text(path), name=str(path))
+
+
+def load_any(path: Path | str) -> Report | History:
+    """Read a report or a history from a file, whichever it is.
+
+    Raises:
+        InputError: when the file is missing, unreadable or neither.
+    """
+    text = _text(path)
+    return (loads_history if _is_history(text) else loads)(text, name=str(path))
+
+
+def _is_history(text: str) -> bool:
+    """Tell a history by how it begins: it may be lines, or one object."""
+    return f'"{HISTORY}"' in text[:100]
+
+
+def _text(path: Path | str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         advice = suggestion(str(path), neighbours(Path(path)), "Check the path.")
         raise InputError(f"cannot read {path}: {reason}", advice) from None
-    return loads(text, name=str(path))
 
 
 def read_json(path: Path) -> Any:
@@ -79,6 +118,11 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path} is not JSON ({error})", "Copy or download it again.") from error
 
 
+def history_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a history; in a file of lines the first has no points."""
+    return History.model_json_schema(by_alias=True)
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a report: its rows are those of any measure that is installed."""
     schema = Report.model_json_schema(by_alias=True)
@@ -91,6 +135,30 @@ def json_schema() -> dict[str, Any]:
     schema["$defs"].pop("Row", None)
     schema["$defs"] |= rows
     return schema
+
+
+def _require(document: dict[str, Any], kind: str, version: str, name: str) -> None:
+    """Refuse what is no document of a kind, or one of another major version."""
+    if document.get("schema") != kind:
+        what = kind.replace(".", " ")
+        raise InputError(f"{name} is not a {what}", "Name a file written with -f json.")
+    if str(document.get("schema_version", "")).split(".")[0] != version.split(".")[0]:
+        raise InputError(
+            f"{name} has schema version {document.get('schema_version')}, not {version}",
+            "It was written by another major version of lipaudit: use that one to read it.",
+        )
+
+
+def _validated(kind: type[M], document: dict[str, Any], name: str) -> M:
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        again = kind.__name__.lower()
+        raise InputError(
+            f"{name} is damaged: {where}: {first['msg']}", f"Write the {again} again."
+        ) from None
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:

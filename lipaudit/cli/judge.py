@@ -51,18 +51,24 @@ def _output(format: str | None, files: list[Path] | None) -> Output:
 
 @command("report", panel=COMPARE)
 def report(reports: Reports, output: Shown, extent: Extent, terminal: Plain) -> None:
-    """Render a saved report again, or several side by side.
+    """Render a saved report again, several side by side, or the history of a training.
 
     It needs no model and no torch: the figures are those of the run.
 
     [dim]Examples:[/]
       [cyan]lipaudit report audit.json -o audit.html[/]
       [cyan]lipaudit report before.json after.json -f markdown[/]
+      [cyan]lipaudit report watched/history.jsonl -o curves.html[/]
     """
     from lipaudit import schema
     from lipaudit.cli.emit import emit
-    from lipaudit.report import of_reports
+    from lipaudit.report import of_history, of_reports
+    from lipaudit.results.history import History
 
+    first = schema.load_any(reports[0])
+    if isinstance(first, History) and len(reports) == 1:
+        emit(of_history(first), output, always=False, details=extent.details)
+        return
     loaded = [schema.load(path) for path in reports]
     emit(of_reports(*loaded), output, always=False, details=extent.details)
 

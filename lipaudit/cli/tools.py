@@ -146,9 +146,15 @@ def init(
 
 
 @command("schema", panel=LEARN)
-def schema(output: Lines, terminal: Plain) -> None:
-    """Print the JSON Schema of a report."""
+def schema(
+    output: Lines,
+    terminal: Plain,
+    kind: Annotated[
+        Literal["report", "history"], typer.Argument(help="Of a report, or of a training.")
+    ] = "report",
+) -> None:
+    """Print the JSON Schema of a report, or of the history of a training."""
     from lipaudit.cli.emit import emit
-    from lipaudit.schema import json_schema
+    from lipaudit.schema import history_schema, json_schema
 
-    emit({"record": json_schema}, output)
+    emit({"record": history_schema if kind == "history" else json_schema}, output)

@@ -17,10 +17,12 @@ from lipaudit.report.formats import of_file as of_file
 from lipaudit.report.formats import usual as usual
 from lipaudit.report.page.subjects import COMPARISON as COMPARISON
 from lipaudit.report.page.subjects import DRAWN as DRAWN
+from lipaudit.report.page.subjects import HISTORY as HISTORY
 from lipaudit.report.page.subjects import JUDGEMENT as JUDGEMENT
 from lipaudit.report.page.subjects import RANKED as RANKED
 from lipaudit.report.page.subjects import REPORT as REPORT
 from lipaudit.report.page.subjects import of_comparison as of_comparison
+from lipaudit.report.page.subjects import of_history as of_history
 from lipaudit.report.page.subjects import of_judgement as of_judgement
 from lipaudit.report.page.subjects import of_reports as of_reports
 from lipaudit.report.page.subjects import of_sample as of_sample

@@ -186,6 +186,14 @@ WORDS: Mapping[str, str] = {
     "reason": "Why a report was made the baseline.",
     "fact": "What a report says of its model, data and run.",
     "partial": "The run was cut short: what is missing was not measured.",
+    "measured": "Which measures a training is watched by.",
+    "steps": "From where to where a training was measured, and how often.",
+    "cost": "What measuring took, and its share of the time of the training.",
+    "step": "How many steps of the training were done, or the number in a checkpoint's name.",
+    "epoch": "How many times the training has seen its data, where that is known.",
+    "of the training": "A figure that the training gave (its loss, say), not measured here.",
+    "median head": "The exact norm of the head in the middle of all, median over the samples.",
+    "||J|| of a head": "The exact norm of a head, median over the samples.",
     "LAYER.HEAD": "A head: the index of its attention layer and its own, counted from 0.",
 }
 """Words of tables and headings."""
@@ -239,6 +247,7 @@ NOTES: Mapping[str, str] = {
     "not-compared": "A figure of two reports cannot be compared, with the reason.",
     "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",
     "not-finite": "Some values are not finite.",
+    "not-measured": "A measurement of a training failed at a step, with the reason.",
     "note": "A remark of the gate on what it compared.",
     "own-predictions": "Samples without a label: what is certified is that the prediction stays.",
     "own-queries": "The paper does not give the settings of AutoAttack; ours are stated.",

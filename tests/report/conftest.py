@@ -28,6 +28,7 @@ from lipaudit.results import (
     Section,
     row_types,
 )
+from lipaudit.results.history import History, Point, measured
 
 HOSTILE = "<script>alert(1)</script>"
 IDS = tuple(f"{index:02x}" * 8 for index in range(24))
@@ -478,3 +479,19 @@ def blank_report() -> Report:
         required = {n: names[n] for n, field in kind.model_fields.items() if field.is_required()}
         sections.append(Section(measure=measure, rows=(kind(**required),)))
     return make_report().model_copy(update={"sections": tuple(sections)})
+
+
+@pytest.fixture(scope="session")
+def history(report, other) -> History:
+    """Four steps of a training: what was measured at the third failed."""
+    empty = History(lipaudit="0.1.0", created="2026-09-30", model=HOSTILE, data="val")
+    failed = Point(step=200, time="2026-09-30", seconds=0, failures={"bounds": f"no {HOSTILE}"})
+    own = {"epoch": 0.5, "figures": {"loss": 0.25}, "share": 0.125}
+    return empty.with_points(
+        [
+            measured(report, step=0, seconds=2.0),
+            measured(other, step=100, seconds=3.0, **own),
+            failed,
+            measured(report, step=300, seconds=2.5, checkpoint="step-300.pt"),
+        ]
+    )

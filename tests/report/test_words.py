@@ -17,7 +17,7 @@ from lipaudit.cli.explain import known
 from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
 from lipaudit.gate.verdicts import VerdictStatus
-from lipaudit.report import of_comparison, of_judgement, topics
+from lipaudit.report import of_comparison, of_history, of_judgement, topics
 from lipaudit.report.cells import footnotes, pretty, standing
 from lipaudit.report.page.document import document
 from lipaudit.results import Column, measures, row_types
@@ -105,13 +105,14 @@ def shown(block, kind) -> list:
     return [e for b in block for e in shown(b, kind)] if isinstance(block, (tuple, list)) else []
 
 
-@pytest.mark.parametrize("kind", ["single", "double", "comparison", "judgement"])
-def test_every_heading_of_a_page(kind, report, other):
+@pytest.mark.parametrize("kind", ["single", "double", "comparison", "judgement", "history"])
+def test_every_heading_of_a_page(kind, report, other, history):
     pages = {
         "single": lambda: document(report),
         "double": lambda: document(report, other),
         "comparison": lambda: of_comparison(compare([report, other]), [report, other])["page"](),
         "judgement": lambda: of_judgement(judge(other, report))["page"](),
+        "history": lambda: of_history(history)["page"](),
     }
     page = pages[kind]()
     heads = [column for chapter in page.chapters for column in shown(chapter.blocks, Column)]
@@ -122,7 +123,7 @@ def test_every_heading_of_a_page(kind, report, other):
     marked = [label + mark for label in labels for mark in footnotes(heads)[0][:1]]
     facts = [name for name, _ in page.facts]
     scored = [line.label for line in page.scorecard.lines] if page.scorecard else []
-    assert bool(scored) == (kind == "single")
+    assert bool(scored) == (kind in ("single", "history"))
     assert (
         unexplained([*labels, *marked, *facts, *scored, *(s.split()[0] for s in stands if s)])
         == []

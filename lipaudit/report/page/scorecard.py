@@ -12,15 +12,14 @@ from lipaudit.report.draw.layout import scored
 from lipaudit.report.page.remarks import lack, leading
 from lipaudit.report.page.views.common import CHARACTERS, interval, places
 from lipaudit.results import (
-    AttackRow,
     AttentionRow,
     BoundsRow,
     CertifyRadiusRow,
-    CertifyRow,
     Column,
     JacobianRow,
     Report,
 )
+from lipaudit.results.history import KINDS
 from lipaudit.results.summary import (
     Accuracy,
     Fragile,
@@ -32,13 +31,6 @@ from lipaudit.results.summary import (
 )
 
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
-
-KINDS = {
-    "clean": ("clean accuracy", AttackRow.columns()["clean"]),
-    "attacked": ("under attack", AttackRow.columns()["robust"]),
-    "certified": ("certified", CertifyRow.columns()["certified"]),
-}
-"""How each accuracy is called, and how it reads."""
 
 
 def scorecard(report: Report, *, short: bool = False) -> Scorecard | None:

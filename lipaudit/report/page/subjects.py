@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from lipaudit.gate import Comparison, Judgement
     from lipaudit.report.blocks import Curve, Density
     from lipaudit.results import Report
+    from lipaudit.results.history import History
 
 RANKED: frozenset[Form] = frozenset({"page", "brief", "record", "frame"})
 """The forms of several reports."""
@@ -21,6 +23,7 @@ DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
 COMPARISON: frozenset[Form] = frozenset({"page", "record"})
 JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "badge", "record", "lines", "judgement"})
+HISTORY: frozenset[Form] = frozenset({"page", "record"})
 
 
 def of_reports(*reports: Report) -> Subject:
@@ -104,6 +107,17 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     return {
         "page": cache(lambda: document(*reports, lead=chapters(comparison))),
         "record": lambda: comparison,
+    }
+
+
+def of_history(history: History) -> Subject:
+    """Show what was measured over a training."""
+    from lipaudit.report.page.history import page, screen
+
+    return {
+        "page": cache(lambda: page(history)),
+        "screen": lambda: screen(history),
+        "record": lambda: json.loads(history.model_dump_json(by_alias=True)),
     }
 
 

@@ -22,7 +22,9 @@ PUBLIC = {
     "bounds": "lipaudit.api.bounds",
     "load": "lipaudit.schema:load",
     "measure": "lipaudit.api.measuring:measure",
+    "monitor": "lipaudit.monitor",
     "render": "lipaudit.report:render",
+    "watch": "lipaudit.monitor.watching:watch",
 }
 """Where each public name is."""
 

@@ -1,9 +1,11 @@
+from lipaudit import monitor as monitor
 from lipaudit.api import bounds as bounds
 from lipaudit.api.measuring import audit as audit
 from lipaudit.api.measuring import measure as measure
 from lipaudit.engine.observer import Observer as Observer
 from lipaudit.errors import LipauditError as LipauditError
 from lipaudit.models.sources.spec import ModelSpec as ModelSpec
+from lipaudit.monitor.watching import watch as watch
 from lipaudit.report import render as render
 from lipaudit.results import Report as Report
 from lipaudit.schema import load as load

@@ -16,7 +16,7 @@ from lipaudit.data.forms import form_of
 from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
-from lipaudit.engine.prepare import Request, data_options, load_options, prepare
+from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
 from lipaudit.errors import InputError, UsageError, as_user_meets, of_machine, suggestion
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
@@ -62,7 +62,8 @@ def measure(
     kind = _kind(name)
     run, own = _split(options, kind)
     request = Request(_name(model), {name: kind.checked(own)}, run, command="lipaudit.measure()")
-    return _report(model, request, data, input_shape, observer)
+    with prepared(model, request, data, input_shape=input_shape) as job:
+        return execute(job, observer)
 
 
 def audit(
@@ -96,8 +97,35 @@ def audit(
         ['bounds', 'bounds.layers', 'jacobian']
     """
     demo = isinstance(model, str) and model.partition(":")[0] == "demo"
-    of_attack = {name: options.pop(name) for name in OF_ATTACK if name in options}
-    usual = audit_options(of_attack, demo=demo, quick=demo)
+    request = audit_request(_name(model), measures, options, demo=demo, quick=demo)
+    with prepared(model, request, data, input_shape=input_shape) as job:
+        return execute(job, observer)
+
+
+def audit_request(
+    name: str,
+    measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
+    options: Mapping[str, Any],
+    *,
+    demo: bool = False,
+    quick: bool = False,
+    command: str = "lipaudit.audit()",
+) -> Request:
+    """Return what an audit is to measure.
+
+    Args:
+        name: of the model.
+        measures: as of `audit`.
+        options: as of `audit`.
+        demo: whether the model is a demo.
+        quick: whether few samples are enough.
+        command: what the report says it was made by.
+
+    Raises:
+        UsageError: a measure or an option that there is not, or that makes no sense.
+    """
+    of_attack = {n: options[n] for n in OF_ATTACK if n in options}
+    usual = audit_options(of_attack, demo=demo, quick=quick)
     names = [measures] if isinstance(measures, str) else USUAL if measures is None else measures
     if not names:
         raise UsageError("no measure is named", f"There are: {', '.join(option_types())}.")
@@ -106,19 +134,17 @@ def audit(
         raise UsageError(f"{given}: of attacks, and none is asked for", "Leave it out.")
     own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
     own |= measures if isinstance(measures, Mapping) else {}
-    plan = {name: _planned(name, own[name], usual.get(name)) for name in own}
-    run, _ = _split(options, None)
-    counts = QUICK_SAMPLES if demo else {}
-    request = Request(
-        _name(model),
+    plan = {each: _planned(each, own[each], usual.get(each)) for each in own}
+    run, _ = _split({n: v for n, v in options.items() if n not in of_attack}, None)
+    return Request(
+        name,
         plan,
         run,
-        counts,
+        QUICK_SAMPLES if quick else {},
         optional=plan.keys(),
         partial=True,
-        command="lipaudit.audit()",
+        command=command,
     )
-    return _report(model, request, data, input_shape, observer)
 
 
 def _planned(name: str, own: Mapping[str, Any], usual: MeasureOptions | None) -> MeasureOptions:
@@ -136,14 +162,27 @@ def _name(model: AnyModel) -> str:
     return type(model.module if isinstance(model, ModelSpec) else model).__name__
 
 
-def _report(
+@contextmanager
+def prepared(
     model: AnyModel,
     request: Request,
-    data: AnyData,
-    input_shape: Sequence[int] | None,
-    observer: Observer | None,
-) -> Report:
-    """Carry a request out, on a model and samples that may be at hand already."""
+    data: AnyData = None,
+    *,
+    input_shape: Sequence[int] | None = None,
+    samples: Samples | None = None,
+) -> Iterator[Job]:
+    """Have the model and the samples of a request at hand while the block runs.
+
+    Args:
+        model: as of `measure`; a module is put back as it was when the block ends.
+        request: what is to be measured.
+        data: as of `measure`.
+        input_shape: as of `measure`.
+        samples: those of an earlier job on the same data.
+
+    Raises:
+        LipauditError: whatever goes wrong, in the block too, with what to do about it.
+    """
     if request.run.resume and not isinstance(model, str):
         raise UsageError(
             "resume goes on with a checkpoint by its name; a module has none", "Leave it out."
@@ -153,8 +192,9 @@ def _report(
         request, data = replace(request, run=run), None
     try:
         with _net(model, request.run, data, input_shape) as net:
-            samples = None if data is None else _at_hand(data, net, request)
-            return execute(prepare(request, net=net, samples=samples), observer)
+            if samples is None and data is not None:
+                samples = _at_hand(data, net, request)
+            yield prepare(request, net=net, samples=samples)
     except Exception as error:
         if (fault := as_user_meets(error)) is None or fault is error:
             raise

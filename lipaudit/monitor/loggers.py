@@ -1,0 +1,85 @@
+"""Where the figures of a training go besides its history: stores of metrics, by their name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lipaudit.errors import UsageError, suggestion
+from lipaudit.results.history import Point, readings
+
+Logger = Callable[[dict[str, float], int], object]
+"""Takes figures by name, and the step that they are of."""
+
+PREFIX = "lipaudit/"
+
+
+def loggers(wanted: str | Logger | Iterable[str | Logger], folder: Path) -> list[Logger]:
+    """Return what writes figures.
+
+    Args:
+        wanted: names in `LOGGERS`, or functions of one's own.
+        folder: where those write that have no place of their own.
+
+    Raises:
+        UsageError: a name that there is not, or a package that is not installed.
+    """
+    several = [wanted] if isinstance(wanted, str) or callable(wanted) else wanted
+    return [each if callable(each) else _named(each, folder) for each in several]
+
+
+def logged(point: Point) -> dict[str, float]:
+    """Return the figures of a point as they are logged: by names that every store takes."""
+    figures = {PREFIX + each.name: each.value for each in readings(point.summary)}
+    return figures | {f"{PREFIX}seconds": point.seconds}
+
+
+def _named(name: str, folder: Path) -> Logger:
+    if name not in LOGGERS:
+        raise UsageError(f"there is no logger {name!r}", suggestion(name, LOGGERS))
+    try:
+        return LOGGERS[name](folder)
+    except ImportError as error:
+        raise UsageError(
+            f"the logger {name} cannot be imported ({error})",
+            f"Install it: pip install 'lipaudit[{name}]'",
+        ) from error
+
+
+def _tensorboard(folder: Path) -> Logger:
+    """Write event files below the folder, a directory for all sessions."""
+    writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(folder / "tensorboard")
+
+    def log(figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return log
+
+
+def _mlflow(_folder: Path) -> Logger:
+    """Log to the active run; MLflow itself starts one where there is none."""
+    mlflow: Any = import_module("mlflow")
+    return lambda figures, step: mlflow.log_metrics(dict(figures), step=step)
+
+
+def _wandb(_folder: Path) -> Logger:
+    """Log to the open run, over a step of our own: the run's may be ahead, and never goes back."""
+    wandb: Any = import_module("wandb")
+    if wandb.run is None:
+        raise UsageError("no run of W&B is open", "Call wandb.init() before the training.")
+    axis = f"{PREFIX}step"
+    wandb.run.define_metric(axis)
+    wandb.run.define_metric(f"{PREFIX}*", step_metric=axis)
+    return lambda figures, step: wandb.run.log({**figures, axis: step})
+
+
+LOGGERS: dict[str, Callable[[Path], Logger]] = {
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+    "wandb": _wandb,
+}
+"""Makes each logger, given a folder."""

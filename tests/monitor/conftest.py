@@ -1,0 +1,88 @@
+"""A module that takes what training has to offer, and a training of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Classifier(nn.Module):
+    """Two heads over four tokens, with dropout, running statistics and a count of its passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(12, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.1)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x):
+        self.passes += 1
+        tokens = self.embed(x.reshape(len(x), 4, 12))
+        tokens = self.norm(tokens.transpose(1, 2)).transpose(1, 2)
+        return self.head(self.drop(self.attention(tokens, tokens, tokens)[0]).mean(1))
+
+
+@pytest.fixture
+def module() -> Classifier:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Classifier()
+
+
+@pytest.fixture(scope="session")
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.rand(12, 3, 4, 4, generator=generator), torch.arange(12) % 3
+
+
+Watcher = Callable[[int], Any]
+
+
+def trained(
+    module: nn.Module, data: Any, watcher: Watcher, *, autocast: bool = False, twice: bool = False
+) -> dict[str, Any]:
+    """Train six steps, telling the watcher of each; return all that the training leaves behind.
+
+    Args:
+        module: it is trained in place.
+        data: samples and labels, shuffled by the global random state.
+        watcher: is called with the step, between the forward and the backward pass.
+        autocast: run the model in bfloat16, and the watcher with it.
+        twice: gradients are accumulated over two steps.
+    """
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    loader = DataLoader(TensorDataset(*data), batch_size=4, shuffle=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    losses = []
+    module.train()
+    for _ in range(2):
+        for x, y in loader:
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                loss = nn.functional.cross_entropy(module(x), y)
+                watcher(len(losses))
+            loss.backward()
+            losses.append(loss.item() + float(np.random.rand()) + random.random())
+            if not twice or len(losses) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {
+        "losses": losses,
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "optimizer": optimizer.state_dict()["state"],
+        "grads": [None if p.grad is None else p.grad.clone() for p in module.parameters()],
+        "modes": [each.training for each in module.modules()],
+        "rng": torch.get_rng_state(),
+    }

@@ -1,0 +1,170 @@
+"""The command `watch`: the checkpoints of a training, one after the other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lipaudit.cli.app import command
+from lipaudit.cli.measure import MEASURING, typed_command
+from lipaudit.cli.options import Extent, Output, Terminal
+from lipaudit.errors import ExitCode, InputError, LipauditError, as_user_meets, bug
+from lipaudit.settings import AuditOptions, RunOptions, Settings, option
+from lipaudit.settings.option import Need
+from lipaudit.settings.parsing import Names
+
+if TYPE_CHECKING:
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.monitor.checkpoints import Directory
+    from lipaudit.monitor.loggers import Logger
+
+FOLDER = "lipaudit-checkpoints"
+PANEL = "Watch"
+TRIES = 3
+"""How often a checkpoint that may still be written is tried."""
+
+
+def _follows(options: Following) -> bool:
+    return options.follow
+
+
+def _loggers() -> tuple[str, ...]:
+    from lipaudit.monitor.loggers import LOGGERS
+
+    return tuple(LOGGERS)
+
+
+class Following(Settings):
+    """Whether it waits for more checkpoints, and where the figures go besides."""
+
+    follow: bool = option(False, "Wait for new checkpoints, until Ctrl-C.", panel=PANEL)
+    poll: float = option(
+        10.0, "Seconds between two looks.", panel=PANEL, need=Need("--follow", _follows), gt=0
+    )
+    logger: Names = option(
+        None,
+        "Also log to: tensorboard, mlflow, wandb (comma-separated).",
+        panel=PANEL,
+        values=_loggers,
+    )
+
+
+@command("watch", panel=MEASURING, usual={"samples": "by measure"})
+def watch(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Holds checkpoints whose names have a step.")
+    ],
+    options: AuditOptions,
+    run: RunOptions,
+    output: Output,
+    extent: Extent,
+    terminal: Terminal,
+    following: Following,
+) -> None:
+    """The course of a training: what an audit measures, of every checkpoint of a directory.
+
+    Checkpoints (checkpoint-100/, step_200.pt, epoch=3-step=600.ckpt...) are measured in the order
+    of their steps, on the same samples. The history and its page are kept in --run-dir: the next
+    time only new ones are measured.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit watch trainer_output --data val/[/]
+      [cyan]lipaudit watch weights/ --arch timm:vit_tiny_patch16_224 --data val/ --follow[/]
+      [cyan]lipaudit watch out/ --data val/ --only jacobian,attack --eps 1/255 -o curves.html[/]
+    """
+    from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.engine.prepare import Request
+    from lipaudit.monitor.checkpoints import Directory
+    from lipaudit.monitor.diary import Diary, opening
+    from lipaudit.monitor.loggers import loggers
+    from lipaudit.report import HISTORY, of_history
+
+    check_outputs(output, HISTORY)
+    if not folder.is_dir():
+        raise InputError(f"there is no directory {folder}", "Name one that holds checkpoints.")
+    request = Request(
+        "",
+        options.plan(demo=False),
+        run,
+        options.counts(demo=False),
+        optional={*options.names} - options.required,
+        partial=True,
+        command=typed_command(),
+    )
+    where = options.run_dir or folder / FOLDER
+    diary = Diary(where, opening(request, str(folder), run.data or "random"))
+    directory = Directory(folder, request, diary, tries=TRIES if following.follow else 1)
+    logs = loggers(following.logger or (), where)
+    stopped = _measured(directory, logs, following, terminal)
+    if not diary.history.points:
+        raise InputError(
+            f"{folder} holds no checkpoint whose name has a step",
+            "Names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt are read.",
+        )
+    emit(of_history(diary.history), output, details=extent.details)
+    if not terminal.quiet:
+        typer.echo(f"history: {diary.path}\npage:    {diary.page}", err=True)
+    if stopped is not None:
+        raise stopped
+    _require_complete(directory)
+
+
+def _measured(
+    directory: Directory, logs: list[Logger], following: Following, terminal: Terminal
+) -> KeyboardInterrupt | None:
+    """Measure what is new, and while it is followed wait for more.
+
+    Returns:
+        What cut it short; Ctrl-C while it waits does not.
+    """
+    from lipaudit.cli.progress import OnStderr
+
+    observer = OnStderr("", quiet=terminal.quiet, verbose=terminal.verbose)
+    waiting = False
+    try:
+        while True:
+            waiting = False
+            _measure_pending(directory, logs, observer)
+            if not following.follow:
+                return None
+            waiting = True
+            time.sleep(following.poll)
+    except KeyboardInterrupt as stop:
+        return None if waiting and not stop.args else stop
+
+
+def _measure_pending(directory: Directory, logs: list[Logger], observer: OnStderr) -> None:
+    from lipaudit.monitor.loggers import logged
+
+    pending = directory.pending()
+    for number, checkpoint in enumerate(pending, 1):
+        if not observer.quiet:
+            said = f"step {checkpoint.step}: {checkpoint.name} ({number} of {len(pending)} new)"
+            typer.echo(said, err=True)
+        observer.model = checkpoint.name
+        with observer:
+            point = directory.measure(checkpoint, observer)
+        if point is None:
+            continue
+        directory.diary.draw()
+        for log in logs if point.report else ():
+            log(logged(point), point.step)
+
+
+def _require_complete(directory: Directory) -> None:
+    """End with the exit code of the first checkpoint that could not be measured.
+
+    Raises:
+        LipauditError: some could not be; the history has the others.
+    """
+    faults = {name: as_user_meets(e) or bug(e) for name, e in directory.failed.items()}
+    if not faults:
+        return
+    first = next(iter(faults.values()))
+    reasons = "; ".join(f"{name}: {fault.message}" for name, fault in faults.items())
+    error = LipauditError(f"not every checkpoint was measured: {reasons}", first.advice)
+    error.exit_code = ExitCode(first.exit_code)
+    raise error

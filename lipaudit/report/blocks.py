@@ -7,7 +7,7 @@ measure.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lipaudit.results import Column, Note
 
@@ -185,6 +185,46 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A value between its limits, beside the end of what is allowed of it.
+
+    Attributes:
+        label: what it is of.
+        value: in the unit of the axis.
+        low: its lower limit; None where there is none.
+        high: its upper limit.
+        end: of what is allowed.
+        below: whether what is allowed lies below that end, not above it.
+        state: whether it is shown to be allowed, may be either, or is shown not to be.
+    """
+
+    label: str
+    value: float
+    low: float | None
+    high: float | None
+    end: float
+    below: bool
+    state: Literal["kept", "open", "broken"]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals below each other, on one axis."""
+
+    title: str
+    x: Column
+    rows: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a page is read for: how a gate ended."""
+
+    text: str
+    state: Literal["kept", "open", "broken"]
+
+
+@dataclass(frozen=True)
 class Item:
     """What is shown of one sample: PNG files in base64 by their captions, and lines below."""
 
@@ -309,7 +349,7 @@ class Frame:
     rows: tuple[tuple[Any, ...], ...]
 
 
-Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares
+Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares | Intervals
 Block = Paragraph | Table | Picture | Gallery | Passage | Notes
 
 
@@ -328,6 +368,7 @@ class Document:
 
     Attributes:
         title: its heading.
+        outcome: what comes first, where there is one thing that is to be known.
         facts: what was audited and how, by name.
         findings: what stands out, and the rows that it comes from.
         chapters: the sections.
@@ -342,6 +383,7 @@ class Document:
     facts: tuple[tuple[str, str], ...]
     findings: tuple[tuple[str, str], ...]
     chapters: tuple[Chapter, ...]
+    outcome: Outcome | None = None
     partial: str = ""
     notes: tuple[Note, ...] = ()
     scorecard: Scorecard | None = None

@@ -139,6 +139,10 @@ WORDS: Mapping[str, str] = {
     "slope 1/2": "How sqrt n grows, to compare slopes with.",
     "amplification": "How much a small change of a head's input is magnified: ||J||.",
     "rule": "A line of the gate's contract: METRIC[@SELECTOR][:STATISTIC] OP LIMIT.",
+    "rules": "The lines of the gate's contract that were judged.",
+    "confidence": "How surely no rule that is kept in truth is flagged, all rules together.",
+    "paired change": "The change that is tested, sample by sample: see paired. In a picture with "
+    "its limits, over a band of what the rule allows.",
     "metric": "What a rule judges: a column of a section, and how its values become one number.",
     "row": "The row of a section that a rule judges: a head, an attack.",
     "verdict": "What the gate says of a rule; `lipaudit explain regressed` and so on.",

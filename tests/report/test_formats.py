@@ -72,7 +72,7 @@ def test_a_format_is_one_file(tmp_path, folder, monkeypatch):
     assert "against" in (folder / "c.org").read_text()
     gated = lipaudit(*GATE, "-o", "g.org")
     assert gated.stdout.endswith("(exit code 0)\n")
-    assert (folder / "g.org").read_text() == "* Verdicts\n"
+    assert (folder / "g.org").read_text() == "* Changes and what is allowed\n* Verdicts\n"
 
 
 def test_what_each_format_shows_and_how_its_files_are_called():

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Picture, Scatter, Shares
+from lipaudit.report.blocks import (
+    Curve,
+    Density,
+    Heatmap,
+    Histogram,
+    Intervals,
+    Picture,
+    Scatter,
+    Shares,
+)
 from lipaudit.report.cells import number, pretty, text
 
 
@@ -26,6 +35,9 @@ def alternative(block: Picture) -> str:
                 for i, bar in enumerate(block.bars)
             ]
             return f"{block.title}: {'; '.join(bars)}."
+        case Intervals():
+            rows = (f"{row.label} {row.state}" for row in block.rows)
+            return f"{block.title}: {pretty(block.x.label)}; {', '.join(rows)}."
         case Scatter() | Curve():
             names = ", ".join(series.label for series in block.series)
             return (

@@ -14,12 +14,14 @@ from lipaudit.report.blocks import (
     Density,
     Heatmap,
     Histogram,
+    Intervals,
     Picture,
     Scatter,
     Series,
     Shares,
 )
 from lipaudit.report.cells import number, plain, pretty, text
+from lipaudit.report.draw.intervals import said
 from lipaudit.results import Column
 from lipaudit.results.figures import order
 
@@ -57,6 +59,11 @@ def marks(block: Picture) -> list[Mark]:
             return list(_bins(block))
         case Shares():
             return list(_parts(block))
+        case Intervals():
+            return [
+                Mark(said(block, row), (row.value, row.value), (y, y))
+                for y, row in enumerate(block.rows)
+            ]
         case Density():
             few = len(block.values) * len(block.values[0]) <= MOST
             return list(_entries(block)) if few else []

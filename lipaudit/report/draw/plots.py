@@ -12,6 +12,7 @@ from lipaudit.report.blocks import (
     Density,
     Heatmap,
     Histogram,
+    Intervals,
     Picture,
     Scatter,
     Series,
@@ -19,7 +20,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.cells import plain, pretty, text
 from lipaudit.report.draw import axes as axis
-from lipaudit.report.draw import colours
+from lipaudit.report.draw import colours, intervals
 from lipaudit.report.draw.alt import alternative
 from lipaudit.report.draw.inline import INK, element
 from lipaudit.report.draw.marks import elements
@@ -33,6 +34,7 @@ MOST_MARKED = 64
 MANY = 500
 """Above this many marks the marks are a PNG inside the SVG."""
 WIDTH, HEIGHT = 4.9, 3.3
+WIDE = 7.5
 GRADES = (2, 4, 1, 6)
 """Those of parts of a whole, from good to bad."""
 MARKERS = "osD^vPX"
@@ -91,6 +93,8 @@ def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> tup
 
 
 def _size(block: Picture) -> tuple[float, float]:
+    if isinstance(block, Intervals):
+        return WIDE, intervals.height(block)
     if isinstance(block, Shares):
         return WIDTH, 1.1 + 0.33 * len(block.bars)
     if not isinstance(block, Heatmap):
@@ -297,4 +301,5 @@ DRAW: dict[type[Any], Callable[[Axes, Any], None]] = {
     Curve: _curve,
     Density: _density,
     Shares: _shares,
+    Intervals: intervals.draw,
 }

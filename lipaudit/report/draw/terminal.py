@@ -21,6 +21,7 @@ from lipaudit.report.blocks import (
     Gallery,
     Heatmap,
     Histogram,
+    Intervals,
     Notes,
     Paragraph,
     Passage,
@@ -28,7 +29,7 @@ from lipaudit.report.blocks import (
     Shares,
     Table,
 )
-from lipaudit.report.draw import colours, glyphs, passages, portraits
+from lipaudit.report.draw import colours, glyphs, intervals, passages, portraits
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.colours import Rgb, viridis
 from lipaudit.report.draw.layout import card, lines, split, wrap
@@ -97,6 +98,8 @@ def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
 
 def _opening(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _heading(page.title, "═", width)
+    if page.outcome:
+        yield Text("\n".join(wrap(page.outcome.text, min(width, PROSE))), "bold")
     if page.partial:
         yield Text("\n".join(wrap(f"PARTIAL: {page.partial}", min(width, PROSE))), "bold red")
     yield from _facts(page, width)
@@ -133,7 +136,7 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield from _table(block, width)
         case Heatmap():
             yield from _heatmap(block, width, colour)
-        case Histogram() | Shares() | Scatter() | Curve():
+        case Histogram() | Shares() | Scatter() | Curve() | Intervals():
             yield _title(block.title, width)
             yield Text("\n".join(_drawing(block, width)))
         case Density():
@@ -149,7 +152,10 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield from (_item(f"{n.level}:", f"{n.text} ({n.code})", width) for n in block.notes)
 
 
-def _drawing(block: Histogram | Shares | Scatter | Curve, width: int) -> list[str]:
+def _drawing(block: Histogram | Shares | Scatter | Curve | Intervals, width: int) -> list[str]:
+    if isinstance(block, Intervals):
+        drawing = intervals.lines(block, min(width, PROSE))
+        return [*drawing, *wrap(intervals.legend(block), min(width, PROSE))]
     if isinstance(block, Histogram | Shares):
         return [*glyphs.bars(block, min(40, width - 30)), *filter(None, [cells.standing(block.x)])]
     plot = glyphs.plot(block, min(60, width - 12))

@@ -15,6 +15,7 @@ from lipaudit.report.blocks import (
     Gallery,
     Heatmap,
     Histogram,
+    Intervals,
     Notes,
     Paragraph,
     Passage,
@@ -23,7 +24,7 @@ from lipaudit.report.blocks import (
     Shares,
     Table,
 )
-from lipaudit.report.draw import glyphs, passages
+from lipaudit.report.draw import glyphs, intervals, passages
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.form import Format
@@ -41,9 +42,7 @@ def render(page: Document, level: int = 1) -> bytes:
         level: of its title among headings; those of its sections are one below.
     """
     title, section = "#" * level, "#" * (level + 1)
-    lines = [f"{title} {escape(page.title)}", ""]
-    if page.partial:
-        lines += [f"**Partial: {escape(page.partial)}**", ""]
+    lines = [f"{title} {escape(page.title)}", "", *_first(page)]
     if page.facts:
         facts = [[name, escape(value)] for name, value in page.facts]
         lines += [*grid(["", ""], facts, "ll"), ""]
@@ -64,6 +63,14 @@ def render(page: Document, level: int = 1) -> bytes:
     return ("\n".join(lines).rstrip("\n") + "\n").encode()
 
 
+def _first(page: Document) -> Iterator[str]:
+    """Write what is to be known before all else."""
+    if page.outcome:
+        yield from (f"**{escape(page.outcome.text)}**", "")
+    if page.partial:
+        yield from (f"**Partial: {escape(page.partial)}**", "")
+
+
 def escape(text: str) -> str:
     """Write text that Markdown and HTML take literally."""
     return SPECIAL.sub(r"\\\1", html.escape(cells.plain(text), quote=False))
@@ -75,11 +82,8 @@ def _block(block: Block) -> Iterator[str]:
             yield from _table(block)
         case Heatmap():
             yield from _heatmap(block)
-        case Histogram() | Shares():
-            drawing = glyphs.bars(block, BARS)
-            yield from _drawn(block.title, drawing, cells.standing(block.x))
-        case Scatter() | Curve() | Density():
-            yield from _plotted(block)
+        case Histogram() | Shares() | Scatter() | Curve() | Density() | Intervals():
+            yield from _drawn(block.title, *_plotted(block))
         case Paragraph() | Gallery():
             yield from _prose(block)
         case Passage():
@@ -88,6 +92,21 @@ def _block(block: Block) -> Iterator[str]:
             yield from (
                 f"- **{n.level}**: {escape(n.text)} ({escape(n.code)})" for n in block.notes
             )
+
+
+def _plotted(
+    block: Histogram | Shares | Scatter | Curve | Density | Intervals,
+) -> tuple[list[str], str]:
+    """Return a picture out of characters, and its legend."""
+    match block:
+        case Histogram() | Shares():
+            return glyphs.bars(block, BARS), cells.standing(block.x)
+        case Scatter() | Curve():
+            return glyphs.plot(block, PLOT), glyphs.legend(block)
+        case Density():
+            return glyphs.map_plot(block, PLOT), extent(block)
+        case Intervals():
+            return list(intervals.lines(block, PLOT)), intervals.legend(block)
 
 
 def _card(block: Scorecard) -> Iterator[str]:
@@ -170,12 +189,6 @@ def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Ite
 
 def _line(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
-
-
-def _plotted(block: Scatter | Curve | Density) -> Iterator[str]:
-    if isinstance(block, Density):
-        return _drawn(block.title, glyphs.map_plot(block, PLOT), extent(block))
-    return _drawn(block.title, glyphs.plot(block, PLOT), glyphs.legend(block))
 
 
 def _drawn(title: str, drawing: Sequence[str], legend: str) -> Iterator[str]:

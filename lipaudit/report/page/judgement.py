@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
-from lipaudit.gate.verdicts import Judgement, Verdict
-from lipaudit.report.blocks import Block, Brief, Chapter, Document, Notes, Paragraph, Table
+from lipaudit.gate.verdicts import UNPROVEN, Judgement, Verdict, VerdictStatus
+from lipaudit.report.blocks import (
+    Block,
+    Brief,
+    Chapter,
+    Document,
+    Notes,
+    Outcome,
+    Paragraph,
+    Table,
+)
+from lipaudit.report.page.margins import margins
 from lipaudit.results import Column, Note
 
 MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
+GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
+"""Verdicts, what fails first."""
 FEW = 6
 """Rows of one rule that are written out when none of them stands out."""
+TOLD = 8
+"""How many verdicts are told in full above the table."""
 COLUMNS = {
     "verdict": "s",
     "rule": "s",
@@ -37,11 +52,13 @@ class Judged:
 
     Attributes:
         rule: as it was written.
+        verdicts: all of them.
         written: what is written out: all when they are few, else those that are no plain pass.
         rest: how many others there are, by status.
     """
 
     rule: str
+    verdicts: tuple[Verdict, ...]
     written: tuple[Verdict, ...]
     rest: Counter[str]
 
@@ -63,40 +80,70 @@ def lines(judgement: Judgement) -> list[str]:
 def page(judgement: Judgement) -> Document:
     """Lay a judgement out: the outcome, a table of verdicts, the remarks."""
     shown = [Note(level="info", code="never-fails", text=_figures(v)) for v in judgement.shown]
+    pictures = margins([judged.written or judged.verdicts for judged in _by_rule(judgement)])
     notes = [Note(level="info", code="note", text=text) for text in judgement.notes]
     remarks: list[Block] = [Notes((*shown, *notes))] if shown or notes else []
     return Document(
         title=_title(judgement),
-        facts=(),
-        findings=(),
+        outcome=_outcome(judgement),
+        facts=tuple(_facts(judgement)),
+        findings=tuple(_findings(judgement)),
         notes=tuple(
             Note(level="warning", code="spoils", text=text) for text in judgement.warnings
         ),
         chapters=(
-            Chapter(
-                "verdicts",
-                "Verdicts",
-                (Paragraph(_reason(judgement)), _table(judgement), Paragraph(PAIRED), *remarks),
-            ),
+            *([Chapter("margins", "Changes and what is allowed", pictures)] if pictures else []),
+            Chapter("verdicts", "Verdicts", (_table(judgement), Paragraph(PAIRED), *remarks)),
         ),
     )
+
+
+def _outcome(judgement: Judgement) -> Outcome:
+    """Count the verdicts, the gravest first."""
+    statuses = [verdict.status for verdict in judgement.verdicts]
+    counts = ", ".join(f"{statuses.count(s)} {s}" for s in GRAVEST if s in statuses)
+    if judgement.exit_code:
+        return Outcome(f"FAILED (exit code {judgement.exit_code}): {counts}", "broken")
+    return Outcome(f"PASSED: {counts}", "open" if UNPROVEN.intersection(statuses) else "kept")
+
+
+def _facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
+    file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
+    yield "current", judgement.current
+    yield "baseline", judgement.baseline + file
+    yield "rules", "; ".join(dict.fromkeys(verdict.rule for verdict in judgement.verdicts))
+    strict = ", and what is not proven fails" if judgement.strict else ""
+    yield "confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"
+
+
+def _findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
+    """Say what fails, then what is open, the first of them in full."""
+    telling = [v for v in judgement.verdicts if judgement.fails(v)]
+    telling += [v for v in judgement.verdicts if v.status == "inconclusive" and v not in telling]
+    yield from ((verdict.line, "verdicts") for verdict in telling[:TOLD])
+    if len(telling) > TOLD:
+        yield f"and {len(telling) - TOLD} more", "verdicts"
 
 
 def brief(judgement: Judgement) -> Brief:
-    """Return the outcome for a pull request: what fails first, then what is no plain pass."""
+    """Return the outcome for a pull request: what fails first, and of that the gravest."""
     written = [v for judged in _by_rule(judgement) for v in judged.written]
-    written.sort(key=lambda v: (not judgement.fails(v), not _stands_out(judgement, v)))
-    texts = ("baseline", "current", "change")
+    written.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
     return Brief(
         title=_title(judgement),
         remarks=(_reason(judgement), *(f"warning: {text}" for text in judgement.warnings)),
-        heads=("verdict", "rule", "row", *texts),
-        rows=tuple(
-            (*_named(judgement, verdict), *(verdict.texts[name] for name in texts))
-            for verdict in written
-        ),
-        align="lllrrr",
+        heads=("verdict", "rule", "row", "baseline", "current", "change", "paired, limits"),
+        rows=tuple((*_named(judgement, verdict), *_briefly(verdict)) for verdict in written),
+        align="lllrrrr",
     )
+
+
+def _briefly(verdict: Verdict) -> tuple[str, ...]:
+    """Return the figures, their change, and the change that was tested with its limits."""
+    texts = verdict.texts
+    limits = f" ({texts['limits']})" if texts["limits"] else ""
+    first = (texts[name] for name in ("baseline", "current", "change"))
+    return (*first, f"{texts['paired']}{limits}")
 
 
 def _title(judgement: Judgement) -> str:
@@ -120,7 +167,7 @@ def _by_rule(judgement: Judgement) -> Iterator[Judged]:
     for rule, verdicts in rules.items():
         telling = [v for v in verdicts if len(verdicts) <= FEW or _stands_out(judgement, v)]
         rest = Counter[str](v.status for v in verdicts if v not in telling)
-        yield Judged(rule, tuple(telling), rest)
+        yield Judged(rule, tuple(verdicts), tuple(telling), rest)
 
 
 def _stands_out(judgement: Judgement, verdict: Verdict) -> bool:

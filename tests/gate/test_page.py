@@ -1,0 +1,206 @@
+"""The page of a judgement: its outcome first, and pictures in which verdicts can be seen."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from lipaudit.gate import judge, parse_rule
+from lipaudit.report import of_judgement, render
+from lipaudit.report.blocks import Interval, Intervals
+from lipaudit.report.draw import intervals
+from lipaudit.report.draw.plots import svg
+from lipaudit.results import Column
+
+EXACT = np.random.default_rng(1).lognormal(0, 0.3, (12, 8))
+ROBUST = np.r_[np.ones(90, int), np.zeros(38, int)]
+
+
+ENDS = {
+    "jacobian.norm:median <= +5%": 5.0,
+    "jacobian.norm:p95 <= +10%": 10.0,
+    "bounds.exact:each <= +20%": 20.0,
+    "attack.robust >= -2pp": -2.0,
+}
+
+
+def page(judgement):
+    return of_judgement(judgement)["page"]()
+
+
+def pictures(judgement) -> list[Intervals]:
+    blocks = [block for chapter in page(judgement).chapters for block in chapter.blocks]
+    return [block for block in blocks if isinstance(block, Intervals)]
+
+
+@pytest.fixture
+def failed(report, bounds, attack):
+    changed, worse = EXACT.copy(), ROBUST.copy()
+    changed[7] *= 1.5
+    worse[:6] = 0
+    current = report(bounds(changed), attack(worse), weights="b")
+    return judge(current, report(bounds(EXACT), attack(ROBUST)))
+
+
+@pytest.mark.parametrize("format", ["table", "markdown", "html"])
+def test_the_outcome_comes_first_then_warnings_then_what_failed(failed, format):
+    shown = failed.model_copy(
+        update={"warnings": ("zero gradients",), "baseline_file": "base.json"}
+    )
+    text = " ".join(render(of_judgement(shown), format).decode().replace("\\", "").split())
+    words = (
+        "FAILED (exit code 1): 1 regressed, 1 inconclusive, 11 pass",
+        "base.json",
+        "zero gradients",
+        "What stands out",
+        "regressed: bounds.exact:each",
+        "Changes and what is allowed",
+        "Verdicts",
+    )
+    places = [text.replace("&lt;", "<").find(word) for word in words]
+    if format == "html":  # its header links to the sections
+        places[-2:] = [text.rfind(word) for word in words[-2:]]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+def test_a_pass_says_whether_all_of_it_is_proven(report, jacobian, norms):
+    same = judge(report(jacobian(norms)), report(jacobian(norms)))
+    assert page(same).outcome.text == "PASSED: 2 unchanged"
+    assert (page(same).outcome.state, page(same).findings) == ("kept", ())
+    wide = norms * np.exp(np.random.default_rng(0).normal(0, 0.5, norms.size))
+    rules = (parse_rule("jacobian.norm:median <= +5%"),)
+    noisy = judge(report(jacobian(wide), weights="b"), report(jacobian(norms)), rules)
+    assert [v.status for v in noisy.verdicts] == ["pass (not proven)"]
+    assert page(noisy).outcome.state == "open"
+    assert page(noisy.model_copy(update={"strict": True})).outcome.state == "broken"
+
+
+def within(line: Interval, value: float) -> bool:
+    return value <= line.end if line.below else value >= line.end
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_picture_shows_is_what_was_decided(report, bounds, jacobian, attack, norms, seed):
+    """Limits beyond the end of what is allowed are a broken rule, across it an open one."""
+    generator = np.random.default_rng(seed)
+    change = np.exp(generator.normal(generator.uniform(-0.3, 0.3), 0.2, norms.size))
+    exact = EXACT * np.exp(generator.normal(0, 0.2, EXACT.shape))
+    flipped = np.where(generator.random(ROBUST.size) < 0.2, 1 - ROBUST, ROBUST)
+    judgement = judge(
+        report(bounds(exact), jacobian(norms * change), attack(flipped), weights="b"),
+        report(bounds(EXACT), jacobian(norms), attack(ROBUST)),
+    )
+    drawn = {row.label: row for block in pictures(judgement) for row in block.rows}
+    seen = set()
+    for verdict in judgement.verdicts:
+        line = drawn.get(f"{verdict.metric} {verdict.name}".strip())
+        if line is None:
+            assert verdict.metric == "bounds.exact:each"
+            continue
+        figures = (verdict.paired, verdict.low, verdict.high)
+        assert (line.value, line.low, line.high) == pytest.approx([100 * v for v in figures])
+        assert line.end == ENDS[verdict.rule]
+        ends = [within(line, end) for end in (line.low, line.high)]
+        state = "kept" if all(ends) else "open" if any(ends) else "broken"
+        assert line.state == state, verdict.line
+        seen.add(state)
+    assert len(drawn) <= 2 + 8 + 1
+    assert seen
+
+
+def test_of_many_rows_the_nearest_to_breaking_are_drawn(report, bounds):
+    exact = np.random.default_rng(3).lognormal(0, 0.3, (144, 8))
+    growth = np.linspace(0.5, 1.5, 144)[:, None] * np.exp(
+        np.random.default_rng(4).normal(0, 0.001, exact.shape)
+    )
+    judgement = judge(report(bounds(exact * growth), weights="b"), report(bounds(exact)))
+    (picture,) = pictures(judgement)
+    rows = [f"bounds.exact:each layer {i // 2} head {i % 2}" for i in range(143, 135, -1)]
+    assert sorted(row.label for row in picture.rows) == sorted(rows)
+    assert {row.state for row in picture.rows} == {"broken"}
+
+
+def test_a_limit_on_a_value_is_drawn_in_its_own_unit(report, bounds, jacobian, norms):
+    rules = tuple(map(parse_rule, ("jacobian.norm:max <= 2", "bounds.exact:max >= 0.1")))
+    current = report(bounds(EXACT), jacobian(norms))
+    first, second = pictures(judge(current, current, rules))
+    (high,), (low,) = first.rows, second.rows
+    assert (high.value, high.end, high.low) == (pytest.approx(norms.max()), 2.0, None)
+    assert (high.below, high.state) == (True, "broken")
+    assert (low.below, low.state, low.end) == (False, "kept", 0.1)
+    assert high.value == pytest.approx(norms.max())
+
+
+def test_what_was_not_judged_is_in_the_table_and_in_no_picture(report, jacobian, norms):
+    judgement = judge(report(jacobian(norms), dtype="float16"), report(jacobian(norms)))
+    assert pictures(judgement) == []
+    assert "dtype float32 became float16" in render(of_judgement(judgement), "html").decode()
+
+
+def block(*rows: Interval) -> Intervals:
+    axis = Column(label="paired change", meaning="", format="+.3g", unit="%")
+    return Intervals("Changes", axis, rows)
+
+
+def test_a_limit_that_is_far_or_infinite_ends_at_the_edge(report, attack):
+    few = judge(report(attack([1, 1, 0]), weights="b"), report(attack([1, 1, 1])))
+    (picture,) = pictures(few)
+    assert svg(picture).startswith("<svg")
+    rows = [
+        Interval("near", 4.0, -2.0, 9.0, 5.0, True, "open"),
+        Interval("far", 4.0, -math.inf, 1e12, 5.0, True, "open"),
+    ]
+    low, high = intervals.reach(block(*rows))
+    assert -20 < low < -2
+    assert 9 < high < 20
+    assert svg(block(*rows)).count("<path") > svg(block(rows[0])).count("<path")
+    assert "-inf% to +1e12%" in "\n".join(intervals.lines(block(rows[1]), 60))
+
+
+def test_a_line_of_text_has_every_mark_in_its_place():
+    line = Interval("row", 50.0, 25.0, 75.0, 0.0, True, "broken")
+    last = Interval("other", 100.0, None, None, -100.0, False, "kept")
+    shown = block(line, last)
+    low, high = intervals.reach(shown)
+    name, track, _, other, rule, ends = intervals.lines(shown, 101)
+    assert name == "row: +50% (+25% to +75%), allowed 0%"
+    assert {len(track), len(other), len(rule), len(ends)} == {101}
+
+    def place(value: float) -> int:
+        return round(100 * (value - low) / (high - low))
+
+    assert (track.index("✗"), track.index("│")) == (place(50), place(0))
+    assert (track.index("─"), track.rindex("─")) == (place(25), place(75))
+    assert track[: place(0)] == "░" * place(0)
+    assert (other.index("✓"), other.index("│")) == (place(100), place(-100))
+    assert other.rstrip()[-1] == "░"
+
+
+def test_every_state_differs_by_more_than_its_colour():
+    rows = [
+        Interval(state, i, i - 1.0, i + 1.0, 0.5, True, state)
+        for i, state in enumerate(("kept", "open", "broken"))
+    ]
+    drawn = svg(block(*rows))
+    for colour, _, _, name in intervals.LOOKS.values():
+        assert colour in drawn
+        assert f">{name}<" in drawn
+    assert len({mark for _, mark, _, _ in intervals.LOOKS.values()}) == 3
+    assert re.search(r'aria-label="Changes: paired change; kept kept, open open', drawn)
+
+
+def test_a_brief_has_the_gravest_first_with_what_was_tested(failed):
+    strict = failed.model_copy(update={"strict": True})
+    for shown in (failed, strict):
+        lines = render(of_judgement(shown), "brief").decode().splitlines()
+        head, _, *rows = [line for line in lines if line.startswith("|")]
+        assert head.endswith("| change | paired, limits |")
+        first, second = shown.verdicts[7], shown.verdicts[-1]
+        assert "✗ regressed" in rows[0]
+        assert f"{first.texts['paired']} ({first.texts['limits']})" in rows[0]
+        assert "inconclusive" in rows[1]
+        assert f"{second.texts['paired']} ({second.texts['limits']})" in rows[1]

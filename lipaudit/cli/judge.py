@@ -104,10 +104,11 @@ def inspect(
 
 
 @command("compare", panel=COMPARE)
-def compare(reports: Reports, output: Shown, terminal: Plain) -> None:
+def compare(reports: Reports, output: Shown, extent: Extent, terminal: Plain) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
-    Changes carry 95 % limits, and what the gate would say of each; nothing fails here.
+    What improved, what regressed and what chance may explain, with 95 % limits; which samples
+    changed sides, and which heads moved most. Nothing fails here: that is the gate's.
 
     [dim]Examples:[/]
       [cyan]lipaudit compare before.json after.json[/]
@@ -120,7 +121,7 @@ def compare(reports: Reports, output: Shown, terminal: Plain) -> None:
 
     loaded = [schema.load(path) for path in reports]
     shown = of_comparison(compared(loaded), loaded)
-    emit(shown, output, always=False)
+    emit(shown, output, always=False, details=extent.details)
 
 
 @command("gate", panel=COMPARE)

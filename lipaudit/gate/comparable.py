@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lipaudit.errors import BaselineError
@@ -81,8 +81,8 @@ def other_starts(current: Section, baseline: Section) -> bool:
     return current.measure == "attack" and new != old
 
 
-def differences(current: Report, baseline: Report) -> tuple[str, ...]:
-    """Return how the conditions of two runs differ."""
+def differences(current: Report, baseline: Report) -> dict[str, str]:
+    """Return how the conditions of two runs differ, by the name of the condition."""
     new, old = current.run, baseline.run
     pairs: dict[str, tuple[object, object]] = {
         "seed": (new.seed, old.seed),
@@ -95,8 +95,8 @@ def differences(current: Report, baseline: Report) -> tuple[str, ...]:
         pairs[name] = new.options.get(name, "not given"), old.options.get(name, "not given")
     for name in sorted(old.versions.keys() & new.versions.keys()):
         pairs[name] = new.versions[name], old.versions[name]
-    changed = tuple(f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b)
-    return (*changed, *_starts(current, baseline))
+    changed = {n: f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b}
+    return changed | _starts(current, baseline)
 
 
 def warnings(report: Report) -> dict[str, Note]:
@@ -116,13 +116,15 @@ def spoils(current: Report, baseline: Report) -> tuple[str, ...]:
     return tuple(f"{text}{both[n.code in known]}" for text, n in warnings(current).items())
 
 
-def _starts(current: Report, baseline: Report) -> Iterator[str]:
+def _starts(current: Report, baseline: Report) -> dict[str, str]:
     new, old = current.section("attack"), baseline.section("attack")
-    if new and old and same_weights(current, baseline) and other_starts(new, old):
-        yield (
-            "attack: the weights are the same, the random starts are others (another seed, number "
-            "or order of samples): what differs under attack is by chance"
-        )
+    if not (new and old and same_weights(current, baseline) and other_starts(new, old)):
+        return {}
+    text = (
+        "attack: the weights are the same, the random starts are others (another seed, number or "
+        "order of samples): what differs under attack is by chance"
+    )
+    return {"starts": text}
 
 
 def _same_settings(current: Section, baseline: Section) -> None:

@@ -61,7 +61,7 @@ def judge(
         shown=_shown(current, baseline),
         notes=(
             *(f"not judged, neither report has its section: {rule.text}" for rule in dropped),
-            *differences(current, baseline),
+            *differences(current, baseline).values(),
         ),
         warnings=spoils(current, baseline),
     )
@@ -188,12 +188,12 @@ def _verdict(rule: Rule, contrast: Contrast, level: float, adjusted: float | Non
     )
     if contrast.same or contrast.evidence is None:
         return verdict
-    measured = _measured(rule, contrast.evidence, level)
-    return verdict.model_copy(update=measured | {"p_adjusted": adjusted})
+    said = measured(rule, contrast.evidence, level)
+    return verdict.model_copy(update=said | {"p_adjusted": adjusted})
 
 
-def _measured(rule: Rule, evidence: Evidence, level: float) -> dict[str, object]:
-    """Return what the samples say of one change, as fields of a verdict."""
+def measured(rule: Rule, evidence: Evidence, level: float) -> dict[str, object]:
+    """Return what the samples say of one change, as fields of a verdict at a level."""
     bound = margin(rule)
     low, high = evidence.limits(level)
     status = _status(evidence.estimate, low, high, bound)

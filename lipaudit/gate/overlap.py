@@ -30,6 +30,16 @@ def matched(reports: Sequence[Report]) -> list[Report]:
     return [first, *(_renamed(report, other_names(report, first)) for report in others)]
 
 
+def paired_by_place(reports: Sequence[Report], names: Sequence[str]) -> dict[str, str]:
+    """Say which reports are matched to the first by the place of their samples, by name."""
+    return {
+        name: f"{name} sees the samples in another form than {names[0]}: they are paired by their "
+        f"place in {report.run.data.spec}"
+        for name, report in zip(names[1:], reports[1:], strict=True)
+        if other_names(report, reports[0])
+    }
+
+
 def other_names(report: Report, first: Report) -> dict[str, str]:
     """Return what the first report calls the samples of another; empty where ids are alike."""
     here, there = report.found("place"), first.found("place")

@@ -9,7 +9,7 @@ import numpy as np
 
 from lipaudit.errors import UsageError
 from lipaudit.gate.contests import ALPHA, Contest, Difference, Outcome, contest, criteria, outcomes
-from lipaudit.gate.overlap import matched, other_names
+from lipaudit.gate.overlap import matched, paired_by_place
 from lipaudit.gate.statistics import median_change
 from lipaudit.results import Note, Report, model_labels
 from lipaudit.results.columns import Float, Frozen
@@ -97,7 +97,9 @@ def rank(reports: Sequence[Report]) -> Ranking:
     names, shared = model_labels(reports), matched(reports)
     rows = [_row(name, report) for name, report in zip(names, reports, strict=True)]
     contests = [contest(criterion, shared) for criterion in criteria(reports)]
-    notes = [*_paired_by_place(reports, names), *_passed_over(contests)]
+    by_place = paired_by_place(reports, names).values()
+    notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place]
+    notes += _passed_over(contests)
     decisive = next((each for each in contests if each.pairs), None)
     if decisive is None:
         apart = contests[0].apart() if contests else {}
@@ -147,17 +149,6 @@ def limits_of_median(values: Sequence[float]) -> tuple[float | None, float | Non
     limits = median_change(np.array(values, dtype=np.float64)).limits(ALPHA / 2)
     low, high = (float(limit) if np.isfinite(limit) else None for limit in limits)
     return low, high
-
-
-def _paired_by_place(reports: Sequence[Report], names: Sequence[str]) -> Iterator[Note]:
-    first, *others = names
-    for name, report in zip(others, reports[1:], strict=True):
-        if other_names(report, reports[0]):
-            text = (
-                f"{name} sees the samples in another form than {first}: they are paired by their "
-                f"place in {report.run.data.spec}"
-            )
-            yield Note(level="info", code="paired-by-place", text=text)
 
 
 def _passed_over(contests: Sequence[Contest]) -> Iterator[Note]:

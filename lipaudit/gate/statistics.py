@@ -178,6 +178,11 @@ def share_change(worse: int, better: int, samples: int) -> Evidence:
     )
 
 
+def two_sided(judged: Callable[[Values], Evidence], changes: Values, margin: float) -> float:
+    """Return the p-value of "the change is at most the margin, either way"."""
+    return min(1.0, 2 * min(judged(changes).p(margin), judged(-changes).p(margin)))
+
+
 def holm(p_values: Sequence[float], alpha: float) -> tuple[list[float], list[float]]:
     """Adjust p-values by Holm's step-down procedure.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lipaudit.gate.comparison import Comparison, SampleChange
 from lipaudit.gate.contests import Difference
 from lipaudit.gate.ranking import Ranked, Ranking
 from lipaudit.gate.values import row_names
@@ -45,6 +46,24 @@ def of_ranking(ranking: Ranking) -> Frame:
     rows = [dict(_model(model)) for model in ranking.models]
     names = tuple(dict.fromkeys(name for row in rows for name in row))
     return Frame(names, tuple(tuple(row.get(name) for name in names) for row in rows))
+
+
+def of_comparison(comparison: Comparison) -> Frame:
+    """Lay samples out, a row for each of every pair: figures and states, `.old` and `.new`."""
+    rows = [
+        {"old": pair.old, "new": pair.new, **dict(_sample(sample))}
+        for pair in comparison.pairs
+        for sample in pair.samples
+    ]
+    names = tuple(dict.fromkeys(name for row in rows for name in row))
+    return Frame(names, tuple(tuple(row.get(name) for name in names) for row in rows))
+
+
+def _sample(sample: SampleChange) -> Iterator[tuple[str, Any]]:
+    yield from (("sample", sample.id), ("place", sample.place or None))
+    yield from (("lost", len(sample.lost)), ("gained", len(sample.gained)))
+    for name, both in (sample.states | sample.figures).items():
+        yield from zip((f"{name}.old", f"{name}.new"), both, strict=True)
 
 
 def _section(section: Section, report: Report) -> Iterator[tuple[Any, ...]]:

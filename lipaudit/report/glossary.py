@@ -71,7 +71,8 @@ VERDICTS: Mapping[str, str] = {
     "pass (not proven)": "No worse than the limit on these samples, but chance may hide that it "
     "is; --strict fails it.",
     "inconclusive": "Worse than the limit on these samples, but chance may explain it; more "
-    "samples would settle it, and --strict fails it.",
+    "samples would settle it, and --strict fails it. In a comparison: chance may explain the "
+    "change, its 95 % limits leave open whether there is any.",
     "regressed": "Worse than the limit allows, beyond chance: the gate fails (exit code 1).",
     "not comparable": "The two reports were measured in different ways (exit code 5).",
     "error": "The current figures are unfinished, not finite or not converged (exit code 3).",
@@ -152,7 +153,8 @@ WORDS: Mapping[str, str] = {
     "new": "The value of the report that is compared with the first, on the shared samples.",
     "change": "New against old, of the two figures: a share (%), points (pp) or a difference.",
     "paired": "The change that is tested, each sample against itself: of `median` the median of "
-    "the samples' changes, of `each` their geometric mean, else that of the figures.",
+    "the samples' changes, of `each` their geometric mean, else that of the figures; of a column "
+    "of rows in a comparison, the mean over samples of the change of the median over rows.",
     "limits": "Between them the paired change lies, at the confidence that all rules share.",
     "95 % limits": "Between them the paired change lies with 95 % confidence, figure by figure.",
     "rank": "Of several models: one more than models are shown to be better, sample by sample.",
@@ -174,7 +176,19 @@ WORDS: Mapping[str, str] = {
     "(order statistics), for samples drawn like these.",
     "fragile": "The share of attention rows in the fragile regime: see intermediate.",
     "detectable": "The smallest paired change that would have been called a regression.",
-    "McNemar": "An exact test of no change of a share, by the samples that changed sides.",
+    "McNemar": "An exact test of no change of a share, by the samples that changed sides: the "
+    "chance of so lopsided a split if as many came as left.",
+    "asked": "What is asked of every sample: whether it is right, robust or certified.",
+    "became": "What a sample was in the first report, and what it is in the other.",
+    "lost": "Samples that left the good side: were right, robust or certified, and are not.",
+    "gained": "Samples that came to the good side: are right, robust or certified now.",
+    "as before": "Samples that changed sides in no outcome.",
+    "stands": "Whether the change of a head is proven with Holm's correction over all heads of a "
+    "column: the chance of naming any head that has not changed is 5 %.",
+    "p (Holm)": "Two-sided p-value of no change beyond the accuracy of norms (Student's t over "
+    "the samples), with Holm's correction over all heads of a column.",
+    "median head": "The median over the heads, sample by sample.",
+    "softmax norm": "||M|| of an attention row, mean over rows and median over the heads.",
     "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
     "5 baseline, 6 not proven (--strict), 130 interrupted.",
     "Spearman correlation": "How alike two figures rank the samples, from -1 to 1; an interval "

@@ -289,9 +289,12 @@ def test_a_comparison_shows_the_change_of_every_head_in_every_format(audited):
     for i in range(5 * count, 6 * count):  # layer 1, head 1
         section["arrays"]["exact"]["data"][i] *= 1.25
     (audited / "louder.json").write_text(json.dumps(report))
-    files = ("-o", "compared.html", "-o", "compared.md", "-f", "table")
+    files = ("-o", "compared.html", "-o", "compared.md", "-f", "table", "--details")
     done = lipaudit("compare", "run/report.json", "louder.json", *files, cwd=audited)
     assert done.returncode == 0, done.stderr
+    screen = lipaudit("compare", "run/report.json", "louder.json", cwd=audited).stdout
+    assert "--details prints" in screen
+    assert len(screen.splitlines()) <= 40
     pages = [done.stdout, *((audited / f"compared.{end}").read_text() for end in ("html", "md"))]
     for page in pages:
         assert "B: demo against A: demo" in page

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -52,11 +50,12 @@ def test_an_improvement_is_the_mirror_image(louder):
 
 
 def test_the_heat_map_shows_the_louder_head(louder):
-    (ratios,) = (r for r in compare(louder[:2]).pairs[0].ratios if r.metric == "bounds.exact")
-    assert (ratios.layers, ratios.heads) == ((0, 1, 2), (0, 1))
-    expected = np.zeros((3, 2))
-    expected[2, 0] = math.log(1.5)
-    assert np.array(ratios.values) == pytest.approx(expected, abs=1e-5)
+    (exact,) = (h for h in compare(louder[:2]).pairs[0].heads if h.metric == "bounds.exact")
+    assert [(head.layer, head.head) for head in exact.heads] == [
+        (layer, head) for layer in range(3) for head in range(2)
+    ]
+    changes = [head.change for head in exact.heads]
+    assert changes == pytest.approx([0, 0, 0, 0, 0.5, 0], abs=1e-5)
 
 
 def test_distributions_stand_on_the_shared_samples_in_one_order(report, jacobian, ids, norms):
@@ -73,7 +72,7 @@ def test_reports_of_other_precision_are_compared_and_say_so(report, jacobian, no
         [report(jacobian(norms)), report(jacobian(norms), weights="b", dtype="float64")]
     ).pairs[0]
     assert not any(v.reason for v in pair.verdicts)
-    assert pair.notes == ("dtype: float32 became float64",)
+    assert (pair.warnings, pair.notes) == (("dtype: float32 became float64",), ())
 
 
 def test_what_cannot_be_compared_is_named_beside_what_can(louder, report, jacobian, norms):
@@ -114,10 +113,30 @@ def test_a_column_that_only_one_report_has_is_named(report, jacobian, norms):
     assert found["jacobian.margin:median", ""].reason == "e has none"
 
 
-def test_a_column_that_not_every_sample_has_is_named(report, jacobian, norms):
-    pair = compare([report(with_margins(jacobian(norms), [None, *norms[1:]]))] * 2).pairs[0]
-    reason = "not every sample has one"
-    assert verdicts(pair)["jacobian.margin:median", ""].reason == reason
+def test_a_column_is_compared_over_the_samples_that_have_it_in_both(report, jacobian, norms):
+    old, new = [None, *norms[1:]], [*1.2 * norms[:-1], None]
+    reports = [
+        report(with_margins(jacobian(norms), old)),
+        report(with_margins(jacobian(norms), new), weights="b"),
+    ]
+    for pair, times in (
+        (compare(reports).pairs[0], 1.2),
+        (compare(reports[::-1]).pairs[0], 1 / 1.2),
+    ):
+        margin = verdicts(pair)["jacobian.margin:median", ""]
+        assert (margin.samples, margin.reason) == (62, "")
+        assert 1 + margin.paired == pytest.approx(times)
+        assert sorted((margin.old, margin.new)) == pytest.approx(
+            [np.median(norms[1:-1]), 1.2 * np.median(norms[1:-1])]
+        )
+        said = "compared over the 62 of 64 samples for which both have a figure: jacobian.margin"
+        assert said in pair.notes
+
+
+def test_a_column_without_a_sample_in_common_is_named(report, jacobian, norms):
+    sides = [None] * 32 + [1.0] * 32, [1.0] * 32 + [None] * 32
+    pair = compare([report(with_margins(jacobian(norms), side)) for side in sides]).pairs[0]
+    assert verdicts(pair)["jacobian.margin:median", ""].reason == "no sample has one in both"
 
 
 def test_figures_that_turn_negative_change_by_a_difference(report, jacobian, norms):
@@ -156,7 +175,7 @@ def test_few_shared_samples_are_compared_and_counted(report, jacobian, ids, norm
     assert (median.status, median.samples) == ("regressed", 10)
     assert median.old == np.median(norms[54:])
     said = "compared over the 10 samples that both have, of 64 and 10: jacobian"
-    assert said in pair.notes
+    assert said in pair.warnings
 
 
 def test_changes_below_the_accuracy_of_the_norms_are_none(report, jacobian, norms):

@@ -106,9 +106,10 @@ def test_a_comparison_finds_the_same_weights_unchanged(audit, name):
         assert set(compared.values()) == {"unchanged"}
         measured = {section for section in REDUCTIONS if section.partition(".")[0] in PLAN}
         assert {metric.rpartition(".")[0] for metric in compared} >= measured
-        for ratios in pair.ratios:
-            values = [v for line in ratios.values for v in line if v is not None]
+        for changes in pair.heads:
+            values = [head.change for head in changes.heads if head.change is not None]
             assert values == pytest.approx(np.zeros(len(values)), abs=1e-4)
+            assert not any(head.stands for head in changes.heads)
 
 
 @pytest.mark.parametrize("name", ["a superset in another order", "some of them and others"])

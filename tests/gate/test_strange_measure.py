@@ -109,9 +109,9 @@ def test_a_comparison_has_its_figures_and_a_map_of_its_heads(strange):
     found = {v.metric: v.status for v in pair.verdicts}
     assert found["heat.heat:median"] == "regressed"
     assert found["spread.tension:median"] == "unchanged"
-    (ratios,) = pair.ratios
-    assert ratios.metric == "heat.heat"
-    assert np.array(ratios.values) == pytest.approx(np.log([[1.0], [1.5]]))
+    (changes,) = pair.heads
+    assert changes.metric == "heat.heat"
+    assert [head.change for head in changes.heads] == pytest.approx([0.0, 0.5])
 
 
 def test_rows_are_compared_where_no_samples_are_kept(strange, monkeypatch):

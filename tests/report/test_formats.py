@@ -84,8 +84,9 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     assert shown == {
         **dict.fromkeys(("html", "json", "markdown", "table"), set(kinds)),
         **dict.fromkeys(("annotations", "junit", "sarif", "text"), {"judged"}),
-        **dict.fromkeys(("badge", "brief", "endpoint"), {"report", "drawn", "judged"}),
-        "csv": {"report", "drawn"},
+        **dict.fromkeys(("badge", "endpoint"), {"report", "drawn", "judged"}),
+        "brief": {"report", "drawn", "compared", "judged"},
+        "csv": {"report", "drawn", "compared"},
         "model-card": {"report", "drawn"},
         "png": {"drawn"},
     }

@@ -123,7 +123,7 @@ def test_every_heading_of_a_page(kind, report, other, history):
     marked = [label + mark for label in labels for mark in footnotes(heads)[0][:1]]
     facts = [name for name, _ in page.facts]
     scored = [line.label for line in page.scorecard.lines] if page.scorecard else []
-    assert bool(scored) == (kind in ("single", "history"))
+    assert bool(scored) == (kind in ("single", "history", "comparison"))
     assert (
         unexplained([*labels, *marked, *facts, *scored, *(s.split()[0] for s in stands if s)])
         == []

@@ -12,7 +12,7 @@ from lipaudit.report.form import Form, Subject
 
 if TYPE_CHECKING:
     from lipaudit.gate import Comparison, Judgement
-    from lipaudit.report.blocks import Curve, Density
+    from lipaudit.report.blocks import Curve, Density, Document
     from lipaudit.results import Report
     from lipaudit.results.history import History
 
@@ -21,7 +21,7 @@ RANKED: frozenset[Form] = frozenset({"page", "brief", "record", "frame"})
 REPORT: frozenset[Form] = RANKED | {"card", "badge"}
 DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
-COMPARISON: frozenset[Form] = frozenset({"page", "record"})
+COMPARISON: frozenset[Form] = frozenset({"page", "screen", "brief", "record", "frame"})
 JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "badge", "record", "lines", "judgement"})
 HISTORY: frozenset[Form] = frozenset({"page", "record"})
 
@@ -101,12 +101,24 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
 
 def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     """Show what changed between reports, before the reports themselves side by side."""
-    from lipaudit.report.page.comparison import chapters
+    from lipaudit.report import frame
+    from lipaudit.report.page.comparison.chapters import chapters
+    from lipaudit.report.page.comparison.opening import brief, opened, screen
     from lipaudit.report.page.document import document
+    from lipaudit.report.page.views.common import places
+
+    @cache
+    def page() -> Document:
+        known = {name: place for report in reports for name, place in places(report).items()}
+        whole = document(*reports, lead=chapters(comparison, known))
+        return opened(whole, comparison, reports)
 
     return {
-        "page": cache(lambda: document(*reports, lead=chapters(comparison))),
+        "page": page,
+        "screen": lambda: screen(page()),
+        "brief": lambda: brief(comparison),
         "record": lambda: comparison,
+        "frame": lambda: frame.of_comparison(comparison),
     }
 
 

@@ -1,0 +1,113 @@
+"""Every report against the first: what changed, and what spoils the comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from lipaudit.errors import BaselineError, UsageError
+from lipaudit.gate.comparable import REPEAT, differences, same_weights
+from lipaudit.gate.comparison.heads import head_changes, mapped
+from lipaudit.gate.comparison.records import Comparison, Distribution, Pair
+from lipaudit.gate.comparison.samples import outcomes, sample_changes
+from lipaudit.gate.comparison.verdicts import incomplete, verdicts
+from lipaudit.gate.overlap import matched, paired_by_place
+from lipaudit.results import Report, Section, model_labels
+
+SPOILING = frozenset({"dtype", "preprocess", "starts"})
+"""Conditions without which figures are not of the same thing; other data is, by their samples."""
+
+
+def compare(reports: Sequence[Report]) -> Comparison:
+    """Compare every report with the first on their shared samples.
+
+    Intervals hold for each metric by itself: a comparison explores, the gate decides.
+
+    Raises:
+        UsageError: for fewer than two reports.
+        BaselineError: when the reports have nothing that can be compared.
+    """
+    if len(reports) < 2:
+        raise UsageError("compare needs at least two reports", "lipaudit compare A.json B.json")
+    names, alike = model_labels(reports), matched(reports)
+    said = paired_by_place(reports, names)
+    pairs = tuple(
+        _pair((alike[0], report), (names[0], name), said.get(name, ""))
+        for report, name in zip(alike[1:], names[1:], strict=True)
+    )
+    judged = [v for pair in pairs for v in pair.verdicts if not v.reason]
+    if not judged:
+        reasons = [v.reason for pair in pairs for v in pair.verdicts] or [_nothing(reports, names)]
+        raise BaselineError(f"the reports have nothing to compare: {reasons[0]}", REPEAT)
+    return Comparison(
+        models=tuple(names), pairs=pairs, jacobian=tuple(_distributions(alike, names))
+    )
+
+
+def _nothing(reports: Sequence[Report], names: Sequence[str]) -> str:
+    measured = (
+        f"{name}: {', '.join(section.measure for section in report.sections) or 'nothing'}"
+        for name, report in zip(names, reports, strict=True)
+    )
+    return f"no common section ({'; '.join(measured)})"
+
+
+def _pair(reports: tuple[Report, Report], names: tuple[str, str], by_place: str) -> Pair:
+    old, new = reports
+    both = [(s, after) for s in old.sections if (after := new.section(s.measure)) is not None]
+    differing = differences(new, old)
+    flips = outcomes(old, new)
+    return Pair(
+        old=names[0],
+        new=names[1],
+        verdicts=tuple(v for sections in both for v in verdicts(sections, reports, names)),
+        heads=tuple(h for metric in mapped(new) if (h := head_changes(metric, old, new))),
+        outcomes=tuple(flip.outcome for flip in flips),
+        samples=sample_changes(old, new, flips),
+        warnings=(
+            *(text for name, text in differing.items() if name in SPOILING),
+            *([by_place] if by_place else []),
+            *_fewer(both),
+            *(["both reports are of the same weights"] if same_weights(new, old) else []),
+        ),
+        notes=(
+            *_alone(old, new, names),
+            *(text for sections in both for text in incomplete(sections)),
+            *(text for name, text in differing.items() if name not in SPOILING),
+        ),
+    )
+
+
+def _alone(old: Report, new: Report, names: tuple[str, str]) -> Iterator[str]:
+    """Say which sections only one of two reports has."""
+    for report, other, name in ((old, new, names[0]), (new, old, names[1])):
+        for section in report.sections:
+            if other.section(section.measure) is None:
+                yield f"not compared, only {name} has it: {section.measure}"
+
+
+def _fewer(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
+    """Say which sections are compared over some of their samples."""
+    for sections in both:
+        old, new = (set(section.samples.get("ids", ())) for section in sections)
+        if old != new and old & new:
+            yield (
+                f"compared over the {len(old & new)} samples that both have, of {len(old)} and "
+                f"{len(new)}: {sections[0].measure}"
+            )
+
+
+def _distributions(reports: Sequence[Report], names: Sequence[str]) -> Iterator[Distribution]:
+    """Return the Jacobian norms on the samples that all reports with such norms share."""
+    kept = [
+        (name, dict(zip(section.samples["ids"], section.samples["norm"], strict=True)))
+        for name, report in zip(names, reports, strict=True)
+        if (section := report.section("jacobian")) and "norm" in section.samples
+    ]
+    shared = [i for i in (kept[0][1] if kept else ()) if all(i in norms for _, norms in kept)]
+    for name, norms in kept:
+        yield Distribution(model=name, values=tuple(_float(norms[i]) for i in shared))
+
+
+def _float(cell: object) -> float:
+    return float(cell) if isinstance(cell, int | float) else math.nan

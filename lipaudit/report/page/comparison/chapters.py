@@ -1,0 +1,75 @@
+"""Every figure, sample and head of a comparison: three chapters for every other model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from lipaudit.gate.comparison import Comparison, Pair
+from lipaudit.gate.comparison.verdicts import ABSENT
+from lipaudit.gate.verdicts import Verdict
+from lipaudit.report.blocks import Block, Chapter, Notes, Paragraph, Table
+from lipaudit.report.page.comparison import heads, samples
+from lipaudit.report.page.remarks import merged
+from lipaudit.results import Column, Note
+
+HOW = (
+    "Change: of the two figures. Paired: what is tested, each sample against itself, with the "
+    "limits of a 95 % interval for each figure alone; figures without limits are compared as they "
+    "are. All are over the samples that both reports have."
+)
+
+
+def chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter, ...]:
+    """Return three chapters for every model but the first: figures, samples, heads.
+
+    Args:
+        comparison: of reports.
+        places: where their samples are found, by id.
+    """
+    return tuple(
+        Chapter(f"{name}-{i}", f"{title}{pair.new} against {pair.old}", tuple(shown))
+        for i, pair in enumerate(comparison.pairs)
+        for name, title, shown in (
+            ("change", "", _figures(pair)),
+            ("samples", "Samples: ", samples.blocks(pair, places)),
+            ("heads", "Heads: ", heads.blocks(pair)),
+        )
+        if shown
+    )
+
+
+def limits(verdict: Verdict) -> str:
+    """Write the limits of a paired change; why there are none, where the samples are too few."""
+    unknown = verdict.high == math.inf and verdict.low in (-1.0, -math.inf)
+    return "too few samples" if unknown else verdict.texts["limits"]
+
+
+def _figures(pair: Pair) -> list[Block]:
+    judged = [verdict for verdict in pair.verdicts if not verdict.reason]
+    texts = [("differs", text) for text in pair.notes]
+    texts += [
+        ("not-compared", f"not compared, {v.reason}: {v.metric}")
+        for v in pair.verdicts
+        if v.reason.endswith(ABSENT)
+    ]
+    notes = merged(Note(level="info", code=code, text=text) for code, text in texts)
+    return [Paragraph(HOW), _table(judged), *([Notes(notes)] if notes else [])]
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
+    labels = ("metric", "verdict", "old", "new", "change", "paired", "95 % limits", "samples")
+    return Table(
+        title="",
+        columns=tuple(Column(label=label, meaning="", format="s") for label in labels),
+        rows=tuple(map(_row, verdicts)),
+        strong=frozenset(
+            i for i, v in enumerate(verdicts) if v.status in ("regressed", "improved")
+        ),
+    )
+
+
+def _row(verdict: Verdict) -> tuple[str | None, ...]:
+    metric = f"{verdict.metric} {verdict.name}".rstrip()
+    texts = verdict.texts | {"limits": limits(verdict)}
+    return (metric, verdict.status, *(text or None for text in texts.values()))

@@ -1,0 +1,268 @@
+"""What a comparison says first: warnings, what changed, which samples and heads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lipaudit.gate.comparison import Comparison, HeadChange, Kind, Outcome, Pair
+from lipaudit.gate.comparison.verdicts import ABSENT
+from lipaudit.gate.contrasts import TOLERANCE
+from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
+from lipaudit.report.blocks import Brief, Document, Line, Scorecard
+from lipaudit.report.cells import number, pretty, significant, text
+from lipaudit.report.page.comparison import heads
+from lipaudit.report.page.comparison.chapters import limits
+from lipaudit.report.page.comparison.samples import called
+from lipaudit.report.page.remarks import merged
+from lipaudit.report.page.scorecard import KINDS
+from lipaudit.report.page.views.common import CHARACTERS
+from lipaudit.results import Column, Note, Report, row_types, sample_columns
+from lipaudit.results.trials import TrialKey
+
+MORE = (
+    "--details prints all figures, samples and heads; lipaudit explain WORD says what a word "
+    "means."
+)
+FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "unchanged")
+"""Verdicts in the order in which they are told."""
+NORM = "jacobian.norm"
+NAMED = 3
+"""How many samples and heads are named."""
+ACCURACY: dict[str, Kind] = {
+    "attack.correct:mean": "clean",
+    "jacobian.correct:mean": "clean",
+    "certify.correct:mean": "clean",
+    "attack.robust:mean": "attacked",
+    "certify.robust:mean": "attacked",
+    "certify.certified:mean": "certified",
+}
+"""Metrics that are accuracies; of two of one kind and ball, the first is told."""
+HEADLINES = {
+    "jacobian.norm:median": "Jacobian norm, median",
+    "jacobian.norm:p95": "Jacobian norm, p95",
+    "jacobian.margin:median": "margin, median",
+    "jacobian.radius_first_order:median": "first-order radius",
+    "certify.radius:median": "certified radius",
+    "bounds.exact_max:median": "steepest head, ||J||",
+    "bounds.exact:median": "median head, ||J||",
+    "attention.softmax_norm:median": "softmax norm",
+    "attention.intermediate:median": "fragile rows",
+}
+"""Figures that are told first beside accuracies, and what the scorecard calls them."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A figure that is told first: what it is called, how it reads, and what became of it."""
+
+    label: str
+    column: Column
+    verdict: Verdict
+
+
+def opened(page: Document, comparison: Comparison, reports: Sequence[Report]) -> Document:
+    """Set what changed above the chapters of a page."""
+    warned = [note for pair in comparison.pairs for note in _spoiling(pair)]
+    return replace(
+        page,
+        title=_title(comparison),
+        facts=_facts(comparison, reports),
+        notes=merged([*warned, *page.notes]),
+        scorecard=_scorecard(comparison),
+        findings=tuple(f for i, p in enumerate(comparison.pairs) for f in _findings(p, i)),
+    )
+
+
+def screen(page: Document) -> Document:
+    """Keep of a page what fits a screen."""
+    told = tuple((text, "") for text, _ in page.findings)
+    return replace(page, findings=told, chapters=(), more=MORE)
+
+
+def brief(comparison: Comparison) -> Brief:
+    """Return what changed for a pull request: warnings, counts, then the figures."""
+    pairs, several = comparison.pairs, len(comparison.pairs) > 1
+    told = [(pair, line) for pair in pairs for line in _headlines(pair)]
+    told.sort(key=lambda each: FIRST.index(each[1].verdict.status))
+    return Brief(
+        title=_title(comparison),
+        remarks=(
+            *(f"{note.level}: {note.text}" for pair in pairs for note in _spoiling(pair)),
+            *(f"{pair.new}: {_counted(pair)}" if several else _counted(pair) for pair in pairs),
+        ),
+        heads=("verdict", "figure", "old", "new", "change", "95 % limits"),
+        rows=tuple(
+            (
+                line.verdict.status,
+                pretty(f"{pair.new}: {line.label}" if several else line.label),
+                text(line.verdict.old, line.column),
+                text(line.verdict.new, line.column),
+                _change(line.verdict),
+                limits(line.verdict),
+            )
+            for pair, line in told
+        ),
+        align="llrrrr",
+    )
+
+
+def _title(comparison: Comparison) -> str:
+    first, *others = comparison.models
+    new = others[0] if len(others) == 1 else f"{len(others)} models"
+    return f"lipaudit: {new} against {first}"
+
+
+def _facts(comparison: Comparison, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
+    """Say what is compared, and on which samples."""
+    models = tuple(
+        (
+            "new" if i else "old",
+            f"{name} ({r.run.model.architecture}), weights {r.run.model.weights_sha256[:12]}",
+        )
+        for i, (name, r) in enumerate(zip(comparison.models, reports, strict=True))
+    )
+    data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
+    return (*models, ("data", "; ".join(data)))
+
+
+def _spoiling(pair: Pair) -> tuple[Note, ...]:
+    """Return what spoils the comparison, and what could not be compared because of it."""
+    refused = (v for v in pair.verdicts if v.reason and not v.reason.endswith(ABSENT))
+    texts = [("differs", text) for text in pair.warnings]
+    texts += [("not-compared", f"not compared, {v.reason}: {v.metric}") for v in refused]
+    return merged(Note(level="warning", code=code, text=text) for code, text in texts)
+
+
+def _scorecard(comparison: Comparison) -> Scorecard | None:
+    """Tell by how much figures changed, what regressed first."""
+    several = len(comparison.pairs) > 1
+    told = [(pair, line) for pair in comparison.pairs for line in _headlines(pair)]
+    told.sort(key=lambda each: FIRST.index(each[1].verdict.status))
+    lines = tuple(
+        Line(
+            f"{line.label}, {pair.new}" if several else line.label,
+            _change(line.verdict) or "0",
+            line.column,
+            _said(line),
+        )
+        for pair, line in told
+    )
+    return Scorecard(lines) if lines else None
+
+
+def _said(line: Headline) -> str:
+    """Say what became of a figure."""
+    verdict = line.verdict
+    known = limits(verdict)
+    between = f" ({known})" if known else ""
+    old, new = (text(value, line.column) for value in (verdict.old, verdict.new))
+    return f"{verdict.status} {old} → {new}{between}"
+
+
+def _change(verdict: Verdict) -> str:
+    return verdict.texts["paired"] or verdict.texts["change"]
+
+
+def _headlines(pair: Pair) -> list[Headline]:
+    """Return the figures that are told first: accuracies, then those of `HEADLINES`."""
+    judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
+    accuracies: dict[str, Headline] = {}
+    for metric, kind in ACCURACY.items():
+        for verdict in judged:
+            if verdict.metric == metric:
+                ball = TrialKey.parse(verdict.name)
+                label = called(kind, ball.ball if ball else "")
+                accuracies.setdefault(label, Headline(label, KINDS[kind][1], verdict))
+    figures = {verdict.metric: verdict for verdict in judged}
+    return [
+        *accuracies.values(),
+        *(
+            Headline(label, _column(metric), figures[metric])
+            for metric, label in HEADLINES.items()
+            if metric in figures
+        ),
+    ]
+
+
+def _column(metric: str) -> Column:
+    """Return how the column of a metric reads, which is of samples or of rows."""
+    measure, _, name = metric.partition(":")[0].rpartition(".")
+    return {**row_types()[measure].columns(), **sample_columns(measure)}[name]
+
+
+def _findings(pair: Pair, index: int) -> Iterator[tuple[str, str]]:
+    """Say what stands out of a pair, and the chapter that it comes from."""
+    yield _counted(pair), f"change-{index}"
+    yield from ((text, f"samples-{index}") for text in (*_flips(pair), *_risen(pair)))
+    if pair.heads:
+        yield _heads(pair), f"heads-{index}"
+
+
+def _counted(pair: Pair) -> str:
+    """Count the verdicts."""
+    counts = Counter(verdict.status for verdict in pair.verdicts if verdict.status in FIRST)
+    said = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
+    return f"Of {counts.total()} figures: {said}."
+
+
+def _flips(pair: Pair) -> Iterator[str]:
+    """Say of each outcome how many samples changed sides, and which are worse now."""
+    still = [called(o.kind, o.ball) for o in pair.outcomes if not o.lost and not o.gained]
+    for outcome in pair.outcomes:
+        if outcome.lost or outcome.gained:
+            what = called(outcome.kind, outcome.ball).capitalize()
+            yield (
+                f"{what}: {outcome.gained} of {outcome.samples} samples gained, "
+                f"{outcome.lost} lost (exact McNemar p = {number(outcome.mcnemar, '.2g')})"
+                f"{_lost(outcome, pair)}."
+            )
+    if still:
+        yield f"No sample changed sides: {'; '.join(still)}."
+
+
+def _lost(outcome: Outcome, pair: Pair) -> str:
+    lost = [sample for sample in pair.samples if outcome.name in sample.lost]
+    named = ", ".join(s.place or s.id[:CHARACTERS] for s in lost[:NAMED])
+    return (f": {named}" + ", ..." * (len(lost) > NAMED)) if lost else ""
+
+
+def _risen(pair: Pair) -> Iterator[str]:
+    """Say of how many samples the Jacobian norm rose, and of which most."""
+    known = [(s, *ends) for s in pair.samples if (ends := s.ends(NORM)) and min(ends) > 0]
+    risen = [each for each in known if each[2] > each[1] * (1 + TOLERANCE)]
+    if risen:
+        sample, old, new = max(risen, key=lambda each: each[2] / each[1])
+        where = sample.place or sample.id[:CHARACTERS]
+        most = f", most that of {where}: {significant(old)} became {significant(new)}"
+    if known:
+        said = (
+            f"rose in {len(risen)} of {len(known)} samples{most}" if risen else "rose in no sample"
+        )
+        yield f"The Jacobian norm {said}."
+
+
+def _heads(pair: Pair) -> str:
+    """Name the heads that moved most, beyond chance where that is known."""
+    changes = pair.heads[0]
+    order, what = heads.ranked(changes), f"Heads, {changes.metric}"
+    if not changes.samples:
+        return f"{what}, without limits: {_named(order, changes.unit)}."
+    proven = [head for head in order if head.stands]
+    many = f"of {len(changes.heads)} changes stand after Holm's correction over heads"
+    if not proven:
+        return f"{what}: none {many}."
+    up = sum((head.change or 0) > 0 for head in proven)
+    return (
+        f"{what}: {len(proven)} {many} ({up} up, {len(proven) - up} down), most of all "
+        f"{_named(proven, changes.unit)}."
+    )
+
+
+def _named(named: Sequence[HeadChange], unit: str) -> str:
+    return ", ".join(
+        f"{head.layer}.{head.head} {amount(head.change, unit)}"
+        + (f" ({known})" if (known := heads.limits(head, unit)) else "")
+        for head in named[:NAMED]
+    )

@@ -1,0 +1,257 @@
+"""What became of samples and heads, against scipy and against counts made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lipaudit.gate import compare
+from lipaudit.gate.comparison.heads import head_changes
+from lipaudit.gate.contrasts import TOLERANCE
+from lipaudit.results import CertifyRow, Section
+
+RNG = np.random.default_rng(33)
+EXACT = RNG.lognormal(0, 0.3, (6, 8))
+NOISE = RNG.normal(0, 0.05, (6, 8))
+
+
+def pair_of(old, new):
+    return compare([old, new]).pairs[0]
+
+
+@pytest.fixture
+def heads(report, bounds):
+    """Every head of a model against the same with other norms."""
+
+    def changes(norms, old=EXACT):
+        pair = pair_of(report(bounds(old)), report(bounds(norms), weights="b"))
+        return {changes.metric: changes for changes in pair.heads}
+
+    return changes
+
+
+def test_a_head_changes_by_the_geometric_mean_with_the_limits_of_student(heads):
+    factors = np.array([[1.0, 1.02, 0.9, 1.5, 1.0, 0.97]]).T * np.exp(NOISE)
+    exact = heads(EXACT * factors)["bounds.exact"]
+    assert (exact.unit, exact.samples) == ("%", 8)
+    stored = np.array([[float(f"{v:.6g}") for v in line] for line in EXACT * factors])
+    ratios = np.log(stored) - np.log([[float(f"{v:.6g}") for v in line] for line in EXACT])
+    for head, line in zip(exact.heads, ratios, strict=True):
+        low, high = stats.ttest_1samp(line, 0).confidence_interval(0.95)
+        expected = np.expm1([line.mean(), low, high])
+        assert [head.change, head.low, head.high] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        ps = (
+            stats.ttest_1samp(line, TOLERANCE, alternative="greater").pvalue,
+            stats.ttest_1samp(line, -TOLERANCE, alternative="less").pvalue,
+        )
+        assert head.p == pytest.approx(2 * min(ps), rel=1e-6)
+
+
+def test_what_stands_is_corrected_for_all_heads_by_holm(heads):
+    factors = np.array([[1.0, 1.05, 1.07, 1.5, 0.94, 1.0]]).T * np.exp(NOISE)
+    changes = heads(EXACT * factors)["bounds.exact"].heads
+    ps = sorted(head.p for head in changes)
+    adjusted = np.maximum.accumulate([min(1.0, p * (6 - i)) for i, p in enumerate(ps)])
+    by_p = sorted(changes, key=lambda head: head.p)
+    assert [head.p_adjusted for head in by_p] == pytest.approx(adjusted)
+    assert [head.stands for head in by_p] == list(adjusted <= 0.05)
+    assert 0 < sum(head.stands for head in changes) < sum(head.p <= 0.05 for head in changes)
+
+
+def test_heads_that_have_not_changed_are_hardly_ever_named(report, bounds):
+    """The chance of naming any is 5 %: of 200 models at most 21 (p < 0.001)."""
+    noise = np.random.default_rng(4).normal(0, 0.1, (200, *EXACT.shape))
+    old, named = report(bounds(EXACT)), 0
+    for each in noise:
+        new = report(bounds(EXACT * np.exp(each)), weights="b")
+        named += any(head.stands for head in head_changes("bounds.exact", old, new).heads)
+    assert 0 < named <= 21
+
+
+def test_a_change_below_the_accuracy_of_norms_never_stands(heads):
+    for head in heads(EXACT * (1 + 5e-5))["bounds.exact"].heads:
+        assert (head.p, head.stands) == (1.0, False)
+
+
+def test_the_median_over_heads_is_judged_sample_by_sample(report, bounds):
+    new = EXACT * np.exp(0.1 + NOISE)
+    verdict = next(
+        v
+        for v in pair_of(report(bounds(EXACT)), report(bounds(new), weights="b")).verdicts
+        if v.metric == "bounds.exact:median"
+    )
+    ratios = np.log(np.median(new, axis=0) / np.median(EXACT, axis=0))
+    low, high = stats.ttest_1samp(ratios, 0).confidence_interval(0.95)
+    assert (verdict.status, verdict.samples) == ("regressed", 8)
+    assert [verdict.paired, verdict.low, verdict.high] == pytest.approx(
+        np.expm1([ratios.mean(), low, high]), rel=1e-4
+    )
+    assert verdict.new == pytest.approx(np.median(np.median(new, axis=1)))
+
+
+def test_heads_over_the_shared_samples_in_any_order(report, bounds, ids):
+    """The first five samples of one are the last five of the other, backwards."""
+    names, new = ids(8), 1.2 * EXACT
+    old = report(bounds(EXACT, ids=names))
+    turned = report(bounds(new[:, [4, 3, 2, 1, 0]], ids=names[4::-1]), weights="b")
+    pair = pair_of(old, turned)
+    changes = next(c for c in pair.heads if c.metric == "bounds.exact")
+    assert changes.samples == 5
+    assert [head.change for head in changes.heads] == pytest.approx([0.2] * 6, rel=1e-4)
+    assert [head.old for head in changes.heads] == pytest.approx(
+        np.median(EXACT[:, :5], axis=1), rel=1e-5
+    )
+
+
+FLAGS = {  # correct and robust, in the first report and in the other
+    "stays": ((1, 1), (1, 1)),
+    "breaks": ((1, 1), (1, 0)),
+    "mends": ((1, 0), (1, 1)),
+    "goes wrong": ((1, 1), (0, 0)),
+    "comes right": ((0, 0), (1, 0)),
+    "heals": ((0, 0), (1, 1)),
+    "is wrong": ((0, 0), (0, 0)),
+}
+
+
+@pytest.fixture
+def attacked(report, attack):
+    def one(side, **options):
+        correct, robust = zip(*(flags[side] for flags in FLAGS.values()), strict=True)
+        return report(attack(robust, correct=correct, **options), weights="ab"[side])
+
+    return one
+
+
+def test_samples_that_changed_sides(attacked, ids):
+    pair = pair_of(attacked(0), attacked(1))
+    named = dict(zip(ids(len(FLAGS)), FLAGS, strict=True))
+    became = {
+        named[s.id]: {k: v for k, v in s.states.items() if v[0] != v[1]} for s in pair.samples
+    }
+    assert became == {
+        "stays": {},
+        "breaks": {"linf 2/255": ("robust", "broken")},
+        "mends": {"linf 2/255": ("broken", "robust")},
+        "goes wrong": {"clean": ("right", "wrong"), "linf 2/255": ("robust", "wrong")},
+        "comes right": {"clean": ("wrong", "right"), "linf 2/255": ("wrong", "broken")},
+        "heals": {"clean": ("wrong", "right"), "linf 2/255": ("wrong", "robust")},
+        "is wrong": {},
+    }
+    clean, ball = pair.outcomes
+    assert (clean.name, clean.old, clean.new, clean.lost, clean.gained) == ("clean", 4, 5, 1, 2)
+    assert (ball.name, ball.old, ball.new, ball.lost, ball.gained) == ("linf 2/255", 3, 3, 2, 2)
+    assert clean.mcnemar == pytest.approx(stats.binomtest(1, 3).pvalue)
+    assert named[pair.samples[0].id] == "goes wrong"
+    assert named[pair.samples[1].id] == "breaks"
+    assert named[pair.samples[-1].id] == "heals"
+    assert [s.flipped for s in pair.samples] == [bool(became[named[s.id]]) for s in pair.samples]
+
+
+def test_back_is_the_mirror_of_forth(attacked):
+    forth, back = pair_of(attacked(0), attacked(1)), pair_of(attacked(1), attacked(0))
+    there = {s.id: (s.lost, s.gained) for s in forth.samples}
+    assert there == {s.id: (s.gained, s.lost) for s in back.samples}
+
+
+def test_nobody_flips_under_a_weaker_attack(attacked, bounds):
+    strong, weak = attacked(0, attacks=("apgd-ce", "square")), attacked(1)
+    pair = pair_of(
+        *(r.model_copy(update={"sections": (*r.sections, bounds(EXACT))}) for r in (strong, weak))
+    )
+    assert pair.outcomes == ()
+    assert any("weaker" in v.reason for v in pair.verdicts if v.metric == "attack.robust:mean")
+
+
+def certified(verdicts):
+    column = [int(v == "certified") for v in verdicts]
+    row = CertifyRow(norm="linf", eps=0.01, eps_text="0.01", samples=len(verdicts))
+    return Section(
+        measure="certify",
+        settings={"seed": 0},
+        rows=(row,),
+        samples={
+            "ids": tuple(f"s{i}" for i in range(len(verdicts))),
+            "correct": tuple(int(v != "wrong") for v in verdicts),
+            "verdict@linf,0.01": tuple(verdicts),
+            "robust@linf,0.01": tuple(int(v in ("certified", "undecided")) for v in verdicts),
+            "certified@linf,0.01": tuple(column),
+        },
+    )
+
+
+def test_certificates_that_are_lost_and_gained(report):
+    old = certified(["certified", "undecided", "broken", "certified"])
+    new = certified(["undecided", "certified", "undecided", "wrong"])
+    pair = pair_of(report(old), report(new, weights="b"))
+    assert [(o.name, o.lost, o.gained) for o in pair.outcomes] == [
+        ("clean", 1, 0),
+        ("linf 0.01", 1, 1),
+        ("certified linf 0.01", 2, 1),
+    ]
+    states = {s.id: s.states["certified linf 0.01"] for s in pair.samples}
+    assert states == {
+        "s0": ("certified", "undecided"),
+        "s1": ("undecided", "certified"),
+        "s2": ("broken", "undecided"),
+        "s3": ("certified", "wrong"),
+    }
+    assert pair.samples[0].id == "s3"
+
+
+def test_figures_of_a_sample_before_and_after(report, jacobian, norms):
+    places = {
+        "ids": jacobian(norms).samples["ids"],
+        "place": tuple(f"index {i}" for i in range(64)),
+    }
+    old = report(jacobian(norms)).model_copy(update={"samples": places})
+    pair = pair_of(old, report(jacobian(1.1 * norms), weights="b"))
+    assert [s.figures["jacobian.norm"][1] for s in pair.samples] == sorted(1.1 * norms)[::-1]
+    for sample in pair.samples:
+        i = places["ids"].index(sample.id)
+        assert sample.figures == {"jacobian.norm": (norms[i], 1.1 * norms[i])}
+        assert sample.place == f"index {i}"
+
+
+def test_norms_that_are_not_to_be_trusted_are_not_shown(report, jacobian, attack, norms):
+    stuck = jacobian(norms, converged=[False, *[True] * 63])
+    pair = pair_of(report(jacobian(norms), attack([1])), report(stuck, attack([1]), weights="b"))
+    assert all(sample.figures == {} for sample in pair.samples)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({"dtype": "float64"}, "dtype: float32 became float64"),
+        ({"preprocess": {"mean": [0.0]}}, "preprocess: "),
+    ],
+)
+def test_what_spoils_a_comparison_is_a_warning(report, jacobian, norms, run, said):
+    pair = pair_of(report(jacobian(norms)), report(jacobian(norms), weights="b", **run))
+    assert [text[: len(said)] for text in pair.warnings] == [said]
+    assert pair.notes == ()
+
+
+def test_what_does_not_is_a_note(report, jacobian, norms):
+    pair = pair_of(report(jacobian(norms)), report(jacobian(norms), weights="b", device="cuda:0"))
+    assert (pair.warnings, pair.notes) == ((), ("device: cpu became cuda",))
+
+
+def test_the_same_weights_are_called_so(report, jacobian, norms):
+    assert pair_of(report(jacobian(norms)), report(jacobian(norms))).warnings == (
+        "both reports are of the same weights",
+    )
+
+
+def test_inputs_in_another_form_are_paired_by_their_place(report, jacobian, ids, norms):
+    places = tuple(f"cat/{i}.png" for i in range(64))
+    here, there = ids(64), ids(64, 500)
+    small = report(jacobian(norms)).model_copy(update={"samples": {"ids": here, "place": places}})
+    large = report(
+        jacobian(2 * norms, ids=there), weights="b", spec="b", preprocess={"size": [384]}
+    ).model_copy(update={"samples": {"ids": there, "place": places}})
+    pair = pair_of(small, large)
+    norm = next(v for v in pair.verdicts if v.metric == "jacobian.norm:median")
+    assert (norm.samples, norm.paired) == (64, pytest.approx(1.0))
+    assert any("paired by their place" in text for text in pair.warnings)

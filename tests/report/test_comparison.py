@@ -1,0 +1,249 @@
+"""The page of a comparison: what it says first, and where each figure is found."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import numpy as np
+import pytest
+
+from lipaudit.gate import compare
+from lipaudit.report import of_comparison, render
+from lipaudit.report.blocks import Heatmap, Scatter, Table
+from lipaudit.report.formats import table
+from lipaudit.results import Array
+
+HEADS = 12
+RNG = np.random.default_rng(20)
+NORMS = RNG.lognormal(2, 0.4, 64)
+EXACT = RNG.lognormal(0, 0.4, (HEADS, 8))
+
+
+@pytest.fixture
+def before(report):
+    """A model whose samples and heads are measured one by one."""
+    return measured(report, EXACT, NORMS, np.r_[np.ones(30, int), np.zeros(34, int)])
+
+
+@pytest.fixture
+def after(report):
+    """Half of all norms, one louder head, three samples broken and ten mended."""
+    louder = EXACT * np.exp(RNG.normal(0, 0.01, EXACT.shape))
+    louder[5] *= 10
+    robust = np.r_[np.zeros(3, int), np.ones(37, int), np.zeros(24, int)]
+    changed = measured(report, louder, NORMS / 2, robust)
+    model = changed.run.model.model_copy(update={"spec": "new", "weights_sha256": "f" * 64})
+    return changed.model_copy(update={"run": changed.run.model_copy(update={"model": model})})
+
+
+def measured(report, exact, norms, robust):
+    names = tuple(f"{i:016x}" for i in range(64))
+    bounds, jacobian, attack = (report.section(m) for m in ("bounds", "jacobian", "attack"))
+    rows = [
+        row.model_copy(update={"exact": float(np.median(line)), "converged": True})
+        for row, line in zip(bounds.rows, exact, strict=True)
+    ]
+    sections = (
+        bounds.model_copy(
+            update={
+                "rows": tuple(rows),
+                "samples": {"ids": names[:8], "exact_max": tuple(exact.max(0).tolist())},
+                "arrays": {"exact": Array.of(exact)},
+            }
+        ),
+        jacobian.model_copy(
+            update={
+                "rows": tuple(row.model_copy(update={"converged": 64}) for row in jacobian.rows),
+                "samples": {"ids": names, "norm": tuple(norms.tolist())},
+            }
+        ),
+        attack.model_copy(
+            update={
+                "rows": (),
+                "samples": {
+                    "ids": names,
+                    "correct": (1,) * 64,
+                    "robust@worst,linf,0.1": tuple(robust.tolist()),
+                },
+            }
+        ),
+    )
+    places = {"ids": names, "place": tuple(f"index {i}" for i in range(64))}
+    return report.model_copy(update={"sections": sections, "samples": places})
+
+
+@pytest.fixture
+def subject(before, after):
+    return of_comparison(compare([before, after]), [before, after])
+
+
+def chapter(page, name):
+    return next(chapter for chapter in page.chapters if chapter.name == name)
+
+
+def blocks(page, name, kind):
+    return [block for block in chapter(page, name).blocks if isinstance(block, kind)]
+
+
+def test_it_begins_with_what_changed_regressions_first(subject, before, after):
+    page = subject["page"]()
+    assert page.title == f"lipaudit: new against {before.run.model.spec}"
+    said = {line.label: (line.value, line.text) for line in page.scorecard.lines}
+    assert said["Jacobian norm, median"][0] == "-50%"
+    assert said["Jacobian norm, median"][1].startswith("improved ")
+    assert said["under attack, linf 0.1"][0] == "+10.9pp"
+    words = [line.text.split()[0] for line in page.scorecard.lines]
+    order = ["regressed", "improved", "inconclusive", "unchanged"]
+    assert words == sorted(words, key=order.index)
+    assert said["steepest head, ||J||"][1].startswith("regressed ")
+
+
+def test_what_stands_out_names_samples_and_heads(subject):
+    said = dict(reversed(found) for found in subject["page"]().findings)
+    text = " ".join(text for text, _ in subject["page"]().findings)
+    assert "Under attack, linf 0.1: 10 of 64 samples gained, 3 lost" in text
+    lost = sorted(range(3), key=lambda i: -NORMS[i])
+    assert ": " + ", ".join(f"index {i}" for i in lost) + "." in text
+    assert "No sample changed sides: clean accuracy." in text
+    assert "The Jacobian norm rose in no sample." in text
+    heads = said["heads-0"]
+    assert "1 of 12 changes stand" in heads
+    assert "1.1 +" in heads
+
+
+def test_the_norm_that_rose_most_is_named(before, after):
+    norms = NORMS / 2
+    norms[17] = NORMS[17] * 4
+    risen = after.section("jacobian").model_copy(
+        update={"samples": after.section("jacobian").samples | {"norm": tuple(norms.tolist())}}
+    )
+    changed = after.model_copy(update={"sections": (risen,)})
+    page = of_comparison(compare([before, changed]), [before, changed])["page"]()
+    said = [text for text, _ in page.findings if "rose" in text]
+    assert said[0].startswith("The Jacobian norm rose in 1 of 64 samples, most that of index 17")
+
+
+def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
+    _, flipped, every = blocks(subject["page"](), "samples-0", Table)
+    assert [column.label for column in flipped.columns[:5]] == [
+        "sample",
+        "place",
+        "became",
+        "||J||, old",
+        "||J||, new",
+    ]
+    first, last = flipped.rows[0], flipped.rows[-1]
+    worst = max(range(3), key=lambda i: NORMS[i])
+    assert first[:3] == (f"{worst:016x}"[:12], f"index {worst}", "linf 0.1: robust → broken")
+    assert first[3:5] == pytest.approx((NORMS[worst], NORMS[worst] / 2))
+    assert last[2] == "linf 0.1: broken → robust"
+    assert (len(flipped.rows), len(every.rows), every.folded) == (13, 64, True)
+
+
+def test_every_sample_is_a_point_old_over_new(subject):
+    norm = blocks(subject["page"](), "samples-0", Scatter)[0]
+    assert [series.label for series in norm.series] == [
+        "as before (51)",
+        "lost (3)",
+        "gained (10)",
+    ]
+    points = {
+        name: point
+        for series in norm.series
+        for name, *point in zip(series.names, series.x, series.y, strict=True)
+    }
+    assert len(points) == 64
+    lost = next(name for name in points if "index 2," in name)
+    assert lost.endswith("index 2, linf 0.1: robust → broken")
+    assert points[lost] == [NORMS[2], NORMS[2] / 2]
+    assert (norm.log, norm.diagonal, norm.equal) == (True, True, True)
+
+
+def test_figures_that_turn_negative_are_drawn_linear(before, after):
+    def with_margins(report, shift):
+        section = report.section("jacobian")
+        samples = section.samples | {"margin": tuple((NORMS - shift).tolist())}
+        return report.model_copy(
+            update={"sections": (section.model_copy(update={"samples": samples}),)}
+        )
+
+    reports = [with_margins(before, 0.0), with_margins(after, 10.0)]
+    page = of_comparison(compare(reports), reports)["page"]()
+    norm, margin = blocks(page, "samples-0", Scatter)
+    assert (norm.log, margin.log) == (True, False)
+
+
+def test_heads_stand_by_how_much_they_moved(subject):
+    (heads,) = blocks(subject["page"](), "heads-0", Table)
+    cells = dict(zip([column.label for column in heads.columns], heads.rows[0], strict=True))
+    assert (cells["head"], cells["stands"]) == ("1.1", True)
+    assert cells["change"].startswith("+9")
+    assert cells["exact, new"] == pytest.approx(10 * cells["exact, old"], rel=0.05)
+    assert heads.strong == {0}
+    maps = blocks(subject["page"](), "heads-0", Heatmap)
+    assert [block.centre for block in maps] == [0.0] * len(maps)
+    assert maps[0].values[1][1] == pytest.approx(9.0, rel=0.05)
+
+
+def test_warnings_stand_first_and_say_what_could_not_be_compared(before, after):
+    jacobian = after.section("jacobian")
+    loose = jacobian.model_copy(update={"settings": {**jacobian.settings, "tol": 0.1}})
+    run = after.run.model_copy(update={"dtype": "float64"})
+    changed = after.model_copy(
+        update={"run": run, "sections": (after.section("bounds"), loose, after.section("attack"))}
+    )
+    page = of_comparison(compare([before, changed]), [before, changed])["page"]()
+    assert [note.level for note in page.notes[:2]] == ["warning"] * 2
+    assert "dtype: float32 became float64" in page.notes[0].text
+    assert "settings differ: tol" in page.notes[1].text
+    assert "jacobian.norm:median, jacobian.norm:p95" in page.notes[1].text
+
+
+def test_it_fits_a_screen(subject):
+    text = table.render(subject["screen"](), width=80).decode()
+    lines = text.splitlines()
+    assert 20 < len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert "--details" in text
+
+
+def test_a_brief_of_it_has_the_regressions_first(subject):
+    lines = render(subject, "brief").decode().splitlines()
+    assert len(lines) <= 15
+    verdicts = [line.split("|")[1].strip() for line in lines if line.startswith("|")][2:]
+    assert verdicts[0] == "regressed"
+    assert verdicts == sorted(verdicts, key=["regressed", "improved", "inconclusive"].index)
+
+
+def test_csv_has_a_row_for_every_sample(subject):
+    rows = list(csv.DictReader(io.StringIO(render(subject, "csv").decode())))
+    assert len(rows) == 64
+    by_place = {row["place"]: row for row in rows}
+    for i in (0, 40, 63):
+        row = by_place[f"index {i}"]
+        assert float(row["jacobian.norm.old"]) == NORMS[i]
+        assert float(row["jacobian.norm.new"]) == NORMS[i] / 2
+    assert by_place["index 0"]["linf 0.1.old"] == "robust"
+    assert (by_place["index 0"]["lost"], by_place["index 0"]["gained"]) == ("1", "0")
+    assert by_place["index 31"]["linf 0.1.new"] == "robust"
+
+
+def test_every_other_report_stands_against_the_first(before, after):
+    model = after.run.model.model_copy(update={"spec": "third", "weights_sha256": "e" * 64})
+    third = after.model_copy(update={"run": after.run.model_copy(update={"model": model})})
+    reports = [before, after, third]
+    page = of_comparison(compare(reports), reports)["page"]()
+    names = [chapter.name for chapter in page.chapters]
+    assert [n for n in names if n[-2:] in ("-0", "-1")] == [
+        f"{part}-{i}" for i in (0, 1) for part in ("change", "samples", "heads")
+    ]
+    labels = [line.label for line in page.scorecard.lines]
+    assert {"Jacobian norm, median, new", "Jacobian norm, median, third"} <= set(labels)
+
+
+def test_equal_reports_have_nothing_to_tell(before):
+    page = of_comparison(compare([before, before]), [before, before])["page"]()
+    assert {line.text.split()[0] for line in page.scorecard.lines} == {"unchanged"}
+    assert "both reports are of the same weights" in page.notes[0].text
+    assert any("none of 12 changes stand" in text for text, _ in page.findings)

@@ -210,7 +210,6 @@ WORDS: Mapping[str, str] = {
     "step": "How many steps of the training were done, or the number in a checkpoint's name.",
     "epoch": "How many times the training has seen its data, where that is known.",
     "of the training": "A figure that the training gave (its loss, say), not measured here.",
-    "median head": "The exact norm of the head in the middle of all, median over the samples.",
     "||J|| of a head": "The exact norm of a head, median over the samples.",
     "LAYER.HEAD": "A head: the index of its attention layer and its own, counted from 0.",
 }

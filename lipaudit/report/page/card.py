@@ -12,9 +12,10 @@ from lipaudit.report.blocks import Card, Chapter, Document, Paragraph, Scorecard
 from lipaudit.report.cells import STATUS, standing
 from lipaudit.report.page.facts import facts, versions
 from lipaudit.report.page.remarks import lack, leading
-from lipaudit.report.page.scorecard import KINDS, scorecard
+from lipaudit.report.page.scorecard import scorecard
 from lipaudit.results import Column, Report
 from lipaudit.results.figures import finite
+from lipaudit.results.history import KINDS
 from lipaudit.results.summary import Accuracy, Norms, Radii, Summary, summary
 
 TAGS = ("lipaudit", "robustness")

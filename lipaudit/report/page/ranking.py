@@ -12,9 +12,10 @@ from lipaudit.gate.verdicts import amount
 from lipaudit.report.blocks import Block, Brief, Chapter, Notes, Paragraph, Table
 from lipaudit.report.cells import significant, text
 from lipaudit.report.draw.layout import scored
-from lipaudit.report.page.scorecard import KINDS, scorecard
+from lipaudit.report.page.scorecard import scorecard
 from lipaudit.report.page.views.common import MODEL, interval
 from lipaudit.results import AttentionRow, BoundsRow, Column, JacobianRow, Report
+from lipaudit.results.history import KINDS
 
 RANK = Column("rank", "One more than models are shown to be better.", format="d", domain="")
 OUTCOME = Column("outcome", "What the paired samples show against the best.", format="s")

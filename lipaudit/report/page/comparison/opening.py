@@ -16,9 +16,9 @@ from lipaudit.report.page.comparison import heads
 from lipaudit.report.page.comparison.chapters import limits
 from lipaudit.report.page.comparison.samples import called
 from lipaudit.report.page.remarks import merged
-from lipaudit.report.page.scorecard import KINDS
 from lipaudit.report.page.views.common import CHARACTERS
 from lipaudit.results import Column, Note, Report, row_types, sample_columns
+from lipaudit.results.history import KINDS
 from lipaudit.results.trials import TrialKey
 
 MORE = (

@@ -9,9 +9,9 @@ from dataclasses import replace
 from lipaudit.gate.comparison import Kind, Outcome, Pair, SampleChange
 from lipaudit.report.blocks import Block, Paragraph, Scatter, Series, Table
 from lipaudit.report.cells import pretty
-from lipaudit.report.page.scorecard import KINDS
 from lipaudit.report.page.views.common import CHARACTERS, FIT, SAMPLE, located
 from lipaudit.results import Column, sample_columns
+from lipaudit.results.history import KINDS
 
 FLIPS = (
     "Gained: samples that came to the good side (right, robust, certified). Lost: samples that "

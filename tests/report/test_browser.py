@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lipaudit.report.blocks import Chapter, Document, Table
+from lipaudit.report.blocks import Chapter, Density, Document, Scatter, Series, Table
 from lipaudit.report.formats import html
 from lipaudit.results import Column
 from tests.report import chromium
@@ -283,6 +283,32 @@ def test_every_picture_is_reached_by_the_tab_key(browser, page):
         if where == "BODY":
             break
     assert reached == pictures > 8
+
+
+def cut_labels(browser) -> list[str]:
+    """Return the texts of pictures that reach beyond their picture, where they are cut off."""
+    return browser.run(
+        """[...document.querySelectorAll("svg text")].filter(e => {
+          const own = e.getBoundingClientRect(), all = e.closest("svg").getBoundingClientRect();
+          return own.left < all.left - 1 || own.right > all.right + 1
+            || own.top < all.top - 1 || own.bottom > all.bottom + 1;
+        }).map(e => e.textContent)"""
+    )
+
+
+def test_no_label_is_cut_off(browser, page, double_page):
+    share, count = Column("p(2)", ""), Column("rows", "", format="d")
+    cells = tuple(tuple(99.0 * (i == j == 3) for i in range(20)) for j in range(20))
+    squares = (
+        Density("joint", share, share, cells, (0.0, 1.0), (0.0, 0.5), count),
+        Density("map", count, count, cells, (-0.5, 19.5), (-0.5, 19.5), share, down=True),
+        Scatter("pair", share, share, (Series("a model", (1.0, 1e5), (1.0, 2e9)),), equal=True),
+    )
+    drawn = html.render(Document("t", (), (), (Chapter("one", "One", squares),))).decode()
+    for each in (page, double_page, drawn):
+        browser.open(each)
+        assert browser.run('document.querySelectorAll("svg text").length') > 20
+        assert cut_labels(browser) == []
 
 
 # media

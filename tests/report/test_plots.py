@@ -127,6 +127,7 @@ def scale_of(*values: float | None, centre: float | None = None, spec: str = ".3
 def test_wide_values_are_placed_by_their_logarithm():
     assert scale_of(1.0, 10.0, 100.0).share(10.0) == pytest.approx(0.5)
     assert scale_of(1.0, 5.0, 9.0).share(5.0) == pytest.approx(0.5)
+    assert scale_of(0.001, 0.15, 0.2, 0.3).share(0.1505) == pytest.approx(0.5)  # one is small
     assert scale_of(0.01, 0.505, 1.0, spec=".1%").share(0.505) == pytest.approx(0.5)
     assert not scale_of(0.0, 1.0, 100.0).log
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 from lipaudit.report.blocks import Heatmap
 
@@ -47,7 +48,9 @@ DIVERGING: tuple[Rgb, ...] = (
 CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 """Okabe and Ito's colours, told apart by colour-blind eyes; a page may set --c0, ... anew."""
 WIDE = 10.0
-"""Positive values that span more than this factor are coloured by their logarithm."""
+"""Positive values that span more than this factor may be coloured by their logarithm."""
+CROWDED = 0.25
+"""They are where their median lies in this part of the scale at its low end."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,15 @@ class Scale:
 def scale(block: Heatmap) -> Scale:
     """Return the scale of a map's colours.
 
-    Positive values over more than a decade are placed by their logarithm, shares never. About a
-    centre both sides reach equally far; ratios, whose centre is positive, by their logarithm.
+    Positive values that span more than a decade and crowd at its low end are placed by their
+    logarithm, shares never. About a centre both sides reach equally far; ratios, whose centre is
+    positive, by their logarithm.
     """
     known = [v for row in block.values for v in row if v is not None and math.isfinite(v)]
     low, high, centre = min(known, default=0.0), max(known, default=1.0), block.centre
     if centre is None:
-        log = low > 0 and high > WIDE * low and not block.column.format.endswith("%")
+        wide = low > 0 and high > WIDE * low and not block.column.format.endswith("%")
+        log = wide and median(known) < low + CROWDED * (high - low)
         return Scale(low, high if high > low else low + 1.0, log, VIRIDIS)
     if centre > 0 and low > 0:
         far = max(high / centre, centre / low)

@@ -82,7 +82,9 @@ def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> tup
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
         mpl.rcParams["svg.hashsalt"] = f"{type(block).__name__} {block.title}"
-        figure = Figure(figsize=_size(block), layout="constrained")
+        # constrained layout places the labels of a square as if it filled its room
+        square = _square(block)
+        figure = Figure(figsize=_size(block), layout="compressed" if square else "constrained")
         axes = figure.add_subplot()
         DRAW[type(block)](axes, block)
         if titled:
@@ -92,13 +94,17 @@ def _drawn(block: Picture, look: dict[str, Any], *, titled: bool = False) -> tup
         return file.getvalue(), elements(axes, block)
 
 
+def _square(block: Picture) -> bool:
+    return isinstance(block, Density) or (isinstance(block, Scatter) and block.equal)
+
+
 def _size(block: Picture) -> tuple[float, float]:
     if isinstance(block, Intervals):
         return WIDE, intervals.height(block)
     if isinstance(block, Shares):
         return WIDTH, 1.1 + 0.33 * len(block.bars)
     if not isinstance(block, Heatmap):
-        return (HEIGHT * 1.25 if isinstance(block, Density) else WIDTH), HEIGHT
+        return (HEIGHT * 1.25 if _square(block) else WIDTH), HEIGHT
     wide = 1.5 + 0.44 * len(block.columns)
     return min(max(wide, WIDTH), 9.5), min(max(0.9 + 0.31 * len(block.rows), 2.2), 9.0)
 

@@ -224,6 +224,7 @@ def test_cells_say_their_figures_under_the_pointer(browser, page, width):
     browser.open(page, width=width)
     browser.point(*middle(browser, "#bounds svg .marks > rect", 6))
     assert browser.run(TIP) == "head 1.2: 12.6"
+    assert browser.run("it.textContent") == ""  # else the browser shows its own, too
     box = browser.run('document.querySelector("#tip").getBoundingClientRect().toJSON()')
     assert box["left"] >= 0
     assert box["right"] <= width

@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
+import math
 import re
 from html.parser import HTMLParser
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lipaudit.report.formats import html
 from lipaudit.report.page.document import document
+from lipaudit.results import Array
+from lipaudit.results.report import Example
+from lipaudit.results.worst import worst
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -114,6 +121,40 @@ def test_equal_reports_give_equal_bytes(report):
 
 def test_page_of_a_large_model_stays_small(large_report):
     assert len(html.render(document(large_report))) < 2_000_000
+
+
+def scaled(row, layer: int, head: int):
+    """Return a row as that of another head, with figures of its own."""
+    factor = 1 + 0.003 * head + 0.04 * layer
+    figures = {n: v * factor for n, v in row if isinstance(v, float) and math.isfinite(v)}
+    return row.model_copy(update=figures | {"layer": layer, "head": head})
+
+
+def test_page_of_an_audit_of_144_heads_stays_within_2_mb(report):
+    """With all sections, an attention map of 197 tokens, and pictures that do not compress."""
+    noise = np.random.default_rng(0)
+    picture = base64.b64encode(noise.bytes(64 * 64 * 3)).decode()
+    example = Example(
+        trial="pgd,linf,2/255", times=12.5, classes=("cat", "dog"), before=(0.9, 0.1),
+        after=(0.2, 0.8), image=picture, adversarial=picture, difference=picture,
+    )  # fmt: skip
+    weights = noise.dirichlet(np.ones(197), 197)
+    arrays = {"map@1.2": Array.of(weights), "map_tokens@1.2": Array.of(np.array([197, 197]))}
+    changes: dict[str, dict[str, Any]] = {
+        "attention": {"arrays": report.section("attention").arrays | arrays},
+        "attack": {"examples": dict.fromkeys(worst(report), example)},
+    }
+    for measure in ("bounds", "attention"):
+        rows = [r for r in report.section(measure).rows if (r.layer, r.head) != (2, 1)]
+        heads = list(itertools.product(range(12), range(12)))
+        many = tuple(scaled(rows[i % len(rows)], *at) for i, at in enumerate(heads))
+        changes.setdefault(measure, {})["rows"] = many
+    sections = [s.model_copy(update=changes.get(s.measure, {})) for s in report.sections]
+    page = html.render(document(report.model_copy(update={"sections": tuple(sections)}))).decode()
+    assert page.count(picture) == 30
+    assert page.count("<title>head ") > 3 * 144 + 7 * 100
+    assert len(page.encode()) < 2_000_000
+    assert len(page.encode()) - 30 * len(picture) < 1_000_000
 
 
 def test_rows_beyond_the_limit_are_announced(large_report, monkeypatch):

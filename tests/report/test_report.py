@@ -10,11 +10,11 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.report import RENDERERS, REPORT, of_reports, render
-from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Table
-from lipaudit.report.draw.glyphs import bar, coarse, density, pixels
+from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series, Table
+from lipaudit.report.draw.glyphs import bar, coarse, density, pixels, plot
 from lipaudit.report.page.document import document, model_labels
 from lipaudit.report.page.views import VIEWS, blocks, title
-from lipaudit.results import row_types
+from lipaudit.results import Column, row_types
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)
 PAGES = sorted(name for name, known in RENDERERS.items() if known.takes in REPORT)
@@ -252,3 +252,13 @@ def test_settings_that_are_off_or_the_run_s_own_are_not_listed(report):
         update={"settings": {"seed": 3, "k": 0, "per_layer": False, "layers": None, "eps": []}}
     )
     assert "Settings: k 0." in [getattr(block, "text", "") for block in blocks(section)]
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_ends_of_an_axis_differ_in_characters_too(log):
+    narrow = Column(label="x", meaning="")
+    points = Series("a", (1.0001, 1.0002), (3.0, 3.0003))
+    *rows, axis = plot(Scatter("s", narrow, narrow, (points,), log=log), 30)
+    top, bottom = rows[0].split(" │")[0], rows[-2].split(" │")[0]
+    assert (float(top), float(bottom)) == (3.0003, 3.0)
+    assert [float(text) for text in axis.split()] == [1.0001, 1.0002]

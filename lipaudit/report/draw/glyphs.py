@@ -10,6 +10,7 @@ from rich.cells import cell_len
 
 from lipaudit.report.blocks import Curve, Density, Histogram, Scatter, Shares
 from lipaudit.report.cells import number, plain, pretty
+from lipaudit.report.draw.axes import written
 from lipaudit.report.draw.layout import wrap
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -184,6 +185,12 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
+def _told_apart(ends: tuple[float, float], spec: str) -> list[str]:
+    """Write the ends of an axis, with more digits than a table where these do not differ."""
+    texts = [number(end, spec) for end in ends]
+    return texts if texts[0] != texts[1] else written(ends, spec)
+
+
 def _framed(
     block: Scatter | Curve,
     grid: list[list[str]],
@@ -191,12 +198,14 @@ def _framed(
     log: bool,
 ) -> list[str]:
     x0, x1, y0, y1 = (10**end if log else end for end in ends)
-    left = [number(y1, block.y.format), *[""] * (len(grid) - 2), number(y0, block.y.format)]
+    low, high = _told_apart((y0, y1), block.y.format)
+    left = [high, *[""] * (len(grid) - 2), low]
     pad = max(map(len, left))
     rows = [f"{tick:>{pad}} │{''.join(row)}" for tick, row in zip(left, grid, strict=True)]
     names = (
         {place: name for name, place in block.ticks.items()} if isinstance(block, Curve) else {}
     )
-    first, last = (names.get(end) or number(end, block.x.format) for end in (x0, x1))
+    texts = zip((x0, x1), _told_apart((x0, x1), block.x.format), strict=True)
+    first, last = (names.get(end) or text for end, text in texts)
     axis = first + last.rjust(len(grid[0]) - len(first))
     return [*rows, " " * pad + " └" + "─" * len(grid[0]), " " * (pad + 2) + axis]

@@ -37,6 +37,7 @@ def test_noise_calls_for_data(report):
     noise = report.model_copy(update={"sections": (first, *report.sections[1:])})
     assert any(each.endswith("--data DATA") for each in commands(noise))
     assert not any(each.endswith("--data DATA") for each in commands(report))
+    assert not any("--baseline" in each for each in commands(noise))
 
 
 def test_what_was_not_attacked_calls_for_an_attack(report):

@@ -15,6 +15,9 @@ from lipaudit.results.worst import worst
 FILE = "report.json"
 """What an audit calls the file that its page is made of."""
 
+NOTHING = {"random-weights", "random-data"}
+"""Warnings of figures that say nothing of a model in use: none to hold the next one to."""
+
 
 def steps(report: Report, card: Scorecard | None) -> tuple[tuple[str, str], ...]:
     """Return steps and the command for each, the most urgent first."""
@@ -53,6 +56,7 @@ def _changes(card: Scorecard | None) -> Iterator[tuple[str, str]]:
 
 
 def _guard(report: Report) -> Iterator[tuple[str, str]]:
-    if report.status == "complete" and report.sections:
+    codes = {warning.code for warning in summary(report).warnings}
+    if report.status == "complete" and report.sections and not codes & NOTHING:
         command = shlex.join(["lipaudit", "gate", report.run.model.spec, "--baseline", FILE])
         yield "Let CI fail when the next checkpoint is worse.", command

@@ -33,6 +33,8 @@ from lipaudit.results import Report, Section
 
 TOLERANCE = 1e-4
 """Relative accuracy of the norms where their section asks for none: less is no change."""
+MOVED = 3
+"""How many samples are named that changed most."""
 ROUNDING = 1e-6
 """Of a difference of large figures (a margin), as a share of the largest."""
 
@@ -47,6 +49,7 @@ class Contrast:
         new: the current value.
         samples: how many samples the values rest on.
         evidence: of the change; None where the values are compared as they are.
+        moved: the samples that changed most for the worse, the worst first; few of them.
         same: whether weights and values are the baseline's, to the accuracy at which they were
             measured, and the rule asks for no improvement. Of an attack that began elsewhere the
             weights alone decide.
@@ -57,6 +60,7 @@ class Contrast:
     new: float
     samples: int
     evidence: Evidence | None = None
+    moved: tuple[str, ...] = ()
     same: bool = False
 
 
@@ -161,23 +165,32 @@ def _changes(rule: Rule, new: RuleValues, old: RuleValues, tol: float) -> list[C
         which = "; ".join(missing[:8]) + ("; ..." if len(missing) > 8 else "")
         raise BaselineError(f"{rule.metric}: only one of the reports has {which}", REPEAT)
     return [
-        _sampled(rule, name, old.pairs[name], new.pairs[name], tol)
+        _sampled(rule, name, old, new, tol)
         if name in new.pairs and name in old.pairs
         else _fixed(rule, name, old, new, tol)
         for name in old.points
     ]
 
 
-def _sampled(rule: Rule, name: str, old: Values, new: Values, tol: float) -> Contrast:
+def _sampled(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: float) -> Contrast:
     statistic = STATISTICS["median" if rule.stat == "each" else rule.stat]
+    before, now = old.pairs[name], new.pairs[name]
     return Contrast(
         name,
-        old=float(statistic(old)),
-        new=float(statistic(new)),
-        samples=old.size,
-        evidence=_evidence(rule, old, new),
-        same=_same(rule, old, new, tol),
+        old=float(statistic(before)),
+        new=float(statistic(now)),
+        samples=before.size,
+        evidence=_evidence(rule, before, now),
+        moved=_moved(rule, before, now, old.ids),
+        same=_same(rule, before, now, tol),
     )
+
+
+def _moved(rule: Rule, old: Values, new: Values, ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Name the samples that changed most for the worse; none where the values are of no sample."""
+    worse = _change(rule, old, new)
+    first = np.argsort(-worse, kind="stable")[:MOVED] if worse.size == len(ids) else ()
+    return tuple(ids[i] for i in first if worse[i] > 0)
 
 
 def _fixed(rule: Rule, name: str, old: RuleValues, new: RuleValues, tol: float) -> Contrast:

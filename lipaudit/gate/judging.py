@@ -52,12 +52,16 @@ def judge(
     examinations = [_examine(rule, current, baseline) for rule in chosen]
     usual = () if rules else (rule for rule in DEFAULT_RULES if rule.measure in USUAL)
     dropped = (rule for rule in usual if rule not in chosen)
+    verdicts = tuple(chain.from_iterable(_decide(chosen, examinations, alpha)))
+    named = {sample for verdict in verdicts for sample in verdict.moved}
+    places = baseline.found("place") | current.found("place")
     return Judgement(
         current=current.run.model.spec,
         baseline=baseline.run.model.spec,
         alpha=alpha,
         strict=strict,
-        verdicts=tuple(chain.from_iterable(_decide(chosen, examinations, alpha))),
+        verdicts=verdicts,
+        places={sample: places[sample] for sample in sorted(named & places.keys())},
         shown=_shown(current, baseline),
         notes=(
             *(f"not judged, neither report has its section: {rule.text}" for rule in dropped),
@@ -189,7 +193,8 @@ def _verdict(rule: Rule, contrast: Contrast, level: float, adjusted: float | Non
     if contrast.same or contrast.evidence is None:
         return verdict
     said = measured(rule, contrast.evidence, level)
-    return verdict.model_copy(update=said | {"p_adjusted": adjusted})
+    told = {"p_adjusted": adjusted, "moved": contrast.moved}
+    return verdict.model_copy(update=said | told)
 
 
 def measured(rule: Rule, evidence: Evidence, level: float) -> dict[str, object]:

@@ -55,6 +55,7 @@ class Verdict(Frozen):
         samples: pairs that the verdict rests on; 0 where values are compared as they are.
         detectable: the smallest paired change that this run would have called a regression;
             infinite where so few samples could call none one, None where it is not known.
+        moved: the samples that changed most for the worse, at most three, the worst first.
         samples_needed: about how many samples would settle an inconclusive change.
         reason: why it was not judged.
     """
@@ -75,6 +76,7 @@ class Verdict(Frozen):
     mcnemar: Float | None = None
     samples: int = 0
     detectable: Float | None = None
+    moved: tuple[str, ...] = ()
     samples_needed: int | None = None
     reason: str = ""
 
@@ -148,6 +150,7 @@ class Judgement(Frozen):
         shown: figures that are shown but never fail (clean accuracy).
         notes: what differs without forbidding the comparison, rules that were dropped.
         warnings: what the current report warns of: it spoils the figures.
+        places: where the samples that verdicts name are found in the data, by id.
         baseline_file: where the baseline is kept, as it was named; empty where nobody said.
     """
 
@@ -159,6 +162,7 @@ class Judgement(Frozen):
     shown: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    places: dict[str, str] = {}
     baseline_file: str = ""
 
     @computed_field  # type: ignore[prop-decorator]

@@ -19,6 +19,7 @@ from lipaudit.report.blocks import (
     Table,
 )
 from lipaudit.report.page.margins import margins
+from lipaudit.report.page.views.common import CHARACTERS
 from lipaudit.results import Column, Note
 
 MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
@@ -120,9 +121,17 @@ def _findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
     """Say what fails, then what is open, the first of them in full."""
     telling = [v for v in judgement.verdicts if judgement.fails(v)]
     telling += [v for v in judgement.verdicts if v.status == "inconclusive" and v not in telling]
-    yield from ((verdict.line, "verdicts") for verdict in telling[:TOLD])
+    for verdict in telling[:TOLD]:
+        yield f"{verdict.line}{_moved(judgement, verdict)}", "verdicts"
     if len(telling) > TOLD:
         yield f"and {len(telling) - TOLD} more", "verdicts"
+
+
+def _moved(judgement: Judgement, verdict: Verdict) -> str:
+    """Name the samples that changed most, and where they are found."""
+    places = {name: f" ({place})" for name, place in judgement.places.items()}
+    named = ", ".join(name[:CHARACTERS] + places.get(name, "") for name in verdict.moved)
+    return f"; samples that changed most: {named}" if named else ""
 
 
 def brief(judgement: Judgement) -> Brief:

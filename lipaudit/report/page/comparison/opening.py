@@ -71,7 +71,11 @@ def opened(page: Document, comparison: Comparison, reports: Sequence[Report]) ->
         facts=_facts(comparison, reports),
         notes=merged([*warned, *page.notes]),
         scorecard=_scorecard(comparison),
-        findings=tuple(f for i, p in enumerate(comparison.pairs) for f in _findings(p, i)),
+        findings=tuple(
+            finding
+            for i, pair in enumerate(comparison.pairs)
+            for finding in _findings(pair, i, f"{pair.new}: " * (len(comparison.pairs) > 1))
+        ),
     )
 
 
@@ -83,26 +87,24 @@ def screen(page: Document) -> Document:
 
 def brief(comparison: Comparison) -> Brief:
     """Return what changed for a pull request: warnings, counts, then the figures."""
-    pairs, several = comparison.pairs, len(comparison.pairs) > 1
-    told = [(pair, line) for pair in pairs for line in _headlines(pair)]
-    told.sort(key=lambda each: FIRST.index(each[1].verdict.status))
+    pairs = comparison.pairs
     return Brief(
         title=_title(comparison),
         remarks=(
             *(f"{note.level}: {note.text}" for pair in pairs for note in _spoiling(pair)),
-            *(f"{pair.new}: {_counted(pair)}" if several else _counted(pair) for pair in pairs),
+            *(_counted(pair) for pair in pairs),
         ),
         heads=("verdict", "figure", "old", "new", "change", "95 % limits"),
         rows=tuple(
             (
                 line.verdict.status,
-                pretty(f"{pair.new}: {line.label}" if several else line.label),
+                pretty(label),
                 text(line.verdict.old, line.column),
                 text(line.verdict.new, line.column),
                 _change(line.verdict),
                 limits(line.verdict),
             )
-            for pair, line in told
+            for label, line in sorted(_told(comparison), key=_gravity)
         ),
         align="llrrrr",
     )
@@ -136,20 +138,26 @@ def _spoiling(pair: Pair) -> tuple[Note, ...]:
 
 
 def _scorecard(comparison: Comparison) -> Scorecard | None:
-    """Tell by how much figures changed, what regressed first."""
-    several = len(comparison.pairs) > 1
-    told = [(pair, line) for pair in comparison.pairs for line in _headlines(pair)]
-    told.sort(key=lambda each: FIRST.index(each[1].verdict.status))
+    """Tell by how much figures changed."""
     lines = tuple(
-        Line(
-            f"{line.label}, {pair.new}" if several else line.label,
-            _change(line.verdict) or "0",
-            line.column,
-            _said(line),
-        )
-        for pair, line in told
+        Line(label, _change(line.verdict) or "0", line.column, _said(line))
+        for label, line in _told(comparison)
     )
     return Scorecard(lines) if lines else None
+
+
+def _told(comparison: Comparison) -> list[tuple[str, Headline]]:
+    """Return what is told first: of one pair what regressed first, of several figure by figure."""
+    told = [(pair, line) for pair in comparison.pairs for line in _headlines(pair)]
+    if len(comparison.pairs) == 1:
+        return sorted(((line.label, line) for _, line in told), key=_gravity)
+    order = list(dict.fromkeys(line.label for _, line in told))
+    told.sort(key=lambda each: order.index(each[1].label))
+    return [(f"{line.label}, {pair.new}", line) for pair, line in told]
+
+
+def _gravity(told: tuple[str, Headline]) -> int:
+    return FIRST.index(told[1].verdict.status)
 
 
 def _said(line: Headline) -> str:
@@ -192,19 +200,24 @@ def _column(metric: str) -> Column:
     return {**row_types()[measure].columns(), **sample_columns(measure)}[name]
 
 
-def _findings(pair: Pair, index: int) -> Iterator[tuple[str, str]]:
-    """Say what stands out of a pair, and the chapter that it comes from."""
-    yield _counted(pair), f"change-{index}"
-    yield from ((text, f"samples-{index}") for text in (*_flips(pair), *_risen(pair)))
+def _findings(pair: Pair, index: int, lead: str) -> Iterator[tuple[str, str]]:
+    """Say what stands out of a pair, after some words, and the chapter that it comes from."""
+    yield lead + _counted(pair), f"change-{index}"
+    for said in (*_flips(pair), *_risen(pair)):
+        yield lead + said, f"samples-{index}"
     if pair.heads:
-        yield _heads(pair), f"heads-{index}"
+        yield lead + _heads(pair), f"heads-{index}"
 
 
 def _counted(pair: Pair) -> str:
-    """Count the verdicts."""
-    counts = Counter(verdict.status for verdict in pair.verdicts if verdict.status in FIRST)
+    """Count the verdicts, and name what regressed."""
+    judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
+    counts = Counter(verdict.status for verdict in judged)
     said = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
-    return f"Of {counts.total()} figures: {said}."
+    worse = [v.metric for v in judged if v.status == "regressed"]
+    more = ", ..." * (len(worse) > NAMED)
+    named = f" Regressed: {', '.join(worse[:NAMED])}{more}." if worse else ""
+    return f"Of {len(judged)} figures: {said}.{named}"
 
 
 def _flips(pair: Pair) -> Iterator[str]:

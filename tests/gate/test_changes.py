@@ -10,6 +10,7 @@ from lipaudit.gate import compare
 from lipaudit.gate.comparison.heads import head_changes
 from lipaudit.gate.contrasts import TOLERANCE
 from lipaudit.results import CertifyRow, Section
+from lipaudit.results.report import Failure
 
 RNG = np.random.default_rng(33)
 EXACT = RNG.lognormal(0, 0.3, (6, 8))
@@ -215,7 +216,7 @@ def test_figures_of_a_sample_before_and_after(report, jacobian, norms):
 
 
 def test_norms_that_are_not_to_be_trusted_are_not_shown(report, jacobian, attack, norms):
-    stuck = jacobian(norms, converged=[False, *[True] * 63])
+    stuck = jacobian(norms, converged=[False] * 64)
     pair = pair_of(report(jacobian(norms), attack([1])), report(stuck, attack([1]), weights="b"))
     assert all(sample.figures == {} for sample in pair.samples)
 
@@ -255,3 +256,65 @@ def test_inputs_in_another_form_are_paired_by_their_place(report, jacobian, ids,
     norm = next(v for v in pair.verdicts if v.metric == "jacobian.norm:median")
     assert (norm.samples, norm.paired) == (64, pytest.approx(1.0))
     assert any("paired by their place" in text for text in pair.warnings)
+
+
+def stuck(section, row):
+    rows = list(section.rows)
+    rows[row] = rows[row].model_copy(update={"converged": False})
+    return section.model_copy(update={"rows": tuple(rows)})
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_head_that_did_not_converge_is_left_out_and_named(report, bounds, swapped):
+    whole = report(bounds(EXACT))
+    loud = EXACT.copy()
+    loud[3] *= 100
+    reports = [whole, report(stuck(bounds(loud), 3), weights="b")]
+    pair = pair_of(*(reports[::-1] if swapped else reports))
+    assert pair.warnings == ("left out, not converged in one of them: layer 1 head 1 of bounds",)
+    exact = next(changes for changes in pair.heads if changes.metric == "bounds.exact")
+    assert [(h.layer, h.head, h.change) for h in exact.heads] == [
+        (layer, head, 0.0) for layer in range(3) for head in range(2) if (layer, head) != (1, 1)
+    ]
+    judged = {v.metric: v for v in pair.verdicts}
+    assert judged["bounds.exact:median"].old == np.median(
+        np.median(EXACT[[0, 1, 2, 4, 5]], axis=1)
+    )
+    assert "bounds.exact_max:median" not in judged  # over all heads of a sample, the stuck one too
+
+
+def test_samples_that_did_not_converge_are_left_out_and_counted(report, jacobian, norms):
+    flags = [[True] * 64, [True] * 64]
+    flags[0][5] = flags[1][9] = False
+    steep = 1.1 * norms
+    steep[9] *= 1000
+    pair = pair_of(
+        report(jacobian(norms, converged=flags[0])),
+        report(jacobian(steep, converged=flags[1]), weights="b"),
+    )
+    assert pair.warnings == (
+        "left out, not converged in one of them: 2 of 64 samples of jacobian",
+    )
+    norm = next(v for v in pair.verdicts if v.metric == "jacobian.norm:median")
+    assert (norm.samples, norm.paired) == (62, pytest.approx(0.1))
+    assert len(pair.samples) == 62
+
+
+def test_a_section_of_which_nothing_converged_is_refused(report, jacobian, bounds, norms):
+    reports = [
+        report(bounds(EXACT), jacobian(norms, converged=[False] * 64), weights=name)
+        for name in "ab"
+    ]
+    pair = pair_of(*reports)
+    reasons = {v.metric: v.reason for v in pair.verdicts}
+    assert "64 samples have not converged" in reasons["jacobian.norm:median"]
+    assert reasons["bounds.exact:median"] == ""
+
+
+def test_what_failed_keeps_nothing_else_from_being_compared(report, jacobian, attack, norms):
+    failed = Section(measure="attack", failure=Failure(reason="out of memory", exit_code=3))
+    old = report(jacobian(norms), attack([1]), spec="old")
+    new = report(jacobian(norms), failed, spec="new", weights="b", status="partial")
+    pair = pair_of(old, new)
+    assert {v.status for v in pair.verdicts} == {"unchanged"}
+    assert pair.notes == ("not compared, only old has it: attack",)

@@ -10,6 +10,7 @@ from lipaudit.gate.comparable import REPEAT, differences, same_weights
 from lipaudit.gate.comparison.heads import head_changes, mapped
 from lipaudit.gate.comparison.records import Comparison, Distribution, Pair
 from lipaudit.gate.comparison.samples import outcomes, sample_changes
+from lipaudit.gate.comparison.settled import settled
 from lipaudit.gate.comparison.verdicts import incomplete, verdicts
 from lipaudit.gate.overlap import matched, paired_by_place
 from lipaudit.results import Report, Section, model_labels
@@ -53,6 +54,7 @@ def _nothing(reports: Sequence[Report], names: Sequence[str]) -> str:
 
 
 def _pair(reports: tuple[Report, Report], names: tuple[str, str], by_place: str) -> Pair:
+    reports, unsettled = settled(reports)
     old, new = reports
     both = [(s, after) for s in old.sections if (after := new.section(s.measure)) is not None]
     differing = differences(new, old)
@@ -68,6 +70,7 @@ def _pair(reports: tuple[Report, Report], names: tuple[str, str], by_place: str)
             *(text for name, text in differing.items() if name in SPOILING),
             *([by_place] if by_place else []),
             *_fewer(both),
+            *unsettled,
             *(["both reports are of the same weights"] if same_weights(new, old) else []),
         ),
         notes=(

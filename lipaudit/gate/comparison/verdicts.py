@@ -153,8 +153,9 @@ def _numbers(name: str, sections: Iterable[Section]) -> list[float]:
 
 def _shared(sections: Sections) -> list[str]:
     """Return the samples that both sections have."""
-    ids = [tuple(map(str, section.samples.get("ids", ()))) for section in sections]
-    return [i for i in ids[0] if i in set(ids[1])]
+    old, new = (tuple(map(str, section.samples.get("ids", ()))) for section in sections)
+    there = set(new)
+    return [i for i in old if i in there]
 
 
 def _known(name: str, sections: Sections) -> set[str]:

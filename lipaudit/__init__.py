@@ -23,6 +23,7 @@ PUBLIC = {
     "load": "lipaudit.schema:load",
     "measure": "lipaudit.api.measuring:measure",
     "monitor": "lipaudit.monitor",
+    "rank": "lipaudit.gate:rank",
     "render": "lipaudit.report:render",
     "watch": "lipaudit.monitor.watching:watch",
 }

@@ -4,6 +4,7 @@ from lipaudit.api.measuring import audit as audit
 from lipaudit.api.measuring import measure as measure
 from lipaudit.engine.observer import Observer as Observer
 from lipaudit.errors import LipauditError as LipauditError
+from lipaudit.gate import rank as rank
 from lipaudit.models.sources.spec import ModelSpec as ModelSpec
 from lipaudit.monitor.watching import watch as watch
 from lipaudit.report import render as render

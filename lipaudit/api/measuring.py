@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -17,7 +18,15 @@ from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job, Request, data_options, load_options, prepare
-from lipaudit.errors import InputError, UsageError, as_user_meets, of_machine, suggestion
+from lipaudit.engine.several import lost, named, outline, require_shared
+from lipaudit.errors import (
+    InputError,
+    LipauditError,
+    UsageError,
+    as_user_meets,
+    of_machine,
+    suggestion,
+)
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import borrowed
@@ -27,7 +36,11 @@ from lipaudit.settings import MeasureOptions, RunOptions, option_types
 from lipaudit.settings.audit import OF_ATTACK, QUICK_SAMPLES, USUAL, audit_options
 
 AnyModel = str | nn.Module | ModelSpec
+Models = list[AnyModel] | list[str] | list[nn.Module] | tuple[AnyModel, ...]
 AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None
+Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
+AtHand = Callable[[], AbstractContextManager[Job]]
+"""Has a job ready while a block runs."""
 
 
 def measure(
@@ -66,19 +79,29 @@ def measure(
         return execute(job, observer)
 
 
+@overload
+def audit(model: AnyModel, measures: Measures = None, **options: Any) -> Report: ...
+
+
+@overload
+def audit(model: Models, measures: Measures = None, **options: Any) -> list[Report]: ...
+
+
 def audit(
-    model: AnyModel,
-    measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    model: AnyModel | Models,
+    measures: Measures = None,
     *,
     data: AnyData = None,
     input_shape: Sequence[int] | None = None,
     observer: Observer | None = None,
     **options: Any,
-) -> Report:
+) -> Report | list[Report]:
     """Run several measures on one load of a model: what `lipaudit audit MODEL` does.
 
     Args:
-        model: as of `measure`.
+        model: as of `measure`; or a list of several, which are measured on the same samples, each
+            with a report: `lipaudit.rank(reports)` ranks them, and `lipaudit.render(reports,
+            "html")` shows them. Where one fails its report says why, and the others go on.
         measures: their names, or their options by their names; by default bounds, attention,
             jacobian and attack. What model or data do not allow is left out, with a note; what
             fails has its reason in `Report.failures`, and the others go on.
@@ -89,22 +112,55 @@ def audit(
             and `norm` of the attacks.
 
     Raises:
-        LipauditError: whatever goes wrong, with what to do about it.
+        LipauditError: whatever goes wrong, with what to do about it; several models that do not
+            share samples are refused before any is measured.
 
     Example:
         >>> report = audit("demo", ["bounds", "jacobian"], samples=2)
         >>> [section.measure for section in report.sections]
         ['bounds', 'bounds.layers', 'jacobian']
     """
-    demo = isinstance(model, str) and model.partition(":")[0] == "demo"
-    request = audit_request(_name(model), measures, options, demo=demo, quick=demo)
-    with prepared(model, request, data, input_shape=input_shape) as job:
+    models = list(model) if isinstance(model, list | tuple) else [model]
+    if not models:
+        raise UsageError("no model is named", "Give one, or a list of several.")
+    demo = all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
+    requests = [
+        audit_request(name, measures, options, demo=demo, quick=demo) for name in _names(models)
+    ]
+    at_hand = [
+        partial(prepared, each, request, data, input_shape=input_shape)
+        for each, request in zip(models, requests, strict=True)
+    ]
+    if isinstance(model, list | tuple):
+        return _each(requests, at_hand, observer)
+    with at_hand[0]() as job:
         return execute(job, observer)
+
+
+def _each(
+    requests: Sequence[Request], at_hand: Sequence[AtHand], observer: Observer | None
+) -> list[Report]:
+    """Measure several models on the same samples, with one of them in memory at a time."""
+    outlines = []
+    for request, ready in zip(requests, at_hand, strict=True):
+        with named(request.model), ready() as job:
+            outlines.append(outline(job))
+        del job
+    require_shared(outlines)
+    reports = []
+    for known, ready in zip(outlines, at_hand, strict=True):
+        try:
+            with ready() as job:
+                reports.append(execute(job, observer))
+            del job
+        except LipauditError as error:
+            reports.append(lost(known, error))
+    return reports
 
 
 def audit_request(
     name: str,
-    measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
+    measures: Measures,
     options: Mapping[str, Any],
     *,
     demo: bool = False,
@@ -160,6 +216,16 @@ def _name(model: AnyModel) -> str:
     if isinstance(model, str):
         return model
     return type(model.module if isinstance(model, ModelSpec) else model).__name__
+
+
+def _names(models: Sequence[AnyModel]) -> list[str]:
+    """Name several models; modules of one class are numbered."""
+    names = [_name(model) for model in models]
+    modules = {i for i, model in enumerate(models) if not isinstance(model, str)}
+    return [
+        f"{name} {names[: i + 1].count(name)}" if i in modules and names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
 
 
 @contextmanager

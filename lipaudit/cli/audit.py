@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +16,13 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURING, typed_command
-from lipaudit.cli.options import Extent, ModelArgument, Output, Terminal
-from lipaudit.errors import EvaluationError, ExitCode, LipauditError
+from lipaudit.cli.options import Extent, ModelsArgument, Output, Terminal
+from lipaudit.errors import EvaluationError, ExitCode, LipauditError, as_user_meets, bug
 from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
 
 if TYPE_CHECKING:
-    from lipaudit.engine.prepare import Job
+    from lipaudit.engine.prepare import Job, Request
+    from lipaudit.engine.several import Outline
     from lipaudit.results import BoundsRow, Report, Section
 
 RUNS = Path("lipaudit-runs")
@@ -27,7 +30,7 @@ RUNS = Path("lipaudit-runs")
 
 @command("audit", panel=MEASURING, usual={"samples": "by measure"})
 def audit(
-    model: ModelArgument,
+    models: ModelsArgument,
     options: AuditOptions,
     run: RunOptions,
     output: Output,
@@ -40,30 +43,56 @@ def audit(
     amplifying head. Quick is the default on the demo. Where a measure fails the others go on: the
     report says why, and the exit code is that of the failure.
 
+    Several MODELs are measured on the same samples, one after the other, and ranked: a report of
+    each and a page of all. Where one fails the others go on, too.
+
     [dim]Examples:[/]
       [cyan]lipaudit audit demo[/]
       [cyan]lipaudit audit timm:vit_small_patch16_224 --data val/ --eps 2/255 --full[/]
       [cyan]lipaudit audit ./my-bert --data reviews.csv --skip attack[/]
+      [cyan]lipaudit audit demo demo:jasmin demo:robust -o models.csv[/]
     """
-    from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.cli.emit import check_outputs
+    from lipaudit.engine.files import require_folder
+    from lipaudit.engine.prepare import Request
+    from lipaudit.report import RANKED, REPORT
+
+    demo = all(model.partition(":")[0] == "demo" for model in models)
+    check_outputs(output, REPORT if len(models) == 1 else RANKED)
+    require_folder(options.run_dir or RUNS)
+    requests = [
+        Request(
+            model,
+            options.plan(demo=demo),
+            run,
+            options.counts(demo=demo),
+            optional={*options.names} - options.required,
+            partial=True,
+            command=typed_command(),
+        )
+        for model in models
+    ]
+    how = _How(output, extent, terminal, options.run_dir)
+    (_audit_one(requests[0], how) if len(models) == 1 else _audit_each(requests, how))
+
+
+@dataclass(frozen=True)
+class _How:
+    """Where what is measured goes, and what is said of it."""
+
+    output: Output
+    extent: Extent
+    terminal: Terminal
+    folder: Path | None
+
+
+def _audit_one(request: Request, how: _How) -> None:
+    from lipaudit.cli.emit import emit
     from lipaudit.cli.progress import OnStderr, muted
     from lipaudit.engine.execute import executed
-    from lipaudit.engine.files import require_folder, write
-    from lipaudit.engine.prepare import Request, prepare
-    from lipaudit.report import REPORT, render
+    from lipaudit.engine.prepare import prepare
 
-    demo = model.partition(":")[0] == "demo"
-    check_outputs(output, REPORT)
-    require_folder(options.run_dir or RUNS)
-    request = Request(
-        model,
-        options.plan(demo=demo),
-        run,
-        options.counts(demo=demo),
-        optional={*options.names} - options.required,
-        partial=True,
-        command=typed_command(),
-    )
+    model, terminal = request.model, how.terminal
     with muted(quiet=terminal.quiet):
         job = prepare(request)
     if not terminal.quiet:
@@ -72,13 +101,114 @@ def audit(
         OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
         executed(job, observer, adapt=_with_strongest) as report,
     ):
-        folder = made_folder(options.run_dir or RUNS / _name(model, report), "--run-dir")
-        for name, format in (("report.json", "json"), ("report.html", "html")):
-            write(folder / name, render(report, format))
-        emit(report, output, details=extent.details)
+        folder = made_folder(how.folder or RUNS / _name(model, report), "--run-dir")
+        _write(report, folder)
+        emit(report, how.output, details=how.extent.details)
     if not terminal.quiet:
         _conclude(model, report, folder)
-    _require_complete(report)
+    _require_complete({model: report})
+
+
+def _audit_each(requests: Sequence[Request], how: _How) -> None:
+    """Measure several models on the same samples, with one of them in memory at a time."""
+    from lipaudit.cli.emit import emit
+    from lipaudit.cli.progress import muted
+    from lipaudit.engine.files import write
+    from lipaudit.engine.prepare import prepare
+    from lipaudit.engine.several import named, outline, require_shared
+    from lipaudit.report import of_reports, render
+
+    quiet, outlines = how.terminal.quiet, []
+    for request in requests:
+        with named(request.model), muted(quiet=quiet):
+            outlines.append(outline(prepare(request), timed=not quiet))
+    require_shared(outlines)
+    folder = made_folder(how.folder or _folder_of_several(requests), "--run-dir")
+    places = [folder / f"{i}-{_plain(r.model)}" for i, r in enumerate(requests, start=1)]
+    kept = [_finished(*each) for each in zip(requests, outlines, places, strict=True)]
+    if not quiet:
+        _announce_several(outlines, kept)
+    reports: list[Report] = []
+    for request, known, place, report in zip(requests, outlines, places, kept, strict=True):
+        with _resumable(len(reports), folder):
+            reports.append(report or _measured(request, known, place, how.terminal))
+    subject = of_reports(*reports)
+    write(folder / "report.html", render(subject, "html"))
+    emit(subject, how.output, details=how.extent.details)
+    if not quiet:
+        each = f"{shlex.quote(str(folder))}/*/report.json"
+        lines = ("", f"report: {folder / 'report.html'}", f"data:   {each}")
+        typer.echo("\n".join(lines), err=True)
+    _require_complete({request.model: r for request, r in zip(requests, reports, strict=True)})
+
+
+def _measured(request: Request, known: Outline, folder: Path, terminal: Terminal) -> Report:
+    """Measure one of several models and keep its report; where it fails, that says why."""
+    from lipaudit.cli.progress import OnStderr, muted
+    from lipaudit.engine.execute import executed
+    from lipaudit.engine.prepare import prepare
+    from lipaudit.engine.several import lost
+
+    folder = made_folder(folder, "--run-dir")
+    quiet, verbose = terminal.quiet, terminal.verbose
+    with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
+        try:
+            with muted(quiet=quiet):
+                job = prepare(request)
+            with executed(job, observer, adapt=_with_strongest) as report:
+                _write(report, folder)
+        except Exception as error:
+            observer.fails("audit", error)
+            report = lost(known, as_user_meets(error) or bug(error))
+            _write(report, folder)
+    return report
+
+
+def _finished(request: Request, known: Outline, folder: Path) -> Report | None:
+    """Return the report that an interrupted audit left of a model, if it is to be resumed."""
+    from lipaudit.engine.several import finished
+    from lipaudit.schema import load
+
+    path = folder / "report.json"
+    if not request.run.resume or not path.exists():
+        return None
+    try:
+        report = load(path)
+    except LipauditError:
+        return None
+    return report if finished(report, known) else None
+
+
+@contextmanager
+def _resumable(done: int, folder: Path) -> Iterator[None]:
+    """Say what is kept of several models where their audit is cut short."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        if done:
+            text = f"{done} finished in {folder}: the same command with --resume goes on"
+            typer.echo(f"note: {text}", err=True)
+        raise
+
+
+def _folder_of_several(requests: Sequence[Request]) -> Path:
+    """Return the run directory of these requests: to resume, the last that they had."""
+    asked = [
+        (r.model, r.run.model_dump(exclude={"resume", "device", "batch_size", "offline"}),
+         {name: options.model_dump() for name, options in r.measures.items()}, dict(r.counts))
+        for r in requests
+    ]  # fmt: skip
+    name = f"{len(requests)}-models-{hashlib.sha256(repr(asked).encode()).hexdigest()[:8]}"
+    before = sorted(RUNS.glob(f"*-{name}")) if requests[0].run.resume else []
+    return before[-1] if before else RUNS / f"{_now()}-{name}"
+
+
+def _write(report: Report, folder: Path) -> None:
+    from lipaudit.engine.files import write
+    from lipaudit.report import render
+
+    for name, format in (("report.json", "json"), ("report.html", "html")):
+        write(folder / name, render(report, format))
 
 
 def made_folder(folder: Path, flag: str) -> Path:
@@ -102,22 +232,38 @@ def made_folder(folder: Path, flag: str) -> Path:
     return folder
 
 
-def _require_complete(report: Report) -> None:
-    """End with the exit code of the first measure that failed, once the report is written.
+def _require_complete(reports: Mapping[str, Report]) -> None:
+    """End with the exit code of the first failure, once the reports are written.
 
     Raises:
-        LipauditError: some measures failed; the report has the others.
+        LipauditError: some measures failed; the reports have the others.
     """
-    if not report.failures:
+    failures = [
+        (f"{model}: {name}" if len(reports) > 1 else name, fault)
+        for model, report in reports.items()
+        for name, fault in report.failures.items()
+    ]
+    if not failures:
         return
-    reasons = "; ".join(
-        f"{name} failed: {fault.reason}" for name, fault in report.failures.items()
-    )
-    first = next(iter(report.failures.values()))
+    reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures)
+    first = failures[0][1]
     again = "The same command with --resume measures only what failed."
     error = LipauditError(f"the report is partial: {reasons}", f"{first.advice} {again}".strip())
     error.exit_code = ExitCode(first.exit_code)
     raise error
+
+
+def _announce_several(outlines: Sequence[Outline], kept: Sequence[Report | None]) -> None:
+    from lipaudit.engine.estimate import together
+
+    counts: dict[str, int] = {}
+    for known in outlines:
+        counts |= {name: max(count, counts.get(name, 0)) for name, count in known.counts.items()}
+    parts = ", ".join(f"{name} ({count} samples)" for name, count in counts.items())
+    left = [known.cost for known, report in zip(outlines, kept, strict=True) if report is None]
+    done = f"{len(kept) - len(left)} of them finished before, " if len(left) < len(kept) else ""
+    models = ", ".join(known.model for known in outlines)
+    typer.echo(f"audit of {models}: {parts}; {done}{together(left)}", err=True)
 
 
 def _announce(job: Job) -> None:
@@ -145,10 +291,16 @@ def _strongest(sections: Sequence[Section]) -> BoundsRow | None:
 
 def _name(model: str, report: Report) -> str:
     """Name the run directory: time, model, and a hash of the run."""
-    when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")[:40]
     digest = hashlib.sha256(report.run.model_dump_json().encode()).hexdigest()[:8]
-    return f"{when}-{plain}-{digest}"
+    return f"{_now()}-{_plain(model)}-{digest}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+
+
+def _plain(model: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")[:40]
 
 
 def _conclude(model: str, report: Report, folder: Path) -> None:

@@ -41,15 +41,18 @@ def completed(
     return complete
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
+def _model(text: str = "") -> Any:
+    """Return how a MODEL is typed; what is said of it stands behind what it may be."""
+    return typer.Argument(
         metavar="MODEL",
         autocompletion=completed(model_names),
         help="demo, timm:NAME, hf:ORG/NAME, a directory, a weights file (with --arch) "
-        "or py:FILE:FACTORY.",
-    ),
-]
+        f"or py:FILE:FACTORY{text}.",
+    )
+
+
+ModelArgument = Annotated[str, _model()]
+ModelsArgument = Annotated[list[str], _model("; several are measured on the same samples")]
 
 
 def formats() -> tuple[str, ...]:
@@ -64,8 +67,8 @@ class Output(Settings):
 
     format: str | None = option(
         None,
-        "What stdout gets: table, brief, json, csv, markdown, html, model-card, badge; and FILE, "
-        "where several formats have its suffix.",
+        "What stdout (and a FILE of a shared suffix) gets: table, brief, json, csv, markdown, "
+        "html, model-card...",
         "--format",
         "-f",
         panel=OUTPUT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from lipaudit.attacks.plan import Attack
@@ -34,36 +35,66 @@ LONG = 60.0
 PASS = 3.0
 """Forwards that a forward with its backward costs."""
 TIMED = 8
+UNKNOWN = "how long that takes is not known: memory ran out for several samples at once"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that a job takes at least and at most, and a forward of one sample by itself."""
+
+    least: float
+    most: float
+    forward: float
 
 
 def takes(job: Job) -> str:
     """Say how long the measures of a job take, and by what measurement."""
+    known = cost(job)
+    if known is None:
+        return UNKNOWN
+    return (
+        f"roughly {_span([known])} (estimate; a forward of a sample takes {_short(known.forward)})"
+    )
+
+
+def together(costs: Sequence[Cost | None]) -> str:
+    """Say how long several jobs take, one after the other."""
+    known = [each for each in costs if each is not None]
+    return UNKNOWN if len(known) < len(costs) else f"roughly {_span(known)} in all (estimate)"
+
+
+def cost(job: Job) -> Cost | None:
+    """Estimate the measures of a job; None where memory runs out before it can be told."""
     try:
-        return _takes(job)
+        return _cost_of(job)
     except Exception as error:
         if not out_of_memory(error):
             raise
-        return "how long that takes is not known: memory ran out for several samples at once"
+        return None
 
 
-def _takes(job: Job) -> str:
-    alone, together = _forward(job, 1), _forward(job, TIMED)
+def _span(costs: Sequence[Cost]) -> str:
+    ends = sum(each.least for each in costs), sum(each.most for each in costs)
+    return " to ".join(dict.fromkeys(map(_time, ends)))
+
+
+def _cost_of(job: Job) -> Cost:
+    alone, batched = _forward(job, 1), _forward(job, TIMED)
     count = job.counts
     reading = [cost * count[name] for name, cost in READ.items() if name in count]
     sure = alone * (sum(reading) + (SURVEY if reading else 0.0))
     if "jacobian" in count:
-        sure += together * _norm_cost(job) * count["jacobian"]
+        sure += batched * _norm_cost(job) * count["jacobian"]
     least = most = 0.0
     if "attack" in count:
         options = cast("AttackOptions", job.request.measures["attack"])
-        least, most = (together * count["attack"] * cost for cost in attack_costs(options))
+        least, most = (batched * count["attack"] * cost for cost in attack_costs(options))
     if "certify" in count:
         ends = proof_costs(job)
         least, most = (
-            each + together * cost for each, cost in zip((least, most), ends, strict=True)
+            each + batched * cost for each, cost in zip((least, most), ends, strict=True)
         )
-    shown = dict.fromkeys((_time(sure + least), _time(sure + most)))
-    return f"roughly {' to '.join(shown)} (estimate; a forward of a sample takes {_short(alone)})"
+    return Cost(sure + least, sure + most, alone)
 
 
 def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:

@@ -225,11 +225,13 @@ def _against(rule: Rule, tested: _Tested | None) -> dict[str, Any]:
     if tested is None:
         return {"outcome": "not distinguishable from the best"}
     evidence = tested.pair.evidence
-    low, high = (printed(rule, limit) for limit in evidence.limits(tested.level / 2))
+    ends = [printed(rule, limit) for limit in evidence.limits(tested.level / 2)]
+    if rule.limit.unit == "pp":  # no two shares are further apart
+        ends = [min(max(end, -1.0), 1.0) for end in ends]
     difference = Difference(
         estimate=printed(rule, evidence.estimate),
-        low=min(low, high),
-        high=max(low, high),
+        low=min(ends),
+        high=max(ends),
         unit=rule.limit.unit,
         p=tested.pair.p,
         p_adjusted=tested.p_adjusted,

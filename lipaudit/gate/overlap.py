@@ -60,7 +60,8 @@ def _may_be_same(report: Report, first: Report) -> bool:
     same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
     seen_otherwise = new.preprocess != old.preprocess or bool(report.found("text"))
     # A command names its models: that of two reports is of one audit of both.
-    return same_data and (seen_otherwise or new.command == old.command)
+    one, two = (run.command.replace(" --resume", "") for run in (new, old))
+    return same_data and (seen_otherwise or one == two)
 
 
 def _renamed(report: Report, names: Mapping[str, str]) -> Report:

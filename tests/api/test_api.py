@@ -348,3 +348,41 @@ def test_a_report_keeps_the_pictures_of_its_worst_samples():
     report = lipaudit.measure("demo", "attack", samples=24, eps="0.1", attack="fgsm")
     assert list(report.section("attack").examples) == worst(report)
     assert len(worst(report)) == 10
+
+
+def test_several_models_get_a_report_each_and_are_ranked(module):
+    names = ["demo:robust", "demo"]
+    reports = lipaudit.audit(names, "jacobian", samples=6)
+    assert [report.run.model.spec for report in reports] == names
+    alone = lipaudit.audit("demo", "jacobian", samples=6)
+    assert numbers(reports[1]) == numbers(alone)
+    ranking = lipaudit.rank(reports)
+    assert [model.model for model in ranking.models] == names
+    assert b"Ranking" in lipaudit.render(reports, "html")
+    x = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    both = lipaudit.audit([module, module], "jacobian", data=x)
+    assert numbers(both[0]) == numbers(both[1])
+    assert module.training
+    with pytest.raises(LipauditError, match="they share no samples|do not see the same|takes"):
+        lipaudit.audit(["demo", module], "jacobian", data=x)
+    with pytest.raises(UsageError, match="no model is named"):
+        lipaudit.audit([])
+
+
+def test_a_model_that_fails_leaves_its_reason_among_the_reports(monkeypatch):
+    from dataclasses import replace
+
+    from lipaudit.errors import EvaluationError
+    from lipaudit.measures import MEASURES
+
+    whole = MEASURES["jacobian"]
+
+    def parts(net, batches, options):
+        if net.info.spec == "demo":
+            raise EvaluationError("values are not finite")
+        yield from whole.parts(net, batches, options)
+
+    monkeypatch.setitem(MEASURES, "jacobian", replace(whole, parts=parts))
+    lost, kept = lipaudit.audit(["demo", "demo:robust"], "jacobian", samples=1)
+    assert lost.failures["jacobian"].reason == "values are not finite"
+    assert kept.status == "complete"

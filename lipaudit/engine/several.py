@@ -1,0 +1,194 @@
+"""Several models on the same samples: what is known of each before any is measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lipaudit.data.batch import Origin
+from lipaudit.engine.estimate import Cost, cost
+from lipaudit.engine.prepare import Job
+from lipaudit.engine.provenance import origins, provenance
+from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.models.net import Kind
+from lipaudit.results import Report, Run, Section
+from lipaudit.results.report import Failure
+
+TAKES: Mapping[Kind, str] = {"image": "images", "text": "text", "tokens": "sequences of numbers"}
+APART = "Audit them apart."
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is kept of a job while the models of others are in memory.
+
+    Attributes:
+        model: as it was named.
+        kind: of its inputs.
+        classes: how many it has; None: none.
+        names: of the classes, where the checkpoint knows them.
+        labels: of the samples, as the model numbers its classes; None: they have none.
+        ids: of the samples.
+        origins: where they are found; empty of samples that are made up.
+        counts: how many of them each measure takes.
+        measures: the options of each, as its section has them.
+        run: as the report will have it.
+        samples: where they are found, as the report will have it.
+        cost: what it takes; None where that is not known.
+    """
+
+    model: str
+    kind: Kind
+    classes: int | None
+    names: tuple[str, ...] | None
+    labels: tuple[int, ...] | None
+    ids: tuple[str, ...]
+    origins: tuple[Origin, ...]
+    counts: Mapping[str, int]
+    measures: Mapping[str, dict[str, Any]]
+    run: Run
+    samples: dict[str, tuple[str, ...]]
+    cost: Cost | None
+
+
+def outline(job: Job, *, timed: bool = False) -> Outline:
+    """Keep what several models are compared by.
+
+    Args:
+        job: of one of them.
+        timed: whether to estimate what it takes.
+    """
+    net, batch = job.net, job.samples.batch
+    return Outline(
+        model=job.request.model,
+        kind=net.kind,
+        classes=net.classes,
+        names=net.info.labels,
+        labels=None if batch.y is None else tuple(batch.y.tolist()),
+        ids=batch.ids,
+        origins=job.samples.origins,
+        counts=job.counts,
+        measures={name: options.model_dump() for name, options in job.request.measures.items()},
+        run=provenance(job),
+        samples=origins(job.samples),
+        cost=cost(job) if timed else None,
+    )
+
+
+@contextmanager
+def named(model: str) -> Iterator[None]:
+    """Say in errors which of several models they are of; free the memory of it at the end.
+
+    Raises:
+        LipauditError: what the block raises, with the model's name in front.
+    """
+    try:
+        yield
+    except LipauditError as error:
+        error.message = f"{model}: {error.message}"
+        raise
+    finally:
+        gc.collect()  # a module may hold itself, and the next one takes its place
+
+
+def require_shared(outlines: Sequence[Outline]) -> None:
+    """Refuse models that cannot be measured on the same samples.
+
+    Raises:
+        UsageError: a model is named twice.
+        InputError: they take other inputs, have other classes, or do not see the same samples.
+    """
+    first, *others = outlines
+    for i, other in enumerate(others, start=1):
+        if other.model in (each.model for each in outlines[:i]):
+            raise UsageError(f"{other.model} is named twice", "Name each model once.")
+        if other.kind != first.kind:
+            raise InputError(
+                f"{first.model} takes {TAKES[first.kind]}, {other.model} {TAKES[other.kind]}: "
+                "they share no samples",
+                APART,
+            )
+        _require_same_samples(first, other)
+        _require_same_classes(first, other)
+
+
+def _require_same_samples(first: Outline, other: Outline) -> None:
+    if first.ids == other.ids or (first.origins and first.origins == other.origins):
+        return
+    specs = [each.run.data.spec for each in (first, other)]
+    if specs[0] != specs[1]:
+        text = f"{first.model} would be measured on {specs[0]}, {other.model} on {specs[1]}"
+        raise InputError(text, "Name samples that both take with --data.")
+    advice = f"Give --data whose samples both read: a folder of images, a table of texts. {APART}"
+    if not first.origins:
+        advice = "Made-up samples have the form of their model: name others with --data."
+    raise InputError(
+        f"{first.model} and {other.model} do not see the same samples of {specs[0]}", advice
+    )
+
+
+def _require_same_classes(first: Outline, other: Outline) -> None:
+    """Refuse labels that mean other classes in each model; equal numbers alone say nothing."""
+    if first.labels is None or first.labels != other.labels:
+        return
+    said = ""
+    if first.classes and other.classes and first.classes != other.classes:
+        said = f"{first.model} has {first.classes} classes, {other.model} {other.classes}"
+    pairs = [(_names(first, i), _names(other, i)) for i in sorted({*first.labels} - {-1})]
+    if pairs and all(one and two and not {*one} & {*two} for one, two in pairs):
+        one, two = (", ".join(names) for names in pairs[0])
+        said = f"what is {one!r} for {first.model} is {two!r} for {other.model}"
+    if said:
+        raise InputError(
+            f"{said}: the labels of {first.run.data.spec} cannot be right for both",
+            f"Let the data name their classes as both models do. {APART}",
+        )
+
+
+def _names(outline: Outline, label: int) -> list[str]:
+    """Return what a class is called; nothing where it has no name but its number."""
+    if not outline.names or label >= len(outline.names):
+        return []
+    name = outline.names[label].casefold().replace("_", " ")
+    words = (word.strip() for word in name.split(","))
+    return [word for word in words if word and word != f"label {label}"]
+
+
+def finished(report: Report, outline: Outline) -> bool:
+    """Tell whether a report is the whole of what an outlined job would measure."""
+    free = {"created": "", "command": ""}
+    same = [run.model_copy(update=free) for run in (report.run, outline.run)]
+    return (
+        report.status == "complete"
+        and _plain(same[0].model_dump()) == _plain(same[1].model_dump())
+        and all(
+            _measured(report.section(name), outline.measures[name], outline.ids[:count])
+            for name, count in outline.counts.items()
+        )
+    )
+
+
+def _measured(section: Section | None, options: Mapping[str, Any], ids: Sequence[str]) -> bool:
+    if section is None or tuple(section.samples.get("ids", ids)) != tuple(ids):
+        return False
+    asked, settings = _plain(options), _plain(section.settings)
+    return all(settings[name] == asked[name] for name in settings.keys() & asked.keys())
+
+
+def lost(outline: Outline, error: LipauditError) -> Report:
+    """Return the report of a model that could not be measured: every section says why."""
+    failure = Failure(reason=error.message, advice=error.advice, exit_code=error.exit_code)
+    sections = tuple(
+        Section(measure=name, settings=settings, failure=failure)
+        for name, settings in outline.measures.items()
+    )
+    return Report(run=outline.run, status="partial", samples=outline.samples, sections=sections)
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON reads them back: a report may come from a file."""
+    return json.loads(json.dumps(dict(values), default=str))

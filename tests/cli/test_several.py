@@ -1,0 +1,204 @@
+"""An audit of several models: the same samples, one model at a time, a report of each."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+import re
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.commands import build
+from lipaudit.engine import prepare as preparing
+from lipaudit.errors import EvaluationError
+from lipaudit.measures import MEASURES
+from lipaudit.schema import load
+
+THREE = ("demo", "demo:jasmin", "demo:robust")
+PLACES = ("1-demo", "2-demo-jasmin", "3-demo-robust")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def audit(*args: str, models=THREE):
+    return CliRunner().invoke(build(), ["audit", *models, *args])
+
+
+def written(folder: str = "run"):
+    return {path.parent.name: load(path) for path in sorted(Path(folder).glob("*/report.json"))}
+
+
+def fail(monkeypatch, name: str, model: str, error: BaseException) -> list[str]:
+    """Let a measure fail on one model; the list gets the models that it measures."""
+    measure, seen = MEASURES[name], []
+
+    def parts(net, batches, options):
+        seen.append(net.info.spec)
+        if net.info.spec == model:
+            raise error
+        yield from measure.parts(net, batches, options)
+
+    monkeypatch.setitem(MEASURES, name, replace(measure, parts=parts))
+    return seen
+
+
+def test_three_models_are_ranked_on_one_screen():
+    done = audit(
+        "-n", "8", "--run-dir", "run", "-o", "models.csv", "-o", "all.json", "-f", "table"
+    )
+    assert done.exit_code == 0, done.output
+    shown = done.stdout.splitlines()
+    assert len(shown) <= 40
+    assert max(map(len, shown)) <= 80
+    first, *_, last = done.stderr.splitlines()
+    assert re.search(
+        r"^audit of demo, demo:jasmin, demo:robust: bounds \(8 samples\), "
+        r"attention \(8 samples\), jacobian \(8 samples\), attack \(8 samples\); "
+        r"roughly \d+ s( to \d+ s)? in all \(est",
+        first,
+    )
+    assert last == "data:   run/*/report.json"
+    reports = written()
+    assert tuple(reports) == PLACES
+    samples = {report.samples["ids"] for report in reports.values()}
+    assert len(samples) == 1
+    ranking = lipaudit.rank(list(reports.values()))
+    assert ranking.model_dump_json(indent=2) + "\n" == Path("all.json").read_text()
+    assert f"Best: {ranking.models[0].model}." in " ".join(done.stdout.split())
+    rows = list(csv.DictReader(Path("models.csv").read_text().splitlines()))
+    assert [row["model"] for row in rows] == [model.model for model in ranking.models]
+    page = Path("run/report.html").read_text()
+    assert page.index("<h2>Ranking</h2>") < page.index("<h2>Scorecards</h2>")
+    assert {path.name for path in Path("run/1-demo").iterdir()} == {"report.json", "report.html"}
+
+
+def test_each_report_is_that_of_an_audit_of_its_own():
+    few = ("-n", "2", "--only", "jacobian,attack", "--attack", "pgd")
+    assert audit(*few, "--run-dir", "run", models=THREE[:2]).exit_code == 0
+    alone = audit(*few, "--run-dir", "one", models=THREE[1:2])
+    assert alone.exit_code == 0, alone.output
+    several, single = written()["2-demo-jasmin"], load("one/report.json")
+    for section, same in zip(several.sections, single.sections, strict=True):
+        assert section.samples == same.samples
+        assert section.settings == same.settings
+    assert several.run.model == single.run.model
+
+
+def test_one_model_is_in_memory_at_a_time(monkeypatch):
+    loads, alive, load_net = [], [], preparing.load_net
+
+    def counted(*args, **options):
+        gc.collect()
+        alive.append(sum(net() is not None for net in loads))
+        net = load_net(*args, **options)
+        loads.append(weakref.ref(net.module))
+        return net
+
+    monkeypatch.setattr(preparing, "load_net", counted)
+    assert audit("-n", "1", "--only", "jacobian", "--run-dir", "run").exit_code == 0
+    assert alive == [0] * 6
+
+
+def test_where_one_model_fails_the_others_go_on(monkeypatch):
+    fail(monkeypatch, "jacobian", "demo:jasmin", EvaluationError("values are not finite"))
+    done = audit("-n", "2", "--only", "jacobian,attention", "--run-dir", "run", "-o", "all.md")
+    assert done.exit_code == 3, done.output
+    assert "demo:jasmin: jacobian failed: values are not finite" in " ".join(done.stderr.split())
+    assert "--resume measures only what failed" in done.stderr
+    reports = written()
+    assert [report.status for report in reports.values()] == ["complete", "partial", "complete"]
+    for text in (Path("run/report.html").read_text(), Path("all.md").read_text(), done.stdout):
+        said = " ".join(text.split())
+        assert "demo:jasmin: jacobian failed: values are not finite" in said
+        assert said.index("not finite") < said.index("Ranking")
+        assert "demo:robust" in said
+
+
+def test_a_model_of_which_nothing_could_be_measured_has_a_report_that_says_so(monkeypatch):
+    fail(monkeypatch, "jacobian", "demo", EvaluationError("out of luck", "Try again."))
+    done = audit("-n", "2", "--only", "jacobian", "--run-dir", "run")
+    assert done.exit_code == 3
+    lost, *others = written().values()
+    assert (lost.status, lost.failures["jacobian"].reason) == ("partial", "out of luck")
+    assert all(report.status == "complete" for report in others)
+    assert "Best: demo:robust." in " ".join(done.stdout.split())
+    assert "Not measured: demo." in " ".join(done.stdout.split())
+
+
+def test_an_audit_that_was_cut_short_goes_on_where_it_stopped(monkeypatch):
+    common = ("-n", "2", "--only", "jacobian")
+    with monkeypatch.context() as broken:
+        fail(broken, "jacobian", "demo:jasmin", KeyboardInterrupt())
+        done = audit(*common)
+    assert done.exit_code == 130
+    (folder,) = Path("lipaudit-runs").glob("*-3-models-*")
+    assert f"1 finished in {folder}: the same command with --resume goes on" in done.stderr
+    assert tuple(written(folder)) == PLACES[:1]
+    before = (folder / "1-demo/report.json").read_bytes()
+    seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))
+    again = audit(*common, "--resume")
+    assert again.exit_code == 0, again.output
+    assert "1 of them finished before" in again.stderr
+    assert seen == ["demo:jasmin", "demo:robust"]
+    assert tuple(written(folder)) == PLACES
+    assert (folder / "1-demo/report.json").read_bytes() == before
+    assert [*Path("lipaudit-runs").glob("*-models-*")] == [folder]
+
+
+@pytest.mark.parametrize("change", [("--seed", "1"), ("--samples", "3"), ("--only", "attention")])
+def test_only_the_same_run_is_taken_for_finished(monkeypatch, change):
+    common = ["-n", "2", "--only", "jacobian", "--run-dir", "run"]
+    assert audit(*common, models=THREE[:2]).exit_code == 0
+    options = [change[1] if common[i - 1] in (change[0], "-n" if change[0] == "--samples" else "")
+               else word for i, word in enumerate(common)]  # fmt: skip
+    options += [] if change[0] in ("--samples", "--only") else change
+    seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))
+    seen_too = fail(monkeypatch, "attention", "", EvaluationError(""))
+    done = audit(*options, "--resume", models=THREE[:2])
+    assert done.exit_code == 0, done.output
+    assert [*seen, *seen_too] == ["demo", "demo:jasmin"]
+
+
+def test_a_damaged_report_is_measured_again(monkeypatch):
+    common = ("-n", "1", "--only", "jacobian", "--run-dir", "run")
+    assert audit(*common, models=THREE[:2]).exit_code == 0
+    Path("run/1-demo/report.json").write_text("{")
+    seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))
+    assert audit(*common, "--resume", models=THREE[:2]).exit_code == 0
+    assert seen == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["demo", "demo"], 2, "demo is named twice"),
+        (["demo", "demo:nonsense"], 4, "demo:nonsense: "),
+        (["demo", "demo:robust", "-o", "map.png"], 2, "one attention map"),
+        (["demo", "demo:robust", "-f", "badge"], 2, "badge"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(monkeypatch, args, code, says):
+    monkeypatch.setenv("COLUMNS", "300")
+    seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))
+    done = CliRunner().invoke(build(), ["audit", *args])
+    assert done.exit_code == code, done.output
+    assert says in done.stderr
+    assert (done.stdout, seen) == ("", [])
+    assert not Path("lipaudit-runs").exists()
+
+
+def test_quiet_says_nothing_but_the_result():
+    done = audit("-n", "1", "--only", "jacobian", "-q", "-f", "json", "--run-dir", "run")
+    assert done.stderr == ""
+    assert len(json.loads(done.stdout)["models"]) == 3

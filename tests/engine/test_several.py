@@ -1,0 +1,136 @@
+"""Which models can be measured on the same samples, and which reports are whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lipaudit.data.batch import Origin
+from lipaudit.engine.estimate import Cost, together
+from lipaudit.engine.execute import execute
+from lipaudit.engine.prepare import Request, prepare
+from lipaudit.engine.several import finished, lost, outline, require_shared
+from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.schema import dumps, loads
+from lipaudit.settings import JacobianOptions, RunOptions
+
+
+@pytest.fixture(scope="module")
+def job():
+    request = Request("demo", {"jacobian": JacobianOptions()}, RunOptions(samples=2))
+    return prepare(request)
+
+
+@pytest.fixture(scope="module")
+def first(job):
+    return outline(job)
+
+
+def other(first, data="demo", **changes):
+    run = first.run.model_copy(update={"data": first.run.data.model_copy(update={"spec": data})})
+    return replace(first, **{"model": "other", "run": run} | changes)
+
+
+IDS = ("x", "y")
+ELSEWHERE = (Origin("index 0"), Origin("index 1"))
+
+
+def test_an_outline_says_what_the_report_will(job, first):
+    report = execute(job)
+    assert (first.ids, first.samples) == (report.samples["ids"], report.samples)
+    assert first.labels == tuple(job.samples.batch.y.tolist())
+    assert (first.kind, first.classes, first.cost) == ("image", 10, None)
+    timed = outline(job, timed=True).cost
+    assert 0 < timed.forward < timed.least <= timed.most
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ids": IDS},  # another form of the same inputs
+        {"origins": ()},  # the same tensors
+        {"ids": IDS, "labels": None},
+        {"labels": (1, 2), "ids": IDS, "classes": 1000},  # matched by name
+        {"names": tuple(f"LABEL_{i}" for i in range(10))},
+        {"classes": None, "labels": None, "ids": IDS},
+    ],
+)
+def test_models_that_share_samples_are_taken(first, changes):
+    require_shared([first, other(first, **changes)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "advice"),
+    [
+        ({"kind": "text"}, "demo takes images, other text: they share no samples", "apart"),
+        ({"classes": 5}, "demo has 10 classes, other 5: the labels of demo cannot be", "classes"),
+        (
+            {"ids": IDS, "origins": ELSEWHERE, "data": "random"},
+            "demo would be measured on demo, other on random",
+            "--data",
+        ),
+        (
+            {"ids": IDS, "origins": ELSEWHERE},
+            "demo and other do not see the same samples of demo",
+            "a table of texts",
+        ),
+        ({"ids": IDS[:1], "origins": ELSEWHERE[:1]}, "do not see the same samples", "--data"),
+    ],
+)
+def test_models_that_share_none_are_refused(first, changes, says, advice):
+    with pytest.raises(InputError, match=says) as refused:
+        require_shared([first, other(first, **changes)])
+    assert advice in refused.value.advice
+
+
+def test_labels_that_mean_other_classes_are_refused(first):
+    named = replace(first, names=("cat",) * 10)
+    with pytest.raises(InputError, match="what is 'cat' for demo is 'church, minster' for other"):
+        require_shared([named, other(first, names=("church, minster",) * 10)])
+    require_shared([named, other(first, names=("Tabby, Cat",) * 10)])
+    require_shared([named, other(first, names=None)])
+
+
+def test_made_up_samples_of_another_form_are_refused(first):
+    made_up = replace(first, origins=())
+    with pytest.raises(InputError, match="do not see the same samples") as refused:
+        require_shared([made_up, other(made_up, ids=IDS)])
+    assert "Made-up samples" in refused.value.advice
+
+
+def test_a_model_is_named_once(first):
+    with pytest.raises(UsageError, match="demo is named twice"):
+        require_shared([first, other(first), first])
+
+
+def test_a_report_is_finished_when_nothing_that_decides_numbers_differs(job, first):
+    report = loads(dumps(execute(job)))
+    assert finished(report, first)
+    typed = {"command": "lipaudit audit demo --resume", "created": "2030-01-01T00:00:00+00:00"}
+    again = report.model_copy(update={"run": report.run.model_copy(update=typed)})
+    assert finished(again, first)
+    seed = report.model_copy(update={"run": report.run.model_copy(update={"seed": 1})})
+    assert not finished(seed, first)
+    assert not finished(report.model_copy(update={"status": "partial"}), first)
+    assert not finished(report.model_copy(update={"sections": ()}), first)
+    assert not finished(report, replace(first, ids=IDS))
+    stricter = {"jacobian": first.measures["jacobian"] | {"tol": 1e-6}}
+    assert not finished(report, replace(first, measures=stricter))
+
+
+def test_a_lost_model_says_why_in_the_place_of_every_figure(first):
+    report = lost(first, EvaluationError("memory ran out", "Try --device cpu."))
+    assert loads(dumps(report)) == report
+    assert report.status == "partial"
+    assert report.failures["jacobian"].advice == "Try --device cpu."
+    assert not finished(report, first)
+
+
+def test_the_time_of_all_is_the_sum_of_each():
+    assert (
+        together([Cost(60, 120, 1), Cost(180, 240, 1)])
+        == "roughly 4 min to 6 min in all (estimate)"
+    )
+    assert together([Cost(60, 60, 1), None]).startswith("how long that takes is not known")

@@ -67,8 +67,8 @@ class Output(Settings):
 
     format: str | None = option(
         None,
-        "What stdout (and a FILE of a shared suffix) gets: table, brief, json, csv, markdown, "
-        "html, model-card...",
+        "What stdout (and FILE of a shared suffix) gets: table, brief, json, csv, html, "
+        "model-card...",
         "--format",
         "-f",
         panel=OUTPUT,

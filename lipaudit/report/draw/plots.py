@@ -103,6 +103,8 @@ def _size(block: Picture) -> tuple[float, float]:
         return WIDE, intervals.height(block)
     if isinstance(block, Shares):
         return WIDTH, 1.1 + 0.33 * len(block.bars)
+    if isinstance(block, Scatter) and block.equal:
+        return HEIGHT * 1.25, HEIGHT * 1.25
     if not isinstance(block, Heatmap):
         return (HEIGHT * 1.25 if _square(block) else WIDTH), HEIGHT
     wide = 1.5 + 0.44 * len(block.columns)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from importlib.resources import files
 
 import matplotlib as mpl
 import numpy as np
@@ -152,15 +154,53 @@ def test_diverging_colours_are_those_of_matplotlib():
         assert colour == pytest.approx([255 * part for part in table(step)[:3]], abs=0.5)
 
 
-def test_sides_of_a_diverging_scale_differ_without_red_or_green_cones():
-    """Machado, Oliveira and Fernandes (2009), severity 1: what a dichromat sees of both sides."""
+def seen(colour: str | tuple[int, ...]) -> list[np.ndarray]:
+    """Return how eyes without red, and without green cones see a colour, from 0 to 255.
+
+    Machado, Oliveira and Fernandes (2009), severity 1.
+    """
+    hexadecimal = isinstance(colour, str)
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)] if hexadecimal else colour
     protan = [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]
     deutan = [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]
-    for seen in (np.array(protan), np.array(deutan)):
-        for index in range(4):
-            low, high = colours.DIVERGING[index], colours.DIVERGING[-1 - index]
-            apart = np.abs(seen @ np.array(low) - seen @ np.array(high)).max()
-            assert apart > 50
+    linear = [np.clip(np.array(eye) @ light(parts), 0, 1) for eye in (protan, deutan)]
+    return [
+        255 * np.where(c <= 0.0031308, 12.92 * c, 1.055 * c ** (1 / 2.4) - 0.055) for c in linear
+    ]
+
+
+def light(parts) -> np.ndarray:
+    """Undo the sRGB transfer curve."""
+    shares = np.array(parts) / 255
+    return np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
+
+
+def apart(one, other) -> float:
+    """Return how far two colours lie apart for the eyes that tell them apart least."""
+    pairs = zip(seen(one), seen(other), strict=True)
+    return min(float(np.linalg.norm(a - b)) for a, b in pairs)
+
+
+def test_sides_of_a_diverging_scale_differ_for_colour_blind_eyes():
+    for index in range(4):
+        assert apart(colours.DIVERGING[index], colours.DIVERGING[-1 - index]) > 60
+    assert apart("#ff0000", "#806000") < 60  # a red and a brown that they confuse
+
+
+def test_lines_and_marks_differ_for_colour_blind_eyes_and_from_the_dark():
+    """Also in the colours that a dark page gives them, where WCAG 2 asks for a contrast of 3."""
+    style = (files("lipaudit.report") / "templates" / "style.css").read_text(encoding="utf-8")
+    dark = re.findall(r"--c\d: (#[0-9a-f]{6});", style)
+    ground = re.findall(r"--page: (#[0-9a-f]{6});", style)[1]
+    assert len(dark) == len(colours.CATEGORIES)
+    for palette in (colours.CATEGORIES, dark):
+        assert min(apart(a, b) for a, b in itertools.combinations(palette, 2)) > 40
+    weights = np.array([0.2126, 0.7152, 0.0722])
+    for colour in dark:
+        fore, back = (
+            weights @ light([int(c[i : i + 2], 16) for i in (1, 3, 5)]) for c in (colour, ground)
+        )
+        assert (fore + 0.05) / (back + 0.05) >= 3
 
 
 @pytest.mark.parametrize("log", [True, False])
@@ -213,9 +253,7 @@ def test_numbers_are_legible_on_every_colour():
     """WCAG 2 asks for a contrast of 4.5."""
 
     def luminance(rgb: tuple[int, int, int]) -> float:
-        parts = np.array(rgb) / 255
-        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-        return float(linear @ [0.2126, 0.7152, 0.0722])
+        return float(light(rgb) @ [0.2126, 0.7152, 0.0722])
 
     for share in np.linspace(0, 1, 101):
         back = luminance(viridis(float(share))) + 0.05

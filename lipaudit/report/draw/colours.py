@@ -45,7 +45,7 @@ DIVERGING: tuple[Rgb, ...] = (
     (178, 24, 43),
     (103, 0, 31),
 )
-CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+CATEGORIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 """Okabe and Ito's colours, told apart by colour-blind eyes; a page may set --c0, ... anew."""
 WIDE = 10.0
 """Positive values that span more than this factor may be coloured by their logarithm."""

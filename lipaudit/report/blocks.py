@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """One value per layer and head.
+    """One value per layer and head, or per head and step.
 
     Attributes:
         title: printed above it.
@@ -53,6 +53,7 @@ class Heatmap:
         columns: names of the heads.
         column: how a value reads.
         centre: value without colour, of a scale with two sides: 0 of differences, 1 of ratios.
+        axes: what goes down, and what across.
     """
 
     title: str
@@ -61,6 +62,12 @@ class Heatmap:
     columns: tuple[str, ...]
     column: Column
     centre: float | None = None
+    axes: tuple[str, str] = ("layer", "head")
+
+    def place(self, row: str, column: str) -> str:
+        """Name the head of a cell, and its step."""
+        by_step = self.axes[1] != "head"
+        return f"{row}, {self.axes[1]} {column}" if by_step else f"{row}.{column}"
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,11 @@ class Scatter:
     diagonal: bool = True
     equal: bool = False
 
+    @property
+    def logs(self) -> tuple[bool, bool]:
+        """Which axes are logarithmic: the horizontal, the vertical."""
+        return self.log, self.log
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -131,6 +143,7 @@ class Curve:
         y: how the vertical axis reads.
         series: one line each.
         log: draw both axes logarithmic.
+        log_y: draw the vertical axis logarithmic.
         ticks: places on the horizontal axis by name; empty: as the drawing sees fit.
     """
 
@@ -140,6 +153,12 @@ class Curve:
     series: tuple[Series, ...]
     log: bool = False
     ticks: dict[str, float] = field(default_factory=dict)
+    log_y: bool = False
+
+    @property
+    def logs(self) -> tuple[bool, bool]:
+        """Which axes are logarithmic: the horizontal, the vertical."""
+        return self.log, self.log or self.log_y
 
 
 @dataclass(frozen=True)

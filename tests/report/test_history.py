@@ -61,7 +61,7 @@ def test_the_scorecard_is_of_the_last_step_beside_the_first_and_the_best():
     page = of_history(trained(*map(norm, (2.0, 1.0, 3.0))))["page"]()
     line = page.scorecard.lines[0]
     assert (line.label, line.value) == ("Jacobian norm, median", 3.0)
-    assert line.text == "▅▁█; first 2.00; lowest 1.00 at 100"
+    assert line.text == "▅▁█ first 2.00; lowest 1.00 at 100"
 
 
 def test_a_long_course_is_thinned_out_from_its_end():
@@ -74,9 +74,24 @@ def test_curves_have_every_point_and_its_limits():
     history = trained(accuracy(0.3, 0.1, 0.5), Summary(), accuracy(0.5, 0.3, 0.7))
     (course,) = courses(history)
     assert (course.steps, course.low, course.high) == ((0, 200), (0.1, 0.3), (0.5, 0.7))
-    page = of_history(history)["page"]()
-    (curve,) = [b for c in page.chapters for b in c.blocks if isinstance(b, Curve)]
+    (curve,) = curves(history)
     assert (curve.series[0].x, curve.series[0].low) == ((0.0, 200.0), (0.1, 0.3))
+
+
+def curves(history: History) -> list[Curve]:
+    page = of_history(history)["page"]()
+    return [b for chapter in page.chapters for b in chapter.blocks if isinstance(b, Curve)]
+
+
+def test_a_curve_that_diverges_has_a_logarithmic_axis():
+    """On a linear one 2 and 3 would share the lowest of 14 lines with 90 on the first."""
+    history = trained(*map(norm, (2.0, 3.0, 90.0)))
+    (curve,) = curves(history)
+    assert (curve.logs, curve.title) == ((False, True), "Jacobian norm of the model, log scale")
+    text = render(of_history(history), "table").decode()
+    drawn = text[text.index("log scale") :].splitlines()[1:15]
+    assert [i for i, line in enumerate(drawn) if "+" in line] == [0, 12, 13]
+    assert [c.logs for c in curves(trained(norm(2.0), norm(3.0)))] == [(False, False)]
 
 
 def test_heads_are_set_over_steps_in_their_order():
@@ -86,6 +101,12 @@ def test_heads_are_set_over_steps_in_their_order():
     page = of_history(history.with_points([Point(step=7, time="", seconds=1.0)]))["page"]()
     (shown,) = [b for c in page.chapters for b in c.blocks if isinstance(b, Heatmap)]
     assert shown.rows == ("2.0", "2.10", "10.1")
+    assert shown.place("2.10", "0") == "2.10, step 0"
+    text = render(of_history(history), "table").decode()
+    assert "head down, step across" in text
+    assert "head \\ step" in render(of_history(history), "markdown").decode()
+    drawing = render(of_history(history), "html").decode()
+    assert "3 heads x 1 steps, largest 5.00 at 2.10, step 0" in drawing
     assert (shown.columns, shown.values) == (("0",), ((3.0,), (5.0,), (4.0,)))
 
 
@@ -136,8 +157,8 @@ def test_the_command_shows_a_history_and_refuses_it_beside_reports(history, repo
     assert done.exit_code == 0, done.output
     assert "Scorecard" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "All steps" not in done.stdout
-    assert "All steps" in run("report", path, "--details").stdout
+    assert "Heads over time" not in done.stdout
+    assert "Heads over time" in run("report", path, "--details").stdout
     assert "Curves" in (tmp_path / "curves.html").read_text()
     assert json.loads(run("report", path, "-f", "json").stdout)["schema"] == "lipaudit.history"
     refused = run("report", saved, path)

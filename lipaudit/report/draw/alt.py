@@ -19,7 +19,8 @@ def alternative(block: Picture) -> str:
     """Describe a picture by its title, its extent and where its mass or extremes lie."""
     match block:
         case Heatmap():
-            size = f"{len(block.rows)} layers x {len(block.columns)} heads"
+            sizes = zip((len(block.rows), len(block.columns)), block.axes, strict=True)
+            size = " x ".join(f"{n} {name}s" for n, name in sizes)
             return f"{block.title}: {size}{_peak(block)}."
         case Histogram():
             ends = f"{number(block.edges[0], '.3g')} to {number(block.edges[-1], '.3g')}"
@@ -69,7 +70,7 @@ def _peak(block: Heatmap) -> str:
     if not cells:
         return ""
     value, row, column = max(cells)
-    return f", largest {text(value, block.column)} at {row}.{column}"
+    return f", largest {text(value, block.column)} at {block.place(row, column)}"
 
 
 def _centre(ends: tuple[float, float], index: int, bins: int) -> str:

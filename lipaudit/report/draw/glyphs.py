@@ -87,8 +87,7 @@ def coarse(block: Histogram, bins: int = 20) -> Histogram:
 
 def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
     """Draw points on a grid of characters, with the ends of both axes written out."""
-    log = block.log
-    points = list(_points(block, log))
+    points = list(_points(block))
     if not points:
         return ["(no points)"]
     x0, x1 = _ends([x for x, _, _ in points])
@@ -98,7 +97,7 @@ def plot(block: Scatter | Curve, width: int, height: int = 14) -> list[str]:
     for x, y, glyph in points:
         column = round(_part((x - x0) / (x1 - x0)) * (width - 1))
         grid[round(_part((y1 - y) / (y1 - y0)) * (height - 1))][column] = glyph
-    return _framed(block, grid, (x0, x1, y0, y1), log)
+    return _framed(block, grid, (x0, x1, y0, y1))
 
 
 def pixels(block: Density, width: int) -> list[list[float]]:
@@ -171,13 +170,14 @@ def _spans(block: Histogram) -> list[str]:
     return [f"{a:>{left}} to {b:>{right}}" for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def _points(block: Scatter | Curve, log: bool) -> Iterator[tuple[float, float, str]]:
+def _points(block: Scatter | Curve) -> Iterator[tuple[float, float, str]]:
     for index, series in enumerate(s for s in block.series if not s.guide):
         for x, y in zip(series.x, series.y, strict=True):
-            if not log:
-                yield x, y, POINTS[index % len(POINTS)]
-            elif x > 0 and y > 0:
-                yield math.log10(x), math.log10(y), POINTS[index % len(POINTS)]
+            if all(v > 0 or not log for v, log in zip((x, y), block.logs, strict=True)):
+                across, up = (
+                    math.log10(v) if log else v for v, log in zip((x, y), block.logs, strict=True)
+                )
+                yield across, up, POINTS[index % len(POINTS)]
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
@@ -195,9 +195,9 @@ def _framed(
     block: Scatter | Curve,
     grid: list[list[str]],
     ends: tuple[float, float, float, float],
-    log: bool,
 ) -> list[str]:
-    x0, x1, y0, y1 = (10**end if log else end for end in ends)
+    logs = (block.logs[0],) * 2 + (block.logs[1],) * 2
+    x0, x1, y0, y1 = (10**end if log else end for end, log in zip(ends, logs, strict=True))
     low, high = _told_apart((y0, y1), block.y.format)
     left = [high, *[""] * (len(grid) - 2), low]
     pad = max(map(len, left))

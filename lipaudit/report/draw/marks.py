@@ -107,7 +107,7 @@ def _cells(block: Heatmap) -> Iterator[Mark]:
     cells = list(zip(names, values, strict=True))
     for index in _outermost([values], MOST):
         ((y, row), (x, column)), value = cells[index]
-        said = f"head {row}.{column}: {text(value, block.column)}"
+        said = f"head {block.place(row, column)}: {text(value, block.column)}"
         yield Mark(said, (x - 0.5, x + 0.5), (y - 0.5, y + 0.5))
 
 
@@ -158,7 +158,9 @@ def _points(block: Scatter | Curve, series: Series, most: int) -> Iterator[Mark]
     named = {v: k for k, v in block.ticks.items()} if isinstance(block, Curve) else {}
     for index in _outermost([series.x, series.y], most):
         x, y = series.x[index], series.y[index]
-        if not isfinite(x + y) or (block.log and min(x, y) <= 0):
+        if not isfinite(x + y) or any(
+            log and v <= 0 for v, log in zip((x, y), block.logs, strict=True)
+        ):
             continue
         whose = [*series.names[index : index + 1]]
         if not whose or len(block.series) > 1:

@@ -126,7 +126,7 @@ def _heatmap(axes: Axes, block: Heatmap) -> None:
     axes.invert_yaxis()
     axis.ticks(axes.xaxis, block.columns)
     axis.ticks(axes.yaxis, block.rows)
-    axes.set(xlabel="head", ylabel="layer")
+    axes.set(xlabel=block.axes[1], ylabel=block.axes[0])
     if values.size <= MANY and len(block.columns) <= 20:
         _numbers(axes, block, scale)
     bar = _bar(axes, mesh, axis.titled(block.column) + (", log scale" if scale.log else ""))
@@ -254,8 +254,9 @@ def _curve(axes: Axes, block: Curve) -> None:
     for index, series in enumerate(block.series):
         _line(axes, series, index)
     x, y = _values(block.series)
-    axis.scaled(axes, "x", x, block.x, log=block.log)
-    axis.scaled(axes, "y", y, block.y, log=block.log)
+    across, up = block.logs
+    axis.scaled(axes, "x", x, block.x, log=across)
+    axis.scaled(axes, "y", y, block.y, log=up)
     if block.y.format.endswith("%") and not block.log:
         axes.set_ylim(0, 1.02)
         axis.tick(axes.yaxis, axis.places(0, 1), block.y)

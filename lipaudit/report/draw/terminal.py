@@ -220,12 +220,12 @@ def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableTyp
     scale = colours.scale(block)
     texts = [[cells.text(v, block.column) for v in row] for row in block.values]
     cell = max((cell_len(t) for row in texts for t in row), default=1) + 2
-    lead = max(map(len, (*block.rows, "layer"))) + 1
+    lead = max(map(len, (*block.rows, block.axes[0]))) + 1
     yield _title(block.title, width)
     for group in split([lead, *[cell] * len(block.columns)], keys=1, width=width, gap=0):
         picked = [i - 1 for i in group[1:]]
         ticks = "".join(f"{block.columns[i]:>{cell - 1}} " for i in picked)
-        yield Text(f"{'layer':<{lead}}" + ticks, "bold")
+        yield Text(f"{block.axes[0]:<{lead}}" + ticks, "bold")
         for name, row, values in zip(block.rows, texts, block.values, strict=True):
             line = Text(f"{name:>{lead - 1}} ")
             for i in picked:
@@ -233,7 +233,9 @@ def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableTyp
                 paint = scale.colour(share) if colour and share is not None else None
                 line.append_text(_tile(row[i].rjust(cell - 1), share, paint))
             yield line
-    yield Text(f"layer down, head across; {cells.standing(block.column)}", STYLES["note"])
+    down, across = block.axes
+    said = f"{down} down, {across} across; {cells.standing(block.column)}"
+    yield Text(said, STYLES["note"])
 
 
 def _tile(number: str, share: float | None, colour: Rgb | None) -> Text:

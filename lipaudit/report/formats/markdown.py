@@ -175,7 +175,8 @@ def _heatmap(block: Heatmap) -> Iterator[str]:
     ]
     yield f"**{escape(block.title)}**"
     yield ""
-    yield from grid(["layer \\ head", *block.columns], rows, "r" * (len(block.columns) + 1))
+    heads = [" \\ ".join(block.axes), *block.columns]
+    yield from grid(heads, rows, "r" * len(heads))
     yield ""
     yield f"<sub>{escape(cells.standing(block.column))}</sub>"
 

@@ -20,7 +20,7 @@ from lipaudit.report.blocks import (
     Series,
     Table,
 )
-from lipaudit.report.cells import pretty, significant, text
+from lipaudit.report.cells import number, pretty, significant, text
 from lipaudit.report.draw.glyphs import level
 from lipaudit.report.page.document import LEGEND, MORE
 from lipaudit.report.page.remarks import merged
@@ -47,6 +47,8 @@ CURVES = {
 """The pictures, each of a group of figures, and how their vertical axis reads."""
 LEFT_OUT = ("jacobian_norm/max",)
 """What is no curve: one sample decides it."""
+WIDE = 30.0
+"""How many times the smallest value the largest is where a curve has a logarithmic axis."""
 SPARK = 16
 """Characters of a line that shows the course of a figure."""
 FACTOR, POINTS = 1.25, 0.05
@@ -70,7 +72,7 @@ def page(history: History) -> Document:
     chapters = [
         Chapter("curves", "Curves", (*_curves(known), *_own(history))),
         Chapter("heads", "Heads over time", tuple(_heads(history))),
-        Chapter("steps", "All steps", (_table(history, known),)),
+        Chapter("steps", "Steps", (_table(history, known),)),
         Chapter("reading", "How to read the figures", (Paragraph(HOW), Paragraph(LEGEND))),
     ]
     return replace(_opening(history, known), chapters=tuple(c for c in chapters if c.blocks))
@@ -119,10 +121,10 @@ def _facts(history: History) -> Iterator[tuple[str, str]]:
     yield "measured", ", ".join(history.measures)
     if points:
         ends = f"{points[0].step} to {points[-1].step}"
-        last = f"the last at {points[-1].time}; the scorecard is of each figure's last"
-        yield "steps", f"{ends}, {len(points)} measured, {last}"
+        yield "steps", f"{ends}, {len(points)} measured; the scorecard is of each figure's last"
     shares = [point.share for point in points if point.share is not None]
-    cost = f"{sum(point.seconds for point in points):.3g} s"
+    seconds = sum(point.seconds for point in points)
+    cost = f"{number(seconds, '.3g' if seconds < 1000 else '.0f')} s"
     yield "cost", f"{cost}, {shares[-1]:.1%} of the time of the training" if shares else cost
 
 
@@ -154,7 +156,7 @@ def _line(course: Course) -> Line:
     column, values = course.last.column, course.values
     if len(values) == 1:
         return Line(course.last.label, values[-1], column, f"step {course.steps[-1]} alone")
-    said = [spark(values), f"first {text(values[0], column)}"]
+    said = [f"{spark(values)} first {text(values[0], column)}"]
     if finite(values):
         lower = column.better == "lower"
         most = (min if lower else max)(finite(values))
@@ -228,7 +230,16 @@ def _curves(known: Sequence[Course]) -> Iterator[Curve]:
             if c.last.group == group and c.last.name not in LEFT_OUT
         )
         if series:
-            yield Curve(title, STEP, column, series)
+            yield _curve(title, column, series)
+
+
+def _curve(title: str, column: Column, series: tuple[Series, ...]) -> Curve:
+    """Draw a curve, over a wide span by its logarithm: one that diverges flattens the rest."""
+    known = finite(v for each in series for v in each.y)
+    wide = bool(known) and min(known) > 0 and max(known) > WIDE * min(known)
+    if column.format.endswith("%") or not wide:
+        return Curve(title, STEP, column, series)
+    return Curve(f"{title}, log scale", STEP, column, series, log_y=True)
 
 
 def _own(history: History) -> Iterator[Curve]:
@@ -242,7 +253,7 @@ def _own(history: History) -> Iterator[Curve]:
         ]
         if pairs:
             x, y = zip(*pairs, strict=True)
-            yield Curve(f"{name}, of the training itself", STEP, OWN, (Series(name, x, y),))
+            yield _curve(f"{name}, of the training itself", OWN, (Series(name, x, y),))
 
 
 def _heads(history: History) -> Iterator[Block]:
@@ -255,6 +266,7 @@ def _heads(history: History) -> Iterator[Block]:
             tuple(names),
             tuple(str(point.step) for point in points),
             BoundsRow.columns()["exact"],
+            axes=("head", "step"),
         )
 
 
@@ -273,7 +285,7 @@ def _table(history: History, known: Sequence[Course]) -> Table:
     columns = [replace(c.last.column, label=c.last.label) for c in known]
     at = [dict(zip(c.steps, c.values, strict=True)) for c in known]
     return Table(
-        title="",
+        title=f"Every step ({len(points)})" if len(points) > FIT else "",
         columns=(STEP, *given, *columns),
         rows=tuple(
             (p.step, *(values[i] for values in given.values()), *(each.get(p.step) for each in at))

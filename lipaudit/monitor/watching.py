@@ -34,7 +34,8 @@ from lipaudit.results.history import History, Point
 ATTACK = "pgd"
 """What a training is attacked by where nothing else is asked for: one attack, for its cost."""
 FOLDER = "lipaudit-watch"
-SHARDED = ("DTensor", "FlatParameter")
+SHARDED = ("DTensor", "FlatParameter", "FullyShardedDataParallel")
+"""Types of weights and of modules whose weights are in pieces."""
 
 
 def watch(
@@ -269,10 +270,11 @@ def _innermost(model: nn.Module | ModelSpec) -> nn.Module | ModelSpec:
     while isinstance(inner, DistributedDataParallel | DataParallel):
         inner = unwrapped(inner.module)
     model = replace(model, module=inner) if isinstance(model, ModelSpec) else inner
-    for name, weight in inner.named_parameters():
-        if hasattr(weight, "ds_id") or type(weight).__name__ in SHARDED:
+    for name, part in (*inner.named_modules(), *inner.named_parameters()):
+        if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:
+            where = name or "all"
             raise InputError(
-                f"the weights are sharded over processes ({name}): no process can measure them",
+                f"the weights are sharded over processes ({where}): no process can measure them",
                 "Watch the checkpoints that the training writes: lipaudit watch DIR --follow",
             )
     return model
@@ -280,20 +282,25 @@ def _innermost(model: nn.Module | ModelSpec) -> nn.Module | ModelSpec:
 
 @contextmanager
 def _untouched(module: nn.Module, seed: int) -> Iterator[None]:
-    """Put back what running the module in the block may change beside the module itself.
+    """Put back what running the module in the block may change beside what `borrowed` does.
 
-    Those are random states, torch's, numpy's and Python's own, and the values of buffers: a
-    module may count its forward passes, say.
+    Those are random states, torch's, numpy's and Python's own, and buffers: a module may count its
+    forward passes, say. They are stood in for: a change would spoil a backward pass to come.
     """
-    buffers = [(each, each.detach().clone()) for each in module.buffers()]
+    tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
+    copies: dict[int, torch.Tensor | None] = {}
     states = np.random.get_state(), random.getstate()
     place = next((p.device for p in module.parameters()), torch.device("cpu"))
     try:
+        for table, own in tables:
+            for name, value in own.items():
+                copy = None if value is None else value.detach().clone()
+                table[name] = copies.setdefault(id(value), copy)
         with seeded(seed, place), exact_arithmetic(place):
             yield
     finally:
         np.random.set_state(states[0])
         random.setstate(states[1])
-        for each, value in buffers:
-            if not torch.equal(each, value):
-                each.data.copy_(value)  # not as a change that a backward pass would mind
+        for table, own in tables:
+            table.clear()
+            table.update(own)

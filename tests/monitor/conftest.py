@@ -15,7 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Classifier(nn.Module):
-    """Two heads over four tokens, with dropout, running statistics and a count of its passes."""
+    """Two heads over four tokens, with dropout, running statistics and a count of its passes.
+
+    It draws at random whether it is trained or not, and its count is part of the graph: neither
+    changes what it returns.
+    """
 
     def __init__(self):
         super().__init__()
@@ -28,7 +32,9 @@ class Classifier(nn.Module):
 
     def forward(self, x):
         self.passes += 1
-        tokens = self.embed(x.reshape(len(x), 4, 12))
+        drawn = 0 * (random.random() + float(np.random.rand()) + torch.rand(()).item())
+        tokens = self.embed(x.reshape(len(x), 4, 12)) + drawn
+        tokens = tokens + 0 * (tokens * self.passes)
         tokens = self.norm(tokens.transpose(1, 2)).transpose(1, 2)
         return self.head(self.drop(self.attention(tokens, tokens, tokens)[0]).mean(1))
 

@@ -226,6 +226,12 @@ def test_weights_that_no_process_holds_are_refused(module, data, tmp_path):
     with pytest.raises(InputError, match=r"sharded over processes \(head.weight\)") as refusal:
         lipaudit.watch(module, data=data, to=tmp_path)
     assert "lipaudit watch DIR --follow" in refusal.value.advice
+
+    class FullyShardedDataParallel(nn.Sequential):
+        pass
+
+    with pytest.raises(InputError, match=r"sharded over processes \(all\)"):
+        lipaudit.watch(FullyShardedDataParallel(nn.Linear(1, 1)), data=data, to=tmp_path)
     with pytest.raises(InputError, match="str is no model"):
         lipaudit.watch("demo", data=data, to=tmp_path)
 

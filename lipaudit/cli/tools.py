@@ -105,7 +105,8 @@ MODEL is one of
   timm:NAME[.TAG]           a model of timm with its pretrained weights
   hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers, timm or peft)
   DIRECTORY                 config.json and weights, of transformers or timm
-  FILE --arch timm:NAME     .safetensors, .pt, .pth, .bin or .ckpt
+  FILE --arch timm:NAME     .safetensors, .pt, .pth, .bin or .ckpt; of a model of your own with
+                            --arch py:FILE:FACTORY
   py:FILE_OR_MODULE:FACTORY a function that returns a torch module or a ModelSpec
 Random weights: --model-kwargs pretrained=false
 

@@ -59,7 +59,9 @@ class RunOptions(Settings):
     skip_bad: bool = option(
         False, "Leave out samples that cannot be read, and count them.", panel=DATA
     )
-    arch: str | None = option(None, "Architecture of a weights file: timm:NAME.", panel=MODEL)
+    arch: str | None = option(
+        None, "Architecture of a weights file: timm:NAME or py:FILE:FACTORY.", panel=MODEL
+    )
     model_kwargs: Keywords = option(None, "k=v,... for the model's constructor.", panel=MODEL)
     mean: Numbers = option(None, "Override the pixel mean, R,G,B.", panel=MODEL, kinds=("image",))
     std: Numbers = option(

@@ -17,6 +17,7 @@ from lipaudit.data.forms import Form
 from lipaudit.errors import InputError, LipauditError, UsageError, out_of_memory, suggestion
 from lipaudit.models.sources.assembly import unwrapped
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.weights import load_strictly, mismatches, read_weights, unprefixed
 
 EXAMPLE = "py:FILE.py:FACTORY or py:PACKAGE.MODULE:FACTORY"
 
@@ -40,6 +41,22 @@ def from_factory(reference: str, options: LoadOptions) -> ModelSpec:
         factory = _attribute(place, name)
         model = unwrapped(_call(factory, reference, dict(options.model_kwargs)))
     return _as_spec(model, reference, options)
+
+
+def from_weights(path: Path, reference: str, options: LoadOptions) -> ModelSpec:
+    """Load a file of weights into the model that a factory makes.
+
+    Raises:
+        UsageError: as of `from_factory`.
+        InputError: the same, or weights that do not fit.
+    """
+    if options.classes is not None:
+        raise UsageError(f"py:{reference} has its own classes", "Leave --classes out.")
+    spec = from_factory(reference, options)
+    state, notes = read_weights(path)
+    fits = not mismatches(spec.module, state)
+    load_strictly(spec.module, state if fits else unprefixed(state), origin=str(path))
+    return replace(spec, notes=spec.notes + notes)
 
 
 def _attribute(place: str, name: str) -> Any:

@@ -212,9 +212,13 @@ def _file(path: Path, options: LoadOptions) -> NamedSpec:
     if options.arch is None:
         raise UsageError(
             f"{path} holds weights only: which architecture are they for?",
-            "Add --arch timm:NAME (and --model-kwargs where it differs), or load it in a "
-            "py:FILE:FACTORY of yours.",
+            "Add --arch timm:NAME (and --model-kwargs where it differs), or --arch "
+            "py:FILE:FACTORY of a factory of yours.",
         )
+    if options.arch.startswith("py:"):
+        from lipaudit.models.sources.factory import from_weights
+
+        return "file", from_weights(path, options.arch.removeprefix("py:"), options)
     from lipaudit.models.sources import timm
 
     return "file", timm.from_file(path, options.arch.removeprefix("timm:"), options)

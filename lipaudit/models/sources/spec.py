@@ -104,7 +104,7 @@ class LoadOptions:
     """What the user says about a model beyond its name.
 
     Attributes:
-        arch: architecture of a file of weights, `timm:NAME`.
+        arch: architecture of a file of weights, `timm:NAME` or `py:FILE:FACTORY`.
         model_kwargs: arguments of the architecture; `pretrained=False` asks for random weights.
         mean: overrides the mean of the normalisation, per channel or one for all.
         std: overrides its standard deviation.

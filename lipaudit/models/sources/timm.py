@@ -26,6 +26,7 @@ from lipaudit.models.sources.weights import (
     load_strictly,
     mismatches,
     read_weights,
+    unprefixed,
 )
 from lipaudit.results import Note
 
@@ -97,6 +98,7 @@ def from_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     kwargs = dict(options.model_kwargs)
     kwargs.pop("pretrained", None)
     state, notes = read_weights(path)
+    state = unprefixed(state)  # every model of timm has more than one part
     kwargs.setdefault("num_classes", _count_classes(arch, state))
     module = _create(arch, kwargs)
     notes += _load(module, state, path)

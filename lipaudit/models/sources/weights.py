@@ -119,6 +119,15 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
     module.load_state_dict(dict(state))
 
 
+def unprefixed(state: State) -> State:
+    """Return weights without the first part of their names, where all share it.
+
+    It is the attribute of something around the model that was saved: `vit.` of a LightningModule.
+    """
+    first = {name.partition(".")[0] for name in state}
+    return state if len(first) > 1 else {k.partition(".")[2]: v for k, v in state.items()}
+
+
 def few(names: Sequence[str], most: int = 4) -> str:
     """Join names, the first few of them."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -284,6 +285,43 @@ def test_a_path_that_does_not_exist():
 def test_a_file_of_weights_needs_an_architecture(tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "w.safetensors")
     assert "--arch timm:NAME" in refused(str(tmp_path / "w.safetensors"), UsageError)
+
+
+FACTORY = """
+import torch
+
+def build():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+"""
+
+
+def test_weights_are_loaded_into_a_factory_s_model(tmp_path):
+    """Also where all their names begin with the attribute of what was saved around the model."""
+    (tmp_path / "own.py").write_text(FACTORY)
+    weights = {"1.weight": torch.rand(3, 12), "1.bias": torch.rand(3)}
+    arch = {"arch": f"py:{tmp_path / 'own.py'}:build", "input_size": (3, 2, 2)}
+    save_file(weights, tmp_path / "w.safetensors")
+    inside = {f"vit.{name}": value for name, value in weights.items()}
+    torch.save({"state_dict": inside, "epoch": 3}, tmp_path / "epoch=3.ckpt")
+    for name in ("w.safetensors", "epoch=3.ckpt"):
+        net = load_net(str(tmp_path / name), LoadOptions(**arch))
+        assert (net.info.source, net.classes) == ("file", 3)
+        assert torch.equal(net.module[1].weight, weights["1.weight"])
+    save_file(weights | {"2.bias": torch.rand(3)}, tmp_path / "w.safetensors")
+    assert "2.bias surplus" in refused(str(tmp_path / "w.safetensors"), **arch)
+    assert "its own classes" in refused(
+        str(tmp_path / "epoch=3.ckpt"), UsageError, classes=2, **arch
+    )
+
+
+def test_weights_of_timm_may_lie_in_an_attribute(tmp_path):
+    arch = {"arch": "timm:test_vit", "model_kwargs": {"num_classes": 7}}
+    model = timm.create_model("test_vit", num_classes=7)
+    state = {f"vit.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "step=5.ckpt")
+    for given in (arch, {"arch": "timm:test_vit"}):  # classes are read off the weights
+        net = load_net(str(tmp_path / "step=5.ckpt"), LoadOptions(**given))
+        assert torch.equal(net.module.head.weight, model.head.weight)
 
 
 def test_an_architecture_needs_a_file_of_weights():

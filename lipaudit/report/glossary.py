@@ -187,6 +187,7 @@ WORDS: Mapping[str, str] = {
     "column: the chance of naming any head that has not changed is 5 %.",
     "p (Holm)": "Two-sided p-value of no change beyond the accuracy of norms (Student's t over "
     "the samples), with Holm's correction over all heads of a column.",
+    "median head": "The median over the heads, sample by sample.",
     "softmax norm": "||M|| of an attention row, mean over rows and median over the heads.",
     "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
     "5 baseline, 6 not proven (--strict), 130 interrupted.",

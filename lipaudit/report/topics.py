@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PIECES = re.compile(r"[@:,;=]+")
 LIMIT = re.compile(r"(?:<=|>=).*")
+NUMBER = re.compile(r"\s*\(?\b\d[\d./]*\)?")
+"""How many rows a heading counts, which head it is about, or how large a ball is."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def explained(text: str, known: Sequence[Topic]) -> list[Topic]:
     if whole:
         return whole
     first, *more = [piece.strip() for piece in PIECES.split(name)]
-    start = _named(first, known) if more else []
+    bare = NUMBER.sub("", first)
+    start = _named(bare, known) if more or bare != first else []
     rest = (t for piece in more for t in _named(piece, known) if t.name == t.title)
     return list(dict.fromkeys([*start, *rest])) if start else []
 
@@ -168,8 +171,11 @@ def _judged() -> Iterator[Topic]:
 
 def _glossary() -> Iterator[Topic]:
     from lipaudit.report.glossary import NOTES, WORDS
+    from lipaudit.report.headings import FIELDS, HEADINGS
 
     yield from _listed("Words of pages", WORDS)
+    yield from _listed("Headings of pages", HEADINGS)
+    yield from _listed("Names in the JSON", FIELDS)
     yield from _listed("Notes, by their code", NOTES)
 
 

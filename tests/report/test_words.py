@@ -18,6 +18,7 @@ from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
 from lipaudit.gate.verdicts import VerdictStatus
 from lipaudit.report import of_comparison, of_history, of_judgement, topics
+from lipaudit.report.blocks import Item
 from lipaudit.report.cells import footnotes, pretty, standing
 from lipaudit.report.page.document import document
 from lipaudit.results import Column, measures, row_types
@@ -128,6 +129,52 @@ def test_every_heading_of_a_page(kind, report, other, history):
         unexplained([*labels, *marked, *facts, *scored, *(s.split()[0] for s in stands if s)])
         == []
     )
+
+
+def titles(block) -> list[str]:
+    """The heading of every table and picture in a block, however deep."""
+    if isinstance(block, tuple):
+        return [each for part in block for each in titles(part)]
+    if not is_dataclass(block) or isinstance(block, Item):
+        return []
+    own = [block.title] if getattr(block, "title", "") else []
+    return own + [each for field in fields(block) for each in titles(getattr(block, field.name))]
+
+
+@pytest.mark.parametrize("kind", ["single", "judgement"])
+def test_every_title_of_a_page_of_one_report_or_judgement(kind, report, other):
+    judged = of_judgement(judge(other, report))["page"]()
+    page = document(report) if kind == "single" else judged
+    names = [
+        name for chapter in page.chapters for name in (chapter.title, *titles(chapter.blocks))
+    ]
+    assert len(names) > 2
+    assert unexplained([*names, "What stands out", "Scorecard"]) == []
+
+
+def test_every_name_and_method_of_the_json(report):
+    names = [name for s in report.sections for name in (*s.samples, *s.arrays)]
+    names += [name for options in option_types().values() for name in options().model_dump()]
+    names += [
+        getattr(row, name)
+        for section in report.sections
+        for row in section.rows
+        for name in ("kind", "input", "method")
+        if getattr(row, name, "")
+    ]
+    assert unexplained([*names, *KINDS, *PREPROCESS]) == []
+
+
+KINDS = (
+    "affine",
+    "local",
+    "numerical",
+    "one input",
+    "queries apart",
+    "keys and values",
+    "module input",
+)
+PREPROCESS = ("mean", "std", "size", "interpolation", "crop_pct", "crop_mode")
 
 
 def models(*reports) -> set[str]:

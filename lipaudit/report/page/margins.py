@@ -46,10 +46,10 @@ def _axis(rule: Rule) -> tuple[str, Column]:
     """Return the title of the picture that a rule belongs to, and how its axis reads."""
     if rule.limit.kind == "absolute":
         axis = Column(label="current", meaning="", format=".3g", domain="")
-        return f"Values of {rule.metric}", axis
+        return f"Values: {rule.metric}", axis
     unit = rule.limit.unit
     axis = Column(label="paired change", meaning="", format="+.3g", unit=unit, domain="")
-    return TITLES.get(unit, f"Changes of {rule.metric}"), axis
+    return TITLES.get(unit, f"Changes: {rule.metric}"), axis
 
 
 def _lines(rule: Rule, verdict: Verdict) -> Iterator[Interval]:

@@ -43,6 +43,7 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         STRICT="true",
         JUNIT="gate.xml",
         SARIF="of code/gate.sarif",
+        BRIEF="gate.md",
         HTML="gate.html",
     )
     assert code == 6
@@ -55,10 +56,14 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         "--fail-on",
         "attack.robust >= -2pp",
         "--strict",
+        "--format",
+        "brief",
         "--output",
         "gate.xml",
         "--output",
         "of code/gate.sarif",
+        "--output",
+        "gate.md",
         "--output",
         "gate.html",
         "--",

@@ -48,9 +48,9 @@ OBJECTS = {
         "properties": dict,
     },
     "location": {"physicalLocation": "physical", "logicalLocations": ["logical"]},
-    "physical": {"artifactLocation": "artifact", "region": "region"},
+    "physical": {"artifactLocation!": "artifact", "region": "region"},
     "artifact": {"uri": str},
-    "region": {"startLine": int},
+    "region": {"startLine!": int},
     "logical": {"fullyQualifiedName": str},
     "message": MESSAGE,
 }

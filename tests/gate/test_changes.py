@@ -9,7 +9,7 @@ from scipy import stats
 from lipaudit.gate import compare
 from lipaudit.gate.comparison.heads import head_changes
 from lipaudit.gate.contrasts import TOLERANCE
-from lipaudit.results import CertifyRow, Section
+from lipaudit.results import Array, AttentionRow, CertifyRow, Section
 from lipaudit.results.report import Failure
 
 RNG = np.random.default_rng(33)
@@ -318,3 +318,21 @@ def test_what_failed_keeps_nothing_else_from_being_compared(report, jacobian, at
     pair = pair_of(old, new)
     assert {v.status for v in pair.verdicts} == {"unchanged"}
     assert pair.notes == ("not compared, only old has it: attack",)
+
+
+def test_shares_that_are_the_same_are_unchanged(report, norms):
+    def fragile(share):
+        rows = tuple(AttentionRow(layer=0, head=i, intermediate=share) for i in range(2))
+        arrays = {"intermediate": Array.of(np.full((2, 4), share))}
+        return Section(
+            measure="attention", rows=rows, samples={"ids": tuple("abcd")}, arrays=arrays
+        )
+
+    def status(share):
+        pair = pair_of(report(fragile(0.5)), report(fragile(share), weights="b"))
+        return next(v for v in pair.verdicts if v.metric == "attention.intermediate:median")
+
+    assert status(0.5).status == "unchanged"
+    more = status(0.55)
+    assert (more.status, more.unit) == ("regressed", "pp")
+    assert (more.paired, more.low) == (pytest.approx(0.05), pytest.approx(0.05))

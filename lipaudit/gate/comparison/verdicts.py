@@ -108,7 +108,7 @@ def _neutral(verdict: Verdict) -> Verdict:
     """Reword a verdict for a question without a margin: is there a change?"""
     status = _NO_MARGIN.get(verdict.status, verdict.status)
     ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
-    if verdict.unit == "%" and all(end is not None and abs(end) <= TOLERANCE for end in ends):
+    if verdict.unit and all(end is not None and abs(end) <= TOLERANCE for end in ends):
         status = "unchanged"
     return verdict.model_copy(
         update={

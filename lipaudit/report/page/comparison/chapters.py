@@ -27,13 +27,18 @@ def chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter
         comparison: of reports.
         places: where their samples are found, by id.
     """
+    of = ": {}" if len(comparison.pairs) > 1 else ""
     return tuple(
-        Chapter(f"{name}-{i}", f"{title}{pair.new} against {pair.old}", tuple(shown))
+        Chapter(f"{name}-{i}", title, tuple(shown))
         for i, pair in enumerate(comparison.pairs)
         for name, title, shown in (
-            ("change", "", _figures(pair)),
-            ("samples", "Samples: ", samples.blocks(pair, places)),
-            ("heads", "Heads: ", heads.blocks(pair)),
+            ("change", f"{pair.new} against {pair.old}", _figures(pair)),
+            (
+                "samples",
+                f"Samples, old and new{of.format(pair.new)}",
+                samples.blocks(pair, places),
+            ),
+            ("heads", f"Heads, old and new{of.format(pair.new)}", heads.blocks(pair)),
         )
         if shown
     )

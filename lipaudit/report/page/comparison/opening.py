@@ -14,7 +14,7 @@ from lipaudit.report.blocks import Brief, Document, Line, Scorecard
 from lipaudit.report.cells import number, pretty, significant, text
 from lipaudit.report.page.comparison import heads
 from lipaudit.report.page.comparison.chapters import limits
-from lipaudit.report.page.comparison.samples import called
+from lipaudit.report.page.comparison.samples import NORM, called
 from lipaudit.report.page.remarks import merged
 from lipaudit.report.page.views.common import CHARACTERS
 from lipaudit.results import Column, Note, Report, row_types, sample_columns
@@ -27,7 +27,6 @@ MORE = (
 )
 FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "unchanged")
 """Verdicts in the order in which they are told."""
-NORM = "jacobian.norm"
 NAMED = 3
 """How many samples and heads are named."""
 ACCURACY: dict[str, Kind] = {

@@ -17,6 +17,7 @@ FLIPS = (
     "Gained: samples that came to the good side (right, robust, certified). Lost: samples that "
     "left it. McNemar: chance of a difference as large if as many came as left."
 )
+NORM = "jacobian.norm"
 SIDES = ("as before", "lost", "gained")
 """Kinds of samples in a scatter, in the order of colours."""
 ASKED = Column(label="asked", meaning="What is asked of every sample.", format="s")
@@ -104,9 +105,9 @@ def _became(sample: SampleChange) -> str:
 
 
 def _metrics(pair: Pair) -> list[str]:
-    """Return the figures that samples have, those of most samples first."""
+    """Return the figures of samples: those of most samples first, the norm before others."""
     counts = Counter(metric for sample in pair.samples for metric in sample.figures)
-    return [metric for metric, _ in counts.most_common()]
+    return sorted(counts, key=lambda metric: (-counts[metric], metric != NORM))
 
 
 def _column(metric: str, when: str) -> Column:
@@ -128,11 +129,10 @@ def _scatter(metric: str, pair: Pair, places: Mapping[str, str]) -> Scatter | No
     if not known:
         return None
     groups = {kind: [p for p in known if _side(p[0]) == kind] for kind in SIDES}
-    label = pretty(_column(metric, "").label)
     return Scatter(
-        title=f"{label} of every sample: {pair.new} over {pair.old}",
-        x=replace(_column(metric, ""), label=f"{label}, {pair.old}"),
-        y=replace(_column(metric, ""), label=f"{label}, {pair.new}"),
+        title=f"{pretty(_column(metric, '').label)} of every sample, new over old",
+        x=_column(metric, "old"),
+        y=_column(metric, "new"),
         series=tuple(
             Series(
                 label=f"{kind} ({len(group)})",

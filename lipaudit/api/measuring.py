@@ -133,7 +133,11 @@ def audit(
     ]
     if isinstance(model, list | tuple):
         return _each(requests, at_hand, observer)
-    with at_hand[0]() as job:
+    return _executed(at_hand[0], observer)
+
+
+def _executed(ready: AtHand, observer: Observer | None) -> Report:
+    with ready() as job:
         return execute(job, observer)
 
 
@@ -145,14 +149,12 @@ def _each(
     for request, ready in zip(requests, at_hand, strict=True):
         with named(request.model), ready() as job:
             outlines.append(outline(job))
-        del job
+            del job
     require_shared(outlines)
     reports = []
     for known, ready in zip(outlines, at_hand, strict=True):
         try:
-            with ready() as job:
-                reports.append(execute(job, observer))
-            del job
+            reports.append(_executed(ready, observer))
         except LipauditError as error:
             reports.append(lost(known, error))
     return reports

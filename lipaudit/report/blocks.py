@@ -90,6 +90,8 @@ class Series:
         y: along the vertical axis.
         low: lower ends of the intervals.
         high: upper ends of the intervals.
+        left: lower ends of intervals around x, of points that are not joined.
+        right: upper ends of those.
         fit: values of a fit at the same x; it is then drawn in place of the joining line.
         guide: a line to compare slopes with, drawn thin and without marks where there is ink.
         names: what each point is of (a head, a sample), to be read at the point.
@@ -103,6 +105,8 @@ class Series:
     fit: tuple[float | None, ...] = ()
     guide: bool = field(default=False, kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)
+    left: tuple[float | None, ...] = field(default=(), kw_only=True)
+    right: tuple[float | None, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)

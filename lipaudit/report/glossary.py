@@ -160,7 +160,8 @@ WORDS: Mapping[str, str] = {
     "rank": "Of several models: one more than models are shown to be better, sample by sample.",
     "outcome": "How a model stands against the best of several: best, not distinguishable, "
     "behind.",
-    "median ||J||": "The median over samples of the norm of the model's Jacobian.",
+    "median ||J||": "The median over samples of the norm of the model's Jacobian; in brackets its "
+    "95 % limits, exact for any distribution (order statistics).",
     "p95 ||J||": "Its 95th percentile over samples.",
     "best": "The model that most speaks for: by accuracy under attack, else certified, else by "
     "the median Jacobian norm. Others may not be distinguishable from it.",
@@ -169,11 +170,8 @@ WORDS: Mapping[str, str] = {
     "behind": "The paired samples show that the model is worse than the best.",
     "not measured": "The model has no figure of what the others are ranked by.",
     "difference": "From the best model, sample by sample: points of an accuracy, or the median "
-    "over samples of the ratio of norms.",
-    "95 % together": "Limits of the differences from the best; those of all pairs of models hold "
+    "over samples of the ratio of norms; in brackets limits that hold for all pairs of models "
     "together with 95 % confidence (Holm).",
-    "95 % of median": "Limits of the median with 95 % confidence, exact for any distribution "
-    "(order statistics), for samples drawn like these.",
     "fragile": "The share of attention rows in the fragile regime: see intermediate.",
     "detectable": "The smallest paired change that would have been called a regression.",
     "McNemar": "An exact test of no change of a share, by the samples that changed sides: the "

@@ -79,7 +79,7 @@ def test_three_models_are_ranked_on_one_screen():
     rows = list(csv.DictReader(Path("models.csv").read_text().splitlines()))
     assert [row["model"] for row in rows] == [model.model for model in ranking.models]
     page = Path("run/report.html").read_text()
-    assert page.index("<h2>Ranking</h2>") < page.index("<h2>Scorecards</h2>")
+    assert page.index('id="ranking"') < page.index('id="scorecards"')
     assert {path.name for path in Path("run/1-demo").iterdir()} == {"report.json", "report.html"}
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lipaudit.cli.explain import known
 from lipaudit.gate import rank
 from lipaudit.gate.contests import Difference
 from lipaudit.report import of_reports, render
-from lipaudit.report.blocks import Paragraph, Table
-from lipaudit.report.page.ranking import chapter, said_of, table
+from lipaudit.report.blocks import Paragraph, Scatter, Table
+from lipaudit.report.cells import pretty, significant
+from lipaudit.report.draw.plots import svg
+from lipaudit.report.page.ranking import chapter, leading, said_of, table
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.report.topics import explained
 
@@ -48,21 +52,38 @@ def test_the_outcome_is_said_in_words(ranking, report):
     assert said.endswith("(attack: other samples were measured).")
 
 
-def test_figures_and_limits_are_columns_or_stand_together(ranking):
-    long, short = table(ranking), table(ranking, short=True)
-    model = ranking.models[2]
+def test_limits_stand_behind_their_figures(ranking):
+    block, model = table(ranking), ranking.models[2]
     attacked = next(each for each in model.accuracy if each.kind == "attacked")
-    label = f"under attack, {attacked.ball}"
-    assert cell(long, 2, label) == attacked.share
-    assert cell(long, 2, "difference") == "-25pp"
-    assert cell(long, 2, "95 % together") == "-40 to -12.5pp"
-    assert cell(short, 2, "difference") == "-25pp (-40 to -12.5pp)"
     limits = f"({100 * attacked.low:.1f} to {100 * attacked.high:.1f}%)"
-    assert cell(short, 2, label) == f"{attacked.share:.1%} {limits}"
-    assert "95 % together" not in {column.label for column in short.columns}
-    # What is proven is said of a figure whether its limits stand beside or behind it.
-    proven = [{c.label: (c.status, c.format) for c in t.columns} for t in (long, short)]
-    assert proven[1].items() <= proven[0].items()
+    assert cell(block, 2, f"under attack, {attacked.ball}") == f"{attacked.share:.1%} {limits}"
+    assert cell(block, 2, "difference") == "-25pp (-40 to -12.5pp)"
+    assert cell(block, 0, "difference") is None
+    norm = model.norm
+    shown = [significant(value) for value in (norm.median, norm.low, norm.high)]
+    assert cell(block, 2, "median ||J||") == f"{shown[0]} ({shown[1]} to {shown[2]})"
+    # What is proven is said of each figure, and a page sorts columns of numbers by them.
+    kinds = {column.label: column.format for column in block.columns}
+    assert {label for label, kind in kinds.items() if kind == "s"} == {"model", "outcome"}
+
+
+def test_what_is_traded_is_drawn_with_both_intervals(ranking, report):
+    part = leading(ranking)[1]
+    for block in part.blocks:
+        assert isinstance(block, Scatter)
+        assert [series.label for series in block.series] == [m.model for m in ranking.models]
+    first, last = part.blocks[0], part.blocks[-1]
+    model = ranking.models[0]
+    clean = model.accuracy[0]
+    drawn = first.series[0]
+    assert (drawn.x, drawn.left, drawn.right) == ((clean.share,), (clean.low,), (clean.high,))
+    assert (last.x.label, last.series[0].x) == ("median ||J||", (model.norm.median,))
+    assert (last.series[0].left, last.series[0].right) == ((model.norm.low,), (model.norm.high,))
+    element = svg(first)
+    (said,) = re.findall(r"<title>([^<]*: clean accuracy[^<]*)</title>", element)[:1]
+    assert f"{clean.share:.1%} ({clean.low:.1%} to {clean.high:.1%})" in said
+    only = report.model_copy(update={"sections": (report.section("bounds"),)})
+    assert len(leading(rank([only, only]))) == 1
 
 
 def test_every_heading_can_be_explained(ranking):
@@ -80,7 +101,7 @@ def test_the_ranking_stands_first_then_the_scorecards(report, other, name):
 def test_scorecards_stand_beside_each_other(report, other):
     document = of_reports(report, other)["page"]()
     (block,) = next(c for c in document.chapters if c.name == "scorecards").blocks
-    labels = [line.label for line in scorecard(report).lines]
+    labels = [pretty(line.label) for line in scorecard(report).lines]
     assert [row[0] for row in block.rows] == labels
     assert len(block.columns) == 3
     clean = next(row for row in block.rows if row[0] == "clean accuracy")

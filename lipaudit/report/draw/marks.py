@@ -165,12 +165,22 @@ def _points(block: Scatter | Curve, series: Series, most: int) -> Iterator[Mark]
         whose = [*series.names[index : index + 1]]
         if not whose or len(block.series) > 1:
             whose.append(series.label)
-        figures = f"{pretty(block.x.label)} {named.get(x) or text(x, block.x)}"
-        figures += f", {pretty(block.y.label)} {text(y, block.y)}"
-        if series.low and series.high and series.low[index] is not None:
-            low, high = (text(ends[index], block.y) for ends in (series.low, series.high))
-            figures += f" ({low} to {high})"
+        across, up = (
+            _within(index, *ends)
+            for ends in ((series.left, series.right, block.x), (series.low, series.high, block.y))
+        )
+        figures = f"{pretty(block.x.label)} {named.get(x) or text(x, block.x)}{across}"
+        figures += f", {pretty(block.y.label)} {text(y, block.y)}{up}"
         yield Mark(f"{', '.join(filter(None, whose))}: {figures}", (x, x), (y, y))
+
+
+def _within(
+    index: int, low: Sequence[float | None], high: Sequence[float | None], column: Column
+) -> str:
+    """Write the interval of a point; nothing where it has none."""
+    if not low or not high or low[index] is None:
+        return ""
+    return f" ({text(low[index], column)} to {text(high[index], column)})"
 
 
 def _outermost(columns: Sequence[Sequence[float | None]], most: int) -> list[int]:

@@ -227,14 +227,16 @@ def _shares(axes: Axes, block: Shares) -> None:
 
 def _scatter(axes: Axes, block: Scatter) -> None:
     for index, series in enumerate(block.series):
+        colour = colours.CATEGORIES[index % len(colours.CATEGORIES)]
+        _crosses(axes, series, colour)
         axes.scatter(
             series.x,
             series.y,
             s=18,
             alpha=0.8,
             linewidths=0,
-            color=colours.CATEGORIES[index % len(colours.CATEGORIES)],
-            marker=MARKERS[index % len(MARKERS)],
+            color=colour,
+            marker=MARKERS[(index + index // len(MARKERS)) % len(MARKERS)],
             label=plain(series.label),
             rasterized=len(series.x) > MANY,
         )
@@ -265,9 +267,17 @@ def _curve(axes: Axes, block: Curve) -> None:
     _legend(axes)
 
 
+def _crosses(axes: Axes, series: Series, colour: str) -> None:
+    """Draw the intervals around points, of both axes."""
+    if series.low and series.high:
+        axes.vlines(series.x, *_array((series.low, series.high)), color=colour, linewidth=0.9)
+    if series.left and series.right:
+        axes.hlines(series.y, *_array((series.left, series.right)), color=colour, linewidth=0.9)
+
+
 def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:
     """Return all that is drawn along each axis."""
-    x = [v for s in series for v in s.x]
+    x = [v for s in series for v in (*s.x, *s.left, *s.right) if v is not None]
     y = [v for s in series for v in (*s.y, *s.low, *s.high, *s.fit) if v is not None]
     return x, y
 

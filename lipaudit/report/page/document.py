@@ -113,8 +113,8 @@ def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
         chapters=(
             *lead,
             cards,
-            Chapter("models", "Models", (_models(names, reports),)),
             *chapters,
+            Chapter("models", "Models", (_models(names, reports),)),
             Chapter("reading", "How to read the figures", (Paragraph(LEGEND),)),
         ),
     )
@@ -126,7 +126,7 @@ def _opening_of_several(reports: Sequence[Report]) -> Document:
     lacks = [f"{name}: {missing}" for name, report in named if (missing := lack(report))]
     return Document(
         title=f"lipaudit: {len(reports)} models side by side",
-        facts=(),
+        facts=_alike(reports),
         findings=(),
         chapters=(),
         partial=" ".join(lacks),
@@ -139,9 +139,15 @@ def _opening_of_several(reports: Sequence[Report]) -> Document:
     )
 
 
+def _alike(reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
+    """Return the facts that hold for all reports."""
+    first, *others = (facts(report) for report in reports)
+    return tuple(fact for fact in first if all(fact in each for each in others))
+
+
 def _models(names: Sequence[str], reports: Sequence[Report]) -> Block:
-    columns = ("fact", *names)
-    known = [dict(facts(report)) for report in reports]
+    columns, alike = ("fact", *names), _alike(reports)
+    known = [dict(fact for fact in facts(report) if fact not in alike) for report in reports]
     keys = dict.fromkeys(name for each in known for name in each)
     return Table(
         title="What was audited",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,67 +10,52 @@ from typing import Any
 from lipaudit.gate.contests import Difference
 from lipaudit.gate.ranking import Ranked, Ranking
 from lipaudit.gate.verdicts import amount
-from lipaudit.report.blocks import Block, Brief, Chapter, Notes, Paragraph, Table
-from lipaudit.report.cells import significant, text
+from lipaudit.report.blocks import Block, Brief, Chapter, Notes, Paragraph, Scatter, Series, Table
+from lipaudit.report.cells import pretty, significant, text
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.page.scorecard import scorecard
-from lipaudit.report.page.views.common import MODEL, interval
+from lipaudit.report.page.views.common import MODEL
 from lipaudit.results import AttentionRow, BoundsRow, Column, JacobianRow, Report
 from lipaudit.results.history import KINDS
 
 RANK = Column("rank", "One more than models are shown to be better.", format="d", domain="")
 OUTCOME = Column("outcome", "What the paired samples show against the best.", format="s")
-DIFFERENCE = Column("difference", "From the best, sample by sample.", format="s")
-TOGETHER = Column("95 % together", "Limits of the differences of all pairs at once.", format="s")
-WILSON = Column("95 % Wilson", "Limits of a share.", format="s")
-MEDIAN = Column("95 % of median", "Order statistics.", format="s")
+DIFFERENCE = Column("difference", "From the best, sample by sample.", domain="")
 FIGURE = Column("figure", "A line of the scorecards.", format="s")
 SHORT = {
     "not distinguishable from the best": "not distinguishable",
     "behind the best": "behind",
 }
 """Outcomes where what they are against is the best by itself."""
+MOST = 4
+"""Balls whose accuracy is drawn."""
+Shown = tuple[Column, tuple[Any, ...]]
+"""A column, and its cell for each model: a figure, in brackets its limits."""
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """A column, its cell for each model, and the limits of each, which may be a column as well."""
-
-    column: Column
-    cells: tuple[Any, ...]
-    limits: Column | None = None
-    ranges: tuple[str | None, ...] = ()
-
-    def columns(self, *, short: bool) -> Iterator[tuple[Column, tuple[Any, ...]]]:
-        """Yield one column, with the limits behind the figures; if not short, a second of them."""
-        if self.limits is None or not short:
-            yield self.column, self.cells
-            if self.limits:
-                yield self.limits, self.ranges
-            return
-        texts = (None if cell is None else text(cell, self.column) for cell in self.cells)
-        joined = (
-            said and f"{said} ({between})" if between else said
-            for said, between in zip(texts, self.ranges, strict=True)
-        )
-        yield self.column, tuple(joined)
-
-
-def chapter(ranking: Ranking, *, short: bool = False) -> Chapter:
-    """Say who is best and what is known of the order, with a row for every model.
-
-    Args:
-        ranking: of the models.
-        short: as of `table`.
-    """
+def chapter(ranking: Ranking) -> Chapter:
+    """Say who is best and what is known of the order, with a row for every model."""
     said = " ".join(said_of(ranking))
     blocks: tuple[Block, ...] = (
         *([Paragraph(said)] if said else []),
-        table(ranking, short=short),
-        *([Paragraph(_how(ranking, short=short))] if ranking.criterion else []),
+        table(ranking),
+        *([Paragraph(_how(ranking))] if ranking.criterion else []),
         *([Notes(ranking.notes)] if ranking.notes else []),
     )
     return Chapter("ranking", "Ranking", blocks)
+
+
+def leading(ranking: Ranking) -> list[Chapter]:
+    """Return the ranking, then what models trade for what: accuracies, and the norm."""
+    models = ranking.models
+    balls = list(dict.fromkeys((a.kind, a.ball) for model in models for a in model.accuracy))
+    clean = _Axis.accuracy(models, "clean", "")
+    axes = [_Axis.accuracy(models, *each) for each in balls if each[0] != "clean"][:MOST]
+    pictures = [_scatter(models, clean, axis) for axis in axes]
+    pictures += [_scatter(models, _Axis.norm(models), axis) for axis in (axes or [clean])[:1]]
+    kept = tuple(picture for picture in pictures if len(picture.series) > 1)
+    drawn = [Chapter("tradeoff", "What is traded for what", kept)] if kept else []
+    return [chapter(ranking), *drawn]
 
 
 def said_of(ranking: Ranking) -> list[str]:
@@ -85,18 +71,13 @@ def said_of(ranking: Ranking) -> list[str]:
     ]
 
 
-def table(ranking: Ranking, *, short: bool = False) -> Table:
-    """Tabulate the models, the best first, a row each.
-
-    Args:
-        ranking: of the models.
-        short: whether limits stand behind their figures, not in columns of their own.
-    """
-    columns = [each for shown in _columns(ranking) for each in shown.columns(short=short)]
+def table(ranking: Ranking) -> Table:
+    """Tabulate the models, the best first, a row each; limits stand in brackets."""
+    columns, cells = zip(*_columns(ranking), strict=True)
     return Table(
         title="",
-        columns=tuple(column for column, _ in columns),
-        rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
+        columns=columns,
+        rows=tuple(zip(*cells, strict=True)),
         keys=2 if ranking.criterion else 1,
     )
 
@@ -128,80 +109,117 @@ def scorecards(names: Sequence[str], reports: Sequence[Report]) -> Table:
 
 
 def _card(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the figures of a scorecard, each with the first that is said of it."""
     card = scorecard(report)
     lines = card.lines if card else ()
     for line, (_, figure, said, _) in zip(lines, scored(card)[0] if card else (), strict=True):
-        yield line.label, f"{figure}; {said}".removesuffix("; ")
+        yield pretty(line.label), f"{figure}; {re.split('[;,]', said)[0]}".removesuffix("; ")
 
 
-def _columns(ranking: Ranking) -> Iterator[_Shown]:
+def _columns(ranking: Ranking) -> Iterator[Shown]:
     models = ranking.models
     if ranking.criterion:
-        yield _Shown(RANK, tuple(model.rank for model in models))
-    yield _Shown(MODEL, tuple(model.model for model in models))
+        yield RANK, tuple(model.rank for model in models)
+    yield MODEL, tuple(model.model for model in models)
     if ranking.criterion:
-        yield _Shown(OUTCOME, tuple(SHORT.get(m.outcome, m.outcome) for m in models))
-        yield _differences(models)
+        yield OUTCOME, tuple(SHORT.get(m.outcome, m.outcome) for m in models)
+        yield DIFFERENCE, tuple(_difference(model.difference) for model in models)
     for kind, ball in dict.fromkeys((a.kind, a.ball) for model in models for a in model.accuracy):
-        yield _accuracies(models, kind, ball)
+        yield _Axis.accuracy(models, kind, ball).shown()
     if any(model.norm for model in models):
-        yield from _norms(models)
+        yield _Axis.norm(models).shown()
+        norms = (model.norm for model in models)
+        column = replace(JacobianRow.columns()["p95"], label="p95 ||J||")
+        yield column, tuple(norm and norm.p95 for norm in norms)
     if any(model.head for model in models):
         column = replace(BoundsRow.columns()["exact"], label="steepest head")
         heads = (model.head for model in models)
-        named = (h and f"{significant(h.exact)} ({h.layer}.{h.head})" for h in heads)
-        yield _Shown(column, tuple(named))
+        yield column, tuple(h and f"{significant(h.exact)} ({h.layer}.{h.head})" for h in heads)
     if any(model.fragile is not None for model in models):
         column = replace(AttentionRow.columns()["intermediate"], label="fragile", format=".0%")
-        yield _Shown(column, tuple(model.fragile for model in models))
+        yield column, tuple(model.fragile for model in models)
 
 
-def _differences(models: Sequence[Ranked]) -> _Shown:
-    """Show how far each model is from the best."""
-    given = [model.difference for model in models]
-    cells = tuple(d and amount(d.estimate, d.unit) for d in given)
-    return _Shown(DIFFERENCE, cells, TOGETHER, tuple(map(_between, given)))
-
-
-def _between(difference: Difference | None) -> str | None:
+def _difference(difference: Difference | None) -> str | None:
+    """Write a difference with its limits; the best model has none."""
     if difference is None:
         return None
-    low, high = (amount(end, difference.unit) for end in (difference.low, difference.high))
-    return f"{low.removesuffix(difference.unit)} to {high}"
+    unit = difference.unit
+    value, low, high = (
+        amount(each, unit) for each in (difference.estimate, difference.low, difference.high)
+    )
+    return f"{value} ({low.removesuffix(unit)} to {high})"
 
 
-def _accuracies(models: Sequence[Ranked], kind: str, ball: str) -> _Shown:
-    """Show an accuracy of every model, with its limits."""
-    known = [
-        next((a for a in model.accuracy if (a.kind, a.ball) == (kind, ball)), None)
-        for model in models
+@dataclass(frozen=True)
+class _Axis:
+    """A figure of every model with its limits; None where a model has none."""
+
+    column: Column
+    values: tuple[float | None, ...]
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+
+    @classmethod
+    def accuracy(cls, models: Sequence[Ranked], kind: str, ball: str) -> _Axis:
+        """Return an accuracy of every model."""
+        known = [
+            next((a for a in model.accuracy if (a.kind, a.ball) == (kind, ball)), None)
+            for model in models
+        ]
+        label, column = KINDS[kind]
+        return cls(
+            replace(column, label=", ".join(filter(None, (label, ball)))),
+            tuple(each.share if each else None for each in known),
+            tuple(each.low if each else None for each in known),
+            tuple(each.high if each else None for each in known),
+        )
+
+    @classmethod
+    def norm(cls, models: Sequence[Ranked]) -> _Axis:
+        """Return the median Jacobian norm of every model."""
+        known = [model.norm for model in models]
+        return cls(
+            replace(JacobianRow.columns()["median"], label="median ||J||"),
+            tuple(each.median if each else None for each in known),
+            tuple(each.low if each else None for each in known),
+            tuple(each.high if each else None for each in known),
+        )
+
+    def shown(self) -> Shown:
+        """Write the limits behind each figure."""
+        ends = zip(self.values, self.low, self.high, strict=True)
+        return self.column, tuple(self._cell(*each) for each in ends)
+
+    def _cell(self, value: float | None, low: float | None, high: float | None) -> Any:
+        if value is None or low is None or high is None:
+            return value
+        first, last = text(low, self.column), text(high, self.column)
+        unit = "%" if first.endswith("%") else ""
+        return f"{text(value, self.column)} ({first.removesuffix(unit)} to {last})"
+
+
+def _scatter(models: Sequence[Ranked], x: _Axis, y: _Axis) -> Scatter:
+    """Draw a point for each model that has both figures, with the limits of both."""
+    points = [
+        Series(
+            model.model,
+            (across,),
+            (up,),
+            low=(y.low[i],),
+            high=(y.high[i],),
+            left=(x.low[i],),
+            right=(x.high[i],),
+        )
+        for i, model in enumerate(models)
+        if (across := x.values[i]) is not None and (up := y.values[i]) is not None
     ]
-    label, column = KINDS[kind]
-    return _Shown(
-        replace(column, label=", ".join(filter(None, (label, ball)))),
-        tuple(each and each.share for each in known),
-        WILSON,
-        tuple(interval(a.low, a.high).replace("%", "", 1) if a else None for a in known),
-    )
+    title = pretty(f"{y.column.label}, against {x.column.label}")
+    title = title[0].upper() + title[1:]
+    return Scatter(title, x.column, y.column, tuple(points), log=False, diagonal=False)
 
 
-def _norms(models: Sequence[Ranked]) -> Iterator[_Shown]:
-    """Show the median norm with its limits, and the 95th percentile."""
-    columns, norms = JacobianRow.columns(), [model.norm for model in models]
-    ends = [(norm.low, norm.high) if norm else (None, None) for norm in norms]
-    yield _Shown(
-        replace(columns["median"], label="median ||J||"),
-        tuple(norm and norm.median for norm in norms),
-        MEDIAN,
-        tuple(
-            None if low is None or high is None else f"{significant(low)} to {significant(high)}"
-            for low, high in ends
-        ),
-    )
-    yield _Shown(replace(columns["p95"], label="p95 ||J||"), tuple(n and n.p95 for n in norms))
-
-
-def _how(ranking: Ranking, *, short: bool) -> str:
+def _how(ranking: Ranking) -> str:
     """Say what models are ranked by, and what tells them apart."""
     if ranking.criterion.startswith("jacobian."):
         by = "the median norm of the model's Jacobian"
@@ -209,9 +227,8 @@ def _how(ranking: Ranking, *, short: bool) -> str:
         kind = "certified" if ranking.criterion.startswith("certify.certified") else "attacked"
         by = f"accuracy {KINDS[kind][0]}, {ranking.ball}"
     together = f" for all {ranking.pairs} pairs together (Holm)" if ranking.pairs > 1 else ""
-    brackets = " In brackets: 95 % limits." if short else ""
     return (
-        f"Ranked by {by}.{brackets} Differences are of paired samples; their limits hold"
-        f"{together}, and where 0 is within, models are not distinguishable. Rank: one more than "
-        "models are shown to be better."
+        f"Ranked by {by}. In brackets: 95 % limits. Differences are of paired samples; their "
+        f"limits hold{together}, and where 0 is within, models are not distinguishable. Rank: one "
+        "more than models are shown to be better."
     )

@@ -58,12 +58,12 @@ def _of_several(reports: Sequence[Report]) -> dict[Form, Callable[[], Any]]:
     from lipaudit.gate import rank
     from lipaudit.report import frame
     from lipaudit.report.page.document import document, screen_of_several
-    from lipaudit.report.page.ranking import brief, chapter
+    from lipaudit.report.page.ranking import brief, chapter, leading
 
     ranking = cache(lambda: rank(reports))
     return {
-        "page": cache(lambda: document(*reports, lead=[chapter(ranking())])),
-        "screen": lambda: screen_of_several(reports, chapter(ranking(), short=True)),
+        "page": cache(lambda: document(*reports, lead=leading(ranking()))),
+        "screen": lambda: screen_of_several(reports, chapter(ranking())),
         "record": ranking,
         "brief": lambda: brief(ranking(), reports),
         "frame": lambda: frame.of_ranking(ranking()),

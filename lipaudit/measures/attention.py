@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import UsageError
-from lipaudit.measures import attention_map
+from lipaudit.measures import attention_map, tokens
 from lipaudit.measures.by_layer import Facts, Reduced, by_layer, head_names, summed
 from lipaudit.measures.measure import (
     Measure,
@@ -63,8 +64,15 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
         UsageError: the head to be drawn is not there.
     """
     reader = _Statistics(options)
-    for part in by_layer(net, batches, reader, layers=options.layers, projections=False):
-        yield part if options.map is None else _with_drawn(part, reader.drawn, options)
+    how: dict[str, Any] = {"layers": options.layers, "projections": False}
+    for batch in batches:
+        for part in by_layer(net, [batch], reader, **how):
+            if options.map is None:
+                yield part
+            else:
+                drawn = _with_drawn(part, reader.drawn, options)
+                facts = {**drawn.facts, "attended": tokens.attended(net, batch)}
+                yield replace(drawn, facts=facts)
 
 
 class _Statistics:
@@ -116,9 +124,9 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     by_row = softmax.row_statistics(softmax.RowProfile(**read), k=options.k, gamma=options.gamma)
     rows = torch.stack([by_row[name] for name in MEANS], 2)
     reduced = _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
-    tokens = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
+    keys = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
     reduced["joint_hist"] = reduced["joint_hist"].sum(1, keepdim=True)
-    return reduced | {"p_norm": per_sample(p_norm, heads.sample), "tokens": tokens}
+    return reduced | {"p_norm": per_sample(p_norm, heads.sample), "tokens": keys}
 
 
 def _groups(heads: Heads) -> Iterator[slice]:
@@ -196,11 +204,11 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     largest = joined(parts, "largest").max(0)
     sink, token = joined(parts, "sink").mean(0), joined(parts, "sink_token")
     short, p_norm = joined(parts, "short").sum(0), joined(parts, "p_norm").mean(0)
-    tokens = joined(parts, "tokens").max(0)
+    longest = joined(parts, "tokens").max(0)
     rows = tuple(
         AttentionRow(
             **head._asdict(),
-            tokens=int(tokens[i]),
+            tokens=int(longest[i]),
             **{name: number_or_none(means[i, j]) for j, name in enumerate(MEANS)},
             g1_max=number_or_none(largest[i, 0]),
             softmax_norm_max=number_or_none(largest[i, 1]),
@@ -213,9 +221,11 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
         for i, head in enumerate(parts[0].facts["heads"])
     )
     ids = {"ids": sample_ids(parts)}
-    arrays = _arrays(parts) | _per_sample(parts)
+    arrays, attended = _arrays(parts) | _per_sample(parts), {}
     if options.map is not None:
-        arrays |= attention_map.arrays(parts, options.map, options.query)
+        drawn = attention_map.arrays(parts, options.map, options.query)
+        arrays |= drawn
+        attended = attention_map.attended(parts, drawn)
     return [
         Section(
             measure="attention",
@@ -223,6 +233,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
             rows=rows,
             samples=ids,
             arrays=arrays,
+            attended=attended,
             notes=notes(parts),
         )
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 from lipaudit.errors import UsageError
 from lipaudit.measures.by_layer import summed
 from lipaudit.measures.measure import Part, Values, joined
+from lipaudit.measures.tokens import MOST
 from lipaudit.models.attention.capture import Layer
 from lipaudit.results import Array
+from lipaudit.results.report import Attended
 from lipaudit.theory import softmax
 from lipaudit.theory.heads import Heads
 
@@ -53,9 +55,27 @@ def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Arr
         raise UsageError(f"no sample has a query {query}", "Queries are counted from 0.")
     keys = max(part.values["row"].shape[1] for part in parts)
     rows = [np.pad(r, ((0, 0), (0, keys - r.shape[1]))) for p in parts for r in [p.values["row"]]]
-    means = [np.concatenate(rows)[known].mean(0), norms[known].mean(0)]
-    names = f"row@{head},{query}", f"row_norms@{head},{query}"
-    return {name: Array.of(value) for name, value in zip(names, means, strict=True)}
+    whole = np.concatenate(rows)
+    drawn = {"row": whole[known].mean(0), "row_norms": norms[known].mean(0)}
+    if known[0]:
+        drawn["first_row"] = whole[0]
+    return {f"{name}@{head},{query}": Array.of(value) for name, value in drawn.items()}
+
+
+def attended(parts: Sequence[Part], drawn: Mapping[str, Array]) -> dict[str, Attended]:
+    """Return what is known of the tokens of the first sample, where those of a map are they."""
+    known = Attended(**parts[0].facts["attended"])
+    count, whose = len(known.tokens), {}
+    for name, array in drawn.items():
+        kind, _, head = name.partition("@")
+        if kind == "map":
+            fits = {*drawn[f"map_tokens@{head}"].data, *array.shape} == {count}
+        else:  # behind the tokens there is padding, which is not attended to
+            long = len(array.data) >= count and not any(array.data[count:])
+            fits = kind == "first_row" and long
+        if fits and 0 < count <= MOST:
+            whose[name] = known
+    return whose
 
 
 def _map(heads: Heads) -> dict[str, Tensor]:

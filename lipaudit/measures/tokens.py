@@ -1,20 +1,31 @@
-"""The tokens of samples: what they are called, and how a gradient is shared out among them."""
+"""The tokens of samples: what they are called, where they lie, how a gradient falls on them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
+from lipaudit.data.images import thumbnail
+from lipaudit.errors import LipauditError
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import Net
 
 MOST = 512
 """So many tokens of a sample are kept, from its first on."""
 LETTERS = 40
 """How much of a token is written: names of reserved ones and runs of signs may be long."""
+MOST_EXTRA = 8
+"""Tokens of a picture beside its patches: for the class, registers."""
+MOVED = 1e-3
+"""Of the largest change of a token: one that changes less has not changed, but for rounding."""
+CLASS_TOKENS = {"cls_token", "class_token", "class_embedding"}
+"""Names of the parameter that is put before the patches for the class."""
 
 
 def names(net: Net, batch: Batch) -> list[tuple[str, ...]]:
@@ -71,3 +82,81 @@ def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
     if batch.mask is None:
         return list(values)
     return [row[mask] for row, mask in zip(values, batch.mask.cpu(), strict=True)]
+
+
+def attended(net: Net, batch: Batch) -> dict[str, Any]:
+    """Describe the tokens of the first sample and where they lie, in plain values."""
+    first = batch[:1].trimmed()
+    if net.kind == "text":
+        return {"sample": first.ids[0], "tokens": names(net, first)[0]}
+    if net.kind != "image":
+        return {"sample": first.ids[0], "tokens": ()}
+    with suppress(LipauditError):  # no figure depends on it
+        return {"sample": first.ids[0]} | _of_picture(net, first)
+    return {"sample": first.ids[0], "tokens": ()}
+
+
+def _of_picture(net: Net, sample: Batch) -> dict[str, Any]:
+    count, rows, columns, start = patches(net, sample) or (0, 0, 0, 0)
+    written = [f"extra {i}" for i in range(count)]
+    parameters = {name.rpartition(".")[2] for name, _ in net.module.named_parameters()}
+    if start and parameters & CLASS_TOKENS:
+        written[0] = "CLS"
+    for patch in range(rows * columns):
+        written[start + patch] = "patch {},{}".format(*divmod(patch, columns))
+    return {
+        "tokens": tuple(written),
+        "grid": (rows, columns),
+        "first": start,
+        "image": thumbnail(sample.x[0]) if count else "",
+    }
+
+
+def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
+    """Find out where the tokens of the first layer lie in a picture, by changing its corners.
+
+    Returns:
+        How many tokens there are, rows and columns of patches, and which token is the first
+        patch; None where tokens are no patches row by row.
+    """
+    site = surveyed(net, sample)[0]
+    count = _queries(net, sample, site.index).shape[2]
+    for rows, columns in _grids(count, *sample.x.shape[2:]):
+        corners = [(i, j) for i in (0, rows - 1) for j in (0, columns - 1)]
+        probes = torch.cat([sample.x, *(_changed(sample.x, rows, columns, c) for c in corners)])
+        q = _queries(net, Batch(probes, None, sample.ids * len(probes)), site.index)
+        if q.shape[0] != len(probes) or not q.numel():
+            return None
+        change = (q[1:] - q[:1]).abs().amax((1, 3))
+        moved = [row.nonzero().flatten().tolist() for row in change > MOVED * change.amax()]
+        start = moved[0][0] if moved[0] else 0
+        if moved == [[start + i * columns + j] for i, j in corners]:
+            return count, rows, columns, start
+    return None
+
+
+def _queries(net: Net, batch: Batch, layer: int) -> Tensor:
+    sites = surveyed(net, batch)
+    (q,) = capture(
+        net, sites, batch, lambda met: met.attention.q.cpu(), layers={layer}, projections=False
+    )
+    return q
+
+
+def _grids(count: int, height: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield the grids of square patches of a picture that so many tokens may be."""
+    for side in range(1, min(height, width) + 1):
+        rows, columns = height // side, width // side
+        whole = side * rows == height and side * columns == width
+        if whole and 0 <= count - rows * columns <= MOST_EXTRA and rows * columns > 1:
+            yield rows, columns
+
+
+def _changed(x: Tensor, rows: int, columns: int, cell: tuple[int, int]) -> Tensor:
+    """Return a picture in which one cell of a grid is changed."""
+    changed = x.clone()
+    height, width = x.shape[2] // rows, x.shape[3] // columns
+    (i, j) = cell
+    part = changed[:, :, i * height : (i + 1) * height, j * width : (j + 1) * width]
+    part += torch.where(part < 0.5, 0.25, -0.25)
+    return changed

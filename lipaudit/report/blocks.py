@@ -178,6 +178,8 @@ class Density:
         y_range: outer edges of the first and of the last row.
         value: how an entry reads.
         down: draw the first row on top, as matrices are written.
+        names: of the places along both axes, where they have any.
+        image: what the entries lie over: a PNG file in base64.
     """
 
     title: str
@@ -188,6 +190,8 @@ class Density:
     y_range: tuple[float, float]
     value: Column
     down: bool = False
+    names: tuple[str, ...] = ()
+    image: str = ""
 
 
 @dataclass(frozen=True)

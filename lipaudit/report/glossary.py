@@ -114,6 +114,8 @@ WORDS: Mapping[str, str] = {
     "key": "Position of a key: the token that is attended to.",
     "query": "Position of a query: the token that attends.",
     "P": "The attention map: a row per query, a column per key, each row adding up to 1.",
+    "mean P": "The attention that a key receives: the mean of its column of P over the queries.",
+    "column": "Of the patches of a picture, counted from the left.",
     "of": "What a line is about: a head, a layer or the model.",
     "regime": "How an attention row spreads: uniform, intermediate (fragile) or categorical.",
     "scorecard": "The first figures of a report, in one screen; `--details` prints the sections "

@@ -131,6 +131,31 @@ class Gradient(Frozen):
         return self
 
 
+class Attended(Frozen):
+    """Whose attention a map shows.
+
+    Attributes:
+        sample: its id.
+        tokens: how its tokens are written; of pictures, which patch each of them is.
+        grid: rows and columns of patches; (0, 0) where tokens are none.
+        first: the token that is the first patch; the others follow row by row.
+        image: the picture that patches lie in, of at most 64 pixels.
+    """
+
+    sample: str
+    tokens: tuple[str, ...]
+    grid: tuple[int, int] = (0, 0)
+    first: int = 0
+    image: Png = ""
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Attended:
+        rows, columns = self.grid
+        if min(rows, columns, self.first) < 0 or self.first + rows * columns > len(self.tokens):
+            raise ValueError(f"{rows} x {columns} patches are no {len(self.tokens)} tokens")
+        return self
+
+
 class Section(Frozen):
     """The result of one measure.
 
@@ -143,6 +168,7 @@ class Section(Frozen):
         notes: remarks that belong to these numbers.
         examples: adversarial ones of pictures, by sample id; written only where there are any.
         gradients: of texts and other tokens, by sample id; written only where there are any.
+        attended: of attention maps, by the name of their array; written only where known.
         failure: why there are none; written only where the measure failed.
     """
 
@@ -154,12 +180,13 @@ class Section(Frozen):
     notes: tuple[Note, ...] = ()
     examples: dict[str, Example] = {}
     gradients: dict[str, Gradient] = {}
+    attended: dict[str, Attended] = {}
     failure: Failure | None = None
 
     @model_serializer(mode="wrap")
     def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what there is none of, as in most sections."""
-        spared = ("failure", "examples", "gradients")
+        spared = ("failure", "examples", "gradients", "attended")
         return {k: v for k, v in plain(self).items() if k not in spared or v}
 
     @field_validator("rows", mode="before")

@@ -152,7 +152,7 @@ def test_the_page_shows_the_map_of_the_most_amplifying_head(audited):
     name = f"{top['layer']}.{top['head']}"
     assert f"map@{name}" in attention["arrays"]
     for page in ("run/report.html", "run.md"):
-        assert f"Attention map of head {name}, first sample" in (folder / page).read_text()
+        assert f"Attention map of head {name}, sample " in (folder / page).read_text()
 
 
 def test_several_reports_as_json_are_refused_with_what_to_type(drawn, monkeypatch):

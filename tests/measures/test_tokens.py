@@ -15,13 +15,14 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
+from lipaudit.measures import attention as by_head
 from lipaudit.measures import tokens
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results.worst import worst
-from lipaudit.settings import RunOptions
+from lipaudit.settings import AttentionOptions, RunOptions
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very", "##s"]
 TEXTS = ["a good film", "very very bad films", "bad", "a film a very good film", "films"]
@@ -153,3 +154,23 @@ def test_long_texts_are_cut_and_say_so(monkeypatch):
     x = torch.ones(1, 5, 2, dtype=torch.float64)
     kept = tokens.gradients(net_of(x, nn.Linear(10, 2)), Batch(x, None, ("a",)), x, "margin")["a"]
     assert kept == {"of": "margin", "tokens": ("0", "1", "2"), "shares": (0.2,) * 3, "left_out": 2}
+
+
+def test_a_map_of_a_text_has_its_tokens(bert):
+    folder, _ = bert
+    net = load_net(str(folder), LoadOptions(device="cpu"))
+    batch = load_data(str(folder / "t.jsonl"), net, DataOptions(samples=5)).batch
+    written = {
+        name: tuple(WORDS[i] for i in x[mask].tolist())
+        for name, x, mask in zip(batch.ids, batch.x, batch.mask, strict=True)
+    }
+    longest = max(map(len, written.values()))
+    assert len(written[batch.ids[0]]) < longest  # so that its row is padded
+    for query in (None, 1):
+        options = AttentionOptions(map="1.1", query=query)
+        section = by_head.summarise(list(by_head.measure(net, [batch], options)), options)[0]
+        ((name, whose),) = section.attended.items()
+        assert name == ("map@1.1" if query is None else "first_row@1.1,1")
+        assert (whose.sample, whose.tokens) == (batch.ids[0], written[batch.ids[0]])
+        assert whose.grid == (0, 0)
+        assert whose.image == ""

@@ -12,7 +12,7 @@ from lipaudit.report.blocks import (
     Scatter,
     Shares,
 )
-from lipaudit.report.cells import number, pretty, text
+from lipaudit.report.cells import number, plain, pretty, text
 
 
 def alternative(block: Picture) -> str:
@@ -52,8 +52,8 @@ def extent(block: Density) -> str:
     value, y, x = max(
         (v or 0.0, y, x) for y, row in enumerate(block.values) for x, v in enumerate(row)
     )
-    at_x = _centre(block.x_range, x, width)
-    at_y = _centre(block.y_range, y, height)
+    at_x = _centre(block.x_range, x, width) + _name(block, x)
+    at_y = _centre(block.y_range, y, height) + _name(block, y)
     return (
         f"{height} x {width} entries, largest {text(value, block.value)} at "
         f"{pretty(block.x.label)} {at_x}, {pretty(block.y.label)} {at_y}."
@@ -71,6 +71,10 @@ def _peak(block: Heatmap) -> str:
         return ""
     value, row, column = max(cells)
     return f", largest {text(value, block.column)} at {block.place(row, column)}"
+
+
+def _name(block: Density, index: int) -> str:
+    return f" ({plain(block.names[index])})" if index < len(block.names) else ""
 
 
 def _centre(ends: tuple[float, float], index: int, bins: int) -> str:

@@ -66,7 +66,7 @@ def marks(block: Picture) -> list[Mark]:
             ]
         case Density():
             few = len(block.values) * len(block.values[0]) <= MOST
-            return list(_entries(block)) if few else []
+            return list(_entries(block) if few else _named_columns(block))
         case Scatter() | Curve():
             drawn = [s for s in block.series if not s.guide]
             most = MOST // max(len(drawn), 1)
@@ -132,22 +132,34 @@ def _parts(block: Shares) -> Iterator[Mark]:
 
 
 def _entries(block: Density) -> Iterator[Mark]:
-    across = _places(block.x, block.x_range, len(block.values[0]))
-    up = _places(block.y, block.y_range, len(block.values))
+    across = _places(block.x, block.x_range, len(block.values[0]), block.names)
+    up = _places(block.y, block.y_range, len(block.values), block.names)
     for (y_name, y), row in zip(up, block.values, strict=True):
         for (x_name, x), value in zip(across, row, strict=True):
             yield Mark(f"{x_name}, {y_name}: {text(value, block.value)}", x, y)
 
 
+def _named_columns(block: Density) -> Iterator[Mark]:
+    """Name the columns of a matrix of too many entries, with the largest entry of each."""
+    if block.names:
+        across = _places(block.x, block.x_range, len(block.values[0]), block.names)
+        for (name, x), values in zip(across, zip(*block.values, strict=True), strict=True):
+            yield Mark(f"{name}: at most {text(max(values), block.value)}", x, block.y_range)
+
+
 def _places(
-    column: Column, ends: tuple[float, float], count: int
+    column: Column, ends: tuple[float, float], count: int, names: Sequence[str]
 ) -> list[tuple[str, tuple[float, float]]]:
     """Name the places along an axis: by their middle where counted, else by their ends."""
     step = (ends[1] - ends[0]) / count
     places = [(ends[0] + i * step, ends[0] + (i + 1) * step) for i in range(count)]
     label = pretty(column.label)
     if column.format == "d" and step == 1:
-        return [(f"{label} {low + 0.5:.0f}", (low, high)) for low, high in places]
+        called = [f" {name}" for name in names] or [""] * count
+        return [
+            (f"{label} {low + 0.5:.0f}{name}", (low, high))
+            for (low, high), name in zip(places, called, strict=True)
+        ]
     return [
         (f"{label} {number(low, '.3g')} to {number(high, '.3g')}", (low, high))
         for low, high in places

@@ -24,6 +24,7 @@ from lipaudit.report.draw import colours, intervals
 from lipaudit.report.draw.alt import alternative
 from lipaudit.report.draw.inline import INK, element
 from lipaudit.report.draw.marks import elements
+from lipaudit.report.draw.portraits import opened
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 MOST_MARKED = 64
 """A line of more points is drawn without marks."""
+MOST_NAMED, LETTERS = 40, 14
+"""So many places of a matrix are named beside its axes, with so many letters."""
 MANY = 500
 """Above this many marks the marks are a PNG inside the SVG."""
 WIDTH, HEIGHT = 4.9, 3.3
@@ -105,8 +108,12 @@ def _size(block: Picture) -> tuple[float, float]:
         return WIDTH, 1.1 + 0.33 * len(block.bars)
     if isinstance(block, Scatter) and block.equal:
         return HEIGHT * 1.25, HEIGHT * 1.25
+    if _square(block):
+        names = block.names if isinstance(block, Density) else ()
+        side = max(HEIGHT, 1.3 + 0.13 * len(names) if len(names) <= MOST_NAMED else 0)
+        return side * 1.25, side
     if not isinstance(block, Heatmap):
-        return (HEIGHT * 1.25 if _square(block) else WIDTH), HEIGHT
+        return WIDTH, HEIGHT
     wide = 1.5 + 0.44 * len(block.columns)
     return min(max(wide, WIDTH), 9.5), min(max(0.9 + 0.31 * len(block.rows), 2.2), 9.0)
 
@@ -150,16 +157,40 @@ def _density(axes: Axes, block: Density) -> None:
     values = _array(block.values)
     values[values == 0] = float("nan")
     norm = PowerNorm(0.5, *axis.limits(np.ma.masked_invalid(values)))
-    mesh = _mesh(axes, values, block.x_range, block.y_range, cmap="viridis", norm=norm)
+    cmap: Any = _veil() if block.image else "viridis"
+    mesh = _mesh(axes, values, block.x_range, block.y_range, cmap=cmap, norm=norm)
     mesh.set_rasterized(True)
-    axes.set_box_aspect(1)
-    if block.x.format == "d":
+    height, width = values.shape
+    axes.set_box_aspect(height / width if block.image else 1)
+    if block.image:
+        ends = (*block.x_range, *block.y_range[::-1])
+        look: dict[str, Any] = {
+            "cmap": "gray",
+            "vmin": 0,
+            "vmax": 255,
+            "extent": ends,
+            "aspect": "auto",
+        }
+        axes.imshow(opened(block.image).convert("L"), **look)
+    if 0 < len(block.names) <= MOST_NAMED:
+        names = [plain(name)[:LETTERS] for name in block.names]
+        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+    elif block.x.format == "d":
         axis.whole(axes.xaxis)
         axis.whole(axes.yaxis)
     if block.down:
         axes.invert_yaxis()
     axes.set(xlabel=pretty(block.x.label), ylabel=pretty(block.y.label))
     _bar(axes, mesh, pretty(block.value.label))
+
+
+def _veil() -> Any:
+    """Return colours to lay over a grey picture: the larger, the less of it shows through."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgb
+
+    colour = to_rgb(colours.CATEGORIES[1])
+    return LinearSegmentedColormap.from_list("veil", [(*colour, 0.0), (*colour, 0.9)])
 
 
 def _mesh(

@@ -28,6 +28,8 @@ COLUMNS = 84
 """Characters in a line of a text's picture."""
 CHARACTER, LINE = 6.02 / 72, 17 / 72
 """Size of one in inches, in a fixed-width font of 10 points."""
+PAGE = 2700
+"""Pixels of a line of pictures."""
 WIDE = 6.6
 """Inches of a picture that has pictures side by side."""
 
@@ -107,6 +109,26 @@ def png(shown: Item | Passage) -> bytes:
         figure = _pictures(shown) if isinstance(shown, Item) else _text(shown)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=200)
+    return file.getvalue()
+
+
+def joined(pictures: Sequence[bytes]) -> bytes:
+    """Set PNG files side by side, as many as fit a line."""
+    from PIL import Image
+
+    images = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
+    places, x, y, right, bottom = [], 0, 0, 0, 0
+    for image in images:
+        if x and x + image.width > PAGE:
+            x, y = 0, bottom
+        places.append((x, y))
+        x += image.width
+        right, bottom = max(right, x), max(bottom, y + image.height)
+    page = Image.new("RGB", (right, bottom), "white")
+    for image, place in zip(images, places, strict=True):
+        page.paste(image, place)
+    file = io.BytesIO()
+    page.save(file, "PNG")
     return file.getvalue()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lipaudit.report.blocks import Item, Passage
@@ -11,13 +12,13 @@ if TYPE_CHECKING:
     from lipaudit.report.blocks import Curve, Density
 
 
-def render(picture: Density | Curve | Item | Passage) -> bytes:
-    """Draw an attention map, a row of one, or a sample."""
+def render(picture: Sequence[Density | Curve | Item | Passage]) -> bytes:
+    """Draw an attention map or a row of one, side by side with what it lies over, or a sample."""
     from lipaudit.report.draw import plots, portraits
 
-    if isinstance(picture, Item | Passage):
-        return portraits.png(picture)
-    return plots.png(picture)
+    of_samples = Item | Passage
+    drawn = [portraits.png(b) if isinstance(b, of_samples) else plots.png(b) for b in picture]
+    return drawn[0] if len(drawn) == 1 else portraits.joined(drawn)
 
 
 FORMAT = Format(

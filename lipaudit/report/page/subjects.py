@@ -12,7 +12,7 @@ from lipaudit.report.form import Form, Subject
 
 if TYPE_CHECKING:
     from lipaudit.gate import Comparison, Judgement
-    from lipaudit.report.blocks import Curve, Density, Document
+    from lipaudit.report.blocks import Curve, Density, Document, Passage
     from lipaudit.results import Report
     from lipaudit.results.history import History
 
@@ -94,7 +94,7 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
     one = samples.chosen(report, sample)
     return {
         "page": lambda: samples.inspected(report, one),
-        "picture": lambda: samples.portrait(report, one),
+        "picture": lambda: (samples.portrait(report, one),),
         "record": lambda: samples.record(report, one),
     }
 
@@ -148,14 +148,15 @@ def of_judgement(judgement: Judgement) -> Subject:
     }
 
 
-def _pictures(reports: Sequence[Report]) -> list[Density | Curve]:
+def _pictures(reports: Sequence[Report]) -> list[tuple[Density | Curve | Passage, ...]]:
+    """Return what was drawn of a head, report by report."""
     from lipaudit.report.page.views.attention import drawn
 
     sections = [report.section("attention") for report in reports]
-    return [block for section in sections if section for block in drawn(section)]
+    return [blocks for section in sections if section and (blocks := tuple(drawn(section)))]
 
 
-def _picture(reports: Sequence[Report]) -> Density | Curve:
+def _picture(reports: Sequence[Report]) -> tuple[Density | Curve | Passage, ...]:
     pictures = _pictures(reports)
     if len(pictures) != 1:
         raise UsageError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import InputError
-from lipaudit.report.blocks import Block, Curve, Density, Histogram, Series
+from lipaudit.report.blocks import Block, Curve, Density, Histogram, Passage, Series
 from lipaudit.report.page.views.common import (
+    CHARACTERS,
     every_row,
     heatmap,
     spread,
@@ -17,6 +18,7 @@ from lipaudit.report.page.views.common import (
 )
 from lipaudit.results import Array, AttentionRow, Column, Section
 from lipaudit.results.figures import typed
+from lipaudit.results.report import Attended
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +41,10 @@ RATIO, RATIO_EDGES = "g1_ratio_hist", "g1_ratio_edges"
 COUNT = Column(label="rows", meaning="Attention rows.", format="d")
 KEY = Column(label="key", meaning="Position of the key.", format="d")
 WEIGHT = Column(label="P", meaning="Attention probability.")
+RECEIVED = Column(label="mean P", meaning="Attention that a key receives, mean over queries.")
+CLS = "CLS"
+"""How the token for the class is written, of pictures."""
+FIRST = "first sample"
 
 
 def view(section: Section) -> Iterator[Block]:
@@ -119,16 +125,64 @@ def _joint(section: Section) -> Density:
     )
 
 
-def drawn(section: Section) -> Iterator[Density | Curve]:
+def drawn(section: Section) -> Iterator[Density | Curve | Passage]:
     """Show the attention map that was kept (map@HEAD), or the row (row@HEAD,QUERY)."""
     for name, array in section.arrays.items():
         kind, _, which = name.partition("@")
+        whose = section.attended.get(name)
         if kind == "map" and array.data:
-            yield _map(which, array, section.arrays[f"map_tokens@{which}"])
+            yield _map(which, array, section.arrays[f"map_tokens@{which}"], whose)
+            if whose is not None:
+                yield from _received(which, array, whose)
         elif kind == "row":
             keys = tuple(map(float, range(len(array.data))))
             series = Series(f"head {which.partition(',')[0]}", keys, tuple(array.numpy()))
             yield Curve(_row_title(which, section), KEY, WEIGHT, (series,))
+        elif kind == "first_row" and whose is not None:
+            head, _, query = which.partition(",")
+            title = f"query {_called(int(query), whose)}, head {head}, {_sample(whose)}"
+            yield _over(f"Attention of {title}", array.data, whose, WEIGHT)
+
+
+def _received(head: str, array: Array, whose: Attended) -> Iterator[Density | Passage]:
+    """Lay a map over its sample: the mean of its rows, and that of the token for the class."""
+    values = _finite(f"map@{head}", array)
+    title = f"head {head}, {_sample(whose)}"
+    yield _over(f"Attention received, mean over queries, {title}", values.mean(0), whose, RECEIVED)
+    if whose.grid != (0, 0) and whose.tokens[0] == CLS:
+        yield _over(f"Attention of query {CLS}, {title}", values[0], whose, WEIGHT)
+
+
+def _over(
+    title: str, values: Iterable[float | None], whose: Attended, column: Column
+) -> Density | Passage:
+    """Lay values of tokens over a text, or over a picture those of its patches."""
+    known = tuple(value or 0.0 for value in values)[: len(whose.tokens)]
+    rows, columns = whose.grid
+    if not rows * columns:
+        return Passage(title, whose.tokens, known, column)
+    patches = known[whose.first :]
+    outside = sum(known) - sum(patches[: rows * columns])
+    return Density(
+        title=f"{title} ({outside:.0%} on other tokens)" if whose.first else title,
+        x=Column(label="column", meaning="Of patches, from the left.", format="d"),
+        y=Column(label="row", meaning="Of patches, from the top.", format="d"),
+        values=tuple(patches[i * columns : (i + 1) * columns] for i in range(rows)),
+        x_range=(-0.5, columns - 0.5),
+        y_range=(-0.5, rows - 0.5),
+        value=column,
+        down=True,
+        image=whose.image,
+    )
+
+
+def _sample(whose: Attended) -> str:
+    return f"sample {whose.sample[:CHARACTERS]}"
+
+
+def _called(token: int, whose: Attended) -> str:
+    """Name a token by its position, and as it is written."""
+    return f"{token} ({whose.tokens[token]})" if token < len(whose.tokens) else str(token)
 
 
 def _finite(name: str, array: Array) -> np.ndarray[Any, Any]:
@@ -145,12 +199,12 @@ def _finite(name: str, array: Array) -> np.ndarray[Any, Any]:
     return values
 
 
-def _map(head: str, array: Array, tokens: Array) -> Density:
+def _map(head: str, array: Array, tokens: Array, whose: Attended | None) -> Density:
     queries, keys = _finite(f"map_tokens@{head}", tokens)
     block = -(-int(max(queries, keys)) // max(array.shape))
     blocks = f", means of {block} x {block} tokens" if block > 1 else ""
     return Density(
-        title=f"Attention map of head {head}, first sample{blocks}",
+        title=f"Attention map of head {head}, {_sample(whose) if whose else FIRST}{blocks}",
         x=KEY,
         y=Column(label="query", meaning="Position of the query.", format="d"),
         values=tuple(map(tuple, array.numpy().tolist())),
@@ -158,6 +212,7 @@ def _map(head: str, array: Array, tokens: Array) -> Density:
         y_range=(-0.5, queries - 0.5),
         value=WEIGHT,
         down=True,
+        names=whose.tokens if whose else (),
     )
 
 

@@ -1,0 +1,126 @@
+"""Attention maps that know their tokens: named, and laid over the text or the picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lipaudit import schema
+from lipaudit.report import render
+from lipaudit.report.blocks import Curve, Density, Passage
+from lipaudit.report.draw.marks import marks
+from lipaudit.report.draw.plots import png, svg
+from lipaudit.report.page.views.attention import drawn
+from lipaudit.results import Array, Section
+from lipaudit.results.report import Attended
+
+P = np.array([[0.5, 0.25, 0.125, 0.125, 0.0], [0.2, 0.2, 0.2, 0.2, 0.2], *np.eye(5)[2:]])
+WORDS = ("[CLS]", "<b>good", "film", "##s", "[SEP]")
+PATCHES = ("CLS", "patch 0,0", "patch 0,1", "patch 1,0", "patch 1,1")
+
+
+def picture(side: int = 4) -> str:
+    file = io.BytesIO()
+    Image.fromarray(np.full((side, side, 3), 200, np.uint8)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+TEXT = Attended(sample="ab" * 8, tokens=WORDS)
+IMAGE = Attended(sample="ab" * 8, tokens=PATCHES, grid=(2, 2), first=1, image=picture())
+
+
+def section(whose: Attended | None, row: bool = False) -> Section:
+    arrays = {"map@1.3": Array.of(P), "map_tokens@1.3": Array.of(np.array([5, 5]))}
+    name = "map@1.3"
+    if row:
+        arrays = {"row@1.3,1": Array.of(P[1]), "row_norms@1.3,1": Array.of(np.array([0.1, 0.2]))}
+        name = "first_row@1.3,1"
+        arrays[name] = Array.of(np.append(P[1], 0.0))  # padded
+    kept = {} if whose is None else {name: whose}
+    return Section(measure="attention", arrays=arrays, attended=kept)
+
+
+def test_it_is_kept_in_the_file(report):
+    attention = report.section("attention").model_copy(update={"attended": {"map@1.3": IMAGE}})
+    kept = report.model_copy(update={"sections": (attention,)})
+    assert schema.loads(schema.dumps(kept)).section("attention").attended == {"map@1.3": IMAGE}
+    with pytest.raises(ValueError, match="2 x 2 patches are no 4 tokens"):
+        Attended(sample="", tokens=PATCHES[:4], grid=(2, 2), first=1)
+
+
+def test_a_map_that_knows_no_tokens_is_drawn_as_it_was():
+    (block,) = drawn(section(None))
+    assert (block.title, block.names) == ("Attention map of head 1.3, first sample", ())
+
+
+def test_a_map_of_a_text_is_laid_over_it():
+    whole, received = drawn(section(TEXT))
+    assert (whole.title, whole.names) == ("Attention map of head 1.3, sample abababababab", WORDS)
+    assert isinstance(received, Passage)
+    assert received.tokens == WORDS
+    assert received.shares == pytest.approx(P.mean(0))
+    assert "&lt;b&gt;good" in svg(whole)
+
+
+def test_a_map_of_a_picture_is_laid_over_it():
+    whole, received, of_class = drawn(section(IMAGE))
+    assert whole.names == PATCHES
+    for block, values in ((received, P.mean(0)), (of_class, P[0])):
+        assert isinstance(block, Density)
+        assert np.array(block.values) == pytest.approx(values[1:].reshape(2, 2))
+        assert block.image == IMAGE.image
+        assert f"({values[0]:.0%} on other tokens)" in block.title
+    assert "query CLS" in of_class.title
+
+
+def test_a_row_is_that_of_the_first_sample_over_it():
+    curve, over = drawn(section(IMAGE, row=True))
+    assert isinstance(curve, Curve)
+    assert over.title.startswith("Attention of query 1 (patch 0,0), head 1.3, sample abab")
+    assert np.array(over.values) == pytest.approx(np.full((2, 2), 0.2))
+    _, text = drawn(section(TEXT, row=True))
+    assert (text.tokens, text.shares) == (WORDS, (0.2,) * 5)
+
+
+def test_every_token_can_be_pointed_at():
+    (whole, _) = drawn(section(TEXT))
+    assert marks(whole)[1].text == "key 1 <b>good, query 0 [CLS]: 0.250"
+    long = tuple(f"w{i}" for i in range(60))
+    square = np.eye(60)
+    many = Density(whole.title, whole.x, whole.y, tuple(map(tuple, square)), (-0.5, 59.5),
+                   (-0.5, 59.5), whole.value, down=True, names=long)  # fmt: skip
+    assert [mark.text for mark in marks(many)] == [
+        f"key {i} w{i}: at most 1.00" for i in range(60)
+    ]
+    assert ">w59<" not in svg(many).replace("<title>", "")  # too many to stand beside the axes
+
+
+def test_the_largest_entry_is_named_in_words(report):
+    attention = section(TEXT).model_copy(update={"rows": report.section("attention").rows})
+    shown = report.model_copy(update={"sections": (attention,)})
+    for format in ("table", "markdown"):
+        text = " ".join(render(shown, format).decode().replace("\\", "").split())
+        assert "largest 1.00 at key 4 ([SEP]), query 4 ([SEP])" in text
+
+
+def test_a_picture_shows_through_where_nothing_is_paid():
+    """Grey 200 is the picture; nine tenths of #d55e00 lie over it where P is largest."""
+    _, _, block = drawn(section(IMAGE))
+    image = Image.open(io.BytesIO(png(block))).convert("RGB")
+    colours = {colour for _, colour in image.getcolors(1 << 24)}
+    covered = (0.9 * 0xD5 + 20, 0.9 * 0x5E + 20, 20)
+    assert min(max(map(abs, np.subtract(c, covered))) for c in colours) <= 2
+    grey = sum(n for n, colour in image.getcolors(1 << 24) if colour == (200, 200, 200))
+    assert grey > image.width * image.height / 20  # a quarter of the picture
+
+
+def test_a_png_has_the_map_and_what_it_lies_over(report):
+    attention = section(IMAGE)
+    shown = report.model_copy(update={"sections": (attention,)})
+    whole = Image.open(io.BytesIO(render(shown, "png")))
+    parts = [Image.open(io.BytesIO(png(block))) for block in drawn(attention)]
+    assert whole.size == (sum(p.width for p in parts), max(p.height for p in parts))

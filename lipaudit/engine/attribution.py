@@ -188,4 +188,4 @@ class _Swaps:
 
 def _facts(layer: LayerChange) -> dict[str, Any]:
     known = asdict(layer)
-    return {"layer": known["name"], "entries": known["entries"], "step": known["step"]}
+    return {"layer": known["name"], "entries": known["entries"], "moved": known["moved"]}

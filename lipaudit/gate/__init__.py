@@ -1,5 +1,6 @@
 """The gate: rules, paired statistics, verdicts, baselines. It never loads torch."""
 
+from lipaudit.gate.attribution import Attribution as Attribution
 from lipaudit.gate.baseline import BaselineProtocol as BaselineProtocol
 from lipaudit.gate.baseline import load_baseline as load_baseline
 from lipaudit.gate.baseline import problems as problems

@@ -76,12 +76,12 @@ class LayerShare(Explained):
     Attributes:
         layer: path of the module; of a tensor that no layer has, its own.
         entries: numbers of it that differ.
-        step: ||theta_new - theta_old|| / ||theta_old||; None where the old ones are 0.
+        moved: ||theta_new - theta_old|| / ||theta_old||; None where the old ones are 0.
     """
 
     layer: str
     entries: int
-    step: Float | None
+    moved: Float | None
 
 
 class Attribution(Frozen):
@@ -130,7 +130,7 @@ def attribution(
 
     Args:
         ends: the fields of an `Attribution` that name what was measured, and `same`.
-        layers: layer, entries and step of those that differ.
+        layers: layer, entries and moved of those that differ.
         norms: of every sample, `old` and `new`, (samples,); with one layer swapped, `swapped`, or
             undone, `undone`, (layers, samples); and, where they are known, `linear_old` and
             `linear_new`: the first-order change of the norm over the norm, (layers, samples).

@@ -25,13 +25,13 @@ class LayerChange:
         name: path of the module; of a tensor that no layer has, its own.
         tensors: names of the parameters and buffers that differ.
         entries: how many numbers these are.
-        step: ||theta_new - theta_old|| / ||theta_old|| over them; None where the old ones are 0.
+        moved: ||theta_new - theta_old|| / ||theta_old|| over them; None where the old ones are 0.
     """
 
     name: str
     tensors: tuple[str, ...]
     entries: int
-    step: float | None
+    moved: float | None
 
 
 class Exchange:

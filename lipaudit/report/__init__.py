@@ -6,7 +6,8 @@ A result is a `Subject`: the forms that it can take (`page.subjects`). A page is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from lipaudit.report.form import Form as Form
 from lipaudit.report.form import Format as Format
@@ -21,6 +22,7 @@ from lipaudit.report.page.subjects import HISTORY as HISTORY
 from lipaudit.report.page.subjects import JUDGEMENT as JUDGEMENT
 from lipaudit.report.page.subjects import RANKED as RANKED
 from lipaudit.report.page.subjects import REPORT as REPORT
+from lipaudit.report.page.subjects import of_attribution as of_attribution
 from lipaudit.report.page.subjects import of_comparison as of_comparison
 from lipaudit.report.page.subjects import of_history as of_history
 from lipaudit.report.page.subjects import of_judgement as of_judgement
@@ -28,13 +30,16 @@ from lipaudit.report.page.subjects import of_reports as of_reports
 from lipaudit.report.page.subjects import of_sample as of_sample
 from lipaudit.results import Report
 
+if TYPE_CHECKING:
+    from lipaudit.gate import Attribution
 
-def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
+
+def render(shown: Report | Sequence[Report] | Attribution | Subject, format: str) -> bytes:
     """Write a result.
 
     Args:
-        shown: a report, several that go side by side, or what `of_reports`, `of_comparison` and
-            `of_judgement` return.
+        shown: a report, several that go side by side, an attribution, or what `of_reports`,
+            `of_comparison` and `of_judgement` return.
         format: a name in `RENDERERS`.
 
     Raises:
@@ -42,5 +47,6 @@ def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
     """
     reports = [shown] if isinstance(shown, Report) else shown
     subject = of_reports(*reports) if isinstance(reports, Sequence) else reports
+    subject = subject if isinstance(subject, Mapping) else of_attribution(subject)
     how = named(format, subject.keys())
     return how.render(subject[how.takes]())

@@ -212,6 +212,24 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class Forest:
+    """Figures of several things on either side of 0: bars with intervals, and marks.
+
+    Attributes:
+        title: printed above them.
+        x: how a figure reads.
+        bars: what each bar is of, from top to bottom.
+        series: figures along `x`, at the number of their bar along `y`, with intervals along `x`;
+            the first is drawn as bars.
+    """
+
+    title: str
+    x: Column
+    bars: tuple[str, ...]
+    series: tuple[Series, ...]
+
+
+@dataclass(frozen=True)
 class Interval:
     """A value between its limits, beside the end of what is allowed of it.
 
@@ -376,7 +394,7 @@ class Frame:
     rows: tuple[tuple[Any, ...], ...]
 
 
-Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares | Intervals
+Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares | Intervals | Forest
 Block = Paragraph | Table | Picture | Gallery | Passage | Notes
 
 

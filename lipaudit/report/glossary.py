@@ -157,6 +157,19 @@ WORDS: Mapping[str, str] = {
     "paired": "The change that is tested, each sample against itself: of `median` the median of "
     "the samples' changes, of `each` their geometric mean, else that of the figures; of a column "
     "of rows in a comparison, the mean over samples of the change of the median over rows.",
+    "share": "Of the change of ln ||J||, what a layer explains; shares and the rest add up to it.",
+    "swapped": "The old model with one layer of the new one, against the old model.",
+    "undone": "The new model, against itself with one layer of the old one.",
+    "linear, old": "What swapping a layer would do to first order, by the derivative of the norm "
+    "at the old model: d sigma = u^T dJ v with the leading singular vectors u and v.",
+    "linear, new": "What undoing a layer would do to first order, by the derivative at the new "
+    "model.",
+    "moved": "How far a layer's weights went: ||new - old|| / ||old||.",
+    "rest": "What no layer explains alone: what three layers or more do together; of linear "
+    "figures what first order misses.",
+    "attribution": "Which layer's change explains that of the Jacobian norm: "
+    "`lipaudit compare OLD.json NEW.json --attribute` swaps them one by one.",
+    "ln(new / old)": "The logarithm of the ratio of two norms: it adds up over layers.",
     "limits": "Between them the paired change lies, at the confidence that all rules share.",
     "95 % limits": "Between them the paired change lies with 95 % confidence, figure by figure.",
     "rank": "Of several models: one more than models are shown to be better, sample by sample.",
@@ -257,6 +270,7 @@ NOTES: Mapping[str, str] = {
     "new-classifier": "The classifier is new and random: train it first.",
     "no-block": "No block was found whose norm could be taken by itself.",
     "no-bound": "Some bounds cannot be given for some heads, with the reason.",
+    "no-change": "The change of the norm may be none: no shares of it are given.",
     "no-closed-form": "The exact norm of some heads is taken numerically, with the reason.",
     "no-labels": "The samples have no labels, and what needs them was left out.",
     "no-words": "Texts in which there is no word that could be changed.",
@@ -265,6 +279,8 @@ NOTES: Mapping[str, str] = {
     "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",
     "not-finite": "Some values are not finite.",
     "not-measured": "A measurement of a training failed at a step, with the reason.",
+    "not-linearised": "The model has no derivative of its norm in the weights: swaps alone are "
+    "given.",
     "note": "A remark of the gate on what it compared.",
     "own-predictions": "Samples without a label: what is certified is that the prediction stays.",
     "own-queries": "The paper does not give the settings of AutoAttack; ours are stated.",
@@ -284,13 +300,18 @@ NOTES: Mapping[str, str] = {
     "searched": "The worst case is the largest that searches found: a lower estimate.",
     "searches-apart": "Independent searches for a worst case do not agree: no exponent is given.",
     "skipped-bad": "Samples that cannot be read were left out, as --skip-bad says.",
+    "small-gap": "Two singular values are almost alike: the norm has a corner there, and what is "
+    "linearised holds for small steps only.",
     "spoils": "A warning of the report that is judged: its figures may mean little.",
     "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
     "not: gradients may be masked.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",
+    "swaps": "How many norms swapping layers takes, and roughly how long.",
     "text-cut": "Some texts were longer than --max-tokens and were cut.",
+    "tied": "A tensor has several places in the model: it is swapped in all of them at once.",
     "time-limit": "Some proofs were cut short by --seconds: another machine may get further.",
     "what-is-measured": "What the norms of layers and of the model in `scaling` are of.",
+    "zero-norms": "Samples of which some norm is 0 have no ratio of norms.",
     "zero-gradients": "Some samples have a gradient of exactly 0: gradient attacks cannot move "
     "them.",
 }

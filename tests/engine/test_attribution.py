@@ -73,7 +73,7 @@ def test_the_one_layer_that_changed_explains_all_of_it(demo, grouping):
     assert np.array_equal(undone[0], change)
     assert abs(change).min() > 0
     assert shown.rest.effect.mean == shown.rest.swapped.mean == 0
-    assert layer.step == pytest.approx(0.05, rel=1e-5)
+    assert layer.moved == pytest.approx(0.05, rel=1e-5)
 
 
 def test_a_change_that_the_function_does_not_see_has_no_share(demo):

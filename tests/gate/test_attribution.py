@@ -15,7 +15,7 @@ ENDS = {"old": "A", "new": "B", "start": "pixels", "target": "logits", "same": 2
 
 
 def facts(count):
-    return [{"layer": f"layer {i}", "entries": 10, "step": 0.1} for i in range(count)]
+    return [{"layer": f"layer {i}", "entries": 10, "moved": 0.1} for i in range(count)]
 
 
 def norms_of(worth, count, samples, **more):

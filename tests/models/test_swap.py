@@ -76,7 +76,7 @@ def test_what_is_the_same_is_no_layer_of_it(zoo):
     old = module.blocks[1].attn.proj.bias
     new = exchange.moves()[0][0][1] + old
     assert layer.entries == old.numel()
-    assert layer.step == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-6)
+    assert layer.moved == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-6)
 
 
 def test_a_model_holds_the_layers_asked_for_and_then_its_own(zoo):
@@ -126,7 +126,7 @@ def test_statistics_of_a_batch_norm_belong_to_it():
     counted = deepcopy(model)
     counted.norm.num_batches_tracked += 3
     (layer,) = Exchange(model, counted).layers
-    assert (layer.entries, layer.step) == (1, None)
+    assert (layer.entries, layer.moved) == (1, None)
     assert Exchange(model, counted).moves() == [[]]
 
 

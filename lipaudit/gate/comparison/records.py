@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from lipaudit.gate.attribution import Attribution
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.results.columns import Float, Frozen
 
@@ -162,8 +163,10 @@ class Comparison(Frozen):
         models: names of the models in the order given.
         pairs: every model but the first, against the first.
         jacobian: one distribution per report that has Jacobian norms, side by side.
+        attributions: of the change of the norm to layers, of every pair, where that was asked for.
     """
 
     models: tuple[str, ...]
     pairs: tuple[Pair, ...]
     jacobian: tuple[Distribution, ...]
+    attributions: tuple[Attribution, ...] = ()

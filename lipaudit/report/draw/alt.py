@@ -5,6 +5,7 @@ from __future__ import annotations
 from lipaudit.report.blocks import (
     Curve,
     Density,
+    Forest,
     Heatmap,
     Histogram,
     Intervals,
@@ -36,6 +37,13 @@ def alternative(block: Picture) -> str:
                 for i, bar in enumerate(block.bars)
             ]
             return f"{block.title}: {'; '.join(bars)}."
+        case Forest():
+            first = block.series[0]
+            figures = (
+                f"{block.bars[int(place)]} {text(value, block.x)}"
+                for place, value in zip(first.y, first.x, strict=True)
+            )
+            return f"{block.title}: {pretty(block.x.label)} of {', '.join(figures)}."
         case Intervals():
             rows = (f"{row.label} {row.state}" for row in block.rows)
             return f"{block.title}: {pretty(block.x.label)}; {', '.join(rows)}."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lipaudit.report.blocks import (
     Curve,
     Density,
+    Forest,
     Heatmap,
     Histogram,
     Intervals,
@@ -64,6 +65,8 @@ def marks(block: Picture) -> list[Mark]:
                 Mark(said(block, row), (row.value, row.value), (y, y))
                 for y, row in enumerate(block.rows)
             ]
+        case Forest():
+            return list(_bars(block))
         case Density():
             few = len(block.values) * len(block.values[0]) <= MOST
             return list(_entries(block) if few else _named_columns(block))
@@ -129,6 +132,19 @@ def _parts(block: Shares) -> Iterator[Mark]:
                 said = f"{bar}, {part}: {text(share, block.x)}"
                 yield Mark(said, (left[y], left[y] + share), (y - HALF_BAR, y + HALF_BAR))
             left[y] += share
+
+
+def _bars(block: Forest) -> Iterator[Mark]:
+    for index, series in enumerate(block.series):
+        for i, (value, place) in enumerate(zip(series.x, series.y, strict=True)):
+            ends = [each[i] for each in (series.low, series.high) if each]
+            span = [text(end, block.x) for end in ends if end is not None]
+            limits = f" ({' to '.join(span)})" if len(span) == 2 else ""
+            said = f"{block.bars[int(place)]}, {series.label}: {text(value, block.x)}{limits}"
+            if index:
+                yield Mark(said, (value, value), (place, place))
+            elif value:
+                yield Mark(said, (0.0, value), (place - HALF_BAR, place + HALF_BAR))
 
 
 def _entries(block: Density) -> Iterator[Mark]:

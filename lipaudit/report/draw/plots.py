@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lipaudit.report.blocks import (
     Curve,
     Density,
+    Forest,
     Heatmap,
     Histogram,
     Intervals,
@@ -20,7 +21,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.cells import plain, pretty, text
 from lipaudit.report.draw import axes as axis
-from lipaudit.report.draw import colours, intervals
+from lipaudit.report.draw import colours, forest, intervals
 from lipaudit.report.draw.alt import alternative
 from lipaudit.report.draw.inline import INK, element
 from lipaudit.report.draw.marks import elements
@@ -102,6 +103,8 @@ def _square(block: Picture) -> bool:
 
 
 def _size(block: Picture) -> tuple[float, float]:
+    if isinstance(block, Forest):
+        return WIDE, forest.height(block)
     if isinstance(block, Intervals):
         return WIDE, intervals.height(block)
     if isinstance(block, Shares):
@@ -352,4 +355,5 @@ DRAW: dict[type[Any], Callable[[Axes, Any], None]] = {
     Density: _density,
     Shares: _shares,
     Intervals: intervals.draw,
+    Forest: forest.draw,
 }

@@ -18,6 +18,7 @@ from lipaudit.report.blocks import (
     Curve,
     Density,
     Document,
+    Forest,
     Gallery,
     Heatmap,
     Histogram,
@@ -29,7 +30,7 @@ from lipaudit.report.blocks import (
     Shares,
     Table,
 )
-from lipaudit.report.draw import colours, glyphs, intervals, passages, portraits
+from lipaudit.report.draw import colours, forest, glyphs, intervals, passages, portraits
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.colours import Rgb, viridis
 from lipaudit.report.draw.layout import card, lines, split, wrap
@@ -136,7 +137,7 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield from _table(block, width)
         case Heatmap():
             yield from _heatmap(block, width, colour)
-        case Histogram() | Shares() | Scatter() | Curve() | Intervals():
+        case Histogram() | Shares() | Scatter() | Curve() | Intervals() | Forest():
             yield _title(block.title, width)
             yield Text("\n".join(_drawing(block, width)))
         case Density():
@@ -152,10 +153,14 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
             yield from (_item(f"{n.level}:", f"{n.text} ({n.code})", width) for n in block.notes)
 
 
-def _drawing(block: Histogram | Shares | Scatter | Curve | Intervals, width: int) -> list[str]:
+def _drawing(
+    block: Histogram | Shares | Scatter | Curve | Intervals | Forest, width: int
+) -> list[str]:
     if isinstance(block, Intervals):
         drawing = intervals.lines(block, min(width, PROSE))
         return [*drawing, *wrap(intervals.legend(block), min(width, PROSE))]
+    if isinstance(block, Forest):
+        return [*forest.lines(block, min(40, width - 45)), cells.standing(block.x)]
     if isinstance(block, Histogram | Shares):
         return [*glyphs.bars(block, min(40, width - 30)), *filter(None, [cells.standing(block.x)])]
     plot = glyphs.plot(block, min(60, width - 12))

@@ -12,6 +12,7 @@ from lipaudit.report.blocks import (
     Curve,
     Density,
     Document,
+    Forest,
     Gallery,
     Heatmap,
     Histogram,
@@ -24,7 +25,7 @@ from lipaudit.report.blocks import (
     Shares,
     Table,
 )
-from lipaudit.report.draw import glyphs, intervals, passages
+from lipaudit.report.draw import forest, glyphs, intervals, passages
 from lipaudit.report.draw.alt import extent
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.form import Format
@@ -82,7 +83,7 @@ def _block(block: Block) -> Iterator[str]:
             yield from _table(block)
         case Heatmap():
             yield from _heatmap(block)
-        case Histogram() | Shares() | Scatter() | Curve() | Density() | Intervals():
+        case Histogram() | Shares() | Scatter() | Curve() | Density() | Intervals() | Forest():
             yield from _drawn(block.title, *_plotted(block))
         case Paragraph() | Gallery():
             yield from _prose(block)
@@ -95,12 +96,14 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _plotted(
-    block: Histogram | Shares | Scatter | Curve | Density | Intervals,
+    block: Histogram | Shares | Scatter | Curve | Density | Intervals | Forest,
 ) -> tuple[list[str], str]:
     """Return a picture out of characters, and its legend."""
     match block:
         case Histogram() | Shares():
             return glyphs.bars(block, BARS), cells.standing(block.x)
+        case Forest():
+            return list(forest.lines(block, BARS)), cells.standing(block.x)
         case Scatter() | Curve():
             return glyphs.plot(block, PLOT), glyphs.legend(block)
         case Density():

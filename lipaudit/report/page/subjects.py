@@ -11,7 +11,7 @@ from lipaudit.errors import UsageError
 from lipaudit.report.form import Form, Subject
 
 if TYPE_CHECKING:
-    from lipaudit.gate import Comparison, Judgement
+    from lipaudit.gate import Attribution, Comparison, Judgement
     from lipaudit.report.blocks import Curve, Density, Document, Passage
     from lipaudit.results import Report
     from lipaudit.results.history import History
@@ -131,6 +131,13 @@ def of_history(history: History) -> Subject:
         "screen": lambda: screen(history),
         "record": lambda: json.loads(history.model_dump_json(by_alias=True)),
     }
+
+
+def of_attribution(attribution: Attribution) -> Subject:
+    """Show which layers explain the change of a norm."""
+    from lipaudit.report.page.comparison.attribution import page
+
+    return {"page": cache(lambda: page(attribution)), "record": lambda: attribution}
 
 
 def of_judgement(judgement: Judgement) -> Subject:

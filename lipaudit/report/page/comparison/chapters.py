@@ -9,7 +9,7 @@ from lipaudit.gate.comparison import Comparison, Pair
 from lipaudit.gate.comparison.verdicts import ABSENT
 from lipaudit.gate.verdicts import Verdict
 from lipaudit.report.blocks import Block, Chapter, Notes, Paragraph, Table
-from lipaudit.report.page.comparison import heads, samples
+from lipaudit.report.page.comparison import attribution, heads, samples
 from lipaudit.report.page.remarks import merged
 from lipaudit.results import Column, Note
 
@@ -21,14 +21,14 @@ HOW = (
 
 
 def chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter, ...]:
-    """Return three chapters for every model but the first: figures, samples, heads.
+    """Return three chapters for every model but the first: figures, samples, heads; then layers.
 
     Args:
         comparison: of reports.
         places: where their samples are found, by id.
     """
     of = ": {}" if len(comparison.pairs) > 1 else ""
-    return tuple(
+    changes = (
         Chapter(f"{name}-{i}", title, tuple(shown))
         for i, pair in enumerate(comparison.pairs)
         for name, title, shown in (
@@ -42,6 +42,7 @@ def chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter
         )
         if shown
     )
+    return (*changes, *attribution.chapters(comparison.attributions))
 
 
 def limits(verdict: Verdict) -> str:

@@ -12,7 +12,7 @@ from lipaudit.gate.contrasts import TOLERANCE
 from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
 from lipaudit.report.blocks import Brief, Document, Line, Scorecard
 from lipaudit.report.cells import number, pretty, significant, text
-from lipaudit.report.page.comparison import heads
+from lipaudit.report.page.comparison import attribution, heads
 from lipaudit.report.page.comparison.chapters import limits
 from lipaudit.report.page.comparison.samples import NORM, called
 from lipaudit.report.page.remarks import merged
@@ -70,10 +70,13 @@ def opened(page: Document, comparison: Comparison, reports: Sequence[Report]) ->
         facts=_facts(comparison, reports),
         notes=merged([*warned, *page.notes]),
         scorecard=_scorecard(comparison),
-        findings=tuple(
-            finding
-            for i, pair in enumerate(comparison.pairs)
-            for finding in _findings(pair, i, f"{pair.new}: " * (len(comparison.pairs) > 1))
+        findings=(
+            *(
+                finding
+                for i, pair in enumerate(comparison.pairs)
+                for finding in _findings(pair, i, f"{pair.new}: " * (len(comparison.pairs) > 1))
+            ),
+            *attribution.findings(comparison.attributions),
         ),
     )
 

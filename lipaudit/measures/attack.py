@@ -22,7 +22,17 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.images import thumbnail
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import rewriting
-from lipaudit.measures.measure import Measure, Part, Values, joined, moved, notes, sample_ids
+from lipaudit.measures.measure import (
+    Measure,
+    Part,
+    Values,
+    class_names,
+    joined,
+    moved,
+    named_classes,
+    notes,
+    sample_ids,
+)
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
 from lipaudit.results.figures import wilson
@@ -137,48 +147,51 @@ def _part(
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
     cost = [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial]
     facts: dict[str, Any] = {"checks": clean.checks, "cost": cost, "square": _square(by_trial)}
-    if net.kind == "image" and chunk.number * CHUNK < DRAWN:
-        facts["examples"] = _examples(net, batch, clean, ends, options.batch_size)
+    if chunk.number * CHUNK < DRAWN:
+        facts["examples"] = _examples(net, batch, chunk, [clean, *ends], options.batch_size)
     if chunk.texts is not None:
         rewritten = [end for end in ends if end.drafts is not None]
         lines = [line for e in rewritten for line in rewriting.changes(e, chunk.texts, batch.ids)]
         facts |= {"texts": lines, "wordless": rewriting.wordless(chunk.texts)}
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
+    facts["classes"] = class_names(net, arrays["label"], arrays["predicted"])
     return Part(batch.ids, arrays, facts, remarks)
 
 
 def _examples(
-    net: Net, batch: Batch, clean: Outcome, ends: Sequence[Outcome], size: int
+    net: Net, batch: Batch, chunk: Chunk, outcomes: Sequence[Outcome], size: int
 ) -> dict[str, dict[str, Any]]:
-    """Draw each sample that an attack broke, with the first example that did."""
-    assert batch.y is not None
+    """Show each sample that an attack broke, with the first example that did."""
+    clean, *ends = outcomes
     fallen = torch.stack([clean.robust & ~end.robust for end in ends], 1).cpu()
     which = fallen.any(1).nonzero().flatten()
     if not len(which):
         return {}
-    first = fallen[which].int().argmax(1)
-    rows = which.to(batch.x.device)
-    x, y, ids = batch.x[rows], batch.y[rows], [batch.ids[i] for i in which.tolist()]
-    x_adv = torch.stack([ends[t].x_adv[i] for i, t in zip(which, first, strict=True)]).to(x)
+    first = [ends[t] for t in fallen[which].int().argmax(1).tolist()]
+    x_adv = torch.stack([end.x_adv[i] for i, end in zip(which, first, strict=True)])
+    broken = batch.rows(which.to(batch.x.device))
     with torch.no_grad():
-        scores = [
-            torch.cat([net.output(p).softmax(1) for p in Batch(z, None, tuple(ids)).split(size)])
-            for z in (x, x_adv)
-        ]
-    pairs = torch.stack([y, scores[1].argmax(1)], 1)
-    before, after = (each.gather(1, pairs).cpu().double() for each in scores)
-    x, x_adv = x.cpu(), x_adv.cpu()
+        before = torch.cat([net.output(part).softmax(1) for part in broken.split(size)])
+        rows = torch.split(torch.arange(len(broken), device=x_adv.device), size)
+        after = torch.cat([net.forward(x_adv[i], broken.rows(i)).softmax(1) for i in rows])
+        for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
+            if end.drafts is not None:
+                after[i] = rewriting.scores(net, end.drafts[row])
+    assert broken.y is not None
+    pairs = torch.stack([broken.y, after.argmax(1)], 1)
+    scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
     names = dict(enumerate(net.info.labels or ()))
     return {
         name: {
-            "trial": str(ends[t].trial.key if ends[t].trial else ""),
-            **_pictures(x[i], x_adv[i]),
+            "trial": str(end.trial.key if end.trial else ""),
+            **(_pictures(broken.x[i].cpu(), x_adv[i].cpu()) if net.kind == "image" else {}),
+            "text": rewriting.written(end, chunk.texts, int(which[i])),
             "classes": [names.get(c, str(c)) for c in pairs[i].tolist()],
-            "before": before[i].round(decimals=4).tolist(),
-            "after": after[i].round(decimals=4).tolist(),
+            "before": scores[0][i].round(decimals=4).tolist(),
+            "after": scores[1][i].round(decimals=4).tolist(),
         }
-        for i, (name, t) in enumerate(zip(ids, first.tolist(), strict=True))
+        for i, (name, end) in enumerate(zip(broken.ids, first, strict=True))
     }
 
 
@@ -230,6 +243,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
             notes=_remarks(parts, trials, len(correct)),
             examples={n: e for part in parts for n, e in part.facts.get("examples", {}).items()},
+            classes=named_classes(parts),
         )
     ]
 

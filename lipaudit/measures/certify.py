@@ -19,8 +19,10 @@ from lipaudit.measures.measure import (
     Measure,
     Part,
     Values,
+    class_names,
     joined,
     moved,
+    named_classes,
     notes,
     number_or_none,
     sample_ids,
@@ -54,6 +56,7 @@ def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iter
         facts = {
             "checks": [bracket.clean.checks for bracket in brackets],
             "dtype": str(net.dtype).removeprefix("torch."),
+            "classes": class_names(net, arrays["label"], arrays["predicted"]),
         }
         yield Part(batch.ids, arrays, facts, tuple(n for b in brackets for n in b.notes))
 
@@ -136,6 +139,7 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
         rows=rows,
         samples={"ids": sample_ids(parts), **_columns(arrays, rows)},
         notes=_remarks(parts, arrays, options) + notes(parts),
+        classes=named_classes(parts),
     )
     if not options.radius:
         return [first]

@@ -90,6 +90,18 @@ def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
     return tuple(i for part in parts for i in part.ids)
 
 
+def class_names(net: Net, *columns: Values) -> dict[int, str]:
+    """Return the names of the classes whose numbers occur, where the model has any."""
+    known = dict(enumerate(net.info.labels or ()))
+    numbers = sorted({int(number) for column in columns for number in column})
+    return {number: known[number] for number in numbers if number in known}
+
+
+def named_classes(parts: Sequence[Part]) -> dict[int, str]:
+    """Return the names of the classes that all parts have met."""
+    return {n: name for part in parts for n, name in part.facts.get("classes", {}).items()}
+
+
 def seed_of(sample: str, seed: int) -> int:
     """Return the seed of a sample's start vector: the same whatever it is batched with."""
     return (int(sample[:12], 16) + seed) % 2**63

@@ -91,6 +91,19 @@ def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[st
     ]
 
 
+def scores(net: Net, draft: Draft) -> Tensor:
+    """Return the class scores of a text, of 1 in all."""
+    ids = torch.tensor([draft.ids], device=net.device)
+    return net.output(_batch(ids, None)).softmax(1)[0]
+
+
+def written(outcome: Outcome, before: Texts | None, row: int) -> str:
+    """Return how a text begins that an attack changed; nothing of one that moved embeddings."""
+    if outcome.drafts is None or before is None:
+        return ""
+    return _cut(BETWEEN.join(before.reader.lexicon.texts(outcome.drafts[row].ids)))
+
+
 def table(parts: Sequence[Part]) -> bytes:
     """Write the changed texts as a .jsonl file that --data reads: text and label come first."""
     lines = []

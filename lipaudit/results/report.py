@@ -85,7 +85,7 @@ Png = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
 
 
 class Example(Frozen):
-    """What an attack made of a sample, as pictures of at most 64 pixels.
+    """What an attack made of a sample: where it is one, as pictures of at most 64 pixels.
 
     Attributes:
         trial: the first that broke it.
@@ -93,16 +93,18 @@ class Example(Frozen):
         adversarial: what it became.
         difference: of the two; grey is none.
         times: how much the difference is amplified.
+        text: what it became where its words or characters were changed.
         classes: true and, after the attack, predicted; by name, or number where there are none.
         before: their scores without attack, of 1 in all.
         after: their scores under attack.
     """
 
     trial: str
-    image: Png
-    adversarial: Png
-    difference: Png
-    times: Float
+    image: Png = ""
+    adversarial: Png = ""
+    difference: Png = ""
+    times: Float = 1.0
+    text: str = ""
     classes: tuple[str, str]
     before: tuple[Float, Float]
     after: tuple[Float, Float]
@@ -166,9 +168,11 @@ class Section(Frozen):
         samples: per-sample columns in the order of its `ids`.
         arrays: per-head per-sample values, histograms and maps.
         notes: remarks that belong to these numbers.
-        examples: adversarial ones of pictures, by sample id; written only where there are any.
+        examples: adversarial ones, by sample id; written only where there are any.
         gradients: of texts and other tokens, by sample id; written only where there are any.
         attended: of attention maps, by the name of their array; written only where known.
+        classes: names of the classes that samples have or are taken for, by their number;
+            written only where known.
         failure: why there are none; written only where the measure failed.
     """
 
@@ -181,12 +185,13 @@ class Section(Frozen):
     examples: dict[str, Example] = {}
     gradients: dict[str, Gradient] = {}
     attended: dict[str, Attended] = {}
+    classes: dict[int, str] = {}
     failure: Failure | None = None
 
     @model_serializer(mode="wrap")
     def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what there is none of, as in most sections."""
-        spared = ("failure", "examples", "gradients", "attended")
+        spared = ("failure", "examples", "gradients", "attended", "classes")
         return {k: v for k, v in plain(self).items() if k not in spared or v}
 
     @field_validator("rows", mode="before")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
+from lipaudit.measures import attack as attacked
 from lipaudit.measures import attention as by_head
 from lipaudit.measures import tokens
 from lipaudit.measures.jacobian import JacobianOptions, measure, summarise
@@ -22,7 +24,7 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results.worst import worst
-from lipaudit.settings import AttentionOptions, RunOptions
+from lipaudit.settings import AttackOptions, AttentionOptions, RunOptions
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very", "##s"]
 TEXTS = ["a good film", "very very bad films", "bad", "a film a very good film", "films"]
@@ -174,3 +176,38 @@ def test_a_map_of_a_text_has_its_tokens(bert):
         assert (whose.sample, whose.tokens) == (batch.ids[0], written[batch.ids[0]])
         assert whose.grid == (0, 0)
         assert whose.image == ""
+
+
+@pytest.mark.parametrize("bert", [3], indirect=True)
+@pytest.mark.parametrize(("attack", "eps"), [("pgd", "1"), ("words", "3words")])
+def test_what_an_attack_made_of_a_text_has_its_classes_and_scores(bert, attack, eps):
+    folder, _ = bert
+    net = load_net(str(folder), LoadOptions(device="cpu"))
+    names = ("down", "so-so", "up")
+    net = replace(net, info=replace(net.info, labels=names))
+    batch = load_data(str(folder / "t.jsonl"), net, DataOptions(samples=5)).batch
+    own = torch.stack([scores_of(net, x[m]) for x, m in zip(batch.x, batch.mask, strict=True)])
+    batch = replace(batch, y=own.argmax(1))  # all are right, so that some can be broken
+    options = AttackOptions(attack=attack, eps=(eps,), batch_size=2)
+    section = attacked.summarise(list(attacked.measure(net, [batch], options)), options)[0]
+    fallen = {n for n, r in zip(batch.ids, section.samples[f"robust@{section.rows[0].key}"],
+                                strict=True) if not r}  # fmt: skip
+    assert section.examples.keys() == fallen
+    assert fallen
+    assert section.classes == {int(y): names[y] for y in own.argmax(1)}
+    for name, example in section.examples.items():
+        i = batch.ids.index(name)
+        true, said = map(names.index, example.classes)
+        assert true == own[i].argmax() != said
+        assert example.before == pytest.approx(own[i, [true, said]].tolist(), abs=2e-4)
+        assert example.after[1] > example.after[0]
+        assert example.image == ""
+        assert bool(example.text) == (attack == "words")
+        if example.text:
+            again = scores_of(net, torch.tensor(net.tokenize(example.text, 32)))
+            assert example.after == pytest.approx(again[[true, said]].tolist(), abs=2e-4)
+
+
+def scores_of(net, ids):
+    with torch.no_grad():
+        return net.module(ids[None]).logits.softmax(1)[0]

@@ -350,3 +350,46 @@ def test_what_cannot_be_drawn_says_why(drawn):
     report = drawn.model_copy(update={"sections": (attack,)})
     with pytest.raises(InputError, match="report is damaged"):
         render(of_sample(report, "x", name), "png")
+
+
+def test_classes_go_by_their_names(placed):
+    name = worst(placed)[0]
+    example = Example(
+        trial="words,words,2", text='a "film"', classes=("up", "down"), before=(1, 0), after=(0, 1)
+    )
+    attack = placed.section("attack")
+    columns = {**attack.samples, "label": tuple(range(24)), "predicted": (None,) * 24}
+    ids = attack.samples["ids"]
+    at = ids.index(name)
+    classes = {at: "up", at + 1: str(at + 1)}
+    update = {"samples": columns, "classes": classes, "examples": {name: example}}
+    sections = tuple(
+        s.model_copy(update=update) if s.measure == "attack" else s for s in placed.sections
+    )
+    report = placed.model_copy(update={"sections": sections})
+    assert schema.loads(schema.dumps(report)).section("attack").classes == update["classes"]
+    said = told(samples.inspected(report, name), "Attacks")
+    assert said["label"] == (f"{at} (up)", "", "")
+    assert said["predicted"][0] == "\u2013"
+    other = told(samples.inspected(report, ids[at + 1]), "Attacks")
+    assert other["label"][0] == str(at + 1)  # its name says no more
+    data = samples.record(report, name)
+    assert {"measure": "attack", "name": "label", "value": at, "class": "up"} in data["figures"]
+    assert data["example"]["before"] == [1.0, 0.0]
+    assert data["example"].keys().isdisjoint({"image", "adversarial", "difference"})
+    for format in ("table", "markdown", "html"):
+        text = render(of_sample(report, "x", name), format).decode().replace("\\", "")
+        text = " ".join(text.split())
+        assert "true class up: score 100% became 0%" in text
+        assert "taken for down: score 0% became 100% by words, 2 words" in text
+        assert "the text became" in text
+        assert "sample.png" not in text
+    with pytest.raises(InputError, match="keeps no picture"):
+        render(of_sample(report, "x", name), "png")
+
+
+def test_data_has_the_tokens_of_a_text(written):
+    data = samples.record(written, worst(written)[0])
+    assert data["gradient"] == {
+        "of": "margin", "tokens": [*WORDS], "shares": [*SHARE], "left_out": 7
+    }  # fmt: skip

@@ -196,7 +196,7 @@ def _gallery(block: Gallery, width: int) -> Iterator[Text]:
             yield Text("")
             yield from portraits.half_blocks(item, min(width, PROSE))
         yield _item("•", f"{item.title}: {'; '.join(item.lines)}", width)
-    if block.folded:
+    if block.folded and block.text:
         yield Text("\n".join(wrap(block.text, min(width, PROSE))), STYLES["note"])
 
 

@@ -1,0 +1,133 @@
+"""The worst samples of a report as a page, and one of them with all that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
+from lipaudit.report.page.facts import facts
+from lipaudit.report.page.remarks import leading
+from lipaudit.report.page.samples.choice import known, require_samples
+from lipaudit.report.page.samples.figures import CLASSES, Figure, figures
+from lipaudit.report.page.samples.pictures import gallery, passages
+from lipaudit.report.page.views.common import CHARACTERS, SAMPLE, located, places
+from lipaudit.results import Column, Report, Section
+from lipaudit.results.trials import TrialKey
+from lipaudit.results.worst import broken, worst
+
+SHOWN = (
+    ("certify", "radius"),
+    ("jacobian", "norm"),
+    ("jacobian", "margin"),
+    ("jacobian", "radius_first_order"),
+)
+"""Per-sample columns, by section, that stand beside the worst samples."""
+BROKEN = Column(
+    label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
+)
+FIGURES = (
+    Column(label="figure", meaning="What is known of the sample.", format="s"),
+    Column(label="value", meaning="Of the sample.", format=""),
+    Column(label="all", meaning="Of all samples: the median, or the share of yes.", format=""),
+    Column(label="from the worst", meaning="Its place among all, the worst first.", format=""),
+)
+
+
+def worst_table(report: Report) -> Table:
+    """Tabulate the worst samples."""
+    balls = broken(report)
+    kept = [f for f in figures(report) if (f.section, f.name) in SHOWN]
+    rows = tuple(
+        (
+            sample,
+            ", ".join(_smallest(balls.get(sample, ()))) or None,
+            *(figure.values.get(sample) for figure in kept),
+        )
+        for sample in worst(report)
+    )
+    table = Table("The worst samples", (SAMPLE, BROKEN, *(f.column for f in kept)), rows)
+    named = located(table, places(report))
+    assert isinstance(named, Table)
+    return named
+
+
+def shown(report: Report) -> tuple[Block, ...]:
+    """Return what is shown of the worst samples: a table, pictures or tokens where kept."""
+    names = worst(report)
+    written = passages(report, names)
+    about = [f"Their tokens with the largest {written[0].column.label}:"] if written else []
+    return (
+        worst_table(report),
+        *gallery(report, names),
+        *map(Paragraph, about),
+        *written,
+    )
+
+
+def overview(report: Report, name: str) -> Document:
+    """Lay out the worst samples of a report, with what to type to see one."""
+    require_samples(report)
+    more = f"lipaudit inspect {name} SAMPLE shows one of {len(known(report))}: its id or place."
+    chapter = Chapter("worst", "Samples", (*shown(report), Paragraph(more)))
+    return Document(
+        title=f"lipaudit: samples of {report.run.model.spec}",
+        facts=tuple(fact for fact in facts(report) if fact[0] in ("model", "data")),
+        findings=(),
+        chapters=(chapter,),
+        notes=leading(report),
+    )
+
+
+def inspected(report: Report, sample: str) -> Document:
+    """Lay out all that a report says of a sample, beside what it says of all of them."""
+    chapters = []
+    for section in report.sections:
+        of = [f for f in figures(report) if f.section == section.measure and sample in f.values]
+        if of:
+            rows = tuple(figure.cells(sample) for figure in of if figure.values[sample] != "")
+            chapters.append(Chapter(section.measure, _title(section), (Table("", FIGURES, rows),)))
+    drawn = (
+        Chapter("pictures", "Pictures", tuple(gallery(report, [sample]))),
+        Chapter("tokens", "Tokens", tuple(passages(report, [sample]))),
+    )
+    chapters += [chapter for chapter in drawn if chapter.blocks]
+    found = {"place": report.found("place"), "text": report.found("text")}
+    said = ((name, known[sample]) for name, known in found.items() if sample in known)
+    return Document(
+        title=f"lipaudit: sample {sample[:CHARACTERS]} of {report.run.model.spec}",
+        facts=(("sample", sample), *said, *facts(report)[:1], ("data", report.run.data.spec)),
+        findings=(),
+        chapters=tuple(chapters),
+        notes=leading(report),
+    )
+
+
+def record(report: Report, sample: str) -> dict[str, Any]:
+    """Return the same as plain values."""
+    of = [figure for figure in figures(report) if sample in figure.values]
+    found = {name: report.found(name).get(sample, "") for name in ("place", "text")}
+    kept = {
+        kind: one.model_dump(mode="json", exclude={"image", "adversarial", "difference"})
+        for section in report.sections
+        for kind, each in (("example", section.examples), ("gradient", section.gradients))
+        if (one := each.get(sample)) is not None
+    }
+    return {"id": sample, **found, "figures": [_figure(f, sample) for f in of], **kept}
+
+
+def _figure(figure: Figure, sample: str) -> dict[str, Any]:
+    value = figure.values[sample]
+    said = {"measure": figure.section, "name": figure.name, "value": value}
+    return said | ({"class": figure.classes.get(value)} if figure.name in CLASSES else {})
+
+
+def _title(section: Section) -> str:
+    kind = type(section.rows[0]) if section.rows else None
+    return (kind.title if kind else "") or section.measure
+
+
+def _smallest(balls: Iterable[TrialKey]) -> list[str]:
+    """Name the smallest ball of each norm."""
+    ranked = sorted(balls, key=lambda ball: -ball.radius.value)
+    return [ball.ball for ball in {ball.norm: ball for ball in ranked}.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -65,6 +66,13 @@ def test_limits_stand_behind_their_figures(ranking):
     # What is proven is said of each figure, and a page sorts columns of numbers by them.
     kinds = {column.label: column.format for column in block.columns}
     assert {label for label, kind in kinds.items() if kind == "s"} == {"model", "outcome"}
+
+
+def test_too_few_samples_for_any_limits_are_called_so(ranking):
+    unknown = BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"})
+    few = ranking.models[2].model_copy(update={"difference": unknown})
+    block = table(ranking.model_copy(update={"models": (ranking.models[0], few)}))
+    assert cell(block, 1, "difference") == "-25% (too few samples)"
 
 
 def test_what_is_traded_is_drawn_with_both_intervals(ranking, report):

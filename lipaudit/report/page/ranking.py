@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -145,9 +146,10 @@ def _difference(difference: Difference | None) -> str | None:
     if difference is None:
         return None
     unit = difference.unit
-    value, low, high = (
-        amount(each, unit) for each in (difference.estimate, difference.low, difference.high)
-    )
+    ends = difference.low, difference.high
+    value, low, high = (amount(each, unit) for each in (difference.estimate, *ends))
+    if not all(map(math.isfinite, ends)):
+        return f"{value} (too few samples)"
     return f"{value} ({low.removesuffix(unit)} to {high})"
 
 
@@ -226,9 +228,9 @@ def _how(ranking: Ranking) -> str:
     else:
         kind = "certified" if ranking.criterion.startswith("certify.certified") else "attacked"
         by = f"accuracy {KINDS[kind][0]}, {ranking.ball}"
-    together = f" for all {ranking.pairs} pairs together (Holm)" if ranking.pairs > 1 else ""
+    together = f"; they hold for all {ranking.pairs} pairs together (Holm)"
     return (
-        f"Ranked by {by}. In brackets: 95 % limits. Differences are of paired samples; their "
-        f"limits hold{together}, and where 0 is within, models are not distinguishable. Rank: one "
-        "more than models are shown to be better."
+        f"Ranked by {by}. In brackets: 95 % limits, of differences by paired samples"
+        f"{together if ranking.pairs > 1 else ''}. Models are not distinguishable where 0 is "
+        "within. Rank: one more than models are shown to be better."
     )

@@ -18,6 +18,7 @@ PUBLIC = {
     "Observer": "lipaudit.engine.observer:Observer",
     "Report": "lipaudit.results:Report",
     "attention_penalty": "lipaudit.train.penalty:attention_penalty",
+    "attribute": "lipaudit.api.attributing:attribute",
     "audit": "lipaudit.api.measuring:audit",
     "bounds": "lipaudit.api.bounds",
     "load": "lipaudit.schema:load",

@@ -1,5 +1,6 @@
 from lipaudit import monitor as monitor
 from lipaudit.api import bounds as bounds
+from lipaudit.api.attributing import attribute as attribute
 from lipaudit.api.measuring import audit as audit
 from lipaudit.api.measuring import measure as measure
 from lipaudit.engine.observer import Observer as Observer

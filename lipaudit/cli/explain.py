@@ -25,10 +25,11 @@ WIDEST = 100
 @cache
 def known() -> tuple[Topic, ...]:
     """Return everything that can be explained: results, options and commands."""
+    from lipaudit.cli.remeasure import Swapping
     from lipaudit.report.topics import option_topics, topics
     from lipaudit.settings import Recipe, RunOptions, Settings, option_types
 
-    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
+    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe, "compare": Swapping}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
     return (*topics(), *option_topics(groups), *_commands(typer.main.get_command(app)))
 

@@ -21,7 +21,7 @@ from lipaudit.cli.options import (
     formats,
     model_names,
 )
-from lipaudit.cli.remeasure import Remeasure, read_or_measured
+from lipaudit.cli.remeasure import Remeasure, Swapping, attributed, read_or_measured
 
 if TYPE_CHECKING:
     from lipaudit.report import Subject
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 COMPARE = "Compare and gate"
 Reports = Annotated[
     list[Path], typer.Argument(metavar="REPORT", help="Reports written with -o X.json.")
+]
+Compared = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="REPORT",
+        help="Reports written with -o X.json; after the first also a MODEL to measure now.",
+    ),
 ]
 OutputOption = Annotated[
     list[Path] | None,
@@ -104,23 +111,39 @@ def inspect(
 
 
 @command("compare", panel=COMPARE)
-def compare(reports: Reports, output: Shown, extent: Extent, terminal: Plain) -> None:
+def compare(
+    reports: Compared,
+    how: Remeasure,
+    swapping: Swapping,
+    output: Shown,
+    extent: Extent,
+    terminal: Plain,
+) -> None:
     """Compare reports with the first one, sample by sample where they share samples.
 
     What improved, what regressed and what chance may explain, with 95 % limits; which samples
-    changed sides, and which heads moved most. Nothing fails here: that is the gate's.
+    changed sides, and which heads moved most. Nothing fails here: that is the gate's. A MODEL in
+    place of a later report is measured as the first one was.
 
     [dim]Examples:[/]
       [cyan]lipaudit compare before.json after.json[/]
       [cyan]lipaudit compare standard.json jasmin.json robust.json -o compared.html[/]
+      [cyan]lipaudit compare before.json after.json --attribute[/]
     """
     from lipaudit import schema
-    from lipaudit.cli.emit import emit
+    from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.gate import compare as compared
-    from lipaudit.report import of_comparison
+    from lipaudit.report import COMPARISON, of_comparison
 
-    loaded = [schema.load(path) for path in reports]
-    shown = of_comparison(compared(loaded), loaded)
+    check_outputs(output, COMPARISON)
+    quiet, serving = terminal.quiet, swapping.serving
+    loaded = [schema.load(reports[0])]
+    for each in reports[1:]:
+        loaded += [read_or_measured(each, loaded[0], how, quiet=quiet, serving=serving)]
+    comparison = compared(loaded)
+    if swapping.attribute:
+        comparison = attributed(comparison, loaded, how, swapping, quiet=quiet)
+    shown = of_comparison(comparison, loaded)
     emit(shown, output, always=False, details=extent.details)
 
 

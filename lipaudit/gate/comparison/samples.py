@@ -134,7 +134,7 @@ def _flips(
     both = [sample for sample in old if sample in new]
     lost = frozenset(i for i in both if old[i][0] > new[i][0])
     gained = frozenset(i for i in both if old[i][0] < new[i][0])
-    chance = share_change(len(lost), len(gained), len(both)).mcnemar
+    chance = share_change(len(lost), len(gained), len(both)).mcnemar if both else None
     outcome = Outcome(
         kind=kind,
         ball=ball.ball if ball else "",

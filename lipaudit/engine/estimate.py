@@ -28,6 +28,8 @@ PER_HEAD = 10.0, 300.0
 it takes every step it may."""
 DERIVATIVES = 6.0
 """Norms that the derivatives of the norm at both ends take the time of."""
+CHECKS = 20.0
+"""Forwards of one sample that a norm takes before the first of its samples is measured."""
 SEARCH = 6
 """Passes of the search for a certified radius."""
 LONG = 60.0
@@ -130,8 +132,10 @@ def proofs(job: Job) -> tuple[Note, ...]:
 def swaps(job: Job, layers: int, same: int) -> Note:
     """Say what it takes to swap so many layers one by one, and how many more are the same."""
     samples, norms = job.counts["jacobian"], 2 * layers + 2
-    forwards = samples * (norms + DERIVATIVES) * (_norm_cost(job) + PASS)
-    seconds = forwards * _forward(job, min(samples, TIMED))
+    measured = samples * (_norm_cost(job) + PASS)
+    alone, together = _forward(job, 1), _forward(job, min(samples, TIMED))
+    forwards = (norms + DERIVATIVES) * (CHECKS + measured)
+    seconds = (norms + DERIVATIVES) * (CHECKS * alone + measured * together)
     less = "; --groups block or fewer --samples make it less" if seconds >= LONG else ""
     text = (
         f"{layers} of {layers + same} layers differ: {norms} norms of {samples} samples, roughly "

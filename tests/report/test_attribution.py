@@ -46,7 +46,7 @@ def test_the_sentence_names_what_changed_and_the_layers_that_did_it():
     change = 0.7 * (1 + 0.05 * np.cos(np.arange(4)).mean()) + 0.1
     assert f"pixels to logits changed by {np.expm1(change):+.1%}" in first.text
     assert "3 of 6 layers differ" in first.text
-    assert "blocks.0 75%, blocks.1 25%." in first.text
+    assert "The largest shares: blocks.0 75%, blocks.1 25%." in first.text
     assert "embed" not in first.text
 
 
@@ -84,7 +84,7 @@ def test_without_shares_the_picture_is_of_logarithms():
     assert forest.x.label == "ln(new / old)"
     assert [note.code for note in blocks(even, Notes)[0].notes] == ["no-change"]
     first, _ = blocks(even, Paragraph)
-    assert "explained by" not in first.text
+    assert "largest shares" not in first.text
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "table", "json"])

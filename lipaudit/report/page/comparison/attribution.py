@@ -44,7 +44,7 @@ def chapters(attributions: Sequence[Attribution]) -> Iterator[Chapter]:
 def findings(attributions: Sequence[Attribution]) -> Iterator[tuple[str, str]]:
     """Say what changed and by which layers, and the chapter that it comes from."""
     for i, shown in enumerate(attributions):
-        yield _sentence(shown), f"attribution-{i}"
+        yield f"Layers: {_sentence(shown)}", f"attribution-{i}"
 
 
 def page(attribution: Attribution) -> Document:
@@ -82,7 +82,7 @@ def _sentence(shown: Attribution) -> str:
     differ = f"{len(shown.layers)} of {len(shown.layers) + shown.same} layers differ"
     first = sorted(shown.layers, key=lambda layer: -(layer.share or 0.0))[:NAMED]
     largest = [f"{one.layer} {one.share:.0%}" for one in first if one.share and one.share > 0]
-    most = f" Most of it is explained by {', '.join(largest)}." if largest else ""
+    most = f" The largest shares: {', '.join(largest)}." if largest else ""
     return f"{what} ({many}{limits}). {differ}.{most}"
 
 

@@ -64,6 +64,8 @@ class Headline:
 def opened(page: Document, comparison: Comparison, reports: Sequence[Report]) -> Document:
     """Set what changed above the chapters of a page."""
     warned = [note for pair in comparison.pairs for note in _spoiling(pair)]
+    swapped = (note for shown in comparison.attributions for note in shown.notes)
+    warned += [note for note in swapped if note.level == "warning"]
     return replace(
         page,
         title=_title(comparison),

@@ -72,6 +72,26 @@ def test_an_accelerator_gives_the_figures_of_the_cpu(simulated, model, name):
     )
 
 
+@pytest.mark.parametrize("model", ["demo", "bert"])
+def test_layers_are_swapped_on_an_accelerator_as_on_the_cpu(simulated, model):
+    def shown(where):
+        old, new = MODELS[model](), "demo:robust"
+        if model != "demo":
+            new = MODELS[model]()
+            with torch.no_grad():
+                for p in new.module.parameters():
+                    p *= 1.1
+        how = {"groups": "block", "device": where, "seed": 0}
+        return lipaudit.attribute(old, new, **samples(model), **how)
+
+    here, there = (shown(where).values for where in ("cpu", simulated))
+    assert here.keys() == there.keys() == {
+        "change", "swapped", "undone", "linear_old", "linear_new",
+    }  # fmt: skip
+    for name, array in here.items():
+        assert there[name].numpy() == pytest.approx(array.numpy(), rel=5e-3, abs=1e-3), name
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"penalty": "jasmin", "k": 2}, {"penalty": "specformer"}, {"adversarial": "pgd"}],

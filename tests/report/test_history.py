@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -135,6 +136,19 @@ def test_a_hostile_history_is_shown_in_every_format(history, format):
     text = render(of_history(history), format).decode()
     assert "step-300.pt" in text
     assert ("<script>alert(1)" in text) == (format in ("table", "json"))
+
+
+def test_a_table_for_programs_has_a_line_for_every_step(history):
+    rows = list(csv.DictReader(render(of_history(history), "csv").decode().splitlines()))
+    assert [(r["step"], r["epoch"], r["own/loss"]) for r in rows] == [
+        ("0", "", ""),
+        ("100", "0.5", "0.25"),
+        ("200", "", ""),
+        ("300", "", ""),
+    ]
+    norms = [p.summary.norms for p in history.points]
+    assert [r["jacobian_norm/median"] for r in rows] == [str(n.median) if n else "" for n in norms]
+    assert rows[3]["checkpoint"] == "step-300.pt"
 
 
 def test_a_history_without_points_is_a_page():

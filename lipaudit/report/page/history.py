@@ -13,6 +13,7 @@ from lipaudit.report.blocks import (
     Chapter,
     Curve,
     Document,
+    Frame,
     Heatmap,
     Line,
     Paragraph,
@@ -81,6 +82,19 @@ def page(history: History) -> Document:
 def screen(history: History) -> Document:
     """Lay out what fits a screen."""
     return replace(_opening(history, courses(history)), more=MORE)
+
+
+def frame(history: History) -> Frame:
+    """Return a line for every step: its figures by the names that loggers use, and its own."""
+    facts = ("step", "epoch", "seconds", "checkpoint")
+    rows = [
+        {name: getattr(point, name) for name in facts}
+        | {reading.name: reading.value for reading in readings(point.summary)}
+        | {f"own/{name}": value for name, value in point.figures.items()}
+        for point in history.points
+    ]
+    names = tuple(dict.fromkeys([*facts, *(name for row in rows for name in row)]))
+    return Frame(names, tuple(tuple(row.get(name) for name in names) for row in rows))
 
 
 def courses(history: History) -> list[Course]:

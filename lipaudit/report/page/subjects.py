@@ -23,7 +23,7 @@ DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
 COMPARISON: frozenset[Form] = frozenset({"page", "screen", "brief", "record", "frame"})
 JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "badge", "record", "lines", "judgement"})
-HISTORY: frozenset[Form] = frozenset({"page", "record"})
+HISTORY: frozenset[Form] = frozenset({"page", "record", "frame"})
 
 
 def of_reports(*reports: Report) -> Subject:
@@ -124,12 +124,13 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
 
 def of_history(history: History) -> Subject:
     """Show what was measured over a training."""
-    from lipaudit.report.page.history import page, screen
+    from lipaudit.report.page.history import frame, page, screen
 
     return {
         "page": cache(lambda: page(history)),
         "screen": lambda: screen(history),
         "record": lambda: json.loads(history.model_dump_json(by_alias=True)),
+        "frame": lambda: frame(history),
     }
 
 

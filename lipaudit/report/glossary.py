@@ -142,7 +142,6 @@ WORDS: Mapping[str, str] = {
     "slope 1/2": "How sqrt n grows, to compare slopes with.",
     "amplification": "How much a small change of a head's input is magnified: ||J||.",
     "rule": "A line of the gate's contract: METRIC[@SELECTOR][:STATISTIC] OP LIMIT.",
-    "rules": "The lines of the gate's contract that were judged.",
     "confidence": "How surely no rule that is kept in truth is flagged, all rules together.",
     "paired change": "The change that is tested, sample by sample: see paired. In a picture with "
     "its limits, over a band of what the rule allows.",

@@ -112,7 +112,6 @@ def _facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
     yield "current", judgement.current
     yield "baseline", judgement.baseline + file
-    yield "rules", "; ".join(dict.fromkeys(verdict.rule for verdict in judgement.verdicts))
     strict = ", and what is not proven fails" if judgement.strict else ""
     yield "confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"
 

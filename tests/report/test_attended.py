@@ -116,6 +116,9 @@ def test_a_picture_shows_through_where_nothing_is_paid():
     assert min(max(map(abs, np.subtract(c, covered))) for c in colours) <= 2
     grey = sum(n for n, colour in image.getcolors(1 << 24) if colour == (200, 200, 200))
     assert grey > image.width * image.height / 20  # a quarter of the picture
+    _, received, _ = drawn(section(IMAGE))
+    image = Image.open(io.BytesIO(png(received))).convert("RGB")
+    assert (200, 200, 200) not in {colour for n, colour in image.getcolors(1 << 24) if n > 500}
 
 
 def test_a_png_has_the_map_and_what_it_lies_over(report):

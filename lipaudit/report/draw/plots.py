@@ -159,7 +159,8 @@ def _density(axes: Axes, block: Density) -> None:
 
     values = _array(block.values)
     values[values == 0] = float("nan")
-    norm = PowerNorm(0.5, *axis.limits(np.ma.masked_invalid(values)))
+    low, high = axis.limits(np.ma.masked_invalid(values))
+    norm = PowerNorm(0.5, 0.0 if block.image else low, high)
     cmap: Any = _veil() if block.image else "viridis"
     mesh = _mesh(axes, values, block.x_range, block.y_range, cmap=cmap, norm=norm)
     mesh.set_rasterized(True)

@@ -247,3 +247,16 @@ def test_equal_reports_have_nothing_to_tell(before):
     assert {line.text.split()[0] for line in page.scorecard.lines} == {"unchanged"}
     assert "both reports are of the same weights" in page.notes[0].text
     assert any("none of 12 changes stand" in text for text, _ in page.findings)
+
+
+def test_it_says_what_to_do_next(subject, before, after):
+    worst = max(range(3), key=lambda i: NORMS[i])
+    steps = dict(subject["page"]().steps)
+    name = f"{worst:016x}"[:12]
+    assert f"lipaudit inspect NEW.json {name}" in steps.values()
+    assert "lipaudit gate NEW.json --baseline OLD.json" in steps.values()
+    more = f"{after.run.command} --samples {4 * after.run.data.samples}"
+    assert more in steps.values()
+    calm = after.model_copy(update={"sections": (after.section("jacobian"),)})
+    better = of_comparison(compare([before, calm]), [before, calm])["page"]().steps
+    assert [command for _, command in better] == ["lipaudit baseline save NEW.json"]

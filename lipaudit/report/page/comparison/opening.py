@@ -38,6 +38,8 @@ ACCURACY: dict[str, Kind] = {
     "certify.certified:mean": "certified",
 }
 """Metrics that are accuracies; of two of one kind and ball, the first is told."""
+OLD, NEW = "OLD.json", "NEW.json"
+"""What commands call the two reports."""
 HEADLINES = {
     "jacobian.norm:median": "Jacobian norm, median",
     "jacobian.norm:p95": "Jacobian norm, p95",
@@ -72,6 +74,7 @@ def opened(page: Document, comparison: Comparison, reports: Sequence[Report]) ->
         facts=_facts(comparison, reports),
         notes=merged([*warned, *page.notes]),
         scorecard=_scorecard(comparison),
+        steps=tuple(_steps(comparison, reports)),
         findings=(
             *(
                 finding
@@ -202,6 +205,36 @@ def _column(metric: str) -> Column:
     """Return how the column of a metric reads, which is of samples or of rows."""
     measure, _, name = metric.partition(":")[0].rpartition(".")
     return {**row_types()[measure].columns(), **sample_columns(measure)}[name]
+
+
+def _steps(comparison: Comparison, reports: Sequence[Report]) -> Iterator[tuple[str, str]]:
+    """Say what to do next: see what was lost, measure more, make the better one the standard."""
+    several = len(comparison.pairs) > 1
+    for pair, report in zip(comparison.pairs, reports[1:], strict=True):
+        of = f"{pair.new}: " if several else ""
+        lost = next((sample for sample in pair.samples if sample.lost), None)
+        if lost:
+            name = lost.id[:CHARACTERS]
+            where = f", {lost.place}" if lost.place else ""
+            yield (
+                f"{of}Look at what was lost, first {name}{where}.",
+                f"lipaudit inspect {NEW} {name}",
+            )
+        unclear = [v.metric for v in pair.verdicts if v.status == "inconclusive" and v.samples]
+        if unclear:
+            more = f"{report.run.command} --samples {4 * report.run.data.samples}"
+            yield (
+                f"{of}Measure more samples of both: chance may explain {len(unclear)} changes.",
+                more,
+            )
+        if any(v.status == "regressed" for v in pair.verdicts):
+            gate = f"lipaudit gate {NEW} --baseline {OLD}"
+            yield f"{of}See which changes fail a gate, corrected for how many there are.", gate
+        elif any(v.status == "improved" for v in pair.verdicts):
+            yield (
+                f"{of}Make it the baseline that the next is held to.",
+                f"lipaudit baseline save {NEW}",
+            )
 
 
 def _findings(pair: Pair, index: int, lead: str) -> Iterator[tuple[str, str]]:

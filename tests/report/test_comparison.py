@@ -260,3 +260,24 @@ def test_it_says_what_to_do_next(subject, before, after):
     calm = after.model_copy(update={"sections": (after.section("jacobian"),)})
     better = of_comparison(compare([before, calm]), [before, calm])["page"]().steps
     assert [command for _, command in better] == ["lipaudit baseline save NEW.json"]
+
+
+def test_of_many_balls_those_are_told_in_which_most_was_lost(before, after):
+    def with_balls(report, lost):
+        section = report.section("attack")
+        columns = {
+            f"robust@worst,linf,{eps}": tuple(int(not (lost and i < eps)) for i in range(64))
+            for eps in (1, 2, 3, 4, 5)
+        }
+        samples = {"ids": section.samples["ids"], "correct": (1,) * 64} | columns
+        return report.model_copy(
+            update={"sections": (section.model_copy(update={"samples": samples}),)}
+        )
+
+    reports = [with_balls(before, False), with_balls(after, True)]
+    said = [text for text, _ in of_comparison(compare(reports), reports)["page"]().findings]
+    assert [text.partition(":")[0] for text in said[1:4]] == [
+        f"Under attack, linf {eps}" for eps in (5, 4, 3)
+    ]
+    assert said[1].endswith("index 0, index 1, index 2 and 2 more.")
+    assert said[4] == "Samples also changed sides: under attack, linf 2; under attack, linf 1."

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lipaudit.gate.comparison import Comparison, HeadChange, Kind, Outcome, Pair
+from lipaudit.gate.comparison import Comparison, HeadChange, Kind, Pair
 from lipaudit.gate.comparison.verdicts import ABSENT
 from lipaudit.gate.contrasts import TOLERANCE
 from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
@@ -252,30 +252,34 @@ def _counted(pair: Pair) -> str:
     counts = Counter(verdict.status for verdict in judged)
     said = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
     worse = [v.metric for v in judged if v.status == "regressed"]
-    more = ", ..." * (len(worse) > NAMED)
-    named = f" Regressed: {', '.join(worse[:NAMED])}{more}." if worse else ""
+    named = f" Regressed: {_first(worse)}." if worse else ""
     return f"Of {len(judged)} figures: {said}.{named}"
+
+
+def _first(names: Sequence[str]) -> str:
+    """Name the first of some, and count the rest."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _flips(pair: Pair) -> Iterator[str]:
     """Say of each outcome how many samples changed sides, and which are worse now."""
-    still = [called(o.kind, o.ball) for o in pair.outcomes if not o.lost and not o.gained]
-    for outcome in pair.outcomes:
-        if outcome.lost or outcome.gained:
-            what = called(outcome.kind, outcome.ball).capitalize()
-            yield (
-                f"{what}: {outcome.gained} of {outcome.samples} samples gained, "
-                f"{outcome.lost} lost (exact McNemar p = {number(outcome.mcnemar, '.2g')})"
-                f"{_lost(outcome, pair)}."
-            )
+    turned = [outcome for outcome in pair.outcomes if outcome.lost or outcome.gained]
+    still = [called(o.kind, o.ball) for o in pair.outcomes if o not in turned]
+    turned.sort(key=lambda outcome: (-outcome.lost, -outcome.gained))
+    for outcome in turned[:NAMED]:
+        lost = [s.place or s.id[:CHARACTERS] for s in pair.samples if outcome.name in s.lost]
+        which = f": {_first(lost)}" if lost else ""
+        yield (
+            f"{called(outcome.kind, outcome.ball).capitalize()}: {outcome.gained} of "
+            f"{outcome.samples} samples gained, {outcome.lost} lost (exact McNemar p = "
+            f"{number(outcome.mcnemar, '.2g')}){which}."
+        )
+    if turned[NAMED:]:
+        rest = "; ".join(called(o.kind, o.ball) for o in turned[NAMED:])
+        yield f"Samples also changed sides: {rest}."
     if still:
         yield f"No sample changed sides: {'; '.join(still)}."
-
-
-def _lost(outcome: Outcome, pair: Pair) -> str:
-    lost = [sample for sample in pair.samples if outcome.name in sample.lost]
-    named = ", ".join(s.place or s.id[:CHARACTERS] for s in lost[:NAMED])
-    return (f": {named}" + ", ..." * (len(lost) > NAMED)) if lost else ""
 
 
 def _risen(pair: Pair) -> Iterator[str]:

@@ -259,7 +259,9 @@ def test_it_says_what_to_do_next(subject, before, after):
     assert more in steps.values()
     calm = after.model_copy(update={"sections": (after.section("jacobian"),)})
     better = of_comparison(compare([before, calm]), [before, calm])["page"]().steps
-    assert [command for _, command in better] == ["lipaudit baseline save NEW.json"]
+    attribute = "lipaudit compare OLD.json NEW.json --attribute"
+    assert attribute in steps.values()
+    assert [command for _, command in better] == [attribute, "lipaudit baseline save NEW.json"]
 
 
 def test_of_many_balls_those_are_told_in_which_most_was_lost(before, after):

@@ -227,6 +227,10 @@ def _steps(comparison: Comparison, reports: Sequence[Report]) -> Iterator[tuple[
                 f"{of}Measure more samples of both: chance may explain {len(unclear)} changes.",
                 more,
             )
+        alike = report.run.model.parameters == reports[0].run.model.parameters
+        if alike and not comparison.attributions and _moved(pair):
+            asked = f"lipaudit compare {OLD} {NEW} --attribute"
+            yield f"{of}See which layers explain the change of the norm.", asked
         if any(v.status == "regressed" for v in pair.verdicts):
             gate = f"lipaudit gate {NEW} --baseline {OLD}"
             yield f"{of}See which changes fail a gate, corrected for how many there are.", gate
@@ -235,6 +239,12 @@ def _steps(comparison: Comparison, reports: Sequence[Report]) -> Iterator[tuple[
                 f"{of}Make it the baseline that the next is held to.",
                 f"lipaudit baseline save {NEW}",
             )
+
+
+def _moved(pair: Pair) -> bool:
+    """Tell whether the norm of the model is shown to have changed."""
+    norm = (v for v in pair.verdicts if v.metric == f"{NORM}:median")
+    return any(v.status in ("improved", "regressed") for v in norm)
 
 
 def _findings(pair: Pair, index: int, lead: str) -> Iterator[tuple[str, str]]:

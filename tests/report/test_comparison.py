@@ -133,6 +133,7 @@ def test_samples_that_flipped_stand_with_their_place_the_worst_first(subject):
         "||J||, old",
         "||J||, new",
     ]
+    assert len(flipped.columns) == 5  # the steepest head is known of 8 samples
     first, last = flipped.rows[0], flipped.rows[-1]
     worst = max(range(3), key=lambda i: NORMS[i])
     assert first[:3] == (f"{worst:016x}"[:12], f"index {worst}", "linf 0.1: robust → broken")

@@ -79,7 +79,9 @@ def _sample_table(
     *,
     folded: bool = False,
 ) -> Table:
-    metrics = _metrics(pair)
+    """Tabulate samples before and after, by the figures that half of them have."""
+    have = Counter(metric for sample in samples for metric in sample.figures)
+    metrics = [metric for metric in _metrics(pair) if 2 * have[metric] >= len(samples)]
     table = Table(
         title=title,
         columns=(SAMPLE, BECAME, *(_column(m, when) for m in metrics for when in ("old", "new"))),

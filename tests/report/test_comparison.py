@@ -284,3 +284,8 @@ def test_of_many_balls_those_are_told_in_which_most_was_lost(before, after):
     ]
     assert said[1].endswith("index 0, index 1, index 2 and 2 more.")
     assert said[4] == "Samples also changed sides: under attack, linf 2; under attack, linf 1."
+
+
+def test_figures_are_sorted_as_numbers(subject):
+    (figures,) = blocks(subject["page"](), "change-0", Table)
+    assert [c.label for c in figures.columns if c.format == "s"] == ["metric", "verdict"]

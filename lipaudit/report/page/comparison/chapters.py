@@ -19,6 +19,18 @@ HOW = (
     "are. All are over the samples that both reports have."
 )
 
+COLUMNS = {
+    "metric": "s",
+    "verdict": "s",
+    "old": "",
+    "new": "",
+    "change": "",
+    "paired": "",
+    "95 % limits": "",
+    "samples": "",
+}
+"""Columns of the figures: `s` is text, what is empty is a number as it is written."""
+
 
 def chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter, ...]:
     """Return three chapters for every model but the first: figures, samples, heads; then layers.
@@ -64,10 +76,9 @@ def _figures(pair: Pair) -> list[Block]:
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
-    labels = ("metric", "verdict", "old", "new", "change", "paired", "95 % limits", "samples")
     return Table(
         title="",
-        columns=tuple(Column(label=label, meaning="", format="s") for label in labels),
+        columns=tuple(Column(label=k, meaning="", format=how) for k, how in COLUMNS.items()),
         rows=tuple(map(_row, verdicts)),
         strong=frozenset(
             i for i, v in enumerate(verdicts) if v.status in ("regressed", "improved")

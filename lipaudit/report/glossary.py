@@ -197,6 +197,8 @@ WORDS: Mapping[str, str] = {
     "as before": "Samples that changed sides in no outcome.",
     "stands": "Whether the change of a head is proven with Holm's correction over all heads of a "
     "column: the chance of naming any head that has not changed is 5 %.",
+    "up": "Heads whose figure is proven to have grown.",
+    "down": "Heads whose figure is proven to have shrunk.",
     "p (Holm)": "Two-sided p-value of no change beyond the accuracy of norms (Student's t over "
     "the samples), with Holm's correction over all heads of a column.",
     "median head": "The median over the heads, sample by sample.",

@@ -159,6 +159,7 @@ def test_every_sample_is_a_point_old_over_new(subject):
     assert lost.endswith("index 2, linf 0.1: robust → broken")
     assert points[lost] == [NORMS[2], NORMS[2] / 2]
     assert (norm.log, norm.diagonal, norm.equal) == (True, True, True)
+    assert f"<title>{lost}, lost (3): " in render(subject, "html").decode()
 
 
 def test_figures_that_turn_negative_are_drawn_linear(before, after):
@@ -176,7 +177,8 @@ def test_figures_that_turn_negative_are_drawn_linear(before, after):
 
 
 def test_heads_stand_by_how_much_they_moved(subject):
-    (heads,) = blocks(subject["page"](), "heads-0", Table)
+    counts, heads = blocks(subject["page"](), "heads-0", Table)
+    assert counts.rows[0] == ("bounds.exact", 12, 1, 1, 0, 8)
     cells = dict(zip([column.label for column in heads.columns], heads.rows[0], strict=True))
     assert (cells["head"], cells["stands"]) == ("1.1", True)
     assert cells["change"].startswith("+9")

@@ -56,10 +56,34 @@ def blocks(pair: Pair) -> list[Block]:
     rest = [_head_table(f"All heads ({len(most)})", pair, most, folded=True)]
     return [
         Paragraph(STANDS),
+        _counts(pair),
         _head_table(title, pair, shown),
         *(rest if len(shown) < len(most) else []),
         *map(_heatmap, pair.heads),
     ]
+
+
+def _counts(pair: Pair) -> Table:
+    """Count in every column the heads whose change stands."""
+    labels = ("heads", "stands", "up", "down", "samples")
+    told = [(c, [head.change or 0 for head in c.heads if head.stands]) for c in pair.heads]
+    return Table(
+        title="Changes that stand",
+        columns=(
+            Column(label="metric", meaning="A column of heads.", format="s"),
+            *(Column(label=label, meaning="", format="d") for label in labels),
+        ),
+        rows=tuple(
+            (c.metric, len(c.heads), *(_stood(moved) if c.samples else (None,) * 3), c.samples)
+            for c, moved in told
+        ),
+    )
+
+
+def _stood(changes: Sequence[float]) -> tuple[int, int, int]:
+    """Count changes, those up and those down."""
+    up = sum(change > 0 for change in changes)
+    return len(changes), up, len(changes) - up
 
 
 def _head_table(

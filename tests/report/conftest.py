@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from lipaudit.report import of_reports, render
 from lipaudit.report.formats import html
 from lipaudit.report.page.document import document
 from lipaudit.results import (
@@ -443,7 +444,7 @@ def page(report) -> str:
 @pytest.fixture(scope="session")
 def double_page(report, other) -> str:
     """The HTML page of two reports side by side."""
-    return html.render(document(report, other)).decode()
+    return render(of_reports(report, other), "html").decode()
 
 
 @pytest.fixture(scope="session")

@@ -147,6 +147,7 @@ def table(*values: object, column: Column = NUMBER) -> str:
         ((1.001, 1.0012, 1.0031), NUMBER),  # all of them say 1.00
         ((9.0, 80.0, 700.0, 1.2e5), NUMBER),
         ((-3.0, 0.02, 0.1), Column(label="n", meaning="", format=".1%")),
+        (("7.8% (3 to 17%)", "31.2% (2 to 40%)", "98.4% (9 to 99%)"), NUMBER),  # with limits
         ((True, False), Column(label="n", meaning="", format="d")),
         (("0.2", "2.0", "2.10", "10.1"), Column(label="head", meaning="", format="s")),
     ],

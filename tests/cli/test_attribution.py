@@ -75,6 +75,19 @@ def test_blocks_and_fewer_samples_cost_less(here):
     assert (quiet.exit_code, quiet.stderr) == (0, "")
 
 
+def test_every_other_model_is_set_against_the_first(here):
+    how = ("--attribute", "--groups", "block", "-n", "1", "-q")
+    done = run("compare", "a.json", "b.json", "b.json", *how, "-f", "json")
+    assert done.exit_code == 0, done.output
+    comparison = json.loads(done.stdout)
+    pairs = [(pair["old"], pair["new"]) for pair in comparison["pairs"]]
+    assert [(s["old"], s["new"]) for s in comparison["attributions"]] == pairs
+    assert len(set(pairs)) == 2
+    brief = run("compare", "a.json", "b.json", *how, "-f", "brief").stdout
+    assert "8 of 8 layers differ" in brief
+    assert len(brief.splitlines()) <= 15
+
+
 def test_a_model_in_place_of_a_report_is_measured_as_the_first_was(here):
     done = run("compare", "a.json", "demo:robust", "-f", "json", "-q", "--report", "now.json")
     assert done.exit_code == 0, done.output

@@ -81,7 +81,7 @@ def _sentence(shown: Attribution) -> str:
     what = f"‖J‖ from {shown.start} to {shown.target} changed by {_percent(change.mean)}"
     differ = f"{len(shown.layers)} of {len(shown.layers) + shown.same} layers differ"
     first = sorted(shown.layers, key=lambda layer: -(layer.share or 0.0))[:NAMED]
-    largest = [f"{one.layer} {one.share:.0%}" for one in first if one.share and one.share > 0]
+    largest = [f"{one.layer} {one.share:.0%}" for one in first if (one.share or 0.0) >= 0.005]
     most = f" The largest shares: {', '.join(largest)}." if largest else ""
     return f"{what} ({many}{limits}). {differ}.{most}"
 

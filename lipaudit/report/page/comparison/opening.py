@@ -100,6 +100,7 @@ def brief(comparison: Comparison) -> Brief:
         remarks=(
             *(f"{note.level}: {note.text}" for pair in pairs for note in _spoiling(pair)),
             *(_counted(pair) for pair in pairs),
+            *(said for said, _ in attribution.findings(comparison.attributions)),
         ),
         heads=("verdict", "figure", "old", "new", "change", "95 % limits"),
         rows=tuple(

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lipaudit.report.blocks import Chapter, Density, Document, Scatter, Series, Table
+from lipaudit.report.blocks import Chapter, Density, Document, Heatmap, Scatter, Series, Table
 from lipaudit.report.formats import html
 from lipaudit.results import Column
 from tests.report import chromium
@@ -50,6 +50,15 @@ def test_page_fits_and_loads_nothing(browser, request, width, name):
     assert found["outside"] == []
     assert found["loads"] == []
     assert found["height"] > 3000
+
+
+def test_a_picture_wider_than_the_window_scrolls_by_itself(browser):
+    names = tuple(map(str, range(12)))
+    block = Heatmap("a map", ((1.5,) * 12,) * 12, names, names, NUMBER)
+    chapter = Chapter("one", "One", (block,))
+    browser.open(html.render(Document("t", (), (), (chapter,))).decode(), width=400)
+    assert browser.run('document.querySelector("svg").getBoundingClientRect().width') > 400
+    assert browser.run(LOOK)["scroll"] <= 400
 
 
 def test_the_look_sees_what_it_looks_for(browser, page):

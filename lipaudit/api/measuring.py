@@ -29,7 +29,7 @@ from lipaudit.errors import (
 )
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.own import borrowed
+from lipaudit.models.sources.own import as_now, borrowed
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Report
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
@@ -232,7 +232,7 @@ def _names(models: Sequence[AnyModel]) -> list[str]:
 
 @contextmanager
 def prepared(
-    model: AnyModel,
+    model: AnyModel | Net,
     request: Request,
     data: AnyData = None,
     *,
@@ -242,7 +242,8 @@ def prepared(
     """Have the model and the samples of a request at hand while the block runs.
 
     Args:
-        model: as of `measure`; a module is put back as it was when the block ends.
+        model: as of `measure`, or one that is loaded; a module is put back as it was when the
+            block ends.
         request: what is to be measured.
         data: as of `measure`.
         input_shape: as of `measure`.
@@ -271,8 +272,12 @@ def prepared(
 
 @contextmanager
 def _net(
-    model: AnyModel, run: RunOptions, data: AnyData, input_shape: Sequence[int] | None
+    model: AnyModel | Net, run: RunOptions, data: AnyData, input_shape: Sequence[int] | None
 ) -> Iterator[Net]:
+    if isinstance(model, Net):
+        with as_now(model) as net:
+            yield net
+        return
     options = load_options(run)
     if data is not None:
         options = replace(options, form=lambda: form_of(_parted(data)[0]))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,12 +17,15 @@ from lipaudit.cli.measure import typed_command
 from lipaudit.cli.options import Lines, ModelArgument, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
+from lipaudit.settings.audit import DEMO_EPS
 
 if TYPE_CHECKING:
+    from lipaudit.data.batch import Batch
     from lipaudit.data.loading import Samples
     from lipaudit.models.net import Net
     from lipaudit.train import Epoch
 
+FOLDER = "lipaudit-watch"
 READ_AS = ("data", "text_column", "label_column", "max_tokens", "skip_bad")
 """Options that say how data are read, whatever the model."""
 
@@ -52,6 +55,15 @@ def train(
     held_out: Annotated[
         str | None, typer.Option(help="Data to measure the accuracy on after every epoch.")
     ] = None,
+    watch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="EPOCHS",
+            min=1,
+            help="Measure what an audit does after so many epochs each, on the held-out data: "
+            "curves in DIR/lipaudit-watch.",
+        ),
+    ] = None,
 ) -> None:
     """Fine-tune a classifier with a penalty, on attention or certificates, or against attacks.
 
@@ -74,7 +86,7 @@ def train(
     recipe = recipe.model_copy(update=given)
     check_target(out, resume=run.resume)
     check_outputs(output, ("lines", "record"))
-    _train(model, run, recipe, Task(classes, held_out, out), quiet=terminal.quiet)
+    _train(model, run, recipe, Task(classes, held_out, out, watch), quiet=terminal.quiet)
     emit({"lines": lambda: [str(out)], "record": lambda: written(out)}, output)
 
 
@@ -85,6 +97,7 @@ class Task:
     classes: int | None
     held_out: str | None
     out: Path
+    watch: int | None
 
 
 def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bool) -> None:
@@ -111,13 +124,43 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
         typer.echo(f"Going on after epoch {state['epochs']} of {recipe.epochs}.", err=True)
     batch = None if tested is None else tested.batch
     epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state)
+    done = 0 if state is None else int(state["epochs"])
+    epochs = _watched(epochs, net, batch, task, after=done)
     for epoch in _reported(epochs, recipe.epochs, quiet=quiet):
         record.keep(epoch)
     complete = save_model(net, task.out, options)
     record.finish()
+    if not quiet and task.watch:
+        typer.echo(f"Curves: {task.out / FOLDER / 'history.html'}", err=True)
     if not quiet:
         asked = run.model_copy(update={"data": check or run.data})
         _farewell(task.out, _measuring(task.out, asked) if complete else None)
+
+
+def _watched(
+    epochs: Iterable[Epoch], net: Net, held_out: Batch | None, task: Task, *, after: int
+) -> Iterator[Epoch]:
+    """Yield the epochs unchanged, and measure the model as often as was asked for."""
+    if task.watch is None:
+        yield from epochs
+        return
+    from lipaudit.monitor import watch
+
+    if held_out is None or held_out.y is None:
+        raise UsageError("--watch measures held-out data", "Name them with --held-out.")
+    asked: dict[str, Any] = {"every": task.watch, "to": task.out / FOLDER}
+    if net.info.source == "demo":
+        asked["eps"] = DEMO_EPS
+    monitor = watch(net, data=(held_out.x, held_out.y), **asked)
+    if not after:  # the weights of a run that goes on are not loaded yet
+        monitor.measure(0)
+    for epoch in epochs:
+        yield epoch
+        names = ("loss", "penalty", "accuracy", "lr")
+        known = {name: getattr(epoch, name) for name in names}
+        figures = {name: value for name, value in known.items() if value is not None}
+        monitor(epoch.number, epoch=epoch.number, **figures)
+    monitor.close()
 
 
 def _samples(spec: str | None, net: Net, run: RunOptions, option: str) -> Samples:

@@ -23,6 +23,7 @@ from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request
 from lipaudit.errors import InputError, UsageError, as_user_meets, bug
+from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic, seeded
 from lipaudit.models.sources.assembly import unwrapped
 from lipaudit.models.sources.spec import ModelSpec
@@ -38,8 +39,11 @@ SHARDED = ("DTensor", "FlatParameter", "FullyShardedDataParallel")
 """Types of weights and of modules whose weights are in pieces."""
 
 
+Watched = nn.Module | ModelSpec | Net
+
+
 def watch(
-    model: nn.Module | ModelSpec,
+    model: Watched,
     measures: str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
     *,
     data: AnyData = None,
@@ -60,8 +64,8 @@ def watch(
                 monitor.step(loss=loss.item())
 
     Args:
-        model: the module that is trained; what DistributedDataParallel, DataParallel or
-            torch.compile wrap is measured itself.
+        model: the module that is trained, or a model that lipaudit has loaded; what
+            DistributedDataParallel, DataParallel or torch.compile wrap is measured itself.
         measures: as of `lipaudit.audit`, on few samples; its attack is pgd.
         data: as of `lipaudit.audit`.
         every: how many steps lie between two measurements.
@@ -118,7 +122,7 @@ class Monitor:
 
     def __init__(
         self,
-        model: nn.Module | ModelSpec,
+        model: Watched,
         plan: Plan,
         data: AnyData,
         every: int,
@@ -134,7 +138,7 @@ class Monitor:
         self._last: int | None = None
         self._active = not _another_rank()
         if self._active:
-            request = replace(plan.request, model=type(_module(self._model)).__name__)
+            request = replace(plan.request, model=_name(self._model))
             self._plan = replace(plan, request=request)
             self._samples = self._drawn()
             self._diary = Diary(self.folder, opening(request, request.model, self._samples.spec))
@@ -179,8 +183,8 @@ class Monitor:
 
     def close(self) -> None:
         """Measure after the last step, and draw the page of the history."""
-        known = self._known
-        self.measure(self._step, epoch=known.get("epoch"), **known.get("figures", {}))
+        if self._known:
+            self.measure(self._step, epoch=self._known["epoch"], **self._known["figures"])
         if self._active:
             with self._forgiving(self._step):
                 self._diary.draw()
@@ -252,11 +256,15 @@ def _another_rank() -> bool:
     )
 
 
-def _module(model: nn.Module | ModelSpec) -> nn.Module:
-    return model.module if isinstance(model, ModelSpec) else model
+def _name(model: Watched) -> str:
+    return model.info.spec if isinstance(model, Net) else type(_module(model)).__name__
 
 
-def _innermost(model: nn.Module | ModelSpec) -> nn.Module | ModelSpec:
+def _module(model: Watched) -> nn.Module:
+    return model.module if isinstance(model, ModelSpec | Net) else model
+
+
+def _innermost(model: Watched) -> Watched:
     """Return the model itself, without what runs it on several devices.
 
     Raises:
@@ -269,7 +277,10 @@ def _innermost(model: nn.Module | ModelSpec) -> nn.Module | ModelSpec:
     inner = unwrapped(_module(model))
     while isinstance(inner, DistributedDataParallel | DataParallel):
         inner = unwrapped(inner.module)
-    model = replace(model, module=inner) if isinstance(model, ModelSpec) else inner
+    if isinstance(model, nn.Module):
+        model = inner
+    elif isinstance(model, ModelSpec):
+        model = replace(model, module=inner)
     for name, part in (*inner.named_modules(), *inner.named_parameters()):
         if hasattr(part, "ds_id") or type(part).__name__ in SHARDED:
             where = name or "all"

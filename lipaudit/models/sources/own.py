@@ -15,6 +15,7 @@ from lipaudit.models.net import OWN, Kind, Net
 from lipaudit.models.sources.assembly import assemble, require_values, unwrapped
 from lipaudit.models.sources.factory import form_taken, recognised
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.weights import require_finite_weights, sha256
 
 KINDS: dict[int, Kind] = {1: "tokens", 2: "tokens", 3: "image"}
 """What a sample is, by the number of its axes: a waveform, a float sequence, an image."""
@@ -47,6 +48,19 @@ def borrowed(
     require_values(spec.module, type(spec.module).__name__)
     with _put_back(spec.module):
         yield assemble(spec, options, name=type(spec.module).__name__, source=OWN)
+
+
+@contextmanager
+def as_now(net: Net) -> Iterator[Net]:
+    """Make a model that is being trained ready to be measured, with the weights it has now.
+
+    Its flags, weights and gradients are put back when the block ends; what was learnt of the
+    model at earlier weights is forgotten.
+    """
+    with _put_back(net.module):
+        net.module.eval().requires_grad_(False)
+        require_finite_weights(net.module, net.info.spec)
+        yield replace(net, info=replace(net.info, weights_sha256=sha256(net.module)))
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def findings(history: History) -> list[str]:
 def test_the_largest_change_is_named_with_its_steps():
     history = trained(*map(norm, (1.0, 1.1, 4.4, 5.0)))
     (said,) = findings(history)
-    assert said.startswith("Largest changes from step 100 to 200: Jacobian norm, median 1.10 to ")
+    assert said.startswith("Largest changes from step 100 to 200: Jacobian norm, median, 1.10 to ")
     assert "4.40 (×4.00)" in said
     assert findings(trained(*map(norm, (1.0, 1.1, 1.2, 1.3)))) == []
     assert findings(trained(norm(2.0))) == []
@@ -54,7 +54,7 @@ def test_a_change_of_accuracy_within_its_limits_is_no_finding():
     beyond = trained(accuracy(0.3, 0.18, 0.45), accuracy(0.7, 0.54, 0.82))
     assert findings(within) == []
     assert findings(beyond) == [
-        "Largest changes from step 0 to 100: clean accuracy 30.0% to 70.0%."
+        "Largest changes from step 0 to 100: clean accuracy, 30.0% to 70.0%."
     ]
 
 

@@ -215,7 +215,7 @@ def _change(course: Course) -> Iterator[tuple[tuple[int, int], str]]:
         return
     old, new = (text(course.values[k], course.last.column) for k in (i, j))
     times = "" if share else f" (×{significant(course.values[j] / course.values[i])})"
-    said = f"{pretty(course.last.label)} {old} to {new}{times}"
+    said = f"{pretty(course.last.label)}, {old} to {new}{times}"
     yield (course.steps[i], course.steps[j]), said
 
 

@@ -147,6 +147,15 @@ def test_of_many_rows_the_nearest_to_breaking_are_drawn(report, bounds):
     assert {row.state for row in picture.rows} == {"broken"}
 
 
+def test_of_many_rows_that_all_keep_a_rule_the_nearest_to_breaking_it_is_drawn(report, bounds):
+    exact = np.random.default_rng(3).lognormal(0, 0.3, (144, 8))
+    growth = np.linspace(0.5, 1.1, 144)[:, None]
+    judgement = judge(report(bounds(exact * growth), weights="b"), report(bounds(exact)))
+    ((line,),) = [picture.rows for picture in pictures(judgement)]
+    assert line.label == "bounds.exact:each layer 71 head 1 (nearest of 144)"
+    assert line.value == pytest.approx(10, rel=1e-5)  # reports keep six digits
+
+
 def test_a_limit_on_a_value_is_drawn_in_its_own_unit(report, bounds, jacobian, norms):
     rules = tuple(map(parse_rule, ("jacobian.norm:max <= 2", "bounds.exact:max >= 0.1")))
     current = report(bounds(EXACT), jacobian(norms))

@@ -81,7 +81,7 @@ def lines(judgement: Judgement) -> list[str]:
 def page(judgement: Judgement) -> Document:
     """Lay a judgement out: the outcome, a table of verdicts, the remarks."""
     shown = [Note(level="info", code="never-fails", text=_figures(v)) for v in judgement.shown]
-    pictures = margins([judged.written or judged.verdicts for judged in _by_rule(judgement)])
+    pictures = margins([judged.verdicts for judged in _by_rule(judgement)])
     notes = [Note(level="info", code="note", text=text) for text in judgement.notes]
     remarks: list[Block] = [Notes((*shown, *notes))] if shown or notes else []
     return Document(

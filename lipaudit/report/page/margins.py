@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from lipaudit.gate.rules import Rule, parse_rule
@@ -28,14 +29,17 @@ STATES: dict[str, Literal["kept", "open", "broken"]] = {
 def margins(groups: Sequence[Sequence[Verdict]]) -> tuple[Intervals, ...]:
     """Draw the verdicts on each rule: a picture for each unit, with a line for each row.
 
-    Of a rule over many rows those are drawn that are nearest to breaking it. What could not be
-    judged, and what grew from nothing, has no place on an axis.
+    Of a rule over many rows those are drawn that are nearest to breaking it; one where all keep
+    it. What could not be judged, and what grew from nothing, has no place on an axis.
     """
     pictures: dict[tuple[str, Column], list[Interval]] = {}
     for verdicts in groups:
         rule = parse_rule(verdicts[0].rule)
         lines = [line for verdict in verdicts for line in _lines(rule, verdict)]
         lines.sort(key=_excess, reverse=True)
+        if len(lines) > 1 and all(line.state == "kept" for line in lines):
+            named = f"{lines[0].label} (nearest of {len(lines)})"
+            lines = [replace(lines[0], label=named)]
         pictures.setdefault(_axis(rule), []).extend(lines[:FEW])
     return tuple(
         Intervals(title, axis, tuple(rows)) for (title, axis), rows in pictures.items() if rows

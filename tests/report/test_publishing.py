@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from lipaudit.gate import judge, parse_rule
 from lipaudit.report import of_judgement, render
 from lipaudit.report.draw.colours import contrast
-from lipaudit.report.page import badge as badges
+from lipaudit.report.page.publishing import badge as badges
 from lipaudit.results import Note
 from lipaudit.results.summary import summary
 

@@ -36,9 +36,9 @@ def of_reports(*reports: Report) -> Subject:
 
 def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
     from lipaudit.report import frame
-    from lipaudit.report.page.badge import badge
-    from lipaudit.report.page.card import card
     from lipaudit.report.page.document import document, screen
+    from lipaudit.report.page.publishing.badge import badge
+    from lipaudit.report.page.publishing.card import card
     from lipaudit.report.page.scorecard import brief
 
     subject: dict[Form, Callable[[], Any]] = {
@@ -143,8 +143,8 @@ def of_attribution(attribution: Attribution) -> Subject:
 
 def of_judgement(judgement: Judgement) -> Subject:
     """Show what the gate decided."""
-    from lipaudit.report.page.badge import judged
     from lipaudit.report.page.judgement import brief, lines, page
+    from lipaudit.report.page.publishing.badge import judged
 
     return {
         "page": cache(lambda: page(judgement)),

@@ -6,7 +6,7 @@ from lipaudit.errors import ExitCode
 from lipaudit.gate.verdicts import Judgement
 from lipaudit.report.blocks import Badge
 from lipaudit.report.cells import significant
-from lipaudit.report.page.card import unfit
+from lipaudit.report.page.publishing.card import unfit
 from lipaudit.results import Report
 from lipaudit.results.summary import Accuracy, summary
 

@@ -203,6 +203,8 @@ def outcomes(contest: Contest) -> dict[int, dict[str, Any]]:
     said: dict[int, dict[str, Any]] = {best: {"rank": ranks[best], "outcome": "best"}}
     for i in others:
         said[i] = {"rank": ranks[i]} | _against(criterion.rule, tested.get((best, i)))
+        if criterion.figures[i] == criterion.figures[best] and ranks[i] == ranks[best]:
+            said[i]["outcome"] = "best"  # the order in which they are named makes none the better
     for i in (i for i in models if i not in said):
         said[i] = {"outcome": "not comparable", "reason": contest.reasons[i, base]}
     missing = (i for i in range(len(criterion.figures)) if i not in said)

@@ -10,7 +10,9 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 import lipaudit
@@ -202,3 +204,96 @@ def test_quiet_says_nothing_but_the_result():
     done = audit("-n", "1", "--only", "jacobian", "-q", "-f", "json", "--run-dir", "run")
     assert done.stderr == ""
     assert len(json.loads(done.stdout)["models"]) == 3
+
+
+OWN = """
+import torch
+from torch import nn
+from lipaudit import ModelSpec
+
+class Conv(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.patch, self.head = nn.Conv2d(3, 6, 4, 4), nn.Linear(6, 2)
+    def forward(self, x):
+        return self.head(self.patch(x).flatten(2).mean(2).tanh())
+
+class Words(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(vocabulary, 4), nn.Linear(4, 2)
+    def forward(self, ids, mask=None):
+        return self.head(self.embed(ids).mean(1))
+
+def small():
+    return ModelSpec(Conv(0), (3, 8, 8), labels=("cat", "dog"))
+
+def large():
+    return ModelSpec(Conv(1), (3, 16, 16), labels=("cat", "dog"))
+
+def turned():
+    return ModelSpec(Conv(0), (3, 8, 8), labels=("dog", "cat"))
+
+def other():
+    return ModelSpec(Conv(0), (3, 8, 8), labels=("church", "truck"))
+
+def words(size=3, vocabulary=40):
+    cut = lambda text, most: [1 + sum(map(ord, text[i : i + size])) % (vocabulary - 1)
+                              for i in range(0, len(text), size)][:most]
+    return ModelSpec(Words(vocabulary), (32,), kind="text", vocabulary=vocabulary, tokenize=cut)
+
+def letters():
+    return words(1, 30)
+"""
+
+
+@pytest.fixture
+def pictures():
+    Path("own.py").write_text(OWN)
+    rng = np.random.default_rng(0)
+    for i, name in enumerate(("cat", "dog") * 4):
+        Path("val", name).mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(f"val/{name}/{i}.png")
+
+
+def ranked(*names: str, data: str) -> tuple[dict, list[lipaudit.Report]]:
+    models = [f"py:own.py:{name}" for name in names]
+    few = ("-n", "8", "--only", "jacobian", "--data", data, "-q", "-f", "json", "--run-dir", "run")
+    done = audit(*few, models=models)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout), list(written().values())
+
+
+@pytest.mark.parametrize("second", ["large", "turned"])
+def test_the_same_pictures_are_paired_in_every_size_and_order_of_classes(pictures, second):
+    ranking, reports = ranked("small", second, data="val")
+    ids = [set(report.samples["ids"]) for report in reports]
+    assert not ids[0] & ids[1]
+    assert reports[0].samples["place"] == reports[1].samples["place"]
+    assert [note["code"] for note in ranking["notes"]] == ["paired-by-place"]
+    assert ranking["pairs"] == 1
+    (difference,) = (model["difference"] for model in ranking["models"] if model["difference"])
+    assert difference["samples"] == 8
+    norms = [np.array(report.section("jacobian").samples["norm"]) for report in reports]
+    best, other = sorted(norms, key=np.median)
+    assert difference["estimate"] == pytest.approx(
+        np.expm1(np.median(np.log(other / best))), abs=1e-12
+    )
+
+
+def test_the_same_texts_are_paired_by_every_tokenizer(pictures):
+    Path("texts.csv").write_text("text\n" + "\n".join(f"the {i}th text" for i in range(8)))
+    ranking, reports = ranked("words", "letters", data="texts.csv")
+    assert not {*reports[0].samples["ids"]} & {*reports[1].samples["ids"]}
+    assert ranking["pairs"] == 1
+
+
+def test_labels_of_other_classes_are_refused(pictures):
+    np.savez("x.npz", x=np.zeros((2, 3, 8, 8), np.float32), y=np.array([0, 1]))
+    models = ("py:own.py:small", "py:own.py:other")
+    done = audit("--data", "x.npz", "-n", "2", models=models)
+    assert done.exit_code == 4, done.output
+    assert "what is 'cat' for py:own.py:small is 'church' for py:own.py:other" in done.stderr

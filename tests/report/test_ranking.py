@@ -26,6 +26,7 @@ BEHIND = Difference(
 @pytest.fixture(scope="module")
 def ranking(report, other):
     first, second = rank([report, other]).models
+    second = second.model_copy(update={"outcome": "not distinguishable from the best"})
     third = second.model_copy(
         update={"model": "third", "outcome": "behind the best", "difference": BEHIND, "rank": 3}
     )
@@ -103,7 +104,6 @@ def test_every_heading_can_be_explained(ranking):
 def test_the_ranking_stands_first_then_the_scorecards(report, other, name):
     page = render(of_reports(report, other), name).decode()
     assert 0 < page.index("Ranking") < page.index("Scorecards") < page.index("What was audited")
-    assert page.count("What was audited") == 1
 
 
 def test_scorecards_stand_beside_each_other(report, other):

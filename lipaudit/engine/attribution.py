@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.engine.estimate import swaps
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
-from lipaudit.errors import InputError
+from lipaudit.errors import EvaluationError, InputError
 from lipaudit.gate.attribution import SMALL_GAP, Attribution, attribution
 from lipaudit.gate.statistics import Values
 from lipaudit.measures.measure import seed_of
@@ -24,6 +25,7 @@ from lipaudit.models.derivative.model_norms import jacobian_norms, singular_pair
 from lipaudit.models.derivative.sensitivity import norm_slopes
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.sources.weights import few
 from lipaudit.models.swap import OTHERWISE, Exchange, LayerChange
 from lipaudit.results import Note
 from lipaudit.settings import JacobianOptions
@@ -104,7 +106,7 @@ class _Swaps:
         held += [tuple(n for n in every if n != name) for name in every]
         norms = []
         for i, names in enumerate(held):
-            with self.exchange.holding(names):
+            with self.exchange.holding(names), self._named(names):
                 if names == every:
                     self._require_output(batch)
                 norms.append(self._norms(batch))
@@ -121,6 +123,16 @@ class _Swaps:
             with self.exchange.holding(names):
                 values |= self._slopes(batch, end, norm)
         return values
+
+    @contextmanager
+    def _named(self, names: Sequence[str]) -> Iterator[None]:
+        """Say of a fault which layers were swapped: neither model need have it."""
+        try:
+            yield
+        except EvaluationError as error:
+            which = f"with {few(names)} of {self.other.info.spec}" if names else "as it is"
+            message = f"{self.job.net.info.spec} {which}: {error.message}"
+            raise EvaluationError(message, error.advice) from error
 
     def _norms(self, batch: Batch) -> Values:
         at = sample_function(

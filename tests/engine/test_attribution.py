@@ -13,7 +13,7 @@ from lipaudit.data.loading import Samples
 from lipaudit.engine.attribution import attribute
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import InputError
+from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.hf.outputs import hf_spec
 from lipaudit.models.sources.loading import load_net
@@ -141,6 +141,17 @@ def test_two_singular_values_that_are_alike_are_said():
     shown = attribute(job_of_scaled(torch.eye(6)), scaled(1.5, torch.eye(6)))
     (note,) = [note for note in shown.notes if note.code == "small-gap"]
     assert note.text.startswith("in 3 of 3 samples")
+
+
+def test_a_fault_of_a_mixture_names_what_was_swapped(demo):
+    """Two models that are fine may be none together: here attention overflows."""
+    other = changed_demo("blocks.0.attn.qkv", "blocks.0.norm1", by=0.0)
+    with torch.no_grad():
+        other.module.blocks[0].norm1.weight *= 1e30
+        other.module.blocks[0].norm1.bias *= 1e30
+        other.module.blocks[0].attn.qkv.weight *= 1e-30
+    with pytest.raises(EvaluationError, match="demo with blocks.0.norm1 of demo: .* not finite"):
+        attribute(demo, other)
 
 
 def test_where_no_second_derivative_exists_swaps_alone_are_given(demo, monkeypatch):

@@ -83,7 +83,7 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Write it out: the backward pass of a fused one has no derivative."""
+    """Write it out: the backward pass of a fused one, as on CUDA, has no derivative."""
     dims = tuple(range(-len(normalized_shape), 0))
     floor = torch.finfo(input.dtype).eps if eps is None else eps
     z = input * (input.square().mean(dims, keepdim=True) + floor).rsqrt()

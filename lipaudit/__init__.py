@@ -23,6 +23,7 @@ PUBLIC = {
     "bounds": "lipaudit.api.bounds",
     "load": "lipaudit.schema:load",
     "measure": "lipaudit.api.measuring:measure",
+    "merge": "lipaudit.engine.merging:merge",
     "monitor": "lipaudit.monitor",
     "rank": "lipaudit.gate:rank",
     "render": "lipaudit.report:render",

@@ -3,6 +3,7 @@ from lipaudit.api import bounds as bounds
 from lipaudit.api.attributing import attribute as attribute
 from lipaudit.api.measuring import audit as audit
 from lipaudit.api.measuring import measure as measure
+from lipaudit.engine.merging import merge as merge
 from lipaudit.engine.observer import Observer as Observer
 from lipaudit.errors import LipauditError as LipauditError
 from lipaudit.gate import rank as rank

@@ -5,27 +5,31 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import MEASURING, typed_command
+from lipaudit.cli.measure import MEASURING, require_whole, typed_command
 from lipaudit.cli.options import Extent, ModelsArgument, Output, Terminal
-from lipaudit.errors import EvaluationError, ExitCode, LipauditError, as_user_meets, bug
+from lipaudit.errors import EvaluationError, LipauditError, UsageError, as_user_meets, bug
 from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job, Request
     from lipaudit.engine.several import Outline
-    from lipaudit.results import BoundsRow, Report, Section
+    from lipaudit.results import Report, Section
 
 RUNS = Path("lipaudit-runs")
+CANDIDATES = 8
+"""Heads whose maps a shard keeps."""
+AGAIN = "The same command with --resume measures only what failed."
 
 
 @command("audit", panel=MEASURING, usual={"samples": "by measure"})
@@ -60,6 +64,8 @@ def audit(
     demo = all(model.partition(":")[0] == "demo" for model in models)
     check_outputs(output, REPORT if len(models) == 1 else RANKED)
     require_folder(options.run_dir or RUNS)
+    if run.shard and len(models) > 1:
+        raise UsageError("--shard is of one MODEL", "Audit several one after the other.")
     requests = [
         Request(
             model,
@@ -92,21 +98,21 @@ def _audit_one(request: Request, how: _How) -> None:
     from lipaudit.engine.execute import executed
     from lipaudit.engine.prepare import prepare
 
-    model, terminal = request.model, how.terminal
+    model, terminal, shard = request.model, how.terminal, request.run.shard is not None
     with muted(quiet=terminal.quiet):
         job = prepare(request)
     if not terminal.quiet:
         _announce(job)
     with (
         OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
-        executed(job, observer, adapt=_with_strongest) as report,
+        executed(job, observer, adapt=partial(_with_map, shard=shard)) as report,
     ):
         folder = made_folder(how.folder or RUNS / _name(model, report), "--run-dir")
         _write(report, folder)
         emit(report, how.output, details=how.extent.details)
     if not terminal.quiet:
         _conclude(model, report, folder)
-    _require_complete({model: report})
+    require_whole({model: report}, AGAIN)
 
 
 def _audit_each(requests: Sequence[Request], how: _How) -> None:
@@ -139,7 +145,7 @@ def _audit_each(requests: Sequence[Request], how: _How) -> None:
         each = f"{shlex.quote(str(folder))}/*/report.json"
         lines = ("", f"report: {folder / 'report.html'}", f"data:   {each}")
         typer.echo("\n".join(lines), err=True)
-    _require_complete({request.model: r for request, r in zip(requests, reports, strict=True)})
+    require_whole({request.model: r for request, r in zip(requests, reports, strict=True)}, AGAIN)
 
 
 def _measured(request: Request, known: Outline, folder: Path, terminal: Terminal) -> Report:
@@ -155,7 +161,7 @@ def _measured(request: Request, known: Outline, folder: Path, terminal: Terminal
         try:
             with muted(quiet=quiet):
                 job = prepare(request)
-            with executed(job, observer, adapt=_with_strongest) as report:
+            with executed(job, observer, adapt=partial(_with_map, shard=False)) as report:
                 _write(report, folder)
         except Exception as error:
             observer.fails("audit", error)
@@ -232,27 +238,6 @@ def made_folder(folder: Path, flag: str) -> Path:
     return folder
 
 
-def _require_complete(reports: Mapping[str, Report]) -> None:
-    """End with the exit code of the first failure, once the reports are written.
-
-    Raises:
-        LipauditError: some measures failed; the reports have the others.
-    """
-    failures = [
-        (f"{model}: {name}" if len(reports) > 1 else name, fault)
-        for model, report in reports.items()
-        for name, fault in report.failures.items()
-    ]
-    if not failures:
-        return
-    reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures)
-    first = failures[0][1]
-    again = "The same command with --resume measures only what failed."
-    error = LipauditError(f"the report is partial: {reasons}", f"{first.advice} {again}".strip())
-    error.exit_code = ExitCode(first.exit_code)
-    raise error
-
-
 def _announce_several(outlines: Sequence[Outline], kept: Sequence[Report | None]) -> None:
     from lipaudit.engine.estimate import together
 
@@ -269,24 +254,23 @@ def _announce_several(outlines: Sequence[Outline], kept: Sequence[Report | None]
 def _announce(job: Job) -> None:
     from lipaudit.engine.estimate import takes
 
-    parts = ", ".join(f"{name} ({count} samples)" for name, count in job.counts.items())
+    parts = ", ".join(f"{name} ({count} samples)" for name, count in job.here.items())
     typer.echo(f"audit of {job.request.model}: {parts}; {takes(job)}", err=True)
 
 
-def _with_strongest(options: MeasureOptions, sections: Sequence[Section]) -> MeasureOptions:
-    """Let the measure of attention keep the map of the most amplifying head."""
-    head = _strongest(sections)
-    if head is None or not isinstance(options, AttentionOptions):
+def _with_map(
+    options: MeasureOptions, sections: Sequence[Section], *, shard: bool
+) -> MeasureOptions:
+    """Let the measure of attention keep the map of the most amplifying head.
+
+    A shard has some of the samples: it keeps those of the heads that may turn out to be that.
+    """
+    from lipaudit.results.summary import steepest
+
+    heads = steepest(sections, CANDIDATES if shard else 1)
+    if not heads or not isinstance(options, AttentionOptions):
         return options
-    return options.model_copy(update={"map": f"{head.layer}.{head.head}"})
-
-
-def _strongest(sections: Sequence[Section]) -> BoundsRow | None:
-    from lipaudit.results import BoundsRow
-    from lipaudit.results.figures import largest, typed
-
-    rows = [row for section in sections for row in typed(section, BoundsRow)]
-    return next(iter(largest(rows, "exact", 1)), None)
+    return options.model_copy(update={"candidates": heads} if shard else {"map": heads[0]})
 
 
 def _name(model: str, report: Report) -> str:
@@ -311,7 +295,9 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
         f"report: {folder / 'report.html'}",
         f"data:   {saved}",
     ]
-    if not report.failures:
+    if report.shard is not None:
+        lines += ["next:", "  lipaudit merge of the report.json of all shards"]
+    elif not report.failures:
         lines += [
             "next:",
             f"  lipaudit baseline save {shlex.quote(str(saved))}",

@@ -5,12 +5,18 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.options import ModelArgument, Output, Terminal
+from lipaudit.cli.options import Extent, ModelArgument, Output, Plain, Shown, Terminal
+from lipaudit.errors import ExitCode, LipauditError, UsageError
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
+
+if TYPE_CHECKING:
+    from lipaudit.results import Report
 
 MEASURING = "Measure a checkpoint"
 
@@ -53,6 +59,7 @@ def run_measures(
 
     drawn = any(options.draws for options in measures.values())
     check_outputs(output, DRAWN if drawn else REPORT)
+    require_mergeable(run, output)
     request = Request(model, measures, run, command=typed_command())
     with muted(quiet=terminal.quiet):
         job = prepare(request)
@@ -63,6 +70,75 @@ def run_measures(
         emit(report, output)
 
 
+def require_mergeable(run: RunOptions, output: Output) -> None:
+    """Refuse a shard of which nothing is kept that can be merged.
+
+    Raises:
+        UsageError: no JSON is asked for.
+    """
+    kept = output.format == "json" or any(path.suffix == ".json" for path in output.output)
+    if run.shard and not kept:
+        number, of = run.shard
+        raise UsageError(
+            f"--shard {number}/{of}: shards are merged from their JSON, and none is written",
+            f"Add -o shard-{number}.json.",
+        )
+
+
 def typed_command() -> str:
     """Return the command as it was typed."""
     return shlex.join(["lipaudit", *sys.argv[1:]])
+
+
+@command("merge", panel=MEASURING)
+def merge(
+    reports: Annotated[
+        list[Path], typer.Argument(metavar="SHARD", help="Reports of commands with --shard.")
+    ],
+    output: Shown,
+    extent: Extent,
+    terminal: Plain,
+) -> None:
+    """Make one report of all shards of a run: what one process would have written.
+
+    Every command that measures takes --shard i/n: each of n processes, wherever they run, measures
+    a part of the samples. Shards of different runs are refused.
+
+    [dim]Examples:[/]
+      [cyan]lipaudit attack ./vit --data val/ --eps 2/255 --shard 1/4 -o shard-1.json[/]
+      [cyan]lipaudit merge shard-*.json -o all.json -o all.html[/]
+    """
+    from lipaudit import schema
+    from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.engine.merging import merge as merged
+    from lipaudit.report import REPORT
+
+    check_outputs(output, REPORT)
+    report = merged([schema.load(path) for path in reports], command=typed_command())
+    emit(report, output, always=False, details=extent.details)
+    again = "Measure the shards in which it failed again, and merge all."
+    require_whole({report.run.model.spec: report}, again)
+
+
+def require_whole(reports: Mapping[str, Report], again: str) -> None:
+    """End with the exit code of the first failure, once the reports are written.
+
+    Args:
+        reports: that are written, by their models.
+        again: what to do about it.
+
+    Raises:
+        LipauditError: some measures failed; the reports have the others.
+    """
+    failures = [
+        (f"{model}: {name}" if len(reports) > 1 else name, fault)
+        for model, report in reports.items()
+        for name, fault in report.failures.items()
+    ]
+    if not failures:
+        return
+    reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures)
+    first = failures[0][1]
+    error = LipauditError(f"the report is partial: {reasons}", f"{first.advice} {again}".strip())
+    error.exit_code = ExitCode(first.exit_code)
+    raise error

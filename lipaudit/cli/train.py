@@ -80,6 +80,10 @@ def train(
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.train.record import check_target, written
 
+    if run.shard:
+        raise UsageError(
+            "--shard is for what measures: a training is not of parts", "Leave it out."
+        )
     if classes is not None and classes < 2:
         raise UsageError(f"--classes {classes}: a classifier has 2 at least")
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,12 +20,14 @@ class Batch:
         y: labels (batch,), -1 where unknown, or None when the data have none at all.
         ids: one stable identity per sample (see `sample_ids`).
         mask: for text, True at real tokens (batch, tokens); None when nothing is padded.
+        start: the place of the first of them among the samples of the run.
     """
 
     x: Tensor
     y: Tensor | None
     ids: tuple[str, ...]
     mask: Tensor | None = None
+    start: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -34,7 +36,8 @@ class Batch:
         """Return the samples of a slice, as a batch."""
         y = None if self.y is None else self.y[index]
         mask = None if self.mask is None else self.mask[index]
-        return Batch(self.x[index], y, self.ids[index], mask)
+        start = self.start + index.indices(len(self))[0]
+        return Batch(self.x[index], y, self.ids[index], mask, start)
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""
@@ -51,7 +54,8 @@ class Batch:
         """Move to a device; floating-point samples also take the dtype."""
         x = self.x.to(device, dtype if self.x.is_floating_point() else None)
         y = None if self.y is None else self.y.to(device)
-        return Batch(x, y, self.ids, None if self.mask is None else self.mask.to(device))
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, x=x, y=y, mask=mask)
 
     def split(self, size: int) -> Iterator[Batch]:
         """Cut into batches of at most `size` samples, in order, without needless padding."""
@@ -64,6 +68,29 @@ class Batch:
             return self
         length = int(self.mask.any(0).nonzero().max()) + 1
         return replace(self, x=self.x[:, :length], mask=self.mask[:, :length])
+
+
+@dataclass(frozen=True)
+class Share:
+    """The batches of a run that are measured here: all of them, what is left of them, or some.
+
+    Attributes:
+        first: the first batch of the run, measured here or not: what holds for all samples is
+            learnt from it, so that it is the same wherever they are measured.
+        batches: those that are measured here.
+    """
+
+    first: Batch
+    batches: Iterable[Batch]
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches that are measured here."""
+        return iter(self.batches)
+
+
+def first_of(batches: Iterable[Batch], met: Batch) -> Batch:
+    """Return the first batch of a run; that which is met first, where no share says it."""
+    return batches.first if isinstance(batches, Share) else met
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _span(costs: Sequence[Cost]) -> str:
 
 def _cost_of(job: Job) -> Cost:
     alone, batched = _forward(job, 1), _forward(job, TIMED)
-    count = job.counts
+    count = job.here
     reading = [cost * count[name] for name, cost in READ.items() if name in count]
     sure = alone * (sum(reading) + (SURVEY if reading else 0.0))
     if "jacobian" in count:
@@ -102,7 +102,7 @@ def _cost_of(job: Job) -> Cost:
 def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
     """Say how long the exact norms of layers without a closed form take, if it is long."""
     heads = sum(site.heads for site in sites if not site.closed_form and site.inputs)
-    samples = job.counts["bounds"]
+    samples = job.here["bounds"]
     forward = _forward(job, 1) if heads else 0.0
     costs = [cost * heads * samples * forward for cost in PER_HEAD]
     if costs[-1] < LONG:
@@ -123,7 +123,7 @@ def proofs(job: Job) -> tuple[Note, ...]:
         return ()
     shown = " to ".join(dict.fromkeys(map(_time, costs)))
     text = (
-        f"certificates of {job.counts['certify']} samples take roughly {shown} (estimate), more "
+        f"certificates of {job.here['certify']} samples take roughly {shown} (estimate), more "
         "where branch and bound is long; --samples, --seconds and --order 1 make it less"
     )
     return (Note(level="info", code="long", text=text),)
@@ -155,7 +155,8 @@ def proof_costs(job: Job) -> tuple[float, float]:
     sample = job.samples.batch[:1].trimmed().to(job.net.device, job.net.dtype)
     rows = rows_of(job.net, sample, order_of(job.net, sample, options.order))
     passes = max(len(options.eps), 1) + options.radius * SEARCH
-    return rows * job.counts["certify"], rows * job.counts["certify"] * passes
+    rows *= job.here["certify"]
+    return rows, rows * passes
 
 
 def attack_costs(options: AttackOptions) -> tuple[float, float]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Literal
 
-from lipaudit.data.batch import Batch
-from lipaudit.data.loading import Samples
+from lipaudit.data.batch import Batch, Share
 from lipaudit.engine.estimate import numerical, proofs
 from lipaudit.engine.files import write
-from lipaudit.engine.journal import Journal
+from lipaudit.engine.journal import Journal, packed
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import origins, provenance, versions
@@ -24,7 +23,7 @@ from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.results import Note, Report, Section
-from lipaudit.results.report import Failure
+from lipaudit.results.report import Failure, Shard
 from lipaudit.results.worst import worst
 from lipaudit.settings import BoundsOptions, CertifyOptions, MeasureOptions
 
@@ -54,6 +53,7 @@ def executed(
     for note in job.notes:
         observer.note(note)
     journals: list[Journal] = []
+    measured: dict[str, list[Part]] = {}
     exact = exact_arithmetic(job.net.device)
     with ExitStack() as held, _kept_if_cut_short(observer, journals), eager(), exact:
         sections: list[Section] = []
@@ -65,7 +65,8 @@ def executed(
             own = job.net.info.source == OWN
             journals.append(journal if own else held.enter_context(journal))
             try:
-                sections += task.sections(journals[-1])
+                measured[name] = task.parts(journals[-1])
+                sections += task.sections(measured[name])
             except Exception as error:
                 if not job.request.partial:
                     raise
@@ -74,10 +75,11 @@ def executed(
         if len(errors) == len(job.request.measures):
             raise errors[0]
         status: Literal["complete", "partial"] = "partial" if errors else "complete"
-        yield _with_worst_drawn(
+        yield with_worst_drawn(
             Report(
                 run=provenance(job),
                 status=status,
+                shard=_shard(job, measured),
                 samples=origins(job.samples),
                 sections=tuple(sections),
             )
@@ -98,7 +100,22 @@ def execute(
         return report
 
 
-def _with_worst_drawn(report: Report) -> Report:
+def reduced(
+    name: str, parts: Sequence[Part], options: MeasureOptions, notes: tuple[Note, ...]
+) -> list[Section]:
+    """Return the sections of a measure.
+
+    Args:
+        name: of the measure.
+        parts: of all samples, in their order.
+        options: it ran with.
+        notes: remarks on loading.
+    """
+    first, *others = MEASURES[name].summarise(parts, options)
+    return [first.model_copy(update={"notes": notes + first.notes}), *others]
+
+
+def with_worst_drawn(report: Report) -> Report:
     """Keep the pictures and the tokens of the worst samples alone: a report stays small."""
     kept = worst(report)
     sections = tuple(
@@ -111,6 +128,22 @@ def _with_worst_drawn(report: Report) -> Report:
         for s in report.sections
     )
     return report.model_copy(update={"sections": sections})
+
+
+def _shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard | None:
+    """Return what the whole is made of, where a job measures some samples of a run."""
+    if job.request.run.shard is None:
+        return None
+    number, of = job.request.run.shard
+    return Shard(
+        number=number,
+        of=of,
+        ids=job.samples.batch.ids,
+        counts=dict(job.counts),
+        notes=job.notes,
+        options={name: o.unkept() for name, o in job.request.measures.items()},
+        parts={name: packed(parts) for name, parts in measured.items()},
+    )
 
 
 @contextmanager
@@ -127,23 +160,30 @@ def _kept_if_cut_short(observer: Observer, journals: Sequence[Journal]) -> Itera
 
 
 class _Task:
-    """One measure of a job on its share of the samples."""
+    """One measure of a job, on the samples that are measured here."""
 
     def __init__(self, job: Job, name: str, options: MeasureOptions, observer: Observer) -> None:
         self.job, self.name, self.options, self.observer = job, name, options, observer
         self.measure: Measure = MEASURES[name]
-        self.samples: Samples = replace(job.samples, batch=job.samples.batch[: job.counts[name]])
+        self.batches = job.batches(name)
+        self.ids = tuple(chain.from_iterable(batch.ids for batch in self.batches))
 
-    def sections(self, journal: Journal) -> list[Section]:
-        """Measure, write the files of the options, and sum up."""
-        parts = self.parts(journal)
-        self.observer.ends(self.name)
+    def sections(self, parts: Sequence[Part]) -> list[Section]:
+        """Write the files of the options, and sum up."""
+        if not parts:
+            settings, notes = self.options.model_dump(), (*self.job.notes, self._empty())
+            return [Section(measure=self.name, settings=settings, notes=notes)]
         written = self.measure.written(parts, self.options)
         for path, content in zip(self.options.files, written, strict=True):
             write(path, content)
-        first, *others = self.measure.summarise(parts, self.options)
-        notes = self.job.notes + first.notes
-        return [first.model_copy(update={"notes": notes}), *others]
+        return reduced(self.name, parts, self.options, self.job.notes)
+
+    def _empty(self) -> Note:
+        text = (
+            f"{self.name} has nothing to measure in this shard: {self.job.counts[self.name]} "
+            f"samples in batches of {self.job.cut(self.name)} are fewer batches than shards"
+        )
+        return Note(level="info", code="empty-shard", text=text)
 
     def failed(self, error: Exception) -> Section:
         """Say why there are no figures, in their place."""
@@ -166,14 +206,15 @@ class _Task:
             "model": (net.info.spec, net.info.weights_sha256, net.info.preprocess, str(net.dtype)),
             "device": net.device.type,
             "reading": run.reading(),
-            "samples": self.samples.batch.ids,
+            "samples": self.job.samples.batch.ids[: self.job.counts[self.name]],
+            "shard": run.shard,
             "versions": versions(),
         }
 
     def parts(self, journal: Journal) -> list[Part]:
         """Return the parts, those of an interrupted run among them if it is to be resumed."""
-        resume, total = self.job.request.run.resume, len(self.samples.batch)
-        kept = journal.parts(self.samples.batch.ids)
+        resume, total = self.job.request.run.resume, len(self.ids)
+        kept = journal.parts(self.ids)
         if kept:
             self.observer.note(_kept(self.name, len(sample_ids(kept)), total, resume))
         kept = kept if resume else []
@@ -183,6 +224,7 @@ class _Task:
             for part in journal.recorded(self._measured(done), after=len(kept)):
                 self.observer.advances(self.name, len(part.ids))
                 kept.append(part)
+        self.observer.ends(self.name)
         return kept
 
     def _forewarn(self, first: Batch) -> None:
@@ -199,17 +241,15 @@ class _Task:
 
     def _measured(self, done: int) -> Iterator[Part]:
         """Yield the parts; when memory runs out, go on from there with half the batch."""
-        net, batch = self.job.net, self.samples.batch
-        size, begun = self.job.request.run.batch_size or self.measure.batch, False
-        while done < len(batch):
+        net, left = self.job.net, _rest(self.batches, done)
+        first, size, begun = self.job.first(self.name), self.job.size(self.name), False
+        while left:
             try:
-                cut, options = self._cut(size, done)
                 if not begun:
-                    self._forewarn(batch[done : done + cut].trimmed())
+                    self._forewarn(first)
                     begun = True
-                batches = (b.to(net.device, net.dtype) for b in batch[done:].split(cut))
-                for part in self.measure.parts(net, batches, options):
-                    done += len(part.ids)
+                for part in self.measure.parts(net, self._loaded(first, left), self._sized(size)):
+                    left = _rest(left, len(part.ids))
                     yield part
             except Exception as error:
                 if not out_of_memory(error):
@@ -219,15 +259,31 @@ class _Task:
                         "out of memory with one sample at a time",
                         "Try --device cpu or --max-tokens.",
                     ) from None
-                size = max(1, min(size, len(batch) - done) // 2)
+                size = max(1, min(size, max(map(len, left))) // 2)
+                first = first[:size].trimmed()
+                if self.measure.chunk is None:
+                    left = [piece for batch in left for piece in batch.split(size)]
 
-    def _cut(self, size: int, done: int) -> tuple[int, MeasureOptions]:
-        """Return how to cut the samples, and options that know it where chunks are fixed."""
-        chunk = self.measure.chunk
-        if chunk is None:
-            return size, self.options
-        known = {"batch_size": size, "first_chunk": done // chunk}
-        return chunk, self.options.model_copy(update=known)
+    def _loaded(self, first: Batch, batches: Sequence[Batch]) -> Share:
+        """Return batches as the model takes them, each once its turn has come."""
+        place = self.job.net.device, self.job.net.dtype
+        return Share(first.to(*place), (batch.to(*place) for batch in batches))
+
+    def _sized(self, size: int) -> MeasureOptions:
+        """Return options that know the size of batches, where chunks are fixed."""
+        if self.measure.chunk is None:
+            return self.options
+        return self.options.model_copy(update={"batch_size": size})
+
+
+def _rest(batches: Sequence[Batch], done: int) -> list[Batch]:
+    """Return what is left of batches behind so many of their samples."""
+    left = []
+    for batch in batches:
+        if done < len(batch):
+            left.append(batch[done:].trimmed() if done else batch)
+        done = max(0, done - len(batch))
+    return left
 
 
 def _kept(name: str, done: int, total: int, resumed: bool) -> Note:

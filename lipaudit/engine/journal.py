@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -9,6 +10,7 @@ import os
 import pickle
 import shutil
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +35,8 @@ _PLAIN = {
     ("lipaudit.attacks.sanity", "Checks"),
     ("lipaudit.results.report", "Note"),
 }
+_DAMAGE = (EOFError, ValueError, AttributeError, pickle.UnpicklingError)
+"""What reading a damaged or foreign file raises."""
 _ARRAYS = {"_frombuffer", "_reconstruct", "ndarray", "dtype", "scalar"}
 
 
@@ -69,7 +73,7 @@ class Journal:
     def parts(self, ids: Sequence[str]) -> list[Part]:
         """Return what an earlier run finished of these samples, up to a file that does not fit."""
         finished: list[Part] = []
-        with suppress(OSError, EOFError, ValueError, AttributeError, pickle.UnpicklingError):
+        with suppress(OSError, *_DAMAGE):
             for path in self.paths():
                 part, done = _read(path), len(sample_ids(finished))
                 if part.ids != tuple(ids[done : done + len(part.ids)]):
@@ -98,6 +102,26 @@ class Journal:
         """Forget the parts."""
         if self._lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def packed(parts: Sequence[Part]) -> str:
+    """Write parts as text: what a report of a shard carries."""
+    return base64.b64encode(zlib.compress(pickle.dumps(list(parts), protocol=5))).decode()
+
+
+def unpacked(text: str) -> list[Part]:
+    """Read what `packed` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        parts = _Plain(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
+    except (*_DAMAGE, zlib.error) as error:
+        raise ValueError(f"damaged parts ({error})") from error
+    if not (isinstance(parts, list) and all(isinstance(part, Part) for part in parts)):
+        raise ValueError("no parts")
+    return parts
 
 
 def _locked(path: Path) -> IO[str] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from lipaudit.data.batch import Batch
 from lipaudit.data.forms import form_of_data
 from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.engine.files import require_writable
@@ -61,6 +63,32 @@ class Job:
     counts: Mapping[str, int]
     notes: tuple[Note, ...]
 
+    def size(self, name: str) -> int:
+        """Return how many samples a measure has on the device at a time."""
+        return self.request.run.batch_size or MEASURES[name].batch
+
+    def cut(self, name: str) -> int:
+        """Return how many samples of a measure make one part."""
+        return MEASURES[name].chunk or self.size(name)
+
+    def first(self, name: str) -> Batch:
+        """Return the first batch of a measure, wherever it is measured."""
+        return self.samples.batch[: min(self.cut(name), self.counts[name])].trimmed()
+
+    def batches(self, name: str) -> list[Batch]:
+        """Return the batches of a measure that are measured here: all, or every so-maniest.
+
+        A shard has whole batches of the run, so that its numbers are those of one process.
+        """
+        number, of = self.request.run.shard or (1, 1)
+        whole = self.samples.batch[: self.counts[name]]
+        return list(whole.split(self.cut(name)))[number - 1 :: of]
+
+    @property
+    def here(self) -> dict[str, int]:
+        """Return how many samples of each measure are measured here."""
+        return {name: sum(map(len, self.batches(name))) for name in self.counts}
+
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
     """Load what a request names.
@@ -75,6 +103,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     """
     for path in (path for options in request.measures.values() for path in options.files):
         require_writable(path)
+        _require_whole(path, request.run)
     given: list[Settings] = [request.run, *request.measures.values()]
     request = _filled(request)
     net = net or load_net(request.model, load_options(request.run))
@@ -91,6 +120,14 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     notes = net.info.notes + drawn.notes + unsuited + refused
     counts = {name: min(wanted[name], len(drawn.batch)) for name in request.measures}
     return Job(request, net, drawn, counts, notes)
+
+
+def _require_whole(path: Path, run: RunOptions) -> None:
+    if run.shard:
+        raise UsageError(
+            f"{path} would hold what is made of all samples, and a shard has some of them",
+            "Leave it out, or measure without --shard.",
+        )
 
 
 def _without_refused(

@@ -17,7 +17,12 @@ REPEAT = "Run the baseline's protocol: lipaudit gate MODEL --baseline FILE."
 
 
 def fault(report: Report, section: Section) -> str:
-    """Say why figures are not to be trusted: unfinished, empty, not converged; or nothing."""
+    """Say why figures are not to be trusted: unfinished, empty, not converged; or nothing.
+
+    Those of a shard are of some of the samples.
+    """
+    if report.shard is not None:
+        return f"the report is {report.shard.name}: lipaudit merge makes one of all"
     if section.failure is not None:
         return f"{section.measure} failed: {section.failure.reason}"
     if report.failures:

@@ -54,11 +54,12 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     trials = options.trials()
     how = rewriting.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
-    for number, batch in enumerate(_whole(batches), options.first_chunk):
+    for batch in _whole(batches):
         check(net, batch, options)
         assert batch.y is not None
         texts = None if how is None else rewriting.texts(how, batch)
-        chunk = Chunk(number, net.point(batch), batch.y, net.free(batch), texts)
+        number, point = batch.start // CHUNK, net.point(batch)
+        chunk = Chunk(number, point, batch.y, net.free(batch), texts)
         outcomes: list[Outcome] = []
         for outcome in evaluate_chunk(
             net.classifier(batch),
@@ -98,15 +99,13 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
 
 
 def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Pass batches on if each but the last fills a chunk."""
-    last = False
+    """Pass batches on if each is a chunk of the run."""
     for batch in batches:
-        if last or len(batch) > CHUNK:
+        if batch.start % CHUNK or len(batch) > CHUNK:
             raise UsageError(
                 f"samples do not come in chunks of {CHUNK}, which share a random stream",
                 f"cut them with batch.split({CHUNK}); the option batch_size bounds memory",
             )
-        last = len(batch) < CHUNK
         yield batch
 
 

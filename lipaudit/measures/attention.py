@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, Share, first_of
 from lipaudit.errors import UsageError
 from lipaudit.measures import attention_map, tokens
 from lipaudit.measures.by_layer import Facts, Reduced, by_layer, head_names, summed
@@ -65,14 +65,15 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     """
     reader = _Statistics(options)
     how: dict[str, Any] = {"layers": options.layers, "projections": False}
+    first: Batch | None = None
     for batch in batches:
-        for part in by_layer(net, [batch], reader, **how):
-            if options.map is None:
-                yield part
-            else:
-                drawn = _with_drawn(part, reader.drawn, options)
-                facts = {**drawn.facts, "attended": tokens.attended(net, batch)}
-                yield replace(drawn, facts=facts)
+        first = first or first_of(batches, batch)
+        for part in by_layer(net, Share(first, [batch]), reader, **how):
+            drawn = _with_drawn(part, reader, options)
+            if "maps" in drawn.facts:
+                known = {"attended": tokens.attended(net, batch)}
+                drawn = replace(drawn, facts={**drawn.facts, **known})
+            yield drawn
 
 
 class _Statistics:
@@ -81,18 +82,24 @@ class _Statistics:
     Attributes:
         options: of the measure.
         drawn: arrays of the head that was asked for, on the latest batch.
+        maps: of the candidates, on the first sample of the run.
     """
 
     def __init__(self, options: AttentionOptions) -> None:
         self.options = options
         self.drawn: dict[str, Values] = {}
+        self.maps: dict[str, dict[str, Values]] = {}
         self._head = read_head(options.map) if options.map else None
+        self._candidates = {name: read_head(name) for name in options.candidates}
 
     def reduce(self, layer: Layer) -> Reduced:
         """Return the statistics of a layer, and draw a head of it if it is the one asked for."""
         if self._head is not None and layer.site.index == self._head[0]:
             drawn = attention_map.draw(layer, self._head[1], self.options.query)
             self.drawn.update(drawn)
+        for name, (index, head) in self._candidates.items():
+            if index == layer.site.index and layer.batch.start == 0:
+                self.maps[name] = attention_map.draw(layer, head, None)
         return layer_statistics(layer, self.options)
 
     def facts(self, sites: Sequence[Site]) -> Facts:
@@ -100,17 +107,21 @@ class _Statistics:
         return {"heads": head_names(sites)}
 
 
-def _with_drawn(part: Part, drawn: dict[str, Values], options: AttentionOptions) -> Part:
-    """Add the map to the facts (it is one sample's), or the rows to the values."""
+def _with_drawn(part: Part, reader: _Statistics, options: AttentionOptions) -> Part:
+    """Add maps to the facts (they are of one sample), or the rows of a query to the values."""
+    maps, drawn = dict(reader.maps), dict(reader.drawn)
+    reader.maps.clear()
+    if options.map is None:
+        return replace(part, facts={**part.facts, "maps": maps}) if maps else part
     if not drawn:
         last = part.facts["heads"][-1].layer
         raise UsageError(
-            f"layer {str(options.map).partition('.')[0]} is not measured: no map of it",
+            f"layer {options.map.partition('.')[0]} is not measured: no map of it",
             f"Layers are counted from 0; the last one here is {last} (see --layers).",
         )
-    if options.query is None:
-        return replace(part, facts={**part.facts, "drawn": dict(drawn)})
-    return replace(part, values={**part.values, **drawn})
+    maps, values = ({}, drawn) if options.query is not None else ({options.map: drawn}, {})
+    facts = {**part.facts, "maps": maps}
+    return replace(part, facts=facts, values={**part.values, **values})
 
 
 @torch.inference_mode()

@@ -47,7 +47,7 @@ def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Arr
         UsageError: no sample has such a query.
     """
     if query is None:
-        drawn = parts[0].facts["drawn"]
+        drawn = parts[0].facts["maps"][head]
         return {f"{name}@{head}": Array.of(value) for name, value in drawn.items()}
     norms = joined(parts, "row_norms")
     known = ~np.isnan(norms[:, 0])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, first_of
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
 from lipaudit.models.attention.capture import Layer, capture
@@ -81,7 +81,7 @@ def by_layer(
     sites: tuple[Site, ...] = ()
     for batch in batches:
         require_padding_is_ignored(net, batch)
-        sites = sites or surveyed(net, batch)
+        sites = sites or surveyed(net, first_of(batches, batch))
         selected = chosen(sites, layers)
         reduced, changes = _reduced(net, sites, batch, reduction)
         values = {name: t.numpy() for name, t in reduced.items()}

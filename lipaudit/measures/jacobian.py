@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lipaudit.data.batch import Batch
+from lipaudit.data.batch import Batch, first_of
 from lipaudit.measures import tokens
 from lipaudit.measures.measure import (
     Measure,
@@ -42,7 +42,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
         require_padding_is_ignored(net, batch)
         values, facts = _of_model(net, batch, options)
         if options.per_layer:
-            around = around or _residuals(net, batch)
+            around = around or _residuals(net, first_of(batches, batch))
             values |= _residual_values(net, batch, around.residuals, options)
             facts["blocks"] = [residual.module for residual in around.residuals]
         yield Part(batch.ids, values, facts, () if around is None else around.notes)

@@ -27,7 +27,7 @@ from lipaudit.measures.growth.exponents import (
     with_searches,
 )
 from lipaudit.measures.growth.lengths import any_size, cut, require_lengths
-from lipaudit.measures.growth.worst import worst_case
+from lipaudit.measures.growth.worst import WorstCase, worst_case
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -54,14 +54,16 @@ def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iter
     """Yield norms and bounds of every sample at every length; facts hold the worst case."""
     with any_size(net) as resized:
         remarks = _resized() if resized and _is_on_data(options) else ()
-        worst: dict[str, Any] = {}
+        case: WorstCase | None = None
         for batch in batches:
-            if not worst:
+            if case is None:
                 if _is_on_data(options) and net.kind != "text":
                     require_lengths(net, batch, options.lengths)
-                case = worst_case(net, _first(net, batch), options)
-                worst = {"rows": [*case.rows], "splits": [*case.splits]}
+                # It is of the first sample of the run: where that is measured, and only there.
+                first = batch.start == 0
+                case = worst_case(net, _first(net, batch), options) if first else WorstCase()
                 remarks += case.notes()
+            worst = {"rows": [*case.rows], "splits": [*case.splits]}
             values, facts, more = _on_data(net, batch, options)
             yield Part(batch.ids, values, worst | facts, remarks + more)
 

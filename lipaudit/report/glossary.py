@@ -225,6 +225,8 @@ WORDS: Mapping[str, str] = {
     "epoch": "How many times the training has seen its data, where that is known.",
     "of the training": "A figure that the training gave (its loss, say), not measured here.",
     "||J|| of a head": "The exact norm of a head, median over the samples.",
+    "shard": "One of the parts of a run that were measured apart (--shard); lipaudit merge makes "
+    "one report of all.",
     "LAYER.HEAD": "A head: the index of its attention layer and its own, counted from 0.",
 }
 """Words of tables and headings."""
@@ -243,6 +245,7 @@ NOTES: Mapping[str, str] = {
     "default-normalisation": "Mean and deviation of the pixels are those of the architecture's "
     "own weights: give --mean and --std if others were used.",
     "differs": "Something differs between two reports that does not forbid comparing them.",
+    "empty-shard": "A measure has fewer batches than there are shards, and none in this one.",
     "example": "A text that an attack broke, before and after.",
     "features": "Weights of the file that the output does not need were not read.",
     "fewer-lengths": "The model or the samples do not reach some of the lengths asked for.",
@@ -269,6 +272,7 @@ NOTES: Mapping[str, str] = {
     "max-tokens": "The model takes fewer tokens than were asked for.",
     "never-fails": "A figure that the gate shows and never fails.",
     "new-classifier": "The classifier is new and random: train it first.",
+    "no-map": "Of shards of an audit none kept the attention map of the steepest head.",
     "no-block": "No block was found whose norm could be taken by itself.",
     "no-bound": "Some bounds cannot be given for some heads, with the reason.",
     "no-change": "The change of the norm may be none: no shares of it are given.",

@@ -284,23 +284,56 @@ class Run(Frozen):
     reason: str = ""
 
 
+class Shard(Frozen):
+    """Which part of a run a report is of, and what `lipaudit merge` makes the whole run of.
+
+    Attributes:
+        number: which part, from 1.
+        of: how many there are.
+        ids: of all samples of the run, in their order.
+        counts: how many of them each measure takes, from the first.
+        notes: remarks on loading, with which the notes of a measure begin.
+        options: of each measure, those that are no settings of its section.
+        parts: what each measure gave, in base64; only `lipaudit merge` reads it.
+    """
+
+    number: int
+    of: int
+    ids: tuple[str, ...]
+    counts: dict[str, int]
+    notes: tuple[Note, ...]
+    options: dict[str, dict[str, Any]]
+    parts: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Say which it is: `shard 2 of 4`."""
+        return f"shard {self.number} of {self.of}"
+
+
 class Report(Frozen):
     """One run of lipaudit: the only thing that is written, compared, gated and rendered.
 
     It is partial where a measure failed or the run was cut short; each section that failed says
-    why. `samples` says where each sample is found, in the order of its `ids`: its `place` in the
-    data (a file, a line, an index) and, of texts, how its `text` begins; empty where samples are
-    made up.
+    why. `shard` is there where it is of one part of a run. `samples` says where each sample is
+    found, in the order of its `ids`: its `place` in the data (a file, a line, an index) and, of
+    texts, how its `text` begins; empty where samples are made up.
     """
 
     schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
     schema_version: str = SCHEMA_VERSION
     status: Literal["complete", "partial"] = "complete"
     run: Run
+    shard: Shard | None = None
     samples: dict[str, tuple[Cell, ...]] = {}
     sections: tuple[Section, ...]
 
     _aligned = field_validator("samples")(aligned)
+
+    @model_serializer(mode="wrap")
+    def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write no shard where the report is of a whole run."""
+        return {k: v for k, v in plain(self).items() if k != "shard" or v}
 
     def found(self, column: str) -> dict[str, str]:
         """Return where samples are found (`place`), or how their texts begin (`text`), by id."""

@@ -94,8 +94,6 @@ class AttackOptions(MeasureOptions):
     """Samples that share a random stream: recorded, and never another number."""
     batch_size: int = Field(CHUNK, exclude=True)
     """Samples on the device at a time; changes nothing else."""
-    first_chunk: int = Field(0, exclude=True)
-    """Number of the first chunk of a run that goes on."""
 
     @field_validator("save_adv")
     @classmethod

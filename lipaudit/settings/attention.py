@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import needs, option
@@ -39,6 +39,9 @@ class AttentionOptions(MeasureOptions):
         need=needs("map"),
         ge=0,
     )
+
+    candidates: tuple[str, ...] = Field((), exclude=True)
+    """Heads whose maps are kept while it is not known yet which is drawn."""
 
     @field_validator("map")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from lipaudit.results.trials import COUNTED, Norm
 from lipaudit.settings.option import Settings
@@ -55,6 +55,10 @@ class MeasureOptions(Settings):
             UsageError: what they ask for means nothing for such a model.
         """
         return self
+
+    def unkept(self) -> dict[str, Any]:
+        """Return the options that can be typed and are no settings of the report."""
+        return {n: getattr(self, n) for n in self.options() if n not in self.model_dump()}
 
     def outline(self, samples: int) -> str:
         """Say before it begins what will be measured, where that is not obvious."""

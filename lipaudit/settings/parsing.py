@@ -17,6 +17,7 @@ LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
 FEWEST = 2
 """Worst-case tokens are two points."""
 MOST_LENGTHS, MOST_TOKENS, MOST_LAYERS, MOST_PIXELS = 1000, 10**7, 10**5, 10**5
+MOST_SHARDS = 10**5
 """More than any model has: a slip of the keyboard must not fill the memory."""
 
 
@@ -136,6 +137,18 @@ def read_size(text: str) -> int | None:
     return int(text)
 
 
+def read_shard(text: str) -> tuple[int, int]:
+    """Read `2/4`, the second of four.
+
+    Raises:
+        ValueError: when it is not that.
+    """
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of) <= MOST_SHARDS):
+        raise ValueError(f"it must be 1/4 to 4/4, or the like, up to {MOST_SHARDS} shards")
+    return int(number), int(of)
+
+
 def read_sizes(text: str) -> tuple[int, ...]:
     """Read `224`, `28,28` or `1,28,28`.
 
@@ -223,6 +236,7 @@ Names = Annotated[tuple[str, ...] | None, listed]
 Numbers = Annotated[tuple[float, ...] | None, _parsed(read_numbers)]
 Keywords = Annotated[Mapping[str, Any] | None, _parsed(read_keywords)]
 Size = Annotated[int | None, _parsed(read_size)]
+ShardNumber = Annotated[tuple[int, int] | None, _parsed(read_shard)]
 Sizes = Annotated[tuple[int, ...] | None, BeforeValidator(_sizes), AfterValidator(_is_shape)]
 OneRadius = Annotated[
     Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)

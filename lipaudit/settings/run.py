@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from lipaudit.settings.option import Settings, option
-from lipaudit.settings.parsing import Keywords, Numbers, Size, Sizes, write_keywords
+from lipaudit.settings.parsing import Keywords, Numbers, ShardNumber, Size, Sizes, write_keywords
 
 MODEL, DATA, RUN = "Model", "Data", "Run"
 
@@ -86,6 +86,9 @@ class RunOptions(Settings):
     )
     dtype: Literal["float32", "float64"] = option("float32", "float32 or float64.", panel=RUN)
     batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN, usual="auto")
+    shard: ShardNumber = option(
+        None, "i/n: measure the i-th of n parts of the samples; merge makes one report.", panel=RUN
+    )
     resume: bool = option(False, "Go on with an interrupted run of the same command.", panel=RUN)
     offline: bool = option(False, "Never reach for the network.", panel=RUN)
 

@@ -105,7 +105,7 @@ def test_the_parts_of_every_measure_come_back_as_they_were(name, tmp_path):
     batch = load_data("demo", net, DataOptions(samples=size + 2)).batch
     options = option_types()[name].checked(SMALL.get(name, {}))
     if measure.chunk is not None:
-        options = options.model_copy(update={"batch_size": 4, "first_chunk": 0})
+        options = options.model_copy(update={"batch_size": 4})
     parts = list(measure.parts(net, batch.split(size), options))
     with Journal({"measure": name}, tmp_path) as journal:
         assert list(journal.recorded(parts)) == parts

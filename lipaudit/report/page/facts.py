@@ -15,7 +15,10 @@ def facts(report: Report) -> tuple[tuple[str, str], ...]:
         *_commits(report),
         ("run", f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}"),
         ("command", run.command),
-        ("status", report.status),
+        (
+            "status",
+            report.status if report.shard is None else f"{report.status} {report.shard.name}",
+        ),
         *([("reason", run.reason)] if run.reason else []),
     )
 

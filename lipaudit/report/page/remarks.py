@@ -13,12 +13,18 @@ LISTED = 6
 
 def lack(report: Report) -> str:
     """Say what a report lacks; nothing where it is complete."""
-    if report.status == "complete":
-        return ""
+    lacks = []
+    if report.shard is not None:
+        lacks.append(
+            f"this is {report.shard.name}: its figures are of some of the samples. lipaudit merge "
+            "makes one report of all."
+        )
     if report.failures:
         failed = "; ".join(f"{name} failed: {f.reason}" for name, f in report.failures.items())
-        return f"{failed}. What follows is the rest."
-    return "the run was cut short; what follows is incomplete."
+        lacks.append(f"{failed}. What follows is the rest.")
+    elif report.status != "complete":
+        lacks.append("the run was cut short; what follows is incomplete.")
+    return " ".join(lacks)
 
 
 def of_all(report: Report) -> list[Note]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -197,6 +197,12 @@ def _heads(rows: Sequence[BoundsRow]) -> Heads | None:
     )
     typical = median(finite(row.exact for row in known))
     return Heads(steepest=steepest, median=typical, heads=len(known))
+
+
+def steepest(sections: Iterable[Section], count: int) -> list[str]:
+    """Return the heads of the largest exact norms as LAYER.HEAD, the largest first."""
+    rows = [row for section in sections for row in typed(section, BoundsRow)]
+    return [f"{row.layer}.{row.head}" for row in largest(rows, "exact", count)]
 
 
 def _fragile(section: Section | None) -> Fragile | None:

@@ -1,0 +1,206 @@
+"""The shards of a run, made into the report that one process would have written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from lipaudit.engine.execute import reduced, with_worst_drawn
+from lipaudit.engine.journal import unpacked
+from lipaudit.errors import InputError
+from lipaudit.measures import Part
+from lipaudit.measures.measure import sample_ids
+from lipaudit.results import Note, Report, Section
+from lipaudit.results.report import Shard
+from lipaudit.results.summary import steepest
+from lipaudit.settings import AttentionOptions, MeasureOptions, option_types
+
+OWN = frozenset({"command", "created", "device"})
+"""What the runs of shards may have of their own; of devices the kind is the same."""
+
+
+def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Report:
+    """Make one report of those of all shards of a run: what `lipaudit merge` does.
+
+    It is the report that one process would have written, to the last digit where the shards ran
+    on a CPU; times are sums. A measure that failed in a shard has failed.
+
+    Args:
+        reports: of the shards, in any order.
+        command: what the report says it was made by.
+
+    Raises:
+        InputError: they do not belong together, one is missing or there twice, or damaged.
+    """
+    whole = sorted(reports, key=lambda report: _shard(report).number)
+    _require_complete([_shard(report) for report in whole])
+    first = whole[0]
+    for other in whole[1:]:
+        _require_alike(first, other)
+    devices = ", ".join(dict.fromkeys(report.run.device for report in whole))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    own = {"command": command, "created": created, "device": devices}
+    sections: list[Section] = []
+    for name in _measured(first):
+        sections += _sections(name, whole, sections)
+    return with_worst_drawn(
+        Report(
+            run=first.run.model_copy(update=own),
+            status="partial" if any(report.failures for report in whole) else "complete",
+            samples=first.samples,
+            sections=tuple(sections),
+        )
+    )
+
+
+def _shard(report: Report) -> Shard:
+    if report.shard is None:
+        raise InputError(
+            f"the report of {report.run.model.spec} written by {report.run.command!r} is no shard",
+            "Merge what commands with --shard wrote.",
+        )
+    return report.shard
+
+
+def _require_complete(shards: Sequence[Shard]) -> None:
+    """Refuse shards of which one is missing, or there twice.
+
+    Raises:
+        InputError: with its number.
+    """
+    if not shards:
+        raise InputError("there is nothing to merge", "Name the reports of all shards.")
+    of = {shard.of for shard in shards}
+    if len(of) > 1:
+        raise InputError(
+            f"these are shards of {' and of '.join(map(str, sorted(of)))}",
+            "Merge those of one run.",
+        )
+    numbers = [shard.number for shard in shards]
+    twice = [n for n in sorted(set(numbers)) if numbers.count(n) > 1]
+    if twice:
+        raise InputError(f"shard {_named(twice, shards)} is there twice", "Name each shard once.")
+    missing = [n for n in range(1, shards[0].of + 1) if n not in numbers]
+    if missing:
+        raise InputError(
+            f"shard {_named(missing, shards)} is missing",
+            f"Measure it: the same command with --shard {missing[0]}/{shards[0].of}.",
+        )
+
+
+def _named(numbers: Sequence[int], shards: Sequence[Shard]) -> str:
+    return f"{', '.join(map(str, numbers))} of {shards[0].of}"
+
+
+def _require_alike(first: Report, other: Report) -> None:
+    """Refuse a shard of another run than the first.
+
+    Raises:
+        InputError: with all in which they differ.
+    """
+    pairs = dict(_conditions(first)), dict(_conditions(other))
+    names = dict.fromkeys([*pairs[0], *pairs[1]])
+    changes = [
+        f"{name} {_shown(values[0])} and {_shown(values[1])}"
+        for name in names
+        if (values := [pair.get(name, "not given") for pair in pairs])[0] != values[1]
+    ]
+    if changes:
+        numbers = f"shards {_shard(first).number} and {_shard(other).number}"
+        raise InputError(
+            f"{numbers} are not of one run: {'; '.join(changes)}",
+            "Measure both with the same command, on the same software, but for --shard.",
+        )
+
+
+def _conditions(report: Report) -> Iterator[tuple[str, Any]]:
+    """Yield all that decides the numbers, by its name."""
+    shard, run = _shard(report), report.run.model_dump(mode="json")
+    yield "device", report.run.device.split(" ")[0]
+    yield from _flat({name: value for name, value in run.items() if name not in OWN})
+    yield "samples", shard.ids
+    yield from ((f"samples of {name}", count) for name, count in shard.counts.items())
+    for name in _measured(report):
+        yield from ((f"{name} {key}", value) for key, value in _settings(report, name))
+
+
+def _settings(report: Report, measure: str) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a measure, as JSON has them: settings of its section, and others."""
+    section = report.section(measure)
+    settings = {} if section is None else section.settings
+    both = settings | _shard(report).options.get(measure, {})
+    yield from json.loads(json.dumps(both, default=str)).items()
+
+
+def _measured(report: Report) -> list[str]:
+    return [section.measure for section in report.sections if "." not in section.measure]
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name} ")
+        else:
+            yield f"{above}{name}", value
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 20 else f"{text[:16]}..."
+
+
+def _sections(measure: str, reports: Sequence[Report], before: Sequence[Section]) -> list[Section]:
+    """Return the sections of a measure over all samples; the first failure, where there is one."""
+    failed = [s for r in reports if (s := r.section(measure)) is not None and s.failure]
+    if failed:
+        return failed[:1]
+    first = _shard(reports[0])
+    ids = first.ids[: first.counts[measure]]
+    given = dict(_settings(reports[0], measure))
+    parts = _parts(measure, reports, ids)
+    options, notes = _with_map(option_types()[measure].checked(given), parts, before)
+    return reduced(measure, parts, options, first.notes + notes)
+
+
+def _with_map(
+    options: MeasureOptions, parts: Sequence[Part], before: Sequence[Section]
+) -> tuple[MeasureOptions, tuple[Note, ...]]:
+    """Let the map of the most amplifying head be drawn, if the shards kept maps for that."""
+    maps = parts[0].facts.get("maps") if isinstance(options, AttentionOptions) else None
+    if not maps or not (heads := steepest(before, 1)):
+        return options, ()
+    if heads[0] in maps:
+        return options.model_copy(update={"map": heads[0]}), ()
+    text = (
+        f"no shard kept the attention map of head {heads[0]}: lipaudit attention MODEL "
+        f"--map {heads[0]} draws it"
+    )
+    return options, (Note(level="info", code="no-map", text=text),)
+
+
+def _parts(measure: str, reports: Sequence[Report], ids: Sequence[str]) -> list[Part]:
+    """Return the parts of all shards in the order of the samples.
+
+    Raises:
+        InputError: they are damaged, or cut differently.
+    """
+    place = {name: i for i, name in enumerate(ids)}
+    parts: list[Part] = []
+    for report in reports:
+        shard = _shard(report)
+        try:
+            parts += unpacked(shard.parts[measure])
+        except (KeyError, ValueError) as error:
+            raise InputError(
+                f"{measure} of shard {shard.number} of {shard.of} cannot be read: {error}",
+                "Copy or measure it again.",
+            ) from error
+    parts.sort(key=lambda part: place.get(part.ids[0], -1))
+    if sample_ids(parts) != tuple(ids):
+        raise InputError(
+            f"the shards of {measure} do not have each sample once: they were cut differently",
+            "Measure all of them with the same --batch-size.",
+        )
+    return parts

@@ -1,0 +1,332 @@
+"""Shards of a run: merged, they are what one process writes; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from base64 import b64encode
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zlib import compress
+
+import pytest
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.attacks.plan import CHUNK
+from lipaudit.cli.commands import build
+from lipaudit.data.batch import Share
+from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.engine.journal import packed
+from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.gate import judge
+from lipaudit.measures import MEASURES
+from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.sources.loading import load_net
+from lipaudit.report import render
+from lipaudit.results import Report
+from lipaudit.schema import dumps, load, loads
+from lipaudit.settings import AttentionOptions, JacobianOptions
+from tests.simulated.conftest import MODELS, samples
+
+AUDIT = ("audit", "demo", "--only", "bounds,attention", "-n", "9", "--batch-size", "8")
+CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "bounds": ("demo", "bounds", 5, {"layers": "0", "radius": "0.1", "batch_size": 1}),
+    "attention": ("demo", "attention", 10, {}),
+    "jacobian": ("demo", "jacobian", 20, {"per_layer": True, "batch_size": 4}),
+    "attack": ("demo", "attack", 2 * CHUNK + 2, {"eps": "0.05", "attack": "pgd", "steps": 3}),
+    "random": ("demo", "attack", CHUNK + 2, {"eps": "0.1", "attack": "square", "queries": 9}),
+    "certify": ("bert", "certify", 3, {"eps": "0.01", "order": "1", "nodes": 1}),
+    "scaling": (
+        "demo",
+        "scaling",
+        5,
+        {"lengths": "8:16:log2", "layers": "0", "mode": "real,radius"},
+    ),
+    "text bounds": ("bert", "bounds", 9, {"layers": "1"}),
+    "text rows": ("llama", "attention", 19, {"map": "1.1", "query": 3}),
+    "text jacobian": ("bert", "jacobian", 17, {}),
+    "words": ("bert", "attack", CHUNK + 2, {"attack": "words", "eps": "1", "queries": 5}),
+}
+"""Model, measure, samples, options; where there are fewer than three batches, shards are empty."""
+
+
+def run(case: str, **more: Any) -> Report:
+    model, name, count, options = CASES[case]
+    return lipaudit.measure(
+        MODELS[model](), name, **samples(model, count) | {"samples": count} | options | more
+    )
+
+
+def written(report: Report) -> dict[str, Any]:
+    """What stands in the file of a report, but for times and the command."""
+    document = json.loads(dumps(report))
+    for name in ("created", "command"):
+        document["run"].pop(name)
+    for row in (row for section in document["sections"] for row in section["rows"]):
+        row.pop("seconds", None)
+    return document
+
+
+def shards(case: str, of: int, **more: Any) -> list[Report]:
+    """All shards of a run, read from their files."""
+    each = (run(case, shard=f"{i + 1}/{of}", **more) for i in range(of))
+    return [loads(dumps(report)) for report in each]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_shards_are_the_report_of_one_process(case):
+    first, second, third = shards(case, 3)
+    assert first.shard.name == "shard 1 of 3"
+    assert all(report.run.data.samples == CASES[case][2] for report in (first, third))
+    merged = lipaudit.merge([third, first, second])
+    assert merged.shard is None
+    assert written(merged) == written(run(case))
+
+
+def test_every_measure_is_merged_here():
+    assert {name for _, name, _, _ in CASES.values()} == MEASURES.keys()
+
+
+def test_a_shard_measures_whole_batches_of_its_own():
+    parts = [set(r.section("jacobian").samples["ids"]) for r in shards("jacobian", 2)]
+    everything = run("jacobian").section("jacobian").samples["ids"]
+    assert [len(part) for part in parts] == [12, 8]
+    assert parts[0] | parts[1] == set(everything)
+    assert parts[0] == {name for i, name in enumerate(everything) if i // 4 % 2 == 0}
+
+
+def test_a_model_is_surveyed_at_the_first_batch_of_the_run(monkeypatch):
+    """What layers are is found out once: a shard must not find it out at other samples."""
+    net = load_net("demo")
+    first, second = load_data("demo", net, DataOptions(samples=4)).batch.split(2)
+    places = []
+    for module in ("by_layer", "jacobian"):
+        path = f"lipaudit.measures.{module}.surveyed"
+        monkeypatch.setattr(path, _noting(places, surveyed))
+    whole = Share(first, [second])
+    for name, options in {
+        "attention": AttentionOptions(),
+        "jacobian": JacobianOptions(per_layer=True),
+    }.items():
+        (part,) = MEASURES[name].parts(net, whole, options)
+        assert part.ids == second.ids
+    assert places == [first.ids, first.ids]
+
+
+def _noting(places, survey):
+    def noting(net, batch):
+        places.append(batch.ids)
+        return survey(net, batch)
+
+    return noting
+
+
+def test_an_empty_shard_says_so_everywhere():
+    *_, empty = shards("attention", 3)
+    (section,) = empty.sections
+    assert section.rows == ()
+    assert section.notes[-1].code == "empty-shard"
+    for format in ("table", "markdown", "html", "brief"):
+        assert "shard 3 of 3" in " ".join(render(empty, format).decode().split())
+
+
+@pytest.fixture(scope="module")
+def three() -> list[Report]:
+    return shards("jacobian", 3)
+
+
+def refused(reports: list[Report]) -> InputError:
+    with pytest.raises(InputError) as error:
+        lipaudit.merge(reports)
+    return error.value
+
+
+def test_a_missing_or_doubled_shard_is_named(three):
+    first, _, third = three
+    error = refused([first, third])
+    assert error.message == "shard 2 of 3 is missing"
+    assert "--shard 2/3" in error.advice
+    assert "shard 3 of 3 is there twice" in refused([third, *three]).message
+    assert "shards of 2 and of 3" in refused([first, *shards("jacobian", 2)]).message
+    assert "is no shard" in refused([first, run("jacobian")]).message
+    assert "nothing to merge" in refused([]).message
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seed": 1}, "seed 0 and 1"),
+        ({"tol": 1e-3}, "jacobian tol 0.0001 and 0.001"),
+        ({"dtype": "float64"}, "dtype float32 and float64"),
+        ({"samples": 24}, "data samples 20 and 24"),
+        ({"data": "demo:train"}, "data spec demo and demo:train"),
+    ],
+)
+def test_a_shard_of_another_run_is_refused_with_what_differs(three, changes, says):
+    other = run("jacobian", shard="2/3", **changes)
+    error = refused([three[0], other, three[2]])
+    assert "shards 1 and 2 are not of one run" in error.message
+    assert says in error.message
+
+
+def changed(report: Report, **run: Any) -> Report:
+    return report.model_copy(update={"run": report.run.model_copy(update=run)})
+
+
+def test_other_weights_versions_or_devices_are_refused(three):
+    first, second, third = three
+    model = second.run.model.model_copy(update={"weights_sha256": "f" * 64})
+    versions = second.run.versions | {"torch": "0.1"}
+    for changes, says in (
+        ({"model": model}, "model weights_sha256"),
+        ({"versions": versions}, "versions torch"),
+        ({"lipaudit": "9"}, "lipaudit"),
+        ({"device": "cuda (A)"}, "device cpu and cuda"),
+    ):
+        assert says in refused([first, changed(second, **changes), third]).message
+    cards = [
+        changed(report, device=f"cuda ({card})") for report, card in zip(three, "ABA", strict=True)
+    ]
+    assert lipaudit.merge(cards).run.device == "cuda (A), cuda (B)"
+
+
+def test_shards_that_were_cut_differently_are_refused(three):
+    other = run("jacobian", shard="2/3", **{"batch_size": 5})
+    error = refused([three[0], other, three[2]])
+    assert "cut differently" in error.message
+    assert "--batch-size" in error.advice
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+def test_damaged_or_foreign_parts_are_refused_and_run_nothing(three, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good = three[1].shard.parts["jacobian"]
+    harm = b64encode(compress(pickle.dumps(Harmful()))).decode()
+    numbers = b64encode(compress(pickle.dumps([1]))).decode()
+    for text in ("", good[:-40], "?", harm, numbers, packed([])):
+        shard = three[1].shard.model_copy(update={"parts": {"jacobian": text}})
+        bad = three[1].model_copy(update={"shard": shard})
+        refused([three[0], bad, three[2]])
+    assert not Path("harm").exists()
+
+
+def test_a_shard_is_no_baseline_and_passes_no_gate(three):
+    whole = run("jacobian")
+    for current, baseline, code in ((three[0], whole, 3), (whole, three[0], 5)):
+        judgement = judge(current, baseline)
+        assert judgement.exit_code == code
+        assert all("shard 1 of 3" in verdict.line for verdict in judgement.verdicts)
+
+
+def test_what_needs_all_samples_is_refused_in_a_shard(tmp_path):
+    with pytest.raises(UsageError, match="a shard has some of them"):
+        run("attack", shard="1/2", save_adv=tmp_path / "a.safetensors")
+    for text in ("0/2", "3/2", "2", "1/", "-1/2", "1/2/3"):
+        with pytest.raises(UsageError, match="--shard"):
+            run("attention", shard=text)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def invoke(*args: str, code: int = 0) -> str:
+        done = CliRunner().invoke(build(), [*args, "-q"])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    return invoke
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory) -> list[str]:
+    """The reports of both shards of an audit."""
+    folder = tmp_path_factory.mktemp("halves")
+    for i in (1, 2):
+        args = (*AUDIT, "--shard", f"{i}/2", "--run-dir", str(folder / f"part{i}"), "-q")
+        done = CliRunner().invoke(build(), args)
+        assert done.exit_code == 0, done.output
+    return [str(folder / f"part{i}/report.json") for i in (1, 2)]
+
+
+def test_an_audit_in_shards_is_the_audit_of_one_process(command, halves):
+    """With the map of the most amplifying head of all, which no shard knows."""
+    command("merge", *reversed(halves), "-o", "all.json")
+    command(*AUDIT, "--run-dir", "one")
+    merged, one = load("all.json"), load("one/report.json")
+    drawn = [name for name in one.section("attention").arrays if name.startswith("map@")]
+    assert len(drawn) == 1
+    assert written(merged) == written(one)
+
+
+def test_a_map_that_no_shard_kept_is_named(halves, monkeypatch):
+    monkeypatch.setattr("lipaudit.engine.merging.steepest", lambda _sections, _count: ["9.9"])
+    notes = lipaudit.merge([load(path) for path in halves]).section("attention").notes
+    assert [note.text for note in notes if note.code == "no-map"] == [
+        "no shard kept the attention map of head 9.9: lipaudit attention MODEL --map 9.9 draws it"
+    ]
+
+
+def test_a_measure_that_failed_in_a_shard_has_failed(command, halves, monkeypatch):
+    whole = MEASURES["attention"]
+    monkeypatch.setitem(MEASURES, "attention", replace(whole, parts=_failing))
+    command(*AUDIT, "--shard", "2/2", "--run-dir", "part2", code=3)
+    monkeypatch.setitem(MEASURES, "attention", whole)
+    said = command("merge", halves[0], "part2/report.json", "-o", "all.json", code=3)
+    assert "attention failed: no figures" in said
+    merged = load("all.json")
+    assert merged.status == "partial"
+    assert merged.failures.keys() == {"attention"}
+    assert len(merged.section("bounds").samples["ids"]) == 9
+
+
+def _failing(_net, _batches, _options):
+    raise EvaluationError("no figures")
+    yield
+
+
+def test_a_shard_writes_what_is_merged(command):
+    said = command("attention", "demo", "-n", "2", "--shard", "1/2", code=2)
+    assert "-o shard-1.json" in said
+    command("attention", "demo", "-n", "2", "--shard", "1/2", "-o", "a.json")
+    command("attention", "demo", "-n", "2", "--shard", "2/2", "-f", "json")
+    said = command("train", "demo", "--shard", "1/2", code=2)
+    assert "--shard" in said
+
+
+def test_a_shard_goes_on_where_it_was_stopped_and_not_where_another_was(command, monkeypatch):
+    args = ("jacobian", "demo", "-n", "8", "--batch-size", "2", "-o", "a.json")
+    whole = MEASURES["jacobian"]
+    monkeypatch.setitem(MEASURES, "jacobian", replace(whole, parts=_stopping(whole.parts)))
+    command(*args, "--shard", "1/2", code=130)
+    monkeypatch.setitem(MEASURES, "jacobian", whole)
+    asked = []
+    monkeypatch.setitem(MEASURES, "jacobian", replace(whole, parts=_listening(whole.parts, asked)))
+    command(*args, "--shard", "2/2", "--resume")
+    command(*args, "--shard", "1/2", "--resume")
+    assert [batch.start for batch in asked] == [2, 6, 4]
+
+
+def _stopping(parts):
+    def stopping(net, batches, options):
+        yield next(parts(net, batches, options))
+        raise KeyboardInterrupt
+
+    return stopping
+
+
+def _listening(parts, asked):
+    def listening(net, batches, options):
+        each = list(batches)
+        asked.extend(each)
+        return parts(net, Share(batches.first, each), options)
+
+    return listening

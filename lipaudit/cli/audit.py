@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import MEASURING, require_whole, typed_command
+from lipaudit.cli.measure import MEASURING, prepared, require_whole, typed_command
 from lipaudit.cli.options import Extent, ModelsArgument, Output, Terminal
 from lipaudit.errors import EvaluationError, LipauditError, UsageError, as_user_meets, bug
 from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
@@ -64,8 +64,8 @@ def audit(
     demo = all(model.partition(":")[0] == "demo" for model in models)
     check_outputs(output, REPORT if len(models) == 1 else RANKED)
     require_folder(options.run_dir or RUNS)
-    if run.shard and len(models) > 1:
-        raise UsageError("--shard is of one MODEL", "Audit several one after the other.")
+    if len(models) > 1:
+        _require_alone(run)
     requests = [
         Request(
             model,
@@ -82,6 +82,19 @@ def audit(
     (_audit_one(requests[0], how) if len(models) == 1 else _audit_each(requests, how))
 
 
+def _require_alone(run: RunOptions) -> None:
+    """Refuse to measure several models in parts.
+
+    Raises:
+        UsageError: this process is to measure some of the samples.
+    """
+    from lipaudit.engine.ranks import placed
+
+    if run.shard or placed():
+        what = "--shard measures" if run.shard else "several processes measure"
+        raise UsageError(f"{what} one MODEL at a time", "Audit the models one after the other.")
+
+
 @dataclass(frozen=True)
 class _How:
     """Where what is measured goes, and what is said of it."""
@@ -94,22 +107,24 @@ class _How:
 
 def _audit_one(request: Request, how: _How) -> None:
     from lipaudit.cli.emit import emit
-    from lipaudit.cli.progress import OnStderr, muted
-    from lipaudit.engine.execute import executed
-    from lipaudit.engine.prepare import prepare
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine.execute import executed, follow
 
-    model, terminal, shard = request.model, how.terminal, request.run.shard is not None
-    with muted(quiet=terminal.quiet):
-        job = prepare(request)
-    if not terminal.quiet:
-        _announce(job)
-    with (
-        OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
-        executed(job, observer, adapt=partial(_with_map, shard=shard)) as report,
-    ):
-        folder = made_folder(how.folder or RUNS / _name(model, report), "--run-dir")
-        _write(report, folder)
-        emit(report, how.output, details=how.extent.details)
+    model, terminal = request.model, how.terminal
+    adapt = partial(_with_map, shard=request.run.shard is not None)
+    with prepared(request, quiet=terminal.quiet) as (job, ranks):
+        if ranks is not None and ranks.rank:
+            follow(job, ranks)
+            return
+        if not terminal.quiet:
+            _announce(job)
+        with (
+            OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
+            executed(job, observer, adapt=adapt, ranks=ranks) as report,
+        ):
+            folder = made_folder(how.folder or RUNS / _name(model, report), "--run-dir")
+            _write(report, folder)
+            emit(report, how.output, details=how.extent.details)
     if not terminal.quiet:
         _conclude(model, report, folder)
     require_whole({model: report}, AGAIN)

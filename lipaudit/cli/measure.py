@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,8 @@ from lipaudit.errors import ExitCode, LipauditError, UsageError
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
 if TYPE_CHECKING:
+    from lipaudit.engine.prepare import Job, Request
+    from lipaudit.engine.ranks import Ranks
     from lipaudit.results import Report
 
 MEASURING = "Measure a checkpoint"
@@ -52,22 +55,41 @@ def run_measures(
 ) -> None:
     """Run measures on a model and write what was asked for."""
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.cli.progress import OnStderr, muted
-    from lipaudit.engine.execute import executed
-    from lipaudit.engine.prepare import Request, prepare
+    from lipaudit.cli.progress import OnStderr
+    from lipaudit.engine.execute import executed, follow
+    from lipaudit.engine.prepare import Request
     from lipaudit.report import DRAWN, REPORT
 
     drawn = any(options.draws for options in measures.values())
     check_outputs(output, DRAWN if drawn else REPORT)
     require_mergeable(run, output)
     request = Request(model, measures, run, command=typed_command())
-    with muted(quiet=terminal.quiet):
-        job = prepare(request)
-    with (
-        OnStderr(model, quiet=terminal.quiet) as observer,
-        executed(job, observer) as report,
-    ):
-        emit(report, output)
+    with prepared(request, quiet=terminal.quiet) as (job, ranks):
+        if ranks is not None and ranks.rank:
+            follow(job, ranks)
+            return
+        with (
+            OnStderr(model, quiet=terminal.quiet) as observer,
+            executed(job, observer, ranks=ranks) as report,
+        ):
+            emit(report, output)
+
+
+@contextmanager
+def prepared(request: Request, *, quiet: bool) -> Iterator[tuple[Job, Ranks | None]]:
+    """Load what is to be measured, and meet the other processes of the run, if there are any."""
+    from lipaudit.cli.progress import muted
+    from lipaudit.engine.prepare import prepare
+    from lipaudit.engine.ranks import join, local, placed
+
+    place = placed()
+    with muted(quiet=quiet):
+        job = prepare(request if place is None else local(request, place))
+    if place is None:
+        yield job, None
+    else:
+        with join(place) as ranks:
+            yield job, ranks
 
 
 def require_mergeable(run: RunOptions, output: Output) -> None:

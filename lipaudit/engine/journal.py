@@ -18,7 +18,7 @@ from typing import IO, Any, Self
 
 from lipaudit.engine.files import write
 from lipaudit.errors import EvaluationError
-from lipaudit.measures.measure import Part, sample_ids
+from lipaudit.measures.measure import Part
 
 try:
     import fcntl
@@ -49,15 +49,22 @@ class Journal:
     Args:
         facts: everything that decides the numbers; another run with the same facts finds them.
         root: where journals are kept; the user's cache directory when None.
+
+    Attributes:
+        folder: where the parts are.
+        keeps: whether they are kept; a process that measures with another, which has the lock,
+            may say so without entering.
     """
 
     def __init__(self, facts: Mapping[str, Any], root: Path | None = None) -> None:
         text = json.dumps(facts, sort_keys=True, default=str)
         self.folder = (root or _cache()) / hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.keeps = False
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> Self:
         self._lock = _locked(self.folder.with_suffix(".lock"))
+        self.keeps = self._lock is not None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,40 +74,43 @@ class Journal:
             self._lock.close()
 
     def paths(self) -> list[Path]:
-        """Return the files of the parts, in order."""
-        return [] if self._lock is None else sorted(self.folder.glob("*.part"))
+        """Return the files of the parts, in no order."""
+        return sorted(self.folder.glob("*.part")) if self.keeps else []
 
     def parts(self, ids: Sequence[str]) -> list[Part]:
-        """Return what an earlier run finished of these samples, up to a file that does not fit."""
+        """Return what an earlier run finished of these samples, in their order.
+
+        A file that does not fit is left out.
+        """
+        place = {name: i for i, name in enumerate(ids)}
         finished: list[Part] = []
-        with suppress(OSError, *_DAMAGE):
-            for path in self.paths():
-                part, done = _read(path), len(sample_ids(finished))
-                if part.ids != tuple(ids[done : done + len(part.ids)]):
-                    break
-                finished.append(part)
-        return finished
+        for path in self.paths():
+            with suppress(OSError, *_DAMAGE):
+                part, start = _read(path), place.get(path.stem, len(ids))
+                if part.ids == tuple(ids[start : start + len(part.ids)]):
+                    finished.append(part)
+        return sorted(finished, key=lambda part: place[part.ids[0]])
 
     def recorded(self, parts: Iterable[Part], *, after: int = 0) -> Iterator[Part]:
-        """Yield the parts, each once it is kept behind the first `after`."""
+        """Yield the parts, each once it is kept beside the first `after`."""
         for number, part in enumerate(parts, after):
-            if self._lock is not None:
+            if self.keeps:
                 with suppress(OSError, EvaluationError):  # a full disk does not end the run
-                    self._keep(number, part)
+                    self._keep(part, first=number == 0)
             yield part
 
-    def _keep(self, number: int, part: Part) -> None:
-        if number == 0:
+    def _keep(self, part: Part, *, first: bool) -> None:
+        if first:
             self.clear()
-        self.folder.mkdir(exist_ok=True)
-        if number == 0:
+        self.folder.mkdir(exist_ok=True, parents=True)
+        if first:
             with suppress(OSError):  # what another run forgets at the same time
                 _prune(self.folder.parent)
-        write(self.folder / f"{number:06}.part", pickle.dumps(part, protocol=5))
+        write(self.folder / f"{part.ids[0]}.part", pickle.dumps(part, protocol=5))
 
     def clear(self) -> None:
         """Forget the parts."""
-        if self._lock is not None:
+        if self.keeps:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

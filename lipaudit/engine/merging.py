@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from lipaudit.engine.execute import reduced, with_worst_drawn
+from lipaudit.engine.execute import with_worst_drawn
 from lipaudit.engine.journal import unpacked
+from lipaudit.engine.task import reduced
 from lipaudit.errors import InputError
 from lipaudit.measures import Part
 from lipaudit.measures.measure import sample_ids

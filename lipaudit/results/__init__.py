@@ -6,6 +6,7 @@ better, the domain on which the figure holds and how far it is proven) stands be
 
 from lipaudit.results.certify import CertifyRadiusRow as CertifyRadiusRow
 from lipaudit.results.certify import CertifyRow as CertifyRow
+from lipaudit.results.columns import Array as Array
 from lipaudit.results.columns import Column as Column
 from lipaudit.results.columns import Row as Row
 from lipaudit.results.columns import Status as Status
@@ -13,7 +14,6 @@ from lipaudit.results.measures import MeasureRecord as MeasureRecord
 from lipaudit.results.measures import measures as measures
 from lipaudit.results.measures import row_types as row_types
 from lipaudit.results.measures import sample_columns as sample_columns
-from lipaudit.results.report import Array as Array
 from lipaudit.results.report import Data as Data
 from lipaudit.results.report import Model as Model
 from lipaudit.results.report import Note as Note

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -21,6 +21,9 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from lipaudit.results.trials import TrialKey
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Status = Literal["certified", "exact", "bound", "estimate", "empirical"]
 Better = Literal["lower", "higher"]
@@ -206,3 +209,27 @@ def _inserted(columns: dict[str, Any], behind: str, more: dict[str, Any]) -> dic
     items = list(columns.items())
     at = list(columns).index(behind) + 1
     return dict([*items[:at], *more.items(), *items[at:]])
+
+
+class Array(Frozen):
+    """A dense array in C order; floats are rounded to 6 significant digits."""
+
+    shape: tuple[int, ...]
+    data: tuple[Float | None, ...]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Array:
+        if len(self.data) != math.prod(self.shape):
+            raise ValueError(f"{len(self.data)} values do not fill the shape {self.shape}")
+        return self
+
+    @classmethod
+    def of(cls, values: np.ndarray[Any, Any]) -> Array:
+        """Store a numpy array."""
+        return cls(shape=values.shape, data=tuple(float(f"{v:.6g}") for v in values.ravel()))
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return the array, in float64 (null is NaN)."""
+        import numpy as np
+
+        return np.array(self.data, dtype=np.float64).reshape(self.shape)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -18,12 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from lipaudit.results.columns import Cell, Column, Float, Frozen, Row
+from lipaudit.results.columns import Array, Cell, Column, Float, Frozen, Row
 from lipaudit.results.measures import row_types, sample_columns
 from lipaudit.results.trials import parse_column
-
-if TYPE_CHECKING:
-    import numpy as np
 
 SCHEMA_VERSION = "1.1"
 
@@ -34,30 +30,6 @@ class Note(Frozen):
     level: Literal["info", "warning"]
     code: str
     text: str
-
-
-class Array(Frozen):
-    """A dense array in C order; floats are rounded to 6 significant digits."""
-
-    shape: tuple[int, ...]
-    data: tuple[Float | None, ...]
-
-    @model_validator(mode="after")
-    def _complete(self) -> Array:
-        if len(self.data) != math.prod(self.shape):
-            raise ValueError(f"{len(self.data)} values do not fill the shape {self.shape}")
-        return self
-
-    @classmethod
-    def of(cls, values: np.ndarray[Any, Any]) -> Array:
-        """Store a numpy array."""
-        return cls(shape=values.shape, data=tuple(float(f"{v:.6g}") for v in values.ravel()))
-
-    def numpy(self) -> np.ndarray[Any, Any]:
-        """Return the array, in float64 (null is NaN)."""
-        import numpy as np
-
-        return np.array(self.data, dtype=np.float64).reshape(self.shape)
 
 
 class Failure(Frozen):

@@ -254,14 +254,14 @@ def test_a_stopped_run_has_a_status_of_its_own(args, code, tmp_path, monkeypatch
 @pytest.mark.parametrize("args", [("attention", "demo"), ("audit", "demo", "--run-dir", "run")])
 def test_a_run_that_ends_early_gives_the_cursor_back(args, fault, tmp_path, monkeypatch):
     from lipaudit.cli import progress
-    from lipaudit.engine import execute
+    from lipaudit.engine.task import Task
 
-    def fail(task, done):
+    def fail(_task, _units):
         raise fault
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "Console", functools.partial(Console, force_terminal=True))
-    monkeypatch.setattr(execute._Task, "_measured", fail)
+    monkeypatch.setattr(Task, "measured", fail)
     said = CliRunner().invoke(build(), [*args, "-n", "1"]).stderr
     hidden, shown = "\x1b[?25l", "\x1b[?25h"
     assert 0 <= said.rfind(hidden) < said.rfind(shown) < said.rfind("error:")

@@ -127,7 +127,7 @@ def numbered(count: int) -> list[Part]:
     return [Part((str(i),), {"x": np.array([float(i)])}) for i in range(count)]
 
 
-def test_a_damaged_or_foreign_file_ends_the_journal(tmp_path, monkeypatch):
+def test_a_damaged_or_foreign_file_is_left_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bad = [b"", pickle.dumps(Harmful()), pickle.dumps([1]), pickle.dumps(numbered(1)[0])]
     with Journal({}, tmp_path) as journal:
@@ -135,9 +135,26 @@ def test_a_damaged_or_foreign_file_ends_the_journal(tmp_path, monkeypatch):
         third = journal.paths()[2]
         for content in (third.read_bytes()[:-9], *bad):
             third.write_bytes(content)
-            assert sample_ids(journal.parts("0123")) == ("0", "1")
-        assert journal.parts("103") == []
+            assert sample_ids(journal.parts("0123")) == ("0", "1", "3")
+        assert journal.parts("4567") == []
     assert not (tmp_path / "harm").exists()
+
+
+def test_parts_come_in_the_order_of_the_samples_and_whole(tmp_path):
+    pairs = [Part((f"{i}", f"{i + 1}"), {"x": np.zeros(2)}) for i in (4, 0, 2)]
+    with Journal({}, tmp_path) as journal:
+        list(journal.recorded(pairs))
+        assert sample_ids(journal.parts("0123456")) == ("0", "1", "2", "3", "4", "5")
+        assert sample_ids(journal.parts("01245")) == ("0", "1", "4", "5")
+
+
+def test_a_process_beside_that_with_the_lock_keeps_parts_too(tmp_path):
+    with Journal({}, tmp_path) as first:
+        beside = Journal({}, tmp_path)
+        beside.keeps = first.keeps
+        list(beside.recorded(numbered(2), after=1))
+        list(first.recorded(numbered(3)[2:], after=1))
+        assert sample_ids(first.parts("012")) == ("0", "1", "2")
 
 
 def test_two_equal_runs_at_once_do_not_share_a_journal(tmp_path):

@@ -1,0 +1,317 @@
+"""Processes of one run that a launcher started: they share its batches, rank 0 makes its report.
+
+Batches are handed out one by one, by a counter that all processes share, so that a slow one does
+not hold up the others. What they give goes to rank 0 through the same store of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from lipaudit.data.batch import Batch
+from lipaudit.engine.journal import packed, unpacked
+from lipaudit.engine.prepare import Request
+from lipaudit.errors import (
+    EvaluationError,
+    ExitCode,
+    LipauditError,
+    UsageError,
+    as_user_meets,
+    bug,
+)
+from lipaudit.measures import Part
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+JOIN = 300.0
+"""Seconds within which all processes have to be there."""
+BEAT, LOST = 2.0, 30.0
+"""A process gives a sign of life every so many seconds; without one for so long it has ended."""
+PAUSE = 0.05
+FAREWELL = 5.0
+"""Seconds that rank 0 waits for the others to hear that the run has failed."""
+ENDED = 2**40
+"""More batches than there are: a counter there hands out no more."""
+AGAIN = "What is finished is kept: --resume goes on, with any number of processes."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process of how many this is, and where they meet.
+
+    Attributes:
+        rank: from 0.
+        size: how many there are.
+        local: which on its machine: it takes that device.
+        host: where rank 0, or the launcher, keeps the store.
+        port: of the store.
+    """
+
+    rank: int
+    size: int
+    local: int
+    host: str
+    port: int
+
+
+def placed(env: Mapping[str, str] = os.environ) -> Place | None:
+    """Return what a launcher says of this process; None where it is alone.
+
+    torchrun and `accelerate launch` set RANK and WORLD_SIZE. A step of srun is known by its
+    number of tasks: a batch script has SLURM_NTASKS, too, and is one process.
+
+    Raises:
+        UsageError: it does not say where the processes meet.
+    """
+    if "RANK" in env and int(env.get("WORLD_SIZE", "1")) > 1:
+        rank, size, local = (int(env.get(n, "0")) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return Place(rank, size, local, *_meeting(env, "", ""))
+    if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        rank, size, local = (int(env.get(name, "0")) for name in names)
+        here = "127.0.0.1" if env.get("SLURM_STEP_NUM_NODES") == "1" else ""
+        port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
+        return Place(rank, size, local, *_meeting(env, here, str(port)))
+    return None
+
+
+def local(request: Request, place: Place) -> Request:
+    """Return a request whose device is that of one process on its machine."""
+    import torch
+
+    if request.run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
+        return request
+    device = f"cuda:{place.local % torch.cuda.device_count()}"
+    return replace(request, run=request.run.model_copy(update={"device": device}))
+
+
+def _meeting(env: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
+    host, port = env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
+    if not host or not port:
+        raise UsageError(
+            "several processes are started, and nothing says where they meet",
+            "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
+        )
+    return host, int(port)
+
+
+def join(place: Place) -> Ranks:
+    """Meet the other processes.
+
+    Raises:
+        EvaluationError: they do not come.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    url = f"tcp://{place.host}:{place.port}?rank={place.rank}&world_size={place.size}"
+    try:
+        store, *_ = next(rendezvous(url, timeout=timedelta(seconds=JOIN)))
+    except RuntimeError as error:
+        raise EvaluationError(
+            f"rank {place.rank} of {place.size} cannot reach {place.host}:{place.port}",
+            "Look whether rank 0 runs there; alone, run without RANK and WORLD_SIZE.",
+        ) from error
+    return Ranks(store, place.rank, place.size)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What rank 0 says of a measure that begins.
+
+    Attributes:
+        options: those that are not as they were given.
+        finished: samples that an earlier run measured.
+        keeps: whether what is finished is kept on disk.
+    """
+
+    options: dict[str, Any]
+    finished: tuple[str, ...]
+    keeps: bool
+
+
+class Ranks:
+    """One process among those of a run; to be entered, which waits for the others.
+
+    Args:
+        store: that all of them share.
+        rank: of this one; rank 0 gathers.
+        size: how many there are.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._run = store, ""
+        self._gathered: dict[tuple[str, int], int] = {}
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        joined = self._add("joined", 1)
+        # A launcher may start one command after the other: each has keys of its own.
+        number = (joined - 1) // self.size
+        start = time.monotonic()
+        while (here := self._add("joined", 0) - number * self.size) < self.size:
+            if time.monotonic() - start > JOIN:
+                raise EvaluationError(
+                    f"{here} of {self.size} processes are there after {JOIN:.0f} s",
+                    "Start as many as WORLD_SIZE says, or run without RANK and WORLD_SIZE.",
+                )
+            time.sleep(PAUSE)
+        self._run = f"{number}/"
+        threading.Thread(target=self._live, daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self.rank == 0 and isinstance(error, Exception):
+            self._part_from_others(error)
+        elif self.rank:
+            self._quietly("left", 1)
+
+    def begin(self, measure: str, begun: Begun) -> None:
+        """Say to the others that a measure begins: rank 0."""
+        self._set(f"{measure}/begun", json.dumps(vars(begun)))
+
+    def begun(self, measure: str) -> Begun:
+        """Wait until a measure begins.
+
+        Raises:
+            LipauditError: rank 0 has ended.
+        """
+        while not self._check(f"{measure}/begun"):
+            if self._check("over"):
+                raise _fault(json.loads(self._get("over")))
+            self._require_alive([0])
+            time.sleep(PAUSE)
+        said = json.loads(self._get(f"{measure}/begun"))
+        return Begun(said["options"], tuple(said["finished"]), said["keeps"])
+
+    def units(self, measure: str, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Yield those of the batches that no other process takes, each when it is asked for."""
+        while (number := self._add(f"{measure}/next", 1) - 1) < len(batches):
+            yield batches[number]
+
+    def hand_in(self, measure: str, part: Part) -> None:
+        """Give a part to rank 0."""
+        number = self._add(f"{measure}/given/{self.rank}", 0)
+        self._set(f"{measure}/part/{self.rank}/{number}", packed([part]))
+        self._add(f"{measure}/given/{self.rank}", 1)
+
+    def fail(self, measure: str, error: Exception) -> None:
+        """Say that a measure failed: it is over for all."""
+        self._set(f"{measure}/fault", json.dumps(_said(error)))
+        self._add(f"{measure}/next", ENDED)
+
+    def gathered(self, measure: str, own: Iterator[Part], samples: int) -> Iterator[Part]:
+        """Yield the parts of all processes, as they come: rank 0.
+
+        Args:
+            measure: whose.
+            own: those of this process.
+            samples: how many all of them have.
+
+        Raises:
+            LipauditError: another process failed or has ended.
+        """
+        try:
+            for part in own:
+                samples -= len(part.ids)
+                yield part
+                for other in self._handed_in(measure):
+                    samples -= len(other.ids)
+                    yield other
+            while samples > 0:
+                self._require_alive(range(1, self.size))
+                for other in self._handed_in(measure):
+                    samples -= len(other.ids)
+                    yield other
+                time.sleep(PAUSE)
+        except Exception:
+            self._add(f"{measure}/next", ENDED)
+            raise
+
+    def _handed_in(self, measure: str) -> Iterator[Part]:
+        if self._check(f"{measure}/fault"):
+            raise _fault(json.loads(self._get(f"{measure}/fault")))
+        for rank in range(1, self.size):
+            key = measure, rank
+            for number in range(
+                self._gathered.get(key, 0), self._add(f"{measure}/given/{rank}", 0)
+            ):
+                name = f"{measure}/part/{rank}/{number}"
+                yield from unpacked(self._get(name).decode())
+                self._store.delete_key(self._run + name)
+                self._gathered[key] = number + 1
+
+    def _require_alive(self, ranks: Sequence[int]) -> None:
+        now = time.monotonic()
+        for rank in ranks:
+            beat, since = self._add(f"beat/{rank}", 0), now
+            known = self._beats.get(rank)
+            if known is not None and known[0] == beat:
+                since = known[1]
+            self._beats[rank] = beat, since
+            if now - since > LOST:
+                raise EvaluationError(f"rank {rank} of {self.size} has ended", AGAIN)
+
+    def _live(self) -> None:
+        while not self._ended.wait(BEAT):
+            self._quietly(f"beat/{self.rank}", 1)
+
+    def _part_from_others(self, error: Exception) -> None:
+        try:
+            self._set("over", json.dumps(_said(error)))
+            end = time.monotonic() + FAREWELL
+            while self._add("left", 0) < self.size - 1 and time.monotonic() < end:
+                time.sleep(PAUSE)
+        except EvaluationError:
+            return  # there is nobody to tell
+
+    def _quietly(self, key: str, number: int) -> None:
+        try:
+            self._add(key, number)
+        except EvaluationError:
+            self._ended.set()
+
+    def _add(self, key: str, number: int) -> int:
+        return int(self._asked(self._store.add, key, number))
+
+    def _set(self, key: str, value: str) -> None:
+        self._asked(self._store.set, key, value)
+
+    def _get(self, key: str) -> bytes:
+        return bytes(self._asked(self._store.get, key))
+
+    def _check(self, key: str) -> bool:
+        return bool(self._asked(lambda name: self._store.check([name]), key))
+
+    def _asked(self, ask: Any, key: str, *args: Any) -> Any:
+        try:
+            return ask(self._run + key, *args)
+        except RuntimeError as error:
+            raise EvaluationError("rank 0, or the launcher, has ended", AGAIN) from error
+
+
+def _said(error: Exception) -> dict[str, Any]:
+    fault = as_user_meets(error) or bug(error)
+    return {"message": fault.message, "advice": fault.advice, "exit_code": fault.exit_code}
+
+
+def _fault(said: Mapping[str, Any]) -> LipauditError:
+    error = LipauditError(said["message"], said["advice"])
+    error.exit_code = ExitCode(said["exit_code"])
+    return error

@@ -1,0 +1,237 @@
+"""One measure of a job: its parts, kept as they come, and the sections they make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, groupby, islice
+from typing import Any
+
+from lipaudit.data.batch import Batch, Share
+from lipaudit.engine.estimate import numerical, proofs
+from lipaudit.engine.files import write
+from lipaudit.engine.journal import Journal
+from lipaudit.engine.observer import Observer
+from lipaudit.engine.prepare import Job
+from lipaudit.engine.provenance import versions
+from lipaudit.engine.ranks import Begun, Ranks
+from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
+from lipaudit.measures import MEASURES, Measure, Part
+from lipaudit.measures.by_layer import chosen
+from lipaudit.measures.measure import listening, sample_ids
+from lipaudit.models.attention.survey import surveyed
+from lipaudit.results import Note, Section
+from lipaudit.results.report import Failure
+from lipaudit.settings import BoundsOptions, CertifyOptions, MeasureOptions
+
+
+def reduced(
+    name: str, parts: Sequence[Part], options: MeasureOptions, notes: tuple[Note, ...]
+) -> list[Section]:
+    """Return the sections of a measure.
+
+    Args:
+        name: of the measure.
+        parts: of all samples, in their order.
+        options: it ran with.
+        notes: remarks on loading.
+    """
+    first, *others = MEASURES[name].summarise(parts, options)
+    return [first.model_copy(update={"notes": notes + first.notes}), *others]
+
+
+class Task:
+    """One measure of a job, on the samples that are measured here."""
+
+    def __init__(self, job: Job, name: str, options: MeasureOptions, observer: Observer) -> None:
+        self.job, self.name, self.options, self.observer = job, name, options, observer
+        self.measure: Measure = MEASURES[name]
+        self.batches = job.batches(name)
+        self.ids = tuple(chain.from_iterable(batch.ids for batch in self.batches))
+
+    def sections(self, parts: Sequence[Part]) -> list[Section]:
+        """Write the files of the options, and sum up."""
+        if not parts:
+            settings, notes = self.options.model_dump(), (*self.job.notes, self._empty())
+            return [Section(measure=self.name, settings=settings, notes=notes)]
+        written = self.measure.written(parts, self.options)
+        for path, content in zip(self.options.files, written, strict=True):
+            write(path, content)
+        return reduced(self.name, parts, self.options, self.job.notes)
+
+    def _empty(self) -> Note:
+        text = (
+            f"{self.name} has nothing to measure in this shard: {self.job.counts[self.name]} "
+            f"samples in batches of {self.job.cut(self.name)} are fewer batches than shards"
+        )
+        return Note(level="info", code="empty-shard", text=text)
+
+    def failed(self, error: Exception) -> Section:
+        """Say why there are no figures, in their place."""
+        self.observer.fails(self.name, error)
+        fault = as_user_meets(error) or bug(error)
+        failure = Failure(reason=fault.message, advice=fault.advice, exit_code=fault.exit_code)
+        return Section(
+            measure=self.name,
+            settings=self.options.model_dump(),
+            notes=self.job.notes,
+            failure=failure,
+        )
+
+    def identity(self) -> dict[str, object]:
+        """Return all that decides the numbers, but for how samples are batched."""
+        net, run = self.job.net, self.job.request.run
+        return {
+            "measure": self.name,
+            "options": dict(self.options),
+            "model": (net.info.spec, net.info.weights_sha256, net.info.preprocess, str(net.dtype)),
+            "device": net.device.type,
+            "reading": run.reading(),
+            "samples": self.job.samples.batch.ids[: self.job.counts[self.name]],
+            "shard": run.shard,
+            "versions": versions(),
+        }
+
+    def parts(self, journal: Journal, ranks: Ranks | None = None) -> list[Part]:
+        """Return the parts in order, those of an interrupted run among them if it is to go on.
+
+        Args:
+            journal: that keeps them.
+            ranks: the other processes that measure with this one, the first of them.
+        """
+        kept = journal.parts(self.ids)
+        if kept:
+            self.observer.note(self._kept(len(sample_ids(kept)), anew=ranks is not None))
+        kept = kept if self.job.request.run.resume else []
+        finished = sample_ids(kept)
+        left = self.left(finished)
+        samples = sum(map(len, left))
+        if ranks is not None:
+            if not kept:
+                journal.clear()  # the others keep what they measure there, too
+            ranks.begin(self.name, Begun(self._adapted(), finished, journal.keeps))
+        self.observer.begins(self.name, samples)
+        if ranks is None:
+            parts = self.measured(left)
+        else:
+            own = self.measured(ranks.units(self.name, left))
+            parts = ranks.gathered(self.name, own, samples)
+        with listening(partial(self.observer.moves, self.name)):
+            for part in journal.recorded(parts, after=len(kept)):
+                self.observer.advances(self.name, len(part.ids))
+                kept.append(part)
+        self.observer.ends(self.name)
+        place = {name: i for i, name in enumerate(self.ids)}
+        return sorted(kept, key=lambda part: place[part.ids[0]])
+
+    def left(self, finished: Collection[str]) -> list[Batch]:
+        """Return what is left of the batches but for the samples that are finished."""
+        return [rest for batch in self.batches for rest in _without(batch, {*finished})]
+
+    def _adapted(self) -> dict[str, Any]:
+        """Return the options that are not those that were asked for."""
+        asked = self.job.request.measures[self.name].unkept()
+        return {n: v for n, v in self.options.unkept().items() if v != asked[n]}
+
+    def _kept(self, done: int, *, anew: bool) -> Note:
+        resumed = self.job.request.run.resume
+        text = f"an interrupted run finished {done} of {len(self.ids)} samples of {self.name}: "
+        if resumed:
+            text += "going on from there"
+        elif anew:
+            text += "it is begun anew; --resume would have gone on with it"
+        else:
+            text += "stop this one and add --resume to go on with it"
+        return Note(level="info", code="kept", text=text)
+
+    def _forewarn(self, first: Batch) -> None:
+        """Say before it begins what will take long, as the layers are; they are surveyed once."""
+        net, options = self.job.net, self.options
+        notes: tuple[Note, ...] = ()
+        if isinstance(options, BoundsOptions):
+            sites = surveyed(net, first.to(net.device, net.dtype))
+            notes = numerical(self.job, chosen(sites, options.layers))
+        elif isinstance(options, CertifyOptions):
+            notes = proofs(self.job)
+        for note in notes:
+            self.observer.note(note)
+
+    def measured(self, units: Iterable[Batch]) -> Iterator[Part]:
+        """Yield the parts of batches; when memory runs out, go on from there with half of each."""
+        taken, size = _Taken(units), self.job.size(self.name)
+        first, begun = self.job.first(self.name), False
+        while taken.more():
+            try:
+                if not begun:
+                    self._forewarn(first)
+                    begun = True
+                yield from self._run(first, taken, size)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                if size == 1:
+                    raise EvaluationError(
+                        "out of memory with one sample at a time",
+                        "Try --device cpu or --max-tokens.",
+                    ) from None
+                size = max(1, min(size, taken.largest) // 2)
+                first = first[:size].trimmed()
+                taken.again(None if self.measure.chunk else size)
+
+    def _run(self, first: Batch, taken: _Taken, size: int) -> Iterator[Part]:
+        net = self.job.net
+        place = net.device, net.dtype
+        batches = Share(first.to(*place), (batch.to(*place) for batch in taken))
+        for part in self.measure.parts(net, batches, self._sized(size)):
+            taken.finish(len(part.ids))
+            yield part
+
+    def _sized(self, size: int) -> MeasureOptions:
+        """Return options that know the size of batches, where chunks are fixed."""
+        if self.measure.chunk is None:
+            return self.options
+        return self.options.model_copy(update={"batch_size": size})
+
+
+class _Taken:
+    """Batches, each taken when it is asked for; what is begun can be taken again."""
+
+    def __init__(self, units: Iterable[Batch]) -> None:
+        self._units, self._next, self._begun = iter(units), list[Batch](), list[Batch]()
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.more():
+            self._begun.append(self._next.pop(0))
+            yield self._begun[-1]
+
+    def more(self) -> bool:
+        """Say whether there is a batch to take, and take it."""
+        if not self._next:
+            self._next += islice(self._units, 1)
+        return bool(self._next)
+
+    @property
+    def largest(self) -> int:
+        """The samples of the largest batch that is taken and not finished."""
+        return max((len(batch) for batch in self._begun + self._next), default=1)
+
+    def finish(self, samples: int) -> None:
+        """Leave out so many samples of those begun: they are measured."""
+        rest, self._begun = self._begun, []
+        for batch in rest:
+            if samples < len(batch):
+                self._begun.append(batch[samples:].trimmed() if samples else batch)
+            samples = max(0, samples - len(batch))
+
+    def again(self, size: int | None) -> None:
+        """Take again what is begun, in batches of another size if one is given."""
+        rest, self._begun = self._begun + self._next, []
+        self._next = [piece for batch in rest for piece in batch.split(size or len(batch))]
+
+
+def _without(batch: Batch, finished: set[str]) -> Iterator[Batch]:
+    """Yield the runs of a batch's samples that are not finished."""
+    left = [i for i, name in enumerate(batch.ids) if name not in finished]
+    for _, run in groupby(enumerate(left), key=lambda pair: pair[1] - pair[0]):
+        places = [place for _, place in run]
+        yield batch[places[0] : places[-1] + 1].trimmed()

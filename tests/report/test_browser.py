@@ -186,6 +186,36 @@ def test_headings_sort_by_key_and_say_what_they_mean(browser):
     ]
 
 
+def test_heads_stay_in_sight_beside_the_last_column(browser, page):
+    browser.open(page)
+    browser.run('document.querySelector("#bounds details").open = true')
+    browser.run('window.box = document.querySelector("#bounds details .scroll")')
+    browser.run("box.scrollLeft = 1e4")
+    assert browser.run("box.scrollLeft") > 200
+    for cell in ("th", "td"):
+        lefts = browser.run(
+            f"[0, 1].map(i => box.querySelectorAll({cell!r})[i].getBoundingClientRect().left"
+            " - box.getBoundingClientRect().left)"
+        )
+        assert lefts[0] == pytest.approx(0, abs=1)
+        assert 30 < lefts[1] < 90
+
+
+def test_contents_stay_above_the_heads_that_stay_in_sight(browser, page):
+    browser.open(page)
+    browser.run('document.querySelector("#bounds details").open = true')
+    browser.run(
+        'window.scrollBy({behavior: "instant", top: -10 +'
+        ' document.querySelector("#bounds details td").getBoundingClientRect().top})'
+    )
+    top = browser.run(
+        '(() => { const box = document.querySelector("#bounds details td")'
+        ".getBoundingClientRect();"
+        "return document.elementFromPoint(box.x + 5, box.y + 5).closest('nav, td').tagName; })()"
+    )
+    assert top == "NAV"
+
+
 def test_few_rows_need_no_filter(browser):
     for count, inputs in ((8, 0), (9, 1)):
         browser.open(table(*map(float, range(count))))

@@ -103,6 +103,14 @@ def test_references_lead_somewhere(any_page):
     assert used <= set(ids)
 
 
+def test_every_section_is_in_the_contents_and_links_to_itself(any_page):
+    sections = [attrs["id"] for tag, attrs in any_page.tags if tag == "section"]
+    links = [attrs for tag, attrs in any_page.tags if tag == "a"]
+    own = [a["href"] for a in links if a.get("class") == "anchor"]
+    contents = [a["href"] for a in links if "class" not in a]
+    assert own == contents == [f"#{name}" for name in sections]
+
+
 def test_every_picture_has_an_alternative_text(any_page):
     pictures = [attrs for tag, attrs in any_page.tags if tag == "svg"]
     assert pictures

@@ -17,7 +17,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import MEASURING, prepared, require_whole, typed_command
-from lipaudit.cli.options import Extent, ModelsArgument, Output, Terminal
+from lipaudit.cli.options import ModelsArgument, Output, Several, Terminal
 from lipaudit.errors import EvaluationError, LipauditError, UsageError, as_user_meets, bug
 from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
 
@@ -38,7 +38,7 @@ def audit(
     options: AuditOptions,
     run: RunOptions,
     output: Output,
-    extent: Extent,
+    extent: Several,
     terminal: Terminal,
 ) -> None:
     """Everything about a checkpoint: bounds, attention, Jacobian, attacks, one report.
@@ -62,6 +62,7 @@ def audit(
     from lipaudit.report import RANKED, REPORT
 
     demo = all(model.partition(":")[0] == "demo" for model in models)
+    extent.require_several(len(models))
     check_outputs(output, REPORT if len(models) == 1 else RANKED)
     require_folder(options.run_dir or RUNS)
     if len(models) > 1:
@@ -100,7 +101,7 @@ class _How:
     """Where what is measured goes, and what is said of it."""
 
     output: Output
-    extent: Extent
+    extent: Several
     terminal: Terminal
     folder: Path | None
 
@@ -153,7 +154,7 @@ def _audit_each(requests: Sequence[Request], how: _How) -> None:
     for request, known, place, report in zip(requests, outlines, places, kept, strict=True):
         with _resumable(len(reports), folder):
             reports.append(report or _measured(request, known, place, how.terminal))
-    subject = of_reports(*reports)
+    subject = of_reports(*reports, by=how.extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
     emit(subject, how.output, details=how.extent.details)
     if not quiet:

@@ -16,6 +16,7 @@ from lipaudit.cli.options import (
     Lines,
     Output,
     Plain,
+    Several,
     Shown,
     completed,
     formats,
@@ -57,8 +58,8 @@ def _output(format: str | None, files: list[Path] | None) -> Output:
 
 
 @command("report", panel=COMPARE)
-def report(reports: Reports, output: Shown, extent: Extent, terminal: Plain) -> None:
-    """Render a saved report again, several side by side, or the history of a training.
+def report(reports: Reports, output: Shown, extent: Several, terminal: Plain) -> None:
+    """Render a saved report again, several ranked side by side, or the history of a training.
 
     It needs no model and no torch: the figures are those of the run.
 
@@ -72,12 +73,14 @@ def report(reports: Reports, output: Shown, extent: Extent, terminal: Plain) -> 
     from lipaudit.report import of_history, of_reports
     from lipaudit.results.history import History
 
+    extent.require_several(len(reports))
     first = schema.load_any(reports[0])
     if isinstance(first, History) and len(reports) == 1:
         emit(of_history(first), output, always=False, details=extent.details)
         return
     loaded = [schema.load(path) for path in reports]
-    emit(of_reports(*loaded), output, always=False, details=extent.details)
+    subject = of_reports(*loaded, by=extent.rank_by)
+    emit(subject, output, always=False, details=extent.details)
 
 
 @command("inspect", panel=COMPARE)

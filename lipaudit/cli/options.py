@@ -92,6 +92,31 @@ class Extent(Settings):
     )
 
 
+class Several(Extent):
+    """How much of reports stdout gets, and what several of them are ranked by."""
+
+    rank_by: str | None = option(
+        None,
+        "Rank several models by METRIC, such as attack.robust@linf,4/255 or jacobian.norm:p95.",
+        panel=OUTPUT,
+        usual="accuracy under attack, else certified, else the median norm",
+    )
+
+    def require_several(self, count: int) -> None:
+        """Refuse a metric to rank by that there is not, or that has nothing to rank.
+
+        Raises:
+            UsageError: it is so.
+        """
+        if self.rank_by is None:
+            return
+        from lipaudit.gate.contests import rule_of
+
+        rule_of(self.rank_by)
+        if count < 2:
+            raise UsageError("--rank-by ranks several models, and there is one", "Leave it out.")
+
+
 class Shown(Output):
     """Where a result goes that the configuration file has no say in: it is no report of a run."""
 

@@ -9,15 +9,17 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any, Literal
 
-from lipaudit.errors import BaselineError, LipauditError
+from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate.contrasts import TOLERANCE, contrasts, printed
-from lipaudit.gate.rules import Rule, parse_rule
+from lipaudit.gate.rules import BINARY, Rule, parse_rule
 from lipaudit.gate.statistics import Evidence, holm
-from lipaudit.results import Report
+from lipaudit.gate.values import read
+from lipaudit.results import Report, row_types, sample_columns
 from lipaudit.results.columns import Float, Frozen
 from lipaudit.results.summary import Accuracy, Summary, summary
-from lipaudit.results.trials import parse_radius
+from lipaudit.results.trials import TrialKey, parse_radius
 
+EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
 ALPHA = 0.05
 """The chance of telling any two models apart that do not differ."""
 Outcome = Literal[
@@ -140,9 +142,58 @@ def criteria(reports: Sequence[Report]) -> list[Criterion]:
     return sorted((c for c in criteria if c.models), key=lambda c: -len(c.models))
 
 
+def rule_of(metric: str) -> Rule:
+    """Return how models are compared by a metric that somebody names.
+
+    Args:
+        metric: as rules name it: `attack.robust@linf,4/255`, `jacobian.norm:p95`.
+
+    Raises:
+        UsageError: there is no such metric, it has no better direction, or is no single figure.
+    """
+    plain = parse_rule(f"{metric} <= +0")
+    known = {**row_types()[plain.measure].columns(), **sample_columns(plain.measure)}
+    better = known[plain.column].better or ("higher" if plain.column in BINARY else None)
+    refused = {"each": "has a figure for each row", "max": "may be a maximum by chance"}
+    why = refused.get(plain.stat, "") if better else "has no better direction"
+    if why:
+        raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)
+    limit = "+0pp" if plain.column in BINARY else "+0%"
+    return _rule(f"{metric} {'<=' if better == 'lower' else '>='} {limit}")
+
+
+def chosen(metric: str, reports: Sequence[Report]) -> Criterion:
+    """Return the criterion that somebody names.
+
+    Raises:
+        UsageError: as of `rule_of`; no report has it; or it is several figures.
+    """
+    rule = rule_of(metric)
+    points = [_points(rule, report) for report in reports]
+    names = list(dict.fromkeys(name for each in points for name in each))
+    if not names:
+        raise UsageError(f"no report has {rule.metric}", EXAMPLE)
+    if len(names) > 1:
+        raise UsageError(f"{rule.metric} is several figures: {'; '.join(names)}", EXAMPLE)
+    trial = TrialKey.parse(names[0])
+    figures = tuple(each.get(names[0]) for each in points)
+    return Criterion(rule, figures, trial.ball if trial else "")
+
+
+def _points(rule: Rule, report: Report) -> Mapping[str, float]:
+    """Return the figures of a rule in a report; none where it has none."""
+    section = report.section(rule.measure)
+    if section is None or section.failure is not None:
+        return {}
+    try:
+        return read(rule, section).points
+    except UsageError:
+        return {}
+
+
 def _rule(text: str) -> Rule:
     """Return a rule that errors call by its metric: nobody wrote its limit."""
-    return replace(parse_rule(text), text=text.partition(" ")[0])
+    return replace(parse_rule(text), text=text.rpartition(" ")[0].rpartition(" ")[0])
 
 
 def _balls(summed: Summary) -> Iterator[tuple[tuple[str, str, Fraction], Accuracy]]:

@@ -8,7 +8,16 @@ from typing import Literal
 import numpy as np
 
 from lipaudit.errors import UsageError
-from lipaudit.gate.contests import ALPHA, Contest, Difference, Outcome, contest, criteria, outcomes
+from lipaudit.gate.contests import (
+    ALPHA,
+    Contest,
+    Difference,
+    Outcome,
+    chosen,
+    contest,
+    criteria,
+    outcomes,
+)
 from lipaudit.gate.overlap import matched, paired_by_place
 from lipaudit.gate.statistics import median_change
 from lipaudit.results import Note, Report, model_labels
@@ -79,7 +88,7 @@ class Ranking(Frozen):
     notes: tuple[Note, ...] = ()
 
 
-def rank(reports: Sequence[Report]) -> Ranking:
+def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     """Rank models by accuracy under attack, else certified, else by the median Jacobian norm.
 
     Two models are told apart where the limits of their paired difference leave 0 out: Bonett and
@@ -88,15 +97,17 @@ def rank(reports: Sequence[Report]) -> Ranking:
 
     Args:
         reports: one of each model, on samples that they share.
+        by: the metric in place of these, as rules name it: `attack.robust@linf,4/255`.
 
     Raises:
-        UsageError: there is no report.
+        UsageError: there is no report, or none that has the metric.
     """
     if not reports:
         raise UsageError("there is nothing to rank", "Give the reports of the models.")
     names, shared = model_labels(reports), matched(reports)
     rows = [_row(name, report) for name, report in zip(names, reports, strict=True)]
-    contests = [contest(criterion, shared) for criterion in criteria(reports)]
+    asked = [chosen(by, reports)] if by else criteria(reports)
+    contests = [contest(criterion, shared) for criterion in asked]
     by_place = paired_by_place(reports, names).values()
     notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place]
     notes += _passed_over(contests)

@@ -188,6 +188,8 @@ def test_a_damaged_report_is_measured_again(monkeypatch):
         (["demo", "demo:nonsense"], 4, "demo:nonsense: "),
         (["demo", "demo:robust", "-o", "map.png"], 2, "one attention map"),
         (["demo", "demo:robust", "-f", "badge"], 2, "badge"),
+        (["demo", "demo:robust", "--rank-by", "bounds.exact"], 2, "a figure for each row"),
+        (["demo", "--rank-by", "jacobian.norm:p95"], 2, "--rank-by ranks several models"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(monkeypatch, args, code, says):
@@ -201,9 +203,14 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(monkeypatch, args
 
 
 def test_quiet_says_nothing_but_the_result():
-    done = audit("-n", "1", "--only", "jacobian", "-q", "-f", "json", "--run-dir", "run")
+    by = ("--rank-by", "jacobian.norm:p95")
+    done = audit("-n", "1", "--only", "jacobian", "-q", "-f", "json", "--run-dir", "run", *by)
     assert done.stderr == ""
-    assert len(json.loads(done.stdout)["models"]) == 3
+    written = json.loads(done.stdout)
+    assert (len(written["models"]), written["criterion"]) == (3, "jacobian.norm:p95")
+    saved = [f"run/{place}/report.json" for place in PLACES]
+    again = CliRunner().invoke(build(), ["report", *saved, "-f", "json", *by])
+    assert again.stdout == done.stdout
 
 
 OWN = """

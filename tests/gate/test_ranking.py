@@ -245,3 +245,39 @@ def test_other_inputs_are_never_paired(steep, norms, places, run):
     assert {model.outcome for model in ranking.models} <= {"best", "not comparable"}
     assert ranking.models[-1].reason == "jacobian: other samples were measured"
     assert math.isfinite(ranking.models[0].norm.median)
+
+
+def test_models_are_ranked_by_what_is_asked_for(report, jacobian, attack, norms):
+    both = np.stack([HALF, flipped(HALF, up=0, down=30)])
+    eps = ("4/255", "8/255")
+    first = report(attack(both, eps=eps), jacobian(norms), spec="a")
+    second = report(attack(both[::-1], eps=eps), jacobian(2 * norms), spec="b", weights="b")
+    reports = [first, second]
+    assert outcomes(rank(reports))["b"] == (2, "behind the best")
+    ranking = rank(reports, "attack.robust@linf,8/255")
+    assert (ranking.criterion, ranking.ball) == ("attack.robust@linf,8/255:mean", "linf 8/255")
+    assert outcomes(ranking)["a"] == (2, "behind the best")
+    ranking = rank(reports, by="jacobian.norm:p95")
+    assert (ranking.criterion, ranking.better) == ("jacobian.norm:p95", "lower")
+    assert outcomes(ranking)["b"] == (2, "behind the best")
+    clean = rank(reports, by="attack.correct")
+    assert (clean.better, outcomes(clean)["b"]) == ("higher", (1, "best"))
+
+
+@pytest.mark.parametrize(
+    ("by", "says"),
+    [
+        ("attack.nonsense", "unknown metric"),
+        ("bounds.exact", "it has a figure for each row"),
+        ("jacobian.norm:max", "it may be a maximum by chance"),
+        ("jacobian.products", "it has no better direction"),
+        ("attack.robust", "is several figures: worst,linf,4/255; worst,linf,8/255"),
+        ("attack.robust@linf,3/255", "no report has attack.robust@linf,3/255:mean"),
+        ("certify.certified", "no report has certify.certified:mean"),
+    ],
+)
+def test_what_models_cannot_be_ranked_by_is_refused(attacked, by, says):
+    reports = [attacked(n, np.stack([HALF, HALF]), eps=("4/255", "8/255")) for n in "ab"]
+    with pytest.raises(UsageError, match=says) as refused:
+        rank(reports, by)
+    assert refused.value.advice

@@ -28,6 +28,13 @@ SHORT = {
     "behind the best": "behind",
 }
 """Outcomes where what they are against is the best by itself."""
+BY = {
+    "attack.robust": "accuracy under attack",
+    "certify.robust": "accuracy under attack",
+    "certify.certified": "certified accuracy",
+    "jacobian.norm:median": "the median norm of the model's Jacobian",
+}
+"""What metrics are called in words."""
 MOST = 4
 """Balls whose accuracy is drawn."""
 Shown = tuple[Column, tuple[Any, ...]]
@@ -223,11 +230,8 @@ def _scatter(models: Sequence[Ranked], x: _Axis, y: _Axis) -> Scatter:
 
 def _how(ranking: Ranking) -> str:
     """Say what models are ranked by, and what tells them apart."""
-    if ranking.criterion.startswith("jacobian."):
-        by = "the median norm of the model's Jacobian"
-    else:
-        kind = "certified" if ranking.criterion.startswith("certify.certified") else "attacked"
-        by = f"accuracy {KINDS[kind][0]}, {ranking.ball}"
+    by = BY.get(ranking.criterion.partition("@")[0], ranking.criterion)
+    by += f", {ranking.ball}" if ranking.ball and by != ranking.criterion else ""
     together = f"; they hold for all {ranking.pairs} pairs together (Holm)"
     return (
         f"Ranked by {by}. In brackets: 95 % limits, of differences by paired samples"

@@ -26,9 +26,14 @@ JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "badge", "record", "lin
 HISTORY: frozenset[Form] = frozenset({"page", "record", "frame"})
 
 
-def of_reports(*reports: Report) -> Subject:
-    """Show one report, or several ranked and side by side."""
-    subject = _of_one(reports[0]) if len(reports) == 1 else _of_several(reports)
+def of_reports(*reports: Report, by: str | None = None) -> Subject:
+    """Show one report, or several ranked and side by side.
+
+    Args:
+        reports: what is shown.
+        by: the metric that several are ranked by, if not by the usual one.
+    """
+    subject = _of_one(reports[0]) if len(reports) == 1 else _of_several(reports, by)
     if _pictures(reports):
         subject["picture"] = lambda: _picture(reports)
     return subject
@@ -54,13 +59,13 @@ def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
     return subject
 
 
-def _of_several(reports: Sequence[Report]) -> dict[Form, Callable[[], Any]]:
+def _of_several(reports: Sequence[Report], by: str | None) -> dict[Form, Callable[[], Any]]:
     from lipaudit.gate import rank
     from lipaudit.report import frame
     from lipaudit.report.page.document import document, screen_of_several
     from lipaudit.report.page.ranking import brief, chapter, leading
 
-    ranking = cache(lambda: rank(reports))
+    ranking = cache(lambda: rank(reports, by))
     return {
         "page": cache(lambda: document(*reports, lead=leading(ranking()))),
         "screen": lambda: screen_of_several(reports, chapter(ranking())),

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "jacobian": ("demo", "jacobian", 20, {"per_layer": True, "batch_size": 4}),
     "attack": ("demo", "attack", 2 * CHUNK + 2, {"eps": "0.05", "attack": "pgd", "steps": 3}),
     "random": ("demo", "attack", CHUNK + 2, {"eps": "0.1", "attack": "square", "queries": 9}),
-    "certify": ("bert", "certify", 3, {"eps": "0.01", "order": "1", "nodes": 1}),
+    "certify": ("bert", "certify", 2, {"eps": "0.01", "order": "1", "nodes": 1}),
     "scaling": (
         "demo",
         "scaling",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.cells import cell_len
 
 from lipaudit.report.blocks import Forest
@@ -29,6 +28,8 @@ def height(block: Forest) -> float:
 
 def draw(axes: Axes, block: Forest) -> None:
     """Draw the first series as bars with their intervals, the others as marks."""
+    import numpy as np
+
     first, *others = block.series
     colour, *more = CATEGORIES
     middle, places = np.array(first.x), np.array(first.y)

@@ -66,7 +66,9 @@ def test_the_bound_is_compared(measured, tmp_path):
     both = (measured / "a.json", measured / "a.json")
     done = python("lipaudit", "compare", *both, "-f", "json", cwd=tmp_path)
     assert '"metric": "bounds.frobenius:median"' in done.stdout
-    side_by_side = python("lipaudit", "report", *both, "-f", "table", cwd=tmp_path).stdout
+    side_by_side = python(
+        "lipaudit", "report", *both, "-f", "table", "--details", cwd=tmp_path
+    ).stdout
     assert "Frobenius over heads" in side_by_side
 
 

@@ -77,7 +77,7 @@ class Output(Settings):
     )
     output: tuple[Path, ...] = option(
         (),
-        "Also write FILE (.json, .csv, .md, .html, .txt; .svg: a badge; .png: a map); repeatable.",
+        "Also write FILE (.json, .csv, .md, .html, .txt; .svg: a badge; .png: a map, a sample).",
         "--output",
         "-o",
         panel=OUTPUT,

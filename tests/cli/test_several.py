@@ -20,6 +20,7 @@ from lipaudit.cli.commands import build
 from lipaudit.engine import prepare as preparing
 from lipaudit.errors import EvaluationError
 from lipaudit.measures import MEASURES
+from lipaudit.report import RENDERERS
 from lipaudit.schema import load
 
 THREE = ("demo", "demo:jasmin", "demo:robust")
@@ -31,6 +32,18 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def pages():
+    """Pages are drawn, which takes a second each; other tests leave them blank."""
+
+
+@pytest.fixture(autouse=True)
+def _blank_pages(request, monkeypatch):
+    if "pages" not in request.fixturenames:
+        blank = replace(RENDERERS["html"], render=lambda _: b"")
+        monkeypatch.setitem(RENDERERS, "html", blank)
 
 
 def audit(*args: str, models=THREE):
@@ -80,8 +93,6 @@ def test_three_models_are_ranked_on_one_screen():
     assert f"Best: {ranking.models[0].model}." in " ".join(done.stdout.split())
     rows = list(csv.DictReader(Path("models.csv").read_text().splitlines()))
     assert [row["model"] for row in rows] == [model.model for model in ranking.models]
-    page = Path("run/report.html").read_text()
-    assert page.index('id="ranking"') < page.index('id="scorecards"')
     assert {path.name for path in Path("run/1-demo").iterdir()} == {"report.json", "report.html"}
 
 
@@ -112,7 +123,7 @@ def test_one_model_is_in_memory_at_a_time(monkeypatch):
     assert alive == [0] * 6
 
 
-def test_where_one_model_fails_the_others_go_on(monkeypatch):
+def test_where_one_model_fails_the_others_go_on(pages, monkeypatch):
     fail(monkeypatch, "jacobian", "demo:jasmin", EvaluationError("values are not finite"))
     done = audit("-n", "2", "--only", "jacobian,attention", "--run-dir", "run", "-o", "all.md")
     assert done.exit_code == 3, done.output
@@ -125,6 +136,8 @@ def test_where_one_model_fails_the_others_go_on(monkeypatch):
         assert "demo:jasmin: jacobian failed: values are not finite" in said
         assert said.index("not finite") < said.index("Ranking")
         assert "demo:robust" in said
+    page = Path("run/report.html").read_text()
+    assert page.index('id="ranking"') < page.index('id="scorecards"')
 
 
 def test_a_model_of_which_nothing_could_be_measured_has_a_report_that_says_so(monkeypatch):

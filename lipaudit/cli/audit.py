@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import MEASURING, prepared, require_whole, typed_command
+from lipaudit.cli.measure import (
+    MEASURING,
+    prepared,
+    require_alone,
+    require_whole,
+    typed_command,
+)
 from lipaudit.cli.options import ModelsArgument, Output, Several, Terminal
-from lipaudit.errors import EvaluationError, LipauditError, UsageError, as_user_meets, bug
+from lipaudit.errors import EvaluationError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -66,7 +72,7 @@ def audit(
     check_outputs(output, REPORT if len(models) == 1 else RANKED)
     require_folder(options.run_dir or RUNS)
     if len(models) > 1:
-        _require_alone(run)
+        require_alone(run, "several of them")
     requests = [
         Request(
             model,
@@ -81,19 +87,6 @@ def audit(
     ]
     how = _How(output, extent, terminal, options.run_dir)
     (_audit_one(requests[0], how) if len(models) == 1 else _audit_each(requests, how))
-
-
-def _require_alone(run: RunOptions) -> None:
-    """Refuse to measure several models in parts.
-
-    Raises:
-        UsageError: this process is to measure some of the samples.
-    """
-    from lipaudit.engine.ranks import placed
-
-    if run.shard or placed():
-        what = "--shard measures" if run.shard else "several processes measure"
-        raise UsageError(f"{what} one MODEL at a time", "Audit the models one after the other.")
 
 
 @dataclass(frozen=True)

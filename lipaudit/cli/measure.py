@@ -107,6 +107,24 @@ def require_mergeable(run: RunOptions, output: Output) -> None:
         )
 
 
+def require_alone(run: RunOptions, what: str) -> None:
+    """Refuse to share out what one process does.
+
+    Args:
+        run: its options.
+        what: it does; to be read after "not for".
+
+    Raises:
+        UsageError: this process is to measure some of the samples.
+    """
+    from lipaudit.engine.ranks import placed
+
+    if run.shard or placed():
+        how = "--shard" if run.shard else "a launcher of several processes"
+        alone = "Leave it out." if run.shard else "Run it without RANK and WORLD_SIZE, or srun."
+        raise UsageError(f"{how} is for measuring one MODEL, not for {what}", alone)
+
+
 def typed_command() -> str:
     """Return the command as it was typed."""
     return shlex.join(["lipaudit", *sys.argv[1:]])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import typed_command
+from lipaudit.cli.measure import require_alone, typed_command
 from lipaudit.cli.options import Lines, ModelArgument, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
@@ -80,10 +80,7 @@ def train(
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.train.record import check_target, written
 
-    if run.shard:
-        raise UsageError(
-            "--shard is for what measures: a training is not of parts", "Leave it out."
-        )
+    require_alone(run, "a training")
     if classes is not None and classes < 2:
         raise UsageError(f"--classes {classes}: a classifier has 2 at least")
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})

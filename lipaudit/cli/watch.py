@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import MEASURING, typed_command
+from lipaudit.cli.measure import MEASURING, require_alone, typed_command
 from lipaudit.cli.options import Extent, Output, Terminal
 from lipaudit.errors import ExitCode, InputError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AuditOptions, RunOptions, Settings, option
@@ -83,6 +83,7 @@ def watch(
     from lipaudit.report import HISTORY, of_history
 
     check_outputs(output, HISTORY)
+    require_alone(run, "the course of a training")
     if not folder.is_dir():
         raise InputError(f"there is no directory {folder}", "Name one that holds checkpoints.")
     request = Request(

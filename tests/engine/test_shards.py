@@ -298,8 +298,21 @@ def test_a_shard_writes_what_is_merged(command):
     assert "-o shard-1.json" in said
     command("attention", "demo", "-n", "2", "--shard", "1/2", "-o", "a.json")
     command("attention", "demo", "-n", "2", "--shard", "2/2", "-f", "json")
-    said = command("train", "demo", "--shard", "1/2", code=2)
-    assert "--shard" in said
+
+
+@pytest.mark.parametrize(
+    "args", [("train", "demo"), ("watch", "."), ("audit", "demo", "demo:jasmin")]
+)
+def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
+    assert "--shard is for measuring one MODEL" in command(*args, "--shard", "1/2", code=2)
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert "a launcher of several processes is for" in command(*args, code=2)
 
 
 def test_a_shard_goes_on_where_it_was_stopped_and_not_where_another_was(command, monkeypatch):

@@ -155,11 +155,12 @@ def test_the_page_shows_the_map_of_the_most_amplifying_head(audited):
         assert f"Attention map of head {name}, sample " in (folder / page).read_text()
 
 
-def test_several_reports_as_json_are_refused_with_what_to_type(drawn, monkeypatch):
+def test_several_reports_as_json_are_their_ranking(drawn, monkeypatch):
     monkeypatch.chdir(drawn[0])
     done = CliRunner().invoke(build(), ["report", "map.json", "map.json", "-f", "json"])
-    assert done.exit_code == 2
-    assert "lipaudit compare A.json B.json -f json" in " ".join(done.stderr.split())
+    assert done.exit_code == 0
+    ranking = json.loads(done.stdout)
+    assert [row["model"] for row in ranking["models"]] == ["A: demo", "B: demo"]
 
 
 @pytest.mark.parametrize(

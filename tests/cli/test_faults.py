@@ -308,7 +308,7 @@ def test_options_of_a_kind_are_refused_from_python_alike():
 
 
 BESIDE = {
-    "api/measuring.py:_report": "asks as_user_meets",
+    "api/measuring.py:prepared": "asks as_user_meets",
     "models/attention/observe/events.py:fits": "compares shapes",
     "models/derivative/linearize.py:_explained": "raises again what it does not know",
     "models/precision.py:_cudnn_allows_tf32": "reads a setting",

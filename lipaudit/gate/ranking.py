@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import numpy as np
-
 from lipaudit.errors import UsageError
 from lipaudit.gate.contests import (
-    ALPHA,
     Contest,
     Difference,
     Outcome,
@@ -19,10 +16,9 @@ from lipaudit.gate.contests import (
     outcomes,
 )
 from lipaudit.gate.overlap import matched, paired_by_place
-from lipaudit.gate.statistics import median_change
 from lipaudit.results import Note, Report, model_labels
 from lipaudit.results.columns import Float, Frozen
-from lipaudit.results.figures import finite
+from lipaudit.results.figures import median_limits
 from lipaudit.results.summary import Accuracy, Head, summary
 
 
@@ -134,8 +130,7 @@ def _row(name: str, report: Report) -> Ranked:
     summed, section = summary(report), report.section("jacobian")
     norms = None
     if summed.norms and section:
-        known = finite(section.samples.get("norm", ()))
-        low, high = limits_of_median(known)
+        low, high = median_limits(section.samples.get("norm", ())) or (None, None)
         given = {name: getattr(summed.norms, name) for name in ("start", "end", "median", "p95")}
         norms = ModelNorm(low=low, high=high, samples=summed.norms.samples, **given)
     return Ranked(
@@ -145,21 +140,6 @@ def _row(name: str, report: Report) -> Ranked:
         head=summed.heads.steepest[0] if summed.heads else None,
         fragile=summed.fragile.share if summed.fragile else None,
     )
-
-
-def limits_of_median(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95 % limits of a median, exact whatever the distribution: order statistics.
-
-    Of fewer than six values there are none.
-
-    >>> limits_of_median(range(1, 11))
-    (2.0, 9.0)
-    """
-    if len(values) == 0:
-        return None, None
-    limits = median_change(np.array(values, dtype=np.float64)).limits(ALPHA / 2)
-    low, high = (float(limit) if np.isfinite(limit) else None for limit in limits)
-    return low, high
 
 
 def _passed_over(contests: Sequence[Contest]) -> Iterator[Note]:

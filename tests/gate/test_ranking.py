@@ -10,10 +10,9 @@ from scipy import stats
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import rank
-from lipaudit.gate.ranking import limits_of_median
 from lipaudit.gate.statistics import share_change
 from lipaudit.results import Section
-from lipaudit.results.figures import wilson
+from lipaudit.results.figures import median_limits, wilson
 from lipaudit.results.report import Failure
 
 RNG = np.random.default_rng(5)
@@ -111,24 +110,13 @@ def test_without_attacks_the_smaller_median_norm_is_better(steep, norms):
     assert difference.estimate == pytest.approx(np.median(1.5 * norms / best) - 1)
 
 
-def test_limits_of_the_median_are_exact_order_statistics():
-    assert limits_of_median([]) == (None, None)
-    assert limits_of_median([3.0, 1.0, 2.0, 5.0, 4.0]) == (None, None)
-    values = RNG.normal(size=64)
-    k = int(stats.binom(64, 0.5).ppf(0.025))
-    while stats.binom(64, 0.5).cdf(k - 1) > 0.025:
-        k -= 1
-    ordered = np.sort(values)
-    assert limits_of_median(values) == pytest.approx((ordered[k - 1], ordered[64 - k]))
-
-
 def test_a_row_says_what_the_report_does(report, jacobian, attack, bounds, norms):
     exact = RNG.lognormal(0, 0.3, (4, 8))
     one = report(bounds(exact), jacobian(norms), attack(HALF), spec="a")
     two = report(bounds(exact), jacobian(2 * norms), attack(HALF), spec="b", weights="b")
     row = rank([one, two]).models[0]
     assert row.norm.median == np.median(norms)
-    assert (row.norm.low, row.norm.high) == limits_of_median(norms)
+    assert (row.norm.low, row.norm.high) == median_limits(norms)
     assert row.norm.p95 == np.quantile(norms, 0.95)
     assert [each.kind for each in row.accuracy] == ["clean", "attacked"]
     assert row.head.exact == np.median(exact, 1).max()

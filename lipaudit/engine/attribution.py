@@ -21,8 +21,8 @@ from lipaudit.measures.measure import seed_of
 from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import AGREEMENT, linearize
-from lipaudit.models.derivative.model_norms import jacobian_norms, singular_pairs
-from lipaudit.models.derivative.sensitivity import norm_slopes
+from lipaudit.models.derivative.model_norms import jacobian_norms
+from lipaudit.models.derivative.sensitivity import norm_slopes, singular_pairs
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.sources.weights import few

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +23,55 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine
 from lipaudit.models.derivative.endpoints import SampleFunction
 from lipaudit.models.derivative.linear_mode import AdjointMode
-from lipaudit.models.derivative.model_norms import SingularPairs
+from lipaudit.models.derivative.linearize import Linearization, require_finite
+from lipaudit.models.derivative.model_norms import DENSE, gram_products
 from lipaudit.models.graph import nodes
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
+from lipaudit.theory.spectral.lanczos import random_starts, spectral_norms
 
 Move = Sequence[tuple[Tensor, Tensor]]
 """Weights of a model, each with the step that it takes."""
+PAIR_TOL = 1e-6
+"""Accuracy of a norm at which its vectors are good to about its root."""
+SECOND_TOL = 1e-3
+"""Accuracy of a second singular value, which only says how far it is below the first."""
+
+
+@dataclass(frozen=True)
+class SingularPairs:
+    """Unit vectors with J v = sigma u and J^T u = sigma v, sigma the norm of each sample.
+
+    Attributes:
+        u: in the space of outputs, (batch, *out).
+        v: in the space of inputs, (batch, *in).
+        gap: 1 - sigma_2 / sigma_1, (batch,) on the CPU: where it is 0 the pair is not unique.
+    """
+
+    u: Tensor
+    v: Tensor
+    gap: Tensor
+
+
+def singular_pairs(
+    linear: Linearization, *, seeds: Sequence[int] | None = None, max_steps: int = 300
+) -> SingularPairs:
+    """Return the leading singular vectors of every sample's Jacobian, and the gap below them.
+
+    From the dense Jacobian where one side is at most `DENSE`, else by the Lanczos process; the
+    second singular value is then that of what is orthogonal to the first vector.
+
+    Raises:
+        EvaluationError: a derivative is not finite.
+    """
+    few_outputs = linear.outputs <= linear.inputs
+    if min(linear.inputs, linear.outputs) <= DENSE:
+        near, gap = _dense_pairs(linear.rows if few_outputs else linear.columns)
+    else:
+        near, gap = _lanczos_pairs(linear, seeds or [0] * len(linear), max_steps)
+    near = near.to(linear.x).view_as(linear.output if few_outputs else linear.x)
+    far = _unit_length(linear.sized(linear.vjp if few_outputs else linear.jvp, near))
+    return SingularPairs(*((near, far) if few_outputs else (far, near)), gap)
 
 
 def norm_slopes(
@@ -59,6 +103,46 @@ def norm_slopes(
             for j, move in enumerate(moves):
                 slopes[j, i] = sum(_dot(next(gradients), step) for _, step in move)
     return slopes
+
+
+def _dense_pairs(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """The first left singular vectors of some matrices, and their gaps."""
+    require_finite(dense)
+    vectors, gaps = [], []
+    for j in dense:
+        u, s, _ = torch.linalg.svd(j.to(torch.float64), full_matrices=False)
+        vectors.append(u[:, 0])
+        gaps.append(1 - s[1:2].sum() / s[0])
+    return torch.stack(vectors), torch.stack(gaps).cpu()
+
+
+def _lanczos_pairs(
+    linear: Linearization, seeds: Sequence[int], max_steps: int
+) -> tuple[Tensor, Tensor]:
+    gram = gram_products(linear)
+    size = min(linear.outputs, linear.inputs)
+    # Of a double value one start sees one vector: the second one needs a start of its own.
+    start, other = (
+        random_starts([seed + i for seed in seeds], size).to(linear.x.device, torch.float64)
+        for i in (0, 1)
+    )
+    how: dict[str, Any] = {"max_steps": max_steps, "rebuild": 2.0}
+    first = spectral_norms(lambda _: gram, start, tol=PAIR_TOL, vectors=True, **how)
+    assert first.vector is not None
+    top = _unit_length(first.vector)
+
+    def without(u: Tensor) -> Tensor:
+        return u - (u * top).sum(1, keepdim=True) * top
+
+    def deflated(u: Tensor) -> Tensor:
+        return without(gram(without(u)))
+
+    second = spectral_norms(lambda _: deflated, without(other), tol=SECOND_TOL, **how)
+    return top, 1 - second.norm / first.norm
+
+
+def _unit_length(vectors: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(vectors.flatten(1), dim=1).view_as(vectors)
 
 
 def _gradients(

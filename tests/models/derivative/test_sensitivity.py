@@ -12,12 +12,12 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import linearize
-from lipaudit.models.derivative.model_norms import (
+from lipaudit.models.derivative.model_norms import jacobian_norms
+from lipaudit.models.derivative.sensitivity import (
     SingularPairs,
-    jacobian_norms,
+    norm_slopes,
     singular_pairs,
 )
-from lipaudit.models.derivative.sensitivity import norm_slopes
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.swap import Exchange

@@ -196,9 +196,11 @@ def test_picture_is_the_one_map_of_a_report(report):
     image = render(report.model_copy(update={"sections": (one,)}), "png")
     assert image.startswith(b"\x89PNG")
     bare = section.model_copy(update={"arrays": {}})
-    for sections in ((bare,), (), (section,)):
+    for sections in ((bare,), ()):
         with pytest.raises(UsageError, match="one attention map"):
             render(report.model_copy(update={"sections": sections}), "png")
+    with pytest.raises(UsageError, match="one attention map, not 2"):
+        render([report, report], "png")
 
 
 @pytest.mark.parametrize("bins", [1, 7, 20, 21, 50])

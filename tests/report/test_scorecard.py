@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from math import log10
+from shlex import quote
 from statistics import median
 
 import pytest
@@ -49,7 +50,7 @@ def test_accuracies_and_their_limits(report):
         assert (each.share, each.low, each.high) == (row.robust, row.robust_low, row.robust_high)
         assert each.attacks == ("fgsm", "pgd")
     said = lines(report)["under attack, linf 2/255"]
-    assert said == (15 / 24, "43.5% to 79.5%, worst of fgsm, pgd", "")
+    assert said[:2] == (15 / 24, "43.5% to 79.5%, worst of fgsm, pgd")
 
 
 def test_what_is_proven_stands_below_what_attacks_left(report):
@@ -193,6 +194,37 @@ def test_the_command_that_lowers_the_share_of_fragile_rows(report):
     rows = tuple(row.model_copy(update={"to": "features"}) for row in features.rows)
     encoder = (report.section("attention"), features.model_copy(update={"rows": rows}))
     assert lines(with_sections(report, *encoder))["fragile rows"][2] == ""
+
+
+def test_what_attacks_are_shown_to_break_comes_with_the_training_against_them(report):
+    attack = with_sections(report, report.section("attack"))
+    clean = summary(attack).accuracy[0]
+    for robust, known in ((3, True), (23, False)):
+        low, high = wilson(robust, 24)
+        changed = {"robust": robust / 24, "robust_low": low, "robust_high": high}
+        shown = lines(with_rows(attack, "attack", **changed))
+        assert (high < clean.low) == known
+        told = [shown[f"under attack, linf {eps}/255"][2] for eps in (2, 4)]
+        asked = f"lipaudit train {quote(report.run.model.spec)} --adversarial pgd --eps 2/255"
+        assert told == [f"{asked} --data TRAIN" if known else "", ""]
+        run = report.run.model_copy(update={"preprocess": {}})
+        text = attack.model_copy(update={"run": run})
+        assert not any("train" in said[2] for said in lines(text).values())
+
+
+def test_where_no_head_is_fragile_no_training_is_offered(report):
+    few = with_rows(report, "attention", intermediate=0.3)
+    assert summary(few).fragile.k is not None
+    assert lines(few)["fragile rows"][2] == ""
+
+
+def test_heads_are_named_as_such_with_the_samples_they_were_measured_at(report):
+    section = report.section("bounds").model_copy(update={"samples": {"ids": ("00", "01")}})
+    said = lines(with_sections(report, section))["steepest head, ||J||"][1]
+    assert said.startswith("head 1.2; next ")
+    assert said.endswith("; at 2 samples")
+    bare = section.model_copy(update={"samples": {}})
+    assert " samples" not in lines(with_sections(report, bare))["steepest head, ||J||"][1]
 
 
 def test_bounds_shown_are_the_tightest_of_each_standing(report):

@@ -98,7 +98,8 @@ class Line:
         value: the figure.
         column: how the figure reads.
         text: what belongs to it: its interval, its sample, its heads.
-        command: what to type to change it, or to see more of it.
+        command: what to type to change it.
+        aim: what that is for, in a sentence.
     """
 
     label: str
@@ -106,6 +107,7 @@ class Line:
     column: Column
     text: str = ""
     command: str = ""
+    aim: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from lipaudit.results import (
     JacobianRow,
     Report,
 )
+from lipaudit.results.figures import order
 from lipaudit.results.history import KINDS
 from lipaudit.results.summary import (
     Accuracy,
@@ -29,6 +30,7 @@ from lipaudit.results.summary import (
     Tightness,
     summary,
 )
+from lipaudit.results.worst import ids
 
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
@@ -42,10 +44,10 @@ def scorecard(report: Report, *, short: bool = False) -> Scorecard | None:
     """
     summed, known = summary(report), places(report)
     lines = [
-        *(_accuracy(each) for each in summed.accuracy),
+        *(_accuracy(each, report) for each in summed.accuracy),
         *([_radii(summed.radii)] if summed.radii else ()),
         *(_norms(summed.norms, known, short=short) if summed.norms else ()),
-        *(_heads(summed.heads) if summed.heads else ()),
+        *(_heads(summed.heads, report) if summed.heads else ()),
         *(_fragile(summed.fragile, report) if summed.fragile else ()),
         *_tightest(summed.bounds),
     ]
@@ -70,7 +72,7 @@ def brief(report: Report) -> Brief:
     )
 
 
-def _accuracy(accuracy: Accuracy) -> Line:
+def _accuracy(accuracy: Accuracy, report: Report) -> Line:
     label, column = KINDS[accuracy.kind]
     tried = ", ".join(accuracy.attacks)
     said = [
@@ -80,7 +82,39 @@ def _accuracy(accuracy: Accuracy) -> Line:
         f"{accuracy.undecided} undecided" if accuracy.undecided else "",
     ]
     named = label if accuracy.kind == "clean" else f"{label}, {accuracy.ball}"
-    return Line(named, accuracy.share, column, ", ".join(filter(None, said)))
+    command = _hardening(accuracy, report)
+    left = text(accuracy.share, column)
+    aim = f"Train against attacks: at {accuracy.ball} they leave {left} of the samples right."
+    return Line(
+        named,
+        accuracy.share,
+        column,
+        ", ".join(filter(None, said)),
+        command,
+        aim if command else "",
+    )
+
+
+def _hardening(accuracy: Accuracy, report: Report) -> str:
+    """Return the training on the smallest L-inf ball in which attacks surely break images."""
+    known = summary(report).accuracy
+    least = [order(each.low) for each in known if each.kind == "clean"]
+    broken = [
+        each
+        for each in known
+        if (each.kind, each.norm) == ("attacked", "linf") and each.high is not None
+        if any(each.high < low for low in least)
+    ]
+    if "size" not in report.run.preprocess or broken[:1] != [accuracy]:
+        return ""
+    return _training(report, "--adversarial", "pgd", "--eps", accuracy.eps)
+
+
+def _training(report: Report, *options: str) -> str:
+    words = ["lipaudit", "train", report.run.model.spec, *options]
+    return shlex.join(
+        [*words, *([] if report.run.model.source == "demo" else ["--data", "TRAIN"])]
+    )
 
 
 def _radii(radii: Radii) -> Line:
@@ -115,34 +149,44 @@ def _norms(norms: Norms, known: Mapping[str, str], *, short: bool) -> Iterator[L
     yield Line("Jacobian norm, max", norms.max, columns["max"], sample)
 
 
-def _heads(heads: Heads) -> Iterator[Line]:
+def _heads(heads: Heads, report: Report) -> Iterator[Line]:
     first, *others = heads.steepest
-    said = f"{first.layer}.{first.head}"
+    said = f"head {first.layer}.{first.head}"
     named = ", ".join(f"{h.layer}.{h.head} ({significant(h.exact)})" for h in others)
     if named:
-        said += f"; next {named}; median {significant(heads.median)}"
+        said += f"; next {named}; median head {significant(heads.median)}"
+    said += _measured(report, "bounds")
     yield Line("steepest head, ||J||", first.exact, BoundsRow.columns()["exact"], said)
 
 
 def _fragile(fragile: Fragile, report: Report) -> Iterator[Line]:
     column = replace(AttentionRow.columns()["intermediate"], format=".0%")
-    said = f"more than half in {fragile.heads} of {fragile.of} heads"
-    if fragile.k is None:
-        yield Line("fragile rows", fragile.share, column, said)
-        return
-    said += f", most others near {fragile.side}"
-    yield Line("fragile rows", fragile.share, column, said, _penalty(fragile, report))
+    said = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
+    if fragile.k is not None:
+        said += f"; most others near {fragile.side}"
+    said += _measured(report, "attention")
+    command = _penalty(fragile, report)
+    aim = "Train against fragile rows, then attack the result: fewer need not be more robust."
+    yield Line("fragile rows", fragile.share, column, said, command, aim if command else "")
+
+
+def _measured(report: Report, measure: str) -> str:
+    """Say at how many samples, where a measure took fewer than the report has."""
+    section = report.section(measure)
+    count = len(ids(section)) if section else 0
+    return f"; at {count} samples" if 0 < count < report.run.data.samples else ""
 
 
 def _penalty(fragile: Fragile, report: Report) -> str:
     """Return the training that lowers the share; nothing for a model that has no classes."""
+    if fragile.k is None or not fragile.heads:
+        return ""
     attacked, jacobian = report.section("attack"), summary(report).norms
     if not (attacked and attacked.rows) and (jacobian is None or jacobian.end != "logits"):
         return ""
-    words = ["lipaudit", "train", report.run.model.spec, "--penalty", "jasmin"]
-    if report.run.model.source != "demo":
-        words += ["--data", "TRAIN"]
-    return shlex.join([*words, *(["--k", str(fragile.k)] if fragile.k else [])])
+    return _training(
+        report, "--penalty", "jasmin", *(["--k", str(fragile.k)] if fragile.k else [])
+    )
 
 
 def _tightest(bounds: tuple[Tightness, ...]) -> Iterator[Line]:

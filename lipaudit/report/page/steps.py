@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator
 
 from lipaudit.report.blocks import Scorecard
-from lipaudit.report.cells import pretty
 from lipaudit.report.page.views.common import CHARACTERS, places
 from lipaudit.results import Report
 from lipaudit.results.summary import summary
@@ -52,7 +51,7 @@ def _samples(report: Report) -> Iterator[tuple[str, str]]:
 def _changes(card: Scorecard | None) -> Iterator[tuple[str, str]]:
     for line in card.lines if card else ():
         if line.command:
-            yield f"Train against {pretty(line.label)}.", line.command
+            yield line.aim, line.command
 
 
 def _guard(report: Report) -> Iterator[tuple[str, str]]:

@@ -202,6 +202,8 @@ WORDS: Mapping[str, str] = {
     "p (Holm)": "Two-sided p-value of no change beyond the accuracy of norms (Student's t over "
     "the samples), with Holm's correction over all heads of a column.",
     "median head": "The median over the heads, sample by sample.",
+    "steepest head of a sample": "The largest norm of a head at each sample, the median over the "
+    "samples: no less than that of the steepest head of a scorecard, which is one head.",
     "softmax norm": "||M|| of an attention row, mean over rows and median over the heads.",
     "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
     "5 baseline, 6 not proven (--strict), 130 interrupted.",

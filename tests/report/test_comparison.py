@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
     words = [line.text.split()[0] for line in page.scorecard.lines]
     order = ["regressed", "improved", "inconclusive", "unchanged"]
     assert words == sorted(words, key=order.index)
-    assert said["steepest head, ||J||"][1].startswith("regressed ")
+    assert said["steepest head of a sample"][1].startswith("regressed ")
 
 
 def test_what_stands_out_names_samples_and_heads(subject):
@@ -291,3 +292,22 @@ def test_of_many_balls_those_are_told_in_which_most_was_lost(before, after):
 def test_figures_are_sorted_as_numbers(subject):
     (figures,) = blocks(subject["page"](), "change-0", Table)
     assert [c.label for c in figures.columns if c.format == "s"] == ["metric", "verdict"]
+
+
+def test_a_change_is_that_of_the_two_figures_beside_it(report, before):
+    norms = NORMS * np.where(np.arange(64) % 3, 0.5, 2)
+    after = measured(report, EXACT, norms, np.ones(64, int))
+    page = of_comparison(compare([before, after]), [before, after])["page"]()
+    said = {line.label: (line.value, line.text) for line in page.scorecard.lines}
+    value, text = said["Jacobian norm, median"]
+    change = 100 * (np.median(norms) / np.median(NORMS) - 1)
+    assert (
+        float(value.rstrip("%")) == pytest.approx(change, rel=1e-2) != pytest.approx(-50, rel=0.1)
+    )
+    assert "(paired -50%: " in text
+
+
+def test_what_regressed_is_called_by_its_words(subject):
+    counted = subject["page"]().findings[0][0]
+    assert "Regressed: " in counted
+    assert not re.search(r"\w\.\w|:\w", counted)

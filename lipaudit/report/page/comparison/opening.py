@@ -46,10 +46,10 @@ HEADLINES = {
     "jacobian.margin:median": "margin, median",
     "jacobian.radius_first_order:median": "first-order radius",
     "certify.radius:median": "certified radius",
-    "bounds.exact_max:median": "steepest head, ||J||",
-    "bounds.exact:median": "median head, ||J||",
-    "attention.softmax_norm:median": "softmax norm",
-    "attention.intermediate:median": "fragile rows",
+    "bounds.exact_max:median": "steepest head of a sample",
+    "bounds.exact:median": "median head",
+    "attention.softmax_norm:median": "softmax norm, median head",
+    "attention.intermediate:median": "fragile rows, median head",
 }
 """Figures that are told first beside accuracies, and what the scorecard calls them."""
 
@@ -102,7 +102,7 @@ def brief(comparison: Comparison) -> Brief:
             *(_counted(pair) for pair in pairs),
             *(said for said, _ in attribution.findings(comparison.attributions)),
         ),
-        heads=("verdict", "figure", "old", "new", "change", "95 % limits"),
+        heads=("verdict", "figure", "old", "new", "paired change", "95 % limits"),
         rows=tuple(
             (
                 line.verdict.status,
@@ -148,7 +148,7 @@ def _spoiling(pair: Pair) -> tuple[Note, ...]:
 def _scorecard(comparison: Comparison) -> Scorecard | None:
     """Tell by how much figures changed."""
     lines = tuple(
-        Line(label, _change(line.verdict) or "0", line.column, _said(line))
+        Line(label, line.verdict.texts["change"] or "0", line.column, _said(line))
         for label, line in _told(comparison)
     )
     return Scorecard(lines) if lines else None
@@ -171,8 +171,9 @@ def _gravity(told: tuple[str, Headline]) -> int:
 def _said(line: Headline) -> str:
     """Say what became of a figure."""
     verdict = line.verdict
-    known = limits(verdict)
-    between = f" ({known})" if known else ""
+    differs = verdict.texts["paired"] not in ("", verdict.texts["change"])
+    known = [f"paired {verdict.texts['paired']}" if differs else "", limits(verdict)]
+    between = f" ({': '.join(filter(None, known))})" if any(known) else ""
     old, new = (text(value, line.column) for value in (verdict.old, verdict.new))
     return f"{verdict.status} {old} → {new}{between}"
 
@@ -262,15 +263,25 @@ def _counted(pair: Pair) -> str:
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     counts = Counter(verdict.status for verdict in judged)
     said = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
-    worse = [v.metric for v in judged if v.status == "regressed"]
-    named = f" Regressed: {_first(worse)}." if worse else ""
+    worse = [_named_figure(v.metric, v.name) for v in judged if v.status == "regressed"]
+    named = f" Regressed: {_first(worse, '; ')}." if worse else ""
     return f"Of {len(judged)} figures: {said}.{named}"
 
 
-def _first(names: Sequence[str]) -> str:
+def _named_figure(metric: str, name: str = "") -> str:
+    """Call a metric what the scorecard does, or by the label of its column and what it is of."""
+    if metric in ACCURACY:
+        ball = TrialKey.parse(name)
+        return called(ACCURACY[metric], ball.ball if ball else "")
+    reduced = metric.partition(":")[2]
+    named = ", ".join(filter(None, (_column(metric).label, reduced, name)))
+    return HEADLINES.get(metric, named)
+
+
+def _first(names: Sequence[str], between: str = ", ") -> str:
     """Name the first of some, and count the rest."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    return between.join(names[:NAMED]) + more
 
 
 def _flips(pair: Pair) -> Iterator[str]:
@@ -311,7 +322,7 @@ def _risen(pair: Pair) -> Iterator[str]:
 def _heads(pair: Pair) -> str:
     """Name the heads that moved most, beyond chance where that is known."""
     changes = pair.heads[0]
-    order, what = heads.ranked(changes), f"Heads, {changes.metric}"
+    order, what = heads.ranked(changes), f"Heads, {_column(changes.metric).label}"
     if not changes.samples:
         return f"{what}, without limits: {_named(order, changes.unit)}."
     proven = [head for head in order if head.stands]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from lipaudit.api.measuring import AnyData, AnyModel, audit_request, prepared
+from lipaudit.api.measuring import AnyData, prepared
+from lipaudit.api.requests import AnyModel, audit_request
 from lipaudit.engine.attribution import attribute as swapped
 from lipaudit.engine.observer import Observer
 from lipaudit.errors import UsageError, suggestion

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lipaudit.api.requests import (
+    AnyModel,
+    Measures,
+    audit_request,
+    measure_request,
+    name_of,
+    names_of,
+)
 from lipaudit.data.forms import form_of
 from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
@@ -25,20 +33,15 @@ from lipaudit.errors import (
     UsageError,
     as_user_meets,
     of_machine,
-    suggestion,
 )
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.own import as_now, borrowed
-from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Report
-from lipaudit.settings import MeasureOptions, RunOptions, option_types
-from lipaudit.settings.audit import OF_ATTACK, QUICK_SAMPLES, USUAL, audit_options
+from lipaudit.settings import RunOptions
 
-AnyModel = str | nn.Module | ModelSpec
 Models = list[AnyModel] | list[str] | list[nn.Module] | tuple[AnyModel, ...]
 AnyData = str | os.PathLike[str] | Any | tuple[Any, Any] | None
-Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
 AtHand = Callable[[], AbstractContextManager[Job]]
 """Has a job ready while a block runs."""
 
@@ -72,9 +75,7 @@ def measure(
         >>> report.section("jacobian").rows[0].samples
         2
     """
-    kind = _kind(name)
-    run, own = _split(options, kind)
-    request = Request(_name(model), {name: kind.checked(own)}, run, command="lipaudit.measure()")
+    request = measure_request(name_of(model), name, options)
     with prepared(model, request, data, input_shape=input_shape) as job:
         return execute(job, observer)
 
@@ -125,7 +126,7 @@ def audit(
         raise UsageError("no model is named", "Give one, or a list of several.")
     demo = all(isinstance(each, str) and each.partition(":")[0] == "demo" for each in models)
     requests = [
-        audit_request(name, measures, options, demo=demo, quick=demo) for name in _names(models)
+        audit_request(name, measures, options, demo=demo, quick=demo) for name in names_of(models)
     ]
     at_hand = [
         partial(prepared, each, request, data, input_shape=input_shape)
@@ -158,76 +159,6 @@ def _each(
         except LipauditError as error:
             reports.append(lost(known, error))
     return reports
-
-
-def audit_request(
-    name: str,
-    measures: Measures,
-    options: Mapping[str, Any],
-    *,
-    demo: bool = False,
-    quick: bool = False,
-    command: str = "lipaudit.audit()",
-) -> Request:
-    """Return what an audit is to measure.
-
-    Args:
-        name: of the model.
-        measures: as of `audit`.
-        options: as of `audit`.
-        demo: whether the model is a demo.
-        quick: whether few samples are enough.
-        command: what the report says it was made by.
-
-    Raises:
-        UsageError: a measure or an option that there is not, or that makes no sense.
-    """
-    of_attack = {n: options[n] for n in OF_ATTACK if n in options}
-    usual = audit_options(of_attack, demo=demo, quick=quick)
-    names = [measures] if isinstance(measures, str) else USUAL if measures is None else measures
-    if not names:
-        raise UsageError("no measure is named", f"There are: {', '.join(option_types())}.")
-    if of_attack and not {"attack", "certify"} & {*names}:
-        given = ", ".join(of_attack)
-        raise UsageError(f"{given}: of attacks, and none is asked for", "Leave it out.")
-    own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
-    own |= measures if isinstance(measures, Mapping) else {}
-    plan = {each: _planned(each, own[each], usual.get(each)) for each in own}
-    run, _ = _split({n: v for n, v in options.items() if n not in of_attack}, None)
-    return Request(
-        name,
-        plan,
-        run,
-        QUICK_SAMPLES if quick else {},
-        optional=plan.keys(),
-        partial=True,
-        command=command,
-    )
-
-
-def _planned(name: str, own: Mapping[str, Any], usual: MeasureOptions | None) -> MeasureOptions:
-    """Return the options of a measure of an audit: one's own, else those it usually has there."""
-    kind = _kind(name)
-    if usual is None:
-        return kind.checked(_fields(own, kind))
-    given = {field: getattr(usual, field) for field in usual.model_fields_set}
-    return kind.checked(given | _fields(own, kind))
-
-
-def _name(model: AnyModel) -> str:
-    if isinstance(model, str):
-        return model
-    return type(model.module if isinstance(model, ModelSpec) else model).__name__
-
-
-def _names(models: Sequence[AnyModel]) -> list[str]:
-    """Name several models; modules of one class are numbered."""
-    names = [_name(model) for model in models]
-    modules = {i for i, model in enumerate(models) if not isinstance(model, str)}
-    return [
-        f"{name} {names[: i + 1].count(name)}" if i in modules and names.count(name) > 1 else name
-        for i, name in enumerate(names)
-    ]
 
 
 @contextmanager
@@ -320,34 +251,3 @@ def _tensor(values: Any) -> Tensor:
             f"data of type {type(values).__name__} are no array of samples ({error})",
             "Give x or (x, y), arrays or tensors, or a name that --data takes.",
         ) from error
-
-
-def _kind(name: str) -> type[MeasureOptions]:
-    known = option_types()
-    if name not in known:
-        raise UsageError(f"there is no measure {name!r}", suggestion(name, known))
-    return known[name]
-
-
-def _split(
-    options: Mapping[str, Any], kind: type[MeasureOptions] | None
-) -> tuple[RunOptions, dict[str, Any]]:
-    """Return the options of every run, and those of the measure.
-
-    Raises:
-        UsageError: an option that neither has.
-    """
-    shared = RunOptions.options()
-    own = {} if kind is None else kind.options()
-    given = options if kind is None else _fields(options, kind)
-    for name in given:
-        if name not in shared and name not in own:
-            raise UsageError(f"there is no option {name!r}", suggestion(name, [*own, *shared]))
-    run = RunOptions.checked({n: v for n, v in given.items() if n not in own})
-    return run, {n: v for n, v in given.items() if n in own}
-
-
-def _fields(options: Mapping[str, Any], kind: type[MeasureOptions]) -> dict[str, Any]:
-    """Return options by their fields: `to` and `mode` of a command line are no names of one."""
-    spelled = {o.flags[0].removeprefix("--"): name for name, o in kind.options().items()}
-    return {spelled.get(name.replace("_", "-"), name): value for name, value in options.items()}

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lipaudit.api.measuring import AnyData, audit_request, prepared
+from lipaudit.api.measuring import AnyData, prepared
+from lipaudit.api.requests import audit_request
 from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request

@@ -1,0 +1,135 @@
+"""What calls from Python ask for, as requests: names, measures and options checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lipaudit.engine.prepare import Request
+from lipaudit.errors import UsageError, suggestion
+from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.settings import MeasureOptions, RunOptions, option_types
+from lipaudit.settings.audit import OF_ATTACK, QUICK_SAMPLES, USUAL, audit_options
+
+AnyModel = str | nn.Module | ModelSpec
+Measures = str | Sequence[str] | Mapping[str, Mapping[str, Any]] | None
+
+
+def name_of(model: AnyModel) -> str:
+    """Name a model: a module by its class."""
+    if isinstance(model, str):
+        return model
+    return type(model.module if isinstance(model, ModelSpec) else model).__name__
+
+
+def names_of(models: Sequence[AnyModel]) -> list[str]:
+    """Name several models; modules of one class are numbered."""
+    names = [name_of(model) for model in models]
+    modules = {i for i, model in enumerate(models) if not isinstance(model, str)}
+    return [
+        f"{name} {names[: i + 1].count(name)}" if i in modules and names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
+
+
+def measure_request(model: str, name: str, options: Mapping[str, Any]) -> Request:
+    """Return what one measure is to measure.
+
+    Args:
+        model: its name.
+        name: of the measure.
+        options: of the measure and of every run, by the names of the command line.
+
+    Raises:
+        UsageError: a measure or an option that there is not, or that makes no sense.
+    """
+    kind = _kind(name)
+    run, own = _split(options, kind)
+    return Request(model, {name: kind.checked(own)}, run, command="lipaudit.measure()")
+
+
+def audit_request(
+    name: str,
+    measures: Measures,
+    options: Mapping[str, Any],
+    *,
+    demo: bool = False,
+    quick: bool = False,
+    command: str = "lipaudit.audit()",
+) -> Request:
+    """Return what an audit is to measure.
+
+    Args:
+        name: of the model.
+        measures: as of `audit`.
+        options: as of `audit`.
+        demo: whether the model is a demo.
+        quick: whether few samples are enough.
+        command: what the report says it was made by.
+
+    Raises:
+        UsageError: a measure or an option that there is not, or that makes no sense.
+    """
+    of_attack = {n: options[n] for n in OF_ATTACK if n in options}
+    usual = audit_options(of_attack, demo=demo, quick=quick)
+    names = [measures] if isinstance(measures, str) else USUAL if measures is None else measures
+    if not names:
+        raise UsageError("no measure is named", f"There are: {', '.join(option_types())}.")
+    if of_attack and not {"attack", "certify"} & {*names}:
+        given = ", ".join(of_attack)
+        raise UsageError(f"{given}: of attacks, and none is asked for", "Leave it out.")
+    own: dict[str, Mapping[str, Any]] = dict.fromkeys(names, {})
+    own |= measures if isinstance(measures, Mapping) else {}
+    plan = {each: _planned(each, own[each], usual.get(each)) for each in own}
+    run, _ = _split({n: v for n, v in options.items() if n not in of_attack}, None)
+    return Request(
+        name,
+        plan,
+        run,
+        QUICK_SAMPLES if quick else {},
+        optional=plan.keys(),
+        partial=True,
+        command=command,
+    )
+
+
+def _planned(name: str, own: Mapping[str, Any], usual: MeasureOptions | None) -> MeasureOptions:
+    """Return the options of a measure of an audit: one's own, else those it usually has there."""
+    kind = _kind(name)
+    if usual is None:
+        return kind.checked(_fields(own, kind))
+    given = {field: getattr(usual, field) for field in usual.model_fields_set}
+    return kind.checked(given | _fields(own, kind))
+
+
+def _kind(name: str) -> type[MeasureOptions]:
+    known = option_types()
+    if name not in known:
+        raise UsageError(f"there is no measure {name!r}", suggestion(name, known))
+    return known[name]
+
+
+def _split(
+    options: Mapping[str, Any], kind: type[MeasureOptions] | None
+) -> tuple[RunOptions, dict[str, Any]]:
+    """Return the options of every run, and those of the measure.
+
+    Raises:
+        UsageError: an option that neither has.
+    """
+    shared = RunOptions.options()
+    own = {} if kind is None else kind.options()
+    given = options if kind is None else _fields(options, kind)
+    for name in given:
+        if name not in shared and name not in own:
+            raise UsageError(f"there is no option {name!r}", suggestion(name, [*own, *shared]))
+    run = RunOptions.checked({n: v for n, v in given.items() if n not in own})
+    return run, {n: v for n, v in given.items() if n in own}
+
+
+def _fields(options: Mapping[str, Any], kind: type[MeasureOptions]) -> dict[str, Any]:
+    """Return options by their fields: `to` and `mode` of a command line are no names of one."""
+    spelled = {o.flags[0].removeprefix("--"): name for name, o in kind.options().items()}
+    return {spelled.get(name.replace("_", "-"), name): value for name, value in options.items()}

@@ -106,7 +106,13 @@ FOREST = Forest(
     X,
     ("first", "<i>second", "third"),
     (
-        Series("both", (0.5, -0.25, 0.0), (0.0, 1.0, 2.0), (0.4, None, -0.1), (0.6, None, 0.1)),
+        Series(
+            "both",
+            (0.5, -0.25, 0.0),
+            (0.0, 1.0, 2.0),
+            left=(0.4, None, -0.1),
+            right=(0.6, None, 0.1),
+        ),
         Series("one", (0.3,), (1.0,)),
     ),
 )

@@ -187,8 +187,8 @@ class Forest:
         title: printed above them.
         x: how a figure reads.
         bars: what each bar is of, from top to bottom.
-        series: figures along `x`, at the number of their bar along `y`, with intervals along `x`;
-            the first is drawn as bars.
+        series: figures along `x`, at the number of their bar along `y`; the first is drawn as
+            bars.
     """
 
     title: str

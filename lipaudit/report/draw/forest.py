@@ -35,13 +35,13 @@ def draw(axes: Axes, block: Forest) -> None:
     middle, places = np.array(first.x), np.array(first.y)
     axes.barh(places, middle, height=0.72, color=colour, alpha=0.35, linewidth=0)
     axes.plot(middle, places, "|", color=colour, markersize=7, label=plain(first.label))
-    low, high = np.array((first.low or first.x, first.high or first.x), dtype=np.float64)
+    low, high = np.array((first.left or first.x, first.right or first.x), dtype=np.float64)
     axes.hlines(places, low, high, color=colour, linewidth=1.2)
     for series, colour, marker in zip(others, more, MARKERS, strict=False):
         look: dict[str, Any] = {"s": 18, "linewidths": 0, "marker": marker, "color": colour}
         axes.scatter(series.x, series.y, label=plain(series.label), zorder=3, **look)
     axes.axvline(0, color=INK, linewidth=0.8)
-    known = [v for s in block.series for v in (*s.x, *s.low, *s.high) if v is not None]
+    known = [v for s in block.series for v in (*s.x, *s.left, *s.right) if v is not None]
     axis.scaled(axes, "x", [0.0, *known], block.x, log=False)
     axes.set_yticks(range(len(block.bars)), labels=[plain(bar) for bar in block.bars])
     axes.set(ylim=(len(block.bars) - 0.4, -0.6))

@@ -137,7 +137,7 @@ def _parts(block: Shares) -> Iterator[Mark]:
 def _bars(block: Forest) -> Iterator[Mark]:
     for index, series in enumerate(block.series):
         for i, (value, place) in enumerate(zip(series.x, series.y, strict=True)):
-            ends = [each[i] for each in (series.low, series.high) if each]
+            ends = [each[i] for each in (series.left, series.right) if each]
             span = [text(end, block.x) for end in ends if end is not None]
             limits = f" ({' to '.join(span)})" if len(span) == 2 else ""
             said = f"{block.bars[int(place)]}, {series.label}: {text(value, block.x)}{limits}"

@@ -155,8 +155,8 @@ def _forest(shown: Attribution, layers: Sequence[LayerShare]) -> Forest:
             label,
             x=tuple(log.mean / unit for _, log in known),
             y=tuple(float(i) for i, _ in known),
-            low=tuple(_end(log.low, unit) for _, log in known) if ends else (),
-            high=tuple(_end(log.high, unit) for _, log in known) if ends else (),
+            left=tuple(_end(log.low, unit) for _, log in known) if ends else (),
+            right=tuple(_end(log.high, unit) for _, log in known) if ends else (),
         )
 
     lines = (

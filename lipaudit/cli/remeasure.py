@@ -273,4 +273,4 @@ def _on_shared(job: Job, old: Report, new: Report, count: int) -> Job:
 
 
 def _ids(report: Report) -> set[str]:
-    return {str(name) for s in report.sections for name in s.samples.get("ids", ())}
+    return {name for section in report.sections for name in section.ids}

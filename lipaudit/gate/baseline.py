@@ -57,7 +57,7 @@ def protocol(baseline: Report) -> BaselineProtocol:
         dtype=run.dtype,
         options=dict(run.options),
         settings={section.measure: dict(section.settings) for section in measured},
-        samples={s.measure: len(s.samples.get("ids", ())) or run.data.samples for s in measured},
+        samples={s.measure: len(s.ids) or run.data.samples for s in measured},
     )
 
 
@@ -85,7 +85,7 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
         BaselineError: too few of them are the baseline's.
     """
     for section in baseline.sections:
-        known = tuple(map(str, section.samples.get("ids", ())))
+        known = section.ids
         if known and section.measure in ids:
             try:
                 shared(section.measure, ids[section.measure], known, ALL_BUT_FEW)

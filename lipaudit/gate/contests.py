@@ -229,7 +229,7 @@ def _pair(rule: Rule, places: Places, reports: Sequence[Report]) -> dict[Places,
         LipauditError: they are not comparable.
     """
     old, new = (reports[i] for i in places)
-    ids = [{*r.sections[0].samples.get("ids", ())} for r in (old, new)]
+    ids = [{*r.sections[0].ids} for r in (old, new)]
     if all(ids) and not ids[0] & ids[1]:
         raise BaselineError(f"{rule.measure}: other samples were measured")
     within = math.log1p(TOLERANCE) if rule.limit.kind == "relative" else 0.0

@@ -98,7 +98,7 @@ def aligned(
         BaselineError: fewer samples are shared, or the reports do not keep what the cells are
             made of.
     """
-    after, before = (tuple(map(str, s.samples.get("ids", ()))) for s in (new, old))
+    after, before = new.ids, old.ids
     if not after or not before:
         return new, old  # of one suite, or `same_protocol` has refused them
     places = shared(rule.measure, after, before, least)
@@ -132,7 +132,7 @@ def shared(
 
 def _over(section: Section, take: list[int], names: Collection[str]) -> Section:
     """Return a section with some of its samples, in this order, and these of their arrays."""
-    shape = (len(section.rows), len(section.samples["ids"]))
+    shape = (len(section.rows), len(section.ids))
     kept = {n: a for n, a in section.arrays.items() if n in names and a.shape == shape}
     return section.model_copy(
         update={

@@ -43,7 +43,6 @@ def read(rule: Rule, section: Section) -> RuleValues:
     Raises:
         UsageError: when the rule matches nothing.
     """
-    ids = tuple(map(str, section.samples.get("ids", ())))
     if rule.per_sample:
         pairs = _columns(rule, section)
         statistic = STATISTICS[rule.stat]
@@ -56,7 +55,7 @@ def read(rule: Rule, section: Section) -> RuleValues:
     names = tuple(points)
     if not rule.per_sample and rule.stat != "each":
         points = {"": float(STATISTICS[rule.stat](list(points.values())))}
-    return RuleValues(names, points, pairs, ids)
+    return RuleValues(names, points, pairs, section.ids)
 
 
 def row_names(rows: Iterable[Row]) -> list[str]:
@@ -97,7 +96,7 @@ def _behind(rule: Rule, section: Section, points: Mapping[str, float]) -> dict[s
     """
     how = REDUCTIONS.get(section.measure, {}).get(rule.column)
     stored = None if how and how.stat == "mean" else section.arrays.get(rule.column)
-    shape = (len(section.rows), len(section.samples.get("ids", ())))
+    shape = (len(section.rows), len(section.ids))
     if rule.stat != "each" or stored is None or stored.shape != shape:
         return {}
     lines = zip(row_names(section.rows), stored.numpy(), strict=True)

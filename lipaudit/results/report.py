@@ -203,6 +203,11 @@ class Section(Frozen):
             name: Column(label=name, meaning=strange, domain="") for name in sorted(absent)
         }
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The samples that it has columns for."""
+        return tuple(map(str, self.samples.get("ids", ())))
+
     def sample_column(self, name: str) -> Column:
         """Return how a per-sample column reads (`robust@pgd,linf,2/255` reads as `robust`)."""
         known = sample_columns(self.measure)

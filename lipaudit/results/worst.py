@@ -32,11 +32,6 @@ class Contradiction(NamedTuple):
     attack: TrialKey
 
 
-def ids(section: Section) -> tuple[str, ...]:
-    """Return the samples that a section has columns for."""
-    return tuple(map(str, section.samples.get("ids", ())))
-
-
 def broken(report: Report) -> dict[str, set[TrialKey]]:
     """Return the balls in which attacks broke each sample that is not wrong without."""
     balls: dict[str, set[TrialKey]] = {}
@@ -60,7 +55,7 @@ def worst(report: Report, count: int = SHOWN) -> list[str]:
         many = len(balls.get(sample, ()))
         return right.get(sample) == 0, -many, -order(norms.get(sample)), radius
 
-    known = dict.fromkeys(sample for section in report.sections for sample in ids(section))
+    known = dict.fromkeys(sample for section in report.sections for sample in section.ids)
     return sorted(known, key=rank)[:count]
 
 
@@ -121,7 +116,7 @@ def _figures(section: Section | None) -> Iterator[tuple[str, TrialKey | None, st
     """Yield every per-sample figure of a section: its kind, its trial, its sample, itself."""
     if section is not None:
         for name, values in section.samples.items():
-            for sample, value in zip(ids(section), values, strict=False):
+            for sample, value in zip(section.ids, values, strict=False):
                 yield *parse_column(name), sample, value
 
 
@@ -142,6 +137,4 @@ def _values(report: Report, column: str) -> dict[str, Any]:
     """Return a per-sample column of the first section that has it, by id."""
     sections = (section for section in report.sections if column in section.samples)
     section = next(sections, None)
-    return (
-        {} if section is None else dict(zip(ids(section), section.samples[column], strict=False))
-    )
+    return {} if section is None else dict(zip(section.ids, section.samples[column], strict=False))

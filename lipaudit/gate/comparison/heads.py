@@ -93,7 +93,7 @@ def row_pairs(name: str, old: Section, new: Section) -> Mapping[str, Sides]:
     Nothing where a section keeps none, nor of a row where a sample has no finite value.
     """
     sections = (old, new)
-    ids = [tuple(map(str, section.samples.get("ids", ()))) for section in sections]
+    ids = [section.ids for section in sections]
     kept = [section.arrays[name] for section in sections if name in section.arrays]
     shapes = [(len(s.rows), len(i)) for s, i in zip(sections, ids, strict=True)]
     if [array.shape for array in kept] != shapes or not all(ids):

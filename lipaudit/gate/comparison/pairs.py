@@ -92,7 +92,7 @@ def _alone(old: Report, new: Report, names: tuple[str, str]) -> Iterator[str]:
 def _fewer(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
     """Say which sections are compared over some of their samples."""
     for sections in both:
-        old, new = (set(section.samples.get("ids", ())) for section in sections)
+        old, new = (set(section.ids) for section in sections)
         if old != new and old & new:
             yield (
                 f"compared over the {len(old & new)} samples that both have, of {len(old)} and "

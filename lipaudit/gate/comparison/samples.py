@@ -14,7 +14,6 @@ from lipaudit.results import Column, Report, Section, sample_columns
 from lipaudit.results.columns import Cell
 from lipaudit.results.figures import order
 from lipaudit.results.trials import WORST, TrialKey, parse_column
-from lipaudit.results.worst import ids
 
 ASKED: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("clean", "correct", ("attack", "jacobian", "certify")),
@@ -114,7 +113,7 @@ def _states(kind: Kind, column: str, section: Section) -> dict[str, tuple[bool, 
     )
     return {
         sample: (bool(flag), _state(kind, flag, ok, said if kind == "certified" else None))
-        for sample, flag, ok, said in zip(ids(section), flags, right, verdicts, strict=True)
+        for sample, flag, ok, said in zip(section.ids, flags, right, verdicts, strict=True)
         if flag is not None
     }
 
@@ -156,7 +155,7 @@ def _figures(old: Report, new: Report) -> Iterator[tuple[str, dict[str, Ends]]]:
         for before, after in _comparable(section.measure, old, new) if named else ():
             for name in named:
                 kept = [
-                    dict(zip(ids(s), s.samples.get(name, ()), strict=False))
+                    dict(zip(s.ids, s.samples.get(name, ()), strict=False))
                     for s in (before, after)
                 ]
                 yield (

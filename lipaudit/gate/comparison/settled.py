@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 from lipaudit.gate.values import row_names
 from lipaudit.results import Array, Report, Section
-from lipaudit.results.worst import ids
 
 NAMED = 6
 """How many rows that are left out are named."""
@@ -51,7 +50,7 @@ def _stuck_rows(section: Section) -> list[str]:
 
 def _stuck_samples(section: Section) -> list[str]:
     flags = section.samples.get("converged", ())
-    return [name for name, flag in zip(ids(section), flags, strict=False) if flag is False]
+    return [name for name, flag in zip(section.ids, flags, strict=False) if flag is False]
 
 
 def _without(section: Section, rows: Collection[str], samples: Collection[str]) -> Section:
@@ -60,9 +59,9 @@ def _without(section: Section, rows: Collection[str], samples: Collection[str]) 
     What it keeps of each sample over all of its rows goes with any of these.
     """
     down = [i for i, name in enumerate(row_names(section.rows)) if name not in rows]
-    across = [i for i, name in enumerate(ids(section)) if name not in samples]
-    shape = (len(section.rows), len(ids(section)))
-    columns = section.samples if len(down) == shape[0] else {"ids": ids(section)}
+    across = [i for i, name in enumerate(section.ids) if name not in samples]
+    shape = (len(section.rows), len(section.ids))
+    columns = section.samples if len(down) == shape[0] else {"ids": section.ids}
     return section.model_copy(
         update={
             "rows": tuple(section.rows[i] for i in down),
@@ -80,7 +79,7 @@ def _without(section: Section, rows: Collection[str], samples: Collection[str]) 
 
 def _left(section: Section) -> bool:
     """Tell whether a section still has rows or samples."""
-    return bool(section.rows) and (ids(section) != () or "ids" not in section.samples)
+    return bool(section.rows) and (section.ids != () or "ids" not in section.samples)
 
 
 def _with(report: Report, section: Section) -> Report:
@@ -92,7 +91,7 @@ def _which(rows: Collection[str], samples: Collection[str], section: Section) ->
     named: Sequence[str] = sorted(rows)
     more = ", ..." * (len(named) > NAMED)
     parts = [
-        f"{len(samples)} of {len(ids(section))} samples" if samples else "",
+        f"{len(samples)} of {len(section.ids)} samples" if samples else "",
         f"{', '.join(named[:NAMED])}{more}" if named else "",
     ]
     return f"{' and '.join(filter(None, parts))} of {section.measure}"

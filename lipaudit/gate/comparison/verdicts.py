@@ -153,9 +153,9 @@ def _numbers(name: str, sections: Iterable[Section]) -> list[float]:
 
 def _shared(sections: Sections) -> list[str]:
     """Return the samples that both sections have."""
-    old, new = (tuple(map(str, section.samples.get("ids", ()))) for section in sections)
-    there = set(new)
-    return [i for i in old if i in there]
+    old, new = sections
+    there = set(new.ids)
+    return [i for i in old.ids if i in there]
 
 
 def _known(name: str, sections: Sections) -> set[str]:
@@ -163,14 +163,14 @@ def _known(name: str, sections: Sections) -> set[str]:
     known = set(_shared(sections))
     for section in sections:
         for values in _cells(name, section):
-            pairs = zip(section.samples.get("ids", ()), values, strict=True)
-            known &= {str(i) for i, cell in pairs if isinstance(cell, int | float)}
+            pairs = zip(section.ids, values, strict=True)
+            known &= {i for i, cell in pairs if isinstance(cell, int | float)}
     return known
 
 
 def _only(report: Report, section: Section, known: set[str]) -> Report:
     """Return a report with some of the samples of a section; arrays that no longer fit stay."""
-    keep = [str(i) in known for i in section.samples["ids"]]
+    keep = [i in known for i in section.ids]
     samples = {
         name: tuple(cell for cell, kept in zip(cells, keep, strict=True) if kept)
         for name, cells in section.samples.items()

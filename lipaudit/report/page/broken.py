@@ -68,14 +68,11 @@ def _imbalance(attacked: Breakage) -> float:
 
 
 def _finite_column(section: Section, name: str) -> dict[str, float]:
-    values = zip(section.samples.get("ids", ()), section.samples.get(name, ()), strict=False)
-    return {str(key): float(value) for key, value in values if finite([value])}  # type: ignore[arg-type]
+    values = zip(section.ids, section.samples.get(name, ()), strict=False)
+    return {key: float(value) for key, value in values if finite([value])}  # type: ignore[arg-type]
 
 
 def _broken(attack: Section, column: str, measured: dict[str, float]) -> dict[str, bool]:
-    ids = attack.samples.get("ids", ())
-    correct = attack.samples.get("correct", (1,) * len(ids))
-    rows = zip(ids, correct, attack.samples[column], strict=True)
-    return {
-        str(i): not ok for i, right, ok in rows if right and ok is not None and str(i) in measured
-    }
+    correct = attack.samples.get("correct", (1,) * len(attack.ids))
+    rows = zip(attack.ids, correct, attack.samples[column], strict=True)
+    return {i: not ok for i, right, ok in rows if right and ok is not None and i in measured}

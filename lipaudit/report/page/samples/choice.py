@@ -9,7 +9,7 @@ from lipaudit.report.page.samples.figures import figures
 from lipaudit.report.page.views.common import CHARACTERS
 from lipaudit.results import Report
 from lipaudit.results.worst import SHOWN as MOST
-from lipaudit.results.worst import broken, ids
+from lipaudit.results.worst import broken
 
 
 def chosen(report: Report, said: str) -> str:
@@ -44,7 +44,7 @@ def _last(place: str) -> str:
 
 def known(report: Report) -> list[str]:
     """Return every sample of which something is known."""
-    measured = (i for section in report.sections for i in ids(section))
+    measured = (i for section in report.sections for i in section.ids)
     return list(dict.fromkeys([*measured, *report.found("place")]))
 
 
@@ -59,7 +59,7 @@ def require_samples(report: Report) -> None:
     Raises:
         InputError: with what to type for one that has.
     """
-    if not any(map(ids, report.sections)):
+    if not any(section.ids for section in report.sections):
         raise InputError(
             "the report says nothing of single samples",
             "bounds, jacobian, attack and certify do: lipaudit audit MODEL has most of them.",

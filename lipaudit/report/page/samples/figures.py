@@ -11,7 +11,6 @@ from lipaudit.results import Column, Report
 from lipaudit.results.figures import finite, middle, order
 from lipaudit.results.samples import FLAGS
 from lipaudit.results.trials import parse_column
-from lipaudit.results.worst import ids
 
 CLASSES = ("label", "predicted")
 """Per-sample columns that hold the number of a class."""
@@ -72,10 +71,10 @@ def figures(report: Report) -> list[Figure]:
             s.measure,
             name,
             s.sample_column(name),
-            dict(zip(ids(s), values, strict=True)),
+            dict(zip(s.ids, values, strict=True)),
             s.classes,
         )
         for s in report.sections
         for name, values in s.samples.items()
-        if name != "ids" and ids(s)
+        if name != "ids" and s.ids
     ]

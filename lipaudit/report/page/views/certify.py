@@ -10,7 +10,6 @@ from lipaudit.report.blocks import Block, Scatter, Series, Shares, Table
 from lipaudit.report.page.views.common import MODEL, every_row, interval, points
 from lipaudit.results import CertifyRow, Column, Section
 from lipaudit.results.figures import typed
-from lipaudit.results.worst import ids
 
 NAMES = ("norm", "eps_text", "samples", "clean", "robust", "certified")
 AXES = ("radius_adversarial", "radius")
@@ -98,7 +97,7 @@ def _radii(sections: Mapping[str, Section]) -> Iterator[Scatter]:
     for label, section in sections.items():
         if section.samples.keys() >= {"ids", *AXES}:
             x, y = (section.samples[name] for name in AXES)
-            series += points(label, x, y, ids(section))
+            series += points(label, x, y, section.ids)
     if series:
         section = next(iter(sections.values()))
         title = "Certified over adversarial radius, sample by sample"

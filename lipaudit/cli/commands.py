@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 
 import typer
 
-from lipaudit.cli import audit, explain, judge, measure, tools, train, watch  # noqa: F401
+from lipaudit.cli import audit, judge, measure, tools, train, watch  # noqa: F401
 from lipaudit.cli.app import app
 
 BREAKS = (":", "=")

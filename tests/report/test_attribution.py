@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lipaudit.cli.explain import known
+from lipaudit.cli.tools import known
 from lipaudit.gate.attribution import attribution
 from lipaudit.report import render, topics
 from lipaudit.report.blocks import Forest, Notes, Paragraph, Series, Table

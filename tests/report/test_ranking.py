@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lipaudit.cli.explain import known
+from lipaudit.cli.tools import known
 from lipaudit.gate import rank
 from lipaudit.gate.contests import Difference
 from lipaudit.report import of_reports, render

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import lipaudit
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.cli.commands import build
-from lipaudit.cli.explain import known
+from lipaudit.cli.tools import known
 from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
 from lipaudit.gate.verdicts import VerdictStatus

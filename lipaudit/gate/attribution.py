@@ -21,13 +21,11 @@ import numpy as np
 
 from lipaudit.errors import EvaluationError
 from lipaudit.gate.contrasts import TOLERANCE
-from lipaudit.gate.statistics import Values, mean_change
+from lipaudit.gate.statistics import LEVEL, Values, mean_change
 from lipaudit.results import Array
 from lipaudit.results.columns import Float, Frozen
 from lipaudit.results.report import Note
 
-LEVEL = 0.025
-"""One-sided level of the limits: together they are a 95 % interval."""
 NO_CHANGE = Note(
     level="warning",
     code="no-change",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lipaudit.errors import BaselineError, LipauditError, UsageError
 from lipaudit.gate.contrasts import TOLERANCE, contrasts, printed
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
-from lipaudit.gate.statistics import Evidence, holm
+from lipaudit.gate.statistics import ALPHA, Evidence, holm
 from lipaudit.gate.values import read
 from lipaudit.results import Report, row_types, sample_columns
 from lipaudit.results.columns import Float, Frozen
@@ -20,8 +20,6 @@ from lipaudit.results.summary import Accuracy, Summary, summary
 from lipaudit.results.trials import TrialKey, parse_radius
 
 EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
-ALPHA = 0.05
-"""The chance of telling any two models apart that do not differ."""
 Outcome = Literal[
     "best",
     "not distinguishable from the best",

@@ -25,6 +25,7 @@ from lipaudit.gate.statistics import (
     Values,
     mean_change,
     median_change,
+    paired_changes,
     resampled_change,
     share_change,
 )
@@ -239,11 +240,7 @@ def _evidence(rule: Rule, old: Values, new: Values) -> Evidence:
 
 def _change(rule: Rule, old: Values, new: Values) -> Values:
     """Return changes for the worse: logarithms of ratios for a relative limit."""
-    if rule.limit.kind != "relative":
-        return rule.worse * (new - old)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.log(new) - np.log(old)
-    return rule.worse * np.where(new == old, 0.0, ratio)
+    return rule.worse * paired_changes(old, new, relative=rule.limit.kind == "relative")
 
 
 def _positive(rule: Rule, values: Values) -> None:

@@ -10,7 +10,7 @@ from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate.comparable import differences, same_conditions, spoils
 from lipaudit.gate.contrasts import Contrast, contrasts, excess, margin, printed
 from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, metrics, parse_rule
-from lipaudit.gate.statistics import DIGITS, Evidence, holm
+from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.results import Report
 from lipaudit.settings.audit import USUAL
@@ -71,17 +71,15 @@ def judge(
     )
 
 
-def judge_alone(
-    rule: Rule, current: Report, baseline: Report, level: float = 0.025
-) -> list[Verdict]:
-    """Judge one rule by itself: each row at `level`, whatever precision and samples are shared."""
+def judge_alone(rule: Rule, current: Report, baseline: Report) -> list[Verdict]:
+    """Judge one rule by itself: each row at `LEVEL`, whatever precision and samples are shared."""
     try:
         examined = _examine(rule, current, baseline, alone=True)
     except UsageError as error:
         examined = _unjudged(rule, "not comparable", error.message)
     if isinstance(examined, Verdict):
         return [examined]
-    return [_verdict(rule, contrast, level, None) for contrast in examined]
+    return [_verdict(rule, contrast, LEVEL, None) for contrast in examined]
 
 
 def _applicable(current: Report, baseline: Report) -> tuple[Rule, ...]:

@@ -18,6 +18,10 @@ import numpy as np
 Values = np.ndarray[Any, np.dtype[np.float64]]
 Limits = tuple[float, float]
 
+ALPHA = 0.05
+"""Chance of telling any of some things apart that are alike, where nobody says another."""
+LEVEL = ALPHA / 2
+"""One-sided level of limits: together they are a 95 % interval."""
 RESAMPLES = 1999
 MIN_RESAMPLED = 20
 """Below it a 95th percentile is all but a maximum, whose bootstrap rejects too often."""
@@ -55,6 +59,14 @@ class Evidence:
     limits: Callable[[float], Limits]
     reach: Callable[[float, float], float]
     mcnemar: float | None = None
+
+
+def paired_changes(old: Values, new: Values, *, relative: bool) -> Values:
+    """Return how each value changed: logarithms of ratios where that is relative."""
+    if not relative:
+        return new - old
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(new == old, 0.0, np.log(new) - np.log(old))
 
 
 def median_change(changes: Values) -> Evidence:

@@ -11,14 +11,18 @@ from lipaudit.gate.comparison.records import HeadChange, HeadChanges
 from lipaudit.gate.contrasts import TOLERANCE, Contrast, contrasts
 from lipaudit.gate.overlap import shared
 from lipaudit.gate.rules import parse_rule
-from lipaudit.gate.statistics import Values, holm, mean_change, two_sided
+from lipaudit.gate.statistics import (
+    ALPHA,
+    LEVEL,
+    Values,
+    holm,
+    mean_change,
+    paired_changes,
+    two_sided,
+)
 from lipaudit.gate.values import row_names
 from lipaudit.results import Column, Report, Section
 
-LEVEL = 0.025
-"""One-sided level of the limits: together they are a 95 % interval."""
-ALPHA = 0.05
-"""Chance of naming any head that has not changed."""
 MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermediate")}
 """Columns that are followed head by head; of other sections all that have a better direction."""
 Sides = tuple[Values, Values]
@@ -51,7 +55,8 @@ def head_changes(metric: str, old: Report, new: Report) -> HeadChanges | None:
         return None
     unit = rule.limit.unit
     lines = {
-        row: differences(*sides, unit) for row, sides in row_pairs(name, before, after).items()
+        row: paired_changes(*sides, relative=unit == "%")
+        for row, sides in row_pairs(name, before, after).items()
     }
     chances = [two_sided(mean_change, line, TOLERANCE) for line in lines.values()]
     tested = dict(zip(lines, zip(chances, holm(chances, ALPHA)[0], strict=True), strict=True))
@@ -105,14 +110,6 @@ def row_pairs(name: str, old: Section, new: Section) -> Mapping[str, Sides]:
     )
     sides = {row: (line, after[row]) for row, line in before.items() if row in after}
     return {row: both for row, both in sides.items() if np.isfinite(both).all()}
-
-
-def differences(old: Values, new: Values, unit: str) -> Values:
-    """Return paired changes: logarithms of ratios for "%", else differences."""
-    if unit != "%":
-        return new - old
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(new == old, 0.0, np.log(new) - np.log(old))
 
 
 def _paired(line: Values, p: float, adjusted: float, unit: str) -> dict[str, object]:

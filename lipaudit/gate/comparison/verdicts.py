@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from lipaudit.gate.comparison.heads import LEVEL, differences, no_change, row_pairs
+from lipaudit.gate.comparison.heads import no_change, row_pairs
 from lipaudit.gate.contrasts import TOLERANCE
 from lipaudit.gate.judging import judge_alone, measured
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
-from lipaudit.gate.statistics import mean_change
+from lipaudit.gate.statistics import LEVEL, mean_change, paired_changes
 from lipaudit.gate.verdicts import Verdict, VerdictStatus
 from lipaudit.results import Column, Report, Section, sample_columns
 from lipaudit.results.trials import parse_column
@@ -74,7 +74,7 @@ def _of_samples(
         if len(known) < len(both):
             reports = _only(reports[0], sections[0], known), _only(reports[1], sections[1], known)
         for rule in rules:
-            yield from map(_neutral, judge_alone(rule, reports[1], reports[0], LEVEL))
+            yield from map(_neutral, judge_alone(rule, reports[1], reports[0]))
 
 
 def _of_rows(
@@ -88,7 +88,7 @@ def _of_rows(
     if len(absent) == 1:
         yield _unjudged(rule, f"{absent[0]} has none")
     elif not absent:
-        for verdict in judge_alone(rule, reports[1], reports[0], LEVEL):
+        for verdict in judge_alone(rule, reports[1], reports[0]):
             yield _neutral(_paired(verdict, rule, sections))
 
 
@@ -100,7 +100,7 @@ def _paired(verdict: Verdict, rule: Rule, sections: Sections) -> Verdict:
     if not sides:
         return verdict
     old, new = (np.median(np.stack(lines), axis=0) for lines in zip(*sides, strict=True))
-    evidence = mean_change(rule.worse * differences(old, new, rule.limit.unit))
+    evidence = mean_change(rule.worse * paired_changes(old, new, relative=rule.limit.unit == "%"))
     return verdict.model_copy(update=measured(rule, evidence, LEVEL))
 
 

@@ -58,15 +58,6 @@ def test_the_heat_map_shows_the_louder_head(louder):
     assert changes == pytest.approx([0, 0, 0, 0, 0.5, 0], abs=1e-5)
 
 
-def test_distributions_stand_on_the_shared_samples_in_one_order(report, jacobian, ids, norms):
-    shifted = jacobian(norms, ids=ids(64, 3))
-    first, second = compare(
-        [report(jacobian(norms), spec="a"), report(shifted, spec="b", weights="b")]
-    ).jacobian
-    assert first.values == tuple(norms[3:])
-    assert second.values == tuple(norms[:-3])
-
-
 def test_reports_of_other_precision_are_compared_and_say_so(report, jacobian, norms):
     pair = compare(
         [report(jacobian(norms)), report(jacobian(norms), weights="b", dtype="float64")]

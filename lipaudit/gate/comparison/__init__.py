@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lipaudit.gate.comparison.pairs import compare as compare
 from lipaudit.gate.comparison.records import Comparison as Comparison
-from lipaudit.gate.comparison.records import Distribution as Distribution
 from lipaudit.gate.comparison.records import HeadChange as HeadChange
 from lipaudit.gate.comparison.records import HeadChanges as HeadChanges
 from lipaudit.gate.comparison.records import Kind as Kind

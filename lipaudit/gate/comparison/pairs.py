@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate.comparable import REPEAT, differences, same_weights
 from lipaudit.gate.comparison.heads import head_changes, mapped
-from lipaudit.gate.comparison.records import Comparison, Distribution, Pair
+from lipaudit.gate.comparison.records import Comparison, Pair
 from lipaudit.gate.comparison.samples import outcomes, sample_changes
 from lipaudit.gate.comparison.settled import settled
 from lipaudit.gate.comparison.verdicts import incomplete, verdicts
@@ -40,9 +39,7 @@ def compare(reports: Sequence[Report]) -> Comparison:
     if not judged:
         reasons = [v.reason for pair in pairs for v in pair.verdicts] or [_nothing(reports, names)]
         raise BaselineError(f"the reports have nothing to compare: {reasons[0]}", REPEAT)
-    return Comparison(
-        models=tuple(names), pairs=pairs, jacobian=tuple(_distributions(alike, names))
-    )
+    return Comparison(models=tuple(names), pairs=pairs)
 
 
 def _nothing(reports: Sequence[Report], names: Sequence[str]) -> str:
@@ -98,19 +95,3 @@ def _fewer(both: Sequence[tuple[Section, Section]]) -> Iterator[str]:
                 f"compared over the {len(old & new)} samples that both have, of {len(old)} and "
                 f"{len(new)}: {sections[0].measure}"
             )
-
-
-def _distributions(reports: Sequence[Report], names: Sequence[str]) -> Iterator[Distribution]:
-    """Return the Jacobian norms on the samples that all reports with such norms share."""
-    kept = [
-        (name, dict(zip(section.samples["ids"], section.samples["norm"], strict=True)))
-        for name, report in zip(names, reports, strict=True)
-        if (section := report.section("jacobian")) and "norm" in section.samples
-    ]
-    shared = [i for i in (kept[0][1] if kept else ()) if all(i in norms for _, norms in kept)]
-    for name, norms in kept:
-        yield Distribution(model=name, values=tuple(_float(norms[i]) for i in shared))
-
-
-def _float(cell: object) -> float:
-    return float(cell) if isinstance(cell, int | float) else math.nan

@@ -149,24 +149,15 @@ class Pair(Frozen):
     notes: tuple[str, ...]
 
 
-class Distribution(Frozen):
-    """Jacobian norms of one model on the samples that all reports share, in one order."""
-
-    model: str
-    values: tuple[Float, ...]
-
-
 class Comparison(Frozen):
     """Everything that `lipaudit compare` shows.
 
     Attributes:
         models: names of the models in the order given.
         pairs: every model but the first, against the first.
-        jacobian: one distribution per report that has Jacobian norms, side by side.
         attributions: of the change of the norm to layers, of every pair, where that was asked for.
     """
 
     models: tuple[str, ...]
     pairs: tuple[Pair, ...]
-    jacobian: tuple[Distribution, ...]
     attributions: tuple[Attribution, ...] = ()

@@ -66,10 +66,15 @@ def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
     (None, (0.0, 5.0), (5.0, 14.0))
     """
     numbers = sorted(finite(values))
-    below, cut = 0, 0
-    for rank in range(len(numbers) // 2):  # as likely as rank heads, or fewer, of as many coins
-        below += math.comb(len(numbers), rank)
-        cut += 40 * below <= 2 ** len(numbers)
+    count, cut, ways = len(numbers), 0, 1
+    below, most = (
+        1,
+        2**count // 40,
+    )  # of all throws of as many coins: those with cut heads or fewer
+    while below <= most:
+        cut += 1
+        ways = ways * (count - cut + 1) // cut
+        below += ways
     return (numbers[cut - 1], numbers[-cut]) if cut else None
 
 

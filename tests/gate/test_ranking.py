@@ -110,6 +110,39 @@ def test_without_attacks_the_smaller_median_norm_is_better(steep, norms):
     assert difference.estimate == pytest.approx(np.median(1.5 * norms / best) - 1)
 
 
+def test_pairs_are_tested_on_both_sides_and_corrected_by_holm(steep):
+    """Three pairs: that of the least p at a third of 5 %, the next at half, the last at all."""
+    i, grow = np.arange(60), 1 + np.arange(60) / 1000
+    c = grow * np.where(i < 39, 0.1, -0.1)
+    logs = [0 * grow, c + grow * np.where(i < 16, -0.01, 1), c]
+    ranking = rank([steep(n, np.exp(each)) for n, each in zip("abc", logs, strict=True)])
+    assert [model.model for model in ranking.models] == ["a", "c", "b"]
+    pairs = {"b": logs[1] - logs[0], "c": logs[2] - logs[0], "": logs[1] - logs[2]}
+    ps = {n: stats.binomtest(int((x > 0).sum()), 60, 0.5).pvalue for n, x in pairs.items()}
+    assert sorted(ps, key=ps.get) == ["b", "", "c"]
+    assert 0.025 < ps["c"] < 0.05
+    for model in ranking.models[1:]:
+        steps = 3 if model.model == "b" else 1
+        difference, line = model.difference, np.sort(pairs[model.model])
+        assert difference.p == pytest.approx(ps[model.model])
+        assert difference.p_adjusted == pytest.approx(steps * ps[model.model])
+        k = int(stats.binom(60, 0.5).cdf(range(60)).searchsorted(0.025 / steps, "right"))
+        limits = np.expm1([line[k - 1], line[-k]])
+        assert (difference.low, difference.high) == pytest.approx(limits)
+        assert model.outcome == "behind the best"
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-13])
+def test_limits_of_the_median_are_exact_order_statistics(steep, unit):
+    assert rank([steep("few", RNG.lognormal(size=5))]).models[0].norm.low is None
+    values = unit * RNG.lognormal(size=64)
+    k = int(stats.binom(64, 0.5).ppf(0.025))
+    while stats.binom(64, 0.5).cdf(k - 1) > 0.025:
+        k -= 1
+    ordered, norm = np.sort(values), rank([steep("a", values)]).models[0].norm
+    assert (norm.low, norm.high) == (ordered[k - 1], ordered[64 - k])
+
+
 def test_a_row_says_what_the_report_does(report, jacobian, attack, bounds, norms):
     exact = RNG.lognormal(0, 0.3, (4, 8))
     one = report(bounds(exact), jacobian(norms), attack(HALF), spec="a")

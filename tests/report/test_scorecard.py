@@ -106,7 +106,7 @@ def test_settings_are_written_once(report):
     assert "norm l2; radius;" in render(both, "table").decode()
 
 
-@pytest.mark.parametrize("count", [1, 5, 6, 7, 8, 9, 20, 101])
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 8, 9, 20, 101, 9999])
 def test_limits_of_a_median_hold_it_as_often_as_they_say(count):
     """Of as many values as coins, fewer than k lie below the median in `cdf(k - 1)` of cases."""
     limits = median_limits([*range(count), None, float("nan")])

@@ -36,7 +36,8 @@ class Difference(Frozen):
     Attributes:
         estimate: of accuracies, new less best (unit "pp", a share); of norms, the median over
             samples of new over best, less one (unit "%").
-        low: lower limit; those of all pairs of models hold together with 95 % (Holm).
+        low: lower limit, at the level at which Holm's procedure tests this pair: with 95 % no
+            limits of any pair leave out 0 where there is no difference.
         high: upper limit.
         unit: of the three.
         p: two-sided p-value of "no difference".

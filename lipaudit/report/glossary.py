@@ -184,8 +184,8 @@ WORDS: Mapping[str, str] = {
     "behind": "The paired samples show that the model is worse than the best.",
     "not measured": "The model has no figure of what the others are ranked by.",
     "difference": "From the best model, sample by sample: points of an accuracy, or the median "
-    "over samples of the ratio of norms; in brackets limits that hold for all pairs of models "
-    "together with 95 % confidence (Holm).",
+    "over samples of the ratio of norms; in brackets limits, so wide that with 95 % confidence "
+    "no pair of models is told apart by chance (Holm).",
     "fragile": "The share of attention rows in the fragile regime: see intermediate.",
     "detectable": "The smallest paired change that would have been called a regression.",
     "McNemar": "An exact test of no change of a share, by the samples that changed sides: the "

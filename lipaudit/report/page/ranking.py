@@ -232,9 +232,9 @@ def _how(ranking: Ranking) -> str:
     """Say what models are ranked by, and what tells them apart."""
     by = BY.get(ranking.criterion.partition("@")[0], ranking.criterion)
     by += f", {ranking.ball}" if ranking.ball and by != ranking.criterion else ""
-    together = f"; they hold for all {ranking.pairs} pairs together (Holm)"
+    wide = f", so wide that with 95 % none of {ranking.pairs} pairs is told apart by chance (Holm)"
     return (
         f"Ranked by {by}. In brackets: 95 % limits, of differences by paired samples"
-        f"{together if ranking.pairs > 1 else ''}. Models are not distinguishable where 0 is "
+        f"{wide if ranking.pairs > 1 else ''}. Models are not distinguishable where 0 is "
         "within. Rank: one more than models are shown to be better."
     )

@@ -200,6 +200,38 @@ def test_a_copy_is_never_told_apart(steep, norms):
     """Not even where rounding makes every norm a little larger."""
     ranking = rank([steep("a", norms), steep("b", norms * (1 + 1e-6))])
     assert outcomes(ranking)["b"] == (1, "not distinguishable from the best")
+    assert ranking.models[1].difference.p == 1.0
+
+
+def test_a_model_is_never_told_apart_from_itself(attacked):
+    """Not where its attack began elsewhere, and broke others."""
+    again = attacked("also", flipped(HALF, up=40, down=0), seed=1)
+    ranking = rank([attacked("as", HALF), again])
+    assert outcomes(ranking)["as"] == (1, "not distinguishable from the best")
+
+
+def test_equal_medians_are_not_equal_models(steep):
+    """All samples but that of the median are a little worse: they are told apart, unlike ties."""
+    norms = np.arange(1.0, 32.0)
+    worse = np.where(norms == 16.0, 1.0, 1.01) * norms
+    ranking = rank([steep("b", worse), steep("a", norms)])
+    assert [model.norm.median for model in ranking.models] == [16.0, 16.0]
+    assert outcomes(ranking) == {"a": (1, "best"), "b": (2, "behind the best")}
+
+
+def test_no_limit_is_beyond_all_samples(attacked):
+    ranking = rank([attacked("a", np.ones(3, int)), attacked("b", np.zeros(3, int))])
+    difference = ranking.models[1].difference
+    assert share_change(3, 0, 3).limits(0.025)[1] > 1
+    assert (difference.estimate, difference.low) == (-1.0, -1.0)
+
+
+def test_models_are_compared_over_the_samples_that_they_share(steep, norms, ids):
+    part = steep("b", 2 * norms[32:], ids=ids(64)[32:])
+    ranking = rank([part, steep("a", norms)])
+    assert outcomes(ranking)["b"] == (2, "behind the best")
+    difference = ranking.models[1].difference
+    assert (difference.samples, difference.estimate) == (32, pytest.approx(1.0))
 
 
 def test_equal_models_are_seldom_told_apart(steep):

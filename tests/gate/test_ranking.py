@@ -186,6 +186,16 @@ def test_what_cannot_be_compared_is_not_ranked(attacked, steep, report, norms):
         rank([])
 
 
+def test_what_is_not_ranked_widens_no_limits(steep, norms, ids):
+    """Two models on other samples are compared with each other, and with none that is ranked."""
+    ranked = [steep(n, f * norms) for n, f in zip("abc", (1.0, 1.1, 1.3), strict=True)]
+    others = [steep(n, f * norms, ids=ids(64, 500)) for n, f in zip("de", (1, 2), strict=True)]
+    alone, among = rank(ranked), rank([*ranked, *others])
+    assert among.models[:3] == alone.models
+    assert (among.pairs, alone.pairs) == (3, 3)
+    assert {model.outcome for model in among.models[3:]} == {"not comparable"}
+
+
 def test_a_measure_that_failed_spoils_its_own_figures_alone(attacked, steep, norms):
     failed = Section(measure="attention", failure=Failure(reason="no", exit_code=3))
     partial = attacked("a", HALF)

@@ -99,7 +99,7 @@ def test_share_limits_by_hand():
     assert share_change(1, 5, 14).limits(0.05) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("worse", "better"), [(0, 0), (1, 0), (3, 9), (12, 12), (0, 30)])
+@pytest.mark.parametrize(("worse", "better"), [(0, 0), (1, 0), (3, 9), (9, 3), (12, 12), (0, 30)])
 def test_mcnemar_is_the_exact_binomial_test(worse, better):
     flips = worse + better
     expected = stats.binomtest(worse, flips).pvalue if flips else 1.0

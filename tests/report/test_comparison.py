@@ -13,6 +13,7 @@ from lipaudit.gate import compare
 from lipaudit.report import of_comparison, render
 from lipaudit.report.blocks import Heatmap, Scatter, Table
 from lipaudit.report.formats import table
+from lipaudit.report.page.scorecard import scorecard
 from lipaudit.results import Array
 
 HEADS = 12
@@ -98,6 +99,16 @@ def test_it_begins_with_what_changed_regressions_first(subject, before, after):
     order = ["regressed", "improved", "inconclusive", "unchanged"]
     assert words == sorted(words, key=order.index)
     assert said["steepest head of a sample"][1].startswith("regressed ")
+
+
+def test_figures_over_heads_are_not_called_what_other_figures_of_a_report_are(report, before):
+    kept = (*before.sections, report.section("attention"))
+    whole = before.model_copy(update={"sections": kept})
+    alone = {line.label for line in scorecard(whole).lines}
+    page = of_comparison(compare([whole, whole]), [whole, whole])["page"]()
+    both = {line.label for line in page.scorecard.lines}
+    assert {"steepest head, ||J||", "fragile rows"} <= alone - both
+    assert {"steepest head of a sample", "fragile rows, median head"} <= both - alone
 
 
 def test_what_stands_out_names_samples_and_heads(subject):

@@ -30,7 +30,6 @@ from lipaudit.results.summary import (
     Tightness,
     summary,
 )
-from lipaudit.results.worst import ids
 
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
@@ -173,7 +172,7 @@ def _fragile(fragile: Fragile, report: Report) -> Iterator[Line]:
 def _measured(report: Report, measure: str) -> str:
     """Say at how many samples, where a measure took fewer than the report has."""
     section = report.section(measure)
-    count = len(ids(section)) if section else 0
+    count = len(section.ids) if section else 0
     return f"; at {count} samples" if 0 < count < report.run.data.samples else ""
 
 

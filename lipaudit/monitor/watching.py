@@ -52,6 +52,7 @@ def watch(
     to: str | os.PathLike[str] = FOLDER,
     loggers: str | Logger | Iterable[str | Logger] = (),
     strict: bool = False,
+    step: int = 0,
     **options: Any,
 ) -> Monitor:
     """Measure a module every so many steps of its training, on the same samples each time.
@@ -75,28 +76,32 @@ def watch(
         loggers: where figures go besides: tensorboard, mlflow, wandb, or a function of figures by
             name and a step.
         strict: whether a measurement that fails ends the training; else it leaves a note.
+        step: where the training begins: how many steps are done, if it goes on from a checkpoint.
         options: as of `lipaudit.audit`.
 
     Raises:
         LipauditError: what cannot be measured, before the training begins.
     """
-    return Monitor(model, Plan.of(measures, options, strict=strict), data, every, to, loggers)
+    plan = Plan.of(measures, options, strict=strict, step=step)
+    return Monitor(model, plan, data, every, to, loggers)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and whether a failure ends the training.
+    """What is measured, whether a failure ends the training, and where that begins.
 
     Attributes:
         request: what is measured at every step.
         strict: whether a failure is raised.
+        step: how many steps of the training are done.
     """
 
     request: Request
     strict: bool
+    step: int
 
     @classmethod
-    def of(cls, measures: Any, options: Mapping[str, Any], *, strict: bool) -> Plan:
+    def of(cls, measures: Any, options: Mapping[str, Any], *, strict: bool, step: int) -> Plan:
         """Check what was asked for.
 
         Raises:
@@ -107,7 +112,7 @@ class Plan:
         request = audit_request(
             "", measures, usual | dict(options), quick=True, command="lipaudit.watch()"
         )
-        return cls(replace(request, partial=not strict), strict)
+        return cls(replace(request, partial=not strict), strict, step)
 
 
 class Monitor:
@@ -135,7 +140,7 @@ class Monitor:
         self.folder, self.report = Path(to), None
         self.seconds, self._every, self._plan, self._data = 0.0, every, plan, data
         self._model = _innermost(model)
-        self._step, self._known = 0, dict[str, Any]()
+        self._step, self._known = plan.step, dict[str, Any]()
         self._last: int | None = None
         self._active = not _another_rank()
         if self._active:

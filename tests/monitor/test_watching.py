@@ -184,6 +184,19 @@ def test_a_killed_training_goes_on_in_the_same_history(module, data, tmp_path):
     assert [json.loads(line)["step"] for line in lines[1:]] == [0, 10, 20, 10, 30]
 
 
+def test_a_block_that_goes_on_measures_first_where_it_does(module, data, tmp_path):
+    """And not step 0, which would supersede all that the history has."""
+    asked = {"data": data, "every": 10, "to": tmp_path, **CHEAP}
+    with lipaudit.watch(module, **asked) as monitor:
+        for _ in range(20):
+            monitor.step()
+    with lipaudit.watch(module, step=10, **asked) as monitor:
+        for _ in range(20):
+            monitor.step()
+    assert [p.step for p in monitor.history.points] == [0, 10, 20, 30]
+    assert len({p.session for p in monitor.history.points[1:]}) == 1
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [

@@ -30,6 +30,7 @@ from lipaudit.results import (
     row_types,
 )
 from lipaudit.results.history import History, Point, measured
+from lipaudit.results.report import Shard
 
 HOSTILE = "<script>alert(1)</script>"
 IDS = tuple(f"{index:02x}" * 8 for index in range(24))
@@ -409,6 +410,11 @@ def make_report(**changes: object) -> Report:
 def report() -> Report:
     """A report with every section, nulls, NaN, infinities, notes and a hostile model name."""
     return make_report()
+
+
+def shard_of(number: int, of: int) -> Shard:
+    """What a report that is one of several shards says of itself."""
+    return Shard(number=number, of=of, ids=(), counts={}, notes=(), options={}, parts={})
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from lipaudit.report.draw.colours import contrast
 from lipaudit.report.page.publishing import badge as badges
 from lipaudit.results import Note
 from lipaudit.results.summary import summary
+from tests.report.conftest import shard_of
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/hub.md"
 HOSTILE = 'x\n---\n<script>"\x1b[31m: {[#'
@@ -157,6 +158,14 @@ def test_a_partial_report_is_no_badge_and_says_so_first(report):
     assert card(partial).data.eval_results is None
     assert "Partial: the run was cut short" in card(partial).text
     assert json.loads(render(partial, "endpoint"))["message"] == "partial"
+
+
+def test_a_shard_is_no_badge_and_says_so_first(report):
+    shard = report.model_copy(update={"shard": shard_of(1, 2)})
+    assert card(shard).data.eval_results is None
+    assert "Partial: this is shard 1 of 2" in card(shard).text
+    assert "complete, shard 1 of 2" in card(shard).text
+    assert json.loads(render(shard, "endpoint"))["message"] == "shard 1 of 2"
 
 
 def test_what_is_no_number_is_no_metric(report):

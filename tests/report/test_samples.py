@@ -24,7 +24,7 @@ from lipaudit.results import measures
 from lipaudit.results.report import Example, Gradient
 from lipaudit.results.samples import FLAGS
 from lipaudit.results.worst import worst
-from tests.report.conftest import IDS, NORMS
+from tests.report.conftest import IDS, NORMS, shard_of
 
 BROKEN = {13, 15, 16, 17, 18, 19, 20, 21, 23}
 """At 2/255; from 5 on at 4/255 (see `conftest`)."""
@@ -53,6 +53,12 @@ def test_the_worst_are_broken_in_most_balls_and_then_steepest(report):
     assert [row[0] for row in rows] == [name[:12] for name in expected[:10]]
     assert rows[0][1] == "linf 2/255"
     assert rows[-1][1] == "linf 4/255"
+
+
+def test_what_is_of_some_of_the_samples_says_so_of_each(report):
+    shard = report.model_copy(update={"shard": shard_of(1, 2)})
+    for page in (samples.overview(shard, "shard-1.json"), samples.inspected(shard, IDS[0])):
+        assert page.partial.startswith("this is shard 1 of 2")
 
 
 def test_what_says_yes_or_no_is_told_from_numbers_that_are_0_and_1(report):

@@ -17,7 +17,7 @@ def facts(report: Report) -> tuple[tuple[str, str], ...]:
         ("command", run.command),
         (
             "status",
-            report.status if report.shard is None else f"{report.status} {report.shard.name}",
+            report.status if report.shard is None else f"{report.status}, {report.shard.name}",
         ),
         *([("reason", run.reason)] if run.reason else []),
     )

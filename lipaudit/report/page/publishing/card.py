@@ -54,8 +54,8 @@ def card(report: Report) -> Card:
     """Return the model card of a report.
 
     Figures go to programs only where they say something of a trained model on real data: those of
-    random weights or data, or of a run that was cut short, stand in the section alone, below the
-    warning.
+    random weights or data, of a shard, or of a run that was cut short, stand in the section alone,
+    below the warning.
     """
     summed = summary(report)
     front: dict[str, Any] = {}
@@ -71,6 +71,8 @@ def card(report: Report) -> Card:
 
 def unfit(report: Report) -> str:
     """Say why no figure of a report may stand without its warnings; nothing where they may."""
+    if report.shard is not None:
+        return report.shard.name
     if report.status != "complete":
         return report.status
     warned = [warning.code for warning in summary(report).warnings if warning.code in UNFIT]

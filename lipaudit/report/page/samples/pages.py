@@ -7,7 +7,7 @@ from typing import Any
 
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.page.facts import facts
-from lipaudit.report.page.remarks import leading
+from lipaudit.report.page.remarks import lack, leading
 from lipaudit.report.page.samples.choice import known, require_samples
 from lipaudit.report.page.samples.figures import CLASSES, Figure, figures
 from lipaudit.report.page.samples.pictures import gallery, passages
@@ -75,6 +75,7 @@ def overview(report: Report, name: str) -> Document:
         facts=tuple(fact for fact in facts(report) if fact[0] in ("model", "data")),
         findings=(),
         chapters=(chapter,),
+        partial=lack(report),
         notes=leading(report),
     )
 
@@ -99,6 +100,7 @@ def inspected(report: Report, sample: str) -> Document:
         facts=(("sample", sample), *said, *facts(report)[:1], ("data", report.run.data.spec)),
         findings=(),
         chapters=tuple(chapters),
+        partial=lack(report),
         notes=leading(report),
     )
 

@@ -54,7 +54,9 @@ def card(block: Scorecard, width: int) -> Iterator[Line]:
         start = f"{name}{' ' * (names - cell_len(name))}{GAP}{pad}{figure}{GAP}"
         yield "row", start + said[0]
         yield from (("row", " " * lead + line) for line in said[1:])
-        yield from (("row", " " * len(GAP) + line) for line in wrap(command, width) if command)
+        yield from (
+            ("row", " " * len(GAP) + line) for line in wrap(command, width - len(GAP)) if command
+        )
     yield from (("note", line) for line in wrap("   ".join(notes), width) if notes)
 
 

@@ -123,7 +123,8 @@ WORDS: Mapping[str, str] = {
     "clean accuracy": "Share of the samples that are classified rightly without any attack.",
     "under attack": "Share of the samples that no attack of a ball turned into an error.",
     "Jacobian norm": "How much the model can magnify a small change of a sample: ||J||.",
-    "steepest head": "The head with the largest exact norm, median over the samples.",
+    "steepest head": "The head with the largest exact norm, median over the samples; a head is "
+    "named LAYER.HEAD, both counted from 0.",
     "fragile rows": "Share of attention rows in the intermediate regime, mean over the heads; "
     "training with the penalty jasmin lowers it.",
     "bound / exact": "How many times a bound lies above the exact norm of a head, median over "

@@ -399,3 +399,20 @@ def test_data_has_the_tokens_of_a_text(written):
     assert data["gradient"] == {
         "of": "margin", "tokens": [*WORDS], "shares": [*SHARE], "left_out": 7
     }  # fmt: skip
+
+
+def test_the_worst_samples_say_how_many_are_broken_and_in_which_order(report):
+    attack = report.section("attack").samples
+    columns = [values for name, values in attack.items() if name.startswith("robust@")]
+    right = [i for i, correct in enumerate(attack["correct"]) if correct]
+    fallen = {i for i in right for values in columns if values[i] == 0}
+    proven = report.model_copy(update={"sections": tuple(
+        s for s in report.sections if not s.measure.startswith("certify")
+    )})  # fmt: skip
+    text = " ".join(render(of_sample(proven, "x", None), "table").decode().split())
+    assert f"Attacks broke {len(fallen)} of {len(right)} samples; 1 are wrong without." in text
+    assert "First stand those broken in most balls, then those with the largest" in text
+    calm = report.model_copy(update={"sections": (report.section("jacobian"),)})
+    text = " ".join(render(of_sample(calm, "x", None), "table").decode().split())
+    assert "First stand those with the largest" in text
+    assert "Attacks broke" not in text

@@ -212,6 +212,21 @@ def test_what_attacks_are_shown_to_break_comes_with_the_training_against_them(re
         assert not any("train" in said[2] for said in lines(text).values())
 
 
+@pytest.mark.parametrize("samples", [2, 19, 20])
+def test_a_95th_percentile_needs_twenty_samples(report, samples):
+    few = with_rows(report, "jacobian", samples=samples)
+    assert ("Jacobian norm, p95" in lines(few)) == (samples == 20)
+    assert ("; p95 " in render(few, "brief").decode()) == (samples == 20)
+
+
+def test_a_page_explains_the_words_of_its_scorecard(report):
+    chapter = document(report).chapters[-1]
+    said = [block.text for block in chapter.blocks]
+    for word in ("Fragile rows: ", "Under attack: ", "Linf: ", "Pgd: ", "Steepest head: "):
+        assert sum(text.startswith(word) for text in said) == 1
+    assert any("lipaudit explain WORD" in text for text in said)
+
+
 def test_where_no_head_is_fragile_no_training_is_offered(report):
     few = with_rows(report, "attention", intermediate=0.3)
     assert summary(few).fragile.k is not None

@@ -5,6 +5,7 @@ import shlex
 from lipaudit.cli.commands import build
 from lipaudit.report.formats import table
 from lipaudit.report.page.document import document
+from lipaudit.report.page.scorecard import scorecard
 from lipaudit.results import Note
 from lipaudit.results.worst import worst
 
@@ -38,6 +39,23 @@ def test_noise_calls_for_data(report):
     assert any(each.endswith("--data DATA") for each in commands(noise))
     assert not any(each.endswith("--data DATA") for each in commands(report))
     assert not any("--baseline" in each for each in commands(noise))
+
+
+def test_random_weights_call_for_trained_ones(report):
+    note = Note(level="warning", code="random-weights", text="random")
+    first = report.sections[0].model_copy(update={"notes": (note,)})
+    random = report.model_copy(update={"sections": (first, *report.sections[1:])})
+    assert document(random).steps[0][0] == "Load trained weights: these are random."
+    assert commands(random)[0].startswith("lipaudit audit ")
+
+
+def test_every_step_says_what_its_command_is_for(report):
+    steps, card = document(report).steps, scorecard(report)
+    (line,) = [line for line in card.lines if "--adversarial" in line.command]
+    ball, left = line.label.removeprefix("under attack, "), f"{100 * line.value:.1f}%"
+    aim = f"Train against attacks: at {ball} they leave {left} of the samples right."
+    assert (aim, line.command) in steps
+    assert all(text.endswith(".") for text, _ in steps)
 
 
 def test_what_was_not_attacked_calls_for_an_attack(report):

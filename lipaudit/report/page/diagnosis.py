@@ -44,7 +44,8 @@ def _divergence(report: Report) -> Iterator[Finding]:
     apart = sorted((layer for layer in ratios if ratios[layer] > APART), key=lambda i: -ratios[i])
     if apart:
         named = _named((str(layer), significant(ratios[layer])) for layer in apart)
-        text = f"Sharp bound and exact norm differ more than {APART:g}-fold in layers {named}."
+        layer = "layer" if len(apart) == 1 else "layers"
+        text = f"Sharp bound and exact norm differ more than {APART:g}-fold in {layer} {named}."
         yield Finding(text, f"bounds {apart[0]}.*, sharp / exact")
 
 
@@ -66,6 +67,7 @@ def _sinks(report: Report) -> Iterator[Finding]:
     if sinks:
         places = Counter(row.sink_token for row in sinks).most_common(NAMED)
         named = _named((str(place), f"{count} heads") for place, count in places)
+        named = named if len(places) > 1 else f"{places[0][0]} in all of them"
         (top,) = largest(sinks, "sink_max", 1)
         text = f"In {len(sinks)} of {len(rows)} heads one key takes more than half of the mass"
         yield Finding(f"{text}; at position {named}.", f"attention {head(top)}, sink_max")
@@ -77,9 +79,12 @@ def _broken(report: Report) -> Iterator[Finding]:
     for name, label in FEATURES.items() if attacked else ():
         rank = attacked.correlation(name) if attacked else None
         if attacked and rank and rank.low * rank.high > 0:
-            said = _quarter(attacked) if name == "norm" else ""
+            side = "larger" if rank.rho > 0 else "smaller"
+            said = f" breaks more of the samples of {side} {label}"
+            if name == "norm":
+                said += _quarter(attacked)
             yield Finding(
-                f"{said}Spearman correlation of {label} with being broken by {attacked.attack}: "
+                f"{attacked.attack[0].upper()}{attacked.attack[1:]}{said}: Spearman correlation "
                 f"{rank.rho:.2f} [{rank.low:.2f}, {rank.high:.2f}], {rank.count} samples.",
                 f"jacobian {name}, attack {attacked.column}",
             )
@@ -91,11 +96,7 @@ def _quarter(attacked: Breakage) -> str:
     cut = max(len(ranked) // 4, 1)
     inside = sum(attacked.broken[name] for name in ranked[:cut])
     outside = sum(attacked.broken[name] for name in ranked[cut:])
-    attack = attacked.attack[0].upper() + attacked.attack[1:]
-    return (
-        f"{attack} breaks {inside} of the {cut} most sensitive samples "
-        f"and {outside} of the other {len(ranked) - cut}. "
-    )
+    return f" ({inside} of the {cut} largest, {outside} of the other {len(ranked) - cut})"
 
 
 def _bounds(report: Report) -> list[BoundsRow]:

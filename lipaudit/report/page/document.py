@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
 from lipaudit.report.cells import STATUS
+from lipaudit.report.glossary import ATTACKS, NORMS, WORDS
 from lipaudit.report.page.diagnosis import diagnosis
 from lipaudit.report.page.facts import facts, versions
 from lipaudit.report.page.ranking import scorecards
@@ -18,11 +19,13 @@ from lipaudit.report.page.steps import steps
 from lipaudit.report.page.views import blocks, listed, side_by_side, title
 from lipaudit.report.page.views.common import places
 from lipaudit.results import Column, Report, Section, model_labels
+from lipaudit.results.summary import summary
 
 BRIEF = ("model", "data", "run")
 """The facts that a screen has room for."""
 MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
 LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
+EXPLAIN = "lipaudit explain WORD says what a word of this page means."
 
 
 def document(*reports: Report, lead: Sequence[Chapter] = ()) -> Document:
@@ -72,8 +75,9 @@ def _opening(report: Report) -> Document:
 def _single(report: Report) -> Document:
     run, said, known = report.run, of_all(report), places(report)
     preprocess = "; ".join(f"{name} {listed(value)}" for name, value in run.preprocess.items())
-    last = (
-        Paragraph(LEGEND),
+    last: tuple[Block, ...] = (
+        *_words(report),
+        Paragraph(f"{LEGEND} {EXPLAIN}"),
         *([Paragraph(f"Preprocessing: {preprocess}.")] if preprocess else []),
         Paragraph(f"{versions(report)}."),
     )
@@ -86,6 +90,17 @@ def _single(report: Report) -> Document:
         Chapter("reading", "How to read the figures", last),
     )
     return replace(_opening(report), chapters=chapters)
+
+
+def _words(report: Report) -> Iterator[Block]:
+    """Explain the words of the scorecard: its figures, and the norms and attacks they name."""
+    card, accuracy = scorecard(report), summary(report).accuracy
+    known = {**ATTACKS, **NORMS, **WORDS}
+    words = [line.label.partition(",")[0] for line in (card.lines if card else ())]
+    words += [each.norm for each in accuracy] + [a for each in accuracy for a in each.attacks]
+    for word in dict.fromkeys(words):
+        if word in known:
+            yield Paragraph(f"{word[0].upper()}{word[1:]}: {known[word]}")
 
 
 def _settings(report: Report, section: Section) -> Mapping[str, Any]:
@@ -115,7 +130,7 @@ def _several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
             cards,
             *chapters,
             Chapter("models", "Models", (_models(names, reports),)),
-            Chapter("reading", "How to read the figures", (Paragraph(LEGEND),)),
+            Chapter("reading", "How to read the figures", (Paragraph(f"{LEGEND} {EXPLAIN}"),)),
         ),
     )
 

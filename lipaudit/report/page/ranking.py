@@ -236,5 +236,5 @@ def _how(ranking: Ranking) -> str:
     return (
         f"Ranked by {by}. In brackets: 95 % limits, of differences by paired samples"
         f"{wide if ranking.pairs > 1 else ''}. Models are not distinguishable where 0 is "
-        "within. Rank: one more than models are shown to be better."
+        "within. A model's rank is 1 and the number of models that are shown to be better."
     )

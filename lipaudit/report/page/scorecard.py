@@ -31,6 +31,8 @@ from lipaudit.results.summary import (
     summary,
 )
 
+FEWEST = 20
+"""Of fewer samples the 95th percentile lies between the two largest norms."""
 RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
 
 
@@ -138,13 +140,16 @@ def _norms(norms: Norms, known: Mapping[str, str], *, short: bool) -> Iterator[L
     if norms.samples == 1:
         yield Line("Jacobian norm", norms.max, columns["max"], f"{of[:-1]}: {sample}")
         return
+    many = norms.samples >= FEWEST
     if short:
         p95, most = (text(each, columns["max"]) for each in (norms.p95, norms.max))
-        of = f"{of}; p95 {p95}, max {most}: {sample}".removesuffix(": ")
+        tail = f"p95 {p95}, " if many else ""
+        of = f"{of}; {tail}max {most}: {sample}".removesuffix(": ")
     yield Line("Jacobian norm, median", norms.median, columns["median"], of)
     if short:
         return
-    yield Line("Jacobian norm, p95", norms.p95, columns["p95"])
+    if many:
+        yield Line("Jacobian norm, p95", norms.p95, columns["p95"])
     yield Line("Jacobian norm, max", norms.max, columns["max"], sample)
 
 

@@ -28,11 +28,16 @@ def _repairs(report: Report) -> Iterator[tuple[str, str]]:
     model, summed = report.run.model.spec, summary(report)
     if report.status != "complete":
         yield "Measure what is missing.", f"{report.run.command} --resume"
-    if any(warning.code == "random-data" for warning in summed.warnings):
-        yield (
-            "Measure at samples that the model meets in use: these are noise.",
-            shlex.join(["lipaudit", "audit", model, "--data", "DATA"]),
-        )
+    codes = {warning.code for warning in summed.warnings}
+    if codes & NOTHING:
+        asked = [
+            "Load trained weights: these are random." if "random-weights" in codes else "",
+            "Measure at samples that the model meets in use: these are noise."
+            if "random-data" in codes
+            else "",
+        ]
+        command = shlex.join(["lipaudit", "audit", model, "--data", "DATA"])
+        yield " ".join(filter(None, asked)), command
     elif summed.norms and summed.norms.end == "logits" and not report.section("attack"):
         yield (
             "See what attacks achieve: nothing here says so.",

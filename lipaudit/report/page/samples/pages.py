@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
+from lipaudit.report.cells import pretty
 from lipaudit.report.page.facts import facts
 from lipaudit.report.page.remarks import lack, leading
 from lipaudit.report.page.samples.choice import known, require_samples
@@ -13,6 +14,7 @@ from lipaudit.report.page.samples.figures import CLASSES, Figure, figures
 from lipaudit.report.page.samples.pictures import gallery, passages
 from lipaudit.report.page.views.common import CHARACTERS, SAMPLE, located, places
 from lipaudit.results import Column, Report, Section
+from lipaudit.results.summary import summary
 from lipaudit.results.trials import TrialKey
 from lipaudit.results.worst import broken, worst
 
@@ -58,11 +60,26 @@ def shown(report: Report) -> tuple[Block, ...]:
     written = passages(report, names)
     about = [f"Their tokens with the largest {written[0].column.label}:"] if written else []
     return (
+        Paragraph(_order(report)),
         worst_table(report),
         *gallery(report, names),
         *map(Paragraph, about),
         *written,
     )
+
+
+def _order(report: Report) -> str:
+    """Say how many samples are broken, and which come first."""
+    clean = next((each for each in summary(report).accuracy if each.kind == "clean"), None)
+    tried = any(report.section(name) for name in ("attack", "certify"))
+    said = []
+    if clean and tried:
+        right = round(clean.share * clean.samples)
+        wrong = f"; {clean.samples - right} are wrong without" if clean.samples > right else ""
+        said.append(f"Attacks broke {len(broken(report))} of {right} samples{wrong}.")
+    first = "those broken in most balls, then " if broken(report) else ""
+    said.append(f"First stand {first}those with the largest ||J||.")
+    return pretty(" ".join(said))
 
 
 def overview(report: Report, name: str) -> Document:

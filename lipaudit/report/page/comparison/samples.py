@@ -9,7 +9,7 @@ from dataclasses import replace
 from lipaudit.gate.comparison import Kind, Outcome, Pair, SampleChange
 from lipaudit.report.blocks import Block, Paragraph, Scatter, Series, Table
 from lipaudit.report.cells import pretty
-from lipaudit.report.page.views.common import CHARACTERS, FIT, SAMPLE, located
+from lipaudit.report.page.views.common import CHARACTERS, FIT, SAMPLE, with_places
 from lipaudit.results import Column, sample_columns
 from lipaudit.results.history import KINDS
 
@@ -95,9 +95,7 @@ def _sample_table(
         ),
         folded=folded,
     )
-    named = located(table, places)
-    assert isinstance(named, Table)
-    return named
+    return with_places(table, places)
 
 
 def _became(sample: SampleChange) -> str:

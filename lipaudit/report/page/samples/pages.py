@@ -12,7 +12,7 @@ from lipaudit.report.page.remarks import lack, leading
 from lipaudit.report.page.samples.choice import known, require_samples
 from lipaudit.report.page.samples.figures import CLASSES, Figure, figures
 from lipaudit.report.page.samples.pictures import gallery, passages
-from lipaudit.report.page.views.common import CHARACTERS, SAMPLE, located, places
+from lipaudit.report.page.views.common import CHARACTERS, SAMPLE, places, with_places
 from lipaudit.results import Column, Report, Section
 from lipaudit.results.summary import summary
 from lipaudit.results.trials import TrialKey
@@ -49,9 +49,7 @@ def worst_table(report: Report) -> Table:
         for sample in worst(report)
     )
     table = Table("The worst samples", (SAMPLE, BROKEN, *(f.column for f in kept)), rows)
-    named = located(table, places(report))
-    assert isinstance(named, Table)
-    return named
+    return with_places(table, places(report))
 
 
 def shown(report: Report) -> tuple[Block, ...]:

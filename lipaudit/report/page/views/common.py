@@ -64,17 +64,22 @@ def located(block: Block, known: Mapping[str, str]) -> Block:
     """Shorten the ids of a table, and say where each sample is found: beside it, at its point."""
     if isinstance(block, Scatter):
         return replace(block, series=tuple(_placed(s, known) for s in block.series))
-    if not isinstance(block, Table) or SAMPLE not in block.columns:
-        return block
-    at = block.columns.index(SAMPLE)
-    named = any(row[at] in known for row in block.rows)
+    return with_places(block, known) if isinstance(block, Table) else block
+
+
+def with_places(table: Table, known: Mapping[str, str]) -> Table:
+    """Shorten the ids of a table, and say beside each where the sample is found."""
+    if SAMPLE not in table.columns:
+        return table
+    at = table.columns.index(SAMPLE)
+    named = any(row[at] in known for row in table.rows)
 
     def cells(row: tuple[Any, ...]) -> tuple[Any, ...]:
         place = [known.get(row[at])] if named else []
         return (*row[:at], str(row[at])[:CHARACTERS], *place, *row[at + 1 :])
 
-    columns = (*block.columns[: at + 1], *([PLACE] if named else []), *block.columns[at + 1 :])
-    return replace(block, columns=columns, rows=tuple(map(cells, block.rows)))
+    columns = (*table.columns[: at + 1], *([PLACE] if named else []), *table.columns[at + 1 :])
+    return replace(table, columns=columns, rows=tuple(map(cells, table.rows)))
 
 
 def _placed(series: Series, known: Mapping[str, str]) -> Series:

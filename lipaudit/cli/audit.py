@@ -64,7 +64,6 @@ def audit(
     """
     from lipaudit.cli.emit import check_outputs
     from lipaudit.engine.files import require_folder
-    from lipaudit.engine.prepare import Request
     from lipaudit.report import RANKED, REPORT
 
     demo = all(model.partition(":")[0] == "demo" for model in models)
@@ -73,20 +72,28 @@ def audit(
     require_folder(options.run_dir or RUNS)
     if len(models) > 1:
         require_alone(run, "several of them")
-    requests = [
-        Request(
-            model,
-            options.plan(demo=demo),
-            run,
-            options.counts(demo=demo),
-            optional={*options.names} - options.required,
-            partial=True,
-            command=typed_command(),
-        )
-        for model in models
-    ]
+    requests = [audit_request(model, options, run, demo=demo) for model in models]
     how = _How(output, extent, terminal, options.run_dir)
     (_audit_one(requests[0], how) if len(models) == 1 else _audit_each(requests, how))
+
+
+def audit_request(model: str, options: AuditOptions, run: RunOptions, *, demo: bool) -> Request:
+    """Return what an audit of a model is to measure.
+
+    Raises:
+        UsageError: for a bad radius, attack or norm.
+    """
+    from lipaudit.engine.prepare import Request
+
+    return Request(
+        model,
+        options.plan(demo=demo),
+        run,
+        options.counts(demo=demo),
+        optional={*options.names} - options.required,
+        partial=True,
+        command=typed_command(),
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import MEASURING, require_alone, typed_command
+from lipaudit.cli.audit import audit_request
+from lipaudit.cli.measure import MEASURING, require_alone
 from lipaudit.cli.options import Extent, Output, Terminal
 from lipaudit.errors import ExitCode, InputError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AuditOptions, RunOptions, Settings, option
@@ -76,7 +77,6 @@ def watch(
       [cyan]lipaudit watch out/ --data val/ --only jacobian,attack --eps 1/255 -o curves.html[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.engine.prepare import Request
     from lipaudit.monitor.checkpoints import Directory
     from lipaudit.monitor.diary import Diary, opening
     from lipaudit.monitor.loggers import loggers
@@ -86,15 +86,7 @@ def watch(
     require_alone(run, "the course of a training")
     if not folder.is_dir():
         raise InputError(f"there is no directory {folder}", "Name one that holds checkpoints.")
-    request = Request(
-        "",
-        options.plan(demo=False),
-        run,
-        options.counts(demo=False),
-        optional={*options.names} - options.required,
-        partial=True,
-        command=typed_command(),
-    )
+    request = audit_request("", options, run, demo=False)
     where = options.run_dir or folder / FOLDER
     diary = Diary(where, opening(request, str(folder), run.data or "random"))
     directory = Directory(folder, request, diary, tries=TRIES if following.follow else 1)

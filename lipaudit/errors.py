@@ -25,14 +25,17 @@ class LipauditError(Exception):
     Args:
         message: what happened, with the offending value.
         advice: what to type or change next; empty when the message says it all.
+        exit_code: that of another error, which this one tells of; None: that of its kind.
     """
 
     exit_code = ExitCode.INTERNAL
 
-    def __init__(self, message: str, advice: str = "") -> None:
+    def __init__(self, message: str, advice: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.advice = advice
+        if exit_code is not None:
+            self.exit_code = ExitCode(exit_code)
 
 
 class UsageError(LipauditError):

@@ -13,7 +13,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.options import Extent, ModelArgument, Output, Plain, Shown, Terminal
-from lipaudit.errors import ExitCode, LipauditError, UsageError
+from lipaudit.errors import LipauditError, UsageError
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
 if TYPE_CHECKING:
@@ -179,6 +179,5 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
         return
     reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures)
     first = failures[0][1]
-    error = LipauditError(f"the report is partial: {reasons}", f"{first.advice} {again}".strip())
-    error.exit_code = ExitCode(first.exit_code)
-    raise error
+    advice = f"{first.advice} {again}".strip()
+    raise LipauditError(f"the report is partial: {reasons}", advice, first.exit_code)

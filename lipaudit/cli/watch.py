@@ -12,7 +12,7 @@ from lipaudit.cli.app import command
 from lipaudit.cli.audit import audit_request
 from lipaudit.cli.measure import MEASURING, require_alone
 from lipaudit.cli.options import Extent, Output, Terminal
-from lipaudit.errors import ExitCode, InputError, LipauditError, as_user_meets, bug
+from lipaudit.errors import InputError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AuditOptions, RunOptions, Settings, option
 from lipaudit.settings.option import Need
 from lipaudit.settings.parsing import Names
@@ -158,6 +158,5 @@ def _require_complete(directory: Directory) -> None:
         return
     first = next(iter(faults.values()))
     reasons = "; ".join(f"{name}: {fault.message}" for name, fault in faults.items())
-    error = LipauditError(f"not every checkpoint was measured: {reasons}", first.advice)
-    error.exit_code = ExitCode(first.exit_code)
-    raise error
+    said = f"not every checkpoint was measured: {reasons}"
+    raise LipauditError(said, first.advice, first.exit_code)

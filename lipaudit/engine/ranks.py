@@ -21,7 +21,6 @@ from lipaudit.engine.journal import packed, unpacked
 from lipaudit.engine.prepare import Request
 from lipaudit.errors import (
     EvaluationError,
-    ExitCode,
     LipauditError,
     UsageError,
     as_user_meets,
@@ -312,6 +311,4 @@ def _said(error: Exception) -> dict[str, Any]:
 
 
 def _fault(said: Mapping[str, Any]) -> LipauditError:
-    error = LipauditError(said["message"], said["advice"])
-    error.exit_code = ExitCode(said["exit_code"])
-    return error
+    return LipauditError(said["message"], said["advice"], said["exit_code"])

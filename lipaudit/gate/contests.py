@@ -20,7 +20,7 @@ from lipaudit.results.summary import Accuracy, Summary, summary
 from lipaudit.results.trials import TrialKey, parse_radius
 
 EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
-Outcome = Literal[
+Standing = Literal[
     "best",
     "not distinguishable from the best",
     "behind the best",
@@ -241,7 +241,7 @@ def _pair(rule: Rule, places: Places, reports: Sequence[Report]) -> dict[Places,
     return {places: there, places[::-1]: back}
 
 
-def outcomes(contest: Contest) -> dict[int, dict[str, Any]]:
+def standings(contest: Contest) -> dict[int, dict[str, Any]]:
     """Return what is said of every model, by its place: the ranked ones first, the best first."""
     criterion, pairs = contest.criterion, contest.pairs
     models = criterion.models

@@ -9,11 +9,11 @@ from lipaudit.errors import UsageError
 from lipaudit.gate.contests import (
     Contest,
     Difference,
-    Outcome,
+    Standing,
     chosen,
     contest,
     criteria,
-    outcomes,
+    standings,
 )
 from lipaudit.gate.overlap import matched, paired_by_place
 from lipaudit.results import Note, Report, model_labels
@@ -54,7 +54,7 @@ class Ranked(Frozen):
 
     model: str
     rank: int | None = None
-    outcome: Outcome = ""
+    outcome: Standing = ""
     reason: str = ""
     difference: Difference | None = None
     accuracy: tuple[Accuracy, ...]
@@ -112,7 +112,7 @@ def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
         apart = contests[0].apart() if contests else {}
         models = (row.model_copy(update=apart.get(i, {})) for i, row in enumerate(rows))
         return Ranking(models=tuple(models), notes=tuple(notes))
-    said = outcomes(decisive)
+    said = standings(decisive)
     ranked = {i for i, fields in said.items() if "rank" in fields}
     criterion = decisive.criterion
     return Ranking(

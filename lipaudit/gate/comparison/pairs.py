@@ -8,7 +8,7 @@ from lipaudit.errors import BaselineError, UsageError
 from lipaudit.gate.comparable import REPEAT, differences, same_weights
 from lipaudit.gate.comparison.heads import head_changes, mapped
 from lipaudit.gate.comparison.records import Comparison, Pair
-from lipaudit.gate.comparison.samples import outcomes, sample_changes
+from lipaudit.gate.comparison.samples import sample_changes, side_changes
 from lipaudit.gate.comparison.settled import settled
 from lipaudit.gate.comparison.verdicts import incomplete, verdicts
 from lipaudit.gate.overlap import matched, paired_by_place
@@ -55,7 +55,7 @@ def _pair(reports: tuple[Report, Report], names: tuple[str, str], by_place: str)
     old, new = reports
     both = [(s, after) for s in old.sections if (after := new.section(s.measure)) is not None]
     differing = differences(new, old)
-    flips = outcomes(old, new)
+    flips = side_changes(old, new)
     return Pair(
         old=names[0],
         new=names[1],

@@ -36,7 +36,7 @@ class Flips:
     gained: frozenset[str]
 
 
-def outcomes(old: Report, new: Report) -> list[Flips]:
+def side_changes(old: Report, new: Report) -> list[Flips]:
     """Return who changed sides: in every ball that both reports ask about."""
     asked: dict[tuple[Kind, TrialKey | None], Flips] = {}
     for kind, column, measures in ASKED:

@@ -34,3 +34,4 @@ from lipaudit.report.blocks.pictures import Picture as Picture
 from lipaudit.report.blocks.pictures import Scatter as Scatter
 from lipaudit.report.blocks.pictures import Series as Series
 from lipaudit.report.blocks.pictures import Shares as Shares
+from lipaudit.report.blocks.pictures import State as State

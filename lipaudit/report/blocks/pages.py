@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lipaudit.report.blocks.parts import Block, Scorecard
+from lipaudit.report.blocks.pictures import State
 from lipaudit.results import Note
 
 
@@ -14,7 +15,7 @@ class Outcome:
     """What a page is read for: how a gate ended."""
 
     text: str
-    state: Literal["kept", "open", "broken"]
+    state: State
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import Literal
 from lipaudit.results import Column
 
 Matrix = tuple[tuple[float | None, ...], ...]
+State = Literal["kept", "open", "broken"]
+"""Whether something is shown to be allowed, may be either, or is shown not to be."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class Interval:
         high: its upper limit.
         end: of what is allowed.
         below: whether what is allowed lies below that end, not above it.
-        state: whether it is shown to be allowed, may be either, or is shown not to be.
+        state: whether it is shown to be allowed.
     """
 
     label: str
@@ -217,7 +219,7 @@ class Interval:
     high: float | None
     end: float
     below: bool
-    state: Literal["kept", "open", "broken"]
+    state: State
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from lipaudit.gate.rules import Rule, parse_rule
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.report.blocks import Interval, Intervals
+from lipaudit.report.blocks import Interval, Intervals, State
 from lipaudit.results import Column
 
 FEW = 8
@@ -18,7 +17,7 @@ TITLES = {
     "%": "Changes, in % of the baseline",
     "pp": "Changes, in percentage points",
 }
-STATES: dict[str, Literal["kept", "open", "broken"]] = {
+STATES: dict[str, State] = {
     "regressed": "broken",
     "inconclusive": "open",
     "pass (not proven)": "open",

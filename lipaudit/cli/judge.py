@@ -31,6 +31,15 @@ COMPARE = "Compare and gate"
 Reports = Annotated[
     list[Path], typer.Argument(metavar="REPORT", help="Reports written with -o X.json.")
 ]
+Saved = Annotated[Path, typer.Argument(metavar="REPORT", help="A report written with -o X.json.")]
+Current = Annotated[
+    str,
+    typer.Argument(
+        metavar="CURRENT",
+        help="A report, or a MODEL to measure now.",
+        autocompletion=completed(model_names),
+    ),
+]
 Compared = Annotated[
     list[str],
     typer.Argument(
@@ -85,9 +94,7 @@ def report(reports: Reports, output: Shown, extent: Several, terminal: Plain) ->
 
 @command("inspect", panel=COMPARE)
 def inspect(
-    report: Annotated[
-        Path, typer.Argument(metavar="REPORT", help="A report written with -o X.json.")
-    ],
+    report: Saved,
     output: Shown,
     terminal: Plain,
     sample: Annotated[
@@ -152,14 +159,7 @@ def compare(
 
 @command("gate", panel=COMPARE)
 def gate(
-    current: Annotated[
-        str,
-        typer.Argument(
-            metavar="CURRENT",
-            help="A report, or a MODEL to measure now.",
-            autocompletion=completed(model_names),
-        ),
-    ],
+    current: Current,
     how: Remeasure,
     baseline: Base = DEFAULT_BASE,
     fail_on: Annotated[
@@ -233,16 +233,13 @@ baselines = typer.Typer(
 )
 app.add_typer(baselines, name="baseline", rich_help_panel=COMPARE)
 Reason = Annotated[str, typer.Option("--reason", help="Why this is the new standard.")]
-Promoted = Annotated[
-    Path, typer.Argument(metavar="REPORT", help="A report written with -o X.json.")
-]
 Target = Annotated[Path, typer.Option("--output", "-o", help="Where the baseline is kept.")]
 Kept = Annotated[Path, typer.Argument(metavar="BASELINE", help="The baseline.")]
 
 
 @command("save", parent=baselines)
 def save(
-    report: Promoted,
+    report: Saved,
     terminal: Plain,
     output: Target = DEFAULT_BASE,
     reason: Reason = "first baseline",
@@ -258,9 +255,7 @@ def save(
 
 
 @command("update", parent=baselines)
-def update(
-    report: Promoted, reason: Reason, terminal: Plain, output: Target = DEFAULT_BASE
-) -> None:
+def update(report: Saved, reason: Reason, terminal: Plain, output: Target = DEFAULT_BASE) -> None:
     """Replace a baseline by a report, and record why."""
     _promote(report, output, reason, quiet=terminal.quiet)
 

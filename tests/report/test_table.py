@@ -151,3 +151,35 @@ def test_heads_say_in_what_their_norm_is_taken(report):
         labels = [column.label for column in table.columns]
         assert ("input" in labels) == shown
         assert all(len(row) == len(labels) for row in table.rows)
+
+
+def test_names_of_wide_characters_are_wrapped_by_their_width(report, other):
+    run = report.run.model_copy(
+        update={"model": report.run.model.model_copy(update={"spec": "模型权重/" * 12})}
+    )
+    wide = report.model_copy(update={"run": run})
+    lines = table.render(document(wide, other), width=80).decode().splitlines()
+    assert max(cell_len(line) for line in lines if " " in line) <= 80
+    assert sum(line.count("模型权重") for line in lines) > 12
+
+
+def test_long_names_leave_room_for_the_widest_column(report, other):
+    def renamed(one, spec):
+        model = one.run.model.model_copy(update={"spec": spec})
+        rows = [{"module": "encoder.layers.11.attention.output"}] * 2
+        section = one.section("jacobian")
+        named = tuple(
+            row.model_copy(update=update) for row, update in zip(section.rows, rows, strict=True)
+        )
+        return one.model_copy(
+            update={
+                "run": one.run.model_copy(update={"model": model}),
+                "sections": (section.model_copy(update={"rows": named}),),
+            }
+        )
+
+    pair = renamed(report, "models/first/a/long/one"), renamed(other, "models/another/long/one")
+    lines = table.render(document(*pair), width=80).decode().splitlines()
+    rows = [line for line in lines if line.startswith("pixels")]
+    assert rows
+    assert max(map(cell_len, rows)) <= 80

@@ -6,12 +6,16 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
 
 from lipaudit.report import cells
 from lipaudit.report.blocks import Scorecard, Table
 
 GAP = "  "
 STRONG = "▸ "
+LEAST = 8
+"""A name that is repeated by every piece of a table is wrapped to no fewer characters."""
 Line = tuple[str, str]
 
 
@@ -29,16 +33,17 @@ def lines(block: Table, width: int) -> Iterator[Line]:
         most = [width // 3] * len(widths)
         most[0] = width // (2 if block.keys == 1 else 3)  # a name is repeated by every piece
         widths = [min(w, m) if n else w for w, m, n in zip(widths, most, named, strict=True)]
+        widths = _narrowed(widths, [i for i in range(block.keys) if named[i]], block.keys, width)
     for number, group in enumerate(split(widths, keys=block.keys, width=width)):
         if number:
             yield "rule", ""
         aligned = [(i, widths[i], named[i]) for i in group]
-        wrapped = {i: textwrap.wrap(heads[i], widths[i]) for i in group}
+        wrapped = {i: _wrapped(heads[i], widths[i]) for i in group}
         yield from (("head", line) for line in _row(wrapped, aligned, bottom=True))
         yield "rule", "─" * (sum(widths[i] for i in group) + len(GAP) * (len(group) - 1))
         for index, row in enumerate(rows):
             kind = "strong" if index in block.strong else "row"
-            wrapped = {i: textwrap.wrap(row[i], widths[i]) for i in group}
+            wrapped = {i: _wrapped(row[i], widths[i]) for i in group}
             yield from ((kind, line) for line in _row(wrapped, aligned))
     yield from (("note", line) for note in notes for line in wrap(note, width))
 
@@ -91,7 +96,26 @@ def split(widths: Sequence[int], *, keys: int, width: int, gap: int = len(GAP)) 
 
 def wrap(text: str, width: int) -> list[str]:
     """Break prose into lines; a word that is too long is broken, not cut."""
-    return textwrap.wrap(cells.plain(text), max(width, 10), break_on_hyphens=False) or [""]
+    return _wrapped(cells.plain(text), max(width, 10), break_on_hyphens=False) or [""]
+
+
+def _wrapped(text: str, width: int, *, break_on_hyphens: bool = True) -> list[str]:
+    """Break a text as textwrap does, or where characters are two cells wide, as rich does."""
+    if cell_len(text) == len(text):
+        return textwrap.wrap(text, width, break_on_hyphens=break_on_hyphens)
+    return [line.plain.rstrip() for line in Text(text).wrap(Console(), width)]
+
+
+def _narrowed(widths: Sequence[int], named: Sequence[int], keys: int, width: int) -> list[int]:
+    """Make the widest of the keys that are `named` narrower, until any column fits beside them."""
+    narrowed = list(widths)
+    room = width - max(widths[keys:], default=0) - len(GAP) * keys
+    while named and sum(narrowed[:keys]) > room:
+        widest = max(named, key=lambda i: narrowed[i])
+        if narrowed[widest] <= LEAST:
+            break
+        narrowed[widest] -= 1
+    return narrowed
 
 
 def _texts(block: Table, index: int) -> list[str]:

@@ -183,3 +183,10 @@ def test_the_command_shows_a_history_and_refuses_it_beside_reports(history, repo
 
 def run(*args: object):
     return CliRunner().invoke(build(), [*map(str, args)], env={"COLUMNS": "80"})
+
+
+@pytest.mark.parametrize("value", [1e17, 1e308, 1e-320])
+@pytest.mark.parametrize("form", ["table", "markdown", "html"])
+def test_a_training_that_diverged_is_drawn(value, form):
+    page = render(of_history(trained(Summary(), figures={"loss": value})), form).decode()
+    assert "loss, of the training itself" in page

@@ -17,6 +17,8 @@ Which = Literal["x", "y"]
 MOST_TICKS = 16
 MARGIN = 0.04
 """Room beyond the outermost values, as a share of their span."""
+FARTHEST = 1e290
+"""Beyond it, and so near to 0, no axis can be drawn."""
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -58,8 +60,9 @@ def scaled(
 
 
 def drawable(values: Sequence[float], *, log: bool) -> list[float]:
-    """Return the values that have a place on an axis."""
-    return [v for v in values if math.isfinite(v) and (v > 0 or not log)]
+    """Return the values that have a place on an axis, and room for its ends beside them."""
+    near = (v for v in values if v == 0 or 1 / FARTHEST < abs(v) < FARTHEST)
+    return [v for v in near if v > 0 or not log]
 
 
 def ends(values: Sequence[float], *, log: bool) -> tuple[float, float]:

@@ -182,7 +182,16 @@ def _points(block: Scatter | Curve) -> Iterator[tuple[float, float, str]]:
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    room = max(0.5, abs(low) / 2)  # of one large number 0.5 would be rounded away
+    return (low, high) if high > low else (low - room, high + room)
+
+
+def _power(exponent: float) -> float:
+    """Return 10 to a power; what is beyond all numbers is infinite."""
+    try:
+        return math.pow(10, exponent)
+    except OverflowError:
+        return math.inf
 
 
 def _told_apart(ends: tuple[float, float], spec: str) -> list[str]:
@@ -197,7 +206,7 @@ def _framed(
     ends: tuple[float, float, float, float],
 ) -> list[str]:
     logs = (block.logs[0],) * 2 + (block.logs[1],) * 2
-    x0, x1, y0, y1 = (10**end if log else end for end, log in zip(ends, logs, strict=True))
+    x0, x1, y0, y1 = (_power(end) if log else end for end, log in zip(ends, logs, strict=True))
     low, high = _told_apart((y0, y1), block.y.format)
     left = [high, *[""] * (len(grid) - 2), low]
     pad = max(map(len, left))

@@ -190,7 +190,7 @@ def test_a_limit_that_is_far_or_infinite_ends_at_the_edge(report, attack):
     assert -20 < low < -2
     assert 9 < high < 20
     assert svg(block(*rows)).count("<path") > svg(block(rows[0])).count("<path")
-    assert "-inf% to +1e12%" in "\n".join(intervals.lines(block(rows[1]), 60))
+    assert "-inf to +1e12%" in "\n".join(intervals.lines(block(rows[1]), 60))
 
 
 def test_a_line_of_text_has_every_mark_in_its_place():

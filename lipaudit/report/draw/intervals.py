@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -127,4 +128,6 @@ def said(block: Intervals, row: Interval) -> str:
 
 
 def _written(block: Intervals, value: float) -> str:
+    if math.isinf(value):
+        return f"{value:+g}"
     return (number(value, block.x.format) if value else "0") + block.x.unit

@@ -91,6 +91,22 @@ def test_the_median_over_heads_is_judged_sample_by_sample(report, bounds):
     assert verdict.new == pytest.approx(np.median(np.median(new, axis=1)))
 
 
+def test_figures_of_samples_have_limits_of_95_percent(report, jacobian, attack, norms):
+    """Those of a median are order statistics, those of a share Bonett and Price's."""
+    ratios = np.exp(RNG.normal(0.2, 0.1, 64))
+    before, after = np.arange(64) % 4 > 0, np.arange(64) % 4 > 1
+    old = report(jacobian(norms), attack(before))
+    pair = pair_of(old, report(jacobian(ratios * norms), attack(after), weights="b"))
+    judged = {v.metric: v for v in pair.verdicts}
+    median, share = judged["jacobian.norm:median"], judged["attack.robust:mean"]
+    k = int((stats.binom(64, 0.5).cdf(range(64)) <= 0.025).sum())
+    ordered = np.sort(ratios) - 1
+    assert (median.low, median.high) == pytest.approx((ordered[k - 1], ordered[64 - k]))
+    lost, gained = (1 + (before & ~after).sum()) / 66, (1 + (after & ~before).sum()) / 66
+    half = stats.norm.ppf(0.975) * np.sqrt((lost + gained - (gained - lost) ** 2) / 66)
+    assert (share.low, share.high) == pytest.approx((gained - lost - half, gained - lost + half))
+
+
 def test_heads_over_the_shared_samples_in_any_order(report, bounds, ids):
     order = [5, 7, 0, 2, 6]
     names = ids(8)
@@ -298,6 +314,22 @@ def test_samples_that_did_not_converge_are_left_out_and_counted(report, jacobian
     norm = next(v for v in pair.verdicts if v.metric == "jacobian.norm:median")
     assert (norm.samples, norm.paired) == (62, pytest.approx(0.1))
     assert len(pair.samples) == 62
+
+
+def test_a_sample_that_did_not_converge_is_left_out_of_every_head(report, bounds):
+    def unsure(norms, place):
+        section = bounds(norms)
+        flags = tuple(i != place for i in range(8))
+        samples = section.samples | {"converged": flags}
+        return section.model_copy(update={"samples": samples})
+
+    loud = 1.2 * EXACT
+    loud[:, 5] *= 100
+    pair = pair_of(report(unsure(EXACT, 2)), report(unsure(loud, 5), weights="b"))
+    exact = next(changes for changes in pair.heads if changes.metric == "bounds.exact")
+    assert exact.samples == 6
+    for head in exact.heads:
+        assert [head.change, head.low, head.high] == pytest.approx([0.2] * 3, rel=1e-4)
 
 
 def test_a_section_of_which_nothing_converged_is_refused(report, jacobian, bounds, norms):

@@ -59,6 +59,9 @@ def test_a_training_that_goes_back_supersedes_what_it_had_beyond():
     anew = resumed.with_points([point(0, "third")])
     assert steps(anew) == [(0, "third")]
     assert steps(anew.with_points([point(10, "third")])) == [(0, "third"), (10, "third")]
+    late = anew.with_points([point(10, "third")]).with_points([point(5, "third")])
+    assert steps(late) == [(0, "third"), (5, "third"), (10, "third")]
+    assert steps(schema.loads_history(lines(late.points[:1] + late.points[:0:-1]))) == steps(late)
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,18 @@ def certified(verdicts):
     )
 
 
+def test_samples_without_an_answer_stand_on_no_side(report):
+    old, new = certified(["certified", "broken", "certified"]), certified(["certified"] * 3)
+    unknown = {name: (*flags[:2], None) for name, flags in new.samples.items() if name != "ids"}
+    new = new.model_copy(update={"samples": new.samples | unknown})
+    pair = pair_of(report(old), report(new, weights="b"))
+    assert [(o.samples, o.old, o.new, o.lost, o.gained) for o in pair.outcomes] == [
+        (2, 2, 2, 0, 0),
+        (2, 1, 2, 0, 1),
+        (2, 1, 2, 0, 1),
+    ]
+
+
 def test_certificates_that_are_lost_and_gained(report):
     old = certified(["certified", "undecided", "broken", "certified"])
     new = certified(["undecided", "certified", "undecided", "wrong"])

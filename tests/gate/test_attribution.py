@@ -109,13 +109,36 @@ def test_no_shares_of_a_change_that_may_be_none():
     assert sum(layer.share for layer in alone.layers) + alone.rest.share == pytest.approx(1)
 
 
-def test_samples_with_a_norm_of_0_are_left_out_and_counted():
-    def worth(layers, i):
-        return -np.inf if i == 2 and layers == {0} else pairwise(layers, i)
+@pytest.mark.parametrize(
+    ("changes", "told"), [((9, 8, 9, 8, -1), True), ((9, 8, -7, 8, -1), False)]
+)
+def test_shares_need_a_change_whose_limits_leave_0_out(changes, told):
+    """Where samples went both ways; the mean is far from 0 either way."""
+    low, high = stats.ttest_1samp(changes, 0).confidence_interval(0.95)
+    assert (low * high > 0) == told
+    shown = summed(lambda layers, i: len(layers) * changes[i] / 30)
+    shares = [layer.share for layer in shown.layers]
+    assert shares == (pytest.approx([1 / 3] * 3) if told else [None] * 3)
 
-    shown = summed(worth)
+
+def test_what_takes_part_in_a_fall_has_a_share_above_0():
+    shown = summed(
+        lambda layers, i: -sum((0.1, 0.4, -0.2)[g] for g in layers) - i * len(layers) / 99
+    )
+    first, second, third = (layer.share for layer in shown.layers)
+    assert second > first > 0 > third
+    assert first + second + third == pytest.approx(1)
+
+
+@pytest.mark.parametrize("zero", [set(), {0}, {1, 2}, {0, 1, 2}])
+def test_samples_with_a_norm_of_0_are_left_out_and_counted(zero):
+    def worth(layers, i):
+        return -np.inf if i == 2 and layers == zero else pairwise(layers, i)
+
+    shown = summed(worth, linear_old=np.tile([0.0, 1.0, np.nan, 3.0, 4.0], (3, 1)))
     assert shown.samples == ("0", "1", "3", "4")
     assert shown.values["change"].shape == (4,)
+    assert shown.layers[0].linear_old.mean == 2.0
     assert [(n.code, "1" in n.text) for n in shown.notes] == [("zero-norms", True)]
     with pytest.raises(EvaluationError, match="every sample is 0"):
         summed(lambda layers, i: -np.inf)

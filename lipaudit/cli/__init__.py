@@ -6,8 +6,9 @@ from __future__ import annotations
 def main() -> None:
     """Run the command that the arguments name (entry point `lipaudit`)."""
     from lipaudit.cli.commands import build, words_of_bash
-    from lipaudit.cli.streams import make_printable
+    from lipaudit.cli.streams import make_printable, make_unheeded
 
     make_printable()
+    make_unheeded()
     with words_of_bash():
         build()()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ import typer.core
 
 from lipaudit import __version__
 from lipaudit.cli.options import Output, Terminal, completed, configured, resolved
-from lipaudit.errors import ExitCode, as_user_meets, bug
+from lipaudit.errors import as_user_meets, bug
 from lipaudit.settings import RunOptions, Settings
 from lipaudit.settings.option import Option
 
@@ -143,10 +141,6 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
         status = 143 if stop.args == ("terminated",) else 130
         _complain("terminated" if status == 143 else "interrupted")
         raise typer.Exit(status) from None
-    except BrokenPipeError:
-        # The reader went away (`| head`): Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(ExitCode.OK) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipaudit.cli.options import Output
+from lipaudit.cli.streams import unheeded
 from lipaudit.engine.files import require_writable, write
 
 if TYPE_CHECKING:
@@ -72,5 +73,6 @@ def _print(subject: Subject, format: Format, *, details: bool) -> None:
         short = format.takes == "page" and "screen" in subject and not details
         format.screen(subject["screen" if short else format.takes](), sys.stdout)
     else:
-        sys.stdout.buffer.write(format.render(subject[format.takes]()))
+        with unheeded(sys.stdout):
+            sys.stdout.buffer.write(format.render(subject[format.takes]()))
     sys.stdout.flush()

@@ -1,11 +1,15 @@
-"""Standard streams that can be written to, whatever their encoding."""
+"""Standard streams that can be written to, whatever their encoding and whoever reads them."""
 
 from __future__ import annotations
 
 import codecs
 import itertools
+import os
 import sys
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 PLAIN = str.maketrans(
     {
@@ -33,6 +37,13 @@ PLAIN = str.maketrans(
 """What stands for a character where a terminal has none: numbers are to be read there, too."""
 
 
+def make_unheeded() -> None:
+    """Let stdout and stderr be written to whether or not somebody reads them (None: closed)."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        setattr(sys, name, Unheeded(stream))
+
+
 def make_printable() -> None:
     """Let stdout and stderr write text that their encoding lacks in plainer characters.
 
@@ -43,6 +54,43 @@ def make_printable() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="lipaudit.plain")
+
+
+@contextmanager
+def unheeded(stream: TextIO) -> Iterator[None]:
+    """Let a stream whose reader went away (`| head`) lead nowhere; the work goes on.
+
+    A gate that ended with the reader of its text would pass whatever it found.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Unheeded:
+    """A stream of text that nobody has to read.
+
+    Args:
+        stream: is written to while there is somebody.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, or nothing."""
+        with unheeded(self._stream):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what was written."""
+        with unheeded(self._stream):
+            self._stream.flush()
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

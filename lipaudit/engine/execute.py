@@ -155,8 +155,6 @@ def _shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard | None:
 def _kept_if_cut_short(observer: Observer, journals: Sequence[Journal]) -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # the reader had enough: nothing is lost
-        raise
     except (Exception, KeyboardInterrupt):
         if any(journal.paths() for journal in journals):
             text = "what is finished is kept: the same command with --resume goes on"

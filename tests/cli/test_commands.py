@@ -170,6 +170,8 @@ def test_weights_are_gated_both_ways_with_the_architecture_of_the_baseline(tmp_p
     regressed = lipaudit("gate", "worse.safetensors", "-b", "good.json", "-q", cwd=tmp_path)
     assert regressed.returncode == 1, regressed.stdout + regressed.stderr
     assert "layer 1 head 1" in regressed.stdout
+    unread = piped("gate worse.json -b good.json -f json 2>&1 | true", tmp_path)
+    assert unread.returncode == 1
     improved = lipaudit("gate", "good.json", "-b", "worse.json", cwd=tmp_path)
     assert improved.returncode == 0, improved.stdout + improved.stderr
     assert "improved: bounds.exact:each <= +20% layer 1 head 1" in improved.stdout
@@ -386,9 +388,19 @@ def test_configuration_fills_what_the_command_line_leaves_open(tmp_path):
 
 
 def test_a_pipe_that_closes_early_is_no_error(tmp_path):
-    command = f"{sys.executable} -m lipaudit models vit | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = piped("models vit | head -1", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path):
+    assert piped("report missing.json 2>&1 | true", tmp_path).returncode == 4
+    assert piped("report missing.json >&- 2>&-", tmp_path).returncode == 4
+
+
+def piped(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of bash that begins with one of lipaudit's, with the exit code of that."""
+    text = f"{sys.executable} -m lipaudit {command}; exit ${{PIPESTATUS[0]}}"
+    return subprocess.run(
+        ["bash", "-c", text], cwd=cwd, capture_output=True, text=True, check=False
+    )

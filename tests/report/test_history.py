@@ -120,6 +120,14 @@ def test_a_measurement_that_failed_is_said_first_and_left_out_of_the_curves(hist
     assert dict(page.facts)["cost"] == "7.5 s, 12.5% of the time of the training"
 
 
+def test_a_step_at_which_all_failed_is_not_called_measured():
+    history = trained(norm(2.0), norm(1.0))
+    lost = history.points[0].model_copy(update={"step": 200, "failures": {"jacobian": "torn"}})
+    for points, many in ((history.points, "2 measured"), ((*history.points, lost), "2 of 3 mea")):
+        said = dict(of_history(EMPTY.with_points(points))["page"]().facts)["steps"]
+        assert f", {many}" in said
+
+
 def test_a_warning_of_some_steps_says_of_which():
     warned = {"measure": "attack", "code": "chance", "text": "5 of 64"}
     poor = Summary(warnings=({**warned},))

@@ -134,8 +134,10 @@ def _facts(history: History) -> Iterator[tuple[str, str]]:
     yield "data", ", suite ".join([history.data, *suites])
     yield "measured", ", ".join(history.measures)
     if points:
+        measured = sum(not history.measures.keys() <= point.failures.keys() for point in points)
+        many = str(measured) if measured == len(points) else f"{measured} of {len(points)}"
         ends = f"{points[0].step} to {points[-1].step}"
-        yield "steps", f"{ends}, {len(points)} measured; the scorecard is of each figure's last"
+        yield "steps", f"{ends}, {many} measured; the scorecard is of each figure's last"
     shares = [point.share for point in points if point.share is not None]
     seconds = sum(point.seconds for point in points)
     cost = f"{number(seconds, '.3g' if seconds < 1000 else '.0f')} s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from statistics import median
 
 import numpy as np
@@ -416,3 +417,14 @@ def test_the_worst_samples_say_how_many_are_broken_and_in_which_order(report):
     text = " ".join(render(of_sample(calm, "x", None), "table").decode().split())
     assert "First stand those with the largest" in text
     assert "Attacks broke" not in text
+
+
+def test_figures_that_are_no_numbers_are_strings_in_json(report):
+    section = report.section("jacobian")
+    values = (math.inf, -math.inf, math.nan, *section.samples["norm"][3:])
+    changed = section.model_copy(update={"samples": section.samples | {"norm": values}})
+    odd = report.model_copy(update={"sections": (changed,)})
+    for name, value in zip(IDS, ("Infinity", "-Infinity", "NaN"), strict=False):
+        record = json.loads(render(of_sample(odd, "x", name), "json"))
+        assert [f["value"] for f in record["figures"] if f["name"] == "norm"] == [value]
+    assert render(of_sample(odd, "x", None), "json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,8 +19,19 @@ def render(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
         return schema.dumps(record).encode()
     if isinstance(record, BaseModel):
         return record.model_dump_json(indent=2).encode() + b"\n"
-    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_strict(record), indent=2, ensure_ascii=False, allow_nan=False)
     return text.encode() + b"\n"
+
+
+def _strict(value: Any) -> Any:
+    """Return plain values with NaN and infinities as strings, as reports have them."""
+    if isinstance(value, dict):
+        return {key: _strict(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 FORMAT = Format(

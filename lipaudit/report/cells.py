@@ -45,7 +45,10 @@ def number(value: float, spec: str) -> str:
 
 def significant(value: float, spec: str = ".3g") -> str:
     """Keep trailing zeros, so that a column shows equally many digits: 1.20, 130, 9.00e3."""
-    written = number(value, f"#{spec}" if spec.endswith("g") else spec)
+    if spec.endswith("g"):
+        sign = "+" * spec.startswith("+")
+        spec = f"{sign}#{spec.removeprefix(sign)}"
+    written = number(value, spec)
     return re.sub(r"\.(?=e|$)", "", written)
 
 

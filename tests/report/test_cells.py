@@ -65,3 +65,8 @@ def test_marks_suffice_for_every_row_type(kind):
     standings = {cells.standing(c) for c in columns} - {""}
     assert len(notes) == len(standings)
     assert len(set(marks) - {""}) in (0, len(standings))
+
+
+def test_a_signed_number_keeps_its_trailing_zeros():
+    assert cells.significant(1.2, "+.3g") == "+1.20"
+    assert cells.significant(-130.0, "+.3g") == "-130"

@@ -139,8 +139,12 @@ def _require_same(before: History, wanted: History, folder: Path) -> None:
 
 def _difference(old: Any, new: Any) -> str:
     """Name the first thing in which two values differ."""
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return f"{old}, not {new}"
-    key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
-    inner = (old.get(key), new.get(key))
-    return f"{key} {_difference(*inner)}" if all(inner) else f"{key} {inner[0]}, not {inner[1]}"
+    if isinstance(old, dict) and isinstance(new, dict):
+        key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
+        return f"{key} {_difference(old.get(key), new.get(key))}"
+    return f"{_said(old)}, not {_said(new)}"
+
+
+def _said(value: Any) -> str:
+    """Say a setting; of a measure that has several only that it is measured."""
+    return "unset" if value is None else "measured" if isinstance(value, dict) else str(value)

@@ -105,13 +105,15 @@ class Plan:
         """Check what was asked for.
 
         Raises:
-            UsageError: a measure or an option that there is not.
+            UsageError: a measure or an option that there is not, or a shard.
         """
         names = [measures] if isinstance(measures, str) else measures
         usual = {"attack": ATTACK} if names is None or "attack" in names else {}
         request = audit_request(
             "", measures, usual | dict(options), quick=True, command="lipaudit.watch()"
         )
+        if request.run.shard:
+            raise UsageError("shard: a history is of all samples", "Leave it out.")
         return cls(replace(request, partial=not strict), strict, step)
 
 

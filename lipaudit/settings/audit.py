@@ -56,7 +56,9 @@ class AuditOptions(Settings):
     eps: str | None = _of_attack("eps", f" Default: {EPS}, of a demo {DEMO_EPS}.")
     attack: str | None = _of_attack("attack")
     norm: str | None = _of_attack("norm")
-    run_dir: Path | None = option(None, "Where report.json and report.html go.")
+    run_dir: Path | None = option(
+        None, "Where report.json and report.html go; of watch the history."
+    )
 
     @field_validator("only", "skip")
     @classmethod

@@ -169,10 +169,23 @@ def test_other_options_or_samples_are_refused(folder):
     done = watch(folder, "--seed", "4")
     assert done.exit_code == 2
     assert "holds a history of other options: seed 0, not 4" in done.stderr
+    done = watch(folder, "--only", "jacobian,bounds")
+    assert "of other measures: bounds unset, not measured" in done.stderr
     done = watch(folder, "--seed", "4", "--run-dir", "elsewhere", "-q")
     assert done.exit_code == 0, done.output
     assert done.stderr == ""
     assert Path("elsewhere/history.html").exists()
+
+
+def test_a_history_is_of_all_samples(folder, monkeypatch):
+    done = watch(folder, "--shard", "1/2")
+    assert (done.exit_code, "one MODEL, not for the course" in done.stderr) == (2, True)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    done = watch(folder)
+    assert (done.exit_code, "one MODEL, not for the course" in done.stderr) == (2, True)
+    assert not (folder / "lipaudit-checkpoints").exists()
 
 
 @pytest.mark.parametrize(

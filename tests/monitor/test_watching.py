@@ -223,6 +223,7 @@ def test_what_was_measured_otherwise_is_refused_before_the_training(
         ({"loggers": "tensorbord"}, "no logger 'tensorbord'"),
         ({"data": "nowhere.npz"}, "what does the Classifier take"),
         ({"to": __file__}, "is a file"),
+        ({"shard": "1/2"}, "a history is of all samples"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_training(module, data, tmp_path, asked, says):

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from lipaudit.gate import compare
+from lipaudit.gate.comparison import HeadChange
 from lipaudit.report import of_comparison, render
 from lipaudit.report.blocks import Heatmap, Scatter, Table
 from lipaudit.report.formats import table
+from lipaudit.report.page.comparison import heads
 from lipaudit.report.page.scorecard import scorecard
 from lipaudit.results import Array
 
@@ -322,3 +324,11 @@ def test_what_regressed_is_called_by_its_words(subject):
     counted = subject["page"]().findings[0][0]
     assert "Regressed: " in counted
     assert not re.search(r"\w\.\w|:\w", counted)
+
+
+def test_limits_without_an_upper_end_are_none_only_where_there_is_no_lower_one_either():
+    """A norm that was 0 in a sample grew without end: that is seen, not unknown."""
+    head = HeadChange(layer=0, head=0, old=0.1, new=1.0, change=2.0, low=0.5, high=float("inf"))
+    assert heads.limits(head, "%") == "+50% to +inf"
+    unknown = head.model_copy(update={"low": -1.0})
+    assert heads.limits(unknown, "%") == "too few samples"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from lipaudit.gate.comparison import Comparison, Pair
@@ -57,12 +56,6 @@ def chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter
     return (*changes, *attribution.chapters(comparison.attributions))
 
 
-def limits(verdict: Verdict) -> str:
-    """Write the limits of a paired change; why there are none, where the samples are too few."""
-    unknown = verdict.high == math.inf and verdict.low in (-1.0, -math.inf)
-    return "too few samples" if unknown else verdict.texts["limits"]
-
-
 def _figures(pair: Pair) -> list[Block]:
     judged = [verdict for verdict in pair.verdicts if not verdict.reason]
     texts = [("differs", text) for text in pair.notes]
@@ -88,5 +81,5 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
 
 def _row(verdict: Verdict) -> tuple[str | None, ...]:
     metric = f"{verdict.metric} {verdict.name}".rstrip()
-    texts = verdict.texts | {"limits": limits(verdict)}
+    texts = verdict.texts | {"limits": heads.limits(verdict, verdict.unit)}
     return (metric, verdict.status, *(text or None for text in texts.values()))

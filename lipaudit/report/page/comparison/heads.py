@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lipaudit.gate.comparison import HeadChange, HeadChanges, Pair
-from lipaudit.gate.verdicts import amount
+from lipaudit.gate.verdicts import Verdict, amount
 from lipaudit.report.blocks import Block, Heatmap, Paragraph, Table
 from lipaudit.report.page.views.common import FIT, HEAD
 from lipaudit.results import Column, row_types
@@ -36,13 +36,13 @@ def ranked(changes: HeadChanges) -> list[HeadChange]:
     return [head for head in sorted(changes.heads, key=size, reverse=True) if size(head) >= 0]
 
 
-def limits(head: HeadChange, unit: str) -> str:
-    """Write the limits of a head's change."""
-    if head.low is None or head.high is None:
+def limits(change: HeadChange | Verdict, unit: str) -> str:
+    """Write the limits of a paired change; why there are none, where the samples are too few."""
+    if change.low is None or change.high is None:
         return ""
-    if math.isinf(head.high):
+    if change.high == math.inf and change.low in (-1.0, -math.inf):
         return "too few samples"
-    return f"{amount(head.low, unit)} to {amount(head.high, unit)}"
+    return f"{amount(change.low, unit)} to {amount(change.high, unit)}"
 
 
 def blocks(pair: Pair) -> list[Block]:

@@ -13,7 +13,6 @@ from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
 from lipaudit.report.blocks import Brief, Document, Line, Scorecard
 from lipaudit.report.cells import number, pretty, significant, text
 from lipaudit.report.page.comparison import attribution, heads
-from lipaudit.report.page.comparison.chapters import limits
 from lipaudit.report.page.comparison.samples import NORM, called
 from lipaudit.report.page.remarks import merged
 from lipaudit.report.page.views.common import CHARACTERS
@@ -110,7 +109,7 @@ def brief(comparison: Comparison) -> Brief:
                 text(line.verdict.old, line.column),
                 text(line.verdict.new, line.column),
                 _change(line.verdict),
-                limits(line.verdict),
+                heads.limits(line.verdict, line.verdict.unit),
             )
             for label, line in sorted(_told(comparison), key=_gravity)
         ),
@@ -172,7 +171,10 @@ def _said(line: Headline) -> str:
     """Say what became of a figure."""
     verdict = line.verdict
     differs = verdict.texts["paired"] not in ("", verdict.texts["change"])
-    known = [f"paired {verdict.texts['paired']}" if differs else "", limits(verdict)]
+    known = [
+        f"paired {verdict.texts['paired']}" if differs else "",
+        heads.limits(verdict, verdict.unit),
+    ]
     between = f" ({': '.join(filter(None, known))})" if any(known) else ""
     old, new = (text(value, line.column) for value in (verdict.old, verdict.new))
     return f"{verdict.status} {old} → {new}{between}"

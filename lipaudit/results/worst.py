@@ -64,12 +64,15 @@ def contradictions(report: Report) -> list[Contradiction]:
 
     An example at a distance in one norm is no farther in those that `INSIDE` names behind it.
     """
-    certified, attacks = list(_certified(report)), list(_attacked(report))
+    certified = list(_certified(report))
+    attacks: dict[str, list[TrialKey]] = {}
+    for sample, trial in _attacked(report) if certified else ():
+        attacks.setdefault(sample, []).append(trial)
     pairs = (
         Contradiction(sample, ball, trial)
         for sample, ball in certified
-        for other, trial in attacks
-        if other == sample and _within(trial, ball)
+        for trial in attacks.get(sample, ())
+        if _within(trial, ball)
     )
     first: dict[str, Contradiction] = {}
     for pair in pairs:
@@ -116,8 +119,9 @@ def _figures(section: Section | None) -> Iterator[tuple[str, TrialKey | None, st
     """Yield every per-sample figure of a section: its kind, its trial, its sample, itself."""
     if section is not None:
         for name, values in section.samples.items():
+            kind, trial = parse_column(name)
             for sample, value in zip(section.ids, values, strict=False):
-                yield *parse_column(name), sample, value
+                yield kind, trial, sample, value
 
 
 def _searched(section: Section | None, column: str) -> Iterator[tuple[str, TrialKey]]:

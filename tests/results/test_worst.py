@@ -7,6 +7,7 @@ import pytest
 from lipaudit.results import Section
 from lipaudit.results.report import Data, Model, Report, Run
 from lipaudit.results.summary import summary
+from lipaudit.results.trials import parse_column
 from lipaudit.results.worst import contradictions
 
 IDS = ("aa", "bb")
@@ -76,3 +77,28 @@ def test_what_is_broken_outside_of_what_is_certified_is_no_contradiction(attack,
 def test_it_is_said_what_and_where():
     (pair,) = contradictions(made(BROKEN, CERTIFIED))
     assert (str(pair.certified), str(pair.attack)) == ("linf,4/255", "pgd,linf,4/255")
+
+
+@pytest.mark.parametrize("certified", [True, False])
+def test_names_of_columns_are_read_once_however_many_samples_there_are(certified, monkeypatch):
+    """Of thousands of samples, reading them for each would take minutes."""
+    reads: list[str] = []
+
+    def counted(name: str):
+        reads.append(name)
+        return parse_column(name)
+
+    monkeypatch.setattr("lipaudit.results.worst.parse_column", counted)
+    counts = []
+    for samples in (2, 200):
+        columns = {
+            "ids": tuple(map(str, range(samples))),
+            "correct": (1,) * samples,
+            "robust@pgd,linf,2/255": (0,) * samples,
+            "certified@linf,1/255": (int(certified),) * samples,
+        }
+        section = Section(measure="certify", samples=columns)
+        reads.clear()
+        contradictions(Report(run=RUN, sections=(section,)))
+        counts.append(len(reads))
+    assert counts[0] == counts[1] > 0

@@ -59,7 +59,7 @@ def loads_history(text: str, *, name: str = "history") -> History:
     _require(document, HISTORY, HISTORY_VERSION, name)
     points = document.pop("points", [])
     if not whole:
-        points += [_parse(line, f"line {i} of {name}") for i, line in enumerate(lines, 2)]
+        points += [_point(line, f"line {i} of {name}") for i, line in enumerate(lines, 2)]
     history = _validated(History, document | {"schema_version": HISTORY_VERSION}, name)
     return history.with_points(_validated(Point, each, name) for each in points)
 
@@ -169,6 +169,13 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
     return document
+
+
+def _point(line: str, name: str) -> dict[str, Any]:
+    try:
+        return _parse(line, name)
+    except InputError as error:
+        raise InputError(error.message, "Without that line the others can be read.") from None
 
 
 def _no_constant(token: str) -> Any:

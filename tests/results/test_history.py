@@ -80,6 +80,12 @@ def test_what_is_damaged_is_one_clear_error(text, says):
         schema.loads_history(text, name="f")
 
 
+def test_what_to_do_about_a_damaged_line_is_said():
+    with pytest.raises(InputError) as refusal:
+        schema.loads_history(lines([point(0)]) + "[]\n", name="f")
+    assert refusal.value.advice == "Without that line the others can be read."
+
+
 def test_a_history_is_no_report(tmp_path):
     path = tmp_path / "history.jsonl"
     path.write_text(lines([]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import time
 import warnings
 from dataclasses import replace
 
@@ -76,9 +77,11 @@ def test_the_figures_are_those_of_an_audit_of_the_same_weights(module, data, tmp
 def test_it_measures_before_the_first_step_every_so_many_and_after_the_last(
     module, data, tmp_path
 ):
+    start = time.monotonic()
     with lipaudit.watch(module, data=data, every=3, to=tmp_path, **CHEAP) as monitor:
         for step in range(1, 8):
             monitor.step(epoch=step / 10, loss=float(step))
+    passed = time.monotonic() - start
     points = schema.load_history(tmp_path / "history.jsonl").points
     assert [(p.step, p.epoch, p.figures) for p in points] == [
         (0, None, {}),
@@ -89,6 +92,7 @@ def test_it_measures_before_the_first_step_every_so_many_and_after_the_last(
     assert [p.share is None for p in points] == [True, False, False, False]
     assert all(0 < p.share <= 1 and p.seconds > 0 for p in points[1:])
     assert monitor.seconds == pytest.approx(sum(p.seconds for p in points), abs=0.01)
+    assert points[-1].share >= 0.99 * monitor.seconds / passed  # of all, not of the last alone
     assert "Classifier over its training" in (tmp_path / "history.html").read_text()
 
 

@@ -193,6 +193,9 @@ WORDS: Mapping[str, str] = {
     "chance of so lopsided a split if as many came as left.",
     "asked": "What is asked of every sample: whether it is right, robust or certified.",
     "became": "What a sample was in the first report, and what it is in the other.",
+    "too few samples": "So few that a change has no limits: with 95 % confidence they would "
+    "reach to infinity.",
+    "pp": "Percentage points: the difference of two shares. From 50 % to 40 % are -10pp.",
     "lost": "Samples that left the good side: were right, robust or certified, and are not.",
     "gained": "Samples that came to the good side: are right, robust or certified now.",
     "as before": "Samples that changed sides in no outcome.",

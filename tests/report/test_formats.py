@@ -14,12 +14,14 @@ from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report import (
     COMPARISON,
     DRAWN,
+    HISTORY,
     JUDGEMENT,
     RANKED,
     RENDERERS,
     REPORT,
     Format,
     formats,
+    named,
     of_comparison,
     of_file,
     of_judgement,
@@ -111,6 +113,11 @@ def test_what_each_format_shows_and_how_its_files_are_called():
 )
 def test_of_formats_of_one_suffix_a_file_gets_the_one_that_was_named(name, chosen, gets):
     assert of_file(Path(name), REPORT, RENDERERS.get(chosen)).name == gets
+
+
+def test_a_history_has_no_brief_and_says_what_has():
+    with pytest.raises(UsageError, match="of one report, of a comparison or of a judgement"):
+        named("brief", HISTORY)
 
 
 def test_a_file_is_what_the_format_says_where_its_suffix_leaves_a_choice(folder):

@@ -187,6 +187,11 @@ def run(*args: str, width: int = 80):
     return CliRunner().invoke(build(), ["explain", *args], env={"COLUMNS": str(width)})
 
 
+@pytest.mark.parametrize("word", ["too few samples", "pp"])
+def test_what_stands_beside_a_change(word):
+    assert unexplained([word]) == []
+
+
 def test_without_a_name_every_name_stands_under_its_topic():
     done = run()
     assert done.exit_code == 0, done.output

@@ -30,7 +30,7 @@ FORMAT = Format(
     suffixes=(".md",),
     asked=True,
     refusal=(
-        "a brief is of one report, or of a judgement",
-        "lipaudit gate CURRENT -f brief writes one of what changed.",
+        "a brief is of one report, of a comparison or of a judgement",
+        "lipaudit compare OLD.json NEW.json -f brief writes one of what changed.",
     ),
 )

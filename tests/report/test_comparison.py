@@ -332,3 +332,9 @@ def test_limits_without_an_upper_end_are_none_only_where_there_is_no_lower_one_e
     assert heads.limits(head, "%") == "+50% to +inf"
     unknown = head.model_copy(update={"low": -1.0})
     assert heads.limits(unknown, "%") == "too few samples"
+
+
+def test_a_finding_leads_to_its_chapter_by_the_title(before, after):
+    text = render(of_comparison(compare([before, after]), [before, after]), "html").decode()
+    assert '<a class="source" href="#samples-0">Samples, old and new</a>' in text
+    assert ">samples-0<" not in text

@@ -411,7 +411,8 @@ def test_the_worst_samples_say_how_many_are_broken_and_in_which_order(report):
         s for s in report.sections if not s.measure.startswith("certify")
     )})  # fmt: skip
     text = " ".join(render(of_sample(proven, "x", None), "table").decode().split())
-    assert f"Attacks broke {len(fallen)} of {len(right)} samples; 1 are wrong without." in text
+    known = f"{len(fallen)} of the {len(right)} right samples"
+    assert f"Attacks broke {known}; wrong without, and last: 1." in text
     assert "First stand those broken in most balls, then those with the largest" in text
     calm = report.model_copy(update={"sections": (report.section("jacobian"),)})
     text = " ".join(render(of_sample(calm, "x", None), "table").decode().split())

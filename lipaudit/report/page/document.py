@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
-from lipaudit.report.cells import STATUS
+from lipaudit.report.cells import STATUS, pretty
 from lipaudit.report.glossary import ATTACKS, NORMS, WORDS
 from lipaudit.report.page.diagnosis import diagnosis
 from lipaudit.report.page.facts import facts, versions
@@ -100,7 +100,7 @@ def _words(report: Report) -> Iterator[Block]:
     words += [each.norm for each in accuracy] + [a for each in accuracy for a in each.attacks]
     for word in dict.fromkeys(words):
         if word in known:
-            yield Paragraph(f"{word[0].upper()}{word[1:]}: {known[word]}")
+            yield Paragraph(pretty(f"{word[0].upper()}{word[1:]}: {known[word]}"))
 
 
 def _settings(report: Report, section: Section) -> Mapping[str, Any]:

@@ -73,8 +73,8 @@ def _order(report: Report) -> str:
     said = []
     if clean and tried:
         right = round(clean.share * clean.samples)
-        wrong = f"; {clean.samples - right} are wrong without" if clean.samples > right else ""
-        said.append(f"Attacks broke {len(broken(report))} of {right} samples{wrong}.")
+        last = f"; wrong without, and last: {clean.samples - right}" * (clean.samples > right)
+        said.append(f"Attacks broke {len(broken(report))} of the {right} right samples{last}.")
     first = "those broken in most balls, then " if broken(report) else ""
     said.append(f"First stand {first}those with the largest ||J||.")
     return pretty(" ".join(said))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -16,9 +16,21 @@ import pytest
 
 import lipaudit
 from lipaudit.errors import LipauditError
-from lipaudit.gate import configure, judge
-from lipaudit.report import render
+from lipaudit.gate import compare, configure, judge
+from lipaudit.report import (
+    Subject,
+    of_comparison,
+    of_history,
+    of_judgement,
+    of_reports,
+    of_sample,
+    render,
+)
+from lipaudit.results import Report
+from lipaudit.results.history import History, measured
 from lipaudit.schema import dumps, loads
+
+EMPTY = History(lipaudit="0", created="now", model="m", data="d")
 
 VALUES = (None, True, -1, 0, 1e308, float("nan"), "x", "", [], {}, [None], [[]], {"a": None})
 MEASURES: dict[str, dict[str, Any]] = {
@@ -75,6 +87,20 @@ def use(document: str, place: Place, value: Any) -> None:
         for form in ("table", "markdown", "html", "json"):
             render(report, form)
         judge(report, loads(document), **configure({}, ()))
+        for subject in subjects(report, loads(document)):
+            with suppress(LipauditError):
+                shown = subject()
+                for form in ("table", "markdown", "json"):
+                    render(shown, form)
+
+
+def subjects(report: Report, whole: Report) -> Iterator[Callable[[], Subject]]:
+    """Everything else that a damaged report is shown in, beside one that is whole."""
+    yield lambda: of_reports(whole, report)
+    yield lambda: of_comparison(compare([whole, report]), [whole, report])
+    yield lambda: of_judgement(judge(report, whole, **configure({}, ())))
+    yield lambda: of_sample(report, "report.json", None)
+    yield lambda: of_history(EMPTY.with_points([measured(report, step=0, seconds=1.0)]))
 
 
 @pytest.mark.parametrize("name", FAULTS)

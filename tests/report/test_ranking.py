@@ -131,3 +131,5 @@ def test_a_brief_fits_a_pull_request(report, other):
     assert len(lines) <= 15
     assert lines[0] == "### lipaudit: 2 models"
     assert "Best: " in lines[2]
+    assert "| median ‖J‖ |" in lines[4]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[4:]}) == 1

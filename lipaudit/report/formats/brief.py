@@ -19,7 +19,7 @@ def render(brief: Brief) -> bytes:
     texts = [[escape(text) for text in row] for row in rows]
     remarks = "<br>".join(map(escape, brief.remarks))
     lines = [f"### {escape(brief.title)}", "", remarks, ""]
-    lines += grid(brief.heads, texts, brief.align) if texts else []
+    lines += grid([*map(escape, brief.heads)], texts, brief.align) if texts else []
     return ("\n".join(lines).rstrip("\n") + "\n").encode()
 
 

@@ -96,7 +96,7 @@ def brief(ranking: Ranking, reports: Sequence[Report]) -> Brief:
     return Brief(
         title=f"lipaudit: {len(ranking.models)} models",
         remarks=(f"{data.samples} samples of {data.spec}", *said_of(ranking)),
-        heads=tuple(column.label for column in block.columns),
+        heads=tuple(pretty(column.label) for column in block.columns),
         rows=tuple(
             tuple(text(value, column) for value, column in zip(row, block.columns, strict=True))
             for row in block.rows

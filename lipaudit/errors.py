@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     INPUT = 4
     BASELINE = 5
     NOT_PROVEN = 6
+    TIME_LIMIT = 7
 
 
 class LipauditError(Exception):

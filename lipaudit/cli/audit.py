@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RUNS = Path("lipaudit-runs")
 CANDIDATES = 8
 """Heads whose maps a shard keeps."""
-AGAIN = "The same command with --resume measures only what failed."
+AGAIN = "The same command with --resume measures only what is missing."
 
 
 @command("audit", panel=MEASURING, usual={"samples": "by measure"})
@@ -215,8 +215,9 @@ def _resumable(done: int, folder: Path) -> Iterator[None]:
 
 def _folder_of_several(requests: Sequence[Request]) -> Path:
     """Return the run directory of these requests: to resume, the last that they had."""
+    free = {"resume", "device", "batch_size", "offline", "time_limit"}
     asked = [
-        (r.model, r.run.model_dump(exclude={"resume", "device", "batch_size", "offline"}),
+        (r.model, r.run.model_dump(exclude=free),
          {name: options.model_dump() for name, options in r.measures.items()}, dict(r.counts))
         for r in requests
     ]  # fmt: skip
@@ -313,7 +314,7 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
     ]
     if report.shard is not None:
         lines += ["next:", "  lipaudit merge of the report.json of all shards"]
-    elif not report.failures:
+    elif report.status == "complete":
         lines += [
             "next:",
             f"  lipaudit baseline save {shlex.quote(str(saved))}",

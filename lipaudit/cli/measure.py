@@ -13,7 +13,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.options import Extent, ModelArgument, Output, Plain, Shown, Terminal
-from lipaudit.errors import LipauditError, UsageError
+from lipaudit.errors import ExitCode, LipauditError, UsageError
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def run_measures(
             executed(job, observer, ranks=ranks) as report,
         ):
             emit(report, output)
+    require_whole({model: report}, "The same command with --resume measures the rest.")
 
 
 @contextmanager
@@ -125,6 +126,21 @@ def require_alone(run: RunOptions, what: str) -> None:
         raise UsageError(f"{how} is for measuring one MODEL, not for {what}", alone)
 
 
+def require_unlimited(run: RunOptions, what: str) -> None:
+    """Refuse a time limit where nothing keeps to it.
+
+    Args:
+        run: its options.
+        what: is done; to be read after "not for".
+
+    Raises:
+        UsageError: there is one.
+    """
+    if run.time_limit:
+        text = f"--time-limit is for measuring a MODEL, not for {what}"
+        raise UsageError(text, "Leave it out; what is interrupted goes on later.")
+
+
 def typed_command() -> str:
     """Return the command as it was typed."""
     return shlex.join(["lipaudit", *sys.argv[1:]])
@@ -161,14 +177,16 @@ def merge(
 
 
 def require_whole(reports: Mapping[str, Report], again: str) -> None:
-    """End with the exit code of the first failure, once the reports are written.
+    """End with the exit code of what the reports lack, once they are written.
+
+    That is the code of the first failure; without one, that of a time limit.
 
     Args:
         reports: that are written, by their models.
         again: what to do about it.
 
     Raises:
-        LipauditError: some measures failed; the reports have the others.
+        LipauditError: some measures failed or were ended; the reports have the others.
     """
     failures = [
         (f"{model}: {name}" if len(reports) > 1 else name, fault)
@@ -176,8 +194,20 @@ def require_whole(reports: Mapping[str, Report], again: str) -> None:
         for name, fault in report.failures.items()
     ]
     if not failures:
+        _require_in_time(reports, again)
         return
     reasons = "; ".join(f"{name} failed: {fault.reason}" for name, fault in failures)
     first = failures[0][1]
     advice = f"{first.advice} {again}".strip()
     raise LipauditError(f"the report is partial: {reasons}", advice, first.exit_code)
+
+
+def _require_in_time(reports: Mapping[str, Report], again: str) -> None:
+    left = [
+        f"{count} samples of {model + ': ' if len(reports) > 1 else ''}{name}"
+        for model, report in reports.items()
+        for name, count in report.unmeasured.items()
+    ]
+    if left:
+        text = f"the report is partial: the time limit left {', '.join(left)} unmeasured"
+        raise LipauditError(text, again, ExitCode.TIME_LIMIT)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipaudit.cli.app import command
-from lipaudit.cli.measure import require_alone, typed_command
+from lipaudit.cli.measure import require_alone, require_unlimited, typed_command
 from lipaudit.cli.options import Lines, ModelArgument, Terminal
 from lipaudit.errors import UsageError
 from lipaudit.settings import Recipe, RunOptions
@@ -81,6 +81,7 @@ def train(
     from lipaudit.train.record import check_target, written
 
     require_alone(run, "a training")
+    require_unlimited(run, "a training")
     if classes is not None and classes < 2:
         raise UsageError(f"--classes {classes}: a classifier has 2 at least")
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})

@@ -10,7 +10,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.audit import audit_request
-from lipaudit.cli.measure import MEASURING, require_alone
+from lipaudit.cli.measure import MEASURING, require_alone, require_unlimited
 from lipaudit.cli.options import Extent, Output, Terminal
 from lipaudit.errors import InputError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AuditOptions, RunOptions, Settings, option
@@ -84,6 +84,7 @@ def watch(
 
     check_outputs(output, HISTORY)
     require_alone(run, "the course of a training")
+    require_unlimited(run, "the course of a training")
     if not folder.is_dir():
         raise InputError(f"there is no directory {folder}", "Name one that holds checkpoints.")
     request = audit_request("", options, run, demo=False)

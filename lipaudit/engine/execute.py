@@ -36,7 +36,8 @@ def executed(
 
     What is measured is kept on disk until the block has ended well: a full disk loses nothing.
     Where the request takes a partial report, a measure that fails leaves its reason in its place
-    and the others run; only where all fail, the first error is raised.
+    and the others run; only where all fail, the first error is raised. Once the time of the
+    request is up no further batch is begun: the report is partial, and of what is measured.
 
     Args:
         job: from `prepare`.
@@ -72,7 +73,8 @@ def executed(
                 sections.append(task.failed(error))
         if len(errors) == len(job.request.measures):
             raise errors[0]
-        status: Literal["complete", "partial"] = "partial" if errors else "complete"
+        cut = any(section.unmeasured for section in sections)
+        status: Literal["complete", "partial"] = "partial" if errors or cut else "complete"
         yield with_worst_drawn(
             Report(
                 run=provenance(job),
@@ -82,7 +84,7 @@ def executed(
                 sections=tuple(sections),
             )
         )
-        for journal in journals if not errors else ():
+        for journal in journals if status == "complete" else ():
             journal.clear()
 
 

@@ -37,6 +37,7 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     """
     whole = sorted(reports, key=lambda report: _shard(report).number)
     _require_complete([_shard(report) for report in whole])
+    _require_measured(whole)
     first = whole[0]
     for other in whole[1:]:
         _require_alike(first, other)
@@ -88,6 +89,20 @@ def _require_complete(shards: Sequence[Shard]) -> None:
         raise InputError(
             f"shard {_named(missing, shards)} is missing",
             f"Measure it: the same command with --shard {missing[0]}/{shards[0].of}.",
+        )
+
+
+def _require_measured(reports: Sequence[Report]) -> None:
+    """Refuse shards that a time limit ended.
+
+    Raises:
+        InputError: with their numbers.
+    """
+    shards = [_shard(report) for report in reports]
+    if short := [_shard(report).number for report in reports if report.unmeasured]:
+        raise InputError(
+            f"the time limit ended shard {_named(short, shards)}",
+            "Measure the rest: the same command with --resume.",
         )
 
 

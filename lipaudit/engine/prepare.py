@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +32,7 @@ class Request:
         optional: measures to leave out, with a note, where model or samples do not allow them.
         partial: whether the others go on where a measure fails, and the report says so.
         command: what the report says it was made by.
+        started: when the time that `run` limits began, by the monotonic clock.
     """
 
     model: str
@@ -39,6 +42,12 @@ class Request:
     optional: Collection[str] = ()
     partial: bool = False
     command: str = ""
+    started: float = field(default_factory=time.monotonic, compare=False)
+
+    @property
+    def end(self) -> float:
+        """When no further batch is begun, by the monotonic clock."""
+        return self.started + (self.run.time_limit or math.inf)
 
     def count(self, name: str) -> int:
         """Return how many samples a measure is to take."""

@@ -215,17 +215,20 @@ class Ranks:
         self._set(f"{measure}/fault", json.dumps(_said(error)))
         self._add(f"{measure}/next", ENDED)
 
-    def gathered(self, measure: str, own: Iterator[Part], samples: int) -> Iterator[Part]:
+    def gathered(
+        self, measure: str, own: Iterator[Part], batches: Sequence[Batch]
+    ) -> Iterator[Part]:
         """Yield the parts of all processes, as they come: rank 0.
 
         Args:
             measure: whose.
             own: those of this process.
-            samples: how many all of them have.
+            batches: what is measured; once `own` has ended no further one is handed out.
 
         Raises:
             LipauditError: another process failed or has ended.
         """
+        samples = 0
         try:
             for part in own:
                 samples -= len(part.ids)
@@ -233,6 +236,8 @@ class Ranks:
                 for other in self._handed_in(measure):
                     samples -= len(other.ids)
                     yield other
+            begun = self._add(f"{measure}/next", ENDED) - ENDED
+            samples += sum(map(len, batches[:begun]))
             while samples > 0:
                 self._require_alive(range(1, self.size))
                 for other in self._handed_in(measure):

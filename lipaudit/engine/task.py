@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby, islice
@@ -23,6 +24,7 @@ from lipaudit.models.attention.survey import surveyed
 from lipaudit.results import Note, Section
 from lipaudit.results.report import Failure
 from lipaudit.settings import BoundsOptions, CertifyOptions, MeasureOptions
+from lipaudit.settings.parsing import write_duration
 
 
 def reduced(
@@ -50,14 +52,28 @@ class Task:
         self.ids = tuple(chain.from_iterable(batch.ids for batch in self.batches))
 
     def sections(self, parts: Sequence[Part]) -> list[Section]:
-        """Write the files of the options, and sum up."""
+        """Write the files of the options, and sum up what was measured."""
+        left = len(self.ids) - len(sample_ids(parts))
+        notes = (*self.job.notes, *self._lacks(left))
         if not parts:
-            settings, notes = self.options.model_dump(), (*self.job.notes, self._empty())
-            return [Section(measure=self.name, settings=settings, notes=notes)]
+            settings = self.options.model_dump()
+            return [Section(measure=self.name, settings=settings, notes=notes, unmeasured=left)]
         written = self.measure.written(parts, self.options)
         for path, content in zip(self.options.files, written, strict=True):
             write(path, content)
-        return reduced(self.name, parts, self.options, self.job.notes)
+        first, *others = reduced(self.name, parts, self.options, notes)
+        return [first.model_copy(update={"unmeasured": left}), *others]
+
+    def _lacks(self, left: int) -> Iterator[Note]:
+        if not self.ids:
+            yield self._empty()
+        if left:
+            limit = write_duration(self.job.request.run.time_limit or 0.0)
+            text = (
+                f"the time limit of {limit} ended {self.name} after {len(self.ids) - left} of "
+                f"{len(self.ids)} samples"
+            )
+            yield Note(level="warning", code="cut-short", text=text)
 
     def _empty(self) -> Note:
         text = (
@@ -115,7 +131,7 @@ class Task:
             parts = self.measured(left)
         else:
             own = self.measured(ranks.units(self.name, left))
-            parts = ranks.gathered(self.name, own, samples)
+            parts = ranks.gathered(self.name, own, left)
         with listening(partial(self.observer.moves, self.name)):
             for part in journal.recorded(parts, after=len(kept)):
                 self.observer.advances(self.name, len(part.ids))
@@ -157,8 +173,11 @@ class Task:
             self.observer.note(note)
 
     def measured(self, units: Iterable[Batch]) -> Iterator[Part]:
-        """Yield the parts of batches; when memory runs out, go on from there with half of each."""
-        taken, size = _Taken(units), self.job.size(self.name)
+        """Yield the parts of batches; when memory runs out, go on from there with half of each.
+
+        Once time is up no further batch is taken; what is begun is finished.
+        """
+        taken, size = _Taken(_until(self.job.request.end, units)), self.job.size(self.name)
         first, begun = self.job.first(self.name), False
         while taken.more():
             try:
@@ -191,6 +210,13 @@ class Task:
         if self.measure.chunk is None:
             return self.options
         return self.options.model_copy(update={"batch_size": size})
+
+
+def _until(end: float, units: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches for as long as there is time: none is taken that is not yielded."""
+    units = iter(units)
+    while time.monotonic() < end and (batch := next(units, None)) is not None:
+        yield batch
 
 
 class _Taken:

@@ -27,6 +27,8 @@ def fault(report: Report, section: Section) -> str:
         return f"{section.measure} failed: {section.failure.reason}"
     if report.failures:
         return f"the report is partial: {', '.join(report.failures)} failed"
+    if report.unmeasured:
+        return "the report is partial: the time limit ended its run"
     if report.status != "complete":
         return "the report is partial: its run was cut short"
     if section.samples.get("ids") == () or not (section.rows or section.samples):

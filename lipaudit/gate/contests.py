@@ -216,7 +216,8 @@ def contest(criterion: Criterion, reports: Sequence[Report]) -> Contest:
 
 def _alone(report: Report, measure: str) -> Report:
     """Leave out the other measures: that one of them failed is no matter here."""
-    status = "complete" if report.failures else report.status
+    whole = report.failures and not report.unmeasured
+    status = "complete" if whole else report.status
     kept = tuple(section for section in report.sections if section.measure == measure)
     return report.model_copy(update={"sections": kept, "status": status})
 

@@ -107,6 +107,8 @@ class Plan:
         Raises:
             UsageError: a measure or an option that there is not, or a shard.
         """
+        if "time_limit" in options:
+            raise UsageError("time_limit is of one run, not of a training", "Leave it out.")
         names = [measures] if isinstance(measures, str) else measures
         usual = {"attack": ATTACK} if names is None or "attack" in names else {}
         request = audit_request(

@@ -210,7 +210,7 @@ WORDS: Mapping[str, str] = {
     "samples: no less than that of the steepest head of a scorecard, which is one head.",
     "softmax norm": "||M|| of an attention row, mean over rows and median over the heads.",
     "exit code": "0 fine, 1 regression, 2 usage, 3 internal or evaluation error, 4 model or data, "
-    "5 baseline, 6 not proven (--strict), 130 interrupted.",
+    "5 baseline, 6 not proven (--strict), 7 time limit, 130 interrupted.",
     "Spearman correlation": "How alike two figures rank the samples, from -1 to 1; an interval "
     "follows it.",
     "model": "The checkpoint, by its MODEL argument; side by side, the report a row comes from.",
@@ -248,6 +248,7 @@ NOTES: Mapping[str, str] = {
     "contradiction": "An attack broke a sample in a ball in which it is certified: certificates "
     "and attacks cannot both be right, so one of the two has a fault.",
     "converted": "timm converted the weights from another layout or size.",
+    "cut-short": "--time-limit ended a measure: figures are of the samples that were measured.",
     "default-normalisation": "Mean and deviation of the pixels are those of the architecture's "
     "own weights: give --mean and --std if others were used.",
     "differs": "Something differs between two reports that does not forbid comparing them.",

@@ -146,6 +146,7 @@ class Section(Frozen):
         classes: names of the classes that samples have or are taken for, by their number;
             written only where known.
         failure: why there are none; written only where the measure failed.
+        unmeasured: samples that a time limit left; written only where there are any.
     """
 
     measure: str
@@ -159,11 +160,12 @@ class Section(Frozen):
     attended: dict[str, Attended] = {}
     classes: dict[int, str] = {}
     failure: Failure | None = None
+    unmeasured: int = Field(0, ge=0)
 
     @model_serializer(mode="wrap")
     def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what there is none of, as in most sections."""
-        spared = ("failure", "examples", "gradients", "attended", "classes")
+        spared = ("failure", "examples", "gradients", "attended", "classes", "unmeasured")
         return {k: v for k, v in plain(self).items() if k not in spared or v}
 
     @field_validator("rows", mode="before")
@@ -292,9 +294,10 @@ class Report(Frozen):
     """One run of lipaudit: the only thing that is written, compared, gated and rendered.
 
     It is partial where a measure failed or the run was cut short; each section that failed says
-    why. `shard` is there where it is of one part of a run. `samples` says where each sample is
-    found, in the order of its `ids`: its `place` in the data (a file, a line, an index) and, of
-    texts, how its `text` begins; empty where samples are made up.
+    why, each that a time limit ended how many samples it left. `shard` is there where it is of one
+    part of a run. `samples` says where each sample is found, in the order of its `ids`: its
+    `place` in the data (a file, a line, an index) and, of texts, how its `text` begins; empty
+    where samples are made up.
     """
 
     schema_: Literal["lipaudit.report"] = Field("lipaudit.report", alias="schema")
@@ -325,6 +328,11 @@ class Report(Frozen):
     def failures(self) -> dict[str, Failure]:
         """The measures that failed, and why."""
         return {s.measure: s.failure for s in self.sections if s.failure is not None}
+
+    @property
+    def unmeasured(self) -> dict[str, int]:
+        """The measures that a time limit ended, and how many samples it left."""
+        return {s.measure: s.unmeasured for s in self.sections if s.unmeasured}
 
     def _repr_html_(self) -> str:
         """Show itself in a notebook: its page, in a frame of its own so that styles stay apart."""

@@ -14,6 +14,8 @@ from lipaudit.results.trials import Radius, parse_budget, parse_radius
 from lipaudit.settings.option import INT64
 
 LENGTHS = re.compile(r"(\d+):(\d+):log(\d+)")
+_TIME = r"(?:(\d+(?:\.\d+)?)%s)?"
+DURATION = re.compile(_TIME % "h" + _TIME % "m(?:in)?" + _TIME % "s?")
 FEWEST = 2
 """Worst-case tokens are two points."""
 MOST_LENGTHS, MOST_TOKENS, MOST_LAYERS, MOST_PIXELS = 1000, 10**7, 10**5, 10**5
@@ -149,6 +151,34 @@ def read_shard(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
+def read_duration(text: str) -> float:
+    """Read `90`, `90s`, `30min` or `1h30m` as seconds.
+
+    Raises:
+        ValueError: when it is none of these.
+
+    >>> read_duration("1h30m")
+    5400.0
+    """
+    match = DURATION.fullmatch(text.replace(" ", ""))
+    if match is None or not any(match.groups()):
+        raise ValueError("it must be a time like 90s, 30min or 1h30m")
+    hours, minutes, seconds = (float(number or 0) for number in match.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def write_duration(seconds: float) -> str:
+    """Return what `read_duration` reads.
+
+    >>> write_duration(5400)
+    '1h30min'
+    """
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    pieces = (hours, "h"), (minutes, "min"), (rest, "s")
+    return "".join(f"{number:g}{unit}" for number, unit in pieces if number)
+
+
 def read_sizes(text: str) -> tuple[int, ...]:
     """Read `224`, `28,28` or `1,28,28`.
 
@@ -159,6 +189,12 @@ def read_sizes(text: str) -> tuple[int, ...]:
     if not all(piece.isdecimal() for piece in pieces):
         raise ValueError("it must be a side (224), height,width or channels,height,width")
     return tuple(map(int, pieces))
+
+
+def _lasting(seconds: float | None) -> float | None:
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError("it must be longer than nothing, and end")
+    return seconds
 
 
 def _sizes(value: Any) -> Any:
@@ -236,6 +272,8 @@ Names = Annotated[tuple[str, ...] | None, listed]
 Numbers = Annotated[tuple[float, ...] | None, _parsed(read_numbers)]
 Keywords = Annotated[Mapping[str, Any] | None, _parsed(read_keywords)]
 Size = Annotated[int | None, _parsed(read_size)]
+Duration = Annotated[float | None, _parsed(read_duration), AfterValidator(_lasting)]
+"""Seconds."""
 ShardNumber = Annotated[tuple[int, int] | None, _parsed(read_shard)]
 Sizes = Annotated[tuple[int, ...] | None, BeforeValidator(_sizes), AfterValidator(_is_shape)]
 OneRadius = Annotated[

@@ -7,7 +7,15 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from lipaudit.settings.option import Settings, option
-from lipaudit.settings.parsing import Keywords, Numbers, ShardNumber, Size, Sizes, write_keywords
+from lipaudit.settings.parsing import (
+    Duration,
+    Keywords,
+    Numbers,
+    ShardNumber,
+    Size,
+    Sizes,
+    write_keywords,
+)
 
 MODEL, DATA, RUN = "Model", "Data", "Run"
 
@@ -88,6 +96,11 @@ class RunOptions(Settings):
     batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN, usual="auto")
     shard: ShardNumber = option(
         None, "i/n: measure the i-th of n parts of the samples; merge makes one report.", panel=RUN
+    )
+    time_limit: Duration = option(
+        None,
+        "End after so long (90s, 30min, 1h30m) with what is measured: looked at between batches.",
+        panel=RUN,
     )
     resume: bool = option(False, "Go on with an interrupted run of the same command.", panel=RUN)
     offline: bool = option(False, "Never reach for the network.", panel=RUN)

@@ -128,7 +128,7 @@ def test_where_one_model_fails_the_others_go_on(pages, monkeypatch):
     done = audit("-n", "2", "--only", "jacobian,attention", "--run-dir", "run", "-o", "all.md")
     assert done.exit_code == 3, done.output
     assert "demo:jasmin: jacobian failed: values are not finite" in " ".join(done.stderr.split())
-    assert "--resume measures only what failed" in done.stderr
+    assert "--resume measures only what is missing" in done.stderr
     reports = written()
     assert [report.status for report in reports.values()] == ["complete", "partial", "complete"]
     for text in (Path("run/report.html").read_text(), Path("all.md").read_text(), done.stdout):

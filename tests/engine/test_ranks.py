@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +91,7 @@ def test_every_batch_is_measured_once_and_the_slow_take_fewer():
         if each.rank == 0:
             each.begin("m", Begun({"map": "1.0"}, ("done",), keeps=True))
             own = measured(each.units("m", batches(40)), pause=0.1)
-            return list(each.gathered("m", own, 40))
+            return list(each.gathered("m", own, batches(40)))
         assert each.begun("m") == Begun({"map": "1.0"}, ("done",), keeps=True)
         taken = []
         for part in measured(each.units("m", batches(40)), pause=0.001):
@@ -105,11 +106,33 @@ def test_every_batch_is_measured_once_and_the_slow_take_fewer():
     assert 20 < of_others < 40
 
 
+def test_once_the_first_process_ends_only_what_is_begun_is_awaited():
+    taken = threading.Event()
+
+    def act(each: Ranks):
+        units = each.units("m", batches(40))
+        if each.rank == 0:
+            each.begin("m", Begun({}, (), keeps=False))
+            assert taken.wait(60)
+            return list(each.gathered("m", measured(islice(units, 2)), batches(40)))
+        each.begun("m")
+        begun = list(islice(units, 1))
+        taken.set()
+        for part in measured(begun, pause=0.5):
+            each.hand_in("m", part)
+        return list(units)
+
+    parts, left = together(2, act)
+    assert len(parts) == 3
+    assert left == []
+
+
 def test_a_measure_that_fails_in_one_process_ends_in_all():
     def act(each: Ranks):
         if each.rank == 0:
             each.begin("m", Begun({}, (), keeps=False))
-            return list(each.gathered("m", measured(each.units("m", batches(1000)), 0.01), 1000))
+            own = measured(each.units("m", batches(1000)), 0.01)
+            return list(each.gathered("m", own, batches(1000)))
         each.begun("m")
         if each.rank == 1:
             each.fail("m", InputError("no such thing", "Do so."))
@@ -128,7 +151,8 @@ def test_a_process_that_gives_no_sign_of_life_has_ended(monkeypatch):
     def act(each: Ranks):
         if each.rank == 0:
             each.begin("m", Begun({}, (), keeps=False))
-            return list(each.gathered("m", measured(each.units("m", batches(1)[:0])), 1))
+            own = measured(each.units("m", batches(1)[:0]))
+            return list(each.gathered("m", own, batches(1)))
         each._ended.set()
         return None
 

@@ -40,7 +40,8 @@ def _finished(report: Report) -> Report:
     if not report.failures:
         return report
     kept = tuple(section for section in report.sections if section.failure is None)
-    return report.model_copy(update={"sections": kept, "status": "complete"})
+    status = report.status if report.unmeasured else "complete"
+    return report.model_copy(update={"sections": kept, "status": status})
 
 
 def _stuck_rows(section: Section) -> list[str]:

@@ -22,7 +22,13 @@ def lack(report: Report) -> str:
     if report.failures:
         failed = "; ".join(f"{name} failed: {f.reason}" for name, f in report.failures.items())
         lacks.append(f"{failed}. What follows is the rest.")
-    elif report.status != "complete":
+    if report.unmeasured:
+        left = ", ".join(f"{name} ({count})" for name, count in report.unmeasured.items())
+        lacks.append(
+            f"the time limit ended the run, and samples are left: of {left}. Figures are of those "
+            "that were measured."
+        )
+    elif report.status != "complete" and not report.failures:
         lacks.append("the run was cut short; what follows is incomplete.")
     return " ".join(lacks)
 

@@ -1,0 +1,148 @@
+"""A time limit: what is finished is reported and kept, what is left is measured later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, repeat
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import lipaudit
+from lipaudit.cli.commands import build
+from lipaudit.data.batch import Share
+from lipaudit.engine import task
+from lipaudit.errors import InputError, UsageError
+from lipaudit.gate.comparable import fault
+from lipaudit.measures import MEASURES
+from lipaudit.report import render
+from lipaudit.schema import dumps, load, loads
+from lipaudit.settings import RunOptions
+from lipaudit.settings.parsing import write_duration
+
+JACOBIAN = ("jacobian", "demo", "-n", "5", "--batch-size", "2", "--tol", "0.01")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@contextmanager
+def time_for(batches: int) -> Iterator[None]:
+    """Let the time of whatever has a limit be up after so many batches."""
+    now = chain(repeat(-math.inf, batches), repeat(math.inf))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        yield
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(build(), list(args))
+
+
+def test_what_is_measured_in_time_is_reported_and_the_rest_is_measured_later(monkeypatch):
+    assert invoke(*JACOBIAN, "-o", "whole.json").exit_code == 0
+    whole = load("whole.json").sections[0]
+    with time_for(2):
+        done = invoke(*JACOBIAN, "--time-limit", "90s", "-o", "cut.json")
+    assert done.exit_code == 7, done.output
+    assert "the time limit left 1 samples of jacobian unmeasured" in done.stderr
+    assert "--resume" in done.stderr.splitlines()[-1]
+    cut = load("cut.json")
+    section = cut.sections[0]
+    assert (cut.status, cut.unmeasured) == ("partial", {"jacobian": 1})
+    assert section.samples["norm"] == whole.samples["norm"][:4]
+    assert section.rows[0].samples == 4
+    note = next(note for note in section.notes if note.code == "cut-short")
+    assert note.text == "the time limit of 1min30s ended jacobian after 4 of 5 samples"
+    for format in ("table", "brief", "markdown", "html"):
+        assert "time limit" in render(cut, format).decode()
+    measured = listed(monkeypatch, "jacobian")
+    done = invoke(*JACOBIAN, "--time-limit", "1h", "--resume", "-o", "rest.json")
+    assert done.exit_code == 0, done.output
+    assert measured == list(whole.samples["ids"][4:])
+    assert load("rest.json").sections[0] == whole
+
+
+def listed(monkeypatch, name: str) -> list[str]:
+    """The samples that a measure is given from now on."""
+    own, ids = MEASURES[name], list[str]()
+
+    def parts(net, batches, options):
+        def taken():
+            for batch in batches:
+                ids.extend(batch.ids)
+                yield batch
+
+        yield from own.parts(net, Share(batches.first, taken()), options)
+
+    monkeypatch.setitem(MEASURES, name, replace(own, parts=parts))
+    return ids
+
+
+def test_an_audit_shows_what_it_came_to():
+    args = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--time-limit", "1m")
+    with time_for(1):
+        done = invoke(*args, "--run-dir", "run")
+    assert done.exit_code == 7, done.output
+    assert "gate" not in done.stderr
+    report = load("run/report.json")
+    first, last = report.sections
+    assert report.unmeasured == {"jacobian": 2}
+    assert first.rows
+    assert first.unmeasured == 0
+    assert (last.rows, last.failure) == ((), None)
+    assert invoke(*args, "--run-dir", "run", "--resume").exit_code == 0
+    assert load("run/report.json").status == "complete"
+
+
+def test_several_models_have_one_limit():
+    with time_for(1):
+        reports = lipaudit.audit(
+            ["demo", "demo:robust"], ["attention"], samples=1, time_limit="1min"
+        )
+    assert [report.unmeasured for report in reports] == [{}, {"attention": 1}]
+    assert loads(dumps(reports[1])) == reports[1]
+
+
+def test_no_gate_is_passed_and_no_shards_are_merged_in_part():
+    with time_for(1):
+        cut = lipaudit.measure(
+            "demo", "jacobian", samples=4, batch_size=1, shard="1/2", time_limit=60
+        )
+    rest = lipaudit.measure("demo", "jacobian", samples=4, batch_size=1, shard="2/2")
+    with pytest.raises(InputError, match="the time limit ended shard 1 of 2") as error:
+        lipaudit.merge([cut, rest])
+    assert "--resume" in error.value.advice
+    alone = cut.model_copy(update={"shard": None})
+    assert "the time limit ended its run" in fault(alone, alone.sections[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("1.5s", 1.5), ("30min", 1800), ("2m", 120), ("1h30m", 5400), (45, 45)],
+)
+def test_times_are_read_and_written(text, seconds):
+    limit = RunOptions.checked({"time_limit": text}).time_limit
+    assert limit == seconds
+    assert RunOptions.checked({"time_limit": write_duration(limit)}).time_limit == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "1d", "30m1h", "-5", "0s", 0, math.nan, math.inf])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(UsageError, match="--time-limit"):
+        RunOptions.checked({"time_limit": text})
+
+
+@pytest.mark.parametrize("args", [("train", "demo"), ("watch", ".")])
+def test_a_training_has_no_limit(args):
+    done = invoke(*args, "--time-limit", "1h")
+    assert done.exit_code == 2
+    assert "--time-limit is for measuring a MODEL" in done.stderr

@@ -124,7 +124,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     wanted = {name: request.count(name) for name in request.measures}
     drawn = samples or _samples(net, request, max(wanted.values()))
     request, refused = _without_refused(
-        request, lambda name, options: _checked(name, net, drawn, options)
+        request, lambda name, options: _checked(name, net, drawn.batch[: wanted[name]], options)
     )
     notes = net.info.notes + drawn.notes + unsuited + refused
     counts = {name: min(wanted[name], len(drawn.batch)) for name in request.measures}
@@ -173,15 +173,15 @@ def _filled(request: Request) -> Request:
     return replace(request, run=run, measures=measures)
 
 
-def _checked(name: str, net: Net, samples: Samples, options: MeasureOptions) -> MeasureOptions:
+def _checked(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
     """Return the options of a measure that can work with the model and the samples.
 
     Raises:
         LipauditError: it cannot.
     """
-    if options.labelled and net.classes is not None and samples.batch.y is None:
+    if options.labelled and net.classes is not None and batch.y is None:
         raise _unlabelled(name)
-    MEASURES[name].check(net, samples.batch, options)
+    MEASURES[name].check(net, batch, options)
     return options
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError
+from lipaudit.measures import MEASURES
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import AttackOptions, BoundsOptions
 
@@ -30,3 +32,15 @@ def test_labels_are_not_called_missing_where_the_model_has_no_classes(unclassed)
     for asked in (request, replace(request, optional=frozenset())):
         with pytest.raises(InputError, match="has no class scores"):
             prepare(replace(asked, measures=ATTACK), net=unclassed)
+
+
+def test_a_measure_is_refused_for_its_own_samples_only(monkeypatch):
+    seen = {}
+    for name in ("bounds", "attack"):
+        looked = partial(seen.setdefault, name)
+        check = lambda _net, batch, _options, looked=looked: looked(len(batch))  # noqa: E731
+        monkeypatch.setitem(MEASURES, name, replace(MEASURES[name], check=check))
+    prepare(
+        Request("demo", {"bounds": BoundsOptions()} | ATTACK, counts={"bounds": 1, "attack": 3})
+    )
+    assert seen == {"bounds": 1, "attack": 3}

@@ -25,6 +25,7 @@ from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.results import Note
 from lipaudit.settings import CertifyOptions
 from lipaudit.theory.relaxation.refusals import NoRuleError
+from tests.simulated.conftest import MODELS
 
 SHAPE = (1, 3, 4)
 EPS = ("0.01", "0.1", "0.15", "0.3")
@@ -327,6 +328,21 @@ def test_a_pass_that_no_memory_holds_is_refused_with_the_figure():
         batch = Batch(torch.rand(1, 3, 512, 512), None, ("0",))
         with pytest.raises(InputError, match=r"takes about 18,432 GiB at order 1"):
             require_room(net, batch, 1)
+
+
+def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeypatch):
+    def require_short(_net, sample, _order):
+        if sample.x.shape[1] > 9:
+            raise InputError("no room")
+
+    monkeypatch.setattr("lipaudit.measures.certify.require_room", require_short)
+    options, ids = CertifyOptions(eps=("0.01",)), torch.full((3, 12), 5)
+    mask = torch.arange(12) < torch.tensor([[9], [12], [7]])
+    batch = Batch(ids, torch.zeros(3, dtype=torch.long), ("0", "1", "2"), mask)
+    with borrowed(MODELS["bert"](), LoadOptions(), None) as net:
+        check(net, batch[:1], options)
+        with pytest.raises(InputError, match="no room"):
+            check(net, batch, options)
 
 
 def test_rules_are_looked_for_at_the_price_of_a_forward(small):

@@ -1,4 +1,4 @@
-"""The commands on lipaudit itself: explain, env, models, init, schema."""
+"""The commands on lipaudit itself: explain, env, models, check, init, schema."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lipaudit.cli.app import app, command
-from lipaudit.cli.options import Lines, Output, Plain, Terminal, completed
+from lipaudit.cli.options import Lines, ModelArgument, Output, Plain, Terminal, completed
 from lipaudit.errors import UsageError, suggestion
+from lipaudit.settings import AuditOptions, RunOptions
 
 if TYPE_CHECKING:
     from lipaudit.report.topics import Topic
@@ -31,7 +32,7 @@ def known() -> tuple[Topic, ...]:
     """Return everything that can be explained: results, options and commands."""
     from lipaudit.cli.remeasure import Swapping
     from lipaudit.report.topics import option_topics, topics
-    from lipaudit.settings import Recipe, RunOptions, Settings, option_types
+    from lipaudit.settings import Recipe, Settings, option_types
 
     groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe, "compare": Swapping}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
@@ -205,6 +206,54 @@ def models(
     lines = names if name else SUPPORTED.splitlines()
     listed = names if name else [*demo_names(), *names]
     emit({"lines": lambda: lines, "record": lambda: {"models": listed}}, output)
+
+
+@command("check", panel=LEARN, usual={"samples": "by measure"})
+def check(model: ModelArgument, run: RunOptions, output: Lines, terminal: Terminal) -> None:
+    """What an audit would read and measure, and roughly how long: a dry run.
+
+    Loads model and data, and surveys the attention layers: which have a closed form, why others
+    have none, what is left out and why, the first samples with their labels. Nothing is measured.
+
+    [dim]Example:[/] [cyan]lipaudit check ./vit --data val/[/]
+    """
+    from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.cli.measure import require_alone, require_unlimited, typed_command
+    from lipaudit.cli.progress import muted
+    from lipaudit.engine.prepare import Request, prepare
+    from lipaudit.engine.preview import preview
+
+    check_outputs(output, ("lines", "record"))
+    require_alone(run, "a dry run")
+    require_unlimited(run, "a dry run")
+    demo, options = model.partition(":")[0] == "demo", AuditOptions()
+    plan, counts = options.plan(demo=demo), options.counts(demo=demo)
+    request = Request(model, plan, run, counts, optional=plan.keys(), command=typed_command())
+    with muted(quiet=terminal.quiet):
+        seen = preview(prepare(request))
+    emit({"lines": lambda: _told(seen), "record": lambda: seen}, output)
+
+
+def _told(seen: dict[str, Any]) -> list[str]:
+    """Write what a dry run has seen."""
+    classes = f"{seen['classes']} classes" if seen["classes"] else "no classes"
+    lines = [
+        f"model     {seen['model']}: {seen['architecture']}, {seen['parameters']:,} parameters",
+        f"          takes {seen['takes']}, {classes}; on {seen['device']} in {seen['dtype']}",
+        f"heads     {seen['heads']} in {seen['layers']} layers, "
+        f"{seen['closed_form']} with a closed form",
+        *(f"          {count} without: {why}" for why, count in seen["numerical"].items()),
+        f"data      {seen['data']}, {seen['samples']} samples; the first:",
+    ]
+    for each in seen["first"]:
+        shape = " x ".join(map(str, each["shape"]))
+        label = "no label" if each["label"] is None else f"label {each['label']}"
+        name = f" ({each['class']})" if each["class"] not in ("", str(each["label"])) else ""
+        told = (each["place"] or each["id"][:12], shape, label + name, each["text"])
+        lines.append("          " + ", ".join(filter(None, told)))
+    for name, planned in seen["measures"].items():
+        lines.append(f"{name:<10}{planned['samples']} samples, {planned['time']}")
+    return [*lines, *(f"note: {text}" for text in seen["notes"])]
 
 
 SUPPORTED = """\

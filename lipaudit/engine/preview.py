@@ -1,0 +1,75 @@
+"""What an audit would read and measure, and roughly how long: looked at, not measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from lipaudit.engine.estimate import takes
+from lipaudit.engine.prepare import Job
+from lipaudit.engine.provenance import origins
+from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.precision import eager, exact_arithmetic
+
+SHOWN = 5
+"""Samples that are shown."""
+
+
+def preview(job: Job) -> dict[str, Any]:
+    """Return what is read of a job's model and data, and the time of each measure in words.
+
+    Args:
+        job: from `prepare`.
+
+    Raises:
+        InputError, EvaluationError: the model does not run at its samples.
+    """
+    net, info = job.net, job.net.info
+    first = job.samples.batch[:1].trimmed().to(net.device, net.dtype)
+    with eager(), exact_arithmetic(net.device):
+        sites = surveyed(net, first)
+        times = {name: takes(replace(job, counts={name: n})) for name, n in job.counts.items()}
+    unread: Counter[str] = Counter()
+    for site in sites:
+        unread[site.reason or ""] += site.heads
+    return {
+        "model": info.spec,
+        "architecture": info.architecture,
+        "parameters": info.parameters,
+        "takes": net.kind,
+        "classes": net.classes,
+        "device": str(net.device),
+        "dtype": str(net.dtype).removeprefix("torch."),
+        "layers": len(sites),
+        "heads": sum(site.heads for site in sites),
+        "closed_form": unread.pop("", 0),
+        "numerical": dict(unread),
+        "data": job.samples.spec,
+        "samples": len(job.samples.batch),
+        "first": _first(job),
+        "measures": {
+            name: {"samples": count, "time": times[name]} for name, count in job.counts.items()
+        },
+        "notes": [note.text for note in job.notes],
+    }
+
+
+def _first(job: Job) -> list[dict[str, Any]]:
+    """Return place, shape, label and class of the first samples."""
+    known, batch = origins(job.samples), job.samples.batch[:SHOWN]
+    names = job.net.info.labels or ()
+    shown = []
+    for i, sample in enumerate(batch.split(1)):
+        label = None if sample.y is None or sample.y[0] < 0 else int(sample.y[0])
+        shown.append(
+            {
+                "id": sample.ids[0],
+                "place": known["place"][i] if known else "",
+                "text": known["text"][i] if "text" in known else "",
+                "shape": list(sample.x.shape[1:]),
+                "label": label,
+                "class": names[label] if label is not None and label < len(names) else "",
+            }
+        )
+    return shown

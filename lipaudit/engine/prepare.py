@@ -222,6 +222,7 @@ def load_options(run: RunOptions) -> LoadOptions:
         input_size=run.input_size,
         device=run.device or "auto",
         dtype=run.dtype,
+        weights=run.weights,
         offline=run.offline,
         tower=run.tower,
         form=lambda: form_of_data(run.data),

@@ -15,6 +15,7 @@ from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub.commit import Commit
+from lipaudit.models.lifting import precision
 from lipaudit.results import Note
 from lipaudit.results.trials import Norm
 
@@ -106,8 +107,8 @@ class Net:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type of the parameters."""
-        return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+        """The floating-point type in which the model reads its parameters."""
+        return precision(self.module)
 
     @property
     def changes(self) -> tuple[Norm, ...]:

@@ -317,6 +317,8 @@ NOTES: Mapping[str, str] = {
     "spoils": "A warning of the report that is judged: its figures may mean little.",
     "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
     "not: gradients may be masked.",
+    "stored-weights": "Weights are kept in the precision they are stored in, and lifted to that "
+    "of the run where a layer reads them.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",
     "swaps": "How many norms swapping layers takes, and roughly how long.",
     "text-cut": "Some texts were longer than --max-tokens and were cut.",

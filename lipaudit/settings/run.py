@@ -93,6 +93,11 @@ class RunOptions(Settings):
         values=lambda: ("auto", "cpu", "cuda"),
     )
     dtype: Literal["float32", "float64"] = option("float32", "float32 or float64.", panel=RUN)
+    weights: Literal["converted", "stored"] = option(
+        "converted",
+        "converted to --dtype on loading, or kept as stored and lifted a layer at a time.",
+        panel=RUN,
+    )
     batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN, usual="auto")
     shard: ShardNumber = option(
         None, "i/n: measure the i-th of n parts of the samples; merge makes one report.", panel=RUN

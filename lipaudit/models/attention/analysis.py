@@ -22,6 +22,7 @@ from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.sites import OutputMap, Structure
 from lipaudit.models.attention.to_heads import canonical, product, with_inputs
 from lipaudit.models.graph import is_affine
+from lipaudit.models.lifting import keep
 from lipaudit.theory.condition import forward_error
 
 
@@ -66,7 +67,7 @@ def output_map(linear: Linear, source: Probed) -> OutputMap | None:
     order = mix.abs().argmax(0)
     gain = mix.gather(0, order[None])[0]
     single = bool(((mix != 0).sum(0) == 1).all()) and int(order.bincount().amax()) == 1
-    return OutputMap(linear.weight.detach(), order, gain) if single else None
+    return OutputMap(keep(linear.weight), order, gain) if single else None
 
 
 def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:

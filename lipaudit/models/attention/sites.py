@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipaudit.models.attention.observe.origins import Address
 from lipaudit.models.attention.project.forms import ProjectionForm, TokenIndex
+from lipaudit.models.lifting import Kept, read
 
 ONE_INPUT, APART, KEYS = "one input", "queries apart", "keys and values"
 MODULE_INPUT = "module input"
@@ -19,18 +20,18 @@ class OutputMap:
     """W_O, where the layer's output is sum_h O_h W_O,h.
 
     Attributes:
-        weight: of the output projection, (channels in, channels out).
+        kept: weight of the output projection, (channels in, channels out), see `lifting.keep`.
         order: which of its rows each channel of the concatenated heads meets.
         gain: what the channel is multiplied by on the way.
     """
 
-    weight: Tensor
+    kept: Tensor | Kept
     order: Tensor
     gain: Tensor
 
     def per_head(self, heads: int) -> Tensor:
         """Return W_O of each head, (heads, d_v, D_out)."""
-        weight = self.weight[self.order] * self.gain[:, None]
+        weight = read(self.kept)[self.order] * self.gain[:, None]
         return weight.view(heads, -1, weight.shape[1])
 
 

@@ -17,7 +17,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
+
+from lipaudit.models.lifting import keep
 
 Saved = tuple[Tensor | None, ...]
 
@@ -91,6 +94,24 @@ def _scale(saved: tuple[Tensor], v: Tensor) -> Tensor:
 
 def _scale_back(saved: tuple[Tensor], u: Tensor) -> tuple[Tensor]:
     return (saved[0] * u,)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear map whose W is stored in another precision: lifted again for every product."""
+    kept = keep(weight)
+    if isinstance(kept, Tensor):
+        return NotImplemented
+
+    def forward(x: Tensor) -> tuple[Tensor, Saved]:
+        return F.linear(x, kept.lifted(), bias), ()
+
+    def vjp(_: Saved, u: Tensor) -> tuple[Tensor]:
+        return (u @ kept.lifted(),)
+
+    def jvp(_: Saved, v: Tensor) -> Tensor:
+        return F.linear(v, kept.lifted())
+
+    return _Forward.apply(Derivative(forward, vjp, jvp), input)
 
 
 def softmax(

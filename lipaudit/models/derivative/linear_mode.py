@@ -110,6 +110,7 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     **{f: partial(adjoints.elementwise, f) for f in (Tensor.tanh, Tensor.sigmoid)},
     **dict.fromkeys((torch.softmax, Tensor.softmax), _softmax),
     F.softmax: adjoints.softmax,
+    F.linear: adjoints.linear,
     F.layer_norm: adjoints.layer_norm,
     F.rms_norm: adjoints.rms_norm,
     F.conv2d: adjoints.patch_conv,

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lipaudit.data.images import resized
+from lipaudit.data.intake import remark
 from lipaudit.errors import InputError, LipauditError, UsageError, of_machine, out_of_memory
+from lipaudit.models.lifting import hold, lifting, precision
 from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.precision import eager
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -40,11 +42,16 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     spec = replace(spec, module=unwrapped(spec.module))
     _require_images(spec, options)
     require_values(spec.module, name)
-    module, notes = _single_precision(spec.module)
+    module, notes = _in_precision(spec.module, options)
     require_finite_weights(module, name)
     digest = sha256(module)
-    module.eval().requires_grad_(False).to(device(options.device), _dtype(options.dtype))
+    module.eval().requires_grad_(False).to(device(options.device))
     call, preprocess = _call(spec, options)
+    if options.weights == "stored":
+        call = lifting(call)
+        notes += _held(module, _dtype(options.dtype))
+    else:
+        module.to(_dtype(options.dtype))
     read = spec.read or main_output
     output, entry = _probe(spec, call, read)
     info = ModelInfo(
@@ -168,10 +175,26 @@ def require_values(module: nn.Module, name: str) -> None:
             )
 
 
-def _single_precision(module: nn.Module) -> tuple[nn.Module, tuple[Note, ...]]:
-    """Leave half precision behind: structure and norms cannot be read in it."""
+def _in_precision(module: nn.Module, options: LoadOptions) -> tuple[nn.Module, tuple[Note, ...]]:
+    """Leave half precision behind, where it is not kept: nothing can be measured in it."""
+    if options.weights == "stored":
+        return module, ()
     notes = half_precision(p.dtype for p in module.parameters())
     return module.float() if notes else module, notes
+
+
+def _held(module: nn.Module, dtype: torch.dtype) -> tuple[Note, ...]:
+    """Keep weights as they are stored, and say which function is measured."""
+    kinds = hold(module, dtype)
+    to = str(dtype).removeprefix("torch.")
+    text = (
+        f"weights are kept in {few([str(k).removeprefix('torch.') for k in kinds])}, as they are "
+        f"stored, and lifted a layer at a time: the figures are of the {to} function of exactly "
+        "these weights"
+        if kinds
+        else f"no weights are stored in less than {to}: --weights stored has changed nothing"
+    )
+    return (remark("stored-weights", text),)
 
 
 def _call(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
@@ -224,7 +247,8 @@ def _probe(
 ) -> tuple[Tensor, nn.Module | None]:
     """Run one blank sample: the output, and the embedding module on the way."""
     module = spec.module
-    x = _blank(spec, next(module.parameters()))
+    like = next(module.parameters())
+    x = _blank(spec, torch.empty(0, device=like.device, dtype=precision(module)))
     try:
         with eager(), torch.no_grad(), _first_entry(module, spec.kind, x) as entries:
             output = read(call(x, None))

@@ -55,6 +55,12 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
             raise UsageError(f"{spec} has no towers", "Leave --tower out.")
         if options.classes is not None and source in ("demo", "py"):
             raise UsageError(f"{spec} has its own classes", "Leave --classes out.")
+        if options.weights == "stored" and source not in ("hf", "py"):
+            raise UsageError(
+                f"--weights stored is for models of transformers and py: factories, and {spec} is "
+                "neither",
+                "Leave it out.",
+            )
         return assemble(model, options, name=spec, source=source)
 
 

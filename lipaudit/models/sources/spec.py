@@ -112,6 +112,8 @@ class LoadOptions:
             (channels, height, width).
         device: where to run; "auto" is the CUDA device if there is one, else the CPU.
         dtype: precision of the parameters.
+        weights: whether they are converted to `dtype` on loading, or kept as they are stored and
+            lifted where they are read.
         offline: never open a connection; only what is on this machine.
         classes: number of classes; a model that has another number gets a random classifier in
             place of its own (to be trained; timm and transformers).
@@ -127,6 +129,7 @@ class LoadOptions:
     input_size: tuple[int, ...] | None = None
     device: str = "auto"
     dtype: Literal["float32", "float64"] = "float32"
+    weights: Literal["converted", "stored"] = "converted"
     offline: bool = False
     classes: int | None = None
     tower: str | None = None

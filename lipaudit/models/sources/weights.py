@@ -163,6 +163,7 @@ def sha256(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         value = tensor.detach().cpu().contiguous()
+        value = value.float() if value.dtype in HALF else value  # the same, however it is kept
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

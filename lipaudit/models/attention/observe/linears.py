@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipaudit.models.lifting import Kept, read
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -18,24 +20,30 @@ class Linear:
 
     Attributes:
         x: the input, channels on `axis`.
-        weight: W, (channels in, channels out), whatever the orientation of the parameter.
+        parameter: W, (channels in, channels out), whatever the orientation of the parameter, or
+            what it is read from (`lifting.keep`).
         bias: b, or None.
         axis: where the channels are: -1, or 1 for a 1x1 convolution.
     """
 
     x: Tensor
-    weight: Tensor
+    parameter: Tensor | Kept
     bias: Tensor | None
     axis: int = -1
 
     @property
+    def weight(self) -> Tensor:
+        """Return W."""
+        return read(self.parameter)
+
+    @property
     def inputs(self) -> Tensor:
         """Return X, one token per row."""
-        return self._rows(self.x, self.weight.shape[0])
+        return self._rows(self.x, self.parameter.shape[0])
 
     def outputs(self, y: Tensor) -> Tensor:
         """Return y, or anything of its shape, with one token per row."""
-        return self._rows(y, self.weight.shape[1])
+        return self._rows(y, self.parameter.shape[1])
 
     def _rows(self, t: Tensor, width: int) -> Tensor:
         return (t if self.axis == -1 else t.movedim(self.axis, -1)).reshape(-1, width)

@@ -18,6 +18,7 @@ from lipaudit.models.attention.observe.linears import Linear
 from lipaudit.models.attention.observe.origins import Address, Origin, Origins
 from lipaudit.models.generic import token_embeddings
 from lipaudit.models.graph import root
+from lipaudit.models.lifting import keep
 from lipaudit.models.net import Net
 
 _QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
@@ -119,7 +120,7 @@ class Tracer:
             return output
         self.on_linear(linear, address)
         bias = None if linear.bias is None else linear.bias.detach()
-        constant = Linear(linear.x.detach(), linear.weight.detach(), bias, linear.axis)
+        constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.axis)
         source = root(linear.x) if self.wanted is None else None
         return self._cut(output, Origin(address, constant, source))
 

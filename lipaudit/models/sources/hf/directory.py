@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lipaudit.data.hub.commit import hub_bars
 from lipaudit.data.intake import remark
@@ -52,8 +53,15 @@ def from_directory(path: Path, options: LoadOptions, adapter: Path | None = None
         if not kwargs.pop("pretrained", True):
             module = _random(_loader(auto, config), config)
         else:
-            module, random, notes = _trained(_loader(auto, config), path, config, new=bool(added))
-            notes += _stored_half(path)
+            kinds = _stored(path)
+            alone = options.weights == "stored" and adapter is None and len(kinds) == 1
+            dtype = HALF_NAMES.get(min(kinds), torch.float32) if alone else torch.float32
+            loader = _loader(auto, config)
+            module, random, notes = _trained(loader, path, config, new=bool(added), dtype=dtype)
+            if dtype == torch.float32:
+                notes += half_precision(HALF_NAMES[k] for k in kinds if k in HALF_NAMES)
+            else:
+                _take_buffers(module, loader, config)
             if adapter is not None:
                 module, added = merged(module, adapter, random=random), ()
         spec = hf_spec(module, options, path=path)
@@ -116,7 +124,7 @@ def _with_classes(config: Any, classes: int | None) -> tuple[str, tuple[Note, ..
 
 
 def _trained(
-    auto: Any, path: Path, config: Any, *, new: bool
+    auto: Any, path: Path, config: Any, *, new: bool, dtype: torch.dtype
 ) -> tuple[Any, list[str], tuple[Note, ...]]:
     """Load the weights, and refuse any part that would be random, but for a new classifier.
 
@@ -124,7 +132,7 @@ def _trained(
         the model, the tensors of its new classifier, and remarks.
     """
     try:
-        module, report = _from_pretrained(auto, path, config)
+        module, report = _from_pretrained(auto, path, config, dtype)
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         if out_of_memory(error):
             raise
@@ -146,13 +154,15 @@ def _trained(
     return module, [*report["missing_keys"], *shapes] if new else [], notes
 
 
-def _from_pretrained(auto: Any, path: Path, config: Any) -> tuple[Any, dict[str, Any]]:
+def _from_pretrained(
+    auto: Any, path: Path, config: Any, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
     return _with_attention(
         config,
         lambda attention: auto.from_pretrained(
             path,
             config=config,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are named, and refused
@@ -231,15 +241,49 @@ def _inside(module: Any, key: str) -> bool:
     return key.split(".")[0] in own or bool(prefix and key.startswith(f"{prefix}."))
 
 
-def _stored_half(path: Path) -> tuple[Note, ...]:
-    from safetensors import safe_open
+def _take_buffers(module: Any, auto: Any, config: Any) -> None:
+    """Give a model that was loaded in half precision the constants of one in float32.
 
-    kinds = set()
+    They are no weights: the model computes them when it is built, in the type it is built in.
+    """
+    with _without_weights():
+        built = dict(_random(auto, config).named_modules())
+    for name, part in module.named_modules():
+        for key in part._non_persistent_buffers_set & set(
+            getattr(built.get(name), "_buffers", ())
+        ):
+            part._buffers[key] = built[name]._buffers[key]
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Give the parameters of what is built meanwhile no values, and no memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
+        given = None if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
+        register(module, name, given)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _stored(path: Path) -> set[str]:
+    """Return in which types the safetensors of a directory hold their floating-point weights.
+
+    None of those that cannot be read: loading says what is wrong with them.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    kinds: set[str] = set()
     files = weight_files(file.name for file in path.iterdir())
     for file in (path / name for name in files if name.endswith(".safetensors")):
-        with safe_open(file, "pt") as stored:
+        with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
             kinds |= {stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
-    return half_precision(HALF_NAMES[k] for k in kinds if k in HALF_NAMES)
+    return {kind for kind in kinds if "F" in kind}
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,171 @@
+"""Weights in the precision they are stored in, lifted to that of a run where they are read.
+
+A module that is held keeps its parameters as they are stored: `parameters()` gives those, and
+`module.weight` gives a copy in the precision of the run, which lives as long as something reads
+it. While the model runs, `parameters()` gives such copies too: some models ask their own type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+LARGE = 2**16
+"""Entries from which on a copy gets pages of its own."""
+
+_lifted: MutableMapping[Tensor, TensorWeakRef] = WeakTensorKeyDictionary()
+"""The copy of a stored weight that something reads: tied weights stay one tensor."""
+_stored: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+"""The stored weight of such a copy."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A weight, or a view of one, that is lifted again where it is read.
+
+    Attributes:
+        stored: the weight as it is stored.
+        dtype: what it is lifted to.
+        view: size, stride and offset of the view in the lifted weight.
+    """
+
+    stored: Tensor
+    dtype: torch.dtype
+    view: tuple[torch.Size, tuple[int, ...], int]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return its size, for which nothing is lifted."""
+        return self.view[0]
+
+    def lifted(self) -> Tensor:
+        """Return it in the precision of the run."""
+        return _lift(self.stored, self.dtype).detach().as_strided(*self.view)
+
+
+def keep(weight: Tensor) -> Tensor | Kept:
+    """Return what to remember of a weight beyond its layer: never the copy that was lifted."""
+    stored = _stored.get(weight if weight._base is None else weight._base)
+    if stored is None:
+        return weight.detach()
+    offset = int(weight.storage_offset())
+    return Kept(stored, weight.dtype, (weight.shape, weight.stride(), offset))
+
+
+def read(kept: Tensor | Kept) -> Tensor:
+    """Return a weight that was kept."""
+    return kept if isinstance(kept, Tensor) else kept.lifted()
+
+
+def hold(module: nn.Module, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Keep the parameters of a module as they are, and lift each to `dtype` where it is read.
+
+    Buffers, and parameters that are wider than `dtype`, are converted.
+
+    Returns:
+        the types that are lifted, sorted by name.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):  # it hands its weights to torch without reading them
+            part.to(dtype)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)
+        own = [p for p in part._parameters.values() if p is not None and p.is_floating_point()]
+        for p in own:
+            if not _narrower(p, dtype):
+                p.data = p.data.to(dtype)
+        if any(_narrower(p, dtype) for p in own):
+            part.__dict__["_parameters"] = _Parameters(part._parameters, dtype)
+    kinds = {p.dtype for p in module.parameters() if _narrower(p, dtype)}
+    return tuple(sorted(kinds, key=str))
+
+
+def precision(module: nn.Module) -> torch.dtype:
+    """Return the type of a module's parameters where the module reads them."""
+    for part in module.modules():
+        if isinstance(part._parameters, _Parameters):
+            return part._parameters.dtype
+    return next(p.dtype for p in module.parameters() if p.is_floating_point())
+
+
+def lifting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a model that is held, in which `parameters()` gives lifted weights."""
+
+    def run(*args: Any) -> Any:
+        with _running():
+            return call(*args)
+
+    return run
+
+
+class _Parameters(dict[str, Any]):
+    """The parameters of one module by name: stored, and lifted where they are read."""
+
+    running = 0
+    """How many calls of models are under way."""
+
+    def __init__(self, own: dict[str, Any], dtype: torch.dtype) -> None:
+        super().__init__(own)
+        self.dtype = dtype
+
+    def __getitem__(self, name: str) -> Any:
+        return _lift(super().__getitem__(name), self.dtype)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set what is stored: who puts back what was read changes nothing."""
+        super().__setitem__(name, value if value is None else _stored.get(value, value))
+
+    def items(self) -> Any:
+        own = super().items()
+        return ((name, _lift(p, self.dtype)) for name, p in own) if self.running else own
+
+    def values(self) -> Any:
+        own = super().values()
+        return (_lift(p, self.dtype) for p in own) if self.running else own
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    _Parameters.running += 1
+    try:
+        yield
+    finally:
+        _Parameters.running -= 1
+
+
+def _lift(stored: Any, dtype: torch.dtype) -> Any:
+    """Return the copy of a stored weight in another precision: the one that is alive, if any."""
+    if stored is None or not _narrower(stored, dtype):
+        return stored
+    known = _lifted.get(stored)
+    copy = None if known is None else known()
+    if copy is None or copy.dtype != dtype:
+        with torch.inference_mode(False), torch.no_grad():
+            copy = nn.Parameter(_room(stored, dtype).copy_(stored), requires_grad=False)
+        _lifted[stored], _stored[copy] = TensorWeakRef(copy), stored
+    return copy
+
+
+def _room(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory for a copy that goes back to the system with it.
+
+    The C library keeps what it is handed back by the megabyte between things that live longer:
+    the heap would grow to several times the model.
+    """
+    count = like.numel()
+    if like.device.type != "cpu" or count < LARGE or not like.is_contiguous():
+        return torch.empty_like(like, dtype=dtype)
+    pages = mmap(-1, count * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(like.shape)
+
+
+def _narrower(p: Tensor, dtype: torch.dtype) -> bool:
+    return p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits

@@ -1,0 +1,202 @@
+"""Weights that are kept as they are stored: the same function, without a lifted copy of them."""
+
+import copy
+import gc
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lipaudit import measure
+from lipaudit.data.batch import Batch
+from lipaudit.errors import UsageError
+from lipaudit.models import lifting
+from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.sources.loading import LoadOptions, load_net
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+STORED = LoadOptions(weights="stored")
+
+
+def qwen(path, **extra):
+    """Save a Qwen2 in bfloat16."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_key_value_heads": 2, **extra}
+    module = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+    module.to(torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    return qwen(tmp_path_factory.mktemp("stored"))
+
+
+@pytest.fixture
+def alive(monkeypatch):
+    """The most bytes of lifted weights that were alive at a time."""
+    lift, most = lifting._lift, [0]
+
+    def counted(weight, dtype):
+        lifted = lift(weight, dtype)
+        most[0] = max(most[0], sum(copy.nbytes for copy in list(lifting._stored)))
+        return lifted
+
+    monkeypatch.setattr(lifting, "_lift", counted)
+    return most
+
+
+def texts(net, tokens=12):
+    ids = torch.randint(4, 60, (2, tokens), generator=torch.Generator().manual_seed(1))
+    return Batch(ids, None, ("a", "b"), torch.ones_like(ids).bool())
+
+
+def figures(path, name, **options):
+    """All that a report says but for times, and the note on how the weights were read."""
+    report = measure(path, name, samples=2, max_tokens=12, **options).model_dump(mode="json")
+    report["run"].pop("created")
+    codes = [note["code"] for section in report["sections"] for note in section["notes"]]
+    for section in report["sections"]:
+        for row in section["rows"]:
+            row.pop("seconds", None)
+        section["notes"] = [n for n in section["notes"] if not n["code"].endswith(WEIGHTS)]
+    return report, codes
+
+
+WEIGHTS = ("half-precision", "stored-weights")
+
+
+@pytest.mark.parametrize("name", ["attention", "bounds", "jacobian", "attack"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_figure_is_that_of_converted_weights(tmp_path, stored, name, dtype):
+    options = {"dtype": dtype}
+    if name == "attack":
+        stored, options = classifier(tmp_path), options | {"eps": "0.1", "data": data(tmp_path)}
+    converted, before = figures(stored, name, **options)
+    kept, after = figures(stored, name, weights="stored", **options)
+    assert kept == converted
+    assert ("half-precision" in before, "stored-weights" in after) == (True, True)
+
+
+def classifier(path):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, num_labels=3, initializer_range=0.5)
+    module = transformers.BertForSequenceClassification(config)
+    module.to(torch.bfloat16).save_pretrained(path / "bert")
+    return str(path / "bert")
+
+
+def data(path):
+    ids = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    np.savez(path / "ids.npz", x=ids.numpy(), y=np.array([0, 1]))
+    return str(path / "ids.npz")
+
+
+def test_the_report_says_which_function_was_measured(stored):
+    (note,) = load_net(stored, STORED).info.notes
+    assert note.code == "stored-weights"
+    assert "kept in bfloat16" in note.text
+    assert "float32 function of exactly these weights" in note.text
+
+
+def test_weights_stay_as_they_are_stored_and_have_one_hash(stored):
+    net, lifted = load_net(stored, STORED), load_net(stored)
+    assert {p.dtype for p in net.module.parameters()} == {torch.bfloat16}
+    assert net.dtype == torch.float32
+    assert net.info.weights_sha256 == lifted.info.weights_sha256
+    assert net.info.parameters == lifted.info.parameters
+
+
+def test_one_lifted_layer_is_alive_at_a_time(stored, alive):
+    net = load_net(stored, STORED)
+    largest = 4 * max(p.numel() for p in net.module.parameters())
+    surveyed(net, texts(net))
+    assert alive[0] < 1.5 * largest  # a weight and its bias
+    gc.collect()
+    assert len(lifting._stored) == 0
+
+
+def test_the_derivative_of_a_model_keeps_no_lifted_layer(stored, alive):
+    net = load_net(stored, STORED)
+    largest = 4 * max(p.numel() for p in net.module.parameters())
+    batch = texts(net)
+    linear = linearize(lambda z, rows: net.forward(z, batch.unnamed(rows)), net.point(batch))
+    linear.outer(linear.output)
+    small = sum(4 * p.numel() for p in net.module.parameters() if p.ndim == 1)
+    assert alive[0] < 1.5 * largest + small
+
+
+def test_the_constants_of_a_model_are_those_of_float32(tmp_path):
+    scaled = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    path = qwen(tmp_path, rope_parameters=scaled)
+    pairs = zip(
+        load_net(path, STORED).module.named_buffers(), load_net(path).module.named_buffers(),
+        strict=True,
+    )  # fmt: skip
+    for (name, kept), (_, converted) in pairs:
+        assert kept.dtype == converted.dtype, name
+        assert torch.equal(kept, converted), name
+
+
+def test_a_model_that_asks_for_its_own_type_gets_that_of_the_run():
+    class Asking(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(next(self.parameters()).dtype))
+
+    module = Asking(3, 2).bfloat16().requires_grad_(False)
+    plain = copy.deepcopy(module).float()
+    assert lifting.hold(module, torch.float32) == (torch.bfloat16,)
+    x = torch.rand(5, 3) + 2**-20
+    assert torch.equal(lifting.lifting(module)(x), plain(x))
+
+
+def test_modules_that_read_weights_of_others_read_lifted_ones():
+    attention = nn.MultiheadAttention(8, 2).bfloat16().eval().requires_grad_(False)
+    recurrent = nn.GRU(8, 8).bfloat16().eval().requires_grad_(False)
+    both = nn.ModuleList([attention, recurrent])
+    plain = copy.deepcopy(both).float()
+    lifting.hold(both, torch.float32)
+    x = torch.rand(4, 1, 8)
+    assert torch.equal(attention(x, x, x)[0], plain[0](x, x, x)[0])
+    assert torch.equal(recurrent(x)[0], plain[1](x)[0])
+    assert torch.equal(copy.deepcopy(both)[0](x, x, x)[0], plain[0](x, x, x)[0])
+
+
+def test_tied_weights_stay_one_tensor_and_what_was_read_can_be_put_back():
+    table, head = nn.Embedding(5, 3).half(), nn.Linear(3, 5, bias=False).half()
+    head.weight = table.weight
+    lifting.hold(nn.ModuleList([table, head]), torch.float32)
+    assert table.weight is head.weight
+    assert torch.func.functional_call(head, {}, torch.ones(3)).dtype == torch.float32
+    head.weight = head.weight
+    assert next(head.parameters()) is next(table.parameters())
+    assert next(head.parameters()).dtype == torch.float16
+
+
+def test_a_view_that_is_kept_is_lifted_again_to_the_same_values():
+    module = nn.Linear(300, 400).bfloat16()  # large enough for pages of its own
+    lifting.hold(module, torch.float64)
+    kept = lifting.keep(module.weight.t()[10:20])
+    assert isinstance(kept, lifting.Kept)
+    assert torch.equal(lifting.read(kept), next(module.parameters()).double().t()[10:20])
+    assert kept.shape == (10, 400)
+    assert torch.equal(lifting.read(lifting.keep(kept.stored)), kept.stored)
+    assert F.linear(torch.ones(300).double(), module.weight).dtype == torch.float64
+
+
+def test_where_nothing_can_be_kept_the_report_says_so(tmp_path, stored):
+    torch.manual_seed(0)
+    single = transformers.BertModel(transformers.BertConfig(**SIZES))
+    single.save_pretrained(tmp_path)
+    (note,) = load_net(str(tmp_path), STORED).info.notes
+    assert "changed nothing" in note.text
+    with pytest.raises(UsageError, match="models of transformers"):
+        load_net("demo", STORED)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lipaudit import measure
 from lipaudit.data.batch import Batch
@@ -43,11 +44,16 @@ def stored(tmp_path_factory):
 @pytest.fixture
 def alive(monkeypatch):
     """The most bytes of lifted weights that were alive at a time."""
-    lift, most = lifting._lift, [0]
+    lift, most, storages = lifting._lift, [0], {}
 
     def counted(weight, dtype):
         lifted = lift(weight, dtype)
-        most[0] = max(most[0], sum(copy.nbytes for copy in list(lifting._stored)))
+        if lifted is not None and lifted is not weight:
+            storage = StorageWeakRef(lifted.untyped_storage())
+            storages[storage] = lifted.nbytes
+        for old in [old for old in storages if old.expired()]:
+            del storages[old]
+        most[0] = max(most[0], sum(storages.values()))
         return lifted
 
     monkeypatch.setattr(lifting, "_lift", counted)

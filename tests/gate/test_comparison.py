@@ -87,6 +87,15 @@ def test_nothing_to_compare(report, jacobian, bounds, ids, norms):
         compare([report(jacobian(norms)), report(jacobian(norms, ids=ids(64, 99)))])
 
 
+def test_where_a_run_was_cut_short_it_says_to_go_on(report, jacobian, norms):
+    whole = report(jacobian(norms))
+    partial = whole.model_copy(update={"status": "partial"})
+    for pair in ([whole, partial], [partial, whole]):
+        with pytest.raises(BaselineError, match="partial") as refused:
+            compare(pair)
+        assert "--resume" in refused.value.advice
+
+
 def with_margins(section, margins):
     return section.model_copy(update={"samples": {**section.samples, "margin": tuple(margins)}})
 

@@ -16,6 +16,7 @@ from lipaudit.results import Report, Section, model_labels
 
 SPOILING = frozenset({"dtype", "preprocess", "starts"})
 """Conditions without which figures are not of the same thing; other data is, by their samples."""
+UNFINISHED = "Let the run finish (the same command with --resume), or merge its shards."
 
 
 def compare(reports: Sequence[Report]) -> Comparison:
@@ -38,7 +39,9 @@ def compare(reports: Sequence[Report]) -> Comparison:
     judged = [v for pair in pairs for v in pair.verdicts if not v.reason]
     if not judged:
         reasons = [v.reason for pair in pairs for v in pair.verdicts] or [_nothing(reports, names)]
-        raise BaselineError(f"the reports have nothing to compare: {reasons[0]}", REPEAT)
+        whole = all(r.shard is None and r.status == "complete" for r in reports)
+        advice = REPEAT if whole else UNFINISHED
+        raise BaselineError(f"the reports have nothing to compare: {reasons[0]}", advice)
     return Comparison(models=tuple(names), pairs=pairs)
 
 

@@ -7,6 +7,7 @@ not hold up the others. What they give goes to rank 0 through the same store of 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -216,14 +217,16 @@ class Ranks:
         self._add(f"{measure}/next", ENDED)
 
     def gathered(
-        self, measure: str, own: Iterator[Part], batches: Sequence[Batch]
+        self, measure: str, own: Iterator[Part], batches: Sequence[Batch], end: float = math.inf
     ) -> Iterator[Part]:
         """Yield the parts of all processes, as they come: rank 0.
 
         Args:
             measure: whose.
             own: those of this process.
-            batches: what is measured; once `own` has ended no further one is handed out.
+            batches: what is measured.
+            end: the reading of `time.monotonic` from which no further batch is handed out; those
+                that are begun are waited for.
 
         Raises:
             LipauditError: another process failed or has ended.
@@ -236,7 +239,9 @@ class Ranks:
                 for other in self._handed_in(measure):
                     samples -= len(other.ids)
                     yield other
-            begun = self._add(f"{measure}/next", ENDED) - ENDED
+            begun = len(batches)
+            if time.monotonic() >= end:
+                begun = self._add(f"{measure}/next", ENDED) - ENDED
             samples += sum(map(len, batches[:begun]))
             while samples > 0:
                 self._require_alive(range(1, self.size))

@@ -131,7 +131,7 @@ class Task:
             parts = self.measured(left)
         else:
             own = self.measured(ranks.units(self.name, left))
-            parts = ranks.gathered(self.name, own, left)
+            parts = ranks.gathered(self.name, own, left, self.job.request.end)
         with listening(partial(self.observer.moves, self.name)):
             for part in journal.recorded(parts, after=len(kept)):
                 self.observer.advances(self.name, len(part.ids))

@@ -106,7 +106,7 @@ def test_every_batch_is_measured_once_and_the_slow_take_fewer():
     assert 20 < of_others < 40
 
 
-def test_once_the_first_process_ends_only_what_is_begun_is_awaited():
+def test_once_time_is_up_only_what_is_begun_is_awaited():
     taken = threading.Event()
 
     def act(each: Ranks):
@@ -114,7 +114,7 @@ def test_once_the_first_process_ends_only_what_is_begun_is_awaited():
         if each.rank == 0:
             each.begin("m", Begun({}, (), keeps=False))
             assert taken.wait(60)
-            return list(each.gathered("m", measured(islice(units, 2)), batches(40)))
+            return list(each.gathered("m", measured(islice(units, 2)), batches(40), end=0.0))
         each.begun("m")
         begun = list(islice(units, 1))
         taken.set()
@@ -174,7 +174,7 @@ def test_one_run_after_the_other_shares_nothing():
     for samples in (3, 5):
         with Ranks(store, 0, 1) as alone:
             own = measured(alone.units("m", batches(samples)))
-            assert len(list(alone.gathered("m", own, samples))) == samples
+            assert len(list(alone.gathered("m", own, batches(samples)))) == samples
 
 
 AUDIT = (

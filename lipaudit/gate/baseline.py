@@ -113,7 +113,8 @@ def promote(report: Report, reason: str) -> Report:
     if not reason.strip():
         raise UsageError("a baseline needs a reason", "Say why: --reason 'first release'.")
     if reasons := problems(report):
-        raise EvaluationError(f"this report is no baseline: {reasons[0]}", "Measure again.")
+        advice = "Measure again." if report.shard is None else "Merge it with the others first."
+        raise EvaluationError(f"this report is no baseline: {reasons[0]}", advice)
     order = list(row_types())
     run = report.run
     return report.model_copy(

@@ -251,7 +251,7 @@ NOTES: Mapping[str, str] = {
     "cut-short": "--time-limit ended a measure: figures are of the samples that were measured.",
     "default-normalisation": "Mean and deviation of the pixels are those of the architecture's "
     "own weights: give --mean and --std if others were used.",
-    "differs": "Something differs between two reports that does not forbid comparing them.",
+    "conditions": "Something differs between two reports that does not forbid comparing them.",
     "empty-shard": "A measure has fewer batches than there are shards, and none in this one.",
     "example": "A text that an attack broke, before and after.",
     "features": "Weights of the file that the output does not need were not read.",

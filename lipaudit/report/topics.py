@@ -67,7 +67,15 @@ def explained(text: str, known: Sequence[Topic]) -> list[Topic]:
     bare = NUMBER.sub("", first)
     start = _named(bare, known) if more or bare != first else []
     rest = (t for piece in more for t in _named(piece, known) if t.name == t.title)
-    return list(dict.fromkeys([*start, *rest])) if start else []
+    return list(dict.fromkeys([*start, *rest])) if start else _provenance(name, known)
+
+
+def _provenance(name: str, known: Sequence[Topic]) -> list[Topic]:
+    """Return the topics of a status and a domain as footnotes print them: `exact at X`."""
+    status, _, domain = name.partition(" ")
+    pair = [_named(status, known), _named(domain, known)]
+    of_status = any(topic in pair[0] for topic in _statuses())
+    return [topic for topics in pair for topic in topics] if of_status and all(pair) else []
 
 
 def _named(name: str, known: Sequence[Topic]) -> list[Topic]:

@@ -70,6 +70,16 @@ def test_samples_have_their_places(report):
     assert known == dict(zip(ids, places["place"], strict=True))
 
 
+def test_zero_has_no_sign(report):
+    jacobian = next(s for s in report.sections if s.measure == "jacobian")
+    zeros = (-0.0,) * len(jacobian.samples["margin"])
+    samples = {**jacobian.samples, "margin": zeros}
+    bare = report.model_copy(
+        update={"sections": (jacobian.model_copy(update={"samples": samples}),)}
+    )
+    assert {line["value"] for line in read(bare) if line["column"] == "margin"} == {"0.0"}
+
+
 def test_control_characters_are_shown_not_obeyed(report):
     model = report.run.model.model_copy(update={"spec": 'a,\x1b[31m"b"\nc'})
     named = report.model_copy(update={"run": report.run.model_copy(update={"model": model})})

@@ -30,6 +30,8 @@ def test_a_gate_is_offered_on_what_is_complete(report):
     assert any(" --baseline report.json" in each for each in commands(report))
     assert not any("--baseline" in each for each in commands(partial))
     assert commands(partial)[0] == "lipaudit audit demo --resume"
+    resumed = report.run.model_copy(update={"command": "lipaudit audit demo --resume"})
+    assert commands(partial.model_copy(update={"run": resumed}))[0] == resumed.command
 
 
 def test_noise_calls_for_data(report):

@@ -211,6 +211,12 @@ def test_it_keeps_to_the_width(width):
 def test_what_is_asked_for_by_its_own_name_comes_first():
     assert run("exact").stdout.startswith("exact: Computed at the samples X")
     assert run("theorem", "3").stdout.startswith("bounds.theorem3: Yudin et al. 2025")
+    assert [
+        line.partition(":")[0] for line in run("empirical in the ball").stdout.split("\n\n")
+    ] == [
+        "empirical",
+        "in the ball",
+    ]
     assert "the largest norm that searches find" in run("ascent").stdout
     assert run("pgd").stdout.startswith("pgd: Projected gradient")
 

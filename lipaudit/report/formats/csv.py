@@ -21,7 +21,9 @@ def render(frame: Frame) -> bytes:
 
 
 def _written(value: Any) -> Any:
-    """Write numbers to their last digit, and infinities and NaN as pandas reads them."""
+    """Write numbers to their last digit, zero without a sign, and inf and nan as pandas does."""
+    if isinstance(value, float):
+        return value + 0.0
     return plain(value) if isinstance(value, str) else value
 
 

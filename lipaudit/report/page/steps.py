@@ -14,6 +14,7 @@ from lipaudit.results.worst import worst
 FILE = "report.json"
 """What an audit calls the file that its page is made of."""
 
+RESUME = " --resume"
 NOTHING = {"random-weights", "random-data"}
 """Warnings of figures that say nothing of a model in use: none to hold the next one to."""
 
@@ -27,7 +28,8 @@ def _repairs(report: Report) -> Iterator[tuple[str, str]]:
     """Measure what is missing, or was measured on noise."""
     model, summed = report.run.model.spec, summary(report)
     if report.status != "complete":
-        yield "Measure what is missing.", f"{report.run.command} --resume"
+        command = report.run.command.removesuffix(RESUME)
+        yield "Measure what is missing.", f"{command}{RESUME}"
     codes = {warning.code for warning in summed.warnings}
     if codes & NOTHING:
         asked = [

@@ -139,7 +139,7 @@ def _facts(comparison: Comparison, reports: Sequence[Report]) -> tuple[tuple[str
 def _spoiling(pair: Pair) -> tuple[Note, ...]:
     """Return what spoils the comparison, and what could not be compared because of it."""
     refused = (v for v in pair.verdicts if v.reason and not v.reason.endswith(ABSENT))
-    texts = [("differs", text) for text in pair.warnings]
+    texts = [("conditions", text) for text in pair.warnings]
     texts += [("not-compared", f"not compared, {v.reason}: {v.metric}") for v in refused]
     return merged(Note(level="warning", code=code, text=text) for code, text in texts)
 

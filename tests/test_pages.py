@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -44,6 +45,18 @@ def test_every_page_that_is_cited_exists():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(path):
     assert [page for page in linked(path) if not page.exists()] == []
+
+
+def test_what_the_theory_names_is_there():
+    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs/theory").glob("*.md")]
+    functions = [name for text in texts for name in re.findall(r"`(lipaudit[\w.]+:\w+)`", text)]
+    tests = [name for text in texts for name in re.findall(r"`(tests/[\w/.]+)::(\w+)`", text)]
+    assert len(functions) > 10
+    assert len(tests) > 20
+    for name in functions:
+        pkgutil.resolve_name(name)
+    for path, name in tests:
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
 
 
 def rows(first):

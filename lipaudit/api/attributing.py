@@ -44,7 +44,7 @@ def attribute(
     Raises:
         LipauditError: whatever goes wrong, with what to do about it.
 
-    Example:
+    Examples:
         >>> shown = attribute("demo", "demo:robust", groups="block", samples=2)
         >>> shown.layers[3].layer, len(shown.layers)
         ('blocks.0', 8)

@@ -70,7 +70,7 @@ def measure(
     Raises:
         LipauditError: whatever goes wrong, with what to do about it.
 
-    Example:
+    Examples:
         >>> report = measure("demo", "jacobian", samples=2)
         >>> report.section("jacobian").rows[0].samples
         2
@@ -116,7 +116,7 @@ def audit(
         LipauditError: whatever goes wrong, with what to do about it; several models that do not
             share samples are refused before any is measured.
 
-    Example:
+    Examples:
         >>> report = audit("demo", ["bounds", "jacobian"], samples=2)
         >>> [section.measure for section in report.sections]
         ['bounds', 'bounds.layers', 'jacobian']

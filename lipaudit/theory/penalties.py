@@ -40,7 +40,7 @@ def jasmin(
         mask: rows that count (no padding); rows of zeros never count, and for k > 1 neither do
             those with at most k keys: the first rows of a causal map would own the maximum.
 
-    Example:
+    Examples:
         >>> uniform = torch.full((1, 2, 8, 8), 1 / 8)
         >>> jasmin(uniform), jasmin(uniform, k=4).abs() < 1e-4
         (tensor(-4.1589), tensor(True))
@@ -58,7 +58,7 @@ def jasmin_rows(
     Raises:
         ValueError: k is 1 or negative.
 
-    Example:
+    Examples:
         >>> jasmin_rows(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]), 0)
         (tensor([ -0.6931, -13.8155]), tensor([ True, False]))
     """
@@ -69,7 +69,7 @@ def jasmin_rows(
 def needed(keys: int, k: int) -> int:
     """Return how many of the largest entries of a row the penalty depends on.
 
-    Example:
+    Examples:
         >>> needed(200, 0), needed(200, 10), needed(7, 10)
         (2, 11, 7)
     """
@@ -84,7 +84,7 @@ def jasmin_of_largest(
     Raises:
         ValueError: k is 1 or negative.
 
-    Example:
+    Examples:
         >>> jasmin_of_largest(torch.tensor([[0.5, 0.5]]), 0)
         (tensor([-0.6931]), tensor([True]))
     """
@@ -107,7 +107,7 @@ def over_rows(
 ) -> Float[Tensor, "*maps"]:
     """Return the largest or the mean value of the rows that count; 0 where none does.
 
-    Example:
+    Examples:
         >>> over_rows(torch.tensor([1.0, 3.0]), torch.tensor([True, False]), "mean")
         tensor(1.)
     """
@@ -132,7 +132,7 @@ def specformer(
     Returns:
         The sum, and the vectors for the next call.
 
-    Example:
+    Examples:
         >>> value, _ = specformer(torch.diag(torch.tensor([3.0, 1.0]))[None], torch.ones(1, 2), 20)
         >>> value
         tensor(9.)

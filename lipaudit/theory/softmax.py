@@ -35,7 +35,7 @@ def g(p: Float[Tensor, "*rows n"], k: int = 1) -> Float[Tensor, "*rows"]:
         p: rows of probabilities.
         k: 1 <= k; rows with fewer than k entries have g_k = 0.
 
-    Example:
+    Examples:
         >>> g(torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.25, 0.5, 0.25]]))
         tensor([0.5000, 0.0000, 0.3750])
     """
@@ -56,7 +56,7 @@ def softmax_norm(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
     Rational steps from g_1 fall to it, the first ones in single precision. Ties p_(1) = p_(2) give
     p_(1), one-hot rows 0.
 
-    Example:
+    Examples:
         >>> p = torch.tensor([[0.7, 0.2, 0.1], [1.0, 0.0, 0.0]], dtype=torch.float64)
         >>> softmax_norm(p)
         tensor([0.3344, 0.0000], dtype=torch.float64)
@@ -72,7 +72,7 @@ def row_maxima(
     p_(1) (1 - p_(1)) <= ||M|| <= g_1 <= p_(1) min(1, 2 (1 - p_(1))), for p_(2) <= 1 - p_(1). By
     these ends few rows can attain the maxima and are looked at; fewer have their equation solved.
 
-    Example:
+    Examples:
         >>> row_maxima(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]], dtype=torch.float64))
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
@@ -103,7 +103,7 @@ def _strongest(p: Tensor) -> Tensor:
 def entropy(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
     """Return -sum_j p_j log p_j, in nats; exp of it is the effective support of the row.
 
-    Example:
+    Examples:
         >>> entropy(torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0])).exp()
         tensor(4.)
     """
@@ -130,7 +130,7 @@ def regimes(p: Float[Tensor, "*rows n"], gamma: float = 0.1) -> Int[Tensor, "*ro
     Raises:
         UsageError: gamma is outside (0, 1/4), where the two other regimes would overlap.
 
-    Example:
+    Examples:
         >>> regimes(torch.eye(4) * 0.96 + 0.01).unique() == CATEGORICAL
         tensor([True])
     """
@@ -181,7 +181,7 @@ def profile_rows(
         keys: how many keys each query can see; by default those with p > 0, too few where a row
             is so peaked that others have p = 0 by rounding.
 
-    Example:
+    Examples:
         >>> profile_rows(torch.tensor([[0.5, 0.25, 0.25]]), k=2).gk
         tensor([0.2500])
     """
@@ -205,7 +205,7 @@ def row_statistics(profile: RowProfile, *, k: int = 10, gamma: float = 0.1) -> d
         k: the k of g_1/g_k, > 1.
         gamma: threshold of the regimes, 0 < gamma < 1/4.
 
-    Example:
+    Examples:
         >>> uniform = profile_rows(torch.full((1, 20), 0.05, dtype=torch.float64))
         >>> {name: float(row_statistics(uniform)[name]) for name in ("g1", "gk_ratio", "uniform")}
         {'g1': 0.05, 'gk_ratio': 1.0, 'uniform': 1.0}

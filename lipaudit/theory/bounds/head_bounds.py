@@ -78,7 +78,7 @@ def head_bounds(
     Raises:
         EvaluationError: tokens, queries, keys or values are not finite.
 
-    Example:
+    Examples:
         >>> from lipaudit.theory import heads as attention
         >>> eye, x = torch.eye(2)[None], torch.tensor([[[3.0, 4.0]]])
         >>> linear = attention.Projection(weight=eye, bias=None, local=None, kind="affine")

@@ -18,7 +18,7 @@ SEPARATE = 0.95
 def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
     """Return the largest singular value of each matrix, from the smaller of its Gram matrices.
 
-    Example:
+    Examples:
         >>> spectral_norm(torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
         tensor(5.)
     """
@@ -29,7 +29,7 @@ def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
 def gram_root(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch m m"]:
     """Return R with ||R y|| >= ||A y||, equal but for rounding: a Cholesky factor of A^T A.
 
-    Example:
+    Examples:
         >>> gram_root(torch.tensor([[3.0], [4.0]]))
         tensor([[5.0000]])
     """
@@ -52,7 +52,7 @@ def gram_norm(
     A power of G gives both u and q, several times cheaper than the eigenvalues, which are
     computed only of small matrices and where this does not reach `tol`.
 
-    Example:
+    Examples:
         >>> gram_norm(torch.tensor([[9.0, 12.0], [12.0, 16.0]], dtype=torch.float64))
         tensor(5., dtype=torch.float64)
     """
@@ -136,7 +136,7 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
     power steps, so the bound falls towards ||B|| and never below it: 0.3 % above it after 10
     steps on attention maps, rarely 1 %. It is raised by its rounding error.
 
-    Example:
+    Examples:
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         tensor(3.0000)
     """
@@ -153,7 +153,7 @@ def nonnegative_limits(
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
     """Return what ||B|| is at most, and ||A|| at least for A >= diag(kept) B - [0, diag gap].
 
-    Example:
+    Examples:
         >>> nonnegative_limits(torch.full((2, 2), 2.0), torch.full((2,), 0.75), torch.zeros(2))
         (tensor(4.0000), tensor(3.0000))
     """
@@ -190,7 +190,7 @@ def map_norm(
     meet, as on one map in ten of a trained model, another one proves the norm. `single` is P in
     single precision where the caller has it.
 
-    Example:
+    Examples:
         >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))
         tensor(1., dtype=torch.float64)
     """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 SEEDED = ("cuda", "xpu")
 """Devices with a random state of their own."""
@@ -26,6 +28,41 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.autocast(device.type, enabled=False))
         _leave_out_tf32(stack)
         yield
+
+
+class Widening(TorchFunctionMode):
+    """Run a float64 model without the steps that it takes in float32.
+
+    Many models cast to float32 for norms, rotary positions or softmax, whatever their own
+    precision: that would leave seven of the sixteen digits.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func` with float64 in place of float32."""
+        func, args, kwargs = widened(func, args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+def widened(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """Return the same call with float64 wherever it asks for float32."""
+    if func is Tensor.float:
+        return Tensor.double, args, kwargs
+    if func is Tensor.view:  # of the bits
+        return func, args, kwargs
+    wide = {name: _wide(value) for name, value in kwargs.items()}
+    return func, tuple(_wide(value) for value in args), wide
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 @contextmanager

@@ -172,6 +172,7 @@ BUILDERS: dict[str, Callable[[], ModelSpec]] = {
     ),
     "albert": lambda: encoder("AlbertConfig", embedding_size=16),
     "gpt2": lambda: decoder("GPT2Config", n_embd=32, n_layer=2, n_head=4, n_positions=MOST_TOKENS),
+    "gptj": lambda: decoder("GPTJConfig", "eager", rotary_dim=4),
     "llama": lambda: decoder("LlamaConfig", **ROPE),
     "qwen3": lambda: decoder("Qwen3Config", **ROPE),
     "olmo2": lambda: decoder("Olmo2Config", num_key_value_heads=2),

@@ -24,12 +24,12 @@ GAINS = (1.3, 0.6, 0.2)
 """How large the weights are; smaller ones where the larger overflow or magnify rounding."""
 STEEP = 2e-5
 """How far rounding may move the output, relative to its largest entry."""
-EXACT = {"narrow": 1e-3, "mixed": 1e-4, "wide": 1e-6}
-"""How far a norm may be from the truth: what is proven of it, and rounding of float32; steps that
-a model takes in single precision whatever its own; what is proven in float64."""
-BELOW = {"narrow": 1e-4, "mixed": 1e-5, "wide": 1e-12}
+EXACT = {"narrow": 1e-3, "wide": 1e-6}
+"""How far a norm may be from the truth: what is proven of it, and rounding of float32; what is
+proven in float64."""
+BELOW = {"narrow": 1e-4, "wide": 1e-12}
 """How far a bound may be below the truth, by rounding alone."""
-STATISTICS = {"narrow": 1e-3, "mixed": 1e-4, "wide": 1e-6}
+STATISTICS = {"narrow": 1e-3, "wide": 1e-6}
 SEVERITY = ("ok", "numerical", "refused", "wrong", "crash")
 
 
@@ -126,10 +126,9 @@ def _guarded(outcome: Outcome, what: str, work: Callable[[], Any]) -> Any:
 def _compare(outcome: Outcome, narrow: Net, wide: Net) -> None:
     batch = _fair(wide, loaded.batch_for(wide))
     ones = [loaded.alone(batch, i) for i in range(len(batch))]
-    kind = "mixed" if truth.computes_in_single(wide, ones[0]) else "wide"
-    _whole_model(outcome, wide, batch, ones, kind, {"tol": 1e-7, "within": 1e-6})
+    _whole_model(outcome, wide, batch, ones, "wide", {"tol": 1e-7, "within": 1e-6})
     # A sample alone too: torch has derivatives that are wrong in a batch of one only.
-    _whole_model(outcome, wide, batch[1:], ones[1:], kind, {"tol": 1e-7, "within": 1e-6})
+    _whole_model(outcome, wide, batch[1:], ones[1:], "wide", {"tol": 1e-7, "within": 1e-6})
     single = batch.to(narrow.device, narrow.dtype)
     _whole_model(outcome, narrow, single, ones, "narrow", {"within": 1e-3}, wide)
     sites = _guarded(outcome, "survey", lambda: survey(wide, batch))
@@ -142,7 +141,7 @@ def _compare(outcome: Outcome, narrow: Net, wide: Net) -> None:
     chosen = sorted({0, len(sites) // 2, len(sites) - 1})
     known = [_truths(outcome, wide, one, sites, chosen) for one in ones]
     runs = (
-        (wide, batch, kind, {"tol": 1e-7, "max_steps": 600, "within": 1e-6}),
+        (wide, batch, "wide", {"tol": 1e-7, "max_steps": 600, "within": 1e-6}),
         (narrow, single, "narrow", {"within": 1e-3}),
     )
     for net, samples, precision, options in runs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -159,7 +159,8 @@ def batch_norm(
 def _from_leaf(net: Net, one: Batch) -> tuple[Tensor, Tensor]:
     if net.kind != "text":
         x = one.x.clone().requires_grad_()
-        return x, net.read(net.call(x, one.mask))
+        with AllWide() if net.dtype == torch.float64 else nullcontext():
+            return x, net.read(net.call(x, one.mask))
     seen: list[Tensor] = []
 
     def enter(_module: Any, _args: Any, out: Tensor) -> Tensor:
@@ -174,6 +175,8 @@ def _from_leaf(net: Net, one: Batch) -> tuple[Tensor, Tensor]:
     with ExitStack() as hooks:
         for module in tied:
             hooks.callback(module.register_forward_hook(enter).remove)
+        if net.dtype == torch.float64:
+            hooks.enter_context(AllWide())
         output = net.read(net.call(one.x, one.mask))
     return seen[0], output
 
@@ -227,26 +230,19 @@ def statistics(p: Tensor) -> dict[str, Tensor]:
     }
 
 
-class _Casts(TorchDispatchMode):
-    """See whether a float64 model computes a part of it in single precision."""
+class AllWide(TorchDispatchMode):
+    """Keep a float64 model from computing a part of it in single precision.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow = False
+    What it asks for in float32, by a cast or a new tensor, it gets in float64.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
-            self.narrow |= out.dtype.is_floating_point and out.dtype.itemsize < 8
-        return out
-
-
-def computes_in_single(net: Net, one: Batch) -> bool:
-    """Say whether a float64 model casts to a narrower type somewhere."""
-    casts = _Casts()
-    with torch.no_grad(), casts:
-        net.output(one)
-    return casts.narrow
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        made = func(*args, **kwargs)
+        constant = func is torch.ops.aten.lift_fresh.default and made.dtype == torch.float32
+        return made.double() if constant else made
 
 
 Truths = dict[int, LayerTruth | str]

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lipaudit.errors import InputError
 from lipaudit.models.derivative import adjoints
 from lipaudit.models.graph import leaves
+from lipaudit.models.precision import widened
 
 
 def _refuse_dropout(probability: float) -> None:
@@ -153,23 +154,7 @@ class AdjointMode(TorchFunctionMode):
         """Call the replacement of `func` where there is one that applies, else `func`."""
         kwargs = kwargs or {}
         if self.widen:
-            func, args, kwargs = _widened(func, args, kwargs)
+            func, args, kwargs = widened(func, args, kwargs)
         replacement = self.replacements.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
-
-
-def _widened(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """The same call with float64 wherever it asks for float32."""
-    if func is Tensor.float:
-        return Tensor.double, args, kwargs
-    if func is Tensor.view:  # of the bits
-        return func, args, kwargs
-    wide = {name: _wide(value) for name, value in kwargs.items()}
-    return func, tuple(_wide(value) for value in args), wide
-
-
-def _wide(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value

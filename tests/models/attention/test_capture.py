@@ -20,6 +20,7 @@ from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Heads
 from lipaudit.train.penalty import SpecformerPenalty
+from tests.reference.truth import AllWide
 
 AFFINE = ("affine", "affine", "affine")
 ROTARY = ("rotation", "rotation", "affine")
@@ -40,6 +41,7 @@ CLOSED = {
     "distilbert": [AFFINE] * 2,
     "albert": [AFFINE] * 2,
     "gpt2": [AFFINE] * 2,
+    "gptj": [ROTARY] * 2,
     "llama": [ROTARY] * 2,
     "qwen3": [LOCAL] * 2,
     "olmo2": [("cross-head", "cross-head", "affine")] * 2,
@@ -133,6 +135,17 @@ def test_heads_hold_together(zoo, name):
                 torch.testing.assert_close(rows * seen, want * seen, rtol=1e-4, atol=1e-4)
         o = layer.output if heads.valid is None else layer.output * heads.valid[:, None, :, None]
         torch.testing.assert_close(heads.attention() @ heads.v, o, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gptj", "gemma2", "gpt-oss"])
+def test_nothing_is_in_single_precision_where_the_model_is_in_double(zoo, name):
+    """These cast queries, keys or logits to float32, whatever their own precision."""
+    net, sites, batch = zoo(name, "float64")
+    for layer in layers_of(net, sites, batch):
+        heads = layer.heads()
+        assert {t.dtype for t in (heads.q, heads.k, heads.v, layer.output)} == {torch.float64}
+        o = layer.output * heads.valid[:, None, :, None]
+        torch.testing.assert_close(heads.attention() @ heads.v, o, rtol=0, atol=1e-13)
 
 
 # --- weights: bit by bit those of the parameters
@@ -267,6 +280,7 @@ MODULES = {
     "bert-eager": (0, "bert.encoder.layer.0.attention", "output.dense"),
     "distilbert": (1, "distilbert.transformer.layer.1.attention", "out_lin"),
     "gpt2": (1, "transformer.h.1.attn", "c_proj"),
+    "gptj": (1, "transformer.h.1.attn", "out_proj"),
     "llama": (1, "model.layers.1.self_attn", "o_proj"),
     "qwen3": (1, "model.layers.1.self_attn", "o_proj"),
     "olmo2": (1, "model.layers.1.self_attn", "o_proj"),
@@ -281,23 +295,10 @@ MODULES = {
     "timm-sam": (1, "blocks.1.attn", "proj"),
     "timm-sam-eager": (1, "blocks.1.attn", "proj"),
 }
-SINGLE = (
-    "deepseek-v3",
-    "deepseek-v2",
-    "qwen3",
-    "llama",
-    "olmo2",
-    "gemma2",
-    "gpt-oss",
-    "t5",
-    "bert-eager",
-    "timm-eva02",
-)
-"""Models that compute a norm, a rotation or the softmax in float32 whatever their precision."""
 
 
 def true_jacobian(net, batch: Batch, path: str, projection: str) -> torch.Tensor:
-    """d(concatenated heads) / d(input of the attention module), in its last batch row.
+    """d(concatenated heads) / d(input of the attention module), in its last batch row, in float64.
 
     (tokens, heads * d_v, tokens, D): what enters the output projection, seen by a hook.
     """
@@ -306,7 +307,7 @@ def true_jacobian(net, batch: Batch, path: str, projection: str) -> torch.Tensor
     def note(_module, args, kwargs):
         calls.append((args, kwargs))
 
-    with module.register_forward_pre_hook(note, with_kwargs=True):
+    with module.register_forward_pre_hook(note, with_kwargs=True), AllWide():
         net.output(batch)
     args, kwargs = calls[0]
     kwargs.pop("past_key_values", None)
@@ -317,7 +318,8 @@ def true_jacobian(net, batch: Batch, path: str, projection: str) -> torch.Tensor
         hook = module.get_submodule(projection).register_forward_pre_hook(
             lambda _m, inputs: seen.append(inputs[0])
         )
-        module(torch.cat([x[:-1], row[None]]), *args[1:], **kwargs)
+        with AllWide():
+            module(torch.cat([x[:-1], row[None]]), *args[1:], **kwargs)
         hook.remove()
         return seen[0][-1]
 
@@ -380,8 +382,7 @@ def test_closed_form_jacobian_is_that_of_the_module(zoo, name):
     count = heads.q.shape[1]
     true = true.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2).flatten(2)
     found = dense_jacobian(heads)[-1]
-    tolerance = 1e-6 if name in SINGLE else 1e-9
-    torch.testing.assert_close(found, true, rtol=0, atol=tolerance * float(true.abs().max()))
+    torch.testing.assert_close(found, true, rtol=0, atol=1e-9 * float(true.abs().max()))
 
 
 def test_output_weights_rebuild_the_layer(zoo):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from lipaudit.models.generic import token_embeddings
 from lipaudit.models.graph import root
 from lipaudit.models.lifting import keep
 from lipaudit.models.net import Net
+from lipaudit.models.precision import Widening
 
 _QUIET = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.GELU)
 """Modules by the dozen in which nothing happens that is looked for."""
@@ -145,8 +146,9 @@ class Tracer:
 
 
 def run_observed(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
-    """Run a model under observation and return its output."""
-    with tracer.watching(net.module), _cut_at_embeddings(net, tracer):
+    """Run a model under observation and return its output; in float64, all of it."""
+    wide = Widening() if net.dtype == torch.float64 else nullcontext()
+    with wide, tracer.watching(net.module), _cut_at_embeddings(net, tracer):
         x = batch.x if net.kind == "text" else tracer.input(batch.x)
         return net.read(net.call(x, batch.mask)).detach()
 

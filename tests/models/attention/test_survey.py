@@ -261,6 +261,30 @@ class Sunk(Model):
         return logits.softmax(-1)[..., 1:] @ v
 
 
+class Shifted(Model):
+    """The largest logit of each row taken off all of them."""
+
+    def attend(self, q, k, v):
+        logits = q @ k.mT
+        return (logits - logits.amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+class Folded(Model):
+    """Heads that are one axis with the samples where q meets k, and not where P meets v."""
+
+    def attend(self, q, k, v):
+        logits = q.flatten(0, 1) @ k.flatten(0, 1).mT
+        return logits.view(*q.shape[:2], *logits.shape[1:]).softmax(-1) @ v
+
+
+class Unfolded(Model):
+    """The other way round."""
+
+    def attend(self, q, k, v):
+        p = (q @ k.mT).softmax(-1).flatten(0, 1)
+        return (p @ v.flatten(0, 1)).view(v.shape)
+
+
 class Placed(Model):
     """Queries and keys that meet positions, under a soft cap."""
 
@@ -274,7 +298,7 @@ class Placed(Model):
         return (torch.tanh(q @ k.mT) + r + t).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("model", [Capped, Sunk, Placed])
+@pytest.mark.parametrize("model", [Capped, Sunk, Shifted, Folded, Unfolded, Placed])
 def test_logits_of_each_pair_have_a_closed_form(model):
     net, batch = net_and_batch(model(), "float64")
     (site,) = survey(net, batch)
@@ -289,11 +313,26 @@ def test_logits_of_each_pair_have_a_closed_form(model):
     torch.testing.assert_close(dense_jacobian(heads)[0], truth, rtol=0, atol=1e-12)
 
 
+def test_what_is_taken_off_a_whole_row_leaves_the_plain_logits():
+    net, batch = net_and_batch(Shifted(), "float64")
+    (heads,) = capture(net, survey(net, batch), batch, lambda layer: layer.heads())
+    assert heads.pairs is None
+    assert heads.bias is None or heads.bias.abs().max() < 1e-12
+
+
 class Normed(Model):
     """Logits that are divided by their size in the row."""
 
     def attend(self, q, k, v):
         return F.normalize(q @ k.mT, dim=-1).softmax(-1) @ v
+
+
+class Stretched(Model):
+    """Logits times the largest one of their row."""
+
+    def attend(self, q, k, v):
+        logits = q @ k.mT
+        return (logits * logits.amax(-1, keepdim=True)).softmax(-1) @ v
 
 
 class MovingSink(Model):
@@ -318,6 +357,15 @@ class Talking(Model):
         logits = q @ k.mT
         mixed = torch.stack([logits.sum(1), logits[:, 0]], 1)
         return mixed.softmax(-1) @ v
+
+
+class Misfolded(Model):
+    """Heads that are one axis with the samples where q meets k, in another order than v's."""
+
+    def attend(self, q, k, v):
+        logits = q.transpose(0, 1).flatten(0, 1) @ k.transpose(0, 1).flatten(0, 1).mT
+        p = logits.softmax(-1).view(2, -1, *logits.shape[1:]).transpose(0, 1)
+        return p @ v
 
 
 class Dropped(Model):
@@ -354,9 +402,11 @@ class Crossing(Model):
         (Constant, "keys or values do not depend on the input"),
         (Biased, "its logits depend on the input beside"),
         (Normed, "its logits mix heads or keys"),
+        (Stretched, "its logits depend on the largest one of their row"),
         (MovingSink, "its logits mix heads or keys"),
         (Bent, "its logits depend on the input beside"),
         (Talking, "its logits mix heads or keys"),
+        (Misfolded, "cannot be attributed to samples"),
         (Dropped, "P is changed between the softmax and the values"),
         (Overwritten, "cannot be differentiated|P is changed"),
         (Crossing, "cannot be attributed to samples"),

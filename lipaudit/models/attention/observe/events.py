@@ -86,17 +86,24 @@ class _Meeting:
 
     def fits(self) -> bool:
         """Say whether P meets v in the axes in which q met k: not if chunks were laid out anew."""
-        a, b = self.softmax.product.a, self.softmax.product.b
-        try:
-            torch.broadcast_shapes(a.shape[:-2], b.shape[:-2], self.v.shape[:-2])  # type: ignore[no-untyped-call]
-        except RuntimeError:
+        a, b = self._factors()
+        if not _broadcasts(a, b, self.v):
             return False
         return self.p.shape[-2] == a.shape[-2] and self.v.shape[-2] == b.shape[-1]
 
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Return q and k^T; heads that were one axis with the samples, as v has them, or not."""
+        a, b = self.softmax.product.a, self.softmax.product.b
+        lead = self.v.shape[:-2]
+        folded = a.shape[:-2] == b.shape[:-2] and math.prod(lead) == math.prod(a.shape[:-2])
+        if _broadcasts(a, b, self.v) or not folded:
+            return a, b
+        return a.reshape(*lead, *a.shape[-2:]), b.reshape(*lead, *b.shape[-2:])
+
     def call(self, output: Tensor) -> AttentionCall:
         """Return the attention call that this is, with what the model's product gives."""
-        softmax = self.softmax
-        q, k, v = _broadcast(softmax.product.a, softmax.product.b.mT, self.v)
+        softmax, (a, b) = self.softmax, self._factors()
+        q, k, v = _broadcast(a, b.mT, self.v)
         form = Explicit(softmax.product.edge, softmax.logits, softmax.p, self.p, softmax.others)
         return AttentionCall(q, k, v, form, output, self.transposed)
 
@@ -270,6 +277,14 @@ def _fused_call(
     s = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     q, k, v = _broadcast(query, key, value)
     return AttentionCall(q, k, v, Fused(s, attn_mask, is_causal), output)
+
+
+def _broadcasts(*tensors: Tensor) -> bool:
+    try:
+        torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
 
 
 def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:

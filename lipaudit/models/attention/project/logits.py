@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ _AFFINE_OPS = {
 }
 _ADDED = {"Add", "Clamp", "MaskedFill", "Maximum", "Rsub", "Sub", "Where"}
 """Ops that may put a bias into the logits."""
-_SINK_OPS = {"Amax", "ConstantPadNd", "Max"}  # the largest logit is taken off its row
+_LARGEST = {"Amax", "Max"}  # the largest logit of a row, which is taken off all of them
 _ROUNDING = 4  # times the machine epsilon of the row's largest logit
 _NEGLIGIBLE = 1e-5  # in a logit: P moves by this share, far below every tolerance
 _OUT_OF_REACH = 1e9  # a level that logits are not cut off at: the end of float32 stands for -inf
@@ -77,7 +79,7 @@ def logit_form(call: AttentionCall, form: Explicit) -> LogitForm:
     even = _close(torch.where(seen, slope, scale), scale, 1e-4)
     masked = (slope == 0) & ~seen
     if even and not form.others and _is_affine(form, with_sink=sink is not None):
-        bias = _bias(form, logits, scale * product, masked)
+        bias = _bias(form, logits, scale * product, masked, with_sink=sink is not None)
         return LogitForm(scale[..., 0, 0], bias, sink=sink)
     share = torch.where(seen, slope / scale, 0.0).nan_to_num(0.0)
     level = _close(
@@ -119,9 +121,11 @@ def _beside(keys: slice) -> int:
 def _slopes(form: Explicit, product: Tensor, keys: slice) -> Tensor:
     """Return dS_ij / d<q_i, k_j>, once it is seen that S_ij depends on no other product.
 
-    With a sink the cotangents of a row sum to 0, with no rounding: so what is taken off all
-    logits of a row does not count, and a sink that depends on a product shows as another pair's.
+    What is taken off all logits of a row does not count: softmax does not see it. With a sink the
+    cotangents of a row sum to 0, with no rounding; so a sink that depends on a product shows as
+    another pair's.
     """
+    _require_shift(form, product)
     generator = torch.Generator(product.device).manual_seed(0)
     some = torch.rand(product.shape, generator=generator, device=product.device) < 0.5
     ones, pulled = (_pulled(form, t.to(product), keys) for t in (torch.ones_like(some), some))
@@ -138,13 +142,44 @@ def _pulled(form: Explicit, cotangent: Tensor, keys: slice) -> Tensor:
         padded[..., keys] = whole
         padded[..., _beside(keys)] = -whole.sum(-1)
         whole = padded
-    pulled = vjp(form.logits, form.product, whole.to(form.logits.dtype))
+    with _before_largest(form, lambda grads: tuple(g if g is None else 0 * g for g in grads)):
+        pulled = vjp(form.logits, form.product, whole.to(form.logits.dtype))
     if pulled is None:  # a linear map of the logits, at which the graph is cut
         raise NotClosedForm("x-dependent-bias", BESIDE)
     return pulled.reshape(cotangent.shape).to(cotangent.dtype)
 
 
-def _bias(form: Explicit, logits: Tensor, linear: Tensor, masked: Tensor) -> Tensor | None:
+def _require_shift(form: Explicit, product: Tensor) -> None:
+    """Check that the largest logit of a row is taken off all of them alike, and nothing else.
+
+    Cotangents that sum to 0 over a row, with no rounding, then pull nothing back to it.
+    """
+    if _LARGEST.isdisjoint(_ops(form)):
+        return
+    generator = torch.Generator(product.device).manual_seed(1)
+    shape, device = form.logits.shape, product.device
+    u = torch.randint(-9, 10, shape, generator=generator, device=device).to(form.logits.dtype)
+    u[..., -1] -= u.sum(-1)
+    pulled: list[Tensor] = []
+    with _before_largest(form, lambda grads: pulled.extend(g for g in grads if g is not None)):
+        vjp(form.logits, form.product, u)
+    if any(bool((each != 0).any()) for each in pulled):
+        raise NotClosedForm("mixed-logits", "its logits depend on the largest one of their row")
+
+
+@contextmanager
+def _before_largest(form: Explicit, hook: Callable[[Any], Any]) -> Iterator[None]:
+    """Call `hook` with what is pulled back to the largest logit of each row."""
+    with ExitStack() as hooks:
+        for node in _path(form):
+            if op(node) in _LARGEST:
+                hooks.callback(node.register_prehook(hook).remove)
+        yield
+
+
+def _bias(
+    form: Explicit, logits: Tensor, linear: Tensor, masked: Tensor, *, with_sink: bool
+) -> Tensor | None:
     """Return B; zero in heads in which no row has more of it than rounding, None if in all.
 
     By the row: the logits of one head say nothing of the rounding in another one's. Rounding that
@@ -153,6 +188,8 @@ def _bias(form: Explicit, logits: Tensor, linear: Tensor, masked: Tensor) -> Ten
     if _ADDED.isdisjoint(_ops(form)) and not masked.any():
         return None
     bias = (logits - linear).masked_fill(masked, -torch.inf)
+    if not with_sink and not _LARGEST.isdisjoint(_ops(form)):
+        bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     rounding = _ROUNDING * torch.finfo(logits.dtype).eps * linear.abs().amax(-1, keepdim=True)
     rounding = rounding.clamp_max(_NEGLIGIBLE)
     absent = ~(bias.abs() > rounding).any(-1, keepdim=True).any(-2, keepdim=True)
@@ -183,7 +220,7 @@ def _is_cut_off(node: Node) -> bool:
 
 def _is_affine(form: Explicit, *, with_sink: bool) -> bool:
     """Say whether the logits pass through affine ops only: are what they are here everywhere."""
-    allowed = _AFFINE_OPS | SHAPE_OPS | (_SINK_OPS if with_sink else set())
+    allowed = _AFFINE_OPS | SHAPE_OPS | _LARGEST | ({"ConstantPadNd"} if with_sink else set())
     return _ops(form) <= allowed and not any(_is_cut_off(node) for node in _path(form))
 
 

@@ -1,4 +1,4 @@
-"""Samples in array files: .npz and .safetensors."""
+"""Samples in array files: .npz, .safetensors and IDX."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lipaudit.data import idx
 from lipaudit.data.batch import Origin
 from lipaudit.data.drawing import Drawn, picks, require_labels
 from lipaudit.data.intake import DataOptions, Intake
 from lipaudit.errors import InputError
 
+SUFFIXES = (".npz", ".safetensors")
 INPUTS = ("x", "images", "inputs")
 LABELS = ("y", "labels")
 MADE_OF = "made_of"
 """Key of the metadata of a file of adversarial examples: the ids of the samples, as JSON."""
+
+
+def holds_arrays(path: Path) -> bool:
+    """Tell by its name whether a file is one of arrays."""
+    return path.suffix in SUFFIXES or bool(idx.NAME.search(path.name))
 
 
 def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
@@ -96,6 +103,8 @@ def draw_arrays(
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    if path.suffix not in SUFFIXES:
+        return idx.read_idx(path)
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from lipaudit.data.arrays import inputs_of
+from lipaudit.data.arrays import holds_arrays, inputs_of
 from lipaudit.data.images import SUFFIXES
 
 CHANNELS = (1, 3, 4)
@@ -38,7 +38,7 @@ def form_of_data(spec: str | None) -> Form | None:
     path = Path(spec or "")
     if spec and path.is_dir():
         return _form_of_folder(path)
-    if path.suffix in (".npz", ".safetensors") and path.is_file():
+    if holds_arrays(path) and path.is_file():
         x = inputs_of(path)
         return None if x is None else form_of(x)
     return None

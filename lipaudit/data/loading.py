@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lipaudit.data.arrays import draw_arrays, read_arrays
+from lipaudit.data.arrays import draw_arrays, holds_arrays, read_arrays
 from lipaudit.data.drawing import Drawn, to_batch
 from lipaudit.data.hub_sets import read_dataset
 from lipaudit.data.images import read_folder
@@ -21,8 +21,8 @@ from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 FORMS = (
-    "demo, demo:train, random, a folder of images, .npz, .safetensors, .csv, .tsv, .jsonl, "
-    ".parquet, .txt, hf:NAME[SPLIT]"
+    "demo, demo:train, random, a folder of images, .npz, .safetensors, an IDX file, .csv, "
+    ".tsv, .jsonl, .parquet, .txt, hf:NAME[SPLIT]"
 )
 
 
@@ -31,8 +31,9 @@ def load_data(spec: str | None, net: Intake, options: DataOptions | None = None)
 
     The forms: `demo` (360 handwritten digits); `demo:train` (the 1437 that the demo models were
     trained on); `random`; a folder of images, sub-folders being classes; `.npz` or `.safetensors`
-    with x and perhaps y; `.csv`, `.tsv`, `.jsonl`, `.parquet` with a column of texts or two of
-    pairs; `.txt`; `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None is `demo` for the demo
+    with x and perhaps y; an IDX file of images (`t10k-images-idx3-ubyte.gz`), the labels beside
+    it; `.csv`, `.tsv`, `.jsonl`, `.parquet` with a column of texts or two of pairs; `.txt`;
+    `hf:NAME[/CONFIGURATION][[SPLIT]][@REVISION]`. None is `demo` for the demo
     models and `random` for others.
 
     Raises:
@@ -92,7 +93,7 @@ def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
 
 
 def _read_file(path: Path, net: Intake, options: DataOptions) -> Drawn:
-    if path.suffix in (".npz", ".safetensors"):
+    if holds_arrays(path):
         return read_arrays(path, net, options)
     if path.suffix not in (*TABLES, ".txt"):
         raise InputError(f"{path} is of no kind that is read", f"--data is one of: {FORMS}.")

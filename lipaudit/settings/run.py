@@ -39,7 +39,7 @@ class RunOptions(Settings):
 
     data: str | None = option(
         None,
-        "demo, an image folder, .npz, .safetensors, .csv, .tsv, .jsonl, .parquet, .txt, "
+        "demo, an image folder, .npz, .safetensors, IDX, .csv, .tsv, .jsonl, .parquet, .txt, "
         "hf:NAME[SPLIT] (hf:ORG/NAME/CONFIGURATION[SPLIT]@REVISION) or random.",
         panel=DATA,
         env="LIPAUDIT_DATA",

@@ -7,9 +7,13 @@ from collections.abc import Collection, Iterator, MutableMapping
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Past = MutableMapping[Tensor, Collection[Node]]
 """Of leaves at which a graph was cut: nodes that they depended on before."""
+
+_roots: MutableMapping[Tensor, object] = WeakTensorKeyDictionary()
+"""The marks of leaves; a node has its own."""
 
 SHAPE_OPS = {"Alias", "AsStrided", "Cat", "Clone", "Expand", "Permute", "Reshape", "Select"}
 SHAPE_OPS |= {"ReshapeAlias", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "Unsqueeze"}
@@ -73,15 +77,18 @@ def _is_affine_op(node: Node) -> bool:
 
 
 def root(t: Tensor) -> object:
-    """Return what t is a rearrangement of: the graph node, or the leaf, behind its views.
+    """Return a mark of what t is a rearrangement of: the graph node, or leaf, behind its views.
 
     Two tensors with the same root are parts of one tensor, whatever its values are. Two results
-    of the same computation have two roots.
+    of the same computation have two roots. The mark is not the node, which would keep all that
+    its graph has saved for as long as somebody remembers it.
     """
     node = t.grad_fn
     while node is not None and op(node) in SHAPE_OPS - {"Cat"}:
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
-    return getattr(node, "variable", node or t)
+    if node is None or hasattr(node, "variable"):
+        return _roots.setdefault(getattr(node, "variable", t), object())
+    return node.metadata.setdefault("root", object())
 
 
 def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import hashlib
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipaudit import measure
 from lipaudit.data.batch import Batch
@@ -17,6 +19,7 @@ from lipaudit.models import lifting
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.weights import sha256
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,6 +122,32 @@ def test_weights_stay_as_they_are_stored_and_have_one_hash(stored):
     assert net.dtype == torch.float32
     assert net.info.weights_sha256 == lifted.info.weights_sha256
     assert net.info.parameters == lifted.info.parameters
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that an operation returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.most = max(self.most, out.nbytes)
+        return out
+
+
+def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
+    torch.manual_seed(0)
+    module = nn.Linear(2048, 1500).bfloat16()
+    module.register_buffer("steps", torch.tensor(3))
+    expected = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        value = value.float() if name != "steps" else value
+        expected.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        expected.update(value.numpy().tobytes())
+    with Largest() as largest:
+        assert sha256(module) == expected.hexdigest()
+    assert 0 < largest.most < 2 * module.weight.nbytes
 
 
 def test_one_lifted_layer_is_alive_at_a_time(stored, alive):

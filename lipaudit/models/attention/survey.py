@@ -121,23 +121,28 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
     with undisturbed(net.module), exact_arithmetic(net.device):
         output = requirements.fixed_output(net, pair)
         requirements.require_isolation(net, pair, other, output)
-        surveyor = Surveyor(pair)
-        _run(surveyor, net, output)
-        if not surveyor.layers:
-            raise _no_attention(net, surveyor.tracer.passed_over)
+        surveyor = _surveyor(net, pair, output)
         if surveyor.inner:
-            deeper = Surveyor(pair, uncut=frozenset(surveyor.inner))
-            _run(deeper, net, output)
-            surveyor.adopt(deeper)
+            surveyor.adopt(_surveyor(net, pair, output, uncut=frozenset(surveyor.inner)))
         run_observed(net, other, Tracer(surveyor.compare))
     return tuple(layer.site for layer in surveyor.layers.values())
 
 
-def _run(surveyor: Surveyor, net: Net, output: Tensor) -> None:
-    observed = run_observed(net, surveyor.batch, surveyor.tracer)
-    requirements.require_same(observed, output)
-    if surveyor.tracer.chunked:
-        raise _chunked(net, surveyor.tracer.chunked)
+def _surveyor(
+    net: Net, pair: Batch, output: Tensor, *, uncut: frozenset[Address] = frozenset()
+) -> Surveyor:
+    """Return what has seen a pass; a second one where a layer needs what the first forgot."""
+    for sparing in (True, False):
+        surveyor = Surveyor(pair, uncut, sparing)
+        tracer = surveyor.tracer()
+        requirements.require_same(run_observed(net, pair, tracer), output)
+        if tracer.chunked:
+            raise _chunked(net, tracer.chunked)
+        if not surveyor.layers:
+            raise _no_attention(net, tracer.passed_over)
+        if not surveyor.forgot:
+            break
+    return surveyor
 
 
 def _no_attention(net: Net, passed_over: Mapping[str, str]) -> InputError:

@@ -17,8 +17,8 @@ from lipaudit.models.attention.numeric import obstacle
 from lipaudit.models.attention.observe.calls import AttentionCall, Explicit
 from lipaudit.models.attention.observe.layouts import arrange
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.origins import Address
-from lipaudit.models.attention.observe.trace import Frame, Tracer
+from lipaudit.models.attention.observe.origins import Address, Origins
+from lipaudit.models.attention.observe.trace import Frame, Place, Tracer
 from lipaudit.models.attention.project.chains import Chains
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.sites import Site, Structure
@@ -59,21 +59,34 @@ class Surveyor:
     Attributes:
         batch: these.
         uncut: linear maps at which the pass does not cut the graph.
+        sparing: whether the pass forgets what the maps of the residual stream read.
         inner: those at which another pass should not, so that more layers can be read.
+        forgot: whether a layer needed what was forgotten.
         layers: the layers so far.
-        tracer: observes the pass.
+        place: where the pass is.
+        origins: what made the leaves of its graph.
     """
 
     batch: Batch
     uncut: frozenset[Address] = frozenset()
+    sparing: bool = True
     inner: set[Address] = field(default_factory=set)
+    forgot: bool = False
     layers: dict[Address, Surveyed] = field(default_factory=dict)
-    tracer: Tracer = field(init=False)
+    place: Place = field(default_factory=Place)
+    origins: Origins = field(default_factory=Origins)
     _chains: Chains = field(default_factory=Chains)
 
-    def __post_init__(self) -> None:
-        """Observe attention and linear maps."""
-        self.tracer = Tracer(self.attention, self.linear, inner=self.uncut)
+    def tracer(self) -> Tracer:
+        """Return what observes attention and linear maps for this pass."""
+        return Tracer(
+            self.attention,
+            self.linear,
+            inner=self.uncut,
+            sparing=self.sparing,
+            place=self.place,
+            origins=self.origins,
+        )
 
     def adopt(self, deeper: Surveyor) -> None:
         """Take over the layers that another pass, cut at fewer linear maps, could read."""
@@ -89,6 +102,7 @@ class Surveyor:
         site = self._site(call, address)
         if not site.closed_form:
             made_by = [origin for _, origin in call.origins.leaves(call.q, call.k, call.v)]
+            self.forgot |= _reads_forgotten(call)
             self.inner |= self._chains.inner(made_by)
             site = self._with_obstacle(site, call)
             if _tokens_as_heads(site, call, self.batch):
@@ -97,7 +111,7 @@ class Surveyor:
         self.layers[address] = Surveyed(site, _first_sample(call, site), call.transposed)
 
     def _site(self, call: AttentionCall, address: Address) -> Site:
-        frames = self.tracer.place.frames
+        frames = self.place.frames
         analysis, scope = analyse(call, self.batch), _scope(call, frames)
         return Site(
             index=len(self.layers),
@@ -117,7 +131,7 @@ class Surveyor:
 
     def linear(self, linear: Linear, address: Address) -> None:
         """See whether a linear map is the output projection of a layer."""
-        leaves = self.tracer.origins.leaves(linear.x)
+        leaves = self.origins.leaves(linear.x)
         self._chains.note(address, linear, [origin for _, origin in leaves])
         if len(leaves) != 1 or leaves[0].origin.address not in self.layers:
             return
@@ -137,7 +151,7 @@ class Surveyor:
 
     def _with_obstacle(self, site: Site, call: AttentionCall) -> Site:
         """Try whether the layer can be differentiated numerically."""
-        why = obstacle(layer_at(site, call, self.batch, self.tracer.place.frames))
+        why = obstacle(layer_at(site, call, self.batch, self.place.frames))
         if why is None:
             return site
         reason = f"{site.reason}; nor can its norms be computed numerically: {why}"
@@ -151,6 +165,12 @@ def _tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
     """
     heads, tokens = canonical(call, site.layout, len(batch)).q.shape[1:3]
     return batch.x.ndim == 2 and heads == batch.x.shape[1] != tokens
+
+
+def _reads_forgotten(call: AttentionCall) -> bool:
+    """Say whether q, k or v is a function of one linear map, which was forgotten."""
+    behind = (call.origins.leaves(t) for t in (call.q, call.k, call.v))
+    return any(len(each) == 1 and each[0].origin.forgotten for each in behind)
 
 
 def _first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:

@@ -35,6 +35,8 @@ CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 WRAPPERS = ("module.", "_orig_mod.", "model.")
 
 HALF = {torch.float16, torch.bfloat16}
+HASHED = 2**20
+"""Entries of a weight that are hashed at a time."""
 
 State = dict[str, Tensor]
 
@@ -163,9 +165,11 @@ def sha256(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         value = tensor.detach().cpu().contiguous()
-        value = value.float() if value.dtype in HALF else value  # the same, however it is kept
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        # Half precision is hashed as float32: the same, however it is kept.
+        dtype = torch.float32 if value.dtype in HALF else value.dtype
+        digest.update(f"{name} {dtype} {tuple(value.shape)}".encode())
+        for piece in value.reshape(-1).split(HASHED):
+            digest.update(piece.to(dtype).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

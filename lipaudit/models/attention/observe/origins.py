@@ -33,13 +33,18 @@ class Origin:
     Attributes:
         address: which op it was.
         linear: the linear map.
-        root: the tensor whose tokens the linear map reads, see `root`; None in a pass that is not
-            the survey's.
+        root: marks the tensor whose tokens the linear map reads, see `root`; None in a pass that
+            is not the survey's.
     """
 
     address: Address
     linear: Linear | None = None
     root: object = None
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether it was a linear map, which `Origins.release` has forgotten."""
+        return self.linear is None and self.address.op == "linear"
 
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of one tensor.
@@ -65,6 +70,7 @@ class Origins:
 
     def __init__(self) -> None:
         self._origins: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+        self._mixed: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
 
     def note(self, leaf: Tensor, origin: Origin) -> None:
         """Write down what made a leaf."""
@@ -78,3 +84,23 @@ class Origins:
         behind: Iterable[Tensor] = (leaf for t in tensors for leaf in leaves(t)[0])
         pairs = ((leaf, self._origins.get(leaf)) for leaf in behind)
         return [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
+
+    def mix(self, t: Tensor) -> None:
+        """Write down that the linear maps behind a tensor have met in it, if they are several."""
+        behind = self.leaves(t)
+        if len(behind) > 1:
+            self._mixed.update(leaf for leaf in behind if leaf.origin.linear is not None)
+
+    def release(self, *read: Tensor) -> None:
+        """After an attention call that reads some tensors, forget what will not be read again.
+
+        A q, k or v has a closed form as a function of one linear map. Maps that met others before
+        this call, and are not behind it, are the residual stream: the graph keeps their outputs
+        to the end of the pass, and what they read would stay with them. Where a later call reads
+        one of them after all, its origin says so: see `forgotten`.
+        """
+        kept = {id(leaf.tensor) for leaf in self.leaves(*read)}
+        for leaf, origin in list(self._mixed.items()):
+            if id(leaf) not in kept:
+                self._origins[leaf] = Origin(origin.address)
+                del self._mixed[leaf]

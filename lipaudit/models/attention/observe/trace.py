@@ -83,6 +83,7 @@ class Tracer:
         on_linear: takes each linear map of something that depends on the input, and its address.
         wanted: where to cut; None cuts whatever depends on the input.
         inner: linear maps at which the graph is not cut.
+        sparing: whether what the maps of the residual stream read is forgotten on the way.
         place: where the pass is.
         origins: what made the leaves of the cut graph.
         passed_over: what looked like attention and is not, with the module where it was first.
@@ -93,6 +94,7 @@ class Tracer:
     on_linear: Callable[[Linear, Address], None] = lambda *_: None
     wanted: frozenset[Address] | None = None
     inner: frozenset[Address] = frozenset()
+    sparing: bool = False
     place: Place = field(default_factory=Place)
     origins: Origins = field(default_factory=Origins)
     passed_over: dict[str, str] = field(default_factory=dict)
@@ -120,6 +122,8 @@ class Tracer:
         if kept or not self._wants(address, linear.x):
             return output
         self.on_linear(linear, address)
+        if self.sparing:
+            self.origins.mix(linear.x)
         bias = None if linear.bias is None else linear.bias.detach()
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.axis)
         source = root(linear.x) if self.wanted is None else None
@@ -129,6 +133,7 @@ class Tracer:
         """Report an attention call, and cut after it."""
         address = self.place.address("attention")
         self.on_attention(replace(call, origins=self.origins), address)
+        self.origins.release(call.q, call.k, call.v)
         for frame in self.place.frames:
             frame.attentions += 1
         if self._wants(address, call.output):

@@ -30,7 +30,7 @@ class Chains:
 
     def note(self, address: Address, linear: Linear, origins: Sequence[Origin]) -> None:
         """Remember a linear map of something that was made from these origins."""
-        self.latest[address] = linear.x, tuple(origin.address for origin in origins)
+        self.latest[address] = linear.x.detach(), tuple(origin.address for origin in origins)
         while len(self.latest) > _LATEST:
             self.latest.popitem(last=False)
 
@@ -39,7 +39,7 @@ class Chains:
 
         The nearest such tensor counts. Empty where there is none, or where they do already.
         """
-        ways = [list(self._back(address)) for address in {o.address for o in origins if o.linear}]
+        ways = [list(self._back(address)) for address in {o.address for o in origins if o.linear or o.forgotten}]
         for x, _ in ways[0] if ways else ():
             passed = [_until(x, way) for way in ways]
             if all(maps is not None for maps in passed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, MutableMapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ def root(t: Tensor) -> object:
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
     if node is None or hasattr(node, "variable"):
         return _roots.setdefault(getattr(node, "variable", t), object())
-    return node.metadata.setdefault("root", object())
+    marks = cast("dict[str, object]", node.metadata)  # torch declares a method, and it is a dict
+    return marks.setdefault("root", object())
 
 
 def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:

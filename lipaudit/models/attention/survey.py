@@ -124,7 +124,7 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
         surveyor = _surveyor(net, pair, output)
         if surveyor.inner:
             surveyor.adopt(_surveyor(net, pair, output, uncut=frozenset(surveyor.inner)))
-        run_observed(net, other, Tracer(surveyor.compare))
+        run_observed(net, other, Tracer(surveyor.compare, sparing=True))
     return tuple(layer.site for layer in surveyor.layers.values())
 
 

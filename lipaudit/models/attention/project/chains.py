@@ -39,7 +39,10 @@ class Chains:
 
         The nearest such tensor counts. Empty where there is none, or where they do already.
         """
-        ways = [list(self._back(address)) for address in {o.address for o in origins if o.linear or o.forgotten}]
+        ways = [
+            list(self._back(address))
+            for address in {o.address for o in origins if o.linear or o.forgotten}
+        ]
         for x, _ in ways[0] if ways else ():
             passed = [_until(x, way) for way in ways]
             if all(maps is not None for maps in passed):

@@ -9,6 +9,7 @@ one alive at a time. A forward pass cannot be suspended, so layers are not hande
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -88,6 +89,8 @@ def capture(
 ) -> list[Result]:
     """Run the unmodified model on a batch and reduce its attention layers in call order.
 
+    The pass ends behind the last layer that is wanted.
+
     Args:
         net: the model.
         sites: its layers, from `survey`; all of them, since a layer is known by how many of its
@@ -107,7 +110,7 @@ def capture(
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
     cut = [s for s in sites if s.explicit or (projections and s.address in chosen)]
     reading = _Reading(chosen, batch, reduce, frozenset().union(*(s.sources for s in cut)))
-    with undisturbed(net.module), exact_arithmetic(net.device):
+    with undisturbed(net.module), exact_arithmetic(net.device), suppress(_AllRead):
         run_observed(net, batch, reading.tracer)
     for site in reading.pending.values():
         raise EvaluationError(
@@ -115,6 +118,10 @@ def capture(
             "the model chooses its layers by the data: leave this one out with --layers",
         )
     return reading.results
+
+
+class _AllRead(Exception):
+    """Ends a pass: the rest of the model, its logits over all tokens too, would be for nothing."""
 
 
 class _Reading(Generic[Result]):
@@ -139,6 +146,8 @@ class _Reading(Generic[Result]):
             with torch.no_grad():
                 layer = layer_at(site, call, self._batch, self.tracer.place.frames)
                 self.results.append(self._reduce(layer))
+            if not self.pending:
+                raise _AllRead
 
 
 def layer_at(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -84,11 +84,46 @@ def heads_of(net, sites: tuple[Site, ...], batch: Batch) -> list[Heads]:
 
 @pytest.mark.parametrize("name", [*CLOSED, *OPEN, "timm-cait"])
 def test_model_is_not_changed(zoo, name):
+    """Everything up to the last attention: the pass ends there."""
     net, sites, batch = zoo(name)
-    outputs: list[torch.Tensor] = []
-    keeping = replace(net, read=lambda result: outputs.append(net.read(result)) or outputs[-1])
-    assert capture(keeping, sites, batch, lambda layer: layer.site) == list(sites)
-    torch.testing.assert_close(outputs[0].detach(), net.output(batch))
+    with module_outputs(net) as observed:
+        assert capture(net, sites, batch, lambda layer: layer.site) == list(sites)
+    with module_outputs(net) as plain:
+        net.output(batch)
+    assert len(observed) < len(plain)
+    for (module, seen), (same, true) in zip(observed, plain, strict=False):
+        assert module == same
+        torch.testing.assert_close(seen, true)
+
+
+@contextmanager
+def module_outputs(net):
+    """What each module of a model gives while the block runs it, in order."""
+    seen: list[tuple[str, torch.Tensor]] = []
+
+    def note(name, out):
+        if isinstance(out, torch.Tensor):
+            seen.append((name, out.detach().clone()))
+
+    with ExitStack() as hooks:
+        for name, part in net.module.named_modules():
+            hook = part.register_forward_hook(lambda _m, _a, out, name=name: note(name, out))
+            hooks.callback(hook.remove)
+        yield seen
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "timm-vit"])
+def test_nothing_is_run_behind_the_last_layer_that_is_wanted(zoo, name):
+    net, sites, batch = zoo(name)
+    whole = capture(net, sites, batch, lambda layer: layer.output)
+    with module_outputs(net) as every:
+        capture(net, sites, batch, lambda layer: layer.site.index)
+    with module_outputs(net) as first:
+        (output,) = capture(net, sites, batch, lambda layer: layer.output, layers=[0])
+    assert torch.equal(output, whole[0])
+    inside = {module for module, _ in first}
+    assert not any(site.module in inside for site in sites)
+    assert len(first) < len(every) / len(sites) + 5
 
 
 @pytest.mark.parametrize("name", CLOSED)

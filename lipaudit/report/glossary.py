@@ -241,6 +241,7 @@ NOTES: Mapping[str, str] = {
     "adapter": "An adapter was merged into the model that it was trained on.",
     "attack-replaced": "An attack needs more classes than the model has; another one ran.",
     "attack-skipped": "An attack needs more classes than the model has, and did not run.",
+    "by-position": "Norms were measured at every position of a text; its own is the largest.",
     "changed-texts": "What attacks on texts keep to, and what they do not: meaning and label.",
     "checkpoint": "The weights were found under a key of a training checkpoint.",
     "clean-accuracy-at-chance": "Without an attack the model is no better than guessing: labels "
@@ -275,6 +276,7 @@ NOTES: Mapping[str, str] = {
     "left-out": "Something was not measured, with the reason.",
     "long": "Heads without a closed form will take long; --layers and --samples choose fewer.",
     "loose-ball": "A radius is so large that the constants certified there say little.",
+    "loss-of-predicted": "A sample without a label has the loss of the class it is taken for.",
     "lower-estimates": "Norms are met from below: see within for what is proven.",
     "max-tokens": "The model takes fewer tokens than were asked for.",
     "never-fails": "A figure that the gate shows and never fails.",
@@ -324,6 +326,7 @@ NOTES: Mapping[str, str] = {
     "text-cut": "Some texts were longer than --max-tokens and were cut.",
     "tied": "A tensor has several places in the model: it is swapped in all of them at once.",
     "time-limit": "Some proofs were cut short by --seconds: another machine may get further.",
+    "too-short": "Some texts have no token at the position that was asked for.",
     "what-is-measured": "What the norms of layers and of the model in `scaling` are of.",
     "zero-norms": "Samples of which some norm is 0 have no ratio of norms.",
     "zero-gradients": "Some samples have a gradient of exactly 0: gradient attacks cannot move "

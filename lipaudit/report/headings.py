@@ -28,6 +28,8 @@ HEADINGS: Mapping[str, str] = {
     "g1 over the exact ||M||": "How many rows are bounded how tightly by g1; 1 is exact.",
     "Quantiles over samples": "How the norms of the samples are distributed.",
     "Most sensitive samples": "The samples with the largest Jacobian norms.",
+    "Norms by position": "The Jacobian norms of the output at each position of a text, over the "
+    "texts that have it.",
     "||J|| per sample": "How many samples have a value in each bin.",
     "Accuracy under attack": "The share of samples that withstood, by attack, norm and radius.",
     "Robust accuracy": "What is certified lies below it, what attacks left above.",
@@ -65,6 +67,7 @@ FIELDS: Mapping[str, str] = {
     "lanczos": "A method: the norm is met from below by products with the Jacobian.",
     "max_steps": "The most Lanczos steps that a norm may take.",
     "logical_chunk": "So many samples share the random numbers of an attack, whatever the batch.",
+    "positions": "The Jacobian norm at every position of every text; NaN behind its end.",
     "g1_ratio_hist": "How many rows are bounded how tightly by g1: counts of the histogram.",
     "g1_ratio_edges": "The ends of the bins of that histogram.",
     "p1p2_hist": "How many rows have which largest and second largest entry: counts.",

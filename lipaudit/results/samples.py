@@ -21,6 +21,23 @@ SAMPLES: dict[str, dict[str, Column]] = {
             better="lower",
             reading=readings.NORM,
         ),
+        "norm_median": Column(
+            label="median ||J||",
+            meaning="Median of the norms at all positions of the text.",
+        ),
+        "position": Column(
+            label="position",
+            meaning="Where in the text the norm is largest: the number of the token, from 0, "
+            "without padding.",
+            format="d",
+            domain="",
+        ),
+        "loss": Column(
+            label="loss",
+            meaning="Cross-entropy: of the class, or the mean over a text's own next tokens.",
+            unit="nat",
+            better="lower",
+        ),
         "upper": Column(
             label="upper",
             meaning="Probabilistic upper limit of norm.",
@@ -38,7 +55,8 @@ SAMPLES: dict[str, dict[str, Column]] = {
             label="margin",
             meaning="f_y - max_(j != y) f_j.",
             better="higher",
-            reading="By how much the true class leads. Null for a misclassified sample's radius.",
+            reading="By how much the true class leads; of a language model, the token it would "
+            "write next. Null for a misclassified sample's radius.",
         ),
         "radius_first_order": Column(
             label="first-order radius",

@@ -14,7 +14,7 @@ from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, 
 from lipaudit.report.draw.glyphs import bar, coarse, density, pixels, plot
 from lipaudit.report.page.document import document, model_labels
 from lipaudit.report.page.views import VIEWS, blocks, title
-from lipaudit.results import Column, row_types
+from lipaudit.results import Array, Column, row_types
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)
 PAGES = sorted(name for name, known in RENDERERS.items() if known.takes in REPORT)
@@ -142,6 +142,22 @@ def test_sensitive_samples_are_the_largest_norms(report):
     table = _of(report, "jacobian", Table)[1]
     norms = np.array([v for v in report.section("jacobian").samples["norm"] if v is not None])
     assert [row[1] for row in table.rows] == sorted(norms[np.isfinite(norms)])[::-1][:5]
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_norms_by_position_are_over_the_texts_that_have_it(report, count):
+    """All positions of short texts; of long ones those with the largest norms."""
+    norms = np.random.default_rng(0).random((4, count))
+    norms[1:, -1] = np.nan
+    kept = {"arrays": {"positions": Array.of(norms)}}
+    section = report.section("jacobian").model_copy(update=kept)
+    (table,) = (b for b in blocks(section) if getattr(b, "title", "") == "Norms by position")
+    order = np.argsort(-np.nanmax(norms, 0))[:5] if count > 20 else range(count)
+    for position, row in zip(order, table.rows, strict=True):
+        texts = 1 if position == count - 1 else 4
+        values = norms[:texts, position]
+        assert row[:2] == (position, texts)
+        assert row[2:] == pytest.approx((np.median(values), values.max()), rel=1e-5)
 
 
 def test_curve_starts_at_the_accuracy_without_attack(report):

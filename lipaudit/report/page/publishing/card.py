@@ -26,6 +26,7 @@ TASKS = {
     ("pixels", "features"): "image-feature-extraction",
     ("embeddings", "logits"): "text-classification",
     ("embeddings", "features"): "feature-extraction",
+    ("embeddings", "logits:last"): "text-generation",
 }
 """What the Hub calls a model, by where its Jacobian begins and ends."""
 UNFIT = ("random-weights", "random-data")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from lipaudit.report.blocks import Block, Table
 from lipaudit.report.page.views.common import FIT, SAMPLE, every_row, histogram, stacked, table
 from lipaudit.results import JacobianRow, Section
-from lipaudit.results.figures import order, typed
+from lipaudit.results.figures import finite, order, typed
 
 TOP = 5
 QUANTILES = (
@@ -24,7 +25,18 @@ QUANTILES = (
     "samples",
     "converged",
 )
-SHOWN = ("norm", "upper", "margin", "radius_first_order", "complete", "correct", "converged")
+SHOWN = (
+    "norm",
+    "upper",
+    "norm_median",
+    "position",
+    "loss",
+    "margin",
+    "radius_first_order",
+    "complete",
+    "correct",
+    "converged",
+)
 
 
 def view(section: Section) -> Iterator[Block]:
@@ -36,6 +48,8 @@ def view(section: Section) -> Iterator[Block]:
         norm = section.sample_column("norm")
         yield from histogram("‖J‖ per sample", norm, {"samples": section.samples["norm"]})
         yield _sensitive(section)
+    if "positions" in section.arrays:
+        yield _positions(section)
     yield every_row(section)
 
 
@@ -60,6 +74,19 @@ def _sensitive(section: Section) -> Table:
         columns=(SAMPLE, *(section.sample_column(name) for name in names)),
         rows=tuple((_id(samples, i), *(samples[n][i] for n in names)) for i in ranked),
     )
+
+
+def _positions(section: Section) -> Table:
+    """List the positions with the largest norms over the texts that have them."""
+    at_each = [
+        (i, [v for v in norms if finite([v])])
+        for i, norms in enumerate(section.arrays["positions"].numpy().T.tolist())
+    ]
+    of = JacobianRow.columns()
+    known = [(i, len(v), median(v), max(v)) for i, v in at_each if v]
+    shown = known if len(known) <= FIT else sorted(known, key=lambda row: -row[3])[:TOP]
+    columns = (section.sample_column("position"), of["samples"], of["median"], of["max"])
+    return Table(title="Norms by position", columns=columns, rows=tuple(shown))
 
 
 def _id(samples: Mapping[str, tuple[Any, ...]], index: int) -> str:

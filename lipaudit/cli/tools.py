@@ -240,6 +240,7 @@ def _told(seen: dict[str, Any]) -> list[str]:
     lines = [
         f"model     {seen['model']}: {seen['architecture']}, {seen['parameters']:,} parameters",
         f"          takes {seen['takes']}, {classes}; on {seen['device']} in {seen['dtype']}",
+        *_spread(seen["device_map"]),
         f"heads     {seen['heads']} in {seen['layers']} layers, "
         f"{seen['closed_form']} with a closed form",
         *(f"          {count} without: {why}" for why, count in seen["numerical"].items()),
@@ -254,6 +255,13 @@ def _told(seen: dict[str, Any]) -> list[str]:
     for name, planned in seen["measures"].items():
         lines.append(f"{name:<10}{planned['samples']} samples, {planned['time']}")
     return [*lines, *(f"note: {text}" for text in seen["notes"])]
+
+
+def _spread(places: dict[str, str]) -> Iterator[str]:
+    """Yield the lines that say what lies where, if weights are spread."""
+    for place in dict.fromkeys(places.values()):
+        names = [name or "all else" for name, own in places.items() if own == place]
+        yield from _wrapped(f"{place}: {', '.join(names)}", " " * 10, " " * 12)
 
 
 SUPPORTED = """\

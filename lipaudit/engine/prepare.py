@@ -223,6 +223,7 @@ def load_options(run: RunOptions) -> LoadOptions:
         device=run.device or "auto",
         dtype=run.dtype,
         weights=run.weights,
+        device_map=run.device_map,
         offline=run.offline,
         tower=run.tower,
         form=lambda: form_of_data(run.data),

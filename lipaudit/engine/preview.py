@@ -40,6 +40,7 @@ def preview(job: Job) -> dict[str, Any]:
         "takes": net.kind,
         "classes": net.classes,
         "device": str(net.device),
+        "device_map": dict(info.device_map),
         "dtype": str(net.dtype).removeprefix("torch."),
         "layers": len(sites),
         "heads": sum(site.heads for site in sites),

@@ -48,6 +48,7 @@ def provenance(job: Job) -> Run:
         ),
         preprocess=dict(info.preprocess),
         options=request.run.reading(),
+        device_map=dict(info.device_map),
     )
 
 

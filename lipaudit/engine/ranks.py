@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -85,9 +86,21 @@ def placed(env: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def local(request: Request, place: Place) -> Request:
-    """Return a request whose device is that of one process on its machine."""
+    """Return a request whose device is that of one process on its machine.
+
+    Raises:
+        UsageError: every process would spread its model over all devices.
+    """
     import torch
 
+    if request.run.device_map is not None:
+        if Path(request.run.device_map).is_file():
+            return request
+        raise UsageError(
+            f"--device-map {request.run.device_map}: each of {place.size} processes would spread "
+            "its model over all devices",
+            "Run one process, or give a file that says where the modules lie.",
+        )
     if request.run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
         return request
     device = f"cuda:{place.local % torch.cuda.device_count()}"

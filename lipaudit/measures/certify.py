@@ -13,7 +13,7 @@ import numpy as np
 from lipaudit.attacks.evaluate import require_radius
 from lipaudit.attacks.sanity import Checks, clean_notes
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.attack import require_entry
 from lipaudit.measures.measure import (
     Measure,
@@ -36,6 +36,7 @@ from lipaudit.models.certificate import (
     require_room,
     require_rules,
 )
+from lipaudit.models.lifting import devices
 from lipaudit.models.net import Net
 from lipaudit.results import CertifyRadiusRow, CertifyRow, Note, Section
 from lipaudit.results.figures import wilson
@@ -68,13 +69,18 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         InputError: a model without classes, or with one, token ids whose embedding nothing
             shows, or a pass that takes more memory than there is.
         NoRuleError: the model uses an operation that nothing is known of on balls.
-        UsageError: a radius beyond the box.
+        UsageError: a radius beyond the box, or a model that computes on several devices.
     """
     if net.classes is None or net.classes < 2:
         has = "no class scores" if net.classes is None else "one class"
         raise InputError(
             f"{net.info.architecture} has {has}: there is no decision to certify",
             "Certify a classifier.",
+        )
+    if len(set(devices(net.module))) > 1:
+        raise UsageError(
+            "a certificate is computed on one device, and --device-map computes on several",
+            "Leave --device-map out, or name one device beside cpu and disk.",
         )
     require_entry(net)
     for trial in options.trials(options.eps) if options.eps else ():

@@ -1,8 +1,9 @@
-"""Weights in the precision they are stored in, lifted to that of a run where they are read.
+"""Weights as and where they are stored, lifted to the precision and device of a run when read.
 
-A module that is held keeps its parameters as they are stored: `parameters()` gives those, and
-`module.weight` gives a copy in the precision of the run, which lives as long as something reads
-it. While the model runs, `parameters()` gives such copies too: some models ask their own type.
+A module that is held keeps its parameters as they are stored (in half precision, on the CPU, in a
+file that is mapped): `parameters()` gives those, and `module.weight` gives a copy as the run needs
+it, which lives as long as something reads it. While the model runs, `parameters()` gives such
+copies too: some models ask their own type and device.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class Kept:
     Attributes:
         stored: the weight as it is stored.
         dtype: what it is lifted to.
+        device: where it is lifted to.
         view: size, stride and offset of the view in the lifted weight.
     """
 
     stored: Tensor
     dtype: torch.dtype
+    device: torch.device
     view: tuple[torch.Size, tuple[int, ...], int]
 
     @property
@@ -46,8 +49,8 @@ class Kept:
         return self.view[0]
 
     def lifted(self) -> Tensor:
-        """Return it in the precision of the run."""
-        return _lift(self.stored, self.dtype).detach().as_strided(*self.view)
+        """Return it as the run needs it."""
+        return _lift(self.stored, self.dtype, self.device).detach().as_strided(*self.view)
 
 
 def keep(weight: Tensor) -> Tensor | Kept:
@@ -56,7 +59,7 @@ def keep(weight: Tensor) -> Tensor | Kept:
     if stored is None:
         return weight.detach()
     offset = int(weight.storage_offset())
-    return Kept(stored, weight.dtype, (weight.shape, weight.stride(), offset))
+    return Kept(stored, weight.dtype, weight.device, (weight.shape, weight.stride(), offset))
 
 
 def read(kept: Tensor | Kept) -> Tensor:
@@ -64,26 +67,37 @@ def read(kept: Tensor | Kept) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.lifted()
 
 
-def hold(module: nn.Module, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Keep the parameters of a module as they are, and lift each to `dtype` where it is read.
+def hold(
+    module: nn.Module,
+    dtype: torch.dtype,
+    place: Callable[[str], torch.device | None] = lambda _path: None,
+) -> tuple[torch.dtype, ...]:
+    """Keep the parameters of a module as they are, and lift each where it is read.
 
-    Buffers, and parameters that are wider than `dtype`, are converted.
+    Buffers, and parameters that are wider than `dtype`, are converted; buffers are moved, too.
+
+    Args:
+        module: the model.
+        dtype: what its parts read.
+        place: where the part of a path reads; None: where its tensors are.
 
     Returns:
         the types that are lifted, sorted by name.
     """
-    for part in module.modules():
+    for path, part in module.named_modules():
+        device = place(path)
         if isinstance(part, nn.RNNBase):  # it hands its weights to torch without reading them
-            part.to(dtype)
+            part.to(device=device, dtype=dtype)
         for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                part._buffers[name] = buffer.to(dtype)
-        own = [p for p in part._parameters.values() if p is not None and p.is_floating_point()]
+            if buffer is not None:
+                kind = dtype if buffer.is_floating_point() else buffer.dtype
+                part._buffers[name] = buffer.to(device, kind)
+        own = [p for p in part._parameters.values() if p is not None]
         for p in own:
-            if not _narrower(p, dtype):
+            if p.is_floating_point() and not _narrower(p, dtype):
                 p.data = p.data.to(dtype)
-        if any(_narrower(p, dtype) for p in own):
-            part.__dict__["_parameters"] = _Parameters(part._parameters, dtype)
+        if any(_lifts(p, dtype, device) for p in own):
+            part.__dict__["_parameters"] = _Parameters(part._parameters, dtype, device)
     kinds = {p.dtype for p in module.parameters() if _narrower(p, dtype)}
     return tuple(sorted(kinds, key=str))
 
@@ -94,6 +108,19 @@ def precision(module: nn.Module) -> torch.dtype:
         if isinstance(part._parameters, _Parameters):
             return part._parameters.dtype
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
+
+
+def devices(module: nn.Module) -> Iterator[torch.device]:
+    """Yield where the parts of a module read each of their parameters, the first one first."""
+    for part in module.modules():
+        table = part._parameters
+        given = table.device if isinstance(table, _Parameters) else None
+        yield from (given or p.device for p in dict.values(table) if p is not None)
+
+
+def held(module: nn.Module) -> bool:
+    """Say whether weights are lifted where they are read: what is stored has no gradient."""
+    return any(isinstance(part._parameters, _Parameters) for part in module.modules())
 
 
 def lifting(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,12 +139,14 @@ class _Parameters(dict[str, Any]):
     running = 0
     """How many calls of models are under way."""
 
-    def __init__(self, own: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self, own: dict[str, Any], dtype: torch.dtype, device: torch.device | None
+    ) -> None:
         super().__init__(own)
-        self.dtype = dtype
+        self.dtype, self.device = dtype, device
 
     def __getitem__(self, name: str) -> Any:
-        return _lift(super().__getitem__(name), self.dtype)
+        return self._lifted(super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set what is stored: who puts back what was read changes nothing."""
@@ -125,11 +154,14 @@ class _Parameters(dict[str, Any]):
 
     def items(self) -> Any:
         own = super().items()
-        return ((name, _lift(p, self.dtype)) for name, p in own) if self.running else own
+        return ((name, self._lifted(p)) for name, p in own) if self.running else own
 
     def values(self) -> Any:
         own = super().values()
-        return (_lift(p, self.dtype) for p in own) if self.running else own
+        return (self._lifted(p) for p in own) if self.running else own
+
+    def _lifted(self, stored: Any) -> Any:
+        return None if stored is None else _lift(stored, self.dtype, self.device)
 
 
 @contextmanager
@@ -141,30 +173,36 @@ def _running() -> Iterator[None]:
         _Parameters.running -= 1
 
 
-def _lift(stored: Any, dtype: torch.dtype) -> Any:
-    """Return the copy of a stored weight in another precision: the one that is alive, if any."""
-    if stored is None or not _narrower(stored, dtype):
+def _lift(stored: Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """Return the copy of a stored weight that a run needs: the one that is alive, if any."""
+    if not _lifts(stored, dtype, device):
         return stored
+    kind = dtype if _narrower(stored, dtype) else stored.dtype
+    place = device or stored.device
     known = _lifted.get(stored)
     copy = None if known is None else known()
-    if copy is None or copy.dtype != dtype:
+    if copy is None or (copy.dtype, copy.device) != (kind, place):
         with torch.inference_mode(False), torch.no_grad():
-            copy = nn.Parameter(_room(stored, dtype).copy_(stored), requires_grad=False)
+            copy = nn.Parameter(_room(stored, kind, place).copy_(stored), requires_grad=False)
         _lifted[stored], _stored[copy] = TensorWeakRef(copy), stored
     return copy
 
 
-def _room(like: Tensor, dtype: torch.dtype) -> Tensor:
+def _room(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory for a copy that goes back to the system with it.
 
     The C library keeps what it is handed back by the megabyte between things that live longer:
     the heap would grow to several times the model.
     """
     count = like.numel()
-    if like.device.type != "cpu" or count < LARGE or not like.is_contiguous():
-        return torch.empty_like(like, dtype=dtype)
+    if device.type != "cpu" or count < LARGE or not like.is_contiguous():
+        return torch.empty_like(like, dtype=dtype, device=device)
     pages = mmap(-1, count * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype).view(like.shape)
+
+
+def _lifts(p: Tensor, dtype: torch.dtype, device: torch.device | None) -> bool:
+    return _narrower(p, dtype) or device not in (None, p.device)
 
 
 def _narrower(p: Tensor, dtype: torch.dtype) -> bool:

@@ -15,7 +15,7 @@ from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub.commit import Commit
-from lipaudit.models.lifting import precision
+from lipaudit.models.lifting import devices, precision
 from lipaudit.results import Note
 from lipaudit.results.trials import Norm
 
@@ -38,6 +38,7 @@ class ModelInfo:
         labels: class names by index, where the checkpoint knows them.
         notes: remarks on loading (converted from half precision, say), for the report.
         commit: the state of a repository of the Hub that it was read from.
+        device_map: where the weights of its modules lie, by name, where that was asked for.
     """
 
     spec: str
@@ -49,6 +50,7 @@ class ModelInfo:
     labels: tuple[str, ...] | None = None
     notes: tuple[Note, ...] = ()
     commit: Commit | None = None
+    device_map: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ class Net:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(self.module.parameters()).device
+        """Where samples go: where the model reads its first parameter."""
+        return next(devices(self.module))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -253,6 +253,8 @@ NOTES: Mapping[str, str] = {
     "default-normalisation": "Mean and deviation of the pixels are those of the architecture's "
     "own weights: give --mean and --std if others were used.",
     "conditions": "Something differs between two reports that does not forbid comparing them.",
+    "device-map": "Weights are spread over devices, the CPU and the disk (--device-map): how many "
+    "numbers lie where.",
     "empty-shard": "A measure has fewer batches than there are shards, and none in this one.",
     "example": "A text that an attack broke, before and after.",
     "features": "Weights of the file that the output does not need were not read.",

@@ -246,7 +246,8 @@ class Run(Frozen):
     """Where the numbers come from: all that is needed to repeat them.
 
     `options` are those of the command line, as given, that decide what the model and the data are
-    (arch, max_tokens...). `reason` says why a report was made the baseline; empty in any other.
+    (arch, max_tokens...). `device_map` says where the weights of which modules were, if they were
+    spread. `reason` says why a report was made the baseline; empty in any other.
     """
 
     lipaudit: str
@@ -260,6 +261,7 @@ class Run(Frozen):
     data: Data
     preprocess: dict[str, Any] = {}
     options: dict[str, Any] = {}
+    device_map: dict[str, str] = {}
     reason: str = ""
 
 

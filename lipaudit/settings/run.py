@@ -98,6 +98,12 @@ class RunOptions(Settings):
         "converted to --dtype on loading, or kept as stored and lifted a layer at a time.",
         panel=RUN,
     )
+    device_map: str | None = option(
+        None,
+        "Spread weights over GPUs, CPU and disk: auto, balanced, or a JSON of modules to devices.",
+        panel=RUN,
+        values=lambda: ("auto", "balanced"),
+    )
     batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN, usual="auto")
     shard: ShardNumber = option(
         None, "i/n: measure the i-th of n parts of the samples; merge makes one report.", panel=RUN

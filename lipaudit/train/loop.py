@@ -18,6 +18,7 @@ from lipaudit.attacks.balls import Ball, random_start
 from lipaudit.attacks.pgd import pgd, usual_step
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
+from lipaudit.models.lifting import held
 from lipaudit.models.net import Net
 from lipaudit.models.precision import seeded
 from lipaudit.settings.recipe import Recipe
@@ -240,6 +241,11 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
         raise UsageError(
             f"training needs a classifier, and {net.info.spec} is none",
             "--classes gives a model of timm or transformers a new one.",
+        )
+    if held(net.module) or net.info.device_map:
+        raise UsageError(
+            "training needs its weights on one device, in the precision of the run",
+            "Leave --weights and --device-map out: they are for measuring.",
         )
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training is for images", "Leave --adversarial out.")

@@ -57,6 +57,15 @@ def test_what_cannot_be_had_is_named_with_the_reason(tmp_path):
         assert f"2 without: {reason}" in told
 
 
+def test_where_weights_would_lie_is_shown(tmp_path):
+    places = {"": "cpu", "blocks.1": "disk", "head": "disk"}
+    (tmp_path / "map.json").write_text(json.dumps(places))
+    how = ("demo", "-n", "2", "--device-map", str(tmp_path / "map.json"))
+    assert json.loads(check(*how, "-f", "json"))["device_map"] == places
+    told = check(*how)
+    assert "          cpu: all else\n          disk: blocks.1, head\n" in told
+
+
 @pytest.mark.parametrize(("option", "value"), [("--time-limit", "1h"), ("--shard", "1/2")])
 def test_options_of_a_run_that_do_nothing_are_refused(option, value):
     assert f"{option} is for measuring" in check("demo", option, value, code=2)

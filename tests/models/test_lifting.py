@@ -49,9 +49,9 @@ def alive(monkeypatch):
     """The most bytes of lifted weights that were alive at a time."""
     lift, most, storages = lifting._lift, [0], {}
 
-    def counted(weight, dtype):
-        lifted = lift(weight, dtype)
-        if lifted is not None and lifted is not weight:
+    def counted(weight, *how):
+        lifted = lift(weight, *how)
+        if lifted is not weight:
             storage = StorageWeakRef(lifted.untyped_storage())
             storages[storage] = lifted.nbytes
         for old in [old for old in storages if old.expired()]:

@@ -82,9 +82,9 @@ def _state(module: nn.Module) -> Hashable:
     """
     tensors = [t.detach() for t in chain(module.parameters(), module.buffers())]
     versions = tuple(0 if t.is_inference() else t._version for t in tensors)
-    sums: dict[torch.dtype, list[Tensor]] = {}
+    sums: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:
-        sums.setdefault(t.dtype, []).append(t.sum())
+        sums.setdefault((t.dtype, t.device), []).append(t.sum())
     values = tuple(tuple(torch.stack(each).tolist()) for each in sums.values())
     return versions, tuple(t.data_ptr() for t in tensors), values
 

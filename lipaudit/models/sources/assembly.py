@@ -16,10 +16,11 @@ from torch.nn.parameter import is_lazy
 from lipaudit.data.images import resized
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError, LipauditError, UsageError, of_machine, out_of_memory
-from lipaudit.models.lifting import hold, lifting, precision
+from lipaudit.models.lifting import devices, hold, lifting, precision
 from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.precision import eager
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.models.sources.spread import Spread, plan
 from lipaudit.models.sources.weights import few, half_precision, require_finite_weights, sha256
 from lipaudit.results import Note
 
@@ -42,16 +43,14 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     spec = replace(spec, module=unwrapped(spec.module))
     _require_images(spec, options)
     require_values(spec.module, name)
+    spread = _spread(spec.module, options)
     module, notes = _in_precision(spec.module, options)
     require_finite_weights(module, name)
     digest = sha256(module)
-    module.eval().requires_grad_(False).to(device(options.device))
+    module.eval().requires_grad_(False)
     call, preprocess = _call(spec, options)
-    if options.weights == "stored":
-        call = lifting(call)
-        notes += _held(module, _dtype(options.dtype))
-    else:
-        module.to(_dtype(options.dtype))
+    call, said = _placed(module, call, options, spread)
+    notes += said
     read = spec.read or main_output
     output, entry = _probe(spec, call, read)
     info = ModelInfo(
@@ -64,6 +63,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         labels=spec.labels,
         notes=spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
         commit=spec.commit,
+        device_map={} if spread is None else spread.places,
     )
     return Net(
         info=info,
@@ -180,12 +180,42 @@ def _in_precision(module: nn.Module, options: LoadOptions) -> tuple[nn.Module, t
     if options.weights == "stored":
         return module, ()
     notes = half_precision(p.dtype for p in module.parameters())
-    return module.float() if notes else module, notes
+    whole = options.device_map is None  # else each weight is converted where it is to lie
+    return module.float() if notes and whole else module, notes
 
 
-def _held(module: nn.Module, dtype: torch.dtype) -> tuple[Note, ...]:
-    """Keep weights as they are stored, and say which function is measured."""
-    kinds = hold(module, dtype)
+def _spread(module: nn.Module, options: LoadOptions) -> Spread | None:
+    """Return how weights are to be spread, if that is asked for."""
+    if options.device_map is None:
+        return None
+    if options.device != "auto":
+        raise UsageError(
+            f"--device {options.device} and --device-map both say where the model is",
+            "Leave --device out.",
+        )
+    dtype = None if options.weights == "stored" else _dtype(options.dtype)
+    return plan(module, options.device_map, dtype, device)
+
+
+def _placed(
+    module: nn.Module, call: Call, options: LoadOptions, spread: Spread | None
+) -> tuple[Call, tuple[Note, ...]]:
+    """Put the weights where and in which precision they are to be, and say what is held."""
+    dtype, stored = _dtype(options.dtype), options.weights == "stored"
+    if spread is None:
+        module.to(device(options.device))
+        if not stored:
+            module.to(dtype)
+            return call, ()
+        return lifting(call), (_held(hold(module, dtype), dtype),)
+    spread.lay(module, None if stored else dtype)
+    kinds = hold(module, dtype, spread.runs)
+    notes = (spread.note(module), *((_held(kinds, dtype),) if stored else ()))
+    return lifting(spread.connect(module, call)), notes
+
+
+def _held(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
+    """Say which function is measured where weights are kept as they are stored."""
     to = str(dtype).removeprefix("torch.")
     text = (
         f"weights are kept in {few([str(k).removeprefix('torch.') for k in kinds])}, as they are "
@@ -194,7 +224,7 @@ def _held(module: nn.Module, dtype: torch.dtype) -> tuple[Note, ...]:
         if kinds
         else f"no weights are stored in less than {to}: --weights stored has changed nothing"
     )
-    return (remark("stored-weights", text),)
+    return remark("stored-weights", text)
 
 
 def _call(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
@@ -247,8 +277,7 @@ def _probe(
 ) -> tuple[Tensor, nn.Module | None]:
     """Run one blank sample: the output, and the embedding module on the way."""
     module = spec.module
-    like = next(module.parameters())
-    x = _blank(spec, torch.empty(0, device=like.device, dtype=precision(module)))
+    x = _blank(spec, torch.empty(0, device=next(devices(module)), dtype=precision(module)))
     try:
         with eager(), torch.no_grad(), _first_entry(module, spec.kind, x) as entries:
             output = read(call(x, None))

@@ -41,6 +41,11 @@ def borrowed(
         UsageError: nothing says what the module takes.
         InputError: it is no module, or cannot be run on its own sample.
     """
+    if options.device_map is not None:
+        raise UsageError(
+            "device_map spreads models that are loaded by name, and this is a module",
+            "Leave it out: a module is measured where it is.",
+        )
     spec = _spec(model, options, input_shape)
     if options.device == "auto":
         first = next(spec.module.parameters(), torch.empty(0))

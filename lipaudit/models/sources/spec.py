@@ -114,6 +114,8 @@ class LoadOptions:
         dtype: precision of the parameters.
         weights: whether they are converted to `dtype` on loading, or kept as they are stored and
             lifted where they are read.
+        device_map: how they are spread over devices, the CPU and the disk: auto, balanced or a
+            file of JSON (module name -> device, cpu or disk); None: `device` holds all.
         offline: never open a connection; only what is on this machine.
         classes: number of classes; a model that has another number gets a random classifier in
             place of its own (to be trained; timm and transformers).
@@ -130,6 +132,7 @@ class LoadOptions:
     device: str = "auto"
     dtype: Literal["float32", "float64"] = "float32"
     weights: Literal["converted", "stored"] = "converted"
+    device_map: str | None = None
     offline: bool = False
     classes: int | None = None
     tower: str | None = None

@@ -54,7 +54,8 @@ def from_directory(path: Path, options: LoadOptions, adapter: Path | None = None
             module = _random(_loader(auto, config), config)
         else:
             kinds = _stored(path)
-            alone = options.weights == "stored" and adapter is None and len(kinds) == 1
+            kept = options.weights == "stored" or options.device_map is not None
+            alone = kept and adapter is None and len(kinds) == 1
             dtype = HALF_NAMES.get(min(kinds), torch.float32) if alone else torch.float32
             loader = _loader(auto, config)
             module, random, notes = _trained(loader, path, config, new=bool(added), dtype=dtype)

@@ -1,0 +1,292 @@
+"""Weights that are spread over the CPU and the disk: the same figures, from the same function."""
+
+import gc
+import json
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lipaudit import measure
+from lipaudit.engine.prepare import Request
+from lipaudit.engine.ranks import Place, local
+from lipaudit.errors import EvaluationError, InputError, UsageError
+from lipaudit.models import lifting
+from lipaudit.models.lifting import devices
+from lipaudit.models.sources import spread
+from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.settings import Recipe, RunOptions
+from lipaudit.train import train
+from lipaudit.train.demos import shipped
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+BLOCKS = {"": "cpu", "model.layers.1": "disk", "model.layers.2.mlp": "disk", "lm_head": "disk"}
+ABOUT = ("device-map", "half-precision", "stored-weights")
+"""Notes on how weights are kept."""
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """Return where a Qwen2 of a precision is."""
+
+    @cache
+    def saved(dtype="float32"):
+        path = tmp_path_factory.mktemp(dtype)
+        torch.manual_seed(0)
+        config = transformers.Qwen2Config(**SIZES, num_key_value_heads=2)
+        module = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+        module.save_pretrained(path)
+        return str(path)
+
+    return saved
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write a map, and return its path."""
+
+    def write(places):
+        path = tmp_path / "map.json"
+        path.write_text(json.dumps(places))
+        return str(path)
+
+    return write
+
+
+def texts(path):
+    ids = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    np.savez(path / "ids.npz", x=ids.numpy(), y=np.array([0, 1]))
+    return str(path / "ids.npz")
+
+
+def figures(model, name, **options):
+    """All that a report says of the model and what was measured, but for how weights are kept."""
+    report = measure(model, name, **({"samples": 2} | options)).model_dump(mode="json")
+    for section in report["sections"]:
+        section["notes"] = [n for n in section["notes"] if n["code"] not in ABOUT]
+        for row in section["rows"]:
+            row.pop("seconds", None)
+    return report["sections"], report["run"]["model"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        ("float32", {}),
+        ("float32", {"dtype": "float64"}),
+        ("bfloat16", {}),
+        ("bfloat16", {"weights": "stored"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["attention", "bounds", "jacobian"])
+def test_every_figure_is_that_of_weights_in_memory(qwen, written, name, dtype, how):
+    own = {key: value for key, value in how.items() if key != "weights"}
+    plain = figures(qwen(dtype), name, **own)
+    assert figures(qwen(dtype), name, device_map=written(BLOCKS), **how) == plain
+
+
+OTHERS = {
+    "attack": {"eps": "0.1", "norm": "token-l2", "attack": "fgsm,pgd", "steps": 3},
+    "scaling": {"lengths": "4:8:log2", "layers": "0", "mode": "real"},
+    "certify": {"eps": "1e-4", "samples": 1},
+}
+
+
+@pytest.mark.parametrize("name", ["attack", "scaling"])
+def test_attacks_and_scaling_follow_the_weights(tmp_path, written, name):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, num_labels=3, initializer_range=0.5)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    how = OTHERS[name] | {"data": texts(tmp_path)}
+    places = written({"": "disk", "bert.encoder.layer.1": "cpu"})
+    bert = str(tmp_path / "bert")
+    assert figures(bert, name, device_map=places, **how) == figures(bert, name, **how)
+
+
+def test_what_lies_on_the_disk_is_a_view_of_a_file_without_a_name(written, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    from_file, mapped = torch.from_file, set()
+
+    def view(path, **how):
+        values = from_file(path, **how)
+        mapped.add(values.data_ptr())
+        return values
+
+    monkeypatch.setattr("torch.from_file", view)
+    options = LoadOptions(device_map=written({"": "cpu", "blocks.1": "disk"}))
+    net, plain = load_net("demo", options), dict(load_net("demo").module.named_parameters())
+    for name, p in net.module.named_parameters():
+        assert torch.equal(p, plain[name])
+    assert {p.data_ptr() for p in net.module.blocks[1].parameters()} == mapped
+    assert not list(tmp_path.glob("lipaudit-*"))
+
+
+def test_of_half_precision_on_the_disk_no_lifted_copy_stays(qwen, written):
+    net = load_net(qwen("bfloat16"), LoadOptions(device_map=written({"": "disk"})))
+    ids = torch.tensor([[4, 5, 6]])
+    with torch.no_grad():
+        output = net.read(net.call(ids, None))
+    gc.collect()
+    assert output.dtype == torch.float32
+    assert len(lifting._stored) == 0
+
+
+def test_the_report_says_what_lies_where(qwen, written):
+    report = measure(qwen(), "attention", samples=1, device_map=written(BLOCKS))
+    assert report.run.device_map == BLOCKS
+    (note,) = (n for n in report.sections[0].notes if n.code == "device-map")
+    module = load_net(qwen()).module
+    there = sum(p.numel() for n, p in module.named_parameters() if _around(n) == "disk")
+    assert f"{there:,} on disk" in note.text
+    assert measure("demo", "attention", samples=1).run.device_map == {}
+
+
+def _around(name):
+    return BLOCKS[max((key for key in BLOCKS if name.startswith(key)), key=len)]
+
+
+FACTORY = """
+import torch
+from torch import nn
+from lipaudit import ModelSpec
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).mean(1))
+
+def make():
+    torch.manual_seed(0)
+    return ModelSpec(Pooled(), (6, 16), kind="tokens")
+"""
+
+
+def test_any_module_is_spread_even_if_it_reads_the_weights_of_its_parts(tmp_path, written):
+    (tmp_path / "own.py").write_text(FACTORY)
+    model = f"py:{tmp_path / 'own.py'}:make"
+    places = written({"": "cpu", "encoder.layers.1": "disk"})
+    for name, how in (("jacobian", {"dtype": "float64"}), ("certify", OTHERS["certify"])):
+        plain = figures(model, name, **how)
+        assert figures(model, name, device_map=places, **how) == plain
+
+
+def test_models_of_timm_and_files_of_weights_are_spread(tmp_path, written):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    name, sizes = "vit_tiny_patch16_224", {"img_size": 32, "depth": 2, "num_classes": 3}
+    save_file(timm.create_model(name, **sizes).state_dict(), tmp_path / "vit.safetensors")
+    how = {"arch": f"timm:{name}", "model_kwargs": "img_size=32,depth=2,num_classes=3"}
+    model, places = str(tmp_path / "vit.safetensors"), written({"": "cpu", "blocks.1": "disk"})
+    spread_out, plain = (
+        figures(model, "bounds", layers="1", **how, **more)
+        for more in ({"device_map": places}, {})
+    )
+    assert spread_out == plain
+
+
+def test_tied_weights_stay_one_tensor(tmp_path, written):
+    config = transformers.Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
+    transformers.Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "tied")
+    places = written({"": "cpu", "lm_head": "disk"})
+    net = load_net(str(tmp_path / "tied"), LoadOptions(device_map=places))
+    assert net.module.lm_head.weight is net.module.model.embed_tokens.weight
+    assert net.info.parameters == load_net(str(tmp_path / "tied")).info.parameters
+
+
+def test_accelerate_plans_whole_blocks_for_the_memory_that_is_free(qwen, monkeypatch):
+    options = LoadOptions(device_map="auto")
+    assert load_net(qwen(), options).info.device_map == {"": "cpu"}
+    module = load_net(qwen()).module
+    size = sum(p.numel() for p in module.parameters()) * 4
+    monkeypatch.setattr(
+        "psutil.virtual_memory", lambda: type("Free", (), {"available": size // 2})
+    )
+    net = load_net(qwen(), options)
+    assert set(net.info.device_map.values()) == {"cpu", "disk"}
+    parts = {name.rpartition(".")[0] for name in net.info.device_map}
+    assert parts <= {"", "model", "model.layers"}  # no block is cut
+
+
+def test_blocks_are_known_by_the_lists_that_hold_them():
+    block = nn.TransformerEncoderLayer(8, 2, 16)
+    module = nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(8, 2)})
+    assert spread._whole(module) == ["TransformerEncoderLayer"]
+
+
+@pytest.mark.parametrize(
+    ("places", "error", "said"),
+    [
+        ({"": "cpu", "model.layer.1": "disk"}, InputError, r"'model.layer.1'.*no such module"),
+        ({"model.layers": "disk"}, InputError, r"leaves out model.embed_tokens.weight, model.nor"),
+        ({"": "fridge"}, UsageError, "device 'fridge' is not available"),
+        ({"": "meta"}, UsageError, "device 'meta' is not available"),
+        ({"": 7}, UsageError, "device '.*:7' is not available"),
+        ({"": None}, InputError, "no map of modules to devices"),
+        (["disk"], InputError, "no map of modules to devices"),
+    ],
+    ids=str,
+)
+def test_a_map_that_does_not_fit_is_refused(qwen, written, places, error, said):
+    with pytest.raises(error, match=said):
+        load_net(qwen(), LoadOptions(device_map=written(places)))
+
+
+def test_what_cannot_be_spread_is_refused_in_one_line(qwen, written, monkeypatch):
+    places = written({"": "disk"})
+    with pytest.raises(UsageError, match="no file"):
+        load_net("demo", LoadOptions(device_map="even"))
+    with pytest.raises(UsageError, match="both say where"):
+        load_net("demo", LoadOptions(device_map=places, device="cpu"))
+    with pytest.raises(UsageError, match="loaded by name"):
+        measure(nn.Linear(2, 2), "jacobian", input_shape=(1, 2), device_map=places)
+    place, run = Place(0, 2, 0, "localhost", 1), RunOptions(device_map="auto")
+    with pytest.raises(UsageError, match="each of 2 processes"):
+        local(Request("demo", {}, run), place)
+    asked = Request("demo", {}, RunOptions(device_map=places))
+    assert local(asked, place) is asked
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(InputError, match="`accelerate`.*not installed"):
+        load_net("demo", LoadOptions(device_map=places))
+
+
+@pytest.mark.parametrize("how", [{"device_map": ""}, {"weights": "stored"}], ids=str)
+def test_weights_that_are_held_cannot_be_trained(tmp_path, written, how):
+    how = {key: value or written({"": "disk"}) for key, value in how.items()}
+    if "weights" in how:
+        (tmp_path / "own.py").write_text(FACTORY.replace("Pooled()", "Pooled().half()"))
+        net = load_net(f"py:{tmp_path / 'own.py'}:make", LoadOptions(**how))
+    else:
+        net = load_net("demo", LoadOptions(**how))
+    with pytest.raises(UsageError, match="training needs its weights on one device"):
+        next(iter(train(net, shipped("train")[:8], Recipe(epochs=1))))
+
+
+def test_a_full_disk_is_one_line(written, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(EvaluationError, match="No space left") as caught:
+        load_net("demo", LoadOptions(device_map=written({"": "disk"})))
+    assert "TMPDIR" in caught.value.advice
+
+
+def test_samples_go_where_the_first_parameter_is_read():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    lifting.hold(module, torch.float32, lambda path: torch.device("meta") if path == "0" else None)
+    assert [d.type for d in devices(module)] == ["meta", "meta", "cpu", "cpu"]

@@ -9,27 +9,38 @@ import numpy as np
 import torch
 
 from lipaudit.data.batch import Batch, first_of
+from lipaudit.errors import InputError
 from lipaudit.measures import tokens
 from lipaudit.measures.measure import (
     Measure,
     Part,
     Values,
-    joined,
     lower_estimates,
+    moved,
     notes,
     number_or_none,
     sample_ids,
     seed_of,
 )
+from lipaudit.measures.positions import (
+    ALWAYS,
+    columns_of,
+    filled,
+    over_positions,
+    remarks,
+    spread,
+)
 from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.attention.residual import Residual, residual_norms, residuals
 from lipaudit.models.attention.survey import surveyed
-from lipaudit.models.derivative.endpoints import sample_function
+from lipaudit.models.derivative.endpoints import end_of, sample_function
 from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import Margins, jacobian_norms, margins
+from lipaudit.models.derivative.positions import places
 from lipaudit.models.net import Net
 from lipaudit.results import Array, JacobianRow, Note, Section
-from lipaudit.settings.jacobian import JacobianOptions
+from lipaudit.results.columns import Cell
+from lipaudit.settings.jacobian import JacobianOptions, Target
 
 OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
@@ -40,7 +51,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
     around: _Around | None = None
     for batch in batches:
         require_padding_is_ignored(net, batch)
-        values, facts = _of_model(net, batch, options)
+        values, facts = _of_batch(net, batch, options)
         if options.per_layer:
             around = around or _residuals(net, first_of(batches, batch))
             values |= _residual_values(net, batch, around.residuals, options)
@@ -48,18 +59,66 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
         yield Part(batch.ids, values, facts, () if around is None else around.notes)
 
 
+Measured = tuple[dict[str, Values], dict[str, Any]]
+"""Values per sample, and what was differentiated."""
+
+
+def _of_batch(net: Net, batch: Batch, options: JacobianOptions) -> Measured:
+    """Return what is measured at all samples of a batch; nothing where a text has no such place.
+
+    Where one was left out, `outside` says which.
+    """
+    end = end_of(net, batch, options.target)
+    columns = columns_of(net, batch, end)
+    if columns is None:
+        return _of_model(net, batch, options, end, None)
+    if end.where == "all":
+        return _by_position(net, batch, options, end)
+    inside = (columns[:, 0] >= 0).nonzero()[:, 0]
+    if len(inside) == len(batch):
+        return _of_model(net, batch, options, end, columns[:, 0])
+    there = (columns[:, 0] >= 0).cpu().numpy()
+    values: dict[str, Values] = {name: np.zeros(0, kind) for name, kind in ALWAYS.items()}
+    facts: dict[str, Any] = {"from": "embeddings", "to": end.text, "method": ""}
+    if len(inside):
+        values, facts = _of_model(net, batch.rows(inside), options, end, columns[inside, 0])
+    return {n: spread(v, there) for n, v in values.items()} | {"outside": ~there}, facts
+
+
+def _by_position(net: Net, batch: Batch, options: JacobianOptions, end: Target) -> Measured:
+    """Return the norms at every position of every text; of the text, the largest of them."""
+    columns = places(batch, end.where)
+    pairs = (columns >= 0).nonzero()
+    each: list[dict[str, Values]] = []
+    facts: dict[str, Any] = {}
+    for some in torch.split(pairs, len(batch)):
+        sample, slot = some.unbind(1)
+        values, facts = _of_model(net, batch.rows(sample), options, end, columns[sample, slot])
+        each.append(values)
+        moved(len(batch) * len(some) / len(pairs))
+    joined = {name: np.concatenate([values[name] for values in each]) for name in ALWAYS}
+    facts.pop("gradients", None)
+    return over_positions(joined, (columns >= 0).cpu().numpy()), facts
+
+
 def _of_model(
-    net: Net, batch: Batch, options: JacobianOptions
-) -> tuple[dict[str, Values], dict[str, Any]]:
+    net: Net,
+    batch: Batch,
+    options: JacobianOptions,
+    end: Target,
+    place: torch.Tensor | None,
+) -> Measured:
     """Return the norms of the model and its margins, per sample, and what was differentiated."""
-    at = sample_function(net, batch, start=options.start, target=options.target)
+    at = sample_function(net, batch, start=options.start, target=end.text, place=place)
     linear = linearize(at.f, at.x)
-    decides = at.target == "logits" and linear.output.ndim == 2 and linear.output.shape[1] > 1
+    every = end.where == "all"
+    decides = end.what == "logits" and not every and linear.output.ndim == 2
+    decides = decides and linear.output.shape[1] > 1
     norms = jacobian_norms(
         linear,
         norm=options.norm,
         seeds=[seed_of(i, options.seed) for i in batch.ids],
-        directions=net.kind != "image" and options.norm == "2" and not decides,
+        directions=net.kind != "image" and options.norm == "2" and not (decides or every),
         **options.accuracy,
     )
     values = {
@@ -70,14 +129,25 @@ def _of_model(
         "converged": norms.converged.numpy(),
     }
     facts: dict[str, Any] = {"from": at.start, "to": at.target, "method": norms.method}
+    if end.what == "loss":
+        values["loss"] = linear.output[:, 0].double().cpu().numpy()
+        facts["unlabelled"] = _unlabelled(net, batch)
     steepest = norms.direction
     if decides:
-        decision, steepest = _decision(linear, batch, options, norms.upper)
+        labels = batch.y if net.classes is not None else None
+        decision, steepest = _decision(linear, labels, options, norms.upper)
         values |= decision
     if steepest is not None and net.kind != "image":
         gradient, of = steepest.view_as(linear.x), "margin" if decides else "direction"
         facts["gradients"] = tokens.gradients(net, batch, gradient, of)
     return values, facts
+
+
+def _unlabelled(net: Net, batch: Batch) -> int:
+    """Count the samples whose predicted class stands in for a label."""
+    if net.classes is None:
+        return 0
+    return len(batch) if batch.y is None else int((batch.y < 0).sum())
 
 
 class _Around(NamedTuple):
@@ -112,11 +182,14 @@ def _residual_values(
 
 
 def _decision(
-    linear: Linearization, batch: Batch, options: JacobianOptions, upper: torch.Tensor
+    linear: Linearization,
+    labels: torch.Tensor | None,
+    options: JacobianOptions,
+    upper: torch.Tensor,
 ) -> tuple[dict[str, Values], torch.Tensor]:
     """Margins per sample and their gradients; without labels, those of the predicted class."""
     predicted = linear.output.argmax(1)
-    y = predicted if batch.y is None else batch.y
+    y = predicted if labels is None else labels
     how: dict[str, Any] = {"norm": options.norm, "upper": upper, "rivals": options.rivals}
     first_order: Margins = margins(linear, y, **how)
     right = (y < 0) | (predicted == y)
@@ -126,34 +199,40 @@ def _decision(
         "rivals": first_order.rivals.numpy(),
         "complete": first_order.complete.numpy(),
     }
-    known = batch.y is not None and bool((batch.y >= 0).any())
+    known = labels is not None and bool((labels >= 0).any())
     correct = {"correct": right.cpu().numpy()} if known else {}
     return decision | correct, first_order.direction
 
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
-    facts, arrays = parts[0].facts, {name: joined(parts, name) for name in parts[0].values}
+    facts = next((part.facts for part in parts if part.facts["method"]), parts[0].facts)
+    names = dict.fromkeys(name for part in parts for name in part.values)
+    arrays = {name: filled(parts, name) for name in names}
+    outside = arrays.pop("outside", np.zeros(len(sample_ids(parts)), bool))
+    positions = arrays.pop("positions", None)
     whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}
-    columns = {name: _cells(name, values) for name, values in whole.items() if name != "within"}
+    columns = {n: _cells(n, values, outside) for n, values in whole.items() if n != "within"}
     ends = {"from_": facts["from"], "to": facts["to"], "method": facts["method"]}
-    rows = [_row(options, whole, ends)]
+    rows = [_row(options, {name: values[~outside] for name, values in whole.items()}, ends)]
     for i, module in enumerate(facts.get("blocks", ())):
         method = "lanczos" if arrays["block_lanczos"][0, i] else "dense"
         ends = {"from_": "block input", "to": "block output", "module": module, "method": method}
         block = {name: arrays[f"block_{name}"][:, i] for name in OF_BLOCKS}
         rows.append(_row(options, block, ends))
-    blocks = {}
+    kept = {} if positions is None else {"positions": Array.of(positions)}
     if "block_norm" in arrays:
-        blocks = {"norm": Array.of(np.vstack([arrays["norm"], arrays["block_norm"].T]))}
+        kept["norm"] = Array.of(np.vstack([arrays["norm"], arrays["block_norm"].T]))
     return [
         Section(
             measure="jacobian",
             settings=options.model_dump(),
             rows=tuple(rows),
             samples={"ids": sample_ids(parts), **columns},
-            arrays=blocks,
-            notes=notes(parts) + _remarks(arrays),
+            arrays=kept,
+            notes=notes(parts)
+            + remarks(str(facts["to"]), parts, outside)
+            + _remarks(arrays, outside),
             gradients={n: g for part in parts for n, g in part.facts.get("gradients", {}).items()},
         )
     ]
@@ -164,6 +243,8 @@ def _row(
 ) -> JacobianRow:
     """Reduce the norms of one map over the samples."""
     norm = values["norm"].astype(float)
+    if not len(norm):  # a shard may have no text that is long enough
+        return JacobianRow(**ends, norm=options.norm, samples=0, tol=options.tol)
     return JacobianRow(
         **ends,
         norm=options.norm,
@@ -179,14 +260,17 @@ def _row(
     )
 
 
-def _cells(name: str, values: Values) -> tuple[bool | int | float | None, ...]:
+def _cells(name: str, values: Values, outside: Values) -> tuple[Cell, ...]:
     """Return plain values; NaN is None where it says "not given", and itself in a norm."""
+    known: list[Any] = values.tolist()
     if values.dtype.kind == "f" and name not in ("norm", "upper"):
-        return tuple(number_or_none(v) for v in values)
-    return tuple(values.tolist())
+        known = [number_or_none(v) for v in known]
+    # A sample without a norm has missed no aim of the solver.
+    empty = outside & (name != "converged")
+    return tuple(None if left else v for v, left in zip(known, empty, strict=True))
 
 
-def _remarks(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
+def _remarks(arrays: Mapping[str, Values], outside: Values) -> tuple[Note, ...]:
     within = [arrays[name] for name in ("within", "block_within") if name in arrays]
     remarks = [*lower_estimates(max(np.nanmax(each, initial=0.0) for each in within))]
     if "radius_first_order" in arrays:
@@ -198,7 +282,7 @@ def _remarks(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
         if count:
             text = f"{count} {CONVERGENCE[name]} did not converge to tol: they are lower estimates"
             remarks.append(Note(level="warning", code="not-converged", text=text))
-    undefined = int(np.isnan(arrays["norm"]).sum())
+    undefined = int(np.isnan(arrays["norm"][~outside]).sum())
     if undefined:
         text = f"the norms of {undefined} samples are not numbers: the model overflows there"
         remarks.append(Note(level="warning", code="not-finite", text=text))
@@ -217,4 +301,18 @@ def _rivals(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
     return (Note(level="warning", code="radius-incomplete", text=text),)
 
 
-MEASURE = Measure(measure, summarise, batch=16)
+def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
+    """Refuse an end that the model does not have, or no text."""
+    batch = batch.to(net.device, net.dtype)
+    end = end_of(net, batch, options.target)
+    columns = columns_of(net, batch, end)
+    if columns is not None and not bool((columns >= 0).any()):
+        longest = int(places(batch, "all").shape[1])
+        raise InputError(
+            f"no text is long enough for --to {end.text}: the longest has {longest} tokens",
+            "Name a position that is there (they count from 0, or from the end: -1), or give "
+            "longer texts.",
+        )
+
+
+MEASURE = Measure(measure, summarise, batch=16, check=_check)

@@ -54,6 +54,20 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class NextToken:
+    """How a causal language model scores the next token, at every position of a text.
+
+    Attributes:
+        head: the linear map from the last hidden states, (batch, tokens, width), to the
+            vocabulary; the model may do more behind it, entry by entry.
+        read: the logits, (batch, tokens, vocabulary), of what `call` returns.
+    """
+
+    head: nn.Module
+    read: Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
 class Net:
     """An unmodified model and how to call it.
 
@@ -73,6 +87,7 @@ class Net:
         box: the smallest and largest value of the attacked space, or None.
         classes: number of classes of a classifier, else None.
         vocabulary: number of token ids, for text.
+        next_token: how it scores the next token, of a causal language model.
         tokenize: text -> list of token ids, with special tokens, cut to a number of tokens.
         tokenize_pair: two texts -> token ids of both; None where that is not known.
         pad_id: the id that fills shorter samples, for text.
@@ -93,6 +108,7 @@ class Net:
     box: tuple[float, float] | None
     classes: int | None
     vocabulary: int | None = None
+    next_token: NextToken | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
     tokenize_pair: Callable[[str, str, int], list[int]] | None = None
     pad_id: int = 0

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "text bounds": ("bert", "bounds", 9, {"layers": "1"}),
     "text rows": ("llama", "attention", 19, {"map": "1.1", "query": 3}),
     "text jacobian": ("bert", "jacobian", 17, {}),
+    "positions": ("llama", "jacobian", 5, {"target": "hidden:all", "batch_size": 2}),
     "words": ("bert", "attack", CHUNK + 2, {"attack": "words", "eps": "1", "queries": 5}),
 }
 """Model, measure, samples, options; where there are fewer than three batches, shards are empty."""

@@ -76,6 +76,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         box=spec.box or ((0.0, 1.0) if spec.kind == "image" else None),
         classes=_classes(spec, output),
         vocabulary=spec.vocabulary,
+        next_token=spec.next_token,
         tokenize=spec.tokenize,
         tokenize_pair=spec.tokenize_pair,
         pad_id=spec.pad_id,

@@ -14,7 +14,7 @@ from lipaudit.data.forms import Form
 from lipaudit.data.hub.commit import Commit
 from lipaudit.data.intake import warning
 from lipaudit.errors import UsageError
-from lipaudit.models.net import Kind
+from lipaudit.models.net import Kind, NextToken
 from lipaudit.results import Note
 
 RANDOM = warning(
@@ -49,6 +49,7 @@ class ModelSpec:
         labels: class names by index.
         aliases: further names of classes, by which a data set may call them.
         vocabulary: number of token ids; text only.
+        next_token: how it scores the next token; causal language models only.
         tokenize: text -> token ids with special tokens, cut to a number of tokens; text only.
         tokenize_pair: two texts -> token ids of both, likewise; text only.
         pad_id: the id that fills shorter samples; text only.
@@ -78,6 +79,7 @@ class ModelSpec:
     labels: tuple[str, ...] | None = None
     aliases: Mapping[str, int] = field(default_factory=dict)
     vocabulary: int | None = None
+    next_token: NextToken | None = None
     tokenize: Callable[[str, int], list[int]] | None = None
     tokenize_pair: Callable[[str, str, int], list[int]] | None = None
     pad_id: int = 0

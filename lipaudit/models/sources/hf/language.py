@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.errors import InputError
+from lipaudit.models.net import NextToken
 from lipaudit.models.sources.hf.lexicon import lexicon
 from lipaudit.models.sources.hf.pairs import Pairs, pairs
 from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
@@ -45,6 +46,7 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
         classifier=is_classifier(module),
         labels=class_names(module),
         vocabulary=config.vocab_size,
+        next_token=_scores(module, tower),
         tokenize=None if tokenizer is None else _tokenize(tokenizer),
         tokenize_pair=joined.tokenize,
         pad_id=pad,
@@ -149,6 +151,14 @@ def _text_output(
     if is_classifier(module):
         return call, lambda out: out[0].logits
     return call, lambda out: _next_token(out[0].logits, out[1])
+
+
+def _scores(module: Any, tower: str | None) -> NextToken | None:
+    """Say how a causal language model scores the next token, at every position."""
+    if tower is not None or not has_head(module) or is_classifier(module):
+        return None
+    head = module.get_output_embeddings()
+    return None if head is None else NextToken(head, lambda out: out[0].logits)
 
 
 def _text_inputs(

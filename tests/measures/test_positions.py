@@ -1,0 +1,346 @@
+"""Jacobians of language models at positions of a text, beside dense ones from plain autograd."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError, UsageError
+from lipaudit.measures.jacobian import MEASURE, JacobianOptions, measure, summarise
+from lipaudit.models.derivative import positions
+from lipaudit.models.net import NextToken
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.spec import LoadOptions
+
+SMALL = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 24}
+SMALL |= {"vocab_size": 23, "max_position_embeddings": 16, "intermediate_size": 40}
+SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 6}
+SOFTCAP = {"query_pre_attn_scalar": 6, "final_logit_softcapping": 0.3}
+LANGUAGE = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GROUPED)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**GROUPED, **SOFTCAP, attn_implementation="eager")
+    ),
+}
+LONG, SHORT = 5, 3
+
+
+def net_of(module):
+    torch.manual_seed(3)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    options = LoadOptions(dtype="float64", device="cpu")
+    return assemble(hf_spec(module, options), options, name="m", source="test")
+
+
+@pytest.fixture(scope="module", params=LANGUAGE)
+def net(request):
+    return net_of(LANGUAGE[request.param]())
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return net_of(LANGUAGE["gpt2"]())
+
+
+def texts(*, left: bool = False) -> Batch:
+    """A text of five tokens, and one of three beside it."""
+    ids = torch.randint(3, 23, (2, LONG), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones(2, LONG, dtype=torch.bool)
+    padded = slice(0, LONG - SHORT) if left else slice(SHORT, None)
+    if left:
+        ids[1, LONG - SHORT :] = ids[1, :SHORT].clone()
+    ids[1, padded], mask[1, padded] = 0, False
+    return Batch(ids, None, ("0" * 12, "f" * 12), mask)
+
+
+class InDouble(TorchFunctionMode):
+    """Transformers casts to float32 inside, for norms and softmax: not here."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*wide, **named)
+
+
+def embedded(net, ids):
+    return net.module.get_input_embeddings()(ids[None]).detach()
+
+
+def run(net, z):
+    """What plain transformers makes of a text's embeddings: logits, and last hidden states."""
+    with InDouble():
+        out = net.module(inputs_embeds=z, output_hidden_states=True)
+    return out.logits[0], out.hidden_states[-1][0]
+
+
+def dense(function, z):
+    jacobian = torch.autograd.functional.jacobian(function, z)
+    return jacobian.reshape(-1, z.numel())
+
+
+def norms_of(net, batch, target, **how):
+    options = JacobianOptions(target=target, tol=1e-10, within=1e-9, **how)
+    MEASURE.check(net, batch, options)
+    return summarise(list(measure(net, [batch], options)), options)[0]
+
+
+def own(batch):
+    return [ids[mask] for ids, mask in zip(batch.x, batch.mask, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("target", "end"),
+    [
+        ("logits", lambda net, z: run(net, z)[0][-1]),
+        ("logits:1", lambda net, z: run(net, z)[0][1]),
+        ("logits:-2", lambda net, z: run(net, z)[0][-2]),
+        ("probabilities:last", lambda net, z: run(net, z)[0][-1].softmax(-1)),
+        ("hidden:0", lambda net, z: run(net, z)[1][0]),
+        ("hidden", lambda net, z: run(net, z)[1][-1]),
+    ],
+)
+def test_norms_are_those_of_dense_jacobians(net, target, end):
+    section = norms_of(net, texts(), target)
+    for ids, norm in zip(own(texts()), section.samples["norm"], strict=True):
+        exact = torch.linalg.matrix_norm(dense(partial(end, net), embedded(net, ids)), 2)
+        assert norm == pytest.approx(float(exact), rel=1e-8)
+
+
+def test_every_position_is_measured_by_itself(net):
+    section = norms_of(net, texts(), "logits:all")
+    kept = section.arrays["positions"].numpy()
+    assert kept.shape == (2, LONG)
+    for i, ids in enumerate(own(texts())):
+        rows = dense(lambda z: run(net, z)[0], embedded(net, ids)).unflatten(0, (len(ids), -1))
+        exact = torch.linalg.matrix_norm(rows, 2).numpy()
+        np.testing.assert_allclose(kept[i, : len(ids)], exact, rtol=1e-5)
+        assert np.isnan(kept[i, len(ids) :]).all()
+        assert section.samples["norm"][i] == pytest.approx(exact.max(), rel=1e-8)
+        assert section.samples["norm_median"][i] == pytest.approx(np.median(exact), rel=1e-8)
+        assert section.samples["position"][i] == exact.argmax()
+    assert section.rows[0].to == "logits:all"
+    assert section.rows[0].max == max(section.samples["norm"])
+    assert "radius_first_order" not in section.samples
+
+
+def loss_of(net, ids, z):
+    return cross_entropy(run(net, z)[0][:-1], ids[1:])
+
+
+@pytest.mark.parametrize("together", [2**24, 3 * 23])
+def test_the_loss_has_the_norm_of_its_gradient(net, together, monkeypatch):
+    monkeypatch.setattr(positions, "TOGETHER", together)
+    section = norms_of(net, texts(), "loss")
+    for i, ids in enumerate(own(texts())):
+        z = embedded(net, ids).requires_grad_()
+        loss = loss_of(net, ids, z)
+        (slope,) = torch.autograd.grad(loss, z)
+        assert section.samples["loss"][i] == pytest.approx(float(loss.detach()), rel=1e-10)
+        assert section.samples["norm"][i] == pytest.approx(float(slope.norm()), rel=1e-10)
+        step = slope / slope.norm() * 1e-5
+        ends = [float(loss_of(net, ids, z.detach() + sign * step)) for sign in (1, -1)]
+        assert section.samples["norm"][i] == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
+    assert section.samples["products"] == (1, 1)
+    assert section.rows[0].within == 0
+
+
+def test_the_loss_in_another_norm_and_beside_blocks(gpt2):
+    (ids,) = own(texts())[:1]
+    z = embedded(gpt2, ids).requires_grad_()
+    (slope,) = torch.autograd.grad(loss_of(gpt2, ids, z), z)
+    section = norms_of(gpt2, texts()[:1], "loss", norm="inf")
+    assert section.samples["norm"] == pytest.approx([float(slope.abs().sum())], rel=1e-10)
+    section = norms_of(gpt2, texts()[:1], "loss", per_layer=True)
+    assert section.samples["norm"] == pytest.approx([float(slope.norm())], rel=1e-10)
+    assert [row.to for row in section.rows] == ["loss", "block output", "block output"]
+
+
+def test_the_radius_is_that_of_the_next_token(gpt2):
+    section = norms_of(gpt2, texts(), None, rivals=23)
+    assert section.rows[0].to == "logits:last"
+    for i, ids in enumerate(own(texts())):
+        z = embedded(gpt2, ids)
+        logits = run(gpt2, z)[0][-1]
+        rows = dense(lambda z: run(gpt2, z)[0][-1], z)
+        top = int(logits.argmax())
+        others = [j for j in range(23) if j != top]
+        radii = (logits[top] - logits[others]) / (rows[top] - rows[others]).norm(dim=1)
+        assert section.samples["radius_first_order"][i] == pytest.approx(
+            float(radii.min()), rel=1e-8
+        )
+    assert "correct" not in section.samples
+
+
+def test_labels_of_texts_are_no_tokens(gpt2):
+    plain, labelled = (norms_of(gpt2, replace(texts(), y=y), None) for y in (None, torch.ones(2)))
+    assert plain == labelled
+
+
+def test_positions_count_from_the_first_token_wherever_the_padding_is():
+    net = net_of(LANGUAGE["llama"]())
+    for target in ("logits:1", "logits:all", "hidden", "loss"):
+        right, left = (norms_of(net, texts(left=side), target) for side in (False, True))
+        assert left.samples["norm"] == pytest.approx(right.samples["norm"], rel=1e-8)
+        assert left.samples.get("position") == right.samples.get("position")
+
+
+def test_a_text_without_the_position_has_no_norm(gpt2):
+    section = norms_of(gpt2, texts(), "logits:3")
+    alone = norms_of(gpt2, texts()[:1], "logits:3")
+    for name, (first, second) in section.samples.items():
+        if name not in ("ids", "converged"):
+            assert first == pytest.approx(alone.samples[name][0], rel=1e-8), name
+            assert second is None
+    assert section.rows[0].samples == section.rows[0].converged == 1
+    assert section.rows[0].max == pytest.approx(alone.rows[0].max, rel=1e-8)
+    (note,) = (note for note in section.notes if note.code == "too-short")
+    assert "1 of 2 texts" in note.text
+    assert "not-finite" not in {note.code for note in section.notes}
+
+
+@pytest.mark.parametrize("target", ["logits:3", "logits:all", "loss"])
+def test_batches_of_other_lengths_are_joined(gpt2, target):
+    options = JacobianOptions(target=target, tol=1e-10, within=1e-9)
+    batch = texts()
+    parts = [
+        p for half in (batch[1:].trimmed(), batch[:1]) for p in measure(gpt2, [half], options)
+    ]
+    (apart,) = summarise(parts, options)
+    together = norms_of(gpt2, batch, target)
+    for name in ("norm", "upper"):
+        for one, other in zip(apart.samples[name][::-1], together.samples[name], strict=True):
+            assert one == (other and pytest.approx(other, rel=1e-8))
+    if "positions" in together.arrays:
+        joined = [section.arrays["positions"].numpy() for section in (apart, together)]
+        np.testing.assert_allclose(joined[0][::-1], joined[1], rtol=1e-5)
+
+
+def test_a_shard_of_short_texts_has_a_section_of_its_own(gpt2):
+    options = JacobianOptions(target="logits:3")
+    (section,) = summarise(list(measure(gpt2, [texts()[1:].trimmed()], options)), options)
+    assert section.samples["norm"] == (None,)
+    assert (section.rows[0].samples, section.rows[0].max) == (0, None)
+
+
+class Largest(TorchDispatchMode):
+    """The number of entries of the largest tensor that an operation gives."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.entries = max(self.entries, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("target", ["logits", "probabilities:0", "logits:all", "loss", "hidden"])
+def test_no_position_that_is_not_asked_for_has_logits(target, monkeypatch):
+    size, count = 3000, 12
+    monkeypatch.setattr(positions, "TOGETHER", 4 * size)
+    net = net_of(
+        transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(
+                **GROUPED | {"hidden_size": 8, "head_dim": 2, "vocab_size": size},
+                tie_word_embeddings=True,
+            )
+        )
+    )
+    batch = Batch(torch.arange(3, 3 + count)[None], None, ("0" * 12,))
+    options = JacobianOptions(target=target, max_steps=3)
+    with Largest() as largest:
+        list(measure(net, [batch], options))
+    assert largest.entries <= positions.TRIED * size < count * size
+
+
+def test_a_head_that_mixes_positions_is_refused_and_is_no_default(gpt2):
+    summed = NextToken(gpt2.next_token.head, lambda out: out[0].logits.cumsum(1))
+    net = replace(gpt2, next_token=summed)
+    with pytest.raises(InputError, match="does not score positions one by one"):
+        norms_of(net, texts(), "logits")
+    assert norms_of(net, texts(), None).rows[0].to == "features"
+
+
+def test_half_precision_that_is_kept_gives_the_same():
+    module = LANGUAGE["qwen2"]().to(torch.bfloat16)
+    sections = []
+    for weights in ("converted", "stored"):
+        options = LoadOptions(weights=weights, device="cpu")
+        own = copy.deepcopy(module)
+        net = assemble(hf_spec(own, options), options, name="m", source="test")
+        sections += [norms_of(net, texts(), target).samples for target in ("loss", "logits:1")]
+    assert sections[:2] == sections[2:]
+
+
+def bert(head, **kwargs):
+    return net_of(getattr(transformers, head)(transformers.BertConfig(**SMALL, **kwargs)))
+
+
+def test_hidden_states_of_an_encoder():
+    net = bert("BertModel")
+    section = norms_of(net, texts(), "hidden:2")
+    for ids, norm in zip(own(texts()), section.samples["norm"], strict=True):
+        states = lambda z: net.module(inputs_embeds=z).last_hidden_state[0, 2]  # noqa: E731
+        exact = torch.linalg.matrix_norm(dense(states, embedded(net, ids)), 2)
+        assert norm == pytest.approx(float(exact), rel=1e-8)
+
+
+def test_the_loss_of_a_classifier_is_that_of_the_label_or_of_what_it_says():
+    net = bert("BertForSequenceClassification", num_labels=3)
+    batch = replace(texts(), y=torch.tensor([2, -1]))
+    section = norms_of(net, batch, "loss")
+    for i, ids in enumerate(own(texts())):
+        z = embedded(net, ids).requires_grad_()
+        logits = net.module(inputs_embeds=z).logits
+        y = logits.argmax(1) if i else torch.tensor([2])
+        loss = cross_entropy(logits, y)
+        (slope,) = torch.autograd.grad(loss, z)
+        assert section.samples["loss"][i] == pytest.approx(float(loss.detach()), rel=1e-10)
+        assert section.samples["norm"][i] == pytest.approx(float(slope.norm()), rel=1e-10)
+    (note,) = (note for note in section.notes if note.code == "loss-of-predicted")
+    assert "of 1 sample" in note.text
+
+
+@pytest.mark.parametrize(
+    ("head", "target", "says"),
+    [
+        ("BertModel", "loss", "no class scores and no next token"),
+        ("BertModel", "logits:1", "no class scores and no next token"),
+        ("BertForSequenceClassification", "logits:1", "have no position"),
+        ("BertModel", "hidden:9", "the longest has 5 tokens"),
+        ("BertModel", "hidden:-6", "the longest has 5 tokens"),
+    ],
+)
+def test_what_is_not_there_is_refused(head, target, says):
+    with pytest.raises(InputError, match=says):
+        norms_of(bert(head), texts(), target)
+
+
+@pytest.mark.parametrize("target", ["logits:", "logits:x", "loss:1", "hidden:--1", "logit", ":1"])
+def test_what_is_no_end_is_refused(target):
+    with pytest.raises(UsageError, match="it must be logits"):
+        JacobianOptions.checked({"target": target})
+
+
+def test_rivals_need_classes_at_one_position():
+    assert JacobianOptions.checked({"target": "logits:2", "rivals": 3}).rivals == 3
+    for target in ("loss", "logits:all", "hidden"):
+        with pytest.raises(UsageError, match="--rivals goes with --to logits"):
+            JacobianOptions.checked({"target": target, "rivals": 3})

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lipaudit import errors
+from tests import tutorials
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -85,3 +86,9 @@ def test_readme_and_the_page_of_errors_agree():
 
 def test_the_package_is_typed():
     assert (files("lipaudit") / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("page", tutorials.PAGES, ids=lambda page: page.stem)
+def test_a_tutorial_prints_what_it_says(page, tmp_path):
+    text = page.read_text(encoding="utf-8")
+    assert tutorials.differences(text, tutorials.replayed(text, tmp_path)) == []

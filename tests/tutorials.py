@@ -1,0 +1,106 @@
+"""Runs the tutorials, and writes what their commands print into them.
+
+    python tests/tutorials.py docs/tutorials/gate.md ...
+
+A block with a title is a file of that name; a console block is a command behind each $ and what it
+prints to stdout, of which a line `...` leaves out a part; other blocks of Python are executed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lipaudit.cli.commands import build
+
+PAGES = sorted((Path(__file__).parents[1] / "docs/tutorials").glob("*.md"))
+BLOCK = re.compile(r'^```(console|python|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S)
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
+LEFT_OUT = "..."
+
+
+def replayed(text: str, folder: Path) -> str:
+    """Return a page with what its commands print in an empty folder."""
+    names: dict[str, Any] = {"__name__": "tutorial"}
+
+    def block(match: re.Match[str]) -> str:
+        kind, title, body = match.groups()
+        if title:
+            Path(folder, title).write_text(body, encoding="utf-8")
+        elif kind == "python":
+            exec(compile(body, "tutorial", "exec"), names)  # noqa: S102
+        elif kind == "console":
+            return "```console\n" + "".join(_console(body)) + "```"
+        return match[0]
+
+    with chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)  # as a notebook in that folder would have it
+        return BLOCK.sub(block, text)
+
+
+def _console(body: str) -> Iterator[str]:
+    for part in re.split(r"^(?=\$ )", body, flags=re.M):
+        command, _, printed = part.partition("\n")
+        if not command:
+            continue
+        yield f"{command}\n"
+        yield _shortened(_run(command.removeprefix("$ ")), printed)
+
+
+def _run(command: str) -> str:
+    line, _, code = command.partition("  # exit code ")
+    name, *args = shlex.split(line)
+    assert name == "lipaudit", command
+    done = CliRunner().invoke(build(), args, env={"COLUMNS": "80"})
+    assert done.exit_code == int(code or 0), f"{command}\n{done.output}"
+    return done.stdout
+
+
+def _shortened(printed: str, shown: str) -> str:
+    """Leave out of an output what a page leaves out of it: it says where each part begins."""
+    lines = printed.splitlines(keepends=True)
+    if f"\n{LEFT_OUT}\n" not in f"\n{shown}":
+        return printed
+    first, *parts = f"\n{shown}".split(f"\n{LEFT_OUT}\n")
+    kept = "".join(lines[: first.count("\n")])
+    for part in parts:
+        size = part.rstrip("\n").count("\n") + 1
+        if not part:
+            kept += f"{LEFT_OUT}\n"
+            continue
+        begin = part.partition("\n")[0]
+        at = next((i for i, line in enumerate(lines) if _alike(line, begin)), len(lines))
+        kept += "".join([f"{LEFT_OUT}\n", *lines[at : at + size]])
+    return kept
+
+
+def differences(page: str, replay: str) -> list[tuple[str, str]]:
+    """Return the lines that differ by more than numbers do from one machine to the next."""
+    lines = list(zip(page.splitlines(), replay.splitlines(), strict=False))
+    longer = abs(page.count("\n") - replay.count("\n"))
+    return [pair for pair in lines if not _alike(*pair)] + [("", "")] * longer
+
+
+def _alike(a: str, b: str) -> bool:
+    words = (" ".join(NUMBER.sub("0", line).split()) for line in (a, b))
+    if len(set(words)) > 1:
+        return False
+    pairs = zip(map(float, NUMBER.findall(a)), map(float, NUMBER.findall(b)), strict=True)
+    return all(abs(x - y) <= 0.02 * max(abs(x), abs(y)) for x, y in pairs)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for path in map(Path, sys.argv[1:]):
+        with tempfile.TemporaryDirectory() as folder:
+            path.write_text(replayed(path.read_text("utf-8"), Path(folder)), encoding="utf-8")

@@ -139,7 +139,7 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         status = 143 if stop.args == ("terminated",) else 130
-        _complain("terminated" if status == 143 else "interrupted")
+        complain("terminated" if status == 143 else "interrupted")
         raise typer.Exit(status) from None
     except (typer.Exit, typer.Abort):
         raise
@@ -147,7 +147,7 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
         if verbose:
             traceback.print_exc()
         shown = as_user_meets(error) or bug(error)
-        _complain(shown.message, shown.advice)
+        complain(shown.message, shown.advice)
         raise typer.Exit(shown.exit_code) from None
 
 
@@ -155,7 +155,8 @@ def _terminate(_number: int, _frame: object) -> None:
     raise KeyboardInterrupt("terminated")
 
 
-def _complain(message: str, advice: str = "") -> None:
+def complain(message: str, advice: str = "") -> None:
+    """Say on stderr what happened, and what to do about it."""
     from rich.console import Console
     from rich.markup import escape
 

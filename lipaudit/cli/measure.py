@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +88,9 @@ def prepared(request: Request, *, quiet: bool) -> Iterator[tuple[Job, Ranks | No
 
     place = placed()
     with muted(quiet=quiet):
-        job = prepare(request if place is None else local(request, place))
+        job = prepare(
+            request if place is None else replace(request, run=local(request.run, place))
+        )
     if place is None:
         yield job, None
     else:
@@ -122,10 +125,27 @@ def require_alone(run: RunOptions, what: str) -> None:
     """
     from lipaudit.engine.ranks import placed
 
-    if run.shard or placed():
-        how = "--shard" if run.shard else "a launcher of several processes"
-        alone = "Leave it out." if run.shard else "Run it without RANK and WORLD_SIZE, or srun."
-        raise UsageError(f"{how} is for measuring one MODEL, not for {what}", alone)
+    require_unsharded(run, what)
+    if placed():
+        raise UsageError(
+            f"a launcher of several processes is for measuring one MODEL, not for {what}",
+            "Run it without RANK and WORLD_SIZE, or srun.",
+        )
+
+
+def require_unsharded(run: RunOptions, what: str) -> None:
+    """Refuse a shard where all samples are needed.
+
+    Args:
+        run: its options.
+        what: is done; to be read after "not for".
+
+    Raises:
+        UsageError: there is one.
+    """
+    if run.shard:
+        text = f"--shard is for measuring one MODEL, not for {what}"
+        raise UsageError(text, "Leave it out.")
 
 
 def require_unlimited(run: RunOptions, what: str) -> None:

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from lipaudit.cli.app import command
-from lipaudit.cli.measure import require_alone, require_unlimited, typed_command
+from lipaudit.cli.app import command, complain
+from lipaudit.cli.measure import require_unlimited, require_unsharded, typed_command
 from lipaudit.cli.options import Lines, ModelArgument, Terminal
-from lipaudit.errors import UsageError
+from lipaudit.errors import LipauditError, UsageError
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.settings.audit import DEMO_EPS
 
 if TYPE_CHECKING:
+    import torch
+
     from lipaudit.data.batch import Batch
     from lipaudit.data.loading import Samples
+    from lipaudit.engine.ranks import Place
     from lipaudit.models.net import Net
     from lipaudit.train import Epoch
+    from lipaudit.train.record import TrainingRecord
+    from lipaudit.train.replicas import Replica
 
 FOLDER = "lipaudit-watch"
 READ_AS = ("data", "text_column", "label_column", "max_tokens", "skip_bad")
 """Options that say how data are read, whatever the model."""
-
+UNSAID = "TORCH_CPP_LOG_LEVEL", "ERROR"
+"""Keeps the warnings of torch's C++ from users: they are for who writes a training loop."""
 
 USUAL = {
     "batch_size": str(Recipe.model_fields["batch_size"].default),
@@ -77,18 +85,26 @@ def train(
       [cyan]lipaudit train ./vit --data train/ --adversarial pgd --eps 2/255[/]
       [cyan]lipaudit train ./vit --data train/ --penalty certified --eps 2/255 --weight 1[/]
     """
+    os.environ.setdefault(*UNSAID)
     from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.engine.ranks import local, placed
     from lipaudit.train.record import check_target, written
 
-    require_alone(run, "a training")
+    require_unsharded(run, "a training")
     require_unlimited(run, "a training")
     if classes is not None and classes < 2:
         raise UsageError(f"--classes {classes}: a classifier has 2 at least")
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})
     recipe = recipe.model_copy(update=given)
-    check_target(out, resume=run.resume)
     check_outputs(output, ("lines", "record"))
-    _train(model, run, recipe, Task(classes, held_out, out, watch), quiet=terminal.quiet)
+    place = placed()
+    task = Task(classes, held_out, out, watch, place)
+    if place is not None and place.rank:
+        _train(model, local(run, place), recipe, task, quiet=True)
+        return
+    check_target(out, resume=run.resume)
+    run = run if place is None else local(run, place)
+    _train(model, run, recipe, task, quiet=terminal.quiet)
     emit({"lines": lambda: [str(out)], "record": lambda: written(out)}, output)
 
 
@@ -100,6 +116,7 @@ class Task:
     held_out: str | None
     out: Path
     watch: int | None
+    place: Place | None = None
 
 
 def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bool) -> None:
@@ -107,7 +124,7 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     from lipaudit.engine.prepare import load_options
     from lipaudit.models.sources.loading import load_net
     from lipaudit.train import train as epochs_of
-    from lipaudit.train.record import TrainingRecord, save_model
+    from lipaudit.train.record import TrainingRecord, require_shared, save_model
 
     options = replace(load_options(run), classes=task.classes)
     with muted(quiet=quiet):
@@ -120,16 +137,23 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     observer = OnStderr(model, quiet=quiet)
     for note in net.info.notes + data.notes:
         observer.note(note)
-    record = TrainingRecord(task.out, net, data, tested, recipe, command=typed_command())
-    state = record.resumed()
-    if state is not None and not quiet:
-        typer.echo(f"Going on after epoch {state['epochs']} of {recipe.epochs}.", err=True)
+    size = 1 if task.place is None else task.place.size
+    said = typed_command()
+    record = TrainingRecord(task.out, net, data, tested, recipe, command=said, processes=size)
     batch = None if tested is None else tested.batch
-    epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state)
-    done = 0 if state is None else int(state["epochs"])
-    epochs = _watched(epochs, net, batch, task, after=done)
-    for epoch in _reported(epochs, recipe.epochs, quiet=quiet):
-        record.keep(epoch)
+    with _together(task.place, net.device) as replica, _kept(record, quiet=quiet):
+        require_shared(replica.gathered(record.same))
+        state = replica.first(None if replica.rank else record.resumed())
+        done = 0 if state is None else int(state["epochs"])
+        if done and not quiet:
+            typer.echo(f"Going on after epoch {done} of {recipe.epochs}.", err=True)
+        epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state, replica=replica)
+        epochs = _watched(epochs, net, batch, task, after=done)
+        for epoch in _reported(epochs, recipe.epochs, quiet=quiet):
+            if not replica.rank:
+                record.keep(epoch)
+    if replica.rank:
+        return
     complete = save_model(net, task.out, options)
     record.finish()
     if not quiet and task.watch:
@@ -137,6 +161,37 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     if not quiet:
         asked = run.model_copy(update={"data": check or run.data})
         _farewell(task.out, _measuring(task.out, asked) if complete else None)
+
+
+@contextmanager
+def _together(place: Place | None, device: torch.device) -> Iterator[Replica]:
+    """Meet the other processes that train the model, if there are any."""
+    from lipaudit.engine.collective import collective
+    from lipaudit.engine.ranks import join
+    from lipaudit.train.replicas import Replica
+
+    if place is None:
+        yield Replica()
+        return
+    with join(place) as ranks, collective(ranks, device, _end):
+        yield Replica(place.rank, place.size, device)
+
+
+def _end(error: LipauditError) -> NoReturn:
+    complain(error.message, error.advice)
+    os._exit(error.exit_code)
+
+
+@contextmanager
+def _kept(record: TrainingRecord, *, quiet: bool) -> Iterator[None]:
+    """Say what is kept of a training that is cut short."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        if record.epochs and not quiet:
+            text = "finished epochs are kept: the same command with --resume goes on"
+            typer.echo(f"note: {text}", err=True)
+        raise
 
 
 def _watched(

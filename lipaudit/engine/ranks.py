@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lipaudit.data.batch import Batch
 from lipaudit.engine.journal import packed, unpacked
-from lipaudit.engine.prepare import Request
 from lipaudit.errors import (
     EvaluationError,
     LipauditError,
@@ -29,6 +29,7 @@ from lipaudit.errors import (
     bug,
 )
 from lipaudit.measures import Part
+from lipaudit.settings import RunOptions
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -85,26 +86,26 @@ def placed(env: Mapping[str, str] = os.environ) -> Place | None:
     return None
 
 
-def local(request: Request, place: Place) -> Request:
-    """Return a request whose device is that of one process on its machine.
+def local(run: RunOptions, place: Place) -> RunOptions:
+    """Return options whose device is that of one process on its machine.
 
     Raises:
         UsageError: every process would spread its model over all devices.
     """
     import torch
 
-    if request.run.device_map is not None:
-        if Path(request.run.device_map).is_file():
-            return request
+    if run.device_map is not None:
+        if Path(run.device_map).is_file():
+            return run
         raise UsageError(
-            f"--device-map {request.run.device_map}: each of {place.size} processes would spread "
+            f"--device-map {run.device_map}: each of {place.size} processes would spread "
             "its model over all devices",
             "Run one process, or give a file that says where the modules lie.",
         )
-    if request.run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
-        return request
+    if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
+        return run
     device = f"cuda:{place.local % torch.cuda.device_count()}"
-    return replace(request, run=request.run.model_copy(update={"device": device}))
+    return run.model_copy(update={"device": device})
 
 
 def _meeting(env: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
@@ -206,12 +207,34 @@ class Ranks:
             LipauditError: rank 0 has ended.
         """
         while not self._check(f"{measure}/begun"):
-            if self._check("over"):
-                raise _fault(json.loads(self._get("over")))
-            self._require_alive([0])
+            self.require_whole()
             time.sleep(PAUSE)
         said = json.loads(self._get(f"{measure}/begun"))
         return Begun(said["options"], tuple(said["finished"]), said["keeps"])
+
+    def require_whole(self) -> None:
+        """Look whether the others go on; rank 0 looks after all of them.
+
+        Raises:
+            LipauditError: one of them failed or has ended.
+        """
+        if self._check("over"):
+            raise _fault(json.loads(self._get("over")))
+        self._require_alive([0] if self.rank else range(1, self.size))
+
+    def end(self, error: Exception) -> None:
+        """Say that the run has failed, if there is anybody to tell."""
+        with suppress(EvaluationError):
+            self._set("over", json.dumps(_said(error)))
+
+    def store(self) -> Store:
+        """Return a store for a process group of torch.distributed.
+
+        It has a connection of its own: who waits there does not keep signs of life from others.
+        """
+        from torch._C._distributed_c10d import PrefixStore
+
+        return PrefixStore(f"{self._run}group", self._store.clone())
 
     def units(self, measure: str, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Yield those of the batches that no other process takes, each when it is asked for."""
@@ -295,13 +318,11 @@ class Ranks:
             self._quietly(f"beat/{self.rank}", 1)
 
     def _part_from_others(self, error: Exception) -> None:
-        try:
-            self._set("over", json.dumps(_said(error)))
-            end = time.monotonic() + FAREWELL
+        self.end(error)
+        end = time.monotonic() + FAREWELL
+        with suppress(EvaluationError):  # there is nobody left
             while self._add("left", 0) < self.size - 1 and time.monotonic() < end:
                 time.sleep(PAUSE)
-        except EvaluationError:
-            return  # there is nobody to tell
 
     def _quietly(self, key: str, number: int) -> None:
         try:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lipaudit.attacks.balls import Ball, random_start
 from lipaudit.attacks.pgd import pgd, usual_step
@@ -23,8 +24,11 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import seeded
 from lipaudit.settings.recipe import Recipe
 from lipaudit.train.augment import Mix, flipped, mixing, translated
+from lipaudit.train.descent import batched, optimizer_of, schedule_of
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty, certified_loss
+from lipaudit.train.replicas import Objective, Replica
 
+ALONE = Replica()
 LOOK = 32
 """Steps between two looks at the losses: an accelerator works on while nobody looks."""
 
@@ -60,11 +64,13 @@ def train(
     *,
     held_out: Batch | None = None,
     state: Mapping[str, Any] | None = None,
+    replica: Replica = ALONE,
 ) -> Iterator[Epoch]:
     """Fine-tune a classifier in place, and yield after every epoch.
 
     Runs with the same recipe, data and start repeat to the last bit on a CPU, also when they are
-    cut in two by way of `state`. The caller's random state is left alone.
+    cut in two by way of `state`. The caller's random state is left alone. Several processes take
+    the steps of one, each on its part of every batch: what is random is drawn for the whole.
 
     Args:
         net: the model; its module is trained, and put back in eval mode with frozen parameters.
@@ -72,6 +78,7 @@ def train(
         recipe: how.
         held_out: samples to measure the accuracy on.
         state: of an earlier epoch, to go on from.
+        replica: which of several processes this is; all of them have the same arguments.
 
     Raises:
         UsageError: the samples have no labels, or the recipe does not fit the model.
@@ -82,12 +89,14 @@ def train(
     if held_out is not None:
         _require_labels(net, held_out, "the held-out data")
     with _trainable(net.module):
-        run = _Training.start(net, data, recipe)
+        run = _Training.start(net, data, recipe, replica)
         first = run.restore(state) if state is not None else 0
         for number in range(first, recipe.epochs):
-            with _seeded(recipe.seed, number, net.device):
+            with _seeded(recipe.seed, number, net.device, replica.stream):
                 loss, penalty = run.epoch(data)
-            share = None if held_out is None else accuracy(net, held_out, recipe.batch_size)
+            share = (
+                None if held_out is None else accuracy(net, held_out, recipe.batch_size, replica)
+            )
             lr = float(run.optimizer.param_groups[0]["lr"])
             yield Epoch(number + 1, loss, penalty, share, lr, run.state(number + 1))
 
@@ -104,11 +113,12 @@ class _Training:
     rng: torch.Generator
     weights: SpecformerPenalty | None
     steps: int
+    replica: Replica
 
     @classmethod
-    def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Training:
-        steps = recipe.epochs * len(_batches(torch.arange(len(data)), recipe.batch_size))
-        optimizer = _optimizer(net.module, recipe)
+    def start(cls, net: Net, data: Batch, recipe: Recipe, replica: Replica = ALONE) -> _Training:
+        steps = recipe.epochs * len(batched(torch.arange(len(data)), recipe.batch_size))
+        optimizer = optimizer_of(net.module, recipe)
         whole = recipe.adversarial is not None or recipe.penalty == "certified"
         mixes = net.kind == "image" and not whole
         mix = mixing(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
@@ -116,9 +126,13 @@ class _Training:
         weights = None
         if recipe.penalty == "specformer":
             weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
-        return cls(
-            net, recipe, optimizer, _schedule(optimizer, recipe, steps), mix, rng, weights, steps
-        )
+        schedule = schedule_of(optimizer, recipe, steps)
+        return cls(net, recipe, optimizer, schedule, mix, rng, weights, steps, replica)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What a step descends, with gradients that are those of the whole batch."""
+        return self.replica.synchronised(self.net.module, self.value)
 
     def state(self, epochs: int) -> CheckpointState:
         # Copies: the next epoch changes the tensors in place.
@@ -145,12 +159,12 @@ class _Training:
         self.net.module.train()
         sums, losses = np.zeros(2), []
         order = torch.randperm(len(data), generator=self.rng)
-        batches = _batches(order, self.recipe.batch_size)
+        batches = batched(order, self.recipe.batch_size)
         for number, index in enumerate(batches, 1):
             batch = data.rows(index).to(self.net.device, self.net.dtype)
-            losses.append((len(batch), self.step(batch)))
+            losses.append(self.step(batch))
             if number % LOOK == 0 or number == len(batches):
-                sums = np.sum([sums, *_weighed(losses)], axis=0)
+                sums = np.sum([sums, *_finite(self.replica.total(_weighed(losses)))], axis=0)
                 losses.clear()
         self.net.module.eval()
         loss, penalty = sums / len(data)
@@ -168,21 +182,42 @@ class _Training:
                 "Give a smaller --k.",
             )
 
-    def step(self, batch: Batch) -> Tensor:
-        """Take one step; return its loss and its penalty, (2,), without waiting for them."""
+    def step(self, batch: Batch) -> tuple[int, Tensor]:
+        """Take one step; return of how many samples, and their loss and penalty, (2,).
+
+        It does not wait for them. Where other processes step along, the samples are those of a
+        part of the batch.
+        """
+        part = self.replica.part(len(batch))
         batch = replace(batch, x=self.changed(batch))
-        x = self.attacked(batch.x, _labels(batch)) if self.recipe.adversarial else batch.x
-        x, target = self.mix(x, _labels(batch))
-        with self.watched(batch) as penalty:
-            logits = self.net.read(self.net.call(x, batch.mask))
-        loss, extra = F.cross_entropy(logits, target), penalty()
+        x, target = self.mix(batch.x, _labels(batch))
+        if self.recipe.adversarial:
+            x = self.attacked(batch.x, _labels(batch), part.rows)
+        else:
+            x = x[part.rows]
         self.optimizer.zero_grad()
-        torch.autograd.backward(loss + self.recipe.weight * extra)
+        with self.replica.drawing(part):
+            total, losses = self.objective(x, target[part.rows], batch[part.rows])
+            torch.autograd.backward(part.factor * total)
         if self.recipe.clip:
             nn.utils.clip_grad_norm_(self.net.module.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.schedule.step()
-        return torch.stack([loss.detach(), extra.detach().to(loss)])
+        return part.samples, losses
+
+    def value(self, x: Tensor, target: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of loss and penalty, and both, (2,), without a gradient.
+
+        Args:
+            x: samples as the model sees them, mixed or attacked.
+            target: their labels, or shares of the classes.
+            batch: the samples themselves.
+        """
+        with self.watched(batch) as penalty:
+            logits = self.net.read(self.net.call(x, batch.mask))
+        loss, extra = F.cross_entropy(logits, target), penalty()
+        both = torch.stack([loss.detach(), extra.detach().to(loss)])
+        return loss + self.recipe.weight * extra, both
 
     def changed(self, batch: Batch) -> Tensor:
         """Return the samples, shifted and flipped as the recipe says."""
@@ -192,16 +227,16 @@ class _Training:
         x = translated(x, self.recipe.shift, self.rng) if self.recipe.shift else x
         return flipped(x, self.rng) if self.recipe.flip else x
 
-    def attacked(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return adversarial examples for the model as it is used: in eval mode."""
+    def attacked(self, x: Tensor, y: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return adversarial examples of some rows for the model as it is used: in eval mode."""
         net, steps = self.net, self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
-        start = random_start(x, ball, self.rng)
+        start = random_start(x, ball, self.rng)[rows]
         with _evaluated(net.module):
             return pgd(
                 lambda z: net.read(net.call(z, None)),
-                x,
-                y,
+                x[rows],
+                y[rows],
                 ball,
                 start=start,
                 steps=steps,
@@ -231,9 +266,13 @@ class _Training:
 def _weighed(losses: Sequence[tuple[int, Tensor]]) -> Any:
     """What steps lost, each times its samples; the host waits for a device once."""
     values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
-    if not np.isfinite(values).all():
-        raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
     return np.array([[size] for size, _ in losses]) * values
+
+
+def _finite(losses: Any) -> Any:
+    if not np.isfinite(losses).all():
+        raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
+    return losses
 
 
 def _require_fit(net: Net, recipe: Recipe) -> None:
@@ -263,40 +302,19 @@ def _require_labels(net: Net, data: Batch, name: str) -> None:
         )
 
 
-def _batches(order: Tensor, size: int) -> list[Tensor]:
-    """Cut into batches; a sample left over, a batch without variance, joins the last of them."""
-    *full, last = torch.split(order, size)
-    if len(last) > 1 or size == 1 or not full:
-        return [*full, last]
-    return [*full[:-1], torch.cat([full[-1], last])]
-
-
 def _labels(batch: Batch) -> Tensor:
     assert batch.y is not None
     return batch.y
 
 
-def _optimizer(module: nn.Module, recipe: Recipe) -> Optimizer:
-    weights, decay = module.parameters(), recipe.weight_decay
-    if recipe.optimizer == "adamw":
-        return AdamW(weights, lr=recipe.lr, weight_decay=decay)
-    return SGD(weights, lr=recipe.lr, momentum=recipe.momentum, weight_decay=decay)
-
-
-def _schedule(optimizer: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
-    if recipe.schedule == "onecycle":
-        return OneCycleLR(optimizer, recipe.lr, total_steps=steps)
-    return CosineAnnealingLR(optimizer, steps)
-
-
-def accuracy(net: Net, data: Batch, size: int) -> float:
+def accuracy(net: Net, data: Batch, size: int, replica: Replica = ALONE) -> float:
     """Return the share of samples that get their label, so many at a time."""
     right = 0
     with torch.no_grad():
-        for part in data.split(size):
+        for part in list(data.split(size))[replica.rank :: replica.size]:
             batch = part.to(net.device, net.dtype)
             right += int((net.output(batch).argmax(1) == _labels(batch)).sum())
-    return right / len(data)
+    return float(replica.total(right)) / len(data)
 
 
 def _copied(state: Any) -> Any:
@@ -326,11 +344,11 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
-    """Give dropout and timm's mixing a state that depends on the epoch alone."""
-    kept = np.random.get_state()
-    with seeded(seed * 100_003 + epoch, device):
-        np.random.seed((seed * 100_003 + epoch) % 2**32)
+def _seeded(seed: int, epoch: int, device: torch.device, stream: int = 0) -> Iterator[None]:
+    """Give dropout and timm's mixing a state that depends on the epoch, and on a stream of it."""
+    kept, number = np.random.get_state(), seed * 100_003 + epoch
+    with seeded(number + stream * 2**40, device):
+        np.random.seed(number % 2**32)
         try:
             yield
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +63,10 @@ class TrainingRecord:
         recipe: Recipe,
         *,
         command: str,
+        processes: int = 1,
     ) -> None:
         self.out, self.device, self.command = out, str(net.device), command
+        self.processes = processes
         self.notes = [note.text for note in net.info.notes + data.notes]
         self.same: dict[str, dict[str, Any] | None] = {
             "model": {
@@ -132,6 +134,7 @@ class TrainingRecord:
             "lipaudit": __version__,
             "versions": versions(),
             "device": self.device,
+            "processes": self.processes,
             "notes": self.notes,
             **self.same,
             "finished": finished,
@@ -151,6 +154,25 @@ def _described(samples: Samples) -> dict[str, Any]:
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
     return f"{key} {before.get(key)}, not {now.get(key)}"
+
+
+def require_shared(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse processes that would not train one model alike.
+
+    Args:
+        runs: what each has (`TrainingRecord.same`), in their order.
+
+    Raises:
+        UsageError: one has another model, other data or another recipe than the first.
+    """
+    for rank, other in enumerate(runs):
+        for name, value in runs[0].items():
+            if other[name] != value:
+                raise UsageError(
+                    f"rank {rank} has another {name} than rank 0: "
+                    f"{_difference(other[name] or {}, value or {})}",
+                    "Give all processes the same command, and the same files.",
+                )
 
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:

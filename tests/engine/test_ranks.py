@@ -162,6 +162,21 @@ def test_a_process_that_gives_no_sign_of_life_has_ended(monkeypatch):
     assert "--resume" in failed.advice
 
 
+def test_what_failed_in_one_process_is_said_in_all():
+    told = threading.Event()
+
+    def act(each: Ranks):
+        each.require_whole()
+        if each.rank == 1:
+            each.end(InputError("no such thing", "Do so."))
+            told.set()
+        assert told.wait(60)
+        each.require_whole()
+
+    for error in together(3, act):
+        assert (error.message, error.advice, error.exit_code) == ("no such thing", "Do so.", 4)
+
+
 def test_processes_that_do_not_come_are_missed(monkeypatch):
     monkeypatch.setattr(ranks, "JOIN", 0.1)
     with pytest.raises(EvaluationError, match="1 of 2 processes") as error:

@@ -301,9 +301,13 @@ def test_a_shard_writes_what_is_merged(command):
     command("attention", "demo", "-n", "2", "--shard", "2/2", "-f", "json")
 
 
-@pytest.mark.parametrize(
-    "args", [("train", "demo"), ("watch", "."), ("audit", "demo", "demo:jasmin")]
-)
+def test_a_training_has_no_shards(command):
+    assert "--shard is for measuring one MODEL" in command(
+        "train", "demo", "--shard", "1/2", code=2
+    )
+
+
+@pytest.mark.parametrize("args", [("watch", "."), ("audit", "demo", "demo:jasmin")])
 def test_what_one_process_does_is_not_shared_out(command, monkeypatch, args):
     assert "--shard is for measuring one MODEL" in command(*args, "--shard", "1/2", code=2)
     for name, value in {

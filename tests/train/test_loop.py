@@ -18,7 +18,8 @@ from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.train import train
 from lipaudit.train.augment import flipped, mixing, translated
 from lipaudit.train.demos import RECIPES, shipped, untrained
-from lipaudit.train.loop import _batches, _Training
+from lipaudit.train.descent import batched
+from lipaudit.train.loop import _Training
 from lipaudit.train.penalty import certified_loss
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
@@ -244,10 +245,10 @@ def test_the_last_step_may_not_destroy_the_weights(digits):
 
 
 def test_a_sample_left_over_is_trained_on_with_others(digits):
-    sizes = [len(part) for part in _batches(torch.arange(129), 64)]
+    sizes = [len(part) for part in batched(torch.arange(129), 64)]
     assert sizes == [64, 65]
-    assert torch.equal(torch.cat(_batches(torch.arange(129), 64)), torch.arange(129))
-    assert [len(part) for part in _batches(torch.arange(3), 1)] == [1, 1, 1]
+    assert torch.equal(torch.cat(batched(torch.arange(129), 64)), torch.arange(129))
+    assert [len(part) for part in batched(torch.arange(3), 1)] == [1, 1, 1]
     assert len(list(train(net_with_dropout(), digits[:129], QUICK))) == 3
 
 

@@ -1,0 +1,117 @@
+"""`lipaudit train` as a launcher starts it: in several processes, with the result of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from lipaudit.cli.commands import build
+from lipaudit.errors import UsageError
+from lipaudit.train.record import require_shared
+
+ARGS = ("train", "demo", "-n", "48", "--batch-size", "20", "--lr", "1e-3", "--dtype", "float64")
+PENALTY = ("--penalty", "jasmin", "--k", "3")
+IMPATIENT = """
+from lipaudit.engine import ranks
+ranks.BEAT, ranks.LOST, ranks.FAREWELL = 0.2, 5.0, 1.0
+from lipaudit.__main__ import main
+main()
+"""
+"""The command, which waits less long for others that have ended."""
+
+
+def started(
+    *args: object, cwd: Path, how: tuple[str, str] = ("-c", IMPATIENT)
+) -> list[subprocess.Popen[str]]:
+    """Two processes of a run."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    env |= {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *how, *map(str, args)]
+    return [
+        subprocess.Popen(command, cwd=cwd, env=env | {"RANK": f"{rank}"}, **pipes)
+        for rank in (0, 1)
+    ]
+
+
+def alone(*args: object) -> None:
+    done = CliRunner().invoke(build(), list(map(str, args)))
+    assert done.exit_code == 0, done.output
+
+
+def require_alike(one: Path, two: Path) -> None:
+    ours, theirs = (load_file(path / "model.safetensors") for path in (one, two))
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-12, atol=1e-12)
+    records = [json.loads((path / "train.json").read_text()) for path in (one, two)]
+    for mine, other in zip(*(record["epochs"] for record in records), strict=True):
+        assert [*mine.values()] == [v and pytest.approx(v, rel=1e-12) for v in other.values()]
+
+
+@pytest.mark.parametrize("watch", [(), pytest.param(("--watch", "2"), marks=pytest.mark.slow)])
+def test_the_first_of_two_processes_writes_what_one_would(tmp_path, monkeypatch, watch):
+    monkeypatch.chdir(tmp_path)
+    args = (*ARGS, *PENALTY, *watch, "--epochs", "2", "--out")
+    processes = started(*args, "two", cwd=tmp_path, how=("-m", "lipaudit"))
+    said = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert said[1] == ("", "")
+    assert said[0][0] == "two\n"
+    begun = [line.split(" ")[0] for line in said[0][1].splitlines()]
+    assert begun == ["epoch", "epoch", *(["Curves:"] if watch else []), "Trained."]
+    alone(*args, "one", "-q")
+    require_alike(tmp_path / "one", tmp_path / "two")
+    folders = [tmp_path / name / "lipaudit-watch" for name in ("one", "two")]
+    points = [(f / "history.jsonl").read_text().count('"step"') for f in folders if watch]
+    assert points == ([2, 2] if watch else [])
+    records = [json.loads(Path(f"{name}/train.json").read_text()) for name in ("one", "two")]
+    assert [record["processes"] for record in records] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "stop", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_training_goes_on_after_one_of_its_processes_has_ended(tmp_path, monkeypatch, stop):
+    """One that is stopped keeps its connections: the first would wait for it for ever."""
+    monkeypatch.chdir(tmp_path)
+    args = (*ARGS, "--epochs", "9", "--out")
+    first, second = started(*args, "cut", cwd=tmp_path)
+    while not (tmp_path / "cut/checkpoint.pt").exists():
+        assert first.poll() is None
+        time.sleep(0.005)
+    second.send_signal(stop)
+    said = first.communicate(timeout=300)[1]
+    second.kill()
+    second.communicate()
+    assert first.returncode == 3, said
+    assert "error: rank 1 of 2 has ended\n" in said
+    assert "--resume goes on, with any number of processes" in said
+    kept = len(json.loads((tmp_path / "cut/train.json").read_text())["epochs"])
+    assert 0 < kept < 9
+    alone(*args, "cut", "--resume", "-q")
+    alone(*args, "one", "-q")
+    require_alike(tmp_path / "one", tmp_path / "cut")
+
+
+def test_processes_that_would_train_apart_are_refused():
+    same = {"model": {"spec": "demo"}, "held_out": None, "recipe": {"lr": 0.1, "k": 0}}
+    require_shared([same, dict(same)])
+    other = same | {"recipe": {"lr": 0.2, "k": 0}}
+    with pytest.raises(UsageError, match=r"rank 2 has another recipe than rank 0: lr 0\.2, not"):
+        require_shared([same, same, other])
+    with pytest.raises(UsageError, match="rank 1 has another held_out"):
+        require_shared([same, same | {"held_out": {"spec": "demo"}}])

@@ -1,4 +1,4 @@
-// A device over ordinary memory, for PyTorch's PrivateUse1 key: tensors that are not on the CPU,
+// Two devices over ordinary memory, for PyTorch's PrivateUse1 key: tensors that are not on the CPU,
 // and that the CPU's kernels compute, on copies. What a real device refuses is refused here:
 // tensors of two devices in one operation, more memory than there is, float64 where there is none.
 
@@ -18,16 +18,24 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <optional>
 #include <unordered_set>
+#include <utility>
 
 namespace {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
-const c10::Device DEVICE(TYPE, 0);
+constexpr c10::DeviceIndex COUNT = 2;
+thread_local c10::DeviceIndex current = 0;
 const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
 // ---- what there is of it ---------------------------------------------------------------------
+
+c10::Device device(c10::DeviceIndex index = -1) {
+  return c10::Device(TYPE, index < 0 ? current : index);
+}
 
 std::atomic<int64_t> used{0}, peak{0}, capacity{0};
 std::atomic<bool> float64{true};
@@ -61,25 +69,27 @@ struct Block {
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    if (bytes == 0) return {nullptr, DEVICE};
+    if (bytes == 0) return {nullptr, device()};
     auto* block = new Block(bytes);
-    return {block->memory, block, [](void* p) { delete static_cast<Block*>(p); }, DEVICE};
+    return {block->memory, block, [](void* p) { delete static_cast<Block*>(p); }, device()};
   }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 } memory;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return TYPE; }
-  c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
-  c10::Device getDevice() const override { return DEVICE; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, DEVICE);
+  c10::Device exchangeDevice(c10::Device to) const override {
+    return device(std::exchange(current, to.index()));
   }
-  c10::Stream getDefaultStream(c10::Device) const override { return getStream(DEVICE); }
+  c10::Device getDevice() const override { return device(); }
+  void setDevice(c10::Device to) const override { current = to.index(); }
+  void uncheckedSetDevice(c10::Device to) const noexcept override { current = to.index(); }
+  c10::Stream getStream(c10::Device of) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device(of.index()));
+  }
+  c10::Stream getDefaultStream(c10::Device of) const override { return getStream(of); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceIndex deviceCount() const noexcept override { return COUNT; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex,
               const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
@@ -96,7 +106,8 @@ struct Random final : c10::GeneratorImpl {
   uint64_t seed_;
   at::Generator host = at::detail::createCPUGenerator();
 
-  explicit Random(uint64_t seed = c10::default_rng_seed_val) : GeneratorImpl(DEVICE, KEYS) {
+  explicit Random(c10::DeviceIndex index, uint64_t seed = c10::default_rng_seed_val)
+      : GeneratorImpl(::device(index), KEYS) {
     set_current_seed(seed);
   }
   void set_current_seed(uint64_t seed) override {
@@ -117,33 +128,37 @@ struct Random final : c10::GeneratorImpl {
     return host.unsafeGetGeneratorImpl()->get_state();
   }
   Random* clone_impl() const override {
-    auto* copy = new Random(seed_);
+    auto* copy = new Random(device_.index(), seed_);
     copy->host = host.clone();
     return copy;
   }
 };
 
-const at::Generator& default_random() {
-  static at::Generator generator = at::make_generator<Random>();
-  return generator;
+const at::Generator& default_random(c10::DeviceIndex index = -1) {
+  static at::Generator all[COUNT] = {at::make_generator<Random>(0), at::make_generator<Random>(1)};
+  return all[index < 0 ? current : index];
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return default_random();
+  c10::DeviceIndex deviceCount() const override { return COUNT; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(c10::DeviceIndex to) const override { current = to; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex to) const override {
+    return std::exchange(current, to);
   }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override {
-    return at::make_generator<Random>();
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex to) const override {
+    return exchangeDevice(to);
   }
-  c10::Device getDeviceFromPtr(void*) const override { return DEVICE; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return default_random(index);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<Random>(index);
+  }
+  c10::Device getDeviceFromPtr(void*) const override { return device(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
   }
@@ -176,18 +191,22 @@ std::vector<Given> tensors(const c10::FunctionSchema& schema, const torch::jit::
 }
 
 // As CUDA has it: a number on the CPU may meet tensors of the device entry by entry, and indices
-// may come from the CPU.
-void require_one_device(const c10::FunctionSchema& schema, const std::vector<Given>& all) {
+// may come from the CPU. Returns the device, or none where all is on the CPU.
+std::optional<c10::Device> one_device(const c10::FunctionSchema& schema,
+                                      const std::vector<Given>& all) {
   auto name = c10::toString(schema.operator_name());
   bool index = indexing.count(name), loose = index || elementwise.count(name);
-  bool any = std::any_of(all.begin(), all.end(), [](auto& g) { return on_device(g.tensor); });
+  auto known = std::find_if(all.begin(), all.end(), [](auto& g) { return on_device(g.tensor); });
+  if (known == all.end()) return std::nullopt;
+  auto own = known->tensor.device();
   for (const auto& [t, first, written] : all) {
-    bool number = loose && t.dim() == 0 && !written;
-    bool indices = index && !first && !t.is_floating_point();
-    TORCH_CHECK(!any || on_device(t) || number || indices,
+    bool number = loose && t.dim() == 0 && !written && !on_device(t);
+    bool indices = index && !first && !t.is_floating_point() && !on_device(t);
+    TORCH_CHECK(t.device() == own || number || indices,
                 "Expected all tensors to be on the same device, but found at least two devices, ",
-                DEVICE, " and ", t.device(), "! (", name, ")");
+                own, " and ", t.device(), "! (", name, ")");
   }
+  return own;
 }
 
 void take_generator(const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
@@ -196,14 +215,13 @@ void take_generator(const c10::FunctionSchema& schema, torch::jit::Stack* stack)
     auto& value = (*stack)[stack->size() - n + i];
     if (schema.arguments()[i].type()->str() != "Generator?") continue;
     auto generator = value.isNone() ? default_random() : value.toGenerator();
-    TORCH_CHECK(generator.device().type() == TYPE, "Expected a generator of ", DEVICE,
-                " but found one of ", generator.device());
+    TORCH_CHECK(generator.device() == device(), "Expected a generator of ", device(), " but found one of ", generator.device());
     value = static_cast<Random*>(generator.unsafeGetGeneratorImpl())->host;
   }
 }
 
 void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  require_one_device(op.schema(), tensors(op.schema(), *stack));
+  c10::OptionalDeviceGuard guard(one_device(op.schema(), tensors(op.schema(), *stack)));
   take_generator(op.schema(), stack);
   at::native::cpu_fallback(op, stack);
 }
@@ -217,8 +235,9 @@ void plain_attention(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // ---- operations that are about memory --------------------------------------------------------
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
-                 std::optional<at::Layout>, std::optional<c10::Device>, std::optional<bool>,
+                 std::optional<at::Layout>, std::optional<c10::Device> where, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(where);
   auto type = c10::dtype_or_default(dtype);
   require_dtype(type);
   return at::detail::empty_generic(size, &memory, KEYS, type, format);
@@ -226,7 +245,8 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                          std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                         std::optional<c10::Device>, std::optional<bool>) {
+                         std::optional<c10::Device> where, std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(where);
   auto type = c10::dtype_or_default(dtype);
   require_dtype(type);
   return at::detail::empty_strided_generic(size, stride, &memory, KEYS, type);
@@ -335,7 +355,8 @@ void start(const std::vector<std::string>& loose, const std::vector<std::string>
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("start", &start);
-  module.def("random", &default_random);
+  module.def("random", &default_random, pybind11::arg("index") = -1);
+  module.def("current", [] { return static_cast<int>(current); });
   module.def("used", [] { return used.load(); });
   module.def("peak", [] { return peak.load(); });
   module.def("restart_peak", [] { peak = used.load(); });

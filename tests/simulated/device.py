@@ -1,10 +1,10 @@
-"""A simulated accelerator: the device "simulated", over the memory of the CPU.
+"""Two simulated accelerators: "simulated:0" and "simulated:1", over the memory of the CPU.
 
-Its tensors are no CPU tensors: an operation that mixes them with such raises, as CUDA does, a
+Their tensors are no CPU tensors: an operation that mixes devices raises, as CUDA does, a
 generator must be the device's own, and autograd runs backward in another thread. The CPU's kernels
 compute (attention is written out), so that what a measure finds is what it finds on the CPU, to
 rounding. It can run out of memory, and do without float64. Not simulated: TF32, fused attention,
-several devices, time.
+time.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def start() -> Any:
         is_available=lambda: True,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
-        device_count=lambda: 1,
-        current_device=lambda: 0,
+        device_count=lambda: 2,
+        current_device=extension.current,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         get_rng_state=lambda device=None: extension.random().get_state(),
         set_rng_state=lambda state, device=None: extension.random().set_state(state),

@@ -1,0 +1,78 @@
+"""A model whose weights lie on two accelerators, the CPU and the disk: nothing mixes devices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import lipaudit
+from lipaudit.errors import UsageError
+from lipaudit.models.sources.loading import LoadOptions, load_net
+from tests.simulated.conftest import MODELS, samples
+from tests.simulated.test_measures import MEASURES, SCALING
+
+pytestmark = pytest.mark.simulated
+
+FIRST, SECOND = "simulated:0", "simulated:1"
+PLACES: dict[str, dict[str, str]] = {
+    "demo": {"": SECOND, "patch_embed": FIRST, "blocks.1": FIRST, "blocks.2.mlp": "disk"},
+    "bert": {"": FIRST, "bert.encoder.layer.1": SECOND, "bert.encoder.layer.0.output": "disk"},
+    "llama": {"": FIRST, "model.layers.0.mlp": SECOND, "model.layers.1": "cpu", "score": SECOND},
+}
+TEXT = {"norm": "token-l2", "eps": "0.5"}
+NAMES = ["bounds", "attention", "jacobian", "jacobian-rows", "by-layer", "fgsm-pgd", "scaling"]
+CASES = [(model, name) for model in PLACES for name in NAMES] + [("bert", "words")]
+
+
+@pytest.fixture
+def spread(simulated, tmp_path):
+    """Write a model and the map of where its weights are to lie: what measures take of both."""
+
+    def write(model: str) -> tuple[str, dict[str, Any]]:
+        (tmp_path / "map.json").write_text(json.dumps(PLACES[model]))
+        name = model
+        if model != "demo":
+            name = str(tmp_path / model)
+            MODELS[model]().module.save_pretrained(name)
+        return name, {"device_map": str(tmp_path / "map.json")}
+
+    return write
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_two_accelerators_and_the_disk_give_the_figures_of_one(spread, model, name):
+    measure, options = MEASURES[name]
+    options = options | (SCALING | {"mode": "real,radius"} if name == "scaling" else {})
+    options = options | (TEXT if name == "fgsm-pgd" and model != "demo" else {})
+    path, places = spread(model)
+    here, there = (
+        lipaudit.measure(path, measure, **samples(model), **options, **where).model_dump(
+            mode="json"
+        )["sections"]
+        for where in ({"device": FIRST}, places)
+    )
+    for section in (*here, *there):
+        section["notes"] = [n for n in section["notes"] if n["code"] != "device-map"]
+        for row in section["rows"]:
+            row.pop("seconds", None)
+    assert here == there
+
+
+def test_weights_are_read_where_they_are_computed_with(spread):
+    path, places = spread("llama")
+    net = load_net(path, LoadOptions(**places))
+    first, second = net.module.model.layers
+    held = second.mlp.up_proj
+    assert next(held.parameters()).device.type == "cpu"
+    assert held.weight.device == net.device == torch.device(FIRST)
+    assert first.mlp.up_proj.weight.device == torch.device(SECOND)
+    assert net.info.weights_sha256 == load_net(path).info.weights_sha256
+
+
+def test_a_certificate_is_of_one_device(spread):
+    path, places = spread("demo")
+    with pytest.raises(UsageError, match="computed on one device"):
+        lipaudit.measure(path, "certify", samples=1, eps="1e-4", **places)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, Share, first_of
 from lipaudit.errors import UsageError
 from lipaudit.measures import attention_map, tokens
-from lipaudit.measures.by_layer import Facts, Reduced, by_layer, head_names, summed
+from lipaudit.measures.by_layer import Facts, Reduced, by_layer, head_names, per_sample, summed
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -35,7 +35,8 @@ from lipaudit.results.samples import REDUCTIONS
 from lipaudit.settings.attention import AttentionOptions
 from lipaudit.settings.parsing import read_head
 from lipaudit.theory import softmax
-from lipaudit.theory.heads import Heads, per_sample
+from lipaudit.theory.heads import Heads
+from lipaudit.theory.reach import rows_in_reach
 from lipaudit.theory.spectral.upper import map_norm
 
 MEANS = (
@@ -128,8 +129,8 @@ def _with_drawn(part: Part, reader: _Statistics, options: AttentionOptions) -> P
 def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     """Return the sums, maxima and histograms of a layer, per (sample, head)."""
     whole, samples = layer.attention, layer.samples
-    heads = replace(whole, v=whole.v[..., :0]).to(torch.float64)  # q and k make P
-    parts = [_read(heads.pick(some), options) for some in _groups(heads)]
+    heads = replace(whole, v=whole.v[..., :0])  # q and k make P
+    parts = [_read(_in_double(heads.pick(some)), options) for some in _groups(heads)]
     read = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
     by_row = softmax.row_statistics(softmax.RowProfile(**read), k=options.k, gamma=options.gamma)
@@ -138,6 +139,11 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     keys = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
     reduced["joint_hist"] = reduced["joint_hist"].sum(1, keepdim=True)
     return reduced | {"p_norm": per_sample(p_norm, heads.sample), "tokens": keys}
+
+
+def _in_double(heads: Heads) -> Heads:
+    """Return the heads in float64; what is added to their logits is cast row by row."""
+    return replace(replace(heads, bias=None).to(torch.float64), bias=heads.bias)
 
 
 def _groups(heads: Heads) -> Iterator[slice]:
@@ -157,8 +163,11 @@ def _read(heads: Heads, options: AttentionOptions) -> Reduced:
     size = max(1, ENTRIES // (batch * count * keys))
     for start in range(0, queries, size):
         stop = min(queries, start + size)
-        p = heads.rows(start, stop) if whole is None else whole[:, :, start:stop]
-        mass += p.sum(-2)
+        if whole is None:
+            p, reach = rows_in_reach(heads, start, stop)
+        else:
+            p, reach = whole[:, :, start:stop], slice(None)
+        mass[..., reach] += p.sum(-2)
         seen = heads.visible(start, stop).sum(-1).expand(p.shape[:-1])
         chunks.append(softmax.profile_rows(p, options.k, keys=seen))
     columns = zip(*chunks, strict=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures.balls import ball_section, on_balls, without
-from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_names
+from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_names, per_sample
 from lipaudit.measures.guard import require_balls_hold, require_bounds_hold
 from lipaudit.measures.measure import (
     Measure,
@@ -34,7 +34,7 @@ from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
-from lipaudit.theory.heads import Heads, per_sample
+from lipaudit.theory.heads import Heads
 from lipaudit.theory.spectral.lanczos import Norms
 from lipaudit.theory.spectral.upper import spectral_norm
 

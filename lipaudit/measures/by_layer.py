@@ -169,3 +169,15 @@ def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
 def summed(values: Tensor, sample: Tensor, samples: int) -> Tensor:
     """Add up the batch rows (windows) of each sample."""
     return values.new_zeros(samples, *values.shape[1:]).index_add_(0, sample, values)
+
+
+def per_sample(values: Tensor, sample: Tensor) -> Tensor:
+    """Return the largest value over the batch rows (windows) of each sample; they are in order.
+
+    The Jacobian of a windowed layer is block diagonal: its norm is the largest of its blocks'.
+
+    >>> per_sample(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
+    tensor([5., 2.])
+    """
+    windows = sample.cpu().bincount().tolist()
+    return torch.stack([rows.amax(0) for rows in torch.split(values, windows)])

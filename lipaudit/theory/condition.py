@@ -34,9 +34,12 @@ def forward_error(
     eps = torch.finfo(precision or heads.q.dtype).eps
     rows, keys = (torch.linalg.vector_norm(t, dim=-1) for t in (heads.q, heads.k))
     logits = heads.scale.abs()[..., None] * rows * keys.amax(-1, keepdim=True)
-    if heads.bias is not None:
-        seen = heads.visible(0, heads.q.shape[2])
-        logits = logits + (heads.bias.nan_to_num(0.0).abs() * seen).amax(-1)
+    if heads.bias is not None and heads.bias.dtype != torch.bool:  # a mask moves no logit
+        added = [
+            (heads.bias_rows(*rows).nan_to_num(0.0).abs() * heads.visible(*rows)).amax(-1)
+            for rows in heads.row_blocks()
+        ]
+        logits = logits + torch.cat(added, -1)
     moved = 2 * eps * logits
     if heads.valid is not None:
         moved = moved * heads.valid[:, None]

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from lipaudit.theory.policy import POLICY
+
 MASK = 9e3
 """How far below the others an entry of a bias hides its key: conventions are -inf, the most
 negative number and -1e4, while position biases and windows of Swin (-100) stay far from it."""
@@ -95,7 +97,8 @@ class Heads:
         q, k, v: the rows that enter the attention product, after bias, rotary position, qk-norm;
             grouped key and value heads are already repeated.
         scale: s of the logits, one number or one per (batch, head).
-        bias: what is added to the logits (mask or position bias), broadcastable, or None.
+        bias: what is added to the logits (mask or position bias), broadcastable, or None; if it
+            is boolean (a quarter of the memory), 0 where True and -inf where False.
         causal: whether key j > query i is masked on top of `bias` (aligned at the first token).
         valid: valid query rows; None when all are. Padded rows have P_i = 0 here.
         to_q, to_k, to_v: the projections; None for a constant (a learned query).
@@ -113,7 +116,7 @@ class Heads:
     k: Float[Tensor, "batch heads m d"]
     v: Float[Tensor, "batch heads m dv"]
     scale: Float[Tensor, "#batch #heads"]
-    bias: Float[Tensor, "#batch #heads #n #m"] | None
+    bias: Shaped[Tensor, "#batch #heads #n #m"] | None
     causal: bool
     valid: Bool[Tensor, "batch n"] | None
     to_q: Projection | None
@@ -142,7 +145,7 @@ class Heads:
         if self.causal:
             logits = logits.masked_fill(self._future(start, stop), -torch.inf)
         if self.bias is not None:
-            logits = logits + self._bias_rows(start, stop)
+            logits = logits + self.bias_rows(start, stop)
             # Not nan_to_num: a NaN in q or k has to stay one.
             masked = logits.amax(-1, keepdim=True) == -torch.inf
             p = self._softmax(logits, start).masked_fill(masked, 0.0)
@@ -160,11 +163,7 @@ class Heads:
         return torch.softmax(torch.cat([logits, sink], -1), -1)
 
     def attention(self, *, whole: bool = False) -> Float[Tensor, "batch heads n keys"]:
-        """Return P, all of it: memory for batch x heads x n x m numbers while the heads live.
-
-        Args:
-            whole: as in `rows`.
-        """
+        """Return P, as `rows` does: batch x heads x n x m numbers while the heads live."""
         p = self._whole_map()
         if whole or self.sink is None:
             return p
@@ -177,9 +176,18 @@ class Heads:
         graph = torch.is_grad_enabled()
         differentiated = graph and any(t is not None and t.requires_grad for t in logits)
         if p is None or differentiated or (graph and p.is_inference()):
-            p = self.rows(0, self.q.shape[-2], whole=True)
+            p = self._joined_rows()
             if not p.requires_grad:
                 known[self.q.dtype] = p
+        return p
+
+    def _joined_rows(self) -> Tensor:
+        blocks, keys = self.row_blocks(), self.k.shape[2] + (self.sink is not None)
+        if len(blocks) == 1:
+            return self.rows(*blocks[0], whole=True)
+        p = self.q.new_empty(*self.q.shape[:3], keys)
+        for i, j in blocks:
+            p[:, :, i:j] = self.rows(i, j, whole=True)
         return p
 
     @cached_property
@@ -197,9 +205,25 @@ class Heads:
         if self.causal:
             seen = seen & ~self._future(start, stop)
         if self.bias is not None:
-            bias = self._bias_rows(start, stop).masked_fill(~seen, -torch.inf)
+            bias = self.bias_rows(start, stop).masked_fill(~seen, -torch.inf)
             seen = bias > bias.amax(-1, keepdim=True) - MASK
         return seen if self.valid is None else seen & self.valid[:, None, start:stop, None]
+
+    def row_blocks(self) -> list[tuple[int, int]]:
+        """Cut the queries; all at once where the maps of a sample are within `map_limit`."""
+        count, n, m = *self.q.shape[1:3], self.k.shape[2]
+        short = count * n * m <= POLICY.map_limit
+        size = n if short else max(1, POLICY.chunk_entries // (count * m))
+        return [(i, min(i + size, n)) for i in range(0, n, size)]
+
+    def bias_rows(self, start: int, stop: int) -> Float[Tensor, "#batch #heads #rows #m"]:
+        """Return what is added to the logits of the queries start..stop-1, 0 without a bias."""
+        if self.bias is None:
+            return torch.zeros_like(self.scale)[..., None, None]
+        rows = self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
+        if rows.dtype != torch.bool:
+            return rows.to(self.q.dtype)
+        return self.q.new_zeros(rows.shape).masked_fill_(~rows, -torch.inf)
 
     def is_causal(self) -> bool:
         """Say whether no query sees a later key: by the flag, or by what the bias masks.
@@ -210,12 +234,9 @@ class Heads:
         if self.causal or self.bias is None or self.x_kv is not None or self.x.shape[1] == 1:
             return self.causal
         if self._known.causal is None:
-            self._known.causal = not bool(self.visible(0, self.q.shape[2]).triu(1).any())
+            later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())
+            self._known.causal = not any(later)
         return self._known.causal
-
-    def _bias_rows(self, start: int, stop: int) -> Tensor:
-        assert self.bias is not None
-        return self.bias if self.bias.shape[-2] == 1 else self.bias[..., start:stop, :]
 
     def _future(self, start: int, stop: int) -> Tensor:
         """Which keys are later than the queries start..stop-1."""
@@ -286,36 +307,10 @@ def affine_heads(
     """
     q, k, v = (x[:, None] @ weight for weight in (wq, wk, wv))
     to_q, to_k, to_v = (Projection(weight, None, None, "affine") for weight in (wq, wk, wv))
-    return Heads(
-        x=x,
-        x_kv=None,
-        q=q,
-        k=k,
-        v=v,
-        scale=x.new_full((1, 1), wq.shape[2] ** -0.5),
-        bias=None,
-        causal=False,
-        valid=None,
-        to_q=to_q,
-        to_k=to_k,
-        to_v=to_v,
-        out=None,
-        sample=torch.arange(len(x), device=x.device),
-    )
-
-
-def per_sample(
-    values: Shaped[Tensor, " batch *rest"], sample: Int[Tensor, " batch"]
-) -> Shaped[Tensor, " samples *rest"]:
-    """Return the largest value over the batch rows (windows) of each sample; they are in order.
-
-    The Jacobian of a windowed layer is block diagonal: its norm is the largest of its blocks'.
-
-    >>> per_sample(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 0, 1]))
-    tensor([5., 2.])
-    """
-    windows = sample.cpu().bincount().tolist()
-    return torch.stack([rows.amax(0) for rows in torch.split(values, windows)])
+    absent: dict[str, Any] = dict.fromkeys(("x_kv", "bias", "valid", "out"))
+    scale, sample = x.new_full((1, 1), wq.shape[2] ** -0.5), torch.arange(len(x), device=x.device)
+    own: dict[str, Any] = {"to_q": to_q, "to_k": to_k, "to_v": to_v}
+    return Heads(x=x, q=q, k=k, v=v, scale=scale, causal=False, sample=sample, **own, **absent)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -17,6 +17,8 @@ class Policy:
         tile_bytes: of attention maps that a chain of operations passes over at once, so that they
             stay in the cache.
         map_entries: of the attention maps of a layer that are bounded at once: 4 MB in float64.
+        map_limit: entries of a sample's attention maps of one layer that are kept; of longer ones
+            the rows are computed again wherever they are read: 128 MB in single precision.
         chunk_entries: numbers that a temporary of heads which are not affine may hold: 32 MB.
         dense_entries: of a head's Jacobian up to which it is formed, and its blocks' norms exact.
         single_keys: from how many keys on single precision is tried first, and certificates of
@@ -30,6 +32,7 @@ class Policy:
 
     tile_bytes: int = 2**20
     map_entries: int = 2**19
+    map_limit: int = 2**25
     chunk_entries: int = 2**22
     dense_entries: int = 2**18
     single_keys: int = 128

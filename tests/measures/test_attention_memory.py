@@ -1,11 +1,23 @@
-"""Long sequences: the memory of the statistics, in a process of its own."""
+"""Long sequences: the memory of the statistics."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
+
+from lipaudit.data.batch import Batch
+from lipaudit.measures.attention import layer_statistics, measure
+from lipaudit.models.attention.capture import capture
+from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.sources.loading import load_net
+from lipaudit.settings.attention import AttentionOptions
+from tests.live import Live
+
+transformers = pytest.importorskip("transformers")
 
 CODE = """
 import resource
@@ -46,3 +58,56 @@ def test_8192_tokens_and_8_heads_take_less_than_2_gb():
     code = CODE.replace("TOKENS", "8192")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2e9
+
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 2048,
+}  # fmt: skip
+OPTIONS = AttentionOptions(p_norm_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    """A Mistral whose window is shorter than the texts, surveyed on a short one."""
+    path = tmp_path_factory.mktemp("mistral")
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**SIZES, sliding_window=300)
+    transformers.MistralForCausalLM(config).save_pretrained(path)
+    net = load_net(str(path))
+    surveyed(net, text(64))
+    return net
+
+
+def text(tokens: int) -> Batch:
+    ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    return Batch(ids, None, (f"{tokens}",), None)
+
+
+def test_statistics_of_a_causal_model_keep_no_map_and_no_logits(causal):
+    """Only the model's mask and what torch makes of it have tokens^2 entries, for all heads."""
+    tokens = 2048
+    batch, live = text(tokens), Live()
+    surveyed(causal, batch)
+    with live:
+        list(measure(causal, [batch], OPTIONS))
+    mask = tokens**2
+    assert live.largest <= 4 * mask  # float32, inside the model's own attention
+    assert live.most < (4 + 1 + 2) * mask  # it, the mask, and what grows as the tokens do
+    assert live.most < 4 * 4 * mask / 2  # the maps of the four heads
+
+
+def test_a_window_stays_boolean_and_statistics_are_those_of_whole_maps(causal):
+    batch = text(700)
+    layers = capture(causal, surveyed(causal, batch), batch, lambda layer: layer, layers=[0])
+    heads = layers[0].attention
+    assert heads.bias.dtype == torch.bool
+    assert heads.bias.shape[:2] == (1, 1)
+    p = heads.to(torch.float64).attention()
+    assert (p[..., 600, :301] == 0).all()
+    cast = replace(heads, bias=heads.bias_rows(0, 700))
+    for options in (OPTIONS, AttentionOptions()):
+        read = layer_statistics(layers[0], options)
+        same = layer_statistics(replace(layers[0], attention=cast), AttentionOptions())
+        for name in set(read) - {"p_norm"}:
+            torch.testing.assert_close(read[name], same[name], rtol=1e-10, atol=1e-12)

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipaudit.theory.heads import Heads, Projection, affine_heads, per_sample
+from lipaudit.measures.by_layer import per_sample
+from lipaudit.theory import heads as heads_module
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.condition import forward_error
+from lipaudit.theory.heads import Heads, Projection, affine_heads
+from lipaudit.theory.policy import Policy
 
 
 def tensors(heads):
@@ -141,3 +146,27 @@ def test_one_hot_rows_do_not_look_causal(random_layer):
     peaked = replace(heads, bias=peaked, scale=0 * heads.scale)
     assert not replace(peaked, bias=4 * peaked.bias).attention().triu(1).any()
     assert not replace(peaked, bias=4 * peaked.bias).is_causal()
+
+
+def test_a_mask_of_booleans_is_one_of_zeros_and_infinities(random_layer, monkeypatch):
+    heads = random_layer("rotary").heads
+    n = heads.q.shape[2]
+    seen = torch.ones(n, n, dtype=torch.bool).tril().triu(-2)  # a causal sliding window
+    seen[3] = False
+    mask = seen.repeat(len(heads.q), 1, 1, 1)
+    added = torch.zeros_like(mask, dtype=heads.q.dtype).masked_fill(~mask, -torch.inf)
+    kept, cast = replace(heads, bias=mask), replace(heads, bias=added)
+    assert kept.to(torch.float32).bias is mask
+    for limit in (2**25, 0):  # all rows at once, and one by one
+        monkeypatch.setattr(heads_module, "POLICY", Policy(map_limit=limit, chunk_entries=1))
+        assert [rows[1] for rows in kept.row_blocks()] == ([n] if limit else [*range(1, n + 1)])
+        for read in (
+            lambda heads: heads.rows(0, n),
+            lambda heads: heads.visible(0, n),
+            lambda heads: torch.tensor(replace(heads).is_causal()),
+            forward_error,
+        ):
+            assert torch.equal(read(kept), read(cast))
+    assert kept.is_causal()
+    bounds, same = head_bounds(kept), head_bounds(cast)
+    assert all(torch.equal(bounds[name].nan_to_num(), same[name].nan_to_num()) for name in same)

@@ -208,7 +208,8 @@ def _unfit(heads: Heads) -> str | None:
     if heads.x_kv is not None or not are_affine(heads) or heads.to_k is None or heads.to_v is None:
         return "it is for self-attention with affine projections"
     p = heads.attention()
-    if heads.bias is not None and float(heads.bias.expand_as(p)[p > 0].abs().max()) > NO_BIAS:
+    bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)
+    if float(bias[p > 0].abs().max()) > NO_BIAS:
         return "it knows no position bias"
     return None
 

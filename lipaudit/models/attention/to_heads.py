@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused, additive
+from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused
 from lipaudit.models.attention.observe.layouts import arrange
 from lipaudit.models.attention.project.forms import TokenIndex
 from lipaudit.models.attention.project.logits import LogitForm, logit_form
@@ -156,10 +156,9 @@ def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
     if mask.requires_grad:
         logits = arrange(layout, call.form.scale * (call.q @ call.k.mT) + mask, samples)
         return LogitForm(scale, logits.detach(), relative=logits)
-    bias = additive(mask, call.q.dtype)
     if layout == "batch heads tokens":
-        return LogitForm(scale, bias[(None,) * (4 - bias.ndim)])
-    return LogitForm(scale, arranged(bias.expand(*call.q.shape[:-1], call.k.shape[-2])))
+        return LogitForm(scale, mask[(None,) * (4 - mask.ndim)])
+    return LogitForm(scale, arranged(mask.expand(*call.q.shape[:-1], call.k.shape[-2])))
 
 
 def _from_logits(

@@ -88,6 +88,10 @@ def head_bounds(
         >>> head_bounds(Heads(**one, sample=torch.tensor([0])))["sharp"]
         tensor([[1.0000]], dtype=torch.float64)
     """
+    if len(heads.row_blocks()) > 1 and len(heads.q) > 1:
+        rows = [heads.row(b) for b in range(len(heads.q))]
+        each = [head_bounds(row, weights=weights, policy=policy) for row in rows]
+        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
     heads = heads.to(torch.float64)
     _require_finite(heads)
     tokens = tokens_of(heads, policy)
@@ -126,7 +130,9 @@ def _bounds(
     at = centred(heads)
     p_norm = map_norm(at.p, single=at.single.p, policy=policy)
     # M of the keys is a part of M with the sink: its norm is at most that.
-    g1_max, norm_max = row_maxima(heads.attention(whole=True))
+    p = heads.attention(whole=True)
+    maxima = [torch.stack(row_maxima(p[:, :, i:j])) for i, j in heads.row_blocks()]
+    g1_max, norm_max = torch.stack(maxima).amax(0)
     terms = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
     terms |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
     if weights is not None and affine_only(heads) is None:

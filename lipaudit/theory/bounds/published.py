@@ -7,7 +7,8 @@ Everything here is in float64; `bounds` says where each bound holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,7 +32,12 @@ class Tokens:
     norm: Tensor
     frobenius: Tensor
     longest: Tensor  # R, or max_i ||(x_i, 1)||
-    gram: Tensor  # of the tokens less their mean, (batch, n, n)
+    off: Tensor  # the tokens less their mean, (batch, n, D)
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """Return the Gram matrix of the tokens less their mean, (batch, n, n)."""
+        return self.off @ self.off.mT
 
 
 def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
@@ -41,20 +47,24 @@ def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
     count = valid.sum(-2)
     mean = x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)
     off = x - mean if heads.valid is None else (x - mean) * valid
-    gram = off @ off.mT
+    squares = x.square().sum(-1)
+    lengths = (squares + one * valid[..., 0]).sqrt()
+    tokens = Tokens(
+        count=count,
+        radius=squares.amax(-1, keepdim=True).sqrt(),
+        norm=count,
+        frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
+        longest=lengths.amax(-1, keepdim=True),
+        off=off,
+    )
+    if len(heads.row_blocks()) > 1 and x.shape[1] > x.shape[2]:
+        rows = torch.cat([x, one * valid], -1)
+        return replace(tokens, norm=gram_norm(rows.mT @ rows, policy=policy)[:, None])
     # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
     beside = off @ mean.mT + 0.5 * (mean.square().sum(-1, keepdim=True) + one) * valid
     ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
-    squares = x.square().sum(-1)
-    lengths = (squares + one * valid[..., 0]).sqrt()
-    return Tokens(
-        count=count,
-        radius=squares.amax(-1, keepdim=True).sqrt(),
-        norm=gram_norm(torch.baddbmm(gram, ends[0], ends[1].mT), policy=policy)[:, None],
-        frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
-        longest=lengths.amax(-1, keepdim=True),
-        gram=gram,
-    )
+    gram = torch.baddbmm(tokens.gram, ends[0], ends[1].mT)
+    return replace(tokens, norm=gram_norm(gram, policy=policy)[:, None])
 
 
 def _ones(heads: Heads) -> int:
@@ -135,8 +145,8 @@ def general_bounds(
     queries, keys = at.p.sum(-1) > 0, at.seen[..., 0] > 0
     values = (value_norms(heads) * keys).amax(-1)
     if heads.pairs is None:
-        reach = _largest_image(heads.q * queries[..., None], to_k, keys)
-        reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries))
+        reach = _largest_image(heads.q * queries[..., None], to_k, keys, policy)
+        reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries, policy))
     else:
         reach = _pair_reach(heads, at, (queries, keys), policy)
     growth = spectral_norm(at.v) * reach
@@ -173,7 +183,7 @@ def _unmasked(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
     """Whether every token sees every other one and no position bias acts."""
     if heads.causal or heads.bias is None:
         return torch.full_like(heads.scale, not heads.causal, dtype=torch.bool)
-    free = heads.bias == 0
+    free = heads.bias if heads.bias.dtype == torch.bool else heads.bias == 0
     if heads.valid is not None:
         free = free | ~(heads.valid[:, None, :, None] & heads.valid[:, None, None, :])
     return free.all(-1).all(-1)
@@ -235,16 +245,29 @@ def _squared_spread(p: Tensor, gram: Tensor, policy: Policy = POLICY) -> tuple[T
     return upper.amax(-1), lower.amax(-1)
 
 
-def _largest_image(rows: Tensor, projection: Projection, used: Tensor) -> Tensor:
-    """Return max_i ||rows Phi_i|| over the tokens that are used.
+def _largest_image(rows: Tensor, projection: Projection, used: Tensor, policy: Policy) -> Tensor:
+    """Return max_i ||rows Phi_i|| over the tokens that are used, some at a time.
 
     E = (rows Phi_i)(rows Phi_i)^T has ||E^2||_F / ||E||_F <= ||E|| <= ||E^2||_F^(1/2): eigenvalues
     are computed only for tokens whose upper limit reaches every lower one.
     """
     small = torch.linalg.qr(rows, mode="r").R[:, :, None]
-    images = small @ local_map(projection) @ factor(projection).mT
-    if projection.local is not None:
-        images = images * used[..., None, None]
+    tokens, weight = local_map(projection), factor(projection).mT
+    total = tokens.shape[2]
+    entries = len(rows) * rows.shape[1] * rows.shape[3] * weight.shape[-1]
+    some = max(1, policy.chunk_entries // entries)
+    size = total if total * entries <= policy.map_limit else some
+    parts = []
+    for i in range(0, total, size):
+        images = small @ tokens[:, :, i : i + size] @ weight
+        if projection.local is not None:
+            images = images * used[..., i : i + size, None, None]
+        parts.append(_largest_of(images))
+    return torch.stack(parts).amax(0).sqrt()
+
+
+def _largest_of(images: Tensor) -> Tensor:
+    """Return the largest ||E|| = ||image||^2 over the tokens."""
     # ||E^2||_F <= ||E|| ||E||_F, and ||E||^2 = ||E^2|| <= ||E^2||_F.
     e = images @ images.mT
     size, upper = (torch.linalg.matrix_norm(power) for power in (e, e @ e))
@@ -252,4 +275,4 @@ def _largest_image(rows: Tensor, projection: Projection, used: Tensor) -> Tensor
     norm = upper.sqrt()
     left = norm >= lower * (1 - 1e-9)
     norm[left] = torch.linalg.eigvalsh(e[left])[..., -1].clamp_min(0.0)
-    return norm.amax(-1).sqrt()
+    return norm.amax(-1)

@@ -103,17 +103,20 @@ def _local_beta(heads: Heads, at: Centred, policy: Policy) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
     _, to_k, to_v = projections(heads)
     # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
-    along = factor(to_k) @ local_map(to_k).mT
-    turn = local_map(to_v) @ (to_v.weight.mT @ to_k.weight)[:, None] @ local_map(to_k).mT
+    root, mixed = factor(to_k), (to_v.weight.mT @ to_k.weight)[:, None]
+    keys, values = local_map(to_k), local_map(to_v)
     norms = value_norms(heads)
-    beta = torch.empty_like(at.p)
-    per_key = at.p[..., 0].numel() * (along.shape[-2] + 3 * turn.shape[-2])
+    # Rounding entries to single precision costs u: `nonnegative_norm` leaves 3 (n + m) u / 2 over.
+    long = at.p.shape[-2] * at.p.shape[-1] > policy.map_limit
+    beta = torch.empty_like(at.p, dtype=torch.float32 if long else at.p.dtype)
+    per_key = at.p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
     for j in policy.chunks(at.p.shape[-1], per_key):
+        along, turn = root @ _some(keys, j).mT, _some(values, j) @ mixed @ _some(keys, j).mT
         if heads.pairs is None:
-            u, a = (at.s[..., None] * _images(_some(m, j), heads.q) for m in (along, turn))
+            u, a = (at.s[..., None] * _images(m, heads.q) for m in (along, turn))
         else:
             b = query_gradients(heads, j).mT
-            u, a = (_some(m, j) @ b for m in (along, turn))
+            u, a = (m @ b for m in (along, turn))
         gap = at.v[..., j, :, None] - at.o.mT[:, :, None]
         beta[..., j] = _beta(u, a, gap, _some(norms, j)[..., None]).mT
     return beta

@@ -25,7 +25,7 @@ from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.exact.products import ScaledHeads, Through, head_products, layer_products
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.scale import unit_matrices, unit_values
-from lipaudit.theory.spectral.double import norms_in_double
+from lipaudit.theory.spectral.double import Solve, norms_in_double
 from lipaudit.theory.spectral.lanczos import Norms, random_starts, spectral_norms
 
 _SCREEN = 6  # products after which most heads are known to gain nothing from splitting tokens
@@ -73,14 +73,34 @@ def head_norms(
     tensor([[2.]], dtype=torch.float64)
     """
     batch, count = heads.q.shape[:2]
+    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
+    parts = [_head_norms(some, seeds, solve) for some in _kept_together(heads)]
+    return _joined(parts).map(lambda values: values.view(batch, count))
+
+
+def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
+    """Solve all problems at once; a problem is one head on one batch row."""
     heads, size = unit_values(heads)
+    batch, count = heads.q.shape[:2]
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
     products = head_products(heads)
     guess = products.value_path()
-    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
     families = products.select, lambda: head_products(heads.to(torch.float64))
-    norms = norms_in_double(solve, families, start, guess)
-    return norms.map(lambda values: values.view(batch, count)).times(size)
+    return norms_in_double(solve, families, start, guess).times(size.repeat(batch))
+
+
+def _joined(parts: Sequence[Norms]) -> Norms:
+    """Return the norms of all problems of some groups."""
+    names = ("norm", "upper", "products", "converged")
+    return Norms(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
+def _kept_together(heads: Heads) -> list[Heads]:
+    """Cut a layer with longer maps than are kept into single problems."""
+    if len(heads.row_blocks()) == 1:
+        return [heads]
+    rows = (heads.row(b) for b in range(heads.q.shape[0]))
+    return [row.pick(slice(h, h + 1)) for row in rows for h in range(heads.q.shape[1])]
 
 
 def layer_norms(
@@ -98,9 +118,18 @@ def layer_norms(
     >>> layer_norms(affine_heads(x, eye, eye, eye), seeds=[0]).concat.norm
     tensor([1.4142], dtype=torch.float64)
     """
+    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
+    if len(heads.row_blocks()) == 1:
+        return _layer_norms(heads, seeds, solve)
+    each = [_layer_norms(heads.row(b), seeds, solve) for b in range(heads.q.shape[0])]
+    concat, out = ([getattr(norms, name) for norms in each] for name in ("concat", "out"))
+    return LayerNorms(_joined(concat), None if heads.out is None else _joined(out))
+
+
+def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> LayerNorms:
+    """Solve all batch rows at once."""
     heads, size = unit_values(heads)
     layer, double = layer_products(heads), cache(lambda: layer_products(heads.to(torch.float64)))
-    solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
 
     def norms(family: type[ScaledHeads] | type[Through], weights: Tensor) -> Norms:
         single = family(layer, weights.to(heads.v))
@@ -156,8 +185,11 @@ def splitting_gain(
     exact = exact / size
     # Directions in which all copies of a token move alike give ||J||. Those that sum to 0 over the
     # copies change no key's or value's total: what is left of row i is s T_i Phi^q_i.
-    blocks = _largest_block(heads, exact.flatten(), seeds, tol).view_as(exact)
-    return torch.where(blocks <= exact, 1.0, blocks / exact)
+    parts = _kept_together(heads)
+    limits = exact.flatten().chunk(len(parts))
+    blocks = [_largest_block(*each, seeds, tol) for each in zip(parts, limits, strict=True)]
+    largest = torch.cat(blocks).view_as(exact)
+    return torch.where(largest <= exact, 1.0, largest / exact)
 
 
 def vjp_x(

@@ -8,66 +8,13 @@ with W = [W_Q W_K W_V].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lipaudit.theory.exact.pairs import PairProducts, pair_products
+from lipaudit.theory.exact.attend import Attend, derivative
 from lipaudit.theory.heads import Heads, Projection
-
-
-@dataclass(frozen=True)
-class _Attend:
-    """Derivative of O = P V in the rows q, k, v; all tensors (problems, tokens, channels)."""
-
-    p: Tensor
-    q: Tensor  # times s
-    k: Tensor  # times s
-    v: Tensor
-    o: Tensor
-    pairs: PairProducts | None = None
-
-    def pull(self, u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """Cotangents of the named rows under the cotangent u of O."""
-        # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
-        inner = (u * self.o).sum(-1, keepdim=True)
-        ds = (u @ self.v.mT).sub_(inner).mul_(self.p)
-        plain = ds if self.pairs is None else self.pairs.scaled(ds)
-        rules = {
-            "q": lambda: plain @ self.k,
-            "k": lambda: plain.mT @ self.q,
-            "v": lambda: self.p.mT @ u,
-        }
-        rows = {name: rules[name]() for name in names}
-        if self.pairs is not None:
-            more = zip("qk", self.pairs.pull(ds), strict=True)
-            rows |= {name: rows[name] + r for name, r in more if r is not None and name in rows}
-        return rows
-
-    def push(self, tangents: dict[str, Tensor]) -> Tensor:
-        """Tangent of O under tangents of the rows; rows that are not named stand still."""
-        pairs = [(tangents["q"], self.k)] if "q" in tangents else []
-        pairs += [(self.q, tangents["k"])] if "k" in tangents else []
-        out = self.p @ tangents["v"] if "v" in tangents else torch.zeros_like(self.o)
-        if not pairs:
-            return out
-        (left, right), *others = pairs
-        dp = left @ right.mT
-        for left, right in others:
-            dp.baddbmm_(left, right.mT)
-        if self.pairs is not None:
-            more = self.pairs.push(tangents.get("q"), tangents.get("k"))
-            dp = sum(more, start=self.pairs.scaled(dp))
-        dp.mul_(self.p)
-        # dO = P dV + (P * dS)(V - o): sum_j P_ij dS_ij (v_j - o_i), the second part by row sums.
-        out.baddbmm_(dp, self.v)
-        return out.addcmul_(dp.sum(-1, keepdim=True), self.o, value=-1)
-
-    def select(self, index: Tensor) -> _Attend:
-        p, q, k, v, o = (tensor[index] for tensor in (self.p, self.q, self.k, self.v, self.o))
-        return _Attend(p, q, k, v, o, None if self.pairs is None else self.pairs.select(index))
 
 
 @dataclass(frozen=True)
@@ -104,7 +51,7 @@ class _Side:
 class HeadProducts:
     """J J^T u of single heads; a problem is one head on one batch row."""
 
-    attend: _Attend
+    attend: Attend
     sides: list[_Side]
     grams: list[Tensor]  # W^T W of each side, (problems, e, e)
 
@@ -133,9 +80,9 @@ class HeadProducts:
 
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of these problems alone."""
-        if len(index) == len(self.attend.p):
+        if len(index) == len(self.attend.q):
             return self
-        index = index.to(self.attend.p.device)
+        index = index.to(self.attend.q.device)
         sides = [side.select(index) for side in self.sides]
         grams = [gram[index] for gram in self.grams]
         return HeadProducts(self.attend.select(index), sides, grams)
@@ -145,7 +92,7 @@ class HeadProducts:
 class LayerProducts:
     """J J^T u of all heads together; a problem is one batch row, u is (tokens, heads, d_v)."""
 
-    attend: _Attend
+    attend: Attend
     sides: list[_Side]
     weights: list[Tensor]  # W of each side, the heads side by side: (D, heads e)
     heads: int
@@ -184,10 +131,10 @@ class LayerProducts:
 
     def select(self, rows: Tensor) -> LayerProducts:
         """Return the products of these batch rows alone."""
-        if len(rows) * self.heads == len(self.attend.p):
+        if len(rows) * self.heads == len(self.attend.q):
             return self
         index = (rows[:, None] * self.heads + torch.arange(self.heads)).flatten()
-        index = index.to(self.attend.p.device)
+        index = index.to(self.attend.q.device)
         sides = [side.select(index) for side in self.sides]
         return replace(self, attend=self.attend.select(index), sides=sides)
 
@@ -273,41 +220,34 @@ def head_products(heads: Heads) -> HeadProducts:
     """Linearise every head of a layer on its own."""
     sides, batch = _sides(heads), len(heads.q)
     grams = [(side.weight.mT @ side.weight).repeat(batch, 1, 1) for side in sides]
-    return HeadProducts(_attend(heads), sides, grams)
+    return HeadProducts(derivative(heads), sides, grams)
 
 
 def layer_products(heads: Heads) -> LayerProducts:
     """Linearise a layer, all heads together."""
     sides = _sides(heads)
     weights = [side.weight.transpose(0, 1).flatten(1) for side in sides]
-    return LayerProducts(_attend(heads), sides, weights, heads.q.shape[1])
+    return LayerProducts(derivative(heads), sides, weights, heads.q.shape[1])
 
 
-def _value_path(attend: _Attend, sides: list[_Side]) -> Tensor:
+def _value_path(attend: Attend, sides: list[_Side]) -> Tensor:
     """The left singular vector of P kron W_V^T times its singular value; 0 where v is local."""
-    p, side, dv = attend.p, sides[-1], attend.v.shape[2]
-    if side.local.get("v", p) is not None:
+    side, dv, (count, n) = sides[-1], attend.v.shape[2], attend.q.shape[:2]
+    if side.local.get("v", attend.v) is not None:
         return torch.zeros_like(attend.o)
     # The norm and left vector of a Kronecker product are those of its factors; four power steps
     # on P are enough for a guess.
-    rows = p.new_ones(len(p), 1, p.shape[1])
+    rows = attend.v.new_ones(count, 1, n)
     for _ in range(4):
-        rows = torch.nn.functional.normalize(rows @ p, dim=-1) @ p.mT
+        rows = attend.maps.right(torch.nn.functional.normalize(attend.maps.left(rows), dim=-1))
     weight = side.weight[..., -dv:]
     values, vectors = torch.linalg.eigh(weight.mT @ weight)
     channels = values[:, -1:].clamp_min(0.0).sqrt() * vectors[..., -1]
-    return rows.mT * channels.repeat(len(p) // len(channels), 1)[:, None]
+    return rows.mT * channels.repeat(count // len(channels), 1)[:, None]
 
 
 def _names(sides: list[_Side]) -> list[str]:
     return [name for side in sides for name in side.local]
-
-
-def _attend(heads: Heads) -> _Attend:
-    p, scale = heads.attention(), heads.scale[..., None, None]
-    tensors = (p, scale * heads.q, scale * heads.k, heads.v, p @ heads.v)
-    p, q, k, v, o = (tensor.flatten(0, 1) for tensor in tensors)
-    return _Attend(p, q, k, v, o, pair_products(heads))
 
 
 def _sides(heads: Heads) -> list[_Side]:

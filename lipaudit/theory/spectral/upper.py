@@ -14,6 +14,8 @@ SQUARINGS = 3
 SEPARATE = 0.95
 """What the others may reach of the leading eigenvalue then."""
 
+_LONG_STEPS = 60  # of maps whose Gram matrix is not formed
+
 
 def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
     """Return the largest singular value of each matrix, from the smaller of its Gram matrices.
@@ -187,20 +189,24 @@ def map_norm(
     """Return ||P|| of attention maps, never too small and at most `tol` relatively too large.
 
     The certificate of `nonnegative_norm` is compared with ||P u|| / ||u||; where the two do not
-    meet, as on one map in ten of a trained model, another one proves the norm. `single` is P in
-    single precision where the caller has it.
+    meet, as on one map in ten of a trained model, another one proves the norm, but for maps with
+    more than `policy.map_limit` entries: there more steps are taken and the first one is returned,
+    never too small but maybe further above. `single` is P in single precision where the caller
+    has it.
 
     Examples:
         >>> map_norm(torch.full((4, 4), 0.25, dtype=torch.float64))
         tensor(1., dtype=torch.float64)
     """
-    u = _positive_steps(p.float() if single is None else single, 11).to(p)
+    long = p.shape[-2] * p.shape[-1] > policy.map_limit
+    steps = _LONG_STEPS if long else 11
+    u = _positive_steps(p.float() if single is None else single, steps).to(p)
     u = u @ p.mT @ p  # a last step wipes out single precision
     u = (u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)).nan_to_num(1.0).clamp_min(1e-30)
     image = u @ p.mT
     norm = ((image @ p) / u).amax((-2, -1)).sqrt()
     apart = norm > (1 + tol) * torch.linalg.matrix_norm(image)
-    if apart.any():
+    if apart.any() and not long:
         norm[apart] = gram_norm(p[apart].mT @ p[apart], tol, policy=policy)
     return norm
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lipaudit.data.batch import Batch
+from lipaudit.measures.by_layer import per_sample
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.heads import per_sample
 
 SEEDS = [3, 4]
 

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
+from lipaudit.measures.by_layer import per_sample
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import (
     dense_jacobian,
@@ -18,7 +19,7 @@ from lipaudit.theory.exact.head_norms import (
     splitting_gain,
     vjp_x,
 )
-from lipaudit.theory.heads import affine_heads, per_sample
+from lipaudit.theory.heads import affine_heads
 
 SEEDS = (0, 1)
 

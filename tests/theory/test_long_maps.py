@@ -1,0 +1,127 @@
+"""Maps too large to be kept: their rows are met block by block, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lipaudit.theory import heads as heads_module
+from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain, vjp_x
+from lipaudit.theory.heads import Projection, affine_heads
+from lipaudit.theory.policy import Policy
+from lipaudit.theory.reach import rows_in_reach
+from tests.live import Live
+
+SEEDS = range(10)
+LONG = Policy(map_limit=0, chunk_entries=24)
+
+
+@pytest.fixture
+def long(monkeypatch):
+    """Treat every layer as one that is too long."""
+
+    def begin():
+        monkeypatch.setattr(heads_module, "POLICY", LONG)
+
+    return begin
+
+
+def norms_of(heads):
+    heads = replace(heads)  # nothing that is known of the maps
+    norms = {"head": head_norms(heads, seeds=SEEDS, tol=1e-9)}
+    layer = layer_norms(heads, seeds=SEEDS, tol=1e-9)
+    norms |= {"layer": layer.concat} | ({} if layer.out is None else {"out": layer.out})
+    values = {name: each.norm for name, each in norms.items()}
+    if not heads.is_causal() and heads.sink is None:
+        values["gain"] = splitting_gain(heads, values["head"], seeds=SEEDS)
+    u = torch.randn(heads.v.shape[:2] + heads.q.shape[2:3] + heads.v.shape[3:]).to(heads.v)
+    u = u if heads.valid is None else u * heads.valid[:, None, :, None]
+    values |= {f"pulled {i}": t for i, t in enumerate(vjp_x(heads, u)) if t is not None}
+    return values
+
+
+def test_exact_norms_are_those_of_kept_maps(layer, long):
+    torch.manual_seed(0)
+    kept = norms_of(layer.heads)
+    long()
+    torch.manual_seed(0)
+    met = norms_of(layer.heads)
+    assert len(layer.heads.row_blocks()) > 1 or layer.heads.q.shape[2] < 3
+    for name, values in kept.items():
+        torch.testing.assert_close(met[name], values, rtol=1e-9, atol=1e-12)
+
+
+def test_every_bound_holds_and_is_hardly_larger(layer, long):
+    heads = layer.heads
+    exact, kept = head_norms(heads, seeds=SEEDS, tol=1e-9).norm, head_bounds(heads)
+    long()
+    met = head_bounds(replace(heads), policy=replace(LONG, single_keys=2))
+    for name in ("softmax_norm_max", "g1_max", "x_norm", "radius", "tokens"):
+        torch.testing.assert_close(met[name], kept[name], rtol=1e-9, atol=0)
+    true = torch.linalg.matrix_norm(heads.attention(), 2)
+    assert (met["p_norm"] >= true * (1 - 1e-9)).all()
+    assert (met["p_norm"] <= 1.1 * true).all()
+    for name in BOUNDS:
+        there = ~kept[name].isnan()
+        assert torch.equal(there, ~met[name].isnan())
+        assert (met[name] >= exact * (1 - 1e-9))[there].all()
+        if name != "sharp":  # small layers have it exact, longer ones bounded
+            assert (met[name] <= 1.1 * kept[name])[there].all()
+
+
+def test_rows_are_cut_to_the_keys_that_they_see(random_layer):
+    heads = random_layer("rotary").heads
+    n = heads.q.shape[2]
+    window = torch.ones(n, n, dtype=torch.bool).tril().triu(-1)[None, None]
+    causal, sliding = replace(heads, causal=True), replace(heads, bias=window)
+    for one, first in ((causal, 0), (sliding, 2)):
+        p, keys = rows_in_reach(one, 3, 5)
+        assert keys == slice(first, 5)
+        whole = torch.zeros_like(one.attention()[:, :, 3:5])
+        whole[..., keys] = p
+        torch.testing.assert_close(whole, one.attention()[:, :, 3:5], rtol=1e-12, atol=0)
+
+
+def rotary_heads(tokens, count, width):
+    """A causal layer with rotary-like maps, one sample."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(1, tokens, 8), torch.randn(3, count, 8, width)
+    heads = replace(affine_heads(x, *weights), causal=True)
+    turns = torch.linalg.qr(torch.randn(1, 1, tokens, width, width)).Q
+    q, k = ((turns @ (x[:, None] @ w)[..., None])[..., 0] for w in weights[:2])
+    to_q, to_k = (Projection(w, None, turns, "rotation") for w in weights[:2])
+    return replace(heads, q=q, k=k, to_q=to_q, to_k=to_k)
+
+
+@pytest.fixture
+def short_limit(monkeypatch):
+    policy = Policy(map_limit=2**15, chunk_entries=2**13, map_entries=1)
+    monkeypatch.setattr(heads_module, "POLICY", policy)
+    return policy
+
+
+def test_exact_norms_of_long_layers_keep_no_map(short_limit):
+    """Memory of a block of rows in float64, and of vectors: it grows as the tokens do."""
+    most = []
+    for tokens in (256, 512):
+        heads, live = rotary_heads(tokens, 4, 2), Live()
+        with live:
+            head_norms(heads, seeds=[0])
+            layer_norms(heads, seeds=[0])
+        assert live.largest <= 2 * 8 * short_limit.chunk_entries
+        most.append(live.most)
+    assert most[1] < 2.2 * most[0]
+    assert most[1] < 4 * 512**2 * 8 / 2  # the maps of the four heads, in double precision
+
+
+def test_bounds_of_long_layers_keep_the_maps_of_one_head(short_limit):
+    """P in float64 and in float32, the norms of its blocks in float32, and blocks of rows."""
+    tokens, heads, live = 512, rotary_heads(512, 4, 2), Live()
+    with live:
+        head_bounds(heads, policy=short_limit)
+    assert live.largest <= 8 * tokens**2
+    assert live.most < 20 * tokens**2

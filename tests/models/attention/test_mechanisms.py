@@ -1,0 +1,58 @@
+"""Every attention mechanism of causal language models, against autograd through a model of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.attention.survey import survey
+from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import dense_jacobian
+from tests.reference import truth
+from tests.reference.loaded import alone
+from tests.reference.mechanisms import MECHANISMS, load, row, texts
+
+PAGE = Path(__file__).parents[3] / "docs" / "mechanisms.md"
+
+
+def norms(layer: Layer) -> Tensor:
+    """The norm of every head, (samples, heads)."""
+    if not layer.site.closed_form:
+        return numeric_norms(layer, seeds=[0] * layer.samples, tol=1e-12, within=1e-6).norm
+    return torch.linalg.matrix_norm(dense_jacobian(layer.heads()), 2)
+
+
+def bounds(layer: Layer) -> dict[str, Tensor]:
+    found = head_bounds(layer.heads()) if layer.site.closed_form else {}
+    return {name: found[name] for name in found if name in BOUNDS}
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_heads_and_bounds_are_those_of_the_model(name, hard):
+    """Hard: tokens that stand twice, and weights that leave most rows of P one entry."""
+    net, index = load(name, gain=MECHANISMS[name].steep if hard else 1.0), MECHANISMS[name].layer
+    batch = texts(net, doubled=hard)
+    sites = survey(net, batch)
+    read = lambda layer: (norms(layer), bounds(layer))  # noqa: E731
+    ((exact, above),) = capture(net, sites, batch, read, layers=[index])
+    for i in range(len(batch)):
+        true = truth.truths(net, alone(batch, i), sites, [index])[index].heads
+        torch.testing.assert_close(exact[i], true, rtol=1e-9, atol=1e-12)
+        for bound, values in above.items():
+            assert not (values[i] < true * (1 - 1e-12)).any(), bound
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_page_says_what_is_read(name):
+    assert row(name) in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_page_has_no_other_rows():
+    assert PAGE.read_text(encoding="utf-8").count("\n| ") == len(MECHANISMS) + 1

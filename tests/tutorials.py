@@ -3,18 +3,20 @@
     python tests/tutorials.py docs/tutorials/gate.md ...
 
 A block with a title is a file of that name; a console block is a command behind each $ and what it
-prints to stdout, of which a line `...` leaves out a part; other blocks of Python are executed.
+prints to stdout, of which a line `...` leaves out a part; other blocks of Python are executed, and
+a block of text behind one is what it prints.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from typer.testing import CliRunner
 from lipaudit.cli.commands import build
 
 PAGES = sorted((Path(__file__).parents[1] / "docs/tutorials").glob("*.md"))
-BLOCK = re.compile(r'^```(console|python|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S)
+BLOCK = re.compile(
+    r'^```(console|python|text|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S
+)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
 LEFT_OUT = "..."
 
@@ -32,13 +36,18 @@ LEFT_OUT = "..."
 def replayed(text: str, folder: Path) -> str:
     """Return a page with what its commands print in an empty folder."""
     names: dict[str, Any] = {"__name__": "tutorial"}
+    printed = io.StringIO()
 
     def block(match: re.Match[str]) -> str:
         kind, title, body = match.groups()
         if title:
             Path(folder, title).write_text(body, encoding="utf-8")
         elif kind == "python":
-            exec(compile(body, "tutorial", "exec"), names)  # noqa: S102
+            printed.truncate(printed.seek(0))
+            with redirect_stdout(printed):
+                exec(compile(body, "tutorial", "exec"), names)  # noqa: S102
+        elif kind == "text":
+            return f"```text\n{_shortened(printed.getvalue(), body)}```"
         elif kind == "console":
             return "```console\n" + "".join(_console(body)) + "```"
         return match[0]

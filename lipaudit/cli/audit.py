@@ -6,7 +6,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -124,7 +124,12 @@ def _audit_one(request: Request, how: _How) -> None:
             executed(job, observer, adapt=adapt, ranks=ranks) as report,
         ):
             folder = made_folder(how.folder or RUNS / _name(model, report), "--run-dir")
-            _write(report, folder)
+            try:
+                _write(report, folder)
+            except EvaluationError:  # a full disk, say: what is measured is shown
+                with suppress(EvaluationError):
+                    emit(report, how.output, details=how.extent.details)
+                raise
             emit(report, how.output, details=how.extent.details)
     if not terminal.quiet:
         _conclude(model, report, folder)

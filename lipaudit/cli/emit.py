@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lipaudit.cli.options import Output
 from lipaudit.cli.streams import unheeded
 from lipaudit.engine.files import require_writable, write
+from lipaudit.errors import EvaluationError
 
 if TYPE_CHECKING:
     from lipaudit.report import Form, Format, Subject
@@ -35,7 +36,7 @@ def check_outputs(output: Output, forms: Collection[Form]) -> None:
 def emit(
     shown: Report | Subject, output: Output, *, always: bool = True, details: bool = True
 ) -> None:
-    """Write the files first, then stdout.
+    """Write the files first, then stdout, which has the figures where a file cannot be written.
 
     Args:
         shown: what is written.
@@ -53,10 +54,16 @@ def emit(
     subject = of_reports(shown) if isinstance(shown, Report) else shown
     check_outputs(output, subject.keys())
     stdout, files = _formats(output, subject.keys())
+    refused: list[EvaluationError] = []
     for path, format in files.items():
-        write(path, format.render(subject[format.takes]()))
-    if always or output.format or not files:
+        try:
+            write(path, format.render(subject[format.takes]()))
+        except EvaluationError as error:  # a full disk, say: what is measured is shown
+            refused.append(error)
+    if always or output.format or not files or refused:
         _print(subject, stdout, details=details)
+    if refused:
+        raise refused[0]
 
 
 def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:

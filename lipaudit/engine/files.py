@@ -22,10 +22,12 @@ def write(path: Path, content: bytes) -> None:
             file.write(content)
         temporary.chmod(ordinary_mode())
         temporary.replace(path)
+        temporary = None
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)  # half a file on a full disk
         raise EvaluationError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        if temporary is not None:  # half a file: the disk is full, or somebody stopped the run
+            temporary.unlink(missing_ok=True)
 
 
 def require_writable(path: Path) -> None:

@@ -54,16 +54,24 @@ class Journal:
         folder: where the parts are.
         keeps: whether they are kept; a process that measures with another, which has the lock,
             may say so without entering.
+        refusal: why not, or not all of them; empty where they are.
     """
 
     def __init__(self, facts: Mapping[str, Any], root: Path | None = None) -> None:
         text = json.dumps(facts, sort_keys=True, default=str)
         self.folder = (root or _cache()) / hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.keeps = False
+        self.keeps, self.refusal = False, ""
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> Self:
-        self._lock = _locked(self.folder.with_suffix(".lock"))
+        path = self.folder.with_suffix(".lock")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path)
+        except OSError as error:
+            self.refusal = f"{path.parent}: {error.strerror}"
+        else:
+            self.refusal = "" if self._lock else "another process measures the same"
         self.keeps = self._lock is not None
         return self
 
@@ -92,21 +100,31 @@ class Journal:
         return sorted(finished, key=lambda part: place[part.ids[0]])
 
     def recorded(self, parts: Iterable[Part], *, after: int = 0) -> Iterator[Part]:
-        """Yield the parts, each once it is kept beside the first `after`."""
+        """Yield the parts, each once it is kept beside the first `after`.
+
+        A full disk does not end the run: `refusal` says so.
+        """
         for number, part in enumerate(parts, after):
             if self.keeps:
-                with suppress(OSError, EvaluationError):  # a full disk does not end the run
+                try:
                     self._keep(part, first=number == 0)
+                except (OSError, EvaluationError) as error:
+                    self.refusal = str(error)
             yield part
+
+    def begin(self) -> None:
+        """Forget the parts, and of other runs those that are too many or too old."""
+        if self.keeps:
+            self.clear()
+            with suppress(OSError):  # a full disk, or what another run forgets at the same time
+                self.folder.mkdir(exist_ok=True, parents=True)
+                _prune(self.folder.parent)
 
     def _keep(self, part: Part, *, first: bool) -> None:
         if first:
-            self.clear()
+            self.begin()
         self.folder.mkdir(exist_ok=True, parents=True)
-        if first:
-            with suppress(OSError):  # what another run forgets at the same time
-                _prune(self.folder.parent)
-        write(self.folder / f"{part.ids[0]}.part", pickle.dumps(part, protocol=5))
+        write(self.folder / f"{part.ids[0]}.part", _sealed(pickle.dumps(part, protocol=5)))
 
     def clear(self) -> None:
         """Forget the parts."""
@@ -135,12 +153,12 @@ def unpacked(text: str) -> list[Part]:
 
 
 def _locked(path: Path) -> IO[str] | None:
-    """Open a file that no other process holds; the system lets go of it when this one ends."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError:
-        return None
+    """Open a file that no other process holds; the system lets go of it when this one ends.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = path.open("a")
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,8 +175,17 @@ def _unlink(path: Path) -> None:
         path.unlink()
 
 
+def _sealed(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest() + content
+
+
 def _read(path: Path) -> Part:
-    part = _Plain(io.BytesIO(path.read_bytes())).load()
+    # A disk that fails may change a byte: of a number that would go unseen.
+    whole = path.read_bytes()
+    content = whole[hashlib.sha256().digest_size :]
+    if whole != _sealed(content):
+        raise pickle.UnpicklingError(f"{path} is damaged")
+    part = _Plain(io.BytesIO(content)).load()
     if not isinstance(part, Part):
         raise pickle.UnpicklingError(f"{path} holds no part")
     return part
@@ -197,8 +224,8 @@ def _prune(root: Path) -> None:
 
 
 def _forget(folder: Path) -> None:
-    lock = _locked(folder.with_suffix(".lock"))
-    if lock is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        _unlink(folder.with_suffix(".lock"))
-        lock.close()
+    with suppress(OSError):  # it belongs to somebody else
+        if (lock := _locked(folder.with_suffix(".lock"))) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            _unlink(folder.with_suffix(".lock"))
+            lock.close()

@@ -191,9 +191,10 @@ class Ranks:
         _trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        if self.rank == 0 and isinstance(error, Exception):
+        if self.rank == 0 and error is not None:
             self._part_from_others(error)
         elif self.rank:
+            self._quietly(f"stopped/{self.rank}", int(error is not None))
             self._quietly("left", 1)
 
     def begin(self, measure: str, begun: Begun) -> None:
@@ -222,7 +223,7 @@ class Ranks:
             raise _fault(json.loads(self._get("over")))
         self._require_alive([0] if self.rank else range(1, self.size))
 
-    def end(self, error: Exception) -> None:
+    def end(self, error: BaseException) -> None:
         """Say that the run has failed, if there is anybody to tell."""
         with suppress(EvaluationError):
             self._set("over", json.dumps(_said(error)))
@@ -285,7 +286,7 @@ class Ranks:
                     samples -= len(other.ids)
                     yield other
                 time.sleep(PAUSE)
-        except Exception:
+        except BaseException:  # a rank 0 that is stopped, too: what the others do is for it
             self._add(f"{measure}/next", ENDED)
             raise
 
@@ -310,14 +311,14 @@ class Ranks:
             if known is not None and known[0] == beat:
                 since = known[1]
             self._beats[rank] = beat, since
-            if now - since > LOST:
+            if now - since > LOST or self._add(f"stopped/{rank}", 0):
                 raise EvaluationError(f"rank {rank} of {self.size} has ended", AGAIN)
 
     def _live(self) -> None:
         while not self._ended.wait(BEAT):
             self._quietly(f"beat/{self.rank}", 1)
 
-    def _part_from_others(self, error: Exception) -> None:
+    def _part_from_others(self, error: BaseException) -> None:
         self.end(error)
         end = time.monotonic() + FAREWELL
         with suppress(EvaluationError):  # there is nobody left
@@ -349,7 +350,9 @@ class Ranks:
             raise EvaluationError("rank 0, or the launcher, has ended", AGAIN) from error
 
 
-def _said(error: Exception) -> dict[str, Any]:
+def _said(error: BaseException) -> dict[str, Any]:
+    if not isinstance(error, Exception):
+        error = EvaluationError("rank 0 was stopped", AGAIN)
     fault = as_user_meets(error) or bug(error)
     return {"message": fault.message, "advice": fault.advice, "exit_code": fault.exit_code}
 

@@ -21,6 +21,7 @@ from lipaudit.measures import MEASURES, Measure, Part
 from lipaudit.measures.by_layer import chosen
 from lipaudit.measures.measure import listening, sample_ids
 from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.failing import first_failure
 from lipaudit.results import Note, Section
 from lipaudit.results.report import Failure
 from lipaudit.settings import BoundsOptions, CertifyOptions, MeasureOptions
@@ -122,9 +123,10 @@ class Task:
         finished = sample_ids(kept)
         left = self.left(finished)
         samples = sum(map(len, left))
+        said = self._unkept(journal, "")
         if ranks is not None:
             if not kept:
-                journal.clear()  # the others keep what they measure there, too
+                journal.begin()  # the others keep what they measure there, too
             ranks.begin(self.name, Begun(self._adapted(), finished, journal.keeps))
         self.observer.begins(self.name, samples)
         if ranks is None:
@@ -132,8 +134,10 @@ class Task:
         else:
             own = self.measured(ranks.units(self.name, left))
             parts = ranks.gathered(self.name, own, left, self.job.request.end)
+        before = len(kept) if ranks is None else 1
         with listening(partial(self.observer.moves, self.name)):
-            for part in journal.recorded(parts, after=len(kept)):
+            for part in journal.recorded(parts, after=before):
+                said = self._unkept(journal, said)
                 self.observer.advances(self.name, len(part.ids))
                 kept.append(part)
         self.observer.ends(self.name)
@@ -159,6 +163,13 @@ class Task:
         else:
             text += "stop this one and add --resume to go on with it"
         return Note(level="info", code="kept", text=text)
+
+    def _unkept(self, journal: Journal, said: str) -> str:
+        """Say why nothing is kept, if that is not said yet."""
+        if journal.refusal and not said:
+            text = f"what is finished is not kept for --resume: {journal.refusal}"
+            self.observer.note(Note(level="info", code="not-kept", text=text))
+        return journal.refusal
 
     def _forewarn(self, first: Batch) -> None:
         """Say before it begins what will take long, as the layers are; they are surveyed once."""
@@ -187,6 +198,7 @@ class Task:
                 yield from self._run(first, taken, size)
             except Exception as error:
                 if not out_of_memory(error):
+                    self._lay(error, [first, *taken.begun])
                     raise
                 if size == 1:
                     raise EvaluationError(
@@ -196,6 +208,30 @@ class Task:
                 size = max(1, min(size, taken.largest) // 2)
                 first = first[:size].trimmed()
                 taken.again(None if self.measure.chunk else size)
+
+    def _lay(self, error: Exception, batches: Sequence[Batch]) -> None:
+        """Lay an error to the model and a sample, where the model fails there by itself.
+
+        Raises:
+            EvaluationError: it does.
+        """
+        if type(error) is not EvaluationError and as_user_meets(error) is not None:
+            return
+        net = self.job.net
+        for batch in batches:
+            failure = first_failure(net, batch.to(net.device, net.dtype))
+            if failure is not None:
+                place, text, cause = failure
+                raise EvaluationError(
+                    f"the model fails on {self._named(batch, place)}: {text}",
+                    "Leave that sample out of --data, or mend the model; where numbers overflow, "
+                    "try --dtype float64.",
+                ) from (cause or error)
+
+    def _named(self, batch: Batch, place: int) -> str:
+        name, origins = batch.ids[place], self.job.samples.origins
+        where = f" ({origins[batch.start + place].place})" if origins else ""
+        return f"sample {name[:12]}{where}"
 
     def _run(self, first: Batch, taken: _Taken, size: int) -> Iterator[Part]:
         net = self.job.net
@@ -239,7 +275,12 @@ class _Taken:
     @property
     def largest(self) -> int:
         """The samples of the largest batch that is taken and not finished."""
-        return max((len(batch) for batch in self._begun + self._next), default=1)
+        return max((len(batch) for batch in self.begun), default=1)
+
+    @property
+    def begun(self) -> list[Batch]:
+        """What is taken and not finished."""
+        return self._begun + self._next
 
     def finish(self, samples: int) -> None:
         """Leave out so many samples of those begun: they are measured."""
@@ -251,7 +292,7 @@ class _Taken:
 
     def again(self, size: int | None) -> None:
         """Take again what is begun, in batches of another size if one is given."""
-        rest, self._begun = self._begun + self._next, []
+        rest, self._begun = self.begun, []
         self._next = [piece for batch in rest for piece in batch.split(size or len(batch))]
 
 

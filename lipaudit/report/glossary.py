@@ -272,6 +272,7 @@ NOTES: Mapping[str, str] = {
     "interpolated": "Position embeddings of a model of one image size serve other sizes, between "
     "those it was trained with.",
     "kept": "An interrupted run left finished parts: --resume goes on with them.",
+    "not-kept": "Finished parts cannot be kept, so that --resume would find nothing.",
     "labels-by-order": "The classes of the data were matched to the model's by their order.",
     "labels-unused": "The model has no classes: those of the data are not used.",
     "latin-1": "A text file was not UTF-8 and was read as Latin-1.",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,10 +15,12 @@ import pytest
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.journal import Journal
+from lipaudit.errors import EvaluationError
 from lipaudit.measures import MEASURES
 from lipaudit.measures.measure import Part, sample_ids
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import option_types
+from tests import processes
 
 ATTACK = ("attack", "demo", "--eps", "0.05", "--attack", "pgd", "-n", "130", "--steps", "30")
 NORMS = ("jacobian", "demo", "-n", "32", "--batch-size", "1", "--per-layer")
@@ -29,34 +30,22 @@ SMALL = {
 }
 
 
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "lipaudit", *args, "-f", "json"]
-
-
-def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"XDG_CACHE_HOME": str(cwd)}
-    return subprocess.run(command(*args), cwd=cwd, env=env, capture_output=True, text=True)
+def run(*args: str, cwd: Path) -> tuple[str, str]:
+    """What a command prints, and what it says."""
+    command = processes.begun(*args, "-f", "json", cwd=cwd)
+    code, said = command.ended()
+    assert code == 0, said
+    return command.stdout.read_text(), said
 
 
 def stopped(*args: str, cwd: Path, by: signal.Signals) -> tuple[int, str]:
     """Start a command and stop it once a part of it is kept."""
-    env = os.environ | {"XDG_CACHE_HOME": str(cwd)}
-    process = subprocess.Popen(
-        command(*args),
-        cwd=cwd,
-        env=env,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # Shells start what runs in the background with SIGINT ignored, and children inherit it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    command = processes.begun(*args, "-f", "json", cwd=cwd)
     while not kept(cwd):
-        assert process.poll() is None
+        assert command.alive
         time.sleep(0.005)
-    process.send_signal(by)
-    said = process.communicate()[1]
-    return process.returncode, said
+    command.send(by)
+    return command.ended()
 
 
 def kept(cwd: Path) -> list[Path]:
@@ -75,11 +64,10 @@ def numbers(text: str) -> list[dict]:
 def test_a_killed_run_goes_on_to_the_same_report(args, tmp_path):
     status, _ = stopped(*args, cwd=tmp_path, by=signal.SIGKILL)
     assert status == -signal.SIGKILL
-    resumed = run(*args, "--resume", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "going on from there" in resumed.stderr
+    resumed, said = run(*args, "--resume", cwd=tmp_path)
+    assert "going on from there" in said
     assert not kept(tmp_path)
-    assert numbers(resumed.stdout) == numbers(run(*args, cwd=tmp_path).stdout)
+    assert numbers(resumed) == numbers(run(*args, cwd=tmp_path)[0])
 
 
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -88,12 +76,10 @@ def test_a_stopped_run_says_how_to_go_on(by, code, tmp_path):
     assert status == code
     assert "--resume goes on" in said
     assert "Traceback" not in said
-    other = run(*NORMS, "--seed", "1", "--resume", cwd=tmp_path)
-    assert other.returncode == 0
-    assert "interrupted" not in other.stderr  # another run is not mixed up with this one
-    anew = run(*NORMS, cwd=tmp_path)
-    assert "add --resume to go on" in anew.stderr
-    assert anew.returncode == 0
+    _, other = run(*NORMS, "--seed", "1", "--resume", cwd=tmp_path)
+    assert "interrupted" not in other  # another run is not mixed up with this one
+    _, anew = run(*NORMS, cwd=tmp_path)
+    assert "add --resume to go on" in anew
     assert not kept(tmp_path)
 
 
@@ -129,7 +115,8 @@ def numbered(count: int) -> list[Part]:
 
 def test_a_damaged_or_foreign_file_is_left_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    bad = [b"", pickle.dumps(Harmful()), pickle.dumps([1]), pickle.dumps(numbered(1)[0])]
+    foreign = [pickle.dumps(each) for each in (Harmful(), [1], numbered(1)[0])]
+    bad = [b"", *foreign, *(hashlib.sha256(text).digest() + text for text in foreign)]
     with Journal({}, tmp_path) as journal:
         list(journal.recorded(numbered(4)))
         third = journal.paths()[2]
@@ -140,21 +127,56 @@ def test_a_damaged_or_foreign_file_is_left_out(tmp_path, monkeypatch):
     assert not (tmp_path / "harm").exists()
 
 
+def test_no_byte_of_a_part_is_changed_unseen(tmp_path):
+    """Nor is any of its beginnings a part: a machine may stop in the middle of a file."""
+    with Journal({}, tmp_path) as journal:
+        list(journal.recorded(numbered(1)))
+        (path,) = journal.paths()
+        whole = path.read_bytes()
+        for i in range(len(whole)):
+            for content in (whole[:i], whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :]):
+                path.write_bytes(content)
+                assert journal.parts("0") == []
+        path.write_bytes(whole)
+        assert journal.parts("0") == numbered(1)
+
+
+def refuse(path, _content):
+    raise EvaluationError(f"cannot write {path}: No space left on device")
+
+
+def test_what_cannot_be_kept_is_measured_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("lipaudit.engine.journal.write", refuse)
+    with Journal({}, tmp_path) as journal:
+        assert journal.refusal == ""
+        assert list(journal.recorded(numbered(2))) == numbered(2)
+        assert "No space left" in journal.refusal
+        with Journal({}, tmp_path) as second:
+            assert "another process" in second.refusal
+    (tmp_path / "file").touch()
+    with Journal({}, tmp_path / "file") as nowhere:
+        assert "File exists" in nowhere.refusal
+        assert list(nowhere.recorded(numbered(2))) == numbered(2)
+
+
+def test_others_keep_what_they_measure_before_the_first_has_a_part(tmp_path):
+    with Journal({}, tmp_path) as first:
+        list(first.recorded(numbered(1)))
+        first.begin()
+        assert first.parts("0") == []
+        beside = Journal({}, tmp_path)
+        beside.keeps = first.keeps
+        list(beside.recorded(numbered(2), after=1))
+        list(first.recorded(numbered(3)[2:], after=1))
+        assert sample_ids(first.parts("012")) == ("0", "1", "2")
+
+
 def test_parts_come_in_the_order_of_the_samples_and_whole(tmp_path):
     pairs = [Part((f"{i}", f"{i + 1}"), {"x": np.zeros(2)}) for i in (4, 0, 2)]
     with Journal({}, tmp_path) as journal:
         list(journal.recorded(pairs))
         assert sample_ids(journal.parts("0123456")) == ("0", "1", "2", "3", "4", "5")
         assert sample_ids(journal.parts("01245")) == ("0", "1", "4", "5")
-
-
-def test_a_process_beside_that_with_the_lock_keeps_parts_too(tmp_path):
-    with Journal({}, tmp_path) as first:
-        beside = Journal({}, tmp_path)
-        beside.keeps = first.keeps
-        list(beside.recorded(numbered(2), after=1))
-        list(first.recorded(numbered(3)[2:], after=1))
-        assert sample_ids(first.parts("012")) == ("0", "1", "2")
 
 
 def test_two_equal_runs_at_once_do_not_share_a_journal(tmp_path):
@@ -171,7 +193,8 @@ def test_two_equal_runs_at_once_do_not_share_a_journal(tmp_path):
 
 def test_a_run_without_a_cache_directory_goes_on(tmp_path):
     (tmp_path / "lipaudit").write_text("a file where the cache would be")
-    assert run("attention", "demo", "-n", "2", cwd=tmp_path).returncode == 0
+    _, said = run("attention", "demo", "-n", "2", cwd=tmp_path)
+    assert said.count("not kept for --resume") == 1
 
 
 def interrupted(root: Path, name: str, *, age_days: float = 0, size: int = 10) -> Path:
@@ -232,8 +255,7 @@ def test_a_run_in_use_is_never_forgotten(tmp_path, monkeypatch):
 
 
 def test_a_finished_run_leaves_nothing_behind(tmp_path):
-    done = run("jacobian", "demo", "-n", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run("jacobian", "demo", "-n", "2", cwd=tmp_path)
     assert list((tmp_path / "lipaudit/journal").iterdir()) == []
 
 

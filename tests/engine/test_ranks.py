@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from itertools import islice
@@ -26,6 +23,7 @@ from lipaudit.errors import EvaluationError, InputError, LipauditError, UsageErr
 from lipaudit.measures import Part
 from lipaudit.measures.measure import sample_ids
 from lipaudit.schema import dumps, load
+from tests import processes
 
 ALONE: dict[str, str] = {}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
@@ -74,7 +72,7 @@ def together(size: int, act) -> list:
         try:
             with Ranks(store, rank, size) as each:
                 ends[rank] = act(each)
-        except LipauditError as error:
+        except (LipauditError, KeyboardInterrupt) as error:
             ends[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -177,6 +175,47 @@ def test_what_failed_in_one_process_is_said_in_all():
         assert (error.message, error.advice, error.exit_code) == ("no such thing", "Do so.", 4)
 
 
+def test_a_process_that_is_stopped_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(ranks, "LOST", 1e9)
+
+    def act(each: Ranks):
+        if each.rank == 0:
+            each.begin("m", Begun({}, (), keeps=False))
+            own = measured(each.units("m", batches(1)[:0]))
+            return list(each.gathered("m", own, batches(1)))
+        raise KeyboardInterrupt("terminated")
+
+    failed, _ = together(2, act)
+    assert failed.message == "rank 1 of 2 has ended"
+
+
+def test_a_first_process_that_is_stopped_stops_the_others(monkeypatch):
+    monkeypatch.setattr(ranks, "LOST", 1e9)
+    taken = threading.Event()
+
+    def act(each: Ranks):
+        if each.rank == 0:
+            each.begin("m", Begun({}, (), keeps=False))
+
+            def interrupted():
+                assert taken.wait(60)
+                raise KeyboardInterrupt
+                yield
+
+            return list(each.gathered("m", interrupted(), batches(1000)))
+        units = each.units("m", batches(1000))
+        next(units)
+        taken.set()
+        while not each._store.check(["0/over"]):
+            time.sleep(0.01)
+        assert len(list(units)) < 999
+        return each.begun("next")
+
+    _, other = together(2, act)
+    assert other.message == "rank 0 was stopped"
+    assert "--resume" in other.advice
+
+
 def test_processes_that_do_not_come_are_missed(monkeypatch):
     monkeypatch.setattr(ranks, "JOIN", 0.1)
     with pytest.raises(EvaluationError, match="1 of 2 processes") as error:
@@ -204,23 +243,12 @@ AUDIT = (
     "-q",
 )
 NORMS = ("jacobian", "demo", "-n", "24", "--batch-size", "1", "--per-layer", "-q")
-LAZY = """
-import sys
-from lipaudit.engine import ranks
-ranks.BEAT, ranks.LOST = 0.2, 5.0
-units = ranks.Ranks.units
-ranks.Ranks.units = lambda self, *given: iter(()) if self.rank == 0 else units(self, *given)
-from lipaudit.__main__ import main
-main()
-"""
-"""The command, with a rank 0 that leaves all the work to the others."""
 
 
-def started(*args: str, rank: int, port: int, cwd: Path) -> subprocess.Popen[str]:
-    env = os.environ | {"XDG_CACHE_HOME": str(cwd), "RANK": f"{rank}", "WORLD_SIZE": "2"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    command = [sys.executable, "-c", LAZY, *args]
-    return subprocess.Popen(command, cwd=cwd, env=env, stderr=subprocess.PIPE, text=True)
+def lazy() -> None:
+    """Let rank 0 leave all the work to the others, and miss them soon."""
+    ranks.BEAT, ranks.LOST, units = 0.2, 5.0, Ranks.units
+    Ranks.units = lambda self, *given: iter(()) if self.rank == 0 else units(self, *given)
 
 
 @pytest.fixture
@@ -236,12 +264,6 @@ def alone(tmp_path, monkeypatch):
     return invoke
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def written(path: Path) -> dict:
     document = json.loads(dumps(load(path)))
     for name in ("created", "command"):
@@ -251,11 +273,8 @@ def written(path: Path) -> dict:
 
 def test_what_others_measured_is_the_report_of_one_process(alone, tmp_path):
     """Rank 0 measures nothing here: all figures, and the map it asks for, come from rank 1."""
-    port = free_port()
-    args = (*AUDIT, "--run-dir", "two")
-    processes = [started(*args, rank=rank, port=port, cwd=tmp_path) for rank in (0, 1)]
-    said = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    both = processes.ranks(2, *AUDIT, "--run-dir", "two", cwd=tmp_path, before=lazy)
+    assert [each.ended() for each in both] == [(0, ""), (0, "")]
     alone(*AUDIT, "--run-dir", "one")
     two, one = (written(tmp_path / name / "report.json") for name in ("two", "one"))
     assert any(name.startswith("map@") for name in one["sections"][2]["arrays"])
@@ -263,38 +282,23 @@ def test_what_others_measured_is_the_report_of_one_process(alone, tmp_path):
 
 
 def test_a_killed_process_loses_what_it_had_begun_alone(alone, tmp_path):
-    port = free_port()
-    args = (*NORMS, "-o", "two.json")
-    first, second = (started(*args, rank=rank, port=port, cwd=tmp_path) for rank in (0, 1))
+    """Any number of processes goes on with the rest."""
+    first, second = processes.ranks(2, *NORMS, "-o", "two.json", cwd=tmp_path, before=lazy)
     while not list(tmp_path.rglob("*.part")):
-        assert second.poll() is None
+        assert second.alive
         time.sleep(0.005)
-    second.send_signal(signal.SIGKILL)
-    said = first.communicate(timeout=300)[1]
-    second.communicate()
-    assert first.returncode == 3, said
+    second.send(signal.SIGKILL)
+    code, said = first.ended()
+    assert code == 3, said
     assert "rank 1 of 2 has ended" in said
+    assert second.ended()[0] == -signal.SIGKILL
     assert not (tmp_path / "two.json").exists()
-    kept = len(list(tmp_path.rglob("*.part")))
-    assert 0 < kept < 24
-    alone(*NORMS, "-o", "resumed.json", "--resume")
+    assert 0 < len(list(tmp_path.rglob("*.part"))) < 24
+    shutil.copytree(tmp_path / "lipaudit", tmp_path / "three" / "lipaudit")
+    alone(*NORMS, "-o", "three/one.json", "--resume")
+    three = processes.ranks(3, *NORMS, "-o", "three.json", "--resume", cwd=tmp_path / "three")
+    assert [each.ended()[0] for each in three] == [0, 0, 0]
     assert not list(tmp_path.rglob("*.part"))
-    alone(*NORMS, "-o", "one.json")
-    assert written(tmp_path / "resumed.json") == written(tmp_path / "one.json")
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_processes(alone, tmp_path):
-    launcher = (
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        f"{free_port()}",
-    )
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", *launcher, "-m", "lipaudit", *NORMS, "-o", "two.json"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    alone(*NORMS, "-o", "one.json")
-    assert written(tmp_path / "two.json") == written(tmp_path / "one.json")
+    alone(*NORMS, "-o", "whole.json")
+    for name in ("three/one.json", "three/three.json"):
+        assert written(tmp_path / name) == written(tmp_path / "whole.json")

@@ -1,0 +1,133 @@
+"""Commands in processes of their own, forked from one that has imported what all of them import.
+
+They begin in a tenth of a second where an interpreter takes five, and end as any process does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver, get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+IMPORTED = [
+    "lipaudit.api.measuring",
+    "lipaudit.cli.commands",
+    "lipaudit.engine.execute",
+    "lipaudit.report",
+    "torch.distributed.rendezvous",
+    "transformers",
+]
+"""What most commands import; none of it runs a model."""
+WITHIN = 300.0
+"""Seconds after which a process hangs."""
+
+
+def nothing() -> None:
+    """What is done before most commands."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that has begun.
+
+    Attributes:
+        process: that runs it.
+        stderr: what it says there.
+        stdout: what it prints.
+    """
+
+    process: BaseProcess
+    stderr: Path
+    stdout: Path
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit status, negative for a signal, and what it said, once it has ended."""
+        self.process.join(WITHIN)
+        if self.process.is_alive():
+            self.process.kill()
+            raise AssertionError(f"it hangs: {self.stderr.read_text()}")
+        return self.process.exitcode, self.stderr.read_text()
+
+
+@functools.cache
+def _forked():
+    context = get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
+    return context
+
+
+def begun(
+    *args: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    before: Callable[[], None] = nothing,
+) -> Command:
+    """Start a command in a folder that is its cache, too.
+
+    Args:
+        args: as they are typed.
+        cwd: the folder.
+        env: variables of its own.
+        before: a function of a module that is called first, in the process.
+    """
+    number = len(list(cwd.glob("*.stderr")))
+    said, printed = (cwd / f"{number}.{name}" for name in ("stderr", "stdout"))
+    said.touch()
+    given = {"XDG_CACHE_HOME": str(cwd), "COLUMNS": "300"} | dict(env or {})
+    process = _forked().Process(target=_run, args=(args, given, before, said, printed))
+    process.start()
+    return Command(process, said, printed)
+
+
+def ranks(size: int, *args: str, cwd: Path, before: Callable[[], None] = nothing) -> list[Command]:
+    """Start a command in several processes that know each other."""
+    meeting = {"WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [
+        begun(*args, cwd=cwd, env=meeting | {"RANK": f"{rank}"}, before=before)
+        for rank in range(size)
+    ]
+
+
+def free_port() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
+def _run(
+    args: tuple[str, ...],
+    env: Mapping[str, str],
+    before: Callable[[], None],
+    said: Path,
+    printed: Path,
+) -> None:
+    for number, path in ((1, printed), (2, said)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    # What runs in the background of a shell has SIGINT ignored, and children inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(said.parent)
+    os.environ |= env
+    sys.argv = ["lipaudit", *args]
+    before()
+    from lipaudit.cli import main
+
+    main()

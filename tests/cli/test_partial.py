@@ -103,7 +103,7 @@ def test_a_full_disk_loses_nothing(monkeypatch):
     assert done.exit_code == 3
     assert "cannot write run/report.json: No space left on device" in done.stderr
     assert "the same command with --resume goes on" in done.stderr
-    assert done.stdout == ""
+    assert "Scorecard" in done.stdout  # the journal might be on that disk, too
     fail(monkeypatch, "jacobian", AssertionError("it was measured, and is measured again"))
     done = audit("--only", "jacobian", "-o", "a.json", "--resume")
     assert done.exit_code == 0, done.output

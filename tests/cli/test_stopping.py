@@ -116,7 +116,6 @@ def test_a_clock_that_goes_back_changes_nothing(monkeypatch):
     assert written("a.json") == written("b.json")
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
 def test_an_audit_of_several_models_that_is_stopped_goes_on(tmp_path):
     """Once the first model is finished: its report is taken as it is."""
     command = processes.begun(*MODELS, "--run-dir", "run", cwd=tmp_path)

@@ -88,6 +88,6 @@ def test_env_tells_which_devices_can_be_used(simulated):
         lines = CliRunner().invoke(build(), ["env"]).output.splitlines()
         return next(line for line in lines if line.startswith("devices"))
 
-    assert told().endswith("cpu, simulated:0")
+    assert told().endswith("cpu, simulated:0, simulated:1")
     with device.no_float64():
         assert "simulated:0 (not usable: device 'simulated:0' has no float64" in told()

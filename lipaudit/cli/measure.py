@@ -88,9 +88,9 @@ def prepared(request: Request, *, quiet: bool) -> Iterator[tuple[Job, Ranks | No
 
     place = placed()
     with muted(quiet=quiet):
-        job = prepare(
-            request if place is None else replace(request, run=local(request.run, place))
-        )
+        if place is not None:
+            request = replace(request, run=local(request.run, place))
+        job = prepare(request)
     if place is None:
         yield job, None
     else:

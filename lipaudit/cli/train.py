@@ -87,7 +87,6 @@ def train(
     """
     os.environ.setdefault(*UNSAID)
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.engine.ranks import local, placed
     from lipaudit.train.record import check_target, written
 
     require_unsharded(run, "a training")
@@ -97,15 +96,12 @@ def train(
     given = {"seed": run.seed} | ({"batch_size": run.batch_size} if run.batch_size else {})
     recipe = recipe.model_copy(update=given)
     check_outputs(output, ("lines", "record"))
-    place = placed()
-    task = Task(classes, held_out, out, watch, place)
-    if place is not None and place.rank:
-        _train(model, local(run, place), recipe, task, quiet=True)
-        return
-    check_target(out, resume=run.resume)
-    run = run if place is None else local(run, place)
-    _train(model, run, recipe, task, quiet=terminal.quiet)
-    emit({"lines": lambda: [str(out)], "record": lambda: written(out)}, output)
+    task, run = _placed(Task(classes, held_out, out, watch), run)
+    if task.first:
+        check_target(out, resume=run.resume)
+    _train(model, run, recipe, task, quiet=terminal.quiet or not task.first)
+    if task.first:
+        emit({"lines": lambda: [str(out)], "record": lambda: written(out)}, output)
 
 
 @dataclass(frozen=True)
@@ -117,6 +113,21 @@ class Task:
     out: Path
     watch: int | None
     place: Place | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.place is None or self.place.rank == 0
+
+
+def _placed(task: Task, run: RunOptions) -> tuple[Task, RunOptions]:
+    """Return which of several processes this is, and the options with the device of this one."""
+    from lipaudit.engine.ranks import local, placed
+
+    place = placed()
+    if place is None:
+        return task, run
+    return replace(task, place=place), local(run, place)
 
 
 def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bool) -> None:
@@ -143,16 +154,16 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     batch = None if tested is None else tested.batch
     with _together(task.place, net.device) as replica, _kept(record, quiet=quiet):
         require_shared(replica.gathered(record.same))
-        state = replica.first(None if replica.rank else record.resumed())
+        state = replica.first(record.resumed() if task.first else None)
         done = 0 if state is None else int(state["epochs"])
         if done and not quiet:
             typer.echo(f"Going on after epoch {done} of {recipe.epochs}.", err=True)
         epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state, replica=replica)
         epochs = _watched(epochs, net, batch, task, after=done)
         for epoch in _reported(epochs, recipe.epochs, quiet=quiet):
-            if not replica.rank:
+            if task.first:
                 record.keep(epoch)
-    if replica.rank:
+    if not task.first:
         return
     complete = save_model(net, task.out, options)
     record.finish()
@@ -166,8 +177,8 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
 @contextmanager
 def _together(place: Place | None, device: torch.device) -> Iterator[Replica]:
     """Meet the other processes that train the model, if there are any."""
-    from lipaudit.engine.collective import collective
     from lipaudit.engine.ranks import join
+    from lipaudit.train.collective import collective
     from lipaudit.train.replicas import Replica
 
     if place is None:

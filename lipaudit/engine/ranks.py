@@ -21,13 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lipaudit.data.batch import Batch
 from lipaudit.engine.journal import packed, unpacked
-from lipaudit.errors import (
-    EvaluationError,
-    LipauditError,
-    UsageError,
-    as_user_meets,
-    bug,
-)
+from lipaudit.errors import EvaluationError, LipauditError, UsageError, as_user_meets, bug
 from lipaudit.measures import Part
 from lipaudit.settings import RunOptions
 
@@ -98,8 +92,7 @@ def local(run: RunOptions, place: Place) -> RunOptions:
         if Path(run.device_map).is_file():
             return run
         raise UsageError(
-            f"--device-map {run.device_map}: each of {place.size} processes would spread "
-            "its model over all devices",
+            f"--device-map {run.device_map}: each process would spread its model over all devices",
             "Run one process, or give a file that says where the modules lie.",
         )
     if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
@@ -229,10 +222,7 @@ class Ranks:
             self._set("over", json.dumps(_said(error)))
 
     def store(self) -> Store:
-        """Return a store for a process group of torch.distributed.
-
-        It has a connection of its own: who waits there does not keep signs of life from others.
-        """
+        """Return a store for a process group: its waiting does not hold up the signs of life."""
         from torch._C._distributed_c10d import PrefixStore
 
         return PrefixStore(f"{self._run}group", self._store.clone())
@@ -306,10 +296,9 @@ class Ranks:
     def _require_alive(self, ranks: Sequence[int]) -> None:
         now = time.monotonic()
         for rank in ranks:
-            beat, since = self._add(f"beat/{rank}", 0), now
-            known = self._beats.get(rank)
-            if known is not None and known[0] == beat:
-                since = known[1]
+            beat = self._add(f"beat/{rank}", 0)
+            last, since = self._beats.get(rank, (beat, now))
+            since = since if last == beat else now
             self._beats[rank] = beat, since
             if now - since > LOST or self._add(f"stopped/{rank}", 0):
                 raise EvaluationError(f"rank {rank} of {self.size} has ended", AGAIN)

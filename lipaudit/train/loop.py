@@ -26,9 +26,8 @@ from lipaudit.settings.recipe import Recipe
 from lipaudit.train.augment import Mix, flipped, mixing, translated
 from lipaudit.train.descent import batched, optimizer_of, schedule_of
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty, certified_loss
-from lipaudit.train.replicas import Objective, Replica
+from lipaudit.train.replicas import ALONE, Objective, Replica
 
-ALONE = Replica()
 LOOK = 32
 """Steps between two looks at the losses: an accelerator works on while nobody looks."""
 
@@ -164,7 +163,7 @@ class _Training:
             batch = data.rows(index).to(self.net.device, self.net.dtype)
             losses.append(self.step(batch))
             if number % LOOK == 0 or number == len(batches):
-                sums = np.sum([sums, *_finite(self.replica.total(_weighed(losses)))], axis=0)
+                sums = np.sum([sums, *_lost(losses, self.replica)], axis=0)
                 losses.clear()
         self.net.module.eval()
         loss, penalty = sums / len(data)
@@ -185,8 +184,7 @@ class _Training:
     def step(self, batch: Batch) -> tuple[int, Tensor]:
         """Take one step; return of how many samples, and their loss and penalty, (2,).
 
-        It does not wait for them. Where other processes step along, the samples are those of a
-        part of the batch.
+        It does not wait for them. Where others step along, the samples are a part of the batch.
         """
         part = self.replica.part(len(batch))
         batch = replace(batch, x=self.changed(batch))
@@ -263,16 +261,13 @@ class _Training:
             return certified_loss(self.net, batch, share * float(self.recipe.eps))
 
 
-def _weighed(losses: Sequence[tuple[int, Tensor]]) -> Any:
+def _lost(losses: Sequence[tuple[int, Tensor]], replica: Replica) -> Any:
     """What steps lost, each times its samples; the host waits for a device once."""
     values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
-    return np.array([[size] for size, _ in losses]) * values
-
-
-def _finite(losses: Any) -> Any:
-    if not np.isfinite(losses).all():
+    total = replica.total(np.array([[size] for size, _ in losses]) * values)
+    if not np.isfinite(total).all():
         raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
-    return losses
+    return total
 
 
 def _require_fit(net: Net, recipe: Recipe) -> None:

@@ -111,6 +111,9 @@ class Replica:
         return self.rank if self.device.type in SEEDED else 0
 
 
+ALONE = Replica()
+
+
 class _Whole(nn.Module):
     """A function of a model as a module: what it reads are its parameters."""
 

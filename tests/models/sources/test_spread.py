@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lipaudit import measure
-from lipaudit.engine.prepare import Request
 from lipaudit.engine.ranks import Place, local
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import lifting
@@ -255,9 +254,9 @@ def test_what_cannot_be_spread_is_refused_in_one_line(qwen, written, monkeypatch
     with pytest.raises(UsageError, match="loaded by name"):
         measure(nn.Linear(2, 2), "jacobian", input_shape=(1, 2), device_map=places)
     place, run = Place(0, 2, 0, "localhost", 1), RunOptions(device_map="auto")
-    with pytest.raises(UsageError, match="each of 2 processes"):
-        local(Request("demo", {}, run), place)
-    asked = Request("demo", {}, RunOptions(device_map=places))
+    with pytest.raises(UsageError, match="each process would spread its model"):
+        local(run, place)
+    asked = RunOptions(device_map=places)
     assert local(asked, place) is asked
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(InputError, match="`accelerate`.*not installed"):

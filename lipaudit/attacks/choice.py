@@ -99,9 +99,10 @@ def _budget(
 
 
 LACKING = {
-    "words": "it has no table of embeddings, which near words are read from",
+    "words": "it scores what follows a text, or has no table of embeddings, which near "
+    "words are read from",
     "characters": "it has no tokenizer that spells its tokens (its files belong beside "
-    "config.json), or no table of embeddings",
+    "config.json), no table of embeddings, or scores what follows a text",
 }
 """Why a text model cannot be attacked so."""
 

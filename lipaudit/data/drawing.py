@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.data.batch import Batch, Origin, sample_ids
 from lipaudit.data.hub.commit import Commit
-from lipaudit.data.intake import DataOptions, Intake, remark, warning
+from lipaudit.data.intake import DataOptions, Intake, Task, remark, warning
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
@@ -31,6 +31,7 @@ class Drawn:
         notes: what must be said of them.
         commit: the state of a repository of the Hub that they were read from.
         origins: where each of them is found; empty of samples that are made up.
+        task: what they ask, where they are prompts with continuations to be scored.
     """
 
     x: Sequence[Tensor]
@@ -38,6 +39,7 @@ class Drawn:
     notes: tuple[Note, ...] = field(default=())
     commit: Commit | None = None
     origins: Sequence[Origin] = ()
+    task: Task | None = None
 
 
 def picks(total: int, samples: int, seed: int) -> list[int]:

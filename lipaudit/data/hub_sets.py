@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from PIL.Image import Image
 from torch import Tensor
 
 from lipaudit.data.batch import Origin
+from lipaudit.data.continuations import read_continuations
 from lipaudit.data.drawing import Drawn, class_indices, picks
-from lipaudit.data.hub.commit import hub_access
+from lipaudit.data.hub.commit import Commit, hub_access
 from lipaudit.data.hub.splits import open_split, parse_reference
 from lipaudit.data.intake import DataOptions, Intake
-from lipaudit.data.tables import label_column, text_columns
+from lipaudit.data.tables import Row, label_column, text_columns
 from lipaudit.data.text import Text, beginning, class_numbers, row_text, tokenized
 from lipaudit.errors import InputError
 from lipaudit.results import Note
@@ -34,6 +36,8 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
         table, commit = open_split(parse_reference(reference), offline=options.offline)
     if not len(table):
         raise InputError(f"{origin} is empty", "Choose another split.")
+    if options.scored and net.kind == "text":
+        return _continuations(table, net, options, origin, commit)
     order = picks(len(table), options.samples, options.seed)
     texts: list[Text] = []
     if net.kind == "text":
@@ -47,6 +51,16 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
     said = [beginning(text) for text in texts] or [""] * len(order)
     origins = [Origin(f"index {i}", text) for i, text in zip(order, said, strict=True)]
     return Drawn(x, labels, notes + more, commit, origins)
+
+
+def _continuations(
+    table: Any, net: Intake, options: DataOptions, origin: str, commit: Commit | None
+) -> Drawn:
+    rows = [Row(f"index {i}", values) for i, values in enumerate(table)]
+    column = label_column(table.column_names, options, origin=origin)
+    names = None if column is None else getattr(table.features[column], "names", None)
+    drawn = read_continuations(rows, net, options, origin=origin, classes=names)
+    return replace(drawn, commit=commit)
 
 
 def _pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Tensor]:

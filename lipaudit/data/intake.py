@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from PIL.Image import Image
 from torch import Tensor
@@ -92,6 +92,7 @@ class DataOptions:
         label_column: column that holds the labels; by default the first usual name.
         offline: never open a connection; only what is on this machine.
         skip_bad: leave out samples that cannot be read, with a note, where they would be refused.
+        scored: read prompts with what a language model is to score behind them.
     """
 
     samples: int = 32
@@ -101,6 +102,20 @@ class DataOptions:
     label_column: str | None = None
     offline: bool = False
     skip_bad: bool = False
+    scored: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a language model is asked by scoring continuations.
+
+    Attributes:
+        kind: how likely a continuation is; which of several choices; which label.
+        classes: what the classes are called: a continuation and its rival, letters, labels.
+    """
+
+    kind: Literal["continuation", "choices", "labels"]
+    classes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,7 @@ class Samples:
         notes: what must be said of them: how labels were matched, texts that were cut.
         commit: the state of a repository of the Hub that they were read from.
         origins: where each of them is found, in the order of the batch; empty where none is.
+        task: what they ask, where they are prompts with continuations to be scored.
     """
 
     spec: str
@@ -120,6 +136,7 @@ class Samples:
     notes: tuple[Note, ...] = ()
     commit: Commit | None = None
     origins: tuple[Origin, ...] = ()
+    task: Task | None = None
 
     @property
     def suite_id(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lipaudit.data.arrays import draw_arrays, holds_arrays, read_arrays
+from lipaudit.data.continuations import read_continuations
 from lipaudit.data.drawing import Drawn, to_batch
 from lipaudit.data.hub_sets import read_dataset
 from lipaudit.data.images import read_folder
@@ -15,7 +16,7 @@ from lipaudit.data.intake import DataOptions as DataOptions
 from lipaudit.data.intake import Intake, remark
 from lipaudit.data.intake import Samples as Samples
 from lipaudit.data.synthetic import random_samples
-from lipaudit.data.tables import TABLES
+from lipaudit.data.tables import TABLES, read_rows
 from lipaudit.data.text import read_table, read_text
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 
@@ -72,7 +73,8 @@ def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samp
         notes += (remark("fewer-samples", text),)
     if drawn.commit is not None:
         notes += (drawn.commit.note,)
-    return Samples(spec, to_batch(drawn, net), notes, drawn.commit, tuple(drawn.origins))
+    origins = tuple(drawn.origins)
+    return Samples(spec, to_batch(drawn, net), notes, drawn.commit, origins, drawn.task)
 
 
 def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
@@ -101,6 +103,8 @@ def _read_file(path: Path, net: Intake, options: DataOptions) -> Drawn:
         raise InputError(
             f"{path} holds text; the model takes {net.kind}", "Give a folder or an .npz file."
         )
+    if options.scored and path.suffix in TABLES:
+        return read_continuations(read_rows(path), net, options, origin=str(path))
     return (read_text if path.suffix == ".txt" else read_table)(path, net, options)
 
 

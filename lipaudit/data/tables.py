@@ -107,8 +107,16 @@ def _parquet(path: Path) -> Iterator[Row]:
         yield Row(f"row {number}", values)
 
 
-def text_columns(columns: Sequence[str], options: DataOptions, *, origin: str) -> tuple[str, ...]:
+def text_columns(
+    columns: Sequence[str], options: DataOptions, *, origin: str, usual: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Choose the column of the texts, or the two of pairs of texts.
+
+    Args:
+        columns: of the table.
+        options: which were asked for.
+        origin: the table, for messages.
+        usual: further names of a column of texts, looked for first.
 
     Raises:
         InputError: none has a usual name, or not the one asked for.
@@ -120,7 +128,7 @@ def text_columns(columns: Sequence[str], options: DataOptions, *, origin: str) -
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
     if pair is not None:
         return pair
-    column = next((name for name in TEXTS if name in columns), None)
+    column = next((name for name in (*usual, *TEXTS) if name in columns), None)
     if column is None:
         raise InputError(
             f"{origin} has no text column (columns: {', '.join(columns)})",
@@ -129,11 +137,16 @@ def text_columns(columns: Sequence[str], options: DataOptions, *, origin: str) -
     return (column,)
 
 
-def label_column(columns: Sequence[str], options: DataOptions, *, origin: str) -> str | None:
-    """Choose the column of the labels; None where none has a usual name."""
+def label_column(
+    columns: Sequence[str], options: DataOptions, *, origin: str, usual: Sequence[str] = ()
+) -> str | None:
+    """Choose the column of the labels; None where none has a usual name.
+
+    `usual` are further names, looked for first.
+    """
     if options.label_column is not None:
         return _known((options.label_column,), columns, origin)[0]
-    return next((name for name in LABELS if name in columns), None)
+    return next((name for name in (*usual, *LABELS) if name in columns), None)
 
 
 def _known(asked: tuple[str, ...], columns: Sequence[str], origin: str) -> tuple[str, ...]:

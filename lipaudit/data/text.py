@@ -33,12 +33,12 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
         InputError: damaged, empty, a column missing, or labels the model does not have.
     """
     origin = str(path)
-    rows, notes = _sound(read_rows(path), options, origin)
+    rows, notes = sound_rows(read_rows(path), options, origin)
     columns = list(rows[0].values)
     text = text_columns(columns, options, origin=origin)
     label = label_column(columns, options, origin=origin)
     needed = text if label is None or net.classes is None else (*text, label)
-    rows, more = _sound([_complete(row, needed) for row in rows], options, origin)
+    rows, more = sound_rows([_complete(row, needed) for row in rows], options, origin)
     reader = _Reader(net, options, origin)
     texts = [row_text(row.values, text) for row in rows]
     drawn, skipped = draw(len(rows), options, lambda i: reader.tokens(texts[i]), what="texts")
@@ -72,10 +72,14 @@ def unused_labels(column: str | None, origin: str) -> tuple[Note, ...]:
     return (remark("labels-unused", text),)
 
 
-def _sound(
+def sound_rows(
     rows: Sequence[Row], options: DataOptions, origin: str
 ) -> tuple[list[Row], tuple[Note, ...]]:
-    """Return the rows that can be read; the others are refused, or left out if that was asked."""
+    """Return the rows that can be read; the others are refused, or left out if that was asked.
+
+    Raises:
+        InputError: one cannot be read; with `skip_bad`, none can.
+    """
     faulty = [f"{row.place} {row.fault}" for row in rows if row.fault]
     if faulty and not options.skip_bad:
         raise InputError(
@@ -116,7 +120,7 @@ def windows(
     that begins in a part, special tokens included. The last ones may be shorter, unless some text
     comes `after`.
     """
-    limit, notes = _limit(net, options)
+    limit, notes = most_tokens(net, options)
     starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
     text += after
     begins = [_word_start(text, start) for start in starts]
@@ -139,7 +143,7 @@ class _Reader:
 
     def __init__(self, net: Intake, options: DataOptions, origin: str) -> None:
         self.net, self.origin = net, origin
-        self.limit, self.limited = _limit(net, options)
+        self.limit, self.limited = most_tokens(net, options)
         self.read = self.cut = 0
 
     def tokens(self, text: Text) -> Tensor:
@@ -185,7 +189,7 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _limit(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
+def most_tokens(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     """Return the most tokens of a sample: what was asked for, or what the model can take."""
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "Give at least 1.")

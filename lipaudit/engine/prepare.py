@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.forms import form_of_data
 from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.engine.files import require_writable
-from lipaudit.errors import LipauditError, UsageError
+from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import MEASURES
 from lipaudit.models.net import Net
+from lipaudit.models.scoring import scoring
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results import Note
 from lipaudit.settings import MeasureOptions, RunOptions, Settings
@@ -118,17 +120,21 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     net = net or load_net(request.model, load_options(request.run))
     for group in given:
         group.require_kind(net.kind)
+    request = _with_score(request, net)
+    # Words are changed of texts that a model reads alone, not of prompts.
+    changes = net.changes if request.run.score is None else ()
     request, unsuited = _without_refused(
-        request, lambda _, options: options.suited(net.kind, net.changes)
+        request, lambda _, options: options.suited(net.kind, changes)
     )
     wanted = {name: request.count(name) for name in request.measures}
     drawn = samples or _samples(net, request, max(wanted.values()))
+    ready = _scoring(net, drawn, request.run.score)
     request, refused = _without_refused(
-        request, lambda name, options: _checked(name, net, drawn.batch[: wanted[name]], options)
+        request, lambda name, options: _checked(name, ready, drawn.batch[: wanted[name]], options)
     )
-    notes = net.info.notes + drawn.notes + unsuited + refused
+    notes = ready.info.notes + drawn.notes + unsuited + refused
     counts = {name: min(wanted[name], len(drawn.batch)) for name in request.measures}
-    return Job(request, net, drawn, counts, notes)
+    return Job(request, ready, drawn, counts, notes)
 
 
 def _require_whole(path: Path, run: RunOptions) -> None:
@@ -173,6 +179,48 @@ def _filled(request: Request) -> Request:
     return replace(request, run=run, measures=measures)
 
 
+def _with_score(request: Request, net: Net) -> Request:
+    """Say how continuations are scored, where no other way is left to measure a language model.
+
+    Raises:
+        UsageError: it was asked for, and the model or a measure cannot do it.
+    """
+    when = {name: options.scores for name, options in request.measures.items()}
+    if request.run.score is None:
+        if net.next_logits is None or set(when.values()) != {"always"}:
+            return request
+        return replace(request, run=request.run.model_copy(update={"score": "sum"}))
+    if net.next_logits is None:
+        raise UsageError(
+            f"{net.info.architecture} is no language model that could score continuations",
+            "Leave --score out.",
+        )
+    never = [name for name, scores in when.items() if scores == "never"]
+    if never:
+        raise UsageError(
+            f"--score: {', '.join(never)} cannot be measured of scores",
+            "Leave it out, or measure attack or jacobian with it.",
+        )
+    return request
+
+
+def _scoring(net: Net, samples: Samples, how: Literal["sum", "mean"] | None) -> Net:
+    """Return what is measured: the model, or how it scores what the samples ask.
+
+    Raises:
+        InputError: they ask nothing, or the model cannot score it.
+    """
+    if how is None:
+        return net
+    if samples.task is None:
+        raise InputError(
+            f"{samples.spec} has nothing for a language model to score",
+            "Give a table with prompt and continuation; question, choices and answer; or text and "
+            "label.",
+        )
+    return scoring(net, samples.task, how)
+
+
 def _checked(name: str, net: Net, batch: Batch, options: MeasureOptions) -> MeasureOptions:
     """Return the options of a measure that can work with the model and the samples.
 
@@ -209,6 +257,7 @@ def data_options(run: RunOptions, samples: int) -> DataOptions:
         label_column=run.label_column,
         offline=run.offline,
         skip_bad=run.skip_bad,
+        scored=run.score is not None,
     )
 
 

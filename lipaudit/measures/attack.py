@@ -21,7 +21,8 @@ from lipaudit.data.arrays import MADE_OF
 from lipaudit.data.batch import Batch
 from lipaudit.data.images import thumbnail
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures import rewriting
+from lipaudit.measures import losses, rewriting
+from lipaudit.measures.losses import Continued
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -71,6 +72,9 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
         ):
             outcomes.append(outcome)
             moved(len(batch) * sum(work[: len(outcomes)]) / sum(work))
+        if net.scored == "continuation":
+            further = Continued(net, batch, options.batch_size)
+            outcomes += further.raised(chunk, tuple(outcomes), options.seed)
         yield _part(net, batch, chunk, trials, outcomes, options)
 
 
@@ -142,6 +146,9 @@ def _part(
         "robust": torch.stack([end.robust for end in ends], 1),
         "distance": torch.stack([end.distance for end in ends], 1),
     }
+    if net.scored == "continuation":
+        points = [chunk.x, *(end.x_adv for end in ends)]
+        values["losses"] = Continued(net, batch, options.batch_size).losses(points)
     if options.save_adv is not None and options.save_adv.suffix != TABLE:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
     cost = [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial]
@@ -228,23 +235,35 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     for i, trial in enumerate(trials):
         columns[trial.key.column("robust")] = robust[:, i].astype(int)
         columns[trial.key.column("distance")] = distance[:, i]
+    raised = _losses(parts, trials)
     worst = [replace(trial.key, attack=WORST) for trial in trials]
     for key in dict.fromkeys(worst):
         same = [i for i, other in enumerate(worst) if other == key]
         stands = np.asarray(robust[:, same].all(1))
         rows.append(_row(key, correct, stands, cost[same].sum(0)))
         columns[key.column("robust")] = stands.astype(int)
+    columns |= raised
     return [
         Section(
             measure="attack",
             settings=options.model_dump(),
             rows=tuple(rows),
             samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
-            notes=_remarks(parts, trials, len(correct)),
+            notes=_remarks(parts, trials, len(correct))
+            + ((losses.remark(raised),) if raised else ()),
             examples={n: e for part in parts for n, e in part.facts.get("examples", {}).items()},
             classes=named_classes(parts),
         )
     ]
+
+
+def _losses(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[str, Values]:
+    """Return the columns of losses, where continuations were attacked."""
+    if "losses" not in parts[0].values:
+        return {}
+    values = joined(parts, "losses").astype(float)
+    names = ["loss", *(trial.key.column("loss") for trial in trials)]
+    return {name: values[:, i] for i, name in enumerate(names)}
 
 
 def _row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> AttackRow:

@@ -66,8 +66,8 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     """Refuse what cannot be certified.
 
     Raises:
-        InputError: a model without classes, or with one, token ids whose embedding nothing
-            shows, or a pass that takes more memory than there is.
+        InputError: a model without classes, with one, or that scores continuations, token ids
+            whose embedding nothing shows, or a pass that takes more memory than there is.
         NoRuleError: the model uses an operation that nothing is known of on balls.
         UsageError: a radius beyond the box, or a model that computes on several devices.
     """
@@ -76,6 +76,12 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         raise InputError(
             f"{net.info.architecture} has {has}: there is no decision to certify",
             "Certify a classifier.",
+        )
+    if net.scored:
+        raise InputError(
+            f"{net.info.architecture} scores what follows a text: of such scores nothing is known "
+            "on balls",
+            "Attack them: `lipaudit attack`. Certify a classifier.",
         )
     if len(set(devices(net.module))) > 1:
         raise UsageError(

@@ -93,6 +93,11 @@ class Net:
         pad_id: the id that fills shorter samples, for text.
         end_id: the id that every text must end with, where the model needs one.
         lexicon: makes what is known of the token ids, for text; None: nothing is.
+        next_logits: of a causal language model: (embeddings (rows, tokens, width), first) ->
+            logits of the token behind each position from `first` on.
+        scored: what its classes are where they are continuations that it scores, else nothing: a
+            sample is then a prompt with what follows, packed by `data.continuations.packed`, and
+            only the prompt can be moved.
         prepare: PIL image -> (channels, height, width) in [0, 1], for images.
         aliases: further names of classes (ImageNet synsets, say) -> index.
         surveys: what `attention.survey.surveyed` has learnt of this model; of a changed copy anew.
@@ -114,6 +119,8 @@ class Net:
     pad_id: int = 0
     end_id: int | None = None
     lexicon: Callable[[], Lexicon] | None = None
+    next_logits: Callable[[Tensor, int], Tensor] | None = None
+    scored: Literal["", "continuation", "choices", "labels"] = ""
     prepare: Callable[[Image], Tensor] | None = None
     aliases: Mapping[str, int] = field(default_factory=dict)
     surveys: list[Any] = field(init=False, default_factory=list, repr=False, compare=False)
@@ -148,7 +155,10 @@ class Net:
 
     def free(self, batch: Batch) -> Tensor | None:
         """Return which positions of its samples may move, (batch, tokens); None: all."""
-        return batch.mask if self.kind == "text" else None
+        if not self.scored:
+            return batch.mask if self.kind == "text" else None
+        prompt = batch.x < (self.vocabulary or 0)
+        return prompt if batch.mask is None else prompt & batch.mask
 
     def forward(self, z: Tensor, batch: Batch) -> Tensor:
         """Run from the attacked space: z replaces the samples of `batch` (its mask is kept)."""

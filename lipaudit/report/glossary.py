@@ -322,6 +322,7 @@ NOTES: Mapping[str, str] = {
     "spoils": "A warning of the report that is judged: its figures may mean little.",
     "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
     "not: gradients may be masked.",
+    "scores": "A language model scores continuations, choices or labels by their log-likelihood.",
     "stored-weights": "Weights are kept in the precision they are stored in, and lifted to that "
     "of the run where a layer reads them.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",

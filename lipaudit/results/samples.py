@@ -100,6 +100,14 @@ SAMPLES: dict[str, dict[str, Column]] = {
             "the attack; of texts, how many changes.",
             domain="",
         ),
+        "loss": Column(
+            label="loss",
+            meaning="Negative log-likelihood of the continuation in nats (of --score mean, per "
+            "token); @ATTACK: of the example that broke it, else the highest that was met.",
+            better="lower",
+            status="empirical",
+            domain="",
+        ),
     },
     "certify": {
         "label": Column(label="label", meaning="True class; empty: unknown.", format="d"),

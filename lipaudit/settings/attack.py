@@ -54,6 +54,7 @@ class AttackOptions(MeasureOptions):
 
     samples: ClassVar[int] = 128
     labelled: ClassVar[bool] = True
+    scores = "always"
 
     eps: Radii = option(
         (),

@@ -38,6 +38,7 @@ class CertifyOptions(MeasureOptions):
     """
 
     samples: ClassVar[int] = 8
+    scores = "always"
 
     eps: Balls = option(
         (), "Radii of pixels in [0, 1] or of token embeddings: 1/255 or 1/255,0.01."

@@ -88,6 +88,7 @@ class JacobianOptions(NormOptions):
     """
 
     samples: ClassVar[int] = 64
+    scores = "asked"
 
     start: StartPoint | None = option(None, "pixels or embeddings; text: embeddings.", "--from")
     target: EndPoint | None = option(

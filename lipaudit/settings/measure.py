@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from lipaudit.results.trials import COUNTED, Norm
 from lipaudit.settings.option import Settings
@@ -25,6 +25,9 @@ class MeasureOptions(Settings):
     """How many samples it takes when nobody says."""
     labelled: ClassVar[bool] = False
     """Whether it needs labels."""
+    scores: ClassVar[Literal["never", "asked", "always"]] = "never"
+    """When it has a language model score continuations: it may read texts alone, do so where
+    --score is given, or have no other way to measure one."""
 
     seed: int = 0
     layers: Layers = None

@@ -26,6 +26,7 @@ READING = (
     "max_tokens",
     "mean",
     "model_kwargs",
+    "score",
     "skip_bad",
     "std",
     "text_column",
@@ -64,6 +65,14 @@ class RunOptions(Settings):
         kinds=("text",),
     )
     label_column: str | None = option(None, "Column with labels.", panel=DATA)
+    score: Literal["sum", "mean"] | None = option(
+        None,
+        "Score continuations, choices or labels with a language model: log-likelihoods, their "
+        "sum or mean over tokens.",
+        panel=DATA,
+        kinds=("text",),
+        usual="sum for attack of a language model",
+    )
     skip_bad: bool = option(
         False, "Leave out samples that cannot be read, and count them.", panel=DATA
     )

@@ -39,6 +39,23 @@ def test_without_names_the_order_of_the_data_set_counts(library, tmp_path, text_
     assert "'pos' is class 0" in samples.notes[0].text
 
 
+def test_language_models_score_the_names_of_the_data_set(library, tmp_path, text_taker):
+    texts(library).save_to_disk(tmp_path / "d")
+    net = text_taker(tokenize=lambda text, most: [ord(letter) % 50 for letter in text][:most])
+    options = DataOptions(samples=4, scored=True)
+    samples = load_data(f"hf:{tmp_path}/d", net, options)
+    assert samples.task.classes == ("pos", "neg")
+    right = {
+        origin.text: int(y) for origin, y in zip(samples.origins, samples.batch.y, strict=True)
+    }
+    assert right == {"a b": 0, "c d": 1, "e f": 1, "g h": 1}
+    names = [[ord(letter) % 50 for letter in f" {name}"] for name in ("pos", "neg")]
+    expected = {tuple(100 * i + token for token in ids) for i, ids in enumerate(names, 1)}
+    assert {
+        tuple(row[3 + 4 * i :][:4].tolist()) for row in samples.batch.x for i in (0, 1)
+    } == expected
+
+
 def test_a_split_of_several(library, tmp_path, text_taker):
     parts = {"train": texts(library), "test": texts(library).select(range(2))}
     library.DatasetDict(parts).save_to_disk(tmp_path / "d")

@@ -82,6 +82,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         pad_id=spec.pad_id,
         end_id=spec.end_id,
         lexicon=spec.lexicon,
+        next_logits=spec.next_logits,
         prepare=_prepare(spec),
         aliases=spec.aliases,
     )

@@ -56,6 +56,8 @@ class ModelSpec:
         end_id: the id that every text must end with, where the model needs one; text only.
         lexicon: makes what is known of the token ids, for attacks that change texts; by default
             every id but pad_id and end_id is a word.
+        next_logits: of a causal language model, what scores continuations: (embeddings,
+            first) -> logits of the token behind each position from `first` on; text only.
         prepare: PIL image -> (channels, height, width) in [0, 1]; by default resized and cropped
             to the input shape.
         call: runs the module on (x, mask), x normalised; by default `module(x)`, with the mask as
@@ -85,6 +87,7 @@ class ModelSpec:
     pad_id: int = 0
     end_id: int | None = None
     lexicon: Callable[[], Lexicon] | None = None
+    next_logits: Callable[[Tensor, int], Tensor] | None = None
     prepare: Callable[[Image], Tensor] | None = None
     call: Callable[[Tensor, Tensor | None], Any] | None = None
     read: Callable[[Any], Tensor] | None = None

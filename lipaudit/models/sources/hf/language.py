@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,12 @@ from lipaudit.models.net import NextToken
 from lipaudit.models.sources.hf.lexicon import lexicon
 from lipaudit.models.sources.hf.pairs import Pairs, pairs
 from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
-from lipaudit.models.sources.hf.task_heads import class_names, has_head, is_classifier
+from lipaudit.models.sources.hf.task_heads import (
+    class_names,
+    has_head,
+    is_classifier,
+    is_language_model,
+)
 from lipaudit.models.sources.hf.towers import reads_last_position, tower_call, tower_features
 from lipaudit.models.sources.spec import ModelSpec
 
@@ -52,6 +58,7 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
         pad_id=pad,
         end_id=_end_id(module, tower),
         lexicon=None if tokenizer is None else partial(lexicon, tokenizer, config.vocab_size),
+        next_logits=_next_logits(module),
         call=call,
         read=read,
         entry=module.get_input_embeddings() if _tokens_first(module) else None,
@@ -207,6 +214,23 @@ def _decoder_inputs(module: Any) -> Callable[[Tensor, Tensor | None], dict[str, 
         return {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
 
     return inputs
+
+
+def _next_logits(module: Any) -> Callable[[Tensor, int], Tensor] | None:
+    """Return the logits behind embeddings of a language model; None for other models."""
+    known = inspect.signature(module.forward).parameters
+    if not is_language_model(module) or "inputs_embeds" not in known:
+        return None
+
+    def run(z: Tensor, first: int) -> Tensor:
+        last = z.shape[1] - first
+        # The logits of a prompt are large, and nothing is read of them.
+        few = {"logits_to_keep": last} if "logits_to_keep" in known else {}
+        out = module(inputs_embeds=z, **few)
+        logits: Tensor = out.logits[:, -last:]
+        return logits
+
+    return run
 
 
 def _next_token(logits: Tensor, mask: Tensor | None) -> Tensor:

@@ -28,6 +28,11 @@ def is_classifier(module: Any) -> bool:
     return type(module).__name__.endswith(tuple(CLASSIFIERS))
 
 
+def is_language_model(module: Any) -> bool:
+    """Say whether a model's output is the logits of tokens."""
+    return type(module).__name__.endswith(tuple(LANGUAGE_MODELS))
+
+
 def class_names(module: Any) -> tuple[str, ...] | None:
     """Return the class names, unless they are the placeholders LABEL_0, LABEL_1, ..."""
     if not is_classifier(module):

@@ -1,0 +1,280 @@
+"""Prompts and what may follow them: rows of a table that a language model scores."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lipaudit.data.batch import Origin
+from lipaudit.data.drawing import Drawn, draw
+from lipaudit.data.intake import DataOptions, Intake, Task, warning
+from lipaudit.data.tables import Row, label_column, text_columns
+from lipaudit.data.text import beginning, most_tokens, row_text, sound_rows
+from lipaudit.errors import InputError
+from lipaudit.results import Note
+
+CONTINUED = (("prompt", "continuation"), ("prompt", "completion"))
+"""Usual names of the columns of a prompt and what follows it."""
+CHOICES = ("choices", "endings", "options")
+PROMPTS = ("prompt", "ctx")
+"""Usual names of a column of prompts, beside those of texts."""
+ANSWERS = ("answer", "answerKey", "gold")
+"""Usual names of a column of the right choice, beside those of labels."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+WHOLE = 2**20
+"""More tokens than any text has: nothing is cut before it is known what fits."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a row asks: a prompt, what may follow it, and which of that is right."""
+
+    prompt: str
+    continuations: tuple[str, ...]
+    right: int = 0
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What the columns of a table are, and what is asked by them."""
+
+    kind: Literal["continuation", "choices", "labels"]
+    prompt: tuple[str, ...]
+    follows: str
+    right: str | None = None
+
+
+def packed(
+    prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int
+) -> Tensor:
+    """Put a prompt and its continuations into one row: id + i * vocabulary in the i-th of them.
+
+    >>> packed([7, 3], [[5], [5, 6]], 10)
+    tensor([ 7,  3, 15, 25, 26])
+    """
+    follow = [t + i * vocabulary for i, ids in enumerate(continuations, 1) for t in ids]
+    return torch.tensor([*prompt, *follow], dtype=torch.int64)
+
+
+def read_continuations(
+    rows: Sequence[Row],
+    net: Intake,
+    options: DataOptions,
+    *,
+    origin: str,
+    classes: Sequence[str] | None = None,
+) -> Drawn:
+    """Read prompts and what a language model is to score behind each.
+
+    By the columns there are: a prompt and its continuation; a question, its choices and the
+    answer; or a text (or a pair, on two lines) and its label, whose words are the continuations.
+    A blank stands between prompt and continuation, unless one of them has it; it belongs to the
+    continuation, and the ids of this are what the prompt's are followed by in the ids of both (as
+    lm-evaluation-harness does it). What does not fit is cut from the prompt's beginning.
+
+    Args:
+        rows: of the table.
+        net: the model.
+        options: how many rows, and which columns.
+        origin: the table, for messages.
+        classes: names of the numbers in the column of labels, where the table has them.
+
+    Raises:
+        InputError: columns missing, rows that ask nothing, or a model without a tokenizer.
+    """
+    rows, faulty = sound_rows(rows, options, origin)
+    columns = _columns(list(rows[0].values), options, origin)
+    names = () if columns.kind != "labels" else _label_words(rows, columns, classes, origin)
+    asked = [_read(row, columns, names, classes) for row in rows]
+    usual = Counter(len(q.continuations) for _, q in asked if q is not None).most_common(1)
+    count = usual[0][0] if usual else 0
+    rows, uneven = sound_rows([_even(row, q, count) for row, q in asked], options, origin)
+    questions = [
+        question for _, question in asked if question and len(question.continuations) == count
+    ]
+    reader = _Reader(net, options, origin)
+    drawn, skipped = draw(len(rows), options, lambda i: reader.ids(questions[i]), what="rows")
+    return Drawn(
+        [ids for _, ids in drawn],
+        [questions[i].right for i, _ in drawn],
+        faulty + uneven + skipped + reader.notes(),
+        origins=[Origin(rows[i].name, beginning(questions[i].prompt)) for i, _ in drawn],
+        task=Task(columns.kind, _names(columns.kind, names, count)),
+    )
+
+
+def _names(kind: str, labels: Sequence[str], count: int) -> tuple[str, ...]:
+    """Name the classes: labels, letters of choices, or a continuation and its rival."""
+    if kind == "continuation":
+        return ("continuation", "rival")
+    return tuple(labels) or tuple(LETTERS[:count])
+
+
+def _columns(columns: Sequence[str], options: DataOptions, origin: str) -> _Columns:
+    """Find out from its columns what a table asks."""
+    choices = next((name for name in CHOICES if name in columns), None)
+    if choices is not None:
+        right = label_column(columns, options, origin=origin, usual=ANSWERS)
+        if right is None:
+            raise InputError(
+                f"{origin} does not say which of the {choices} is right",
+                "Name the column that does with --label-column.",
+            )
+        return _Columns("choices", _prompt(columns, options, origin), choices, right)
+    pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
+    if pair is not None and options.text_column is None and options.label_column is None:
+        return _Columns("continuation", pair[:1], pair[1])
+    label = label_column(columns, options, origin=origin)
+    if label is not None:
+        return _Columns("labels", _prompt(columns, options, origin), label, label)
+    texts = () if options.text_column is None else _prompt(columns, options, origin)
+    if len(texts) == 2:
+        return _Columns("continuation", texts[:1], texts[1])
+    raise InputError(
+        f"{origin} has nothing to score (columns: {', '.join(columns)})",
+        "It needs prompt and continuation (or --text-column PROMPT,CONTINUATION); question, "
+        "choices and answer; or a text and a label.",
+    )
+
+
+def _prompt(columns: Sequence[str], options: DataOptions, origin: str) -> tuple[str, ...]:
+    return text_columns(columns, options, origin=origin, usual=PROMPTS)
+
+
+def _label_words(
+    rows: Sequence[Row], columns: _Columns, classes: Sequence[str] | None, origin: str
+) -> tuple[str, ...]:
+    """Return the class names, which are what is scored.
+
+    Raises:
+        InputError: labels are numbers, and no names are known.
+    """
+    if classes is not None:
+        return tuple(classes)
+    values = {str(value) for row in rows if (value := row.values[columns.follows]) is not None}
+    number = next((v for v in values if v.strip().lstrip("-").replace(".", "").isdigit()), None)
+    if number is not None:
+        raise InputError(
+            f"{origin}: {columns.follows!r} has numbers ({number}), and a language model scores "
+            "words",
+            "Write the class names into that column, or name another with --label-column.",
+        )
+    return tuple(sorted(values))
+
+
+def _read(
+    row: Row, columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
+) -> tuple[Row, Question | None]:
+    """Return a row with what it asks, or with its fault."""
+    needed = (*columns.prompt, columns.follows, *([columns.right] if columns.right else []))
+    empty = next((name for name in needed if row.values.get(name) in (None, "")), None)
+    if empty is not None:
+        return replace(row, fault=f"has no {empty!r}"), None
+    text, value = row_text(row.values, columns.prompt), row.values[columns.follows]
+    prompt = text if isinstance(text, str) else "\n".join(text)
+    if columns.kind == "continuation":
+        return row, Question(prompt, (str(value),))
+    if columns.kind == "labels":
+        known: Sequence[Any] = names if classes is None else range(len(classes))
+        label = str(value) if classes is None else value
+        if label not in known:
+            return replace(row, fault=f"has the label {value!r}, which is no class"), None
+        return row, Question(prompt, tuple(names), known.index(label))
+    try:
+        choices, letters = _choices(value)
+        right = _answer(row.values[columns.right or ""], choices, letters)
+    except ValueError as error:
+        return replace(row, fault=str(error)), None
+    return row, Question(prompt, choices, right)
+
+
+def _choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return choices and how they are called: of a list, its text, or a record of two lists."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"has choices that are no list ({value!r:.40})") from None
+    record = value if isinstance(value, Mapping) else {"text": value}
+    texts, letters = record.get("text"), record.get("label")
+    if not isinstance(texts, Sequence) or isinstance(texts, str) or not 2 <= len(texts) <= 26:
+        raise ValueError("has no list of 2 to 26 choices")
+    if any(text is None or not str(text).strip() for text in texts):
+        raise ValueError("has an empty choice")
+    return tuple(map(str, texts)), tuple(map(str, letters or LETTERS[: len(texts)]))
+
+
+def _answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> int:
+    """Return which choice is right, from its text, its letter, or its index from 0."""
+    text = str(value).strip()
+    for known in (choices, letters):
+        if text in known:
+            return known.index(text)
+    if text.isdigit() and int(text) < len(choices):
+        return int(text)
+    raise ValueError(f"has the answer {value!r}, which is none of its {len(choices)} choices")
+
+
+def _even(row: Row, question: Question | None, count: int) -> Row:
+    """Note where a row has another number of choices than most."""
+    if question is None or len(question.continuations) == count:
+        return row
+    fault = f"has {len(question.continuations)} choices, most rows have {count}"
+    return replace(row, fault=fault)
+
+
+class _Reader:
+    """Turns questions to packed token ids, and counts the prompts it cuts."""
+
+    def __init__(self, net: Intake, options: DataOptions, origin: str) -> None:
+        self.net, self.origin = net, origin
+        self.limit, self.limited = most_tokens(net, options)
+        self.read = self.cut = 0
+        if net.tokenize is None or not net.vocabulary:
+            raise InputError(
+                f"{origin} holds text, and the model came without a tokenizer",
+                "Put tokenizer.json beside config.json.",
+            )
+        self.tokenize, self.vocabulary = net.tokenize, net.vocabulary
+
+    def ids(self, question: Question) -> Tensor:
+        pairs = [self._pair(question.prompt, text) for text in question.continuations]
+        prompt, room = pairs[0][0], self.limit - max(len(ids) for _, ids in pairs)
+        shown = question.prompt[:40]
+        if not prompt or not all(ids for _, ids in pairs):
+            raise InputError(
+                f"{self.origin}: {shown!r} or what follows it has no tokens",
+                "Remove such rows, or leave them out with --skip-bad.",
+            )
+        if room < 1:
+            raise InputError(
+                f"{self.origin}: what follows {shown!r} leaves the prompt no room in "
+                f"{self.limit} tokens",
+                "Raise --max-tokens, or leave such rows out with --skip-bad.",
+            )
+        self.read, self.cut = self.read + 1, self.cut + (len(prompt) > room)
+        return packed(prompt[-room:], [ids for _, ids in pairs], self.vocabulary)
+
+    def _pair(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a prompt and of what follows it."""
+        start = prompt.rstrip()
+        blank = prompt[len(start) :] or ("" if text[:1].isspace() else " ")
+        before, both = self.tokenize(start, WHOLE), self.tokenize(start + blank + text, WHOLE)
+        closed = before and both[-1:] == before[-1:] and both[: len(before)] != before
+        if closed and both[: len(before) - 1] == before[:-1]:  # a token ends every text
+            before, both = before[:-1], both[:-1]
+        return before, both[len(before) :]
+
+    def notes(self) -> tuple[Note, ...]:
+        if not self.cut:
+            return self.limited
+        text = (
+            f"{self.cut} of {self.read} prompts lost their beginning, so that with what follows "
+            f"they have at most {self.limit} tokens (--max-tokens)"
+        )
+        return (*self.limited, warning("text-cut", text))

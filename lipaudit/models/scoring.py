@@ -1,0 +1,188 @@
+"""Language models that score continuations: a score where a classifier has a logit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.data.intake import Task, remark
+from lipaudit.errors import InputError
+from lipaudit.models.attention.agreement import agree
+from lipaudit.models.lifting import lifting
+from lipaudit.models.net import Net
+from lipaudit.models.precision import eager, exact_arithmetic
+
+Score = Literal["sum", "mean"]
+PER = {"sum": "summed over their tokens", "mean": "the mean of their tokens"}
+AGREES = 1e-3
+"""Largest relative difference of two ways to run a model: far above rounding."""
+TRIED = 6
+"""Tokens on which they are compared."""
+
+
+def scoring(net: Net, task: Task, how: Score) -> Net:
+    """Return a language model as a classifier of what may follow a prompt.
+
+    A score is log p(continuation | prompt): the sum over its tokens t of log p(t | what is before
+    t), or their mean. A continuation alone has a rival: the score that it would have if its
+    weakest token, which is least ahead of the likeliest other one, had the probability of that
+    one. It is ahead of its rival exactly where greedy decoding gives every token of it.
+
+    Samples are packed (see `data.continuations.packed`); the attacked space is the embeddings of
+    the prompt. What follows keeps its own.
+
+    Raises:
+        InputError: the model looks at more than the embeddings of a token and of those before it.
+    """
+    _require_causal(net)
+    alone = task.kind == "continuation"
+    count = 1 if alone else len(task.classes)
+
+    def call(x: Tensor, mask: Tensor | None) -> Tensor:
+        given = _follow(net, _unpacked(x, mask, net.vocabulary or 0, count))
+        scores = given.scores(how)
+        if alone:
+            return torch.stack([scores, scores - given.ahead(how)], 1)
+        return scores.view(-1, count)
+
+    of = {
+        "continuation": "each continuation, and of its rival: the same with its weakest token "
+        "replaced by the likeliest other",
+        "choices": "the choices behind each prompt",
+        "labels": f"the names of the classes behind each prompt ({', '.join(task.classes)})",
+    }
+    note = remark("scores", f"scores are log-likelihoods, {PER[how]}, of {of[task.kind]}")
+    return replace(
+        net,
+        info=replace(net.info, labels=task.classes, notes=(*net.info.notes, note)),
+        call=lifting(call),
+        read=lambda scores: scores,
+        classes=len(task.classes),
+        scored=task.kind,
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Packed samples, taken apart: a row of the model for each continuation.
+
+    Attributes:
+        ids: token ids of the samples, (batch, tokens).
+        prompt: where they are of the prompt, (batch, tokens).
+        order: where the tokens of each row stand in its sample, (batch, rows, length).
+        follows: where these are of the continuation, (batch, rows, length). Behind that stands
+            what the continuation does not see.
+    """
+
+    ids: Tensor
+    prompt: Tensor
+    order: Tensor
+    follows: Tensor
+
+
+def _unpacked(x: Tensor, mask: Tensor | None, vocabulary: int, count: int) -> _Rows:
+    """Take packed samples apart, each into a prompt with one of its continuations per row."""
+    part = x // vocabulary if mask is None else (x // vocabulary).masked_fill(~mask, -1)
+    each = torch.arange(1, count + 1, device=x.device)[:, None]
+    wanted = (part[:, None] == 0) | (part[:, None] == each)
+    length = int(wanted.sum(2).max())
+    order = wanted.int().argsort(dim=2, descending=True, stable=True)[..., :length]
+    follows = (part[:, None] == each).gather(2, order)
+    return _Rows(x % vocabulary, part == 0, order, follows)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a model gives the tokens of continuations.
+
+    Attributes:
+        logs: log p of every token of the vocabulary, (tokens, vocabulary).
+        tokens: those of the continuations, (tokens, 1).
+        where: their places, a row for each continuation, (rows, length).
+    """
+
+    logs: Tensor
+    tokens: Tensor
+    where: Tensor
+
+    def scores(self, how: Score) -> Tensor:
+        """Return log p of each continuation, or the mean of its tokens, (rows,)."""
+        own = self._spread(self.logs.gather(1, self.tokens)[:, 0], 0.0)
+        return own.sum(1) / self._per(how)
+
+    def ahead(self, how: Score) -> Tensor:
+        """Return how far each is ahead of its rival, in the same terms, (rows,)."""
+        own = self.logs.gather(1, self.tokens)[:, 0]
+        other = self.logs.scatter(1, self.tokens, -math.inf).amax(1)
+        return self._spread(own - other, math.inf).amin(1) / self._per(how)
+
+    def _per(self, how: Score) -> Tensor | int:
+        return 1 if how == "sum" else self.where.sum(1)
+
+    def _spread(self, values: Tensor, elsewhere: float) -> Tensor:
+        full = values.new_full(self.where.shape, elsewhere)
+        return full.index_put((self.where,), values)
+
+
+def _follow(net: Net, rows: _Rows) -> _Given:
+    """Run a model on prompts with their continuations, and read the tokens of these."""
+    assert net.next_logits is not None
+    z = _embedded(net, rows)
+    follows = rows.follows.flatten(0, 1)
+    first = int(follows.int().argmax(1).min()) - 1
+    wanted = follows[:, first + 1 :]
+    ids = rows.ids[:, None].expand(rows.order.shape[:2] + rows.ids.shape[1:])
+    tokens = ids.gather(2, rows.order).flatten(0, 1)[:, first + 1 :][wanted][:, None]
+    given = net.next_logits(z, first)[:, :-1][wanted].log_softmax(1)
+    return _Given(given, tokens, wanted)
+
+
+def _embedded(net: Net, rows: _Rows) -> Tensor:
+    """Return the embeddings of every row: (batch rows, length, width).
+
+    They are looked up twice: who replaces the first output of `entry` moves prompts alone.
+    """
+    entry = _entry(net)
+    moving, still = entry(rows.ids), entry(rows.ids)
+    z = torch.where(rows.prompt[..., None], moving, still)
+    samples = torch.arange(len(z), device=z.device)[:, None, None]
+    return z[samples, rows.order].flatten(0, 1)
+
+
+def _entry(net: Net) -> nn.Module:
+    if net.entry is None:
+        raise InputError(
+            f"where {net.info.architecture} looks up its token ids is not known",
+            "A py: factory may return a ModelSpec that names its `entry`.",
+        )
+    return net.entry
+
+
+def _require_causal(net: Net) -> None:
+    """Check that a token's logits depend on the embeddings up to it alone, and on all of that."""
+    size = min(TRIED, *net.sample_shape)
+    ids = torch.arange(1, size + 1, device=net.device)[None] % (net.vocabulary or size)
+
+    def behind(z: Tensor) -> Tensor:
+        assert net.next_logits is not None
+        return net.next_logits(z, 0)
+
+    with eager(), exact_arithmetic(net.device), torch.no_grad():
+        z = lifting(_entry(net))(ids)
+        whole, start = lifting(behind)(z), lifting(behind)(z[:, :-1])
+        usual = net.output(Batch(ids, None, ("",)))
+    if not agree(usual, whole[:, -1], AGREES):
+        more = "gives other logits for embeddings than for their token ids"
+    elif not agree(start, whole[:, :-1], AGREES):
+        more = "looks at what is behind a token"
+    else:
+        return
+    raise InputError(
+        f"{net.info.architecture} {more}: it cannot score continuations",
+        "Score them with a causal language model, and leave --score out here.",
+    )

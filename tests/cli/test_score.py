@@ -1,0 +1,221 @@
+"""Language models that score continuations, choices and labels, from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.autograd.functional import jacobian
+from typer.testing import CliRunner
+
+from lipaudit.cli.commands import build
+
+TEXTS = [
+    ("The film was", "very good"),
+    ("A dull film was", "very bad"),
+    ("The capital of France is", "Paris"),
+    ("One, two, three,", "four"),
+    ("Red and green and", "blue"),
+]
+WRONG = {"prompt": "The film was", "continuation": "Paris four"}
+TABLES = {
+    "continuation": [{"prompt": p, "continuation": c} for p, c in TEXTS] + [WRONG],
+    "choices": [
+        {"question": TEXTS[2][0], "choices": ["Paris", "blue", "four"], "answer": 0},
+        {"question": TEXTS[3][0], "choices": ["very bad", "blue", "four"], "answer": "C"},
+    ],
+    "labels": [{"text": p, "label": c} for p, c in TEXTS[2:]],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny GPT-2 that has learnt a few texts, its tokenizer, and tables of these."""
+    folder = tmp_path_factory.mktemp("language")
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<e>"], initial_alphabet=letters)
+    raw.train_from_iterator([f"{p} {c}" for p, c in TEXTS] * 2, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<e>")
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+        module = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=len(tokenizer), resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes
+            )
+        )
+        inputs = [tokenizer(f"{p} {c}", return_tensors="pt").input_ids for p, c in TEXTS]
+        optimizer = torch.optim.Adam(module.parameters(), 0.01)
+        for _ in range(40):
+            optimizer.zero_grad()
+            sum(module(ids, labels=ids).loss for ids in inputs).backward()
+            optimizer.step()
+    module.save_pretrained(folder)
+    for name, rows in TABLES.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path, monkeypatch):
+    """Measure the model on one of its tables."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(command, table, *args):
+        data = str(folder / f"{table}.jsonl")
+        how = [str(folder), "--data", data, *args, "-q", "-f", "json"]
+        return CliRunner().invoke(build(), [command, *how])
+
+    return run
+
+
+def report(done):
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def order(found, table):
+    """Return the rows of a table in the order of a report."""
+    lines = [int(re.search(r"line (\d+)", p)[1]) for p in found["samples"]["place"]]
+    return [TABLES[table][line - 1] for line in lines]
+
+
+class Plain:
+    """The model as a plain loop of transformers runs it, from the embeddings of a prompt."""
+
+    def __init__(self, folder, dtype=torch.float32):
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.table = self.module.get_input_embeddings()
+
+    def ids(self, text):
+        return torch.tensor([self.tokenizer(text)["input_ids"]])
+
+    def start(self, prompt):
+        return self.table(self.ids(prompt))[0]
+
+    def tokens(self, start, text):
+        """Return log p of the tokens of a continuation, and whether each is the likeliest."""
+        ids = self.ids(f" {text}")
+        z = torch.cat([start, self.table(ids)[0]])[None]
+        logs = self.module(inputs_embeds=z).logits[0, len(start) - 1 : -1].log_softmax(1)
+        return logs.gather(1, ids.T)[:, 0], logs.argmax(1) == ids[0]
+
+    def scores(self, start, texts):
+        return torch.stack([self.tokens(start, text)[0].sum() for text in texts])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", ["linf", "l2", "token-l2"])
+def test_losses_and_what_stands_are_those_of_the_stored_embeddings(run, folder, norm):
+    eps = {"linf": 0.1, "l2": 0.5, "token-l2": 0.3}[norm]
+    args = ("--eps", str(eps), "--norm", norm, "--steps", "8", "--save-adv", "adv.safetensors")
+    found = report(run("attack", "continuation", *args))
+    section, plain, stored = found["sections"][0], Plain(folder), load_file("adv.safetensors")
+    samples = section["samples"]
+    assert 0 < sum(samples[f"robust@worst,{norm},{eps}"]) < sum(samples["correct"]) == 5
+    for i, row in enumerate(order(found, "continuation")):
+        start, text = plain.start(row["prompt"]), row["continuation"]
+        logs, right = plain.tokens(start, text)
+        assert samples["loss"][i] == pytest.approx(-float(logs.sum()), rel=1e-4)
+        assert samples["correct"][i] == right.all() == (row != WRONG)
+        for attack in ("fgsm", "pgd"):
+            key = f"{attack},{norm},{eps}"
+            moved = stored[key][i, : len(start)]
+            logs, right = plain.tokens(moved, text)
+            assert samples[f"loss@{key}"][i] == pytest.approx(-float(logs.sum()), rel=1e-4)
+            assert samples[f"loss@{key}"][i] > samples["loss"][i]
+            assert samples[f"robust@{key}"][i] == (right.all() and row != WRONG)
+            far = {"linf": moved - start, "l2": (moved - start).norm()}
+            far = far.get(norm, (moved - start).norm(dim=1)).abs().max()
+            assert float(far) == pytest.approx(samples[f"distance@{key}"][i], rel=1e-4)
+            assert float(far) <= eps * (1 + 1e-4)
+    (said,) = [note["text"] for note in section["notes"] if note["code"] == "loss"]
+    assert f"{sum(samples['loss']) / 6:.4g} nats" in said
+
+
+@torch.no_grad()
+def test_a_gradient_raises_the_loss_further_than_chance(run, folder):
+    found = report(run("attack", "continuation", "--eps", "0.2", "--attack", "pgd"))
+    samples, plain = found["sections"][0]["samples"], Plain(folder)
+    for i, row in enumerate(order(found, "continuation")):
+        start = plain.start(row["prompt"])
+        noise = torch.randn(20, *start.shape, generator=torch.Generator().manual_seed(i))
+        noise *= 0.2 / noise.norm(dim=2, keepdim=True)
+        lost = [-plain.tokens(start + each, row["continuation"])[0].sum() for each in noise]
+        rise = samples["loss@pgd,token-l2,0.2"][i] - samples["loss"][i]
+        assert rise > 1.5 * (float(max(lost)) - samples["loss"][i]) > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("table", ["choices", "labels"])
+def test_choices_and_labels_are_those_of_the_stored_embeddings(run, folder, table):
+    args = ("--eps", "0.05,2", "--steps", "8", "--save-adv", "adv.safetensors")
+    found = report(run("attack", table, *args))
+    samples, plain, stored = found["sections"][0]["samples"], Plain(folder), load_file(args[-1])
+    small, large = [row["robust"] for row in found["sections"][0]["rows"]][-2:]
+    assert small > large
+    for i, row in enumerate(order(found, table)):
+        texts = row.get("choices") or ["Paris", "blue", "four"]
+        right = (
+            2 if row.get("answer") == "C" else 0 if "answer" in row else texts.index(row["label"])
+        )
+        start = plain.start(row.get("question") or row["text"])
+        assert samples["label"][i] == right
+        assert samples["predicted"][i] == int(plain.scores(start, texts).argmax()) == right
+        for key in (
+            "fgsm,token-l2,0.05",
+            "pgd,token-l2,0.05",
+            "fgsm,token-l2,2",
+            "pgd,token-l2,2",
+        ):
+            said = int(plain.scores(stored[key][i, : len(start)], texts).argmax())
+            assert samples[f"robust@{key}"][i] == (said == right)
+
+
+def test_the_jacobian_of_scores_is_that_of_the_plain_loop(run, folder):
+    args = ("--score", "mean", "--dtype", "float64", "--tol", "1e-6")
+    found = report(run("jacobian", "choices", *args))
+    plain = Plain(folder, torch.float64)
+    for i, row in enumerate(order(found, "choices")):
+
+        def means(start, texts=row["choices"]):
+            return torch.stack([plain.tokens(start, text)[0].mean() for text in texts])
+
+        dense = jacobian(means, plain.start(row["question"]).detach()).flatten(1)
+        norm = torch.linalg.matrix_norm(dense.detach(), 2)
+        assert found["sections"][0]["samples"]["norm"][i] == pytest.approx(float(norm), rel=1e-6)
+
+
+def test_a_report_says_how_it_scored(run):
+    found = report(run("attack", "choices", "--eps", "0.1", "--attack", "fgsm"))
+    assert found["run"]["options"]["score"] == "sum"
+    assert any(
+        "summed over their tokens" in note["text"] for note in found["sections"][0]["notes"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "code", "message"),
+    [
+        ("bounds", ("--score", "sum"), 2, "bounds cannot be measured of scores"),
+        ("certify", ("--eps", "0.1"), 4, "scores what follows a text"),
+        ("attack", ("--attack", "words"), 2, "it scores what follows a text"),
+        ("attack", (), 2, "no radius"),
+        ("attack", ("--eps", "0.1", "--data", "random"), 2, "labelled"),
+        ("jacobian", ("--score", "sum", "--data", "random"), 4, "nothing for a language model"),
+    ],
+)
+def test_what_cannot_be_done_with_scores_is_refused(run, command, args, code, message):
+    done = run(command, "choices", *args)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert message in " ".join(done.stderr.split())

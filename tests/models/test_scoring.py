@@ -1,0 +1,174 @@
+"""Scores of continuations beside plain loops over a model of transformers, in float64."""
+
+import pytest
+import torch
+import transformers
+
+from lipaudit.data.batch import Batch
+from lipaudit.data.continuations import packed
+from lipaudit.data.drawing import Drawn, to_batch
+from lipaudit.data.intake import Task
+from lipaudit.errors import InputError
+from lipaudit.models.scoring import scoring
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.spec import LoadOptions
+
+VOCABULARY = 40
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 4}
+MODELS = {
+    "gpt2": ("GPT2Config", {}),
+    "llama": ("LlamaConfig", GROUPED),
+    "gemma2": ("Gemma2Config", GROUPED | {"sliding_window": 4, "query_pre_attn_scalar": 4}),
+    "opt": ("OPTConfig", {"ffn_dim": 24, "word_embed_proj_dim": 16}),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+}
+ROWS = [
+    ([5, 6, 7], [[8], [9, 10], [11, 12, 13]]),
+    ([3, 4, 5, 6, 7, 8], [[9, 3], [4], [4, 5]]),
+    ([21], [[22, 23, 24, 25], [26], [27, 28]]),
+]
+CHOICES = Task("choices", ("A", "B", "C"))
+ALONE = Task("continuation", ("continuation", "rival"))
+
+
+def language_model(name, attention="eager", dtype="float64", **options):
+    config, own = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, config)(**SIZES | own), attn_implementation=attention
+        )
+        for p in module.parameters():  # at their initial size all tokens are equally likely
+            p.data = torch.randn_like(p) * 0.4
+    spec = hf_spec(module, LoadOptions())
+    options = LoadOptions(dtype=dtype, device="cpu", **options)
+    return assemble(spec, options, name=name, source="test")
+
+
+def batch_of(net, rows):
+    x = [packed(prompt, choices, VOCABULARY) for prompt, choices in rows]
+    return to_batch(Drawn(x, [0] * len(rows)), net)
+
+
+@torch.no_grad()
+def plain(module, prompt, continuation):
+    """Return log p of every token of a continuation and of the likeliest other, one by one."""
+    own, other = [], []
+    for i, token in enumerate(continuation):
+        logits = module(torch.tensor([prompt + continuation[:i]])).logits[0, -1]
+        logs = logits.log_softmax(0)
+        own.append(logs[token])
+        other.append(max(value for j, value in enumerate(logs) if j != token))
+    return torch.stack(own), torch.stack(other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_a_plain_loop(name):
+    net = language_model(name)
+    batch = batch_of(net, ROWS)
+    loops = [[plain(net.module, prompt, text)[0] for text in texts] for prompt, texts in ROWS]
+    for how, reduce in (("sum", torch.sum), ("mean", torch.mean)):
+        scored = scoring(net, CHOICES, how)
+        truth = torch.stack([torch.stack([reduce(own) for own in row]) for row in loops])
+        assert torch.allclose(scored.output(batch), truth, rtol=1e-10, atol=1e-10)
+    assert (scored.classes, scored.info.labels) == (3, ("A", "B", "C"))
+    assert "mean of their tokens" in scored.info.notes[-1].text
+
+
+def test_a_continuation_leads_its_rival_where_greedy_decoding_gives_it():
+    net = language_model("llama")
+    rows, greedy = [], []
+    for prompt in ([5, 6, 7], [9, 3], [30, 2, 8, 8]):
+        text = []
+        for _ in range(3):
+            text.append(int(net.module(torch.tensor([prompt + text])).logits[0, -1].argmax()))
+        rows += [(prompt, [text]), (prompt, [[*text[:2], (text[2] + 1) % VOCABULARY]])]
+        greedy += [True, False]
+    for how, reduce in (("sum", torch.sum), ("mean", torch.mean)):
+        scores = scoring(net, ALONE, how).output(batch_of(net, rows))
+        assert (scores.argmax(1) == 0).tolist() == greedy
+        for (prompt, (text,)), (score, rival) in zip(rows, scores, strict=True):
+            own, other = plain(net.module, prompt, text)
+            weakest = int((own - other).argmin())
+            replaced = torch.cat([own[:weakest], other[weakest, None], own[weakest + 1 :]])
+            assert torch.allclose(score, reduce(own), rtol=1e-10)
+            assert torch.allclose(rival, reduce(replaced), rtol=1e-10)
+
+
+def test_the_prompt_moves_and_nothing_else():
+    """The gradient is that of a plain loop in the prompt's embeddings, zero behind it."""
+    net = language_model("gpt2")
+    batch, scored = batch_of(net, ROWS), scoring(net, CHOICES, "sum")
+    z = scored.point(batch).requires_grad_()
+    scored.forward(z, batch)[:, 1].sum().backward()
+    free = scored.free(batch)
+    assert free.tolist() == [[i < len(prompt) for i in range(z.shape[1])] for prompt, _ in ROWS]
+    assert not z.grad[~free].any()
+    table = net.module.get_input_embeddings()
+    for row, (prompt, texts) in enumerate(ROWS):
+        start = table(torch.tensor([prompt])).requires_grad_()
+        both = torch.cat([start, table(torch.tensor([texts[1]]))], 1)
+        logs = net.module(inputs_embeds=both).logits[0].log_softmax(1)
+        behind = range(len(prompt) - 1, both.shape[1] - 1)
+        sum(logs[i, t] for i, t in zip(behind, texts[1], strict=True)).backward()
+        assert torch.allclose(z.grad[row, : len(prompt)], start.grad[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_score_does_not_depend_on_what_it_is_batched_with():
+    net = language_model("opt", dtype="float32")
+    scored = scoring(net, CHOICES, "sum")
+    batch = batch_of(net, ROWS)
+    alone = torch.cat([scored.output(part) for part in batch.split(1)])
+    assert torch.allclose(scored.output(batch), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_as_stored_give_the_scores_of_these_weights():
+    net = language_model("llama", dtype="float32")
+    batch = batch_of(net, ROWS)
+    held = language_model("llama", dtype="float64", weights="stored")
+    scores = [scoring(each, CHOICES, "sum").output(batch).double() for each in (net, held)]
+    assert torch.allclose(*scores, rtol=1e-4)
+    assert next(held.module.parameters()).dtype == torch.float32
+
+
+def test_models_that_see_what_follows_are_refused():
+    config = transformers.BertConfig(**SIZES)
+    module = transformers.BertLMHeadModel(config)
+    net = assemble(hf_spec(module, LoadOptions()), LoadOptions(), name="bert", source="test")
+    with pytest.raises(InputError, match="looks at what is behind a token"):
+        scoring(net, CHOICES, "sum")
+
+
+def test_models_that_read_more_than_embeddings_are_refused():
+    net = language_model("gpt2")
+    unlike = net.next_logits
+    object.__setattr__(net, "next_logits", lambda z, first: 2 * unlike(z, first))
+    with pytest.raises(InputError, match="gives other logits for embeddings"):
+        scoring(net, ALONE, "sum")
+
+
+def test_models_of_no_language_have_no_next_logits():
+    module = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
+    assert hf_spec(module, LoadOptions()).next_logits is None
+
+
+def test_packed_rows_are_taken_apart_whatever_their_padding():
+    net = language_model("gpt2")
+    scored = scoring(net, CHOICES, "sum")
+    batch = batch_of(net, ROWS)
+    wide = torch.cat([batch.x, batch.x.new_zeros(len(batch), 4)], 1)
+    mask = torch.cat([batch.mask, batch.mask.new_zeros(len(batch), 4)], 1)
+    padded = scored.output(Batch(wide, None, batch.ids, mask))
+    assert torch.allclose(padded, scored.output(batch), rtol=1e-12)

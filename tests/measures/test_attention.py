@@ -178,8 +178,9 @@ def test_a_batch_in_pieces_gives_the_same_section():
     whole = summarise(list(measure(net, [batch], options)), options)[0]
     parts = summarise(list(measure(net, batch.split(1), options)), options)[0]
     for a, b in zip(whole.rows, parts.rows, strict=True):
-        for name in (*MEANS, "p_norm", "sink_first", "sink_max"):
+        for name in (*MEANS, "sink_first", "sink_max"):
             assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-9)
+        assert a.p_norm == pytest.approx(b.p_norm, rel=1e-7)  # as far as it is computed
     assert whole.arrays["g1_ratio_hist"].data == parts.arrays["g1_ratio_hist"].data
     assert sum(whole.arrays["p1p2_hist"].data) == 4 * 12 * 8
 

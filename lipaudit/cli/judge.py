@@ -22,9 +22,18 @@ from lipaudit.cli.options import (
     formats,
     model_names,
 )
-from lipaudit.cli.remeasure import Remeasure, Swapping, attributed, read_or_measured
+from lipaudit.cli.remeasure import (
+    Remeasure,
+    Swapping,
+    attributed,
+    read_or_measured,
+    say_verdict,
+    together,
+    verdict_of_first,
+)
 
 if TYPE_CHECKING:
+    from lipaudit.gate import Judgement
     from lipaudit.report import Subject
 
 COMPARE = "Compare and gate"
@@ -198,22 +207,35 @@ def gate(
       [cyan]lipaudit gate ./model -b base.json --data /data/val --report now.json[/]
     """
     from lipaudit.cli.config import read
-    from lipaudit.cli.emit import check_outputs, emit
+    from lipaudit.cli.emit import check_outputs
     from lipaudit.gate import configure, judge, load_baseline
-    from lipaudit.report import JUDGEMENT, of_judgement
+    from lipaudit.report import JUDGEMENT
 
     where = _output(format, output)
     check_outputs(where, JUDGEMENT)
     before = load_baseline(baseline)
     settings = configure(read(config).get("gate", {}), fail_on or ())
     settings["strict"] = settings["strict"] or strict
-    report = read_or_measured(current, before, how, quiet=quiet)
-    judged = judge(report, before, **settings)
-    judgement = judged.model_copy(update={"baseline_file": str(baseline)})
+    with together(current) as ranks:
+        if ranks is not None and ranks.rank:
+            status = verdict_of_first(current, before, how, ranks)
+        else:
+            report = read_or_measured(current, before, how, quiet=quiet, ranks=ranks)
+            judged = judge(report, before, **settings)
+            status = _shown(judged.model_copy(update={"baseline_file": str(baseline)}), where)
+            say_verdict(ranks, status)
+    raise typer.Exit(status)
+
+
+def _shown(judgement: Judgement, output: Output) -> int:
+    """Write a judgement wherever it is asked for, and return the exit code it stands for."""
+    from lipaudit.cli.emit import emit
+    from lipaudit.report import of_judgement
+
     subject = of_judgement(judgement)
     _annotate(subject)
-    emit(subject, where)
-    raise typer.Exit(judgement.exit_code)
+    emit(subject, output)
+    return judgement.exit_code
 
 
 def _annotate(subject: Subject) -> None:

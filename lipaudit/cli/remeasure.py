@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +21,12 @@ from lipaudit.settings.parsing import Keywords, Size
 
 if TYPE_CHECKING:
     from lipaudit.engine.prepare import Job, Request
+    from lipaudit.engine.ranks import Ranks
     from lipaudit.gate import Comparison
     from lipaudit.results import Report
 
 PANEL, SWAP = "Measure a MODEL now", "Attribution"
+VERDICT = "verdict"
 ATTRIBUTED = Need("--attribute", lambda swapping: swapping.attribute)
 
 
@@ -98,6 +102,7 @@ def read_or_measured(
     *,
     quiet: bool,
     serving: Collection[str] = (),
+    ranks: Ranks | None = None,
 ) -> Report:
     """Read the report, or measure the model as the baseline was measured, and keep the report.
 
@@ -107,6 +112,7 @@ def read_or_measured(
         how: how it is.
         quiet: whether nothing is said meanwhile.
         serving: the options of `how` that serve something else as well.
+        ranks: the other processes that measure with this one, the first of them.
 
     Raises:
         UsageError: options of a measurement where there is none.
@@ -123,7 +129,7 @@ def read_or_measured(
             )
         return schema.load(Path(current))
     from lipaudit.cli.progress import OnStderr, muted
-    from lipaudit.engine.execute import execute
+    from lipaudit.engine.execute import executed
     from lipaudit.engine.files import require_writable, write
     from lipaudit.report import render
 
@@ -135,22 +141,70 @@ def read_or_measured(
     if kept is None:
         folder = RUNS / f"gate-{job.net.info.weights_sha256[:12]}"
         kept = made_folder(folder, "--report") / "report.json"
-    with OnStderr(current, quiet=quiet) as observer:
-        report = execute(job, observer)
-    write(kept, render(report, "json"))
+    with (
+        OnStderr(current, quiet=quiet) as observer,
+        executed(job, observer, ranks=ranks) as report,
+    ):
+        write(kept, render(report, "json"))
     if not quiet:
         typer.echo(f"measured: {kept}", err=True)
     return report
 
 
+@contextmanager
+def together(current: str) -> Iterator[Ranks | None]:
+    """Meet the other processes that measure a MODEL, if a launcher started some."""
+    if current.endswith(".json"):
+        yield None
+        return
+    from lipaudit.engine.ranks import join, placed
+
+    place = placed()
+    if place is None:
+        yield None
+        return
+    with join(place) as ranks:
+        yield ranks
+
+
+def say_verdict(ranks: Ranks | None, exit_code: int) -> None:
+    """Say to the other processes with which code they end."""
+    if ranks is not None:
+        ranks.store().set(VERDICT, str(int(exit_code)))
+
+
+def verdict_of_first(current: str, baseline: Report, how: Remeasure, ranks: Ranks) -> int:
+    """Measure for the first of several processes what it leaves, and return its exit code.
+
+    Raises:
+        LipauditError: whatever goes wrong, here or there.
+    """
+    from lipaudit.cli.progress import muted
+    from lipaudit.engine.execute import follow
+    from lipaudit.engine.ranks import PAUSE
+
+    with muted(quiet=True):
+        job = _prepared(current, baseline, how)
+    follow(job, ranks)
+    store = ranks.store()
+    while not store.check([VERDICT]):
+        ranks.require_whole()
+        time.sleep(PAUSE)
+    return int(store.get(VERDICT))
+
+
 def _prepared(current: str, baseline: Report, how: Remeasure) -> Job:
     """Load the model and the baseline's samples."""
     from lipaudit.engine.prepare import prepare
+    from lipaudit.engine.ranks import local, placed
     from lipaudit.gate import require_samples
 
+    request, place = _request(current, baseline, how), placed()
+    if place is not None:
+        request = replace(request, run=local(request.run, place))
     spec = baseline.run.data.spec
     try:
-        job = prepare(_request(current, baseline, how))
+        job = prepare(request)
     except InputError as error:
         if how.data or repr(spec) not in error.message:
             raise

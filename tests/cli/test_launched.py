@@ -1,4 +1,4 @@
-"""`lipaudit train` as a launcher starts it: in several processes, with the result of one."""
+"""`train` and `gate` as a launcher starts them: in several processes, with the result of one."""
 
 from __future__ import annotations
 
@@ -105,6 +105,21 @@ def test_a_training_goes_on_after_one_of_its_processes_has_ended(tmp_path, monke
     alone(*args, "cut", "--resume", "-q")
     alone(*args, "one", "-q")
     require_alike(tmp_path / "one", tmp_path / "cut")
+
+
+def test_the_first_of_two_processes_judges_and_both_end_with_its_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
+    args = ("gate", "demo:jasmin", "-b", "base.json", "-q", "--batch-size", "1")
+    args = (*args, "--fail-on", "jacobian.median <= -90%", "--report")
+    processes = started(*args, "two.json", cwd=tmp_path)
+    said = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], said
+    assert said[1] == ("", "")
+    one = CliRunner().invoke(build(), [*args, "one.json"])
+    assert (one.exit_code, one.stdout) == (1, said[0][0])
+    sections = [json.loads(Path(f"{n}.json").read_text())["sections"] for n in ("one", "two")]
+    assert sections[0] == sections[1]
 
 
 def test_processes_that_would_train_apart_are_refused():

@@ -83,9 +83,12 @@ def test_the_first_of_two_processes_writes_what_one_would(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "stop", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+    ("stop", "again"),
+    [(signal.SIGKILL, 1), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.slow)],
 )
-def test_a_training_goes_on_after_one_of_its_processes_has_ended(tmp_path, monkeypatch, stop):
+def test_a_training_goes_on_after_one_of_its_processes_has_ended(
+    tmp_path, monkeypatch, stop, again
+):
     """One that is stopped keeps its connections: the first would wait for it for ever."""
     monkeypatch.chdir(tmp_path)
     args = (*ARGS, "--epochs", "9", "--out")
@@ -102,7 +105,11 @@ def test_a_training_goes_on_after_one_of_its_processes_has_ended(tmp_path, monke
     assert "--resume goes on, with any number of processes" in said
     kept = len(json.loads((tmp_path / "cut/train.json").read_text())["epochs"])
     assert 0 < kept < 9
-    alone(*args, "cut", "--resume", "-q")
+    resumed = (*args, "cut", "--resume", "-q")
+    if again == 1:
+        alone(*resumed)
+    else:
+        assert [each.wait(300) for each in started(*resumed, cwd=tmp_path)] == [0, 0]
     alone(*args, "one", "-q")
     require_alike(tmp_path / "one", tmp_path / "cut")
 

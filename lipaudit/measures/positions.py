@@ -82,8 +82,8 @@ def remarks(end: str, parts: Sequence[Part], outside: Values) -> tuple[Note, ...
         said.append(Note(level="warning", code="too-short", text=text))
     if end.endswith(":all"):
         text = (
-            "the norm of a text is the largest over its positions, `position` is where that is; "
-            "the array `positions` of the JSON has all"
+            "the norm of a text is the largest over its positions, and position says where that "
+            "is; the array positions of the JSON has all"
         )
         said.append(Note(level="info", code="by-position", text=text))
     if guessed := sum(part.facts.get("unlabelled", 0) for part in parts):

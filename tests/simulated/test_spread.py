@@ -61,6 +61,23 @@ def test_two_accelerators_and_the_disk_give_the_figures_of_one(spread, model, na
     assert here == there
 
 
+@pytest.mark.parametrize("target", ["loss", "hidden", "logits:1"])
+def test_positions_of_texts_are_read_on_any_of_two_accelerators(simulated, tmp_path, target):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    places = {"": FIRST, "model.layers.1": SECOND, "lm_head": SECOND}
+    (tmp_path / "map.json").write_text(json.dumps(places))
+    here, there = (
+        lipaudit.measure(
+            str(tmp_path), "jacobian", samples=2, max_tokens=6, target=target, **where
+        ).sections[0]
+        for where in ({"device": FIRST}, {"device_map": str(tmp_path / "map.json")})
+    )
+    assert here.samples == there.samples
+
+
 def test_weights_are_read_where_they_are_computed_with(spread):
     path, places = spread("llama")
     net = load_net(path, LoadOptions(**places))

@@ -131,7 +131,8 @@ def sample_function(
     def f(z: Tensor, index: Tensor) -> Tensor:
         part = batch.unnamed(index)
         forward = _from_embedding if embedded else _from_input
-        return read(ends, part, index, lambda: forward(net, z, part))
+        # What is read inside of a model that is spread over devices lies on any of them.
+        return read(ends, part, index, lambda: forward(net, z, part)).to(z.device)
 
     if not embedded:
         x = batch.x.detach()

@@ -90,7 +90,7 @@ def embedding(net: Net, scorer: NextToken, batch: Batch) -> Tensor:
 
 def at_columns(states: Tensor, place: Tensor) -> Tensor:
     """Return one column of every sample, (samples, width)."""
-    return states[torch.arange(len(states), device=states.device), place]
+    return states[torch.arange(len(states), device=states.device), place.to(states.device)]
 
 
 def text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward) -> Tensor:
@@ -100,7 +100,7 @@ def text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward) -> Ten
     has none (NaN).
     """
     states = hidden_states(scorer, forward)
-    real = _real(part)
+    real = _real(part).to(states.device)  # the head may lie on another device than the texts
     leads = real[:, :-1] & real[:, 1:]
     vocabulary = net.vocabulary or 1
 
@@ -108,7 +108,10 @@ def text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward) -> Ten
         return _headed(net, scorer, part.x, rows)
 
     losses = _CrossEntropy.apply(
-        states[:, :-1][leads], part.x[:, 1:][leads], score, max(1, TOGETHER // vocabulary)
+        states[:, :-1][leads],
+        part.x.to(states.device)[:, 1:][leads],
+        score,
+        max(1, TOGETHER // vocabulary),
     )
     owner = leads.nonzero()[:, 0]
     sums = states.new_zeros(len(states)).index_add(0, owner, losses)
@@ -137,10 +140,11 @@ class _CrossEntropy(torch.autograd.Function):
         for rows, own in zip(torch.split(states, most), torch.split(tokens, most), strict=True):
             with torch.enable_grad():
                 leaf = rows.detach().requires_grad_()
-                loss = F.cross_entropy(score(leaf), own, reduction="none")
-                (slope,) = torch.autograd.grad(loss.sum(), leaf)
-            losses.append(loss.detach())
-            slopes.append(slope)
+                logits = score(leaf)
+                loss = F.cross_entropy(logits, own.to(logits.device), reduction="none")
+                if ctx.needs_input_grad[0]:
+                    slopes += torch.autograd.grad(loss.sum(), leaf)
+            losses.append(loss.detach().to(states.device))
         ctx.save_for_backward(torch.cat(slopes))
         return torch.cat(losses)
 

@@ -95,6 +95,13 @@ def test_every_figure_is_that_of_weights_in_memory(qwen, written, name, dtype, h
     assert figures(qwen(dtype), name, device_map=written(BLOCKS), **how) == plain
 
 
+@pytest.mark.parametrize("target", ["loss", "logits:all", "hidden:3"])
+def test_positions_of_texts_are_those_of_weights_in_memory(qwen, written, target):
+    plain = figures(qwen(), "jacobian", target=target, max_tokens=6)
+    places = written(BLOCKS)
+    assert figures(qwen(), "jacobian", target=target, max_tokens=6, device_map=places) == plain
+
+
 OTHERS = {
     "attack": {"eps": "0.1", "norm": "token-l2", "attack": "fgsm,pgd", "steps": 3},
     "scaling": {"lengths": "4:8:log2", "layers": "0", "mode": "real"},

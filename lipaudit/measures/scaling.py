@@ -105,7 +105,8 @@ def _on_data(
     missed = sum(int(part.values["missed"].sum()) for part in parts)
     within = [part.values[name] for part in parts for name in ("within", "layer_within")]
     if "real" in options.modes:
-        whole = jacobian.measure(net, (c for _, c, _ in cuts), JacobianOptions(**how))
+        of_model = JacobianOptions(rivals=1, **how)  # the radius is of no use here
+        whole = jacobian.measure(net, (c for _, c, _ in cuts), of_model)
         for values, part in zip(at_lengths, whole, strict=True):
             values["model"] = part.values["norm"][:, None]
             missed += int((~part.values["converged"]).sum())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,7 @@ from lipaudit.models.derivative import positions
 from lipaudit.models.net import NextToken
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.hf.outputs import hf_spec
-from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 SMALL = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 24}
 SMALL |= {"vocab_size": 23, "max_position_embeddings": 16, "intermediate_size": 40}
@@ -300,6 +301,24 @@ def test_hidden_states_of_an_encoder():
         states = lambda z: net.module(inputs_embeds=z).last_hidden_state[0, 2]  # noqa: E731
         exact = torch.linalg.matrix_norm(dense(states, embedded(net, ids)), 2)
         assert norm == pytest.approx(float(exact), rel=1e-8)
+
+
+class Halved(nn.Module):
+    """Two tokens become one before the last LayerNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(9, 6), nn.LayerNorm(6)
+
+    def forward(self, ids):
+        return self.norm(self.table(ids).unflatten(1, (-1, 2)).mean(2)).mean(1)
+
+
+def test_states_that_are_none_of_tokens_have_no_position():
+    spec = ModelSpec(Halved(), (8,), kind="text", vocabulary=9, classifier=False)
+    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="test")
+    with pytest.raises(InputError, match="not one for each token"):
+        norms_of(net, Batch(torch.ones(1, 4, dtype=torch.long), None, ("0" * 12,)), "hidden")
 
 
 def test_the_loss_of_a_classifier_is_that_of_the_label_or_of_what_it_says():

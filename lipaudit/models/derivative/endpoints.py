@@ -201,6 +201,11 @@ def _hidden(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor
         states = _tokens(ends, part, index, forward)
     else:
         states = hidden_states(ends.scorer, forward)
+    if states.shape[:2] != part.x.shape:
+        raise InputError(
+            f"the last hidden states of {ends.net.info.architecture} are not one for each token",
+            "Use --to tokens or --to features.",
+        )
     return states if ends.place is None else at_columns(states, ends.place[index])
 
 

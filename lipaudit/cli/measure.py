@@ -95,7 +95,7 @@ def prepared(request: Request, *, quiet: bool) -> Iterator[tuple[Job, Ranks | No
         yield job, None
     else:
         with join(place) as ranks:
-            yield job, ranks
+            yield replace(job, processes=place.size), ranks
 
 
 def require_mergeable(run: RunOptions, output: Output) -> None:

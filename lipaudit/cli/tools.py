@@ -236,6 +236,8 @@ def check(model: ModelArgument, run: RunOptions, output: Lines, terminal: Termin
 
 def _told(seen: dict[str, Any]) -> list[str]:
     """Write what a dry run has seen."""
+    from lipaudit.models.memory import size
+
     classes = f"{seen['classes']} classes" if seen["classes"] else "no classes"
     lines = [
         f"model     {seen['model']}: {seen['architecture']}, {seen['parameters']:,} parameters",
@@ -254,6 +256,9 @@ def _told(seen: dict[str, Any]) -> list[str]:
         lines.append("          " + ", ".join(filter(None, told)))
     for name, planned in seen["measures"].items():
         lines.append(f"{name:<10}{planned['samples']} samples, {planned['time']}")
+        lines.append(f"          {_memory(planned)}")
+    if (free := seen["memory"]["free"]) is not None:
+        lines.append(f"memory    {size(free)} are free")
     return [*lines, *(f"note: {text}" for text in seen["notes"])]
 
 
@@ -262,6 +267,18 @@ def _spread(places: dict[str, str]) -> Iterator[str]:
     for place in dict.fromkeys(places.values()):
         names = [name or "all else" for name, own in places.items() if own == place]
         yield from _wrapped(f"{place}: {', '.join(names)}", " " * 10, " " * 12)
+
+
+def _memory(planned: dict[str, Any]) -> str:
+    """Say what memory a measure takes with how many samples at a time."""
+    from lipaudit.models.memory import size
+
+    together = f"{planned['batch']} at a time"
+    if planned["bytes"] is None:
+        return f"{together}; the memory is not known: {planned['unknown']}"
+    return (
+        f"{together}, in roughly {size(planned['bytes'])} of memory, libraries and all (estimate)"
+    )
 
 
 SUPPORTED = """\

@@ -1,27 +1,41 @@
-"""Roughly how long a job takes: timed forwards, times what each measure costs in forwards."""
+"""Roughly what a job takes: time in timed forwards, and memory by that of one sample."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from lipaudit.attacks.plan import Attack
+from lipaudit.data.batch import Batch, Share
 from lipaudit.engine.prepare import Job
 from lipaudit.errors import out_of_memory
+from lipaudit.measures import MEASURES
+from lipaudit.measures.by_layer import chosen
 from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.certificate import order_of, rows_of
+from lipaudit.models.memory import Held, free
 from lipaudit.models.precision import eager
 from lipaudit.results import Note
 from lipaudit.results.trials import Radius
-from lipaudit.settings import AttackOptions, CertifyOptions
+from lipaudit.settings import (
+    AttackOptions,
+    AttentionOptions,
+    BoundsOptions,
+    CertifyOptions,
+    JacobianOptions,
+)
 
-SURVEY = 30.0
+SURVEY = 25.0
 """Forwards that finding out what a model is costs, once, before the first sample is read."""
 READ = {"attention": 5.0, "bounds": 75.0}
 """Forwards per sample of what is computed layer by layer; docs/performance.md has measurements."""
-MOST_PRODUCTS = 60.0
+MOST_PRODUCTS = 50.0
 """Forwards of the Jacobian norm of a sample, when its steps do not depend on the classes."""
 PER_HEAD = 10.0, 300.0
 """Forwards per sample of the norm of a head without closed form, where it settles soon and where
@@ -36,8 +50,23 @@ LONG = 60.0
 """Seconds that nobody minds."""
 PASS = 3.0
 """Forwards that a forward with its backward costs."""
-TIMED = 8
+STEPS = 2
+"""Lanczos steps that are tried: each further one takes a vector more."""
+PLENTY, AMPLE = 100, 2**30
+"""Forwards of a sample whose memory no measure of it takes, beside so many bytes for weights."""
+SHARE = 0.8
+"""Of the memory that is free, what a batch may take."""
+TIMED, SLOW = 8, 1.0
+"""Samples that are timed together, where one by itself takes less than so many seconds."""
 UNKNOWN = "how long that takes is not known: memory ran out for several samples at once"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that a forward takes per sample: of one by itself, and of several together."""
+
+    alone: float
+    together: float
 
 
 @dataclass(frozen=True)
@@ -49,14 +78,29 @@ class Cost:
     forward: float
 
 
-def takes(job: Job) -> str:
-    """Say how long the measures of a job take, and by what measurement."""
-    known = cost(job)
-    if known is None:
+def paced(job: Job) -> Pace | None:
+    """Time forwards; None where memory runs out for several samples."""
+    try:
+        alone = _forward(job, 1)
+        return Pace(alone, _forward(job, TIMED) if alone < SLOW else alone)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return None
+
+
+def takes(job: Job, pace: Pace | None = None) -> str:
+    """Say how long the measures of a job take, and by what measurement.
+
+    Args:
+        job: the job.
+        pace: of its model at its samples; None: it is timed.
+    """
+    pace = pace or paced(job)
+    if pace is None:
         return UNKNOWN
-    return (
-        f"roughly {_span([known])} (estimate; a forward of a sample takes {_short(known.forward)})"
-    )
+    cost = _cost_of(job, pace)
+    return f"roughly {_span([cost])} (estimate; a forward of a sample takes {_short(pace.alone)})"
 
 
 def together(costs: Sequence[Cost | None]) -> str:
@@ -67,12 +111,8 @@ def together(costs: Sequence[Cost | None]) -> str:
 
 def cost(job: Job) -> Cost | None:
     """Estimate the measures of a job; None where memory runs out before it can be told."""
-    try:
-        return _cost_of(job)
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        return None
+    pace = paced(job)
+    return None if pace is None else _cost_of(job, pace)
 
 
 def _span(costs: Sequence[Cost]) -> str:
@@ -80,9 +120,8 @@ def _span(costs: Sequence[Cost]) -> str:
     return " to ".join(dict.fromkeys(map(_time, ends)))
 
 
-def _cost_of(job: Job) -> Cost:
-    alone, batched = _forward(job, 1), _forward(job, TIMED)
-    count = job.here
+def _cost_of(job: Job, pace: Pace) -> Cost:
+    alone, batched, count = pace.alone, pace.together, job.own
     reading = [cost * count[name] for name, cost in READ.items() if name in count]
     sure = alone * (sum(reading) + (SURVEY if reading else 0.0))
     if "jacobian" in count:
@@ -102,9 +141,9 @@ def _cost_of(job: Job) -> Cost:
 def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
     """Say how long the exact norms of layers without a closed form take, if it is long."""
     heads = sum(site.heads for site in sites if not site.closed_form and site.inputs)
-    samples = job.here["bounds"]
+    samples, own = job.here["bounds"], job.own["bounds"]
     forward = _forward(job, 1) if heads else 0.0
-    costs = [cost * heads * samples * forward for cost in PER_HEAD]
+    costs = [cost * heads * own * forward for cost in PER_HEAD]
     if costs[-1] < LONG:
         return ()
     shown = " to ".join(dict.fromkeys(map(_time, costs)))
@@ -155,7 +194,7 @@ def proof_costs(job: Job) -> tuple[float, float]:
     sample = job.samples.batch[:1].trimmed().to(job.net.device, job.net.dtype)
     rows = rows_of(job.net, sample, order_of(job.net, sample, options.order))
     passes = max(len(options.eps), 1) + options.radius * SEARCH
-    rows *= job.here["certify"]
+    rows *= job.own["certify"]
     return rows, rows * passes
 
 
@@ -174,8 +213,6 @@ def _cost(attack: Attack, radius: Radius) -> float:
 
 def _forward(job: Job, samples: int) -> float:
     """Time a forward per sample, after one that is not timed."""
-    import torch
-
     batch = job.samples.batch[:samples].to(job.net.device, job.net.dtype)
     seconds = 0.0
     with eager(), torch.no_grad():
@@ -195,3 +232,109 @@ def _time(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(seconds, 1):.0f} s"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a measure takes beyond what is there, whatever its batch and for each sample."""
+
+    fixed: int
+    sample: int
+
+    def of(self, samples: int) -> int:
+        """Return what so many samples take at a time."""
+        return self.fixed + samples * self.sample
+
+    def fits(self, room: int) -> int:
+        """Return how many samples fit, at least one."""
+        return max(1, int((room - self.fixed) // max(self.sample, 1)))
+
+
+def footprint(job: Job, name: str) -> Footprint | None:
+    """Try a measure on one sample, and on two: in two of its layers, or some of its steps.
+
+    Args:
+        job: with the measure.
+        name: of the measure.
+
+    Returns:
+        What it takes; None where it cannot be tried in seconds.
+    """
+    run = _trial(job, name)
+    if run is None:
+        return None
+    one, two = (_most(job, run, samples) for samples in (1, 2))
+    sample = max(two - one, 0)
+    return Footprint(max(one - sample, 0), sample)
+
+
+def fitting(job: Job, name: str) -> int:
+    """Return how many samples a measure takes at a time: as many as fit, at most its usual size.
+
+    On a GPU that shows when memory runs out; a CPU's process would be killed.
+    """
+    size = job.size(name)
+    room = free(job.net.device)
+    if job.request.run.batch_size or job.net.device.type != "cpu" or room is None:
+        return size
+    room = int(SHARE * room / job.processes)
+    try:
+        if AMPLE + PLENTY * size * _most(job, job.net.output, 1) < room:
+            return size
+        known = footprint(job, name)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        return size  # the measure will say what it is
+    return size if known is None else min(size, known.fits(room))
+
+
+def less(job: Job) -> str:
+    """Say what to type where memory ran out for a single sample."""
+    net = job.net
+    half = any(note.code == "half-precision" for note in net.info.notes)
+    ways = {
+        "--weights stored": half,
+        "--max-tokens": net.kind == "text",
+        "--input-size": net.kind == "image",
+        "--device cpu": net.device.type != "cpu",
+    }
+    helping = [name for name, helps in ways.items() if helps]
+    known = f"Try {' or '.join(helping)}, or " if helping else "Try "
+    return f"{known}a machine with more memory; lipaudit check says what a sample takes."
+
+
+def _most(job: Job, run: Callable[[Batch], Any], samples: int) -> int:
+    """Return the most bytes that a run on copies of the longest sample takes."""
+    batch, net = job.samples.batch, job.net
+    longest = 0 if batch.mask is None else int(batch.mask.sum(1).argmax())
+    copies = batch.rows(torch.full((samples,), longest)).trimmed()
+    copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))
+    with Held(net.module) as taken:
+        run(copies.to(net.device, net.dtype))
+    return taken.most
+
+
+def _trial(job: Job, name: str) -> Callable[[Batch], Any] | None:
+    """Return what takes the memory of a measure, in a small part of its time."""
+    options, net = job.request.measures[name], job.net
+    if name == "attack":
+        return lambda batch: _gradient(job, batch)
+    if isinstance(options, JacobianOptions):
+        options = options.model_copy(update={"max_steps": STEPS, "per_layer": False})
+    elif isinstance(options, AttentionOptions | BoundsOptions):
+        sites = chosen(surveyed(net, job.first(name).to(net.device, net.dtype)), options.layers)
+        sites = tuple(s for s in sites if s.closed_form or name == "attention")
+        if not sites:
+            return None
+        ends = tuple(sorted({sites[0].index, sites[-1].index}))
+        options = options.model_copy(update={"layers": ends})
+    else:
+        return None
+    return lambda batch: list(MEASURES[name].parts(net, Share(batch, [batch]), options))
+
+
+def _gradient(job: Job, batch: Batch) -> Tensor:
+    with torch.enable_grad():
+        z = job.net.point(batch).requires_grad_()
+        return torch.autograd.grad(job.net.forward(z, batch).sum(), z)[0]

@@ -66,6 +66,7 @@ class Job:
         samples: enough for every measure.
         counts: how many of them each measure takes.
         notes: remarks on loading.
+        processes: how many take batches from it, this one among them.
     """
 
     request: Request
@@ -73,6 +74,7 @@ class Job:
     samples: Samples
     counts: Mapping[str, int]
     notes: tuple[Note, ...]
+    processes: int = 1
 
     def size(self, name: str) -> int:
         """Return how many samples a measure has on the device at a time."""
@@ -99,6 +101,12 @@ class Job:
     def here(self) -> dict[str, int]:
         """Return how many samples of each measure are measured here."""
         return {name: sum(map(len, self.batches(name))) for name in self.counts}
+
+    @property
+    def own(self) -> dict[str, int]:
+        """Return how many of these one process measures, if all are as fast: the most of any."""
+        batches = {name: self.batches(name) for name in self.counts}
+        return {name: sum(map(len, each[:: self.processes])) for name, each in batches.items()}
 
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:

@@ -6,10 +6,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from lipaudit.engine.estimate import takes
+from lipaudit.engine.estimate import Footprint, Pace, fitting, footprint, paced, takes
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import origins
+from lipaudit.errors import as_user_meets
 from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.memory import free, held
 from lipaudit.models.precision import eager, exact_arithmetic
 
 SHOWN = 5
@@ -29,7 +31,8 @@ def preview(job: Job) -> dict[str, Any]:
     first = job.samples.batch[:1].trimmed().to(net.device, net.dtype)
     with eager(), exact_arithmetic(net.device):
         sites = surveyed(net, first)
-        times = {name: takes(replace(job, counts={name: n})) for name, n in job.counts.items()}
+        pace = paced(job)
+        measures = {name: _planned(job, name, pace) for name in job.counts}
     unread: Counter[str] = Counter()
     for site in sites:
         unread[site.reason or ""] += site.heads
@@ -49,11 +52,39 @@ def preview(job: Job) -> dict[str, Any]:
         "data": job.samples.spec,
         "samples": len(job.samples.batch),
         "first": _first(job),
-        "measures": {
-            name: {"samples": count, "time": times[name]} for name, count in job.counts.items()
-        },
+        "memory": {"held": held(net.device), "free": free(net.device)},
+        "measures": measures,
         "notes": [note.text for note in job.notes],
     }
+
+
+def _planned(job: Job, name: str, pace: Pace | None) -> dict[str, Any]:
+    """Return how many samples a measure takes, at a time too, and what time and memory."""
+    size = min(fitting(job, name), job.counts[name])
+    known, why = _footprint(job, name)
+    there = held(job.net.device)
+    return {
+        "samples": job.counts[name],
+        "time": takes(replace(job, counts={name: job.counts[name]}), pace),
+        "batch": size,
+        "bytes": None if known is None or there is None else there + known.of(size),
+        "unknown": why,
+    }
+
+
+def _footprint(job: Job, name: str) -> tuple[Footprint | None, str | None]:
+    """Return what memory a measure takes, or why that is not known."""
+    try:
+        known = footprint(job, name)
+    except Exception as error:
+        met = as_user_meets(error)
+        if met is None:
+            raise
+        return None, met.message
+    return (
+        known,
+        None if known else "no layer has a closed form: trying one sample would take long",
+    )
 
 
 def _first(job: Job) -> list[dict[str, Any]]:

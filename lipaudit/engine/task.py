@@ -9,7 +9,7 @@ from itertools import chain, groupby, islice
 from typing import Any
 
 from lipaudit.data.batch import Batch, Share
-from lipaudit.engine.estimate import numerical, proofs
+from lipaudit.engine.estimate import fitting, less, numerical, proofs
 from lipaudit.engine.files import write
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.observer import Observer
@@ -195,6 +195,9 @@ class Task:
                 if not begun:
                     self._forewarn(first)
                     begun = True
+                    if (fits := self._fitting()) < size:
+                        size, first = fits, first[:fits].trimmed()
+                        taken.again(None if self.measure.chunk else size)
                 yield from self._run(first, taken, size)
             except Exception as error:
                 if not out_of_memory(error):
@@ -202,8 +205,7 @@ class Task:
                     raise
                 if size == 1:
                     raise EvaluationError(
-                        "out of memory with one sample at a time",
-                        "Try --device cpu or --max-tokens.",
+                        "out of memory with one sample at a time", less(self.job)
                     ) from None
                 size = max(1, min(size, taken.largest) // 2)
                 first = first[:size].trimmed()
@@ -232,6 +234,17 @@ class Task:
         name, origins = batch.ids[place], self.job.samples.origins
         where = f" ({origins[batch.start + place].place})" if origins else ""
         return f"sample {name[:12]}{where}"
+
+    def _fitting(self) -> int:
+        """Return how many samples fit at a time, and say so where they are fewer than usual."""
+        usual, size = self.job.size(self.name), fitting(self.job, self.name)
+        if size < min(usual, max(map(len, self.batches), default=1)):
+            text = (
+                f"{self.name} takes {size} samples at a time in place of {usual}: more would not "
+                "fit into the memory that is free (estimate)"
+            )
+            self.observer.note(Note(level="info", code="memory", text=text))
+        return size
 
     def _run(self, first: Batch, taken: _Taken, size: int) -> Iterator[Part]:
         net = self.job.net

@@ -282,6 +282,7 @@ NOTES: Mapping[str, str] = {
     "loss-of-predicted": "A sample without a label has the loss of the class it is taken for.",
     "lower-estimates": "Norms are met from below: see within for what is proven.",
     "max-tokens": "The model takes fewer tokens than were asked for.",
+    "memory": "Fewer samples are measured at a time than usual: more would not fit (estimate).",
     "never-fails": "A figure that the gate shows and never fails.",
     "new-classifier": "The classifier is new and random: train it first.",
     "no-map": "Of shards of an audit none kept the attention map of the steepest head.",

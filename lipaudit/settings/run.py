@@ -113,7 +113,12 @@ class RunOptions(Settings):
         panel=RUN,
         values=lambda: ("auto", "balanced"),
     )
-    batch_size: Size = option(None, "auto, or samples at a time.", panel=RUN, usual="auto")
+    batch_size: Size = option(
+        None,
+        "auto (what a measure usually takes, as far as it fits), or samples at a time.",
+        panel=RUN,
+        usual="auto",
+    )
     shard: ShardNumber = option(
         None, "i/n: measure the i-th of n parts of the samples; merge makes one report.", panel=RUN
     )

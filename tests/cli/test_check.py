@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,14 +13,24 @@ from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
 from lipaudit.measures import MEASURES
+from lipaudit.settings import JacobianOptions
 from tests.engine.test_estimate import MODEL
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_measured(tmp_path, monkeypatch):
+def _little_is_measured(tmp_path, monkeypatch):
+    """A measure is tried on two samples at most, in two layers or steps."""
     monkeypatch.chdir(tmp_path)
     for name, measure in MEASURES.items():
-        monkeypatch.setitem(MEASURES, name, replace(measure, parts=None))
+        monkeypatch.setitem(MEASURES, name, replace(measure, parts=partial(_tried, measure)))
+
+
+def _tried(measure, net, batches, options):
+    """Little of a measure, of two samples at most."""
+    assert len(batches.first) <= 2
+    tried = options.max_steps if isinstance(options, JacobianOptions) else len(options.layers)
+    assert tried <= 2
+    return measure.parts(net, batches, options)
 
 
 def check(*args: str, code: int = 0) -> str:
@@ -38,9 +50,13 @@ def test_samples_are_shown_with_labels_and_measures_with_times():
     for planned in seen["measures"].values():
         assert planned["samples"] == 2
         assert "(estimate; a forward of a sample takes" in planned["time"]
+        assert planned["batch"] == 2
+        assert seen["memory"]["held"] / 2 < planned["bytes"] < 2 * seen["memory"]["held"]
     told = check("demo", "--data", "two.npz")
     assert "index 1, 1 x 8 x 8, label 7" in told
     assert "12 in 3 layers, 12 with a closed form" in told
+    assert told.count("2 at a time, in roughly ") == 4
+    assert re.search(r"^memory +[\d.]+ [GM]B are free$", told, re.MULTILINE)
 
 
 def test_what_cannot_be_had_is_named_with_the_reason(tmp_path):
@@ -52,6 +68,7 @@ def test_what_cannot_be_had_is_named_with_the_reason(tmp_path):
     left = next(note for note in seen["notes"] if note.startswith("attack was left out: "))
     told = check(model)
     assert left in told
+    assert seen["measures"]["bounds"]["bytes"] > 0  # of the layer with a closed form
     for reason in seen["numerical"]:
         assert reason
         assert f"2 without: {reason}" in told
@@ -69,3 +86,12 @@ def test_where_weights_would_lie_is_shown(tmp_path):
 @pytest.mark.parametrize(("option", "value"), [("--time-limit", "1h"), ("--shard", "1/2")])
 def test_options_of_a_run_that_do_nothing_are_refused(option, value):
     assert f"{option} is for measuring" in check("demo", option, value, code=2)
+
+
+def test_what_is_not_known_of_memory_is_said(tmp_path):
+    (tmp_path / "own.py").write_text(MODEL.replace("Attention(False)", "Attention(True)"))
+    model = f"py:{tmp_path / 'own.py'}:make"
+    planned = json.loads(check(model, "-f", "json"))["measures"]
+    assert planned["bounds"]["bytes"] is None
+    assert planned["attention"]["bytes"] > 0
+    assert "the memory is not known: no layer has a closed form" in check(model)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
 from lipaudit.engine import estimate
+from lipaudit.engine.prepare import Request, prepare
+from lipaudit.settings import BoundsOptions, RunOptions
 
 MODEL = '''
 import torch
@@ -82,3 +85,19 @@ def test_certificates_are_announced(options, forward, told, tmp_path, monkeypatc
     assert done.exit_code == 0, done.stderr
     assert ("roughly" in done.stderr) is (told is not None)
     assert told is None or f"certificates of {told}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shard", "processes", "own"),
+    [(None, 1, 16), (None, 2, 8), (None, 3, 8), (None, 9, 4), ((1, 2), 1, 8), ((1, 2), 2, 4)],
+)
+def test_what_is_shared_out_takes_a_process_its_part_of_the_time(
+    shard, processes, own, monkeypatch
+):
+    """Sixteen samples in batches of four: a process takes whole ones."""
+    monkeypatch.setattr(estimate, "_forward", lambda _job, _samples: 1.0)
+    run = RunOptions(samples=16, shard=shard)
+    job = replace(prepare(Request("demo", {"bounds": BoundsOptions()}, run)), processes=processes)
+    assert job.own == {"bounds": own}
+    survey = estimate.SURVEY
+    assert estimate.cost(job).least == survey + own * estimate.READ["bounds"]

@@ -1,0 +1,150 @@
+"""How much memory tensors take while something runs, this process has, and is free."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+LARGE = 10**9
+"""Bytes from which on they are written as GB."""
+_LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""Files of a control group, of its second version and of its first."""
+_CACHES = ("inactive_file ", "total_inactive_file ")
+
+
+class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that operations make while it is active, and somebody holds.
+
+    Temporary memory of an operation is not seen, nor is what it does without torch.
+
+    Args:
+        module: whose parameters are not counted.
+
+    Attributes:
+        most: the most bytes there were at a time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = self._now = 0
+        tensors = (*module.parameters(), *module.buffers())
+        self._known = {t.untyped_storage().data_ptr() for t in tensors}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say no to a wrapper that imports the compiler: nothing is compiled meanwhile."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self._count(t.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place = storage.data_ptr()
+        if place in self._known or not place:
+            return
+        self._known.add(place)
+        self._now += storage.nbytes()
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._freed, place, storage.nbytes())
+
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._now -= size
+
+
+def size(count: int) -> str:
+    """Write a number of bytes.
+
+    >>> size(1_260_000_000), size(45_300_000)
+    ('1.3 GB', '45 MB')
+    """
+    return f"{count / 1e9:.1f} GB" if count >= LARGE else f"{count / 1e6:.0f} MB"
+
+
+def held(device: torch.device) -> int | None:
+    """Return how many bytes this process has on a device; None where that is not known.
+
+    On a CPU they are all of its memory: libraries, weights and whatever else.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def free(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Return how many bytes this process can still have on a device; None: that is not known.
+
+    On a CPU the machine may have more than the control groups of a container allow.
+
+    Args:
+        device: the device.
+        root: where the files of the system are.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if device.type != "cpu":
+        return None
+    return min((*_available(root), *_allowed(root)), default=None)
+
+
+def _available(root: Path) -> Iterator[int]:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            yield 1024 * int(line.split()[1])
+
+
+def _allowed(root: Path) -> Iterator[int]:
+    """Yield what each control group of this process, and each around it, leaves."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        place = Path(path.lstrip("/"))
+        # Inside a container its own group is the root, whatever the path says.
+        for group in dict.fromkeys((mount / place, *(mount / p for p in place.parents), mount)):
+            yield from _left(group)
+
+
+def _left(group: Path) -> Iterator[int]:
+    for limit, usage in _LIMITS:
+        allowed, used = _read(group / limit).strip(), _read(group / usage).strip()
+        if allowed.isdigit() and used.isdigit():
+            # What files have been read is given back where memory is short.
+            yield max(0, int(allowed) - int(used) + _cached(group))
+
+
+def _cached(group: Path) -> int:
+    lines = _read(group / "memory.stat").splitlines()
+    sizes = [line.split()[1] for line in lines if line.startswith(_CACHES)]
+    return max(map(int, sizes), default=0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,184 @@
+"""What measures take of memory, what there is of it, and how many samples fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import lipaudit
+from lipaudit.engine import estimate, task
+from lipaudit.engine.estimate import Footprint, footprint
+from lipaudit.engine.execute import execute
+from lipaudit.engine.observer import Observer
+from lipaudit.engine.prepare import Request, prepare
+from lipaudit.measures import MEASURES
+from lipaudit.models.memory import Held, free
+from lipaudit.settings import AuditOptions, RunOptions
+
+CPU = torch.device("cpu")
+NAMES = ("bounds", "attention", "jacobian", "attack")
+
+
+def job(samples=8, **run):
+    """All measures of the demo on a few samples, of one layer."""
+    plan = AuditOptions(quick=True).plan(demo=True)
+    for name in ("bounds", "attention"):
+        plan[name] = plan[name].model_copy(update={"layers": (1,)})
+    return prepare(Request("demo", plan, RunOptions(samples=samples, **run)))
+
+
+def test_memory_is_counted_while_somebody_holds_it():
+    module = nn.Linear(100, 100)
+    with Held(module) as counted:
+        a = torch.ones(100)
+        b = a + 1
+        assert counted.most == 800
+        del a
+        c = b.view(10, 10).t()
+        del b
+        d = c.clone()
+        assert counted.most == 800
+        del c, d
+        x = torch.ones(5, 100, requires_grad=True)
+        y = module(x).tanh().sum()  # tanh keeps its result, and nobody has a name for it
+        assert counted.most == 3 * 2000
+        del x
+        torch.ones(1000)
+        assert counted.most == 2 * 2000 + 4 + 4000
+    del y
+
+
+def files(root, **contents):
+    for path, text in contents.items():
+        place = root / path.replace("__", "/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+
+
+GROUPS = {
+    "none": ({}, 8000),
+    "a limit": (
+        {"proc__self__cgroup": "0::/a/b\n", "sys__fs__cgroup__a__b__memory.max": "5000\n",
+         "sys__fs__cgroup__a__b__memory.current": "2000\n"}, 3000),
+    "caches": (
+        {"proc__self__cgroup": "0::/a\n", "sys__fs__cgroup__a__memory.max": "5000\n",
+         "sys__fs__cgroup__a__memory.current": "4500\n",
+         "sys__fs__cgroup__a__memory.stat": "anon 1\ninactive_file 400\n"}, 900),
+    "one around it": (
+        {"proc__self__cgroup": "0::/a/b\n", "sys__fs__cgroup__a__memory.max": "1500\n",
+         "sys__fs__cgroup__a__memory.current": "500\n",
+         "sys__fs__cgroup__a__b__memory.max": "max\n",
+         "sys__fs__cgroup__a__b__memory.current": "500\n"}, 1000),
+    "a container": (
+        {"proc__self__cgroup": "0::/../../pod\n", "sys__fs__cgroup__memory.max": "700\n",
+         "sys__fs__cgroup__memory.current": "100\n"}, 600),
+    "version 1": (
+        {"proc__self__cgroup": "5:cpu:/x\n4:memory:/x\n",
+         "sys__fs__cgroup__memory__x__memory.limit_in_bytes": "2000\n",
+         "sys__fs__cgroup__memory__x__memory.usage_in_bytes": "1990\n",
+         "sys__fs__cgroup__memory__x__memory.stat": "total_inactive_file 40\n"}, 50),
+    "above all there is": (
+        {"proc__self__cgroup": "0::/\n", "sys__fs__cgroup__memory.max": "9999999\n",
+         "sys__fs__cgroup__memory.current": "1\n"}, 8000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_free_is_what_machine_and_control_groups_leave(tmp_path, case):
+    contents, expected = GROUPS[case]
+    files(tmp_path, proc__meminfo="MemTotal: 99 kB\nMemAvailable: 8 kB\n", **contents)
+    assert free(CPU, tmp_path) == (8192 if expected == 8000 else expected)
+
+
+def test_where_nothing_is_known_of_memory_nothing_is_said(tmp_path):
+    assert free(CPU, tmp_path) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_that_is_tried_tells_what_many_take(name):
+    asked = job()
+    known = footprint(asked, name)
+    size = min(asked.size(name), 8)
+    with Held(asked.net.module) as counted:
+        next(iter(MEASURES[name].parts(
+            asked.net, iter([asked.samples.batch[:size]]), asked.request.measures[name]
+        )))  # fmt: skip
+    assert counted.most / 2 < known.of(size) < 2 * counted.most
+
+
+def test_as_many_samples_fit_as_there_is_room_for():
+    assert Footprint(fixed=100, sample=30).of(4) == 220
+    assert Footprint(fixed=100, sample=30).fits(219) == 3
+    assert Footprint(fixed=100, sample=30).fits(50) == 1
+    assert Footprint(fixed=100, sample=0).fits(200) == 100
+
+
+class Heard(Observer):
+    def __init__(self):
+        self.notes = []
+
+    def note(self, note):
+        self.notes.append(note)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_are_cut_to_what_is_free_and_figures_stay(monkeypatch, name):
+    asked = job(dtype="float64")
+    options = {name: asked.request.measures[name]}
+    asked = replace(asked, counts={name: 8}, request=replace(asked.request, measures=options))
+    whole = execute(asked)
+    known, sizes = footprint(asked, name), []
+    room = known.of(3) / estimate.SHARE + 1
+    monkeypatch.setattr(estimate, "free", lambda _device: room)
+    run = task.Task._run
+    monkeypatch.setattr(
+        task.Task, "_run", lambda t, *rest: (sizes.append(rest[2]), run(t, *rest))[1]
+    )
+    heard = Heard()
+    cut = execute(asked, heard)
+    assert sizes == [3]
+    assert [n.code for n in heard.notes if "at a time" in n.text] == ["memory"]
+    for before, after in zip(whole.sections, cut.sections, strict=True):
+        for one, other in zip(before.rows, after.rows, strict=True):
+            for key, value in one.model_dump(exclude={"seconds"}).items():
+                assert getattr(other, key) == (
+                    pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+                ), key
+
+
+def test_a_size_that_is_given_is_kept(monkeypatch):
+    monkeypatch.setattr(estimate, "free", lambda _device: 1)
+    assert estimate.fitting(job(batch_size=5), "jacobian") == 5
+    assert estimate.fitting(job(), "jacobian") == 1
+
+
+def test_processes_of_a_run_share_what_is_free(monkeypatch):
+    asked = job()
+    known = footprint(asked, "jacobian")
+    monkeypatch.setattr(estimate, "free", lambda _device: 2 * known.of(3) / estimate.SHARE + 2)
+    assert estimate.fitting(asked, "jacobian") > 3
+    assert estimate.fitting(replace(asked, processes=2), "jacobian") == 3
+
+
+def test_where_one_sample_is_too_much_the_error_says_what_helps(monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    monkeypatch.setitem(MEASURES, "jacobian", replace(MEASURES["jacobian"], parts=fails))
+    with pytest.raises(lipaudit.LipauditError, match="one sample at a time") as caught:
+        lipaudit.measure("demo", "jacobian", samples=2)
+    assert "--input-size" in caught.value.advice
+    assert "--max-tokens" not in caught.value.advice
+
+
+def test_weights_in_half_precision_are_said_to_be_kept_smaller_as_they_are():
+    asked = job()
+    note = SimpleNamespace(code="half-precision")
+    net = replace(asked.net, info=replace(asked.net.info, notes=(note,)))
+    assert "--weights stored" in estimate.less(replace(asked, net=net))
+    assert "--weights stored" not in estimate.less(asked)

@@ -224,7 +224,8 @@ def _forward(job: Job, samples: int) -> float:
 
 
 def _short(seconds: float) -> str:
-    return f"{1e3 * seconds:.2g} ms" if seconds < 1 else f"{seconds:.2g} s"
+    value, unit = (1e3 * seconds, "ms") if seconds < 1 else (seconds, "s")
+    return f"{float(f'{value:.2g}'):g} {unit}"
 
 
 def _time(seconds: float) -> str:

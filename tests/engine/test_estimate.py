@@ -101,3 +101,13 @@ def test_what_is_shared_out_takes_a_process_its_part_of_the_time(
     assert job.own == {"bounds": own}
     survey = estimate.SURVEY
     assert estimate.cost(job).least == survey + own * estimate.READ["bounds"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "told"),
+    [(0.000613, "0.61 ms"), (0.3174, "320 ms"), (2.54, "2.5 s"), (123.0, "120 s")],
+)
+def test_the_time_of_a_forward_is_written_out(forward, told):
+    job = prepare(Request("demo", {"bounds": BoundsOptions()}, RunOptions(samples=1)))
+    said = estimate.takes(job, estimate.Pace(forward, forward))
+    assert said.endswith(f"a forward of a sample takes {told})")

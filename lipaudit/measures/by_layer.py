@@ -14,9 +14,10 @@ from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.requirements import require_padding_is_ignored
-from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.sites import Site, blocks_without_attention
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import Net
+from lipaudit.models.sources.weights import few
 from lipaudit.results import Note
 
 Facts = dict[str, Any]
@@ -79,13 +80,16 @@ def by_layer(
     """
     reduction = _Reduction(reader, layers, projections)
     sites: tuple[Site, ...] = ()
+    remarks: tuple[Note, ...] = ()
     for batch in batches:
         require_padding_is_ignored(net, batch)
-        sites = sites or surveyed(net, first_of(batches, batch))
-        selected = chosen(sites, layers)
+        if not sites:
+            sites = surveyed(net, first_of(batches, batch))
+            selected = chosen(sites, layers)
+            remarks = open_notes(selected) + _hybrid_notes(net, sites)
         reduced, changes = _reduced(net, sites, batch, reduction)
         values = {name: t.numpy() for name, t in reduced.items()}
-        yield Part(batch.ids, values, reader.facts(selected), open_notes(selected) + changes)
+        yield Part(batch.ids, values, reader.facts(selected), remarks + changes)
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,18 @@ def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
         )
         for reason, alike in reasons.items()
     )
+
+
+def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:
+    """Say which blocks of a language model are left out, having no attention."""
+    blocks = blocks_without_attention(net.module, sites) if net.kind == "text" else ()
+    if not blocks:
+        return ()
+    text = (
+        f"blocks without softmax attention have no heads here ({few(blocks)}): what they do "
+        "(state spaces, linear attention, convolutions) is in `lipaudit jacobian` alone"
+    )
+    return (Note(level="info", code="no-attention", text=text),)
 
 
 def summed(values: Tensor, sample: Tensor, samples: int) -> Tensor:

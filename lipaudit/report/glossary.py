@@ -285,6 +285,7 @@ NOTES: Mapping[str, str] = {
     "memory": "Fewer samples are measured at a time than usual: more would not fit (estimate).",
     "never-fails": "A figure that the gate shows and never fails.",
     "new-classifier": "The classifier is new and random: train it first.",
+    "no-attention": "Blocks of a hybrid model that have no softmax attention, and so no heads.",
     "no-map": "Of shards of an audit none kept the attention map of the steepest head.",
     "no-block": "No block was found whose norm could be taken by itself.",
     "no-bound": "Some bounds cannot be given for some heads, with the reason.",

@@ -272,6 +272,8 @@ def _logits(heads: Heads) -> str:
 
 def _biased(bias: torch.Tensor) -> bool:
     """Say whether there is more than a mask, and what is taken off a whole row."""
+    if bias.dtype == torch.bool:
+        return False
     seen = bias > -1e9
     least, most = bias.where(seen, 1e9).amin(-1), bias.where(seen, -1e9).amax(-1)
     return bool((most - least > 1e-9).any())
@@ -317,7 +319,8 @@ What cannot be read is refused by name (exit code 4):
 * kernels that torch does not dispatch: flash-attn, flex attention, TorchScript. lipaudit loads
   checkpoints with fused (`sdpa`) or written-out (`eager`) attention, whatever they ask for;
 * models without a softmax over q k^T (Mamba, RWKV, linear attention alone): `lipaudit jacobian`
-  needs no heads;
+  needs no heads. Of a hybrid the attention layers are read, and a note names the other blocks
+  (`no-attention`);
 * attention that is laid out anew in chunks between the softmax and the values (Longformer).
 """
 

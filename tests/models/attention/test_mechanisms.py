@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lipaudit.measures import MEASURES
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.numeric import numeric_norms
+from lipaudit.models.attention.sites import blocks_without_attention
 from lipaudit.models.attention.survey import survey
+from lipaudit.settings import option_types
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
@@ -47,6 +51,29 @@ def test_heads_and_bounds_are_those_of_the_model(name, hard):
         torch.testing.assert_close(exact[i], true, rtol=1e-9, atol=1e-12)
         for bound, values in above.items():
             assert not (values[i] < true * (1 - 1e-12)).any(), bound
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [("state-space", ("model.layers.0",)), ("linear", ("model.layers.0",)), ("grouped", ())],
+)
+def test_blocks_without_attention_are_named(name, left_out):
+    net = load(name)
+    batch = texts(net)
+    assert blocks_without_attention(net.module, survey(net, batch)) == left_out
+    (part,) = MEASURES["bounds"].parts(net, [batch], option_types()["bounds"]())
+    said = [note.text for note in part.notes if note.code == "no-attention"]
+    assert len(said) == len(left_out)
+    assert all(f"({block})" in text for block, text in zip(left_out, said, strict=True))
+
+
+def test_a_block_that_shares_its_attention_has_it():
+    stack = nn.ModuleList(nn.ModuleDict({"own": nn.Linear(2, 2)}) for _ in range(3))
+    stack[0]["shared"] = stack[2]["shared"] = nn.Identity()
+    model = nn.ModuleDict({"body": nn.ModuleDict({"layers": stack})})
+    site = survey(net := load("grouped"), texts(net))[0]
+    shared = replace(site, module="body.layers.0.shared")
+    assert blocks_without_attention(model, [shared]) == ("body.layers.1",)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

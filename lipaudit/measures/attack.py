@@ -301,13 +301,13 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
 
     x holds of each sample the first example that broke it, in the order of the trials, else the
     last that was tried; y the labels; and a tensor per trial its examples. The metadata say of
-    which samples they were made.
+    which samples they were made. Texts have zeros behind their embeddings, up to the longest.
     """
     if options.save_adv is None:
         return []
     if options.save_adv.suffix == TABLE:
         return [rewriting.table(parts)]
-    x_adv, broken = joined(parts, "x_adv"), ~joined(parts, "robust").astype(bool)
+    x_adv, broken = _of_one_length(parts), ~joined(parts, "robust").astype(bool)
     first = np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
     tensors = {
         str(trial.key): np.ascontiguousarray(x_adv[:, i])
@@ -316,6 +316,14 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
     tensors["x"] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
     tensors["y"] = joined(parts, "label").astype(np.int64)
     return [save(tensors, {MADE_OF: json.dumps(sample_ids(parts))})]
+
+
+def _of_one_length(parts: Sequence[Part]) -> Values:
+    """Join the examples of all parts, of which texts are as long as the longest of their part."""
+    each = [part.values["x_adv"] for part in parts]
+    longest = max(x.shape[2] for x in each)
+    room = [[(0, longest - n if axis == 2 else 0) for axis, n in enumerate(x.shape)] for x in each]
+    return np.concatenate([np.pad(x, pads) for x, pads in zip(each, room, strict=True)])
 
 
 MEASURE = Measure(

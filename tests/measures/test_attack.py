@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 from pydantic import ValidationError
+from safetensors.numpy import load
 
 from lipaudit.attacks.plan import CHUNK
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.attack import AttackOptions, measure, summarise
+from lipaudit.measures.attack import AttackOptions, adversarial_examples, measure, summarise
+from lipaudit.measures.measure import Part
 from lipaudit.models.sources.loading import load_net
 from lipaudit.results.figures import wilson
 
@@ -115,6 +117,21 @@ def test_what_an_attack_breaks_is_drawn_with_its_scores(net):
         assert true == samples["label"][at[name]] != said
         assert example.before == pytest.approx(scores[[true, said]], abs=2e-4)
         assert example.after[1] >= example.after[0]
+
+
+def test_examples_of_short_and_long_texts_are_written_together(tmp_path):
+    def part(name, tokens, value):
+        x_adv = np.full((1, 1, tokens, 4), value, dtype=np.float32)
+        values = {"x_adv": x_adv, "robust": np.zeros((1, 1)), "label": np.zeros(1)}
+        return Part((name,), values)
+
+    options = AttackOptions(attack="pgd", eps=("0.1",), save_adv=tmp_path / "adv.safetensors")
+    (written,) = adversarial_examples([part("a", 5, 1.0), part("b", 3, 2.0)], options)
+    x = load(written)["x"]
+    assert x.shape == (2, 5, 4)
+    assert (x[0] == 1).all()
+    assert (x[1, :3] == 2).all()
+    assert not x[1, 3:].any()
 
 
 def test_no_more_is_drawn_than_the_first_samples(net, monkeypatch):

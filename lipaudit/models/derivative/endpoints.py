@@ -89,6 +89,11 @@ def end_of(net: Net, batch: Batch, target: str | None) -> Target:
             f"the {what} of {name} are of classes: they have no position",
             f"Use --to {what}, or --to hidden:{where} of a model that takes text.",
         )
+    if net.scored and what in ("hidden", "features", "tokens"):
+        raise InputError(
+            f"a prompt of {name} has other {what} with each of its continuations",
+            "Leave --score out, or use --to logits, which are the scores.",
+        )
     if what == "hidden" and net.kind != "text":
         raise InputError(f"{name} takes no text: its tokens have no position", "Use --to tokens.")
     placed = what == "hidden" or (speaks and what in PLACED)

@@ -89,6 +89,23 @@ def test_weights_are_read_where_they_are_computed_with(spread):
     assert net.info.weights_sha256 == load_net(path).info.weights_sha256
 
 
+def test_accelerate_fills_both_accelerators_before_the_cpu(spread, monkeypatch):
+    path, _ = spread("llama")
+    parts = load_net(path).module.model
+    table, block = (_bytes(part) for part in (parts.embed_tokens, parts.layers[0]))
+    room = {0: table + block * 3 // 2, 1: block * 6 // 5, "cpu": 9 * block}
+    monkeypatch.setattr("accelerate.utils.get_balanced_memory", lambda *_, **__: dict(room))
+    net = load_net(path, LoadOptions(device_map="balanced"))
+    places = net.info.device_map
+    assert list(dict.fromkeys(places.values())) == [FIRST, SECOND, "cpu"]
+    assert not [name for name in places if "layers" in name and name.count(".") > 2]  # no cut
+    assert lipaudit.measure(path, "attention", **samples("llama"), device_map="balanced")
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
+
+
 def test_a_certificate_is_of_one_device(spread):
     path, places = spread("demo")
     with pytest.raises(UsageError, match="computed on one device"):

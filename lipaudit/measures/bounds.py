@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.policy import POLICY
 from lipaudit.theory.spectral.lanczos import Norms
 from lipaudit.theory.spectral.upper import spectral_norm
 
@@ -284,6 +286,7 @@ def _remarks(
 ) -> tuple[Note, ...]:
     """Say what is missing, what did not converge, and which norms are not the module's."""
     remarks = [*lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
+    remarks += _long_maps(int(measured["tokens"].max()))
     if apart:
         text = (
             f"layers {', '.join(map(str, apart))}: queries and keys/values read different inputs, "
@@ -315,6 +318,16 @@ def _remarks(
                 text = f"no {name} for {heads.sum()} heads: {why}"
                 remarks.append(Note(level="info", code="no-bound", text=text))
     return tuple(remarks)
+
+
+def _long_maps(tokens: int) -> tuple[Note, ...]:
+    """Say that ||P|| is a limit where its proof would take more maps at once than one."""
+    longest = math.isqrt(POLICY.map_limit)
+    text = (
+        f"||P|| over more than {longest} tokens is an upper limit of that norm, and how close it "
+        "is was not proven; bounds made of it hold"
+    )
+    return (Note(level="info", code="long-maps", text=text),) if tokens > longest else ()
 
 
 MEASURE = Measure(measure, summarise, batch=4)

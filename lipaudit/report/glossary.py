@@ -278,6 +278,7 @@ NOTES: Mapping[str, str] = {
     "latin-1": "A text file was not UTF-8 and was read as Latin-1.",
     "left-out": "Something was not measured, with the reason.",
     "long": "Heads without a closed form will take long; --layers and --samples choose fewer.",
+    "long-maps": "The norm of very long attention maps is given as a limit, never too small.",
     "loose-ball": "A radius is so large that the constants certified there say little.",
     "loss-of-predicted": "A sample without a label has the loss of the class it is taken for.",
     "lower-estimates": "Norms are met from below: see within for what is proven.",

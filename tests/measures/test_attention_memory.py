@@ -5,16 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.attention import layer_statistics, measure
+from lipaudit.measures.attention import ENTRIES, layer_statistics, measure
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings.attention import AttentionOptions
+from lipaudit.theory.heads import affine_heads
 from tests.live import Live
 
 transformers = pytest.importorskip("transformers")
@@ -82,6 +84,16 @@ def causal(tmp_path_factory):
 def text(tokens: int) -> Batch:
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(tokens))
     return Batch(ids, None, (f"{tokens}",), None)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_statistics_of_a_head_keep_blocks_of_rows(causal):
+    """A block has 2 MB, the map of the head 134 MB; some ten blocks are alive at a time."""
+    heads = affine_heads(torch.randn(1, 4096, 4), *torch.randn(3, 1, 4, 4))
+    layer, live = SimpleNamespace(attention=replace(heads, causal=causal), samples=1), Live()
+    with live:
+        layer_statistics(layer, OPTIONS)
+    assert live.most < 16 * 8 * ENTRIES
 
 
 def test_statistics_of_a_causal_model_keep_no_map_and_no_logits(causal):

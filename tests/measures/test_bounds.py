@@ -1,5 +1,7 @@
 """The measure against dense float64 Jacobians of the demo, and what must hold on every head."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -213,6 +215,16 @@ def test_heads_that_are_not_affine_have_no_constant_and_a_reason():
         assert given == (None,) * 5
     (note,) = section.notes
     assert note.text.startswith("no ball_sharp for 3 heads: it needs self-attention with affine")
+
+
+def test_norms_of_long_maps_are_said_to_be_limits(demo):
+    net, batch = demo
+    options = BoundsOptions(layers="0")
+    (part,) = measure(net, [batch], options)
+    for tokens, said in ((5792, 0), (5793, 1)):
+        values = part.values | {"tokens": np.full_like(part.values["tokens"], tokens)}
+        notes = summarise([replace(part, values=values)], options)[0].notes
+        assert sum(note.code == "long-maps" for note in notes) == said
 
 
 @pytest.mark.parametrize("radius", ["0", "0.1,0.10", "2words", "-1", "r"])

@@ -118,6 +118,14 @@ def test_exact_norms_of_long_layers_keep_no_map(short_limit):
     assert most[1] < 4 * 512**2 * 8 / 2  # the maps of the four heads, in double precision
 
 
+def test_exact_norms_of_short_layers_keep_the_maps_in_both_precisions():
+    heads, live = rotary_heads(256, 8, 2), Live()
+    with live:
+        head_norms(heads, seeds=[0])
+        layer_norms(heads, seeds=[0])
+    assert live.most < 24 * 8 * 256**2
+
+
 def test_bounds_of_long_layers_keep_the_maps_of_one_head(short_limit):
     """P in float64 and in float32, the norms of its blocks in float32, and blocks of rows."""
     tokens, heads, live = 512, rotary_heads(512, 4, 2), Live()

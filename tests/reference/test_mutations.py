@@ -77,8 +77,8 @@ MUTATIONS = (
     Mutation(
         "masks are told by the bias, not by P",
         "theory/heads.py",
-        "not bool(self.visible(0, self.q.shape[2]).triu(1).any())",
-        "not bool(self.attention().triu(1).any())",
+        "later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())",
+        "later = [self.attention().triu(1).any()]",
         "tests/theory/test_heads.py",
     ),
     Mutation(

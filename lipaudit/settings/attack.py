@@ -43,13 +43,15 @@ class AttackOptions(MeasureOptions):
 
     The radius is in pixel space [0, 1]; normalisation happens inside the model. Texts are changed
     word by word or character by character, so many of them; with --eps, or by fgsm and pgd, the
-    perturbation is added to their token embeddings.
+    perturbation is added to their token embeddings. Of language models what they score behind a
+    prompt is attacked, in the embeddings of that: continuations, choices, labels (--score).
 
     [dim]Examples:[/]
       [cyan]lipaudit attack demo --eps 0.1[/]
       [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --eps 1/255,2/255[/]
       [cyan]lipaudit attack timm:vit_small_patch16_224 --data val/ --attack paper[/]
       [cyan]lipaudit attack ./bert --data reviews.csv --attack words --eps 1,2[/]
+      [cyan]lipaudit attack ./gpt2 --data questions.jsonl --eps 0.1[/]
     """
 
     samples: ClassVar[int] = 128

@@ -20,7 +20,7 @@ from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.certificate import order_of, rows_of
 from lipaudit.models.memory import Held, free
-from lipaudit.models.precision import eager
+from lipaudit.models.precision import eager, seeded
 from lipaudit.results import Note
 from lipaudit.results.trials import Radius
 from lipaudit.settings import (
@@ -280,7 +280,7 @@ def fitting(job: Job, name: str) -> int:
         return size
     room = int(SHARE * room / job.processes)
     try:
-        if AMPLE + PLENTY * size * _most(job, job.net.output, 1) < room:
+        if AMPLE + PLENTY * size * _most(job, torch.no_grad()(job.net.output), 1) < room:
             return size
         known = footprint(job, name)
     except Exception as error:
@@ -311,7 +311,7 @@ def _most(job: Job, run: Callable[[Batch], Any], samples: int) -> int:
     longest = 0 if batch.mask is None else int(batch.mask.sum(1).argmax())
     copies = batch.rows(torch.full((samples,), longest)).trimmed()
     copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))
-    with Held(net.module) as taken:
+    with seeded(0, net.device), Held(net.module) as taken:
         run(copies.to(net.device, net.dtype))
     return taken.most
 

@@ -83,8 +83,9 @@ def run_measures(
 def prepared(request: Request, *, quiet: bool) -> Iterator[tuple[Job, Ranks | None]]:
     """Load what is to be measured, and meet the other processes of the run, if there are any."""
     from lipaudit.cli.progress import muted
+    from lipaudit.engine.place import local, placed
     from lipaudit.engine.prepare import prepare
-    from lipaudit.engine.ranks import join, local, placed
+    from lipaudit.engine.ranks import join
 
     place = placed()
     with muted(quiet=quiet):
@@ -123,7 +124,7 @@ def require_alone(run: RunOptions, what: str) -> None:
     Raises:
         UsageError: this process is to measure some of the samples.
     """
-    from lipaudit.engine.ranks import placed
+    from lipaudit.engine.place import placed
 
     require_unsharded(run, what)
     if placed():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from lipaudit.data.batch import Batch
     from lipaudit.data.loading import Samples
-    from lipaudit.engine.ranks import Place
+    from lipaudit.engine.place import Place
     from lipaudit.models.net import Net
     from lipaudit.train import Epoch
     from lipaudit.train.record import TrainingRecord
@@ -122,7 +122,7 @@ class Task:
 
 def _placed(task: Task, run: RunOptions) -> tuple[Task, RunOptions]:
     """Return which of several processes this is, and the options with the device of this one."""
-    from lipaudit.engine.ranks import local, placed
+    from lipaudit.engine.place import local, placed
 
     place = placed()
     if place is None:

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lipaudit.data.batch import Batch
 from lipaudit.engine.journal import packed, unpacked
-from lipaudit.errors import EvaluationError, LipauditError, UsageError, as_user_meets, bug
+from lipaudit.engine.place import Place
+from lipaudit.errors import EvaluationError, LipauditError, as_user_meets, bug
 from lipaudit.measures import Part
-from lipaudit.settings import RunOptions
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -40,83 +38,16 @@ ENDED = 2**40
 AGAIN = "What is finished is kept: --resume goes on, with any number of processes."
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which process of how many this is, and where they meet.
-
-    Attributes:
-        rank: from 0.
-        size: how many there are.
-        local: which on its machine: it takes that device.
-        host: where rank 0, or the launcher, keeps the store.
-        port: of the store.
-    """
-
-    rank: int
-    size: int
-    local: int
-    host: str
-    port: int
-
-
-def placed(env: Mapping[str, str] = os.environ) -> Place | None:
-    """Return what a launcher says of this process; None where it is alone.
-
-    torchrun and `accelerate launch` set RANK and WORLD_SIZE. A step of srun is known by its
-    number of tasks: a batch script has SLURM_NTASKS, too, and is one process.
-
-    Raises:
-        UsageError: it does not say where the processes meet.
-    """
-    if "RANK" in env and int(env.get("WORLD_SIZE", "1")) > 1:
-        rank, size, local = (int(env.get(n, "0")) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        return Place(rank, size, local, *_meeting(env, "", ""))
-    if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        rank, size, local = (int(env.get(name, "0")) for name in names)
-        here = "127.0.0.1" if env.get("SLURM_STEP_NUM_NODES") == "1" else ""
-        port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
-        return Place(rank, size, local, *_meeting(env, here, str(port)))
-    return None
-
-
-def local(run: RunOptions, place: Place) -> RunOptions:
-    """Return options whose device is that of one process on its machine.
-
-    Raises:
-        UsageError: every process would spread its model over all devices.
-    """
-    import torch
-
-    if run.device_map is not None:
-        if Path(run.device_map).is_file():
-            return run
-        raise UsageError(
-            f"--device-map {run.device_map}: each process would spread its model over all devices",
-            "Run one process, or give a file that says where the modules lie.",
-        )
-    if run.device not in (None, "auto", "cuda") or not torch.cuda.is_available():
-        return run
-    device = f"cuda:{place.local % torch.cuda.device_count()}"
-    return run.model_copy(update={"device": device})
-
-
-def _meeting(env: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
-    host, port = env.get("MASTER_ADDR", host), env.get("MASTER_PORT", port)
-    if not host or not port:
-        raise UsageError(
-            "several processes are started, and nothing says where they meet",
-            "Start them with torchrun, or set MASTER_ADDR and MASTER_PORT.",
-        )
-    return host, int(port)
-
-
 def join(place: Place) -> Ranks:
     """Meet the other processes.
 
     Raises:
         EvaluationError: they do not come.
     """
+    return Ranks(_store(place), place.rank, place.size, again=lambda: _store(place))
+
+
+def _store(place: Place) -> Store:
     from torch.distributed.rendezvous import rendezvous
 
     url = f"tcp://{place.host}:{place.port}?rank={place.rank}&world_size={place.size}"
@@ -127,7 +58,11 @@ def join(place: Place) -> Ranks:
             f"rank {place.rank} of {place.size} cannot reach {place.host}:{place.port}",
             "Look whether rank 0 runs there; alone, run without RANK and WORLD_SIZE.",
         ) from error
-    return Ranks(store, place.rank, place.size)
+    return store
+
+
+class _Gone(EvaluationError):
+    """The store that the processes share is not there any more."""
 
 
 @dataclass(frozen=True)
@@ -152,16 +87,31 @@ class Ranks:
         store: that all of them share.
         rank: of this one; rank 0 gathers.
         size: how many there are.
+        again: gives the store anew, should it end before all are there.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, *, again: Callable[[], Store] | None = None
+    ) -> None:
         self.rank, self.size = rank, size
-        self._store, self._run = store, ""
+        self._store, self._run, self._again = store, "", again
         self._gathered: dict[tuple[str, int], int] = {}
         self._beats: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
+        try:
+            self._meet()
+        except _Gone:
+            # It was that of the command before: this process was done with it, rank 0 was not.
+            if self._again is None:
+                raise
+            self._store = self._again()
+            self._meet()
+        threading.Thread(target=self._live, daemon=True).start()
+        return self
+
+    def _meet(self) -> None:
         joined = self._add("joined", 1)
         # A launcher may start one command after the other: each has keys of its own.
         number = (joined - 1) // self.size
@@ -174,8 +124,6 @@ class Ranks:
                 )
             time.sleep(PAUSE)
         self._run = f"{number}/"
-        threading.Thread(target=self._live, daemon=True).start()
-        return self
 
     def __exit__(
         self,
@@ -336,7 +284,7 @@ class Ranks:
         try:
             return ask(self._run + key, *args)
         except RuntimeError as error:
-            raise EvaluationError("rank 0, or the launcher, has ended", AGAIN) from error
+            raise _Gone("rank 0, or the launcher, has ended", AGAIN) from error
 
 
 def _said(error: BaseException) -> dict[str, Any]:

@@ -321,8 +321,7 @@ BESIDE = {
     "engine/execute.py:_kept_if_cut_short": "raises again",
     "engine/execute.py:follow": "says it to the first process, which asks as_user_meets",
     "engine/ranks.py:_asked": "asks the store of the processes",
-    "engine/ranks.py:gathered": "raises again",
-    "engine/ranks.py:join": "meets the other processes",
+    "engine/ranks.py:_store": "meets the other processes",
 }
 """Broad handlers that need not ask whose fault an error is, and why."""
 

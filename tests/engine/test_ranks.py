@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from lipaudit.cli.commands import build
 from lipaudit.data.batch import Batch
 from lipaudit.engine import ranks
-from lipaudit.engine.ranks import Begun, Place, Ranks, placed
+from lipaudit.engine.place import Place, placed
+from lipaudit.engine.ranks import Begun, Ranks
 from lipaudit.errors import EvaluationError, InputError, LipauditError, UsageError
 from lipaudit.measures import Part
 from lipaudit.measures.measure import sample_ids
@@ -229,6 +230,22 @@ def test_one_run_after_the_other_shares_nothing():
         with Ranks(store, 0, 1) as alone:
             own = measured(alone.units("m", batches(samples)))
             assert len(list(alone.gathered("m", own, batches(samples)))) == samples
+
+
+class Closed:
+    """The store of a command that has ended."""
+
+    def add(self, _key, _number):
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_process_that_meets_the_command_before_waits_for_the_next():
+    store = torch.distributed.HashStore()
+    with Ranks(Closed(), 0, 1, again=lambda: store) as alone:
+        own = measured(alone.units("m", batches(3)))
+        assert len(list(alone.gathered("m", own, batches(3)))) == 3
+    with pytest.raises(EvaluationError, match="has ended"), Ranks(Closed(), 0, 1):
+        pass
 
 
 AUDIT = (

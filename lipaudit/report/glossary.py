@@ -317,6 +317,9 @@ NOTES: Mapping[str, str] = {
     "real-arithmetic": "Of which function certificates are: of the weights in exact arithmetic, "
     "not of a program that rounds.",
     "resolved": "What a bare name was taken for.",
+    "routed": "Experts, or keys, are chosen by the largest scores: the Jacobian is that of the "
+    "choices made at a sample.",
+    "routed-tie": "Two scores of a choice are equal at a sample, where there is no derivative.",
     "searched": "The worst case is the largest that searches found: a lower estimate.",
     "searches-apart": "Independent searches for a worst case do not agree: no exponent is given.",
     "skipped-bad": "Samples that cannot be read were left out, as --skip-bad says.",

@@ -314,6 +314,11 @@ LEGEND = """
 With `--dtype float64` everything is computed in float64, also where a model's own code casts
 norms, rotary positions, logits or the softmax to float32.
 
+Experts, and keys that are kept by their scores, are chosen by a top-k, which is constant but where
+two scores tie: there a model jumps. The Jacobian of the model is that of the choices made at each
+sample; `lipaudit jacobian` says where they are made (`routed`), and warns of ties (`routed-tie`).
+Routers behind the attention leave its heads and bounds as they are.
+
 What cannot be read is refused by name (exit code 4):
 
 * kernels that torch does not dispatch: flash-attn, flex attention, TorchScript. lipaudit loads

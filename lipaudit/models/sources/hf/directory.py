@@ -73,6 +73,8 @@ def _config(path: Path, options: LoadOptions) -> Any:
     from transformers import AutoConfig
 
     overrides = {k: v for k, v in options.model_kwargs.items() if k != "pretrained"}
+    if options.dtype == "float64":  # grouped products of experts take no double precision
+        overrides = {"experts_implementation": "eager"} | overrides
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
     except (ValueError, KeyError, OSError) as error:

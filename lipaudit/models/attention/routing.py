@@ -1,0 +1,84 @@
+"""Choices that a model makes by the largest scores: which experts, which keys.
+
+A top-k is constant but where two scores tie, and there it jumps: the Jacobian at a sample is that
+of the choices made there, and has no part in changing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lipaudit.models.attention.observe.trace import Place
+from lipaudit.results import Note
+
+_TOP_K = (torch.topk, Tensor.topk)
+_LARGEST = (torch.argmax, Tensor.argmax)
+
+
+class Routing(TorchFunctionMode):
+    """Watches a model that is being differentiated choose by scores that depend on its input.
+
+    Attributes:
+        modules: that choose, in order; whether the scores of a choice were equal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: dict[str, bool] = {}
+        self._place = Place()
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Watch while the block runs and differentiates `module`."""
+        with self._place.following(module), self:
+            yield
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Note a choice."""
+        kwargs = kwargs or {}
+        if func in _TOP_K:
+            self._note(*args, **kwargs)
+        elif func in _LARGEST:
+            self._note_largest(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, input: Tensor, k: int, dim: int = -1, largest: bool = True, **_: Any) -> None:
+        if not input.requires_grad or input.shape[dim] <= k:
+            return
+        with torch.no_grad():
+            scores = input.detach().topk(k + 1, dim, largest).values.movedim(dim, -1)
+            tie = bool((scores[..., -1] == scores[..., -2]).any())
+        module = self._place.module()
+        self.modules[module] = tie or self.modules.get(module, False)
+
+    def _note_largest(self, input: Tensor, dim: int | None = None, **_: Any) -> None:
+        if dim is not None:
+            self._note(input, 1, dim)
+
+    def notes(self) -> tuple[Note, ...]:
+        """Say what the derivative is where there are choices."""
+        if not self.modules:
+            return ()
+        first = next(iter(self.modules))
+        text = (
+            f"experts or keys are chosen by the largest scores (first in {first}): the norm is "
+            "that of the choices made at each sample; where two scores tie there is no derivative"
+        )
+        remarks = [Note(level="info", code="routed", text=text)]
+        tied = [module for module, tie in self.modules.items() if tie]
+        if tied:
+            text = f"scores tie at these samples (first in {tied[0]}): the norm is of one choice"
+            remarks.append(Note(level="warning", code="routed-tie", text=text))
+        return tuple(remarks)

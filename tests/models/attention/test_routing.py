@@ -1,0 +1,79 @@
+"""Choices by the largest scores: named, and the Jacobian that of the choices made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.measures import MEASURES
+from lipaudit.models.attention.routing import Routing
+from lipaudit.models.net import Net
+from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.settings import option_types
+from tests.reference import truth
+from tests.reference.loaded import alone
+from tests.reference.mechanisms import load, texts
+
+
+def measured(net: Net, batch: Batch):
+    options = option_types()["jacobian"](tol=1e-10, within=1e-6)
+    (part,) = MEASURES["jacobian"].parts(net, [batch], options)
+    return part
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("experts", "model.layers.0.mlp.gate"),
+        ("expert-queries", "model.layers.0.self_attention.experts.router"),
+        ("grouped", None),
+    ],
+)
+def test_routers_are_named_and_the_norm_is_that_of_their_choice(name, first):
+    net = load(name)
+    batch = texts(net)
+    part = measured(net, batch)
+    said = [note for note in part.notes if note.code == "routed"]
+    assert [f"(first in {first})" in note.text for note in said] == [True] * (first is not None)
+    assert "routed-tie" not in [note.code for note in part.notes]
+    for i, norm in enumerate(part.values["norm"]):
+        assert norm == pytest.approx(truth.norm(truth.whole(net, alone(batch, i))), rel=1e-9)
+
+
+def test_a_tie_between_experts_is_a_warning():
+    net = load("experts")
+    net.module.model.layers[0].mlp.gate.weight.data[1:] = 0.0  # two experts with equal scores
+    codes = {note.code: note.level for note in measured(net, texts(net)).notes}
+    assert codes["routed-tie"] == "warning"
+
+
+class Chooser(nn.Module):
+    """Takes some of its scores, and the place of the largest."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0].argmax()
+        return x.topk(self.k, dim=1).values
+
+
+@pytest.mark.parametrize(("k", "grad", "seen"), [(2, True, [""]), (3, True, []), (2, False, [])])
+def test_what_is_no_choice_that_depends_on_the_input_is_none(k, grad, seen):
+    routing, module = Routing(), Chooser(k)
+    x = torch.tensor([[1.0, 2.0, 3.0]]).requires_grad_(grad)
+    with routing.watching(module):
+        module(x)
+    assert list(routing.modules) == seen
+
+
+def test_experts_are_measured_in_double_precision(tmp_path):
+    """The grouped products that transformers takes by itself know no float64."""
+    net = load("experts", "float32")
+    net.module.save_pretrained(tmp_path)
+    batch = texts(net)
+    wide = load_net(str(tmp_path), LoadOptions(device="cpu", dtype="float64"))
+    torch.testing.assert_close(wide.output(batch).float(), net.output(batch), rtol=1e-4, atol=1e-5)

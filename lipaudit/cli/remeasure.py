@@ -157,7 +157,8 @@ def together(current: str) -> Iterator[Ranks | None]:
     if current.endswith(".json"):
         yield None
         return
-    from lipaudit.engine.ranks import join, placed
+    from lipaudit.engine.place import placed
+    from lipaudit.engine.ranks import join
 
     place = placed()
     if place is None:
@@ -195,8 +196,8 @@ def verdict_of_first(current: str, baseline: Report, how: Remeasure, ranks: Rank
 
 def _prepared(current: str, baseline: Report, how: Remeasure) -> Job:
     """Load the model and the baseline's samples."""
+    from lipaudit.engine.place import local, placed
     from lipaudit.engine.prepare import prepare
-    from lipaudit.engine.ranks import local, placed
     from lipaudit.gate import require_samples
 
     request, place = _request(current, baseline, how), placed()

@@ -34,7 +34,7 @@ model's own code, by means that share nothing with lipaudit's closed form:
 * statistics of the attention map, against the map that the model computes;
 * the norm of the Jacobian of the whole model.
 
-A model that casts to float32 within is held to 1e-4, and its bounds to 1e-5; in float32 no more is
+What a model casts to float32 within, it computes in float64 there, for both; in float32 no more is
 asked than what rounding alone does to the model's dense Jacobian.
 
 ```

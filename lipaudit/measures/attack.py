@@ -21,8 +21,6 @@ from lipaudit.data.arrays import MADE_OF
 from lipaudit.data.batch import Batch
 from lipaudit.data.images import thumbnail
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures import losses, rewriting
-from lipaudit.measures.losses import Continued
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -34,6 +32,8 @@ from lipaudit.measures.measure import (
     notes,
     sample_ids,
 )
+from lipaudit.measures.texts import losses, rewriting
+from lipaudit.measures.texts.losses import Continued
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
 from lipaudit.results.figures import wilson

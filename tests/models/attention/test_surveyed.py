@@ -102,7 +102,7 @@ def count(monkeypatch) -> list[int]:
 def test_measures_after_the_first_run_a_model_once_per_batch():
     """Nothing but the pass that is measured: no survey, whatever the batch."""
     net, batch, forwards = net_of(Branching()), batch_of(9), []
-    net.module.register_forward_hook(lambda *_: forwards.append(1))
+    net.module.register_forward_pre_hook(lambda *_: forwards.append(1))  # some end early
     list(attention.measure(net, [batch], attention.AttentionOptions()))
     assert len(forwards) > 5
     forwards.clear()

@@ -245,9 +245,8 @@ class Data(Frozen):
 class Run(Frozen):
     """Where the numbers come from: all that is needed to repeat them.
 
-    `options` are those of the command line, as given, that decide what the model and the data are
-    (arch, max_tokens...). `device_map` says where the weights of which modules were, if they were
-    spread. `reason` says why a report was made the baseline; empty in any other.
+    `options` are those given that decide what model and data are (arch, max_tokens...),
+    `device_map` is where modules lay that were spread, `reason` why it was made the baseline.
     """
 
     lipaudit: str

@@ -18,7 +18,7 @@ from lipaudit.results.report import Shard
 from lipaudit.results.summary import steepest
 from lipaudit.settings import AttentionOptions, MeasureOptions, option_types
 
-OWN = frozenset({"command", "created", "device"})
+OWN = frozenset({"command", "created", "device", "device_map"})
 """What the runs of shards may have of their own; of devices the kind is the same."""
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lipaudit import measure
+from lipaudit import measure, merge
 from lipaudit.engine.place import Place, local
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import lifting
@@ -156,6 +156,18 @@ def test_the_report_says_what_lies_where(qwen, written):
     there = sum(p.numel() for n, p in module.named_parameters() if _around(n) == "disk")
     assert f"{there:,} on disk" in note.text
     assert measure("demo", "attention", samples=1).run.device_map == {}
+
+
+def test_shards_may_be_spread_each_by_the_room_it_has(written):
+    how = {"samples": 2, "batch_size": 1}
+    maps = ({}, {"device_map": written({"": "disk"})})
+    shards = [
+        measure("demo", "jacobian", shard=f"{i}/2", **how, **more)
+        for i, more in enumerate(maps, 1)
+    ]
+    (merged,) = merge(shards).sections
+    (whole,) = measure("demo", "jacobian", **how).sections
+    assert merged.samples == whole.samples
 
 
 def _around(name):

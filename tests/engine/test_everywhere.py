@@ -184,7 +184,7 @@ def test_launchers_start_them(launcher, model, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize(("model", "case"), pairs(), indirect=["model"])
+@pytest.mark.parametrize(("model", "case"), [*pairs()], indirect=["model"])
 def test_shards_are_merged_to_the_same(case, model, tmp_path):
     shards = [command(case, model.args, f"{i}", "--shard", f"{i}/2") for i in (1, 2)]
     merge = ("merge", "1.json", "2.json", "-q", "-o", "all.json")
@@ -205,7 +205,7 @@ def dawdle() -> None:
 
 
 @slow
-@pytest.mark.parametrize(("model", "case"), pairs(), indirect=["model"])
+@pytest.mark.parametrize(("model", "case"), [*pairs()], indirect=["model"])
 def test_what_is_killed_goes_on_with_any_number_of_processes(case, model, tmp_path):
     """Whichever of two processes is killed, once some parts, or none, are kept."""
     chance = random.Random(f"{case} {model.args}")

@@ -194,7 +194,7 @@ def test_shards_are_merged_to_the_same(case, model, tmp_path):
 
 def dawdle() -> None:
     """Take a moment for every batch, so that a kill strikes among them; miss the dead soon."""
-    ranks.BEAT, ranks.LOST, measured = 0.2, 5.0, Task._run
+    ranks.BEAT, ranks.LOST, ranks.JOIN, measured = 0.2, 5.0, 60.0, Task._run
 
     def slowly(self, *given: Any) -> Iterator[Any]:
         for part in measured(self, *given):
@@ -220,6 +220,7 @@ def test_what_is_killed_goes_on_with_any_number_of_processes(case, model, tmp_pa
     assert both[killed].ended()[0] in (0, -signal.SIGKILL)
     assert code in (0, 3), said
     assert "Traceback" not in said
+    (tmp_path / "lipaudit").mkdir(exist_ok=True)  # nothing was kept when it was killed
     shutil.copytree(tmp_path / "lipaudit", tmp_path / "three" / "lipaudit")
     resumed = command(case, model.args, "resumed", "--resume")
     well([processes.begun(*resumed, cwd=tmp_path)])

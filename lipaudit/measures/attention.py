@@ -70,11 +70,19 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     for batch in batches:
         first = first or first_of(batches, batch)
         for part in by_layer(net, Share(first, [batch]), reader, **how):
-            drawn = _with_drawn(part, reader, options)
+            drawn = _with_drawn(_counted(part), reader, options)
             if "maps" in drawn.facts:
                 known = {"attended": tokens.attended(net, batch)}
                 drawn = replace(drawn, facts={**drawn.facts, **known})
             yield drawn
+
+
+def _counted(part: Part) -> Part:
+    """Add up the histograms over the samples: kept by sample they are most of a long run."""
+    ratio, joint = part.values["ratio_hist"].sum(0), part.values["joint_hist"].sum((0, 1))
+    return replace(
+        part, values={**part.values, "ratio_hist": ratio[None], "joint_hist": joint[None]}
+    )
 
 
 class _Statistics:
@@ -281,7 +289,7 @@ def _per_sample(parts: Sequence[Part]) -> dict[str, Array]:
 
 def _arrays(parts: Sequence[Part]) -> dict[str, Array]:
     ratio = joined(parts, "ratio_hist").sum(0)
-    joint = joined(parts, "joint_hist").sum((0, 1)).reshape(BINS, BINS)
+    joint = joined(parts, "joint_hist").sum(0).reshape(BINS, BINS)
     edges = np.linspace(0.0, 1.0, BINS + 1)
     return {
         "g1_ratio_hist": Array.of(ratio),

@@ -23,7 +23,7 @@ class Part:
 
     Attributes:
         ids: the samples of the chunk.
-        values: arrays whose first axis is the sample.
+        values: arrays whose first axis is the sample; 1 long where they are of the whole chunk.
         facts: what does not depend on the sample (names of layers, reasons), plain values.
         notes: remarks on this chunk.
     """

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipaudit.data.batch import Batch
+from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import UsageError
 from lipaudit.measures.attention import MEANS, AttentionOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
@@ -183,6 +184,13 @@ def test_a_batch_in_pieces_gives_the_same_section():
         assert a.p_norm == pytest.approx(b.p_norm, rel=1e-7)  # as far as it is computed
     assert whole.arrays["g1_ratio_hist"].data == parts.arrays["g1_ratio_hist"].data
     assert sum(whole.arrays["p1p2_hist"].data) == 4 * 12 * 8
+
+
+def test_what_is_kept_of_a_sample_is_small():
+    net = demo()
+    batch = load_data(None, net, DataOptions(samples=8)).batch.to("cpu", torch.float64)
+    (part,) = measure(net, [batch], AttentionOptions())
+    assert sum(values.nbytes for values in part.values.values()) / len(batch) < 2**13
 
 
 def section_of(net, batches, **given):

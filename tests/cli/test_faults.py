@@ -309,7 +309,7 @@ def test_options_of_a_kind_are_refused_from_python_alike():
 
 BESIDE = {
     "api/measuring.py:prepared": "asks as_user_meets",
-    "models/attention/observe/events.py:fits": "compares shapes",
+    "models/attention/observe/events.py:_broadcasts": "compares shapes",
     "models/derivative/linearize.py:_explained": "raises again what it does not know",
     "models/precision.py:_cudnn_allows_tf32": "reads a setting",
     "models/sources/assembly.py:device": "asks for a device",
@@ -320,8 +320,10 @@ BESIDE = {
     "engine/execute.py:executed": "leaves the reason in a partial report",
     "engine/execute.py:_kept_if_cut_short": "raises again",
     "engine/execute.py:follow": "says it to the first process, which asks as_user_meets",
+    "engine/preview.py:_footprint": "asks as_user_meets",
     "engine/ranks.py:_asked": "asks the store of the processes",
     "engine/ranks.py:_store": "meets the other processes",
+    "train/collective.py:collective": "raises again what it does not know",
 }
 """Broad handlers that need not ask whose fault an error is, and why."""
 

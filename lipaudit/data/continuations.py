@@ -157,7 +157,7 @@ def _label_words(
     """
     if classes is not None:
         return tuple(classes)
-    values = {str(value) for row in rows if (value := row.values[columns.follows]) is not None}
+    values = {str(row.values[columns.follows]) for row in rows if _empty(row, columns) is None}
     number = next((v for v in values if v.strip().lstrip("-").replace(".", "").isdigit()), None)
     if number is not None:
         raise InputError(
@@ -168,12 +168,18 @@ def _label_words(
     return tuple(sorted(values))
 
 
+def _empty(row: Row, columns: _Columns) -> str | None:
+    """Return the first column that a row has nothing in, of those it needs."""
+    needed = (*columns.prompt, columns.follows, *([columns.right] if columns.right else []))
+    given = {name: row.values.get(name) for name in needed}
+    return next((n for n, v in given.items() if v is None or not str(v).strip()), None)
+
+
 def _read(
     row: Row, columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
 ) -> tuple[Row, Question | None]:
     """Return a row with what it asks, or with its fault."""
-    needed = (*columns.prompt, columns.follows, *([columns.right] if columns.right else []))
-    empty = next((name for name in needed if row.values.get(name) in (None, "")), None)
+    empty = _empty(row, columns)
     if empty is not None:
         return replace(row, fault=f"has no {empty!r}"), None
     text, value = row_text(row.values, columns.prompt), row.values[columns.follows]
@@ -195,7 +201,7 @@ def _read(
 
 
 def _choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return choices and how they are called: of a list, its text, or a record of two lists."""
+    """Return choices and the labels they are given: of a list, its text, or a record of two."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -206,18 +212,29 @@ def _choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         raise ValueError("has no list of 2 to 26 choices")
     if any(text is None or not str(text).strip() for text in texts):
         raise ValueError("has an empty choice")
-    return tuple(map(str, texts)), tuple(map(str, letters or LETTERS[: len(texts)]))
+    if letters is None:
+        return tuple(map(str, texts)), ()
+    if not isinstance(letters, Sequence) or len(letters) != len(texts):
+        raise ValueError("has other numbers of choices and of their labels")
+    return tuple(map(str, texts)), tuple(map(str, letters))
 
 
 def _answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> int:
-    """Return which choice is right, from its text, its letter, or its index from 0."""
+    """Return which choice is right: by the label it is given, else by what may be meant.
+
+    That is an index from 0; of an answer that is no number also a choice's text, or its letter.
+    """
     text = str(value).strip()
-    for known in (choices, letters):
-        if text in known:
-            return known.index(text)
-    if text.isdigit() and int(text) < len(choices):
-        return int(text)
-    raise ValueError(f"has the answer {value!r}, which is none of its {len(choices)} choices")
+    if text in letters:
+        return letters.index(text)
+    known = [[str(i) for i in range(len(choices))]]
+    if not isinstance(value, int) or isinstance(value, bool):
+        known += [[choice.strip() for choice in choices], [*LETTERS[: len(choices)]]]
+    meant = {names.index(text) for names in known if text in names}
+    if len(meant) == 1:
+        return meant.pop()
+    which = "may mean more than one" if meant else "is none"
+    raise ValueError(f"has the answer {value!r}, which {which} of its {len(choices)} choices")
 
 
 def _even(row: Row, question: Question | None, count: int) -> Row:

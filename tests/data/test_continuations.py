@@ -88,6 +88,26 @@ def test_labels_are_words_of_the_whole_table(loaded):
     assert y == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("choices", "answer", "right"),
+    [
+        (["1", "0"], 1, 1),
+        (["False", "True"], True, 1),
+        ({"text": ["2", "1"], "label": ["1", "2"]}, "2", 1),
+        ({"text": ["O", "A"], "label": ["A", "B"]}, "A", 0),
+    ],
+)
+def test_choices_that_look_like_answers_are_not_taken_for_them(loaded, choices, answer, right):
+    assert loaded(MAZE | {"choices": choices, "answer": answer})[2] == [right]
+
+
+def test_rows_that_are_left_out_name_no_class(loaded):
+    rows = [{"text": "a b", "label": "bad"}, {"text": "c", "label": ""}, {"text": "", "label": 7}]
+    found, x, _ = loaded(*rows, skip_bad=True)
+    assert found.task.classes == ("bad",)
+    assert x == [ids("a b", "bad")]
+
+
 def test_a_pair_of_texts_is_a_prompt_of_two_lines(loaded):
     row = {"premise": "a", "hypothesis": "b c", "label": "yes"}
     _, x, _ = loaded(row, row | {"label": "no"}, tokenize=byte)
@@ -131,6 +151,9 @@ def test_prompts_lose_their_beginning(loaded):
         ([{"question": "a", "choices": ["b", "c"]}], {}, "which of the choices is right"),
         ([MAZE | {"answer": "f"}], {}, "line 1 has the answer 'f', which is none of its 2"),
         ([MAZE | {"answer": 2}], {}, "has the answer 2"),
+        ([MAZE | {"answer": "²"}], {}, "has the answer '²', which is none of its 2"),
+        ([MAZE | {"choices": ["1", "0"], "answer": "1"}], {}, "'1', which may mean more than one"),
+        ([MAZE | {"choices": {"text": ["c", "d"], "label": ["A"]}}], {}, "of their labels"),
         ([MAZE | {"choices": "c, d"}], {}, "choices that are no list"),
         ([MAZE | {"choices": ["c"]}], {}, "no list of 2 to 26"),
         ([MAZE | {"choices": ["c", " "]}], {}, "an empty choice"),

@@ -212,6 +212,7 @@ def test_a_report_says_how_it_scored(run):
         ("attack", ("--attack", "words"), 2, "it scores what follows a text"),
         ("attack", (), 2, "no radius"),
         ("jacobian", ("--score", "sum", "--to", "hidden"), 4, "other hidden with each"),
+        ("jacobian", ("--score", "sum", "--to", "logits:1"), 4, "hint: Use --to logits."),
         ("attack", ("--eps", "0.1", "--data", "random"), 2, "labelled"),
         ("jacobian", ("--score", "sum", "--data", "random"), 4, "nothing for a language model"),
     ],

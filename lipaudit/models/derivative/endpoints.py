@@ -82,12 +82,13 @@ def end_of(net: Net, batch: Batch, target: str | None) -> Target:
     if what in ("logits", "probabilities", "loss") and not scores:
         raise InputError(
             f"{name} has no class scores and no next token",
-            "Use --to features or --to tokens; of a model that takes text also --to hidden.",
+            f"Use --to features or --to tokens{', or --to hidden' * (net.kind == 'text')}.",
         )
     if where and what != "hidden" and not speaks:
+        reads = net.kind == "text" and not net.scored
         raise InputError(
             f"the {what} of {name} are of classes: they have no position",
-            f"Use --to {what}, or --to hidden:{where} of a model that takes text.",
+            f"Use --to {what}{f', or --to hidden:{where}' if reads else ''}.",
         )
     if net.scored and what in ("hidden", "features", "tokens"):
         raise InputError(
@@ -195,8 +196,9 @@ def _loss(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor:
     if ends.scorer is not None:
         return text_loss(ends.net, ends.scorer, part, forward)
     logits = ends.net.read(forward())
-    own = logits.argmax(1) if ends.labels is None else ends.labels[index]
-    own = own.where(own >= 0, logits.argmax(1))
+    predicted = logits.detach().argmax(1)  # no choice that the model makes
+    own = predicted if ends.labels is None else ends.labels[index]
+    own = own.where(own >= 0, predicted)
     return torch.nn.functional.cross_entropy(logits, own, reduction="none")[:, None]
 
 

@@ -20,6 +20,8 @@ from lipaudit.theory.policy import POLICY
 MASK = 9e3
 """How far below the others an entry of a bias hides its key: conventions are -inf, the most
 negative number and -1e4, while position biases and windows of Swin (-100) stay far from it."""
+_NOTHING = torch.finfo(torch.float32).min / 2
+"""A row whose largest entry is no more sees no key: all are at the most negative number."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,9 @@ class Heads:
             seen = seen & ~self._future(start, stop)
         if self.bias is not None:
             bias = self.bias_rows(start, stop).masked_fill(~seen, -torch.inf)
-            seen = bias > bias.amax(-1, keepdim=True) - MASK
+            highest = bias.amax(-1, keepdim=True)
+            # Not bias > highest - MASK: giant logits swallow MASK, and would all look hidden.
+            seen = (bias.sub_(highest) > -MASK) & (highest > _NOTHING)
         return seen if self.valid is None else seen & self.valid[:, None, start:stop, None]
 
     def row_blocks(self) -> list[tuple[int, int]]:

@@ -52,6 +52,13 @@ def test_giant_entries_of_a_bias_count_and_masks_do_not():
         assert (forward_error(masked) < 1e-5).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_logits_are_too_large_to_count(dtype):
+    """A mask that is made from the tokens may have entries of 1e22, as large as its largest."""
+    heads, bias = both(0, 1.0)[dtype == torch.float64], torch.full((1, 1, 12, 12), 1e22)
+    assert (forward_error(replace(heads, bias=bias.to(dtype))) == 1).all()
+
+
 @pytest.mark.parametrize("gain", [*GAINS, 1e6])
 def test_exact_norms_are_those_of_the_rounded_heads(gain):
     """Where single precision cannot tell P, the iteration is made again in double."""

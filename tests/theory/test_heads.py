@@ -139,6 +139,14 @@ def test_every_convention_of_a_mask_hides_its_keys(random_layer, mask):
     assert hidden.is_causal()
 
 
+@pytest.mark.parametrize("size", [1e12, 1e22, -1e22])
+def test_giant_logits_hide_no_key_that_is_as_large(random_layer, size):
+    bias = torch.full((1, 1, 5, 5), size, dtype=torch.float64)
+    bias[..., 4], bias[..., 0, :] = -torch.inf, torch.finfo(torch.float32).min
+    seen = replace(random_layer("affine").heads, bias=bias).visible(0, 5)
+    assert seen.sum(-1).flatten().tolist() == [0, 4, 4, 4, 4]
+
+
 def test_one_hot_rows_do_not_look_causal(random_layer):
     """Giant logits leave P = 0 above the diagonal, where nothing is masked."""
     heads = random_layer("position-bias").heads

@@ -94,7 +94,7 @@ class TrainingRecord:
             return None
         try:
             stored = torch.load(self.out / CHECKPOINT, weights_only=True, map_location="cpu")
-            kept, self.epochs = stored["run"], stored["epochs"]
+            kept, epochs, state = stored["run"], stored["epochs"], dict(stored["state"])
         except Exception as error:  # pickle, zip and torch have exceptions of their own
             if out_of_memory(error):
                 raise
@@ -106,7 +106,8 @@ class TrainingRecord:
                     f"{_difference(kept.get(name) or {}, value or {})}",
                     "Repeat the command of the run, or give another --out.",
                 )
-        return dict(stored["state"])
+        self.epochs = epochs
+        return state
 
     def keep(self, epoch: Epoch) -> None:
         """Write an epoch: the record, and all that is needed to go on."""

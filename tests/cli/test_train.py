@@ -62,6 +62,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path):
     other = run(*ARGS, "--out", "cut", "--resume", "--lr", "2e-3", cwd=tmp_path)
     assert other.returncode == 2
     assert "another recipe: lr 0.001, not 0.002" in other.stderr
+    assert "goes on" not in other.stderr
     other = run(*ARGS, "--out", "cut", "--resume", "--dtype", "float64", cwd=tmp_path)
     assert "another model: dtype float32, not float64" in other.stderr
     done = run(*ARGS, "--out", "cut", "--resume", cwd=tmp_path)

@@ -30,6 +30,7 @@ from lipaudit.settings import (
     CertifyOptions,
     JacobianOptions,
 )
+from lipaudit.settings.jacobian import Target
 
 SURVEY = 25.0
 """Forwards that finding out what a model is costs, once, before the first sample is read."""
@@ -184,8 +185,14 @@ def swaps(job: Job, layers: int, same: int) -> Note:
 
 
 def _norm_cost(job: Job) -> float:
-    """Forwards of the Jacobian norm of a sample."""
-    return min(1.5 * (job.net.classes or MOST_PRODUCTS), MOST_PRODUCTS)
+    """Forwards of the Jacobian norm of a sample: of every position of its text, where asked."""
+    options = cast("JacobianOptions", job.request.measures["jacobian"])
+    what, where = Target.parse(options.target or "logits")
+    classes = job.net.classes if what in ("logits", "probabilities") else None
+    one = PASS if what == "loss" else min(1.5 * (classes or MOST_PRODUCTS), MOST_PRODUCTS)
+    batch = job.samples.batch[: job.counts["jacobian"]]
+    tokens = batch.x.numel() if batch.mask is None else int(batch.mask.sum())
+    return one * tokens / len(batch) if where == "all" else one
 
 
 def proof_costs(job: Job) -> tuple[float, float]:
@@ -322,7 +329,9 @@ def _trial(job: Job, name: str) -> Callable[[Batch], Any] | None:
     if name == "attack":
         return lambda batch: _gradient(job, batch)
     if isinstance(options, JacobianOptions):
-        options = options.model_copy(update={"max_steps": STEPS, "per_layer": False})
+        end = options.target and options.target.replace(":all", ":last")  # as many at a time
+        quick = {"max_steps": STEPS, "per_layer": False, "target": end}
+        options = options.model_copy(update=quick)
     elif isinstance(options, AttentionOptions | BoundsOptions):
         sites = chosen(surveyed(net, job.first(name).to(net.device, net.dtype)), options.layers)
         sites = tuple(s for s in sites if s.closed_form or name == "attention")

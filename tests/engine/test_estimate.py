@@ -6,12 +6,18 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
 from lipaudit.engine import estimate
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.settings import BoundsOptions, RunOptions
+from lipaudit.measures import MEASURES
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.settings import BoundsOptions, JacobianOptions, RunOptions
 
 MODEL = '''
 import torch
@@ -111,3 +117,56 @@ def test_the_time_of_a_forward_is_written_out(forward, told):
     job = prepare(Request("demo", {"bounds": BoundsOptions()}, RunOptions(samples=1)))
     said = estimate.takes(job, estimate.Pace(forward, forward))
     assert said.endswith(f"a forward of a sample takes {told})")
+
+
+LENGTHS = (12, 4)
+LAST = estimate.MOST_PRODUCTS
+FORWARDS = {
+    "loss": estimate.PASS,
+    "logits:all": LAST * sum(LENGTHS) / 2,
+    "logits:-2": LAST,
+    None: LAST,
+}
+
+
+def norms_of_texts(target):
+    """A tiny GPT-2 and two texts of these lengths."""
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 30}
+    spec = hf_spec(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), LoadOptions())
+    net = assemble(spec, LoadOptions(device="cpu"), name="m", source="test")
+    run = RunOptions(data="random", samples=2)
+    job = prepare(Request("m", {"jacobian": JacobianOptions(target=target)}, run), net=net)
+    mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
+    batch = replace(job.samples.batch, x=torch.ones(mask.shape, dtype=torch.long), mask=mask)
+    return replace(job, samples=replace(job.samples, batch=batch))
+
+
+@pytest.mark.parametrize(("target", "forwards"), FORWARDS.items())
+def test_a_norm_at_every_position_takes_a_norm_for_each_and_a_loss_one_pass(
+    target, forwards, monkeypatch
+):
+    monkeypatch.setattr(estimate, "_forward", lambda _job, _samples: 1.0)
+    assert estimate.cost(norms_of_texts(target)).least == 2 * forwards
+
+
+def test_classes_make_no_norm_to_features_short(monkeypatch):
+    monkeypatch.setattr(estimate, "_forward", lambda _job, _samples: 1.0)
+    options = [JacobianOptions(target=target) for target in ("logits", "features", "loss")]
+    jobs = [
+        prepare(Request("demo", {"jacobian": each}, RunOptions(samples=2))) for each in options
+    ]
+    costs = [estimate.cost(job).least / 2 for job in jobs]
+    assert costs == [15.0, LAST, estimate.PASS]
+
+
+def test_memory_of_all_positions_is_tried_at_one(monkeypatch):
+    """As many positions are taken at a time as there are samples: trying all would take long."""
+    job, tried = norms_of_texts("hidden:all"), []
+
+    def parts(_net, _batches, options):
+        tried.append(options.target)
+        return iter(())
+
+    monkeypatch.setitem(MEASURES, "jacobian", replace(MEASURES["jacobian"], parts=parts))
+    estimate.footprint(job, "jacobian")
+    assert set(tried) == {"hidden:last"}

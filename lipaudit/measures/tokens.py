@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,9 +61,13 @@ def shares(batch: Batch, gradient: Tensor) -> list[tuple[float, ...]]:
 
 
 def gradients(net: Net, batch: Batch, gradient: Tensor, of: str) -> dict[str, dict[str, Any]]:
-    """Describe, by sample id, how a gradient is shared out among tokens, in plain values."""
+    """Describe, by sample id, how a gradient is shared out among tokens, in plain values.
+
+    Of prompts with what follows them only the prompts are written: nothing else moves.
+    """
     if batch.x.ndim < 2 or gradient.shape[:2] != batch.x.shape[:2]:
         return {}
+    batch = replace(batch, mask=net.free(batch))
     both = zip(batch.ids, names(net, batch), shares(batch, gradient), strict=True)
     return {
         name: {

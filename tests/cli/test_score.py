@@ -194,6 +194,10 @@ def test_the_jacobian_of_scores_is_that_of_the_plain_loop(run, folder):
         dense = jacobian(means, plain.start(row["question"]).detach()).flatten(1)
         norm = torch.linalg.matrix_norm(dense.detach(), 2)
         assert found["sections"][0]["samples"]["norm"][i] == pytest.approx(float(norm), rel=1e-6)
+        kept = found["sections"][0]["gradients"][found["sections"][0]["samples"]["ids"][i]]
+        written = "".join(kept["tokens"]).replace("Ġ", "")
+        assert written == row["question"].replace(" ", "")
+        assert sum(kept["shares"]) == pytest.approx(1, abs=1e-5)
 
 
 def test_a_report_says_how_it_scored(run):

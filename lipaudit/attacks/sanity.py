@@ -79,13 +79,18 @@ def examine(
     )
 
 
-def clean_notes(checks: Checks) -> tuple[Note, ...]:
-    """Turn the counts over all samples into warnings."""
+def clean_notes(checks: Checks, *, guessing: bool = True) -> tuple[Note, ...]:
+    """Turn the counts over all samples into warnings.
+
+    Args:
+        checks: the counts.
+        guessing: whether one of so many samples as there are classes is guessed rightly.
+    """
     signs = {
         "zero-gradients": checks.zero_gradients > 0,
         "randomised": checks.random > 0,
         "probabilities": checks.samples > 0 and checks.probabilities == checks.samples,
-        "clean-accuracy-at-chance": checks.correct < _chance(checks),
+        "clean-accuracy-at-chance": guessing and checks.correct < _chance(checks),
     }
     texts = {
         "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have a "

@@ -288,7 +288,8 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     checks: Checks = parts[0].facts["checks"]
     for part in parts[1:]:
         checks = checks + part.facts["checks"]
-    remarks = clean_notes(checks)
+    # A continuation and its rival are no two classes: it is as hard to guess as a text.
+    remarks = clean_notes(checks, guessing="losses" not in parts[0].values)
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += square_notes(int(before), int(after), samples)
     remarks += tuple(rewriting.remarks(parts, trials))

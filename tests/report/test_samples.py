@@ -420,6 +420,25 @@ def test_the_worst_samples_say_how_many_are_broken_and_in_which_order(report):
     assert "Attacks broke" not in text
 
 
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({"attack"}, "First stand those broken in most balls. The worst samples"),
+        (
+            {"jacobian"},
+            "Samples ─────── Wrong, and last: 1. First stand those with the largest ‖J‖.",
+        ),
+        ({"certify"}, "First stand those of which the smallest balls are certified."),
+    ],
+)
+def test_the_order_of_samples_names_what_was_measured(report, kept, said):
+    sections = tuple(s for s in report.sections if s.measure in kept)
+    wrong = {"correct": (False, *(True,) * 23)} if "jacobian" in kept else {}
+    sections = tuple(s.model_copy(update={"samples": {**s.samples, **wrong}}) for s in sections)
+    part = report.model_copy(update={"sections": sections})
+    assert said in " ".join(render(of_sample(part, "x", None), "table").decode().split())
+
+
 def test_figures_that_are_no_numbers_are_strings_in_json(report):
     section = report.section("jacobian")
     values = (math.inf, -math.inf, math.nan, *section.samples["norm"][3:])

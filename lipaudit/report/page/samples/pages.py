@@ -25,6 +25,12 @@ SHOWN = (
     ("jacobian", "radius_first_order"),
 )
 """Per-sample columns, by section, that stand beside the worst samples."""
+RANKED = {
+    "norm": "those with the largest ||J||",
+    "radius": "those of which the smallest balls are certified",
+}
+"""What comes first of samples that are broken in equally many balls, by the first column of these
+that there is."""
 BROKEN = Column(
     label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
 )
@@ -55,10 +61,10 @@ def worst_table(report: Report) -> Table:
 def shown(report: Report) -> tuple[Block, ...]:
     """Return what is shown of the worst samples: a table, pictures or tokens where kept."""
     names = worst(report)
-    written = passages(report, names)
+    order, written = _order(report), passages(report, names)
     about = [f"Their tokens with the largest {written[0].column.label}:"] if written else []
     return (
-        Paragraph(_order(report)),
+        *([Paragraph(order)] if order else []),
         worst_table(report),
         *gallery(report, names),
         *map(Paragraph, about),
@@ -67,17 +73,26 @@ def shown(report: Report) -> tuple[Block, ...]:
 
 
 def _order(report: Report) -> str:
-    """Say how many samples are broken, and which come first."""
+    """Say how many samples are broken, and which come first; nothing where that is not known."""
     clean = next((each for each in summary(report).accuracy if each.kind == "clean"), None)
     tried = any(report.section(name) for name in ("attack", "certify"))
     said = []
+    right = round(clean.share * clean.samples) if clean else 0
+    wrong = clean.samples - right if clean else 0
     if clean and tried:
-        right = round(clean.share * clean.samples)
-        last = f"; wrong without, and last: {clean.samples - right}" * (clean.samples > right)
+        last = f"; wrong without, and last: {wrong}" * (wrong > 0)
         said.append(f"Attacks broke {len(broken(report))} of the {right} right samples{last}.")
-    first = "those broken in most balls, then " if broken(report) else ""
-    said.append(f"First stand {first}those with the largest ||J||.")
+    elif wrong:
+        said.append(f"Wrong, and last: {wrong}.")
+    first = ["those broken in most balls"] if broken(report) else []
+    first += [text for column, text in RANKED.items() if _has(report, column)][:1]
+    if first:
+        said.append(f"First stand {', then '.join(first)}.")
     return pretty(" ".join(said))
+
+
+def _has(report: Report, column: str) -> bool:
+    return any(column in section.samples for section in report.sections)
 
 
 def overview(report: Report, name: str) -> Document:

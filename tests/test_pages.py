@@ -48,6 +48,20 @@ def test_every_link_of_a_page_leads_somewhere(path):
     assert [page for page in linked(path) if not page.exists()] == []
 
 
+def test_the_site_lists_every_page_once():
+    text = (ROOT / "docs/site/mkdocs.yml").read_text(encoding="utf-8")
+    listed = [name for name in re.findall(r"[\w/-]+\.md$", text, re.M) if "reference/" not in name]
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+
+
+def test_no_page_installs_by_name_what_is_not_released():
+    released = re.search(r"^## \[\d", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    by_name = re.compile(r"pip install lipaudit\b")
+    pages = [page for page in PAGES if by_name.search(page.read_text(encoding="utf-8"))]
+    assert released or pages == []
+
+
 def test_what_the_theory_names_is_there():
     texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs/theory").glob("*.md")]
     functions = [name for text in texts for name in re.findall(r"`(lipaudit[\w.]+:\w+)`", text)]

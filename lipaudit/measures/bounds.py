@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -130,7 +129,9 @@ def _closed_form(
         reduced["layer_out"] = whole.out.norm[:, None]
         reduced["layer_missed"] += _missed(whole.out)[:, None]
         reduced["layer_within"] = reduced["layer_within"].maximum(whole.out.within[:, None])
-    reduced["tokens"] = torch.full_like(exact.norm, heads.k.shape[2])
+    queries, keys = heads.q.shape[2], heads.k.shape[2]
+    reduced["tokens"] = torch.full_like(exact.norm, keys)
+    reduced["limited"] = torch.full_like(exact.norm, queries * keys > POLICY.map_limit)
     reduced["numerical"] = torch.zeros_like(exact.norm)
     reduced["forward_error"] = forward_error(heads)
     sample = heads.sample.cpu()
@@ -159,6 +160,7 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
     reduced["layer_missed"] = torch.zeros_like(open_layer)
     reduced |= without(open_head, options)
     reduced["tokens"] = torch.full_like(open_head, layer.attention.k.shape[2])
+    reduced["limited"] = torch.zeros_like(open_head)
     reduced["numerical"] = torch.ones_like(open_head)
     attention = layer.attention
     reduced["forward_error"] = per_sample(forward_error(attention).cpu(), attention.sample.cpu())
@@ -286,7 +288,7 @@ def _remarks(
 ) -> tuple[Note, ...]:
     """Say what is missing, what did not converge, and which norms are not the module's."""
     remarks = [*lower_estimates(float(np.nanmax(measured["within"], initial=0.0)))]
-    remarks += _long_maps(int(measured["tokens"].max()))
+    remarks += _long_maps(measured["limited"])
     if apart:
         text = (
             f"layers {', '.join(map(str, apart))}: queries and keys/values read different inputs, "
@@ -320,14 +322,13 @@ def _remarks(
     return tuple(remarks)
 
 
-def _long_maps(tokens: int) -> tuple[Note, ...]:
-    """Say that ||P|| is a limit where its proof would take more maps at once than one."""
-    longest = math.isqrt(POLICY.map_limit)
+def _long_maps(limited: Values) -> tuple[Note, ...]:
+    """Say that ||P|| is a limit where its proof would take more memory than the map."""
     text = (
-        f"||P|| over more than {longest} tokens is an upper limit of that norm, and how close it "
-        "is was not proven; bounds made of it hold"
+        f"||P|| of maps with more than {POLICY.map_limit:,} entries is an upper limit of that "
+        "norm, and how close it is was not proven; bounds made of it hold"
     )
-    return (Note(level="info", code="long-maps", text=text),) if tokens > longest else ()
+    return (Note(level="info", code="long-maps", text=text),) if limited.any() else ()
 
 
 MEASURE = Measure(measure, summarise, batch=4)

@@ -1,7 +1,5 @@
 """The measure against dense float64 Jacobians of the demo, and what must hold on every head."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,12 +7,13 @@ import torch
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.measures import balls
+from lipaudit.measures import balls, bounds
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.policy import Policy
 
 
 @pytest.fixture(scope="module")
@@ -217,14 +216,29 @@ def test_heads_that_are_not_affine_have_no_constant_and_a_reason():
     assert note.text.startswith("no ball_sharp for 3 heads: it needs self-attention with affine")
 
 
-def test_norms_of_long_maps_are_said_to_be_limits(demo):
-    net, batch = demo
-    options = BoundsOptions(layers="0")
-    (part,) = measure(net, [batch], options)
-    for tokens, said in ((5792, 0), (5793, 1)):
-        values = part.values | {"tokens": np.full_like(part.values["tokens"], tokens)}
-        notes = summarise([replace(part, values=values)], options)[0].notes
-        assert sum(note.code == "long-maps" for note in notes) == said
+class Pooled(torch.nn.Module):
+    """Eight queries meet two keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = torch.nn.Linear(8, 8), torch.nn.Linear(8, 16)
+
+    def forward(self, x):
+        k, v = self.kv(x.unflatten(1, (2, 4)).mean(2)).chunk(2, -1)
+        q, k, v = (t[:, None] for t in (self.q(x), k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)[:, 0]
+
+
+@pytest.mark.parametrize(("entries", "said"), [(15, 1), (16, 0)])
+def test_norms_of_long_maps_are_said_to_be_limits(monkeypatch, entries, said):
+    """By the entries of the map: many queries may meet few keys, or few many."""
+    spec = ModelSpec(Pooled(), (8, 8), kind="tokens", classifier=False)
+    net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
+    batch = Batch(torch.randn(1, 8, 8, dtype=torch.float64), None, ("a",))
+    monkeypatch.setattr(bounds, "POLICY", Policy(map_limit=entries))
+    section = summarise(list(measure(net, [batch], BoundsOptions())), BoundsOptions())[0]
+    assert (section.rows[0].p_norm, section.rows[0].tokens) == (pytest.approx(2.0, rel=0.2), 2)
+    assert sum(note.code == "long-maps" for note in section.notes) == said
 
 
 @pytest.mark.parametrize("radius", ["0", "0.1,0.10", "2words", "-1", "r"])

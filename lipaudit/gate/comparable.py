@@ -41,7 +41,7 @@ def fault(report: Report, section: Section) -> str:
 
 
 def same_conditions(current: Run, baseline: Run) -> None:
-    """Refuse to judge a run against one of another precision or preprocessing.
+    """Refuse to judge a run against one of another precision, preprocessing or score.
 
     Raises:
         BaselineError: with what differs.
@@ -50,6 +50,9 @@ def same_conditions(current: Run, baseline: Run) -> None:
         raise BaselineError(f"dtype {baseline.dtype} became {current.dtype}", REPEAT)
     if changed := _changed(current.preprocess, baseline.preprocess):
         raise BaselineError(f"preprocessing differs: {changed}", REPEAT)
+    new, old = (run.options.get("score", "none") for run in (current, baseline))
+    if new != old:
+        raise BaselineError(f"--score {old} became {new}", REPEAT)
 
 
 def same_protocol(current: Report, baseline: Report, section: Section, before: Section) -> None:

@@ -288,6 +288,16 @@ PAIRS = [
         "mean [0.5] became [0.485]",
     ),
     (
+        "other scores",
+        lambda r, b, j, a, i: (
+            r(j(NORMS), options={"score": "mean"}),
+            r(j(NORMS), options={"score": "sum"}),
+        ),
+        (),
+        5,
+        "--score sum became mean",
+    ),
+    (
         "looser tolerance",
         lambda r, b, j, a, i: (r(j(NORMS, tol=1e-2), weights="b"), r(j(NORMS))),
         (),

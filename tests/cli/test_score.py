@@ -187,6 +187,8 @@ def test_the_jacobian_of_scores_is_that_of_the_plain_loop(run, folder):
     args = ("--score", "mean", "--dtype", "float64", "--tol", "1e-6")
     found = report(run("jacobian", "choices", *args))
     plain = Plain(folder, torch.float64)
+    (row,) = found["sections"][0]["rows"]
+    assert (row["from"], row["to"]) == ("embeddings", "scores")
     for i, row in enumerate(order(found, "choices")):
 
         def means(start, texts=row["choices"]):

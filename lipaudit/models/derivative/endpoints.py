@@ -35,7 +35,7 @@ class SampleFunction:
         f: (z, index) -> output, on any samples of the batch.
         x: the points, (batch, *in).
         start: where they lie: pixels, tokens or embeddings.
-        target: what f returns, as it is typed: `logits`, `logits:last`.
+        target: what f returns, as it is typed: `logits`, `logits:last`; or `scores`.
     """
 
     f: Function
@@ -146,7 +146,8 @@ def sample_function(
         x = net.embedding(batch)
     else:
         x = embedding(net, scorer, batch)
-    return SampleFunction(f, x, name, end.text)
+    scores = bool(net.scored) and end.what == "logits"
+    return SampleFunction(f, x, name, "scores" if scores else end.text)
 
 
 def _needs_head(net: Net, end: Target) -> bool:

@@ -186,10 +186,15 @@ def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
     """Say which entries differ: `tol 0.0001 became 0.01`."""
     new, old = _plain(new), _plain(old)
     return ", ".join(
-        f"{key} {old.get(key, 'unset')} became {new.get(key, 'unset')}"
+        f"{key} {_typed(old.get(key, 'unset'))} became {_typed(new.get(key, 'unset'))}"
         for key in sorted(new.keys() | old.keys())
         if new.get(key, "unset") != old.get(key, "unset")
     )
+
+
+def _typed(value: Any) -> Any:
+    """Return a setting as it is typed: nobody types None."""
+    return "not given" if value is None else value
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 
+from lipaudit.errors import BaselineError
 from lipaudit.gate import compare
 from lipaudit.gate.comparison import HeadChange
 from lipaudit.report import of_comparison, render
@@ -215,6 +216,18 @@ def test_warnings_stand_first_and_say_what_could_not_be_compared(before, after):
     assert "dtype: float32 became float64" in page.notes[0].text
     assert "settings differ: tol" in page.notes[1].text
     assert "jacobian.norm:median, jacobian.norm:p95" in page.notes[1].text
+
+
+def test_a_setting_that_was_not_given_is_called_so(before, after):
+    jacobian = after.section("jacobian")
+    pair = [
+        report.model_copy(
+            update={"sections": (jacobian.model_copy(update={"settings": {"target": target}}),)}
+        )
+        for report, target in ((before, "loss"), (after, None))
+    ]
+    with pytest.raises(BaselineError, match="target loss became not given"):
+        compare(pair)
 
 
 def test_it_fits_a_screen(subject):

@@ -10,7 +10,16 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.report import RENDERERS, REPORT, of_reports, render
-from lipaudit.report.blocks import Curve, Density, Heatmap, Histogram, Scatter, Series, Table
+from lipaudit.report.blocks import (
+    Curve,
+    Density,
+    Heatmap,
+    Histogram,
+    Paragraph,
+    Scatter,
+    Series,
+    Table,
+)
 from lipaudit.report.draw.glyphs import bar, coarse, density, pixels, plot
 from lipaudit.report.page.document import document, model_labels
 from lipaudit.report.page.views import VIEWS, blocks, title
@@ -32,6 +41,14 @@ def test_every_section_in_every_format(report, name, measure):
     alone = report.model_copy(update={"sections": (report.section(measure),)})
     text = render(alone, name).decode()
     assert measure in text if name in ("json", "csv") else title(measure) in text
+
+
+def test_settings_that_did_nothing_are_not_listed(report):
+    section = report.section("jacobian").model_copy(update={"settings": {"tol": 1, "rivals": 16}})
+    looked = section.model_copy(update={"samples": {**section.samples, "rivals": (9,)}})
+    radii = [section.model_copy(update={"samples": {"norm": (1.0,)}}), looked]
+    texts = [next(b.text for b in blocks(each) if isinstance(b, Paragraph)) for each in radii]
+    assert texts == ["Settings: tol 1.", "Settings: tol 1; rivals 16."]
 
 
 @pytest.mark.parametrize("name", PAGES)

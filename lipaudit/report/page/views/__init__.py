@@ -71,7 +71,9 @@ def blocks(
     """
     if section.failure is not None:
         return (failed(section.failure),)
-    ran = _listed(section.settings if settings is None else settings)
+    own = section.settings if settings is None else settings
+    idle = OF_COLUMNS.get(section.measure, frozenset()) - section.samples.keys()
+    ran = _listed({name: value for name, value in own.items() if name not in idle})
     notes = [note for note in section.notes if note not in said]
     spoiling, others = (
         merged(n for n in notes if (n.level == "warning") == w) for w in (True, False)
@@ -124,6 +126,8 @@ def listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+OF_COLUMNS = {"jacobian": frozenset({"rivals"})}
+"""Settings of a column of the same name, by measure: without that they did nothing."""
 SEED = "seed"
 """A setting that is the run's: the facts of the page have it."""
 NOTHING = Paragraph("No rows: nothing was measured.")

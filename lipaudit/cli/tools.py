@@ -236,37 +236,44 @@ def check(model: ModelArgument, run: RunOptions, output: Lines, terminal: Termin
 
 def _told(seen: dict[str, Any]) -> list[str]:
     """Write what a dry run has seen."""
+    indents = [(text, f"{name:<10}", " " * (10 if name else 12)) for name, text in _rows(seen)]
+    indents += [(f"note: {text}", "", " " * 6) for text in seen["notes"]]
+    return [line for each in indents for line in _wrapped(*each)]
+
+
+def _rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what stands in the margin, and what beside it."""
     from lipaudit.models.memory import size
 
     classes = f"{seen['classes']} classes" if seen["classes"] else "no classes"
-    lines = [
-        f"model     {seen['model']}: {seen['architecture']}, {seen['parameters']:,} parameters",
-        f"          takes {seen['takes']}, {classes}; on {seen['device']} in {seen['dtype']}",
-        *_spread(seen["device_map"]),
-        f"heads     {seen['heads']} in {seen['layers']} layers, "
-        f"{seen['closed_form']} with a closed form",
-        *(f"          {count} without: {why}" for why, count in seen["numerical"].items()),
-        f"data      {seen['data']}, {seen['samples']} samples; the first:",
-    ]
+    yield "model", f"{seen['model']}: {seen['architecture']}, {seen['parameters']:,} parameters"
+    yield "", f"takes {seen['takes']}, {classes}; on {seen['device']} in {seen['dtype']}"
+    rest = "all else" if len(seen["device_map"]) > 1 else "all"
+    for place in dict.fromkeys(seen["device_map"].values()):
+        names = [name or rest for name, own in seen["device_map"].items() if own == place]
+        yield "", f"{place}: {', '.join(names)}"
+    if seen["layers"]:
+        heads = f"{seen['heads']} in {seen['layers']} layers"
+        yield "heads", f"{heads}, {seen['closed_form']} with a closed form"
+    for why, count in seen["numerical"].items():
+        yield "", f"{count} without: {why}"
+    yield "data", f"{seen['data']}, {seen['samples']} samples; the first:"
     for each in seen["first"]:
-        shape = " x ".join(map(str, each["shape"]))
-        label = "no label" if each["label"] is None else f"label {each['label']}"
-        name = f" ({each['class']})" if each["class"] not in ("", str(each["label"])) else ""
-        told = (each["place"] or each["id"][:12], shape, label + name, each["text"])
-        lines.append("          " + ", ".join(filter(None, told)))
+        yield "", _sample(each, seen["takes"])
     for name, planned in seen["measures"].items():
-        lines.append(f"{name:<10}{planned['samples']} samples, {planned['time']}")
-        lines.append(f"          {_memory(planned)}")
+        yield name, f"{planned['samples']} samples, {planned['time']}"
+        yield "", _memory(planned)
     if (free := seen["memory"]["free"]) is not None:
-        lines.append(f"memory    {size(free)} are free")
-    return [*lines, *(f"note: {text}" for text in seen["notes"])]
+        yield "memory", f"{size(free)} are free"
 
 
-def _spread(places: dict[str, str]) -> Iterator[str]:
-    """Yield the lines that say what lies where, if weights are spread."""
-    for place in dict.fromkeys(places.values()):
-        names = [name or "all else" for name, own in places.items() if own == place]
-        yield from _wrapped(f"{place}: {', '.join(names)}", " " * 10, " " * 12)
+def _sample(seen: dict[str, Any], takes: str) -> str:
+    """Write where a sample comes from, its size, label and text."""
+    shape = " x ".join(map(str, seen["shape"])) + (" tokens" if takes == "text" else "")
+    label = "no label" if seen["label"] is None else f"label {seen['label']}"
+    name = f" ({seen['class']})" if seen["class"] not in ("", str(seen["label"])) else ""
+    place = seen["place"] or seen["id"][:12]
+    return ", ".join(filter(None, (place, shape, label + name, seen["text"])))
 
 
 def _memory(planned: dict[str, Any]) -> str:
@@ -276,9 +283,8 @@ def _memory(planned: dict[str, Any]) -> str:
     together = f"{planned['batch']} at a time"
     if planned["bytes"] is None:
         return f"{together}; the memory is not known: {planned['unknown']}"
-    return (
-        f"{together}, in roughly {size(planned['bytes'])} of memory, libraries and all (estimate)"
-    )
+    taken = size(planned["bytes"])
+    return f"{together}, in roughly {taken} of memory, libraries and all (estimate)"
 
 
 SUPPORTED = """\

@@ -66,7 +66,7 @@ def test_what_cannot_be_had_is_named_with_the_reason(tmp_path):
     assert (seen["heads"], seen["closed_form"], sum(seen["numerical"].values())) == (4, 2, 2)
     assert "attack" not in seen["measures"]
     left = next(note for note in seen["notes"] if note.startswith("attack was left out: "))
-    told = check(model)
+    told = " ".join(check(model).split())
     assert left in told
     assert seen["measures"]["bounds"]["bytes"] > 0  # of the layer with a closed form
     for reason in seen["numerical"]:
@@ -94,4 +94,14 @@ def test_what_is_not_known_of_memory_is_said(tmp_path):
     planned = json.loads(check(model, "-f", "json"))["measures"]
     assert planned["bounds"]["bytes"] is None
     assert planned["attention"]["bytes"] > 0
-    assert "the memory is not known: no layer has a closed form" in check(model)
+    told = " ".join(check(model).split())
+    assert "the memory is not known: no layer has a closed form" in told
+
+
+def test_lines_fit_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "own.py").write_text(MODEL)
+    (tmp_path / "map.json").write_text('{"": "disk"}')
+    told = check("py:own.py:make", "-n", "1", "--device-map", "map.json")
+    assert max(map(len, told.splitlines())) <= 80, told
+    assert "          disk: all\n" in told

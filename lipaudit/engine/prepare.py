@@ -129,6 +129,9 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     for group in given:
         group.require_kind(net.kind)
     request = _with_score(request, net)
+    request, unscored = _without_refused(
+        request, lambda name, options: _of_scores(name, request.run, options)
+    )
     # Words are changed of texts that a model reads alone, not of prompts.
     changes = net.changes if request.run.score is None else ()
     request, unsuited = _without_refused(
@@ -140,7 +143,7 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     request, refused = _without_refused(
         request, lambda name, options: _checked(name, ready, drawn.batch[: wanted[name]], options)
     )
-    notes = ready.info.notes + drawn.notes + unsuited + refused
+    notes = ready.info.notes + drawn.notes + unscored + unsuited + refused
     counts = {name: min(wanted[name], len(drawn.batch)) for name in request.measures}
     return Job(request, ready, drawn, counts, notes)
 
@@ -191,7 +194,7 @@ def _with_score(request: Request, net: Net) -> Request:
     """Say how continuations are scored, where no other way is left to measure a language model.
 
     Raises:
-        UsageError: it was asked for, and the model or a measure cannot do it.
+        UsageError: it was asked for, and the model cannot do it.
     """
     when = {name: options.scores for name, options in request.measures.items()}
     if request.run.score is None:
@@ -203,13 +206,21 @@ def _with_score(request: Request, net: Net) -> Request:
             f"{net.info.architecture} is no language model that could score continuations",
             "Leave --score out.",
         )
-    never = [name for name, scores in when.items() if scores == "never"]
-    if never:
-        raise UsageError(
-            f"--score: {', '.join(never)} cannot be measured of scores",
-            "Leave it out, or measure attack or jacobian with it.",
-        )
     return request
+
+
+def _of_scores(name: str, run: RunOptions, options: MeasureOptions) -> MeasureOptions:
+    """Return the options of a measure that can be taken of scores, if that is what is measured.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if run.score is not None and options.scores == "never":
+        raise UsageError(
+            f"{name} cannot be measured of scores",
+            "Leave --score out, or measure attack or jacobian with it.",
+        )
+    return options
 
 
 def _scoring(net: Net, samples: Samples, how: Literal["sum", "mean"] | None) -> Net:

@@ -211,6 +211,13 @@ def test_a_report_says_how_it_scored(run):
     )
 
 
+def test_a_dry_run_plans_what_can_be_measured_of_scores(run):
+    seen = json.loads(run("check", "continuation", "--score", "sum").stdout)
+    assert (*seen["measures"],) == ("jacobian", "attack")
+    (said,) = [text for text in seen["notes"] if text.startswith("bounds was left out")]
+    assert "cannot be measured of scores" in said
+
+
 @pytest.mark.parametrize(
     ("command", "args", "code", "message"),
     [

@@ -26,10 +26,10 @@ from lipaudit.cli.remeasure import (
     Remeasure,
     Swapping,
     attributed,
+    measure_for_first,
+    models_of,
     read_or_measured,
-    say_verdict,
     together,
-    verdict_of_first,
 )
 
 if TYPE_CHECKING:
@@ -156,9 +156,15 @@ def compare(
 
     check_outputs(output, COMPARISON)
     quiet, serving = terminal.quiet, swapping.serving
-    loaded = [schema.load(reports[0])]
-    for each in reports[1:]:
-        loaded += [read_or_measured(each, loaded[0], how, quiet=quiet, serving=serving)]
+    base, others = schema.load(reports[0]), reports[1:]
+    with together(*others) as ranks:
+        if ranks is not None and ranks.rank:
+            measure_for_first(models_of(others)[0], base, how, ranks)
+            return
+        loaded = [base] + [
+            read_or_measured(each, base, how, quiet=quiet, serving=serving, ranks=ranks)
+            for each in others
+        ]
     comparison = compared(loaded)
     if swapping.attribute:
         comparison = attributed(comparison, loaded, how, swapping, quiet=quiet)
@@ -218,12 +224,14 @@ def gate(
     settings["strict"] = settings["strict"] or strict
     with together(current) as ranks:
         if ranks is not None and ranks.rank:
-            status = verdict_of_first(current, before, how, ranks)
+            measure_for_first(current, before, how, ranks)
+            status = ranks.conclusion()
         else:
             report = read_or_measured(current, before, how, quiet=quiet, ranks=ranks)
             judged = judge(report, before, **settings)
             status = _shown(judged.model_copy(update={"baseline_file": str(baseline)}), where)
-            say_verdict(ranks, status)
+            if ranks is not None:
+                ranks.conclude(status)
     raise typer.Exit(status)
 
 

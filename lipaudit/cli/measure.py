@@ -124,9 +124,21 @@ def require_alone(run: RunOptions, what: str) -> None:
     Raises:
         UsageError: this process is to measure some of the samples.
     """
+    require_unsharded(run, what)
+    require_one_process(what)
+
+
+def require_one_process(what: str) -> None:
+    """Refuse a launcher of several where one process does all.
+
+    Args:
+        what: it does; to be read after "not for".
+
+    Raises:
+        UsageError: there is one.
+    """
     from lipaudit.engine.place import placed
 
-    require_unsharded(run, what)
     if placed():
         raise UsageError(
             f"a launcher of several processes is for measuring one MODEL, not for {what}",

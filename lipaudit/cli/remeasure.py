@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from lipaudit.results import Report
 
 PANEL, SWAP = "Measure a MODEL now", "Attribution"
-VERDICT = "verdict"
 ATTRIBUTED = Need("--attribute", lambda swapping: swapping.attribute)
 
 
@@ -121,7 +119,7 @@ def read_or_measured(
     """
     from lipaudit import schema
 
-    if current.endswith(".json"):
+    if not models_of([current]):
         if idle := how.given.keys() - serving:
             flags = ", ".join(flag(name) for name in how.given if name in idle)
             raise UsageError(
@@ -151,47 +149,46 @@ def read_or_measured(
     return report
 
 
-@contextmanager
-def together(current: str) -> Iterator[Ranks | None]:
-    """Meet the other processes that measure a MODEL, if a launcher started some."""
-    if current.endswith(".json"):
-        yield None
-        return
-    from lipaudit.engine.place import placed
-    from lipaudit.engine.ranks import join
+def models_of(given: Iterable[str]) -> list[str]:
+    """Return those of some reports and MODELs that are to be measured."""
+    return [each for each in given if not each.endswith(".json")]
 
-    place = placed()
+
+@contextmanager
+def together(*given: str) -> Iterator[Ranks | None]:
+    """Meet the other processes that measure a MODEL among reports, if a launcher started some.
+
+    Raises:
+        UsageError: there are several.
+    """
+    from lipaudit.cli.measure import require_one_process
+    from lipaudit.engine.place import placed
+
+    models = models_of(given)
+    if len(models) > 1:
+        require_one_process("comparing several")
+    place = placed() if models else None
     if place is None:
         yield None
         return
+    from lipaudit.engine.ranks import join
+
     with join(place) as ranks:
         yield ranks
 
 
-def say_verdict(ranks: Ranks | None, exit_code: int) -> None:
-    """Say to the other processes with which code they end."""
-    if ranks is not None:
-        ranks.store().set(VERDICT, str(int(exit_code)))
-
-
-def verdict_of_first(current: str, baseline: Report, how: Remeasure, ranks: Ranks) -> int:
-    """Measure for the first of several processes what it leaves, and return its exit code.
+def measure_for_first(current: str, baseline: Report, how: Remeasure, ranks: Ranks) -> None:
+    """Measure for the first of several processes what it leaves.
 
     Raises:
         LipauditError: whatever goes wrong, here or there.
     """
     from lipaudit.cli.progress import muted
     from lipaudit.engine.execute import follow
-    from lipaudit.engine.ranks import PAUSE
 
     with muted(quiet=True):
         job = _prepared(current, baseline, how)
     follow(job, ranks)
-    store = ranks.store()
-    while not store.check([VERDICT]):
-        ranks.require_whole()
-        time.sleep(PAUSE)
-    return int(store.get(VERDICT))
 
 
 def _prepared(current: str, baseline: Report, how: Remeasure) -> Job:
@@ -215,7 +212,7 @@ def _prepared(current: str, baseline: Report, how: Remeasure) -> Job:
         ) from None
     ids = job.samples.batch.ids
     require_samples(baseline, {name: ids[:count] for name, count in job.counts.items()})
-    return job
+    return replace(job, processes=1 if place is None else place.size)
 
 
 def _request(current: str, baseline: Report, how: Remeasure) -> Request:

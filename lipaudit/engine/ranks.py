@@ -32,7 +32,7 @@ BEAT, LOST = 2.0, 30.0
 """A process gives a sign of life every so many seconds; without one for so long it has ended."""
 PAUSE = 0.05
 FAREWELL = 5.0
-"""Seconds that rank 0 waits for the others to hear that the run has failed."""
+"""Seconds that rank 0 waits for the others to hear how the run has ended."""
 ENDED = 2**40
 """More batches than there are: a counter there hands out no more."""
 AGAIN = "What is finished is kept: --resume goes on, with any number of processes."
@@ -132,9 +132,9 @@ class Ranks:
         _trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        if self.rank == 0 and error is not None:
+        if self.rank == 0:
             self._part_from_others(error)
-        elif self.rank:
+        else:
             self._quietly(f"stopped/{self.rank}", int(error is not None))
             self._quietly("left", 1)
 
@@ -148,11 +148,20 @@ class Ranks:
         Raises:
             LipauditError: rank 0 has ended.
         """
-        while not self._check(f"{measure}/begun"):
-            self.require_whole()
-            time.sleep(PAUSE)
-        said = json.loads(self._get(f"{measure}/begun"))
+        said = json.loads(self._awaited(f"{measure}/begun"))
         return Begun(said["options"], tuple(said["finished"]), said["keeps"])
+
+    def conclude(self, exit_code: int) -> None:
+        """Say with which code all end: rank 0."""
+        self._set("conclusion", str(int(exit_code)))
+
+    def conclusion(self) -> int:
+        """Wait until rank 0 says with which code all end.
+
+        Raises:
+            LipauditError: rank 0 has ended.
+        """
+        return int(self._awaited("conclusion"))
 
     def require_whole(self) -> None:
         """Look whether the others go on; rank 0 looks after all of them.
@@ -255,8 +264,10 @@ class Ranks:
         while not self._ended.wait(BEAT):
             self._quietly(f"beat/{self.rank}", 1)
 
-    def _part_from_others(self, error: BaseException) -> None:
-        self.end(error)
+    def _part_from_others(self, error: BaseException | None) -> None:
+        """Wait a little for the others: the store that they still ask may end with this one."""
+        if error is not None:
+            self.end(error)
         end = time.monotonic() + FAREWELL
         with suppress(EvaluationError):  # there is nobody left
             while self._add("left", 0) < self.size - 1 and time.monotonic() < end:
@@ -267,6 +278,12 @@ class Ranks:
             self._add(key, number)
         except EvaluationError:
             self._ended.set()
+
+    def _awaited(self, key: str) -> bytes:
+        while not self._check(key):
+            self.require_whole()
+            time.sleep(PAUSE)
+        return self._get(key)
 
     def _add(self, key: str, number: int) -> int:
         return int(self._asked(self._store.add, key, number))

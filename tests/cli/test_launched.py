@@ -17,8 +17,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
+from lipaudit.cli.remeasure import Remeasure, measure_for_first
+from lipaudit.engine import execute
+from lipaudit.engine.prepare import Job
 from lipaudit.errors import UsageError
+from lipaudit.schema import load
 from lipaudit.train.record import require_shared
+from tests.processes import ranks
 
 ARGS = ("train", "demo", "-n", "48", "--batch-size", "20", "--lr", "1e-3", "--dtype", "float64")
 PENALTY = ("--penalty", "jasmin", "--k", "3")
@@ -51,6 +56,13 @@ def started(
 def alone(*args: object) -> None:
     done = CliRunner().invoke(build(), list(map(str, args)))
     assert done.exit_code == 0, done.output
+
+
+def launched(monkeypatch, *, rank: int, size: int) -> None:
+    """Be one of several processes, which have not met."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", **meeting}.items():
+        monkeypatch.setenv(name, value)
 
 
 def require_alike(one: Path, two: Path) -> None:
@@ -127,6 +139,30 @@ def test_the_first_of_two_processes_judges_and_both_end_with_its_code(tmp_path, 
     assert (one.exit_code, one.stdout) == (1, said[0][0])
     sections = [json.loads(Path(f"{n}.json").read_text())["sections"] for n in ("one", "two")]
     assert sections[0] == sections[1]
+
+
+def test_the_first_of_two_processes_compares(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
+    args = ("compare", "base.json", "demo:jasmin", "base.json", "-q", "-f", "json")
+    both = ranks(2, *args, cwd=tmp_path)
+    assert [each.ended() for each in both] == [(0, ""), (0, "")]
+    one = CliRunner().invoke(build(), args)
+    assert [each.stdout.read_text() for each in both] == [one.stdout, ""]
+    launched(monkeypatch, rank=1, size=2)
+    several = CliRunner().invoke(build(), ["compare", "base.json", "demo:jasmin", "demo:robust"])
+    assert several.exit_code == 2
+    assert "one MODEL, not for comparing several" in several.stderr
+
+
+def test_memory_is_shared_with_the_other_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
+    monkeypatch.setattr(execute, "follow", lambda job, _: jobs.append(job))
+    jobs: list[Job] = []
+    launched(monkeypatch, rank=1, size=3)
+    measure_for_first("demo", load(Path("base.json")), Remeasure(), None)
+    assert [job.processes for job in jobs] == [3]
 
 
 def test_processes_that_would_train_apart_are_refused():

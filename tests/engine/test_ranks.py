@@ -176,6 +176,35 @@ def test_what_failed_in_one_process_is_said_in_all():
         assert (error.message, error.advice, error.exit_code) == ("no such thing", "Do so.", 4)
 
 
+def test_the_first_leaves_last():
+    """The store that the others still ask may be its own."""
+    left = []
+
+    def act(each: Ranks):
+        if each.rank:
+            time.sleep(0.3)
+            left.append(each.rank)
+
+    store = torch.distributed.HashStore()
+    other = threading.Thread(target=lambda: entered(Ranks(store, 1, 2), act))
+    other.start()
+    entered(Ranks(store, 0, 2), act)
+    assert left == [1]
+    other.join(60)
+
+
+def entered(each: Ranks, act) -> None:
+    with each:
+        act(each)
+
+
+def test_all_end_with_the_code_of_the_first():
+    def act(each: Ranks):
+        return each.conclude(6) if each.rank == 0 else each.conclusion()
+
+    assert together(3, act) == [None, 6, 6]
+
+
 def test_a_process_that_is_stopped_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(ranks, "LOST", 1e9)
 

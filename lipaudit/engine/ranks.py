@@ -96,7 +96,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self._store, self._run, self._again = store, "", again
         self._gathered: dict[tuple[str, int], int] = {}
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._beats: dict[int, tuple[int, float, float]] = {}
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -254,10 +254,11 @@ class Ranks:
         now = time.monotonic()
         for rank in ranks:
             beat = self._add(f"beat/{rank}", 0)
-            last, since = self._beats.get(rank, (beat, now))
-            since = since if last == beat else now
-            self._beats[rank] = beat, since
-            if now - since > LOST or self._add(f"stopped/{rank}", 0):
+            last, silent, looked = self._beats.get(rank, (beat, 0.0, now))
+            # A job that is suspended and goes on was not listening meanwhile, either.
+            silent = silent + min(now - looked, BEAT) if beat == last else 0.0
+            self._beats[rank] = beat, silent, now
+            if silent > LOST or self._add(f"stopped/{rank}", 0):
                 raise EvaluationError(f"rank {rank} of {self.size} has ended", AGAIN)
 
     def _live(self) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,6 +204,21 @@ def test_all_end_with_the_code_of_the_first():
         return each.conclude(6) if each.rank == 0 else each.conclusion()
 
     assert together(3, act) == [None, 6, 6]
+
+
+def test_a_suspended_job_goes_on(monkeypatch):
+    """All of them were silent meanwhile; one that stays silent has ended."""
+    clock = [0.0]
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    first = Ranks(torch.distributed.HashStore(), 0, 2)
+
+    def look(*at: float) -> None:
+        for clock[0] in at:
+            first.require_whole()
+
+    look(0.0, 1.0, 1000.0)
+    with pytest.raises(EvaluationError, match="rank 1 of 2 has ended"):
+        look(*np.arange(1000.0, 1000.0 + ranks.LOST, 0.5))
 
 
 def test_a_process_that_is_stopped_is_not_waited_for(monkeypatch):

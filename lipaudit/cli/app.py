@@ -139,7 +139,10 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         status = 143 if stop.args == ("terminated",) else 130
-        complain("terminated" if status == 143 else "interrupted")
+        from lipaudit.engine.place import follows
+
+        if not follows():
+            complain("terminated" if status == 143 else "interrupted")
         raise typer.Exit(status) from None
     except (typer.Exit, typer.Abort):
         raise

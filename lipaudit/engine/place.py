@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def placed(env: Mapping[str, str] = os.environ) -> Place | None:
         port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
         return Place(rank, size, local, *_meeting(env, here, str(port)))
     return None
+
+
+def follows() -> bool:
+    """Tell whether a launcher started this process beside a first one, which says what is."""
+    with suppress(UsageError):
+        place = placed()
+        return place is not None and place.rank > 0
+    return False
 
 
 def local(run: RunOptions, place: Place) -> RunOptions:

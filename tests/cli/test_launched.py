@@ -165,6 +165,17 @@ def test_memory_is_shared_with_the_other_processes(tmp_path, monkeypatch):
     assert [job.processes for job in jobs] == [3]
 
 
+@pytest.mark.parametrize(("rank", "said"), [(0, "error: terminated\n"), (1, "")])
+def test_processes_that_are_terminated_say_so_once(monkeypatch, rank, said):
+    def terminated(_):
+        raise KeyboardInterrupt("terminated")
+
+    launched(monkeypatch, rank=rank, size=2)
+    monkeypatch.setattr("lipaudit.schema.load_any", terminated)
+    ended = CliRunner().invoke(build(), ["report", "a.json"])
+    assert (ended.exit_code, ended.stderr) == (143, said)
+
+
 def test_processes_that_would_train_apart_are_refused():
     same = {"model": {"spec": "demo"}, "held_out": None, "recipe": {"lr": 0.1, "k": 0}}
     require_shared([same, dict(same)])

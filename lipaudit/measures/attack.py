@@ -88,7 +88,8 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     """
     if net.classes is None:
         raise InputError(
-            f"{net.info.architecture} has no class scores", "Attack a classifier, with labels."
+            f"{net.info.architecture} has no class scores",
+            "Attack a classifier, with labels, or what a language model scores (--score sum).",
         )
     if batch.y is None or bool((batch.y < 0).any()):
         raise InputError(

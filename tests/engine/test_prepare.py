@@ -29,6 +29,7 @@ def test_labels_are_not_called_missing_where_the_model_has_no_classes(unclassed)
     assert list(job.request.measures) == ["bounds"]
     (note,) = (note for note in job.notes if note.code == "left-out")
     assert "has no class scores" in note.text
+    assert "--score sum" in note.text
     for asked in (request, replace(request, optional=frozenset())):
         with pytest.raises(InputError, match="has no class scores"):
             prepare(replace(asked, measures=ATTACK), net=unclassed)

@@ -299,7 +299,7 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
 
 
 def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[bytes]:
-    """Return the file that is asked for, which --data reads: changed texts, or tensors.
+    """Return the file that is asked for: changed texts, or tensors; --data reads no embeddings.
 
     x holds of each sample the first example that broke it, in the order of the trials, else the
     last that was tried; y the labels; and a tensor per trial its examples. The metadata say of

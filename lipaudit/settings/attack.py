@@ -86,7 +86,7 @@ class AttackOptions(MeasureOptions):
     save_adv: Path | None = option(
         None,
         "Write the adversarial examples, as --data reads them: .safetensors, or .jsonl of "
-        "words and characters.",
+        "words and characters. Of texts .safetensors has embeddings, which it does not read.",
         exclude=True,
     )
     usual: str = Field(IMAGES, exclude=True)

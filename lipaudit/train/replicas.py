@@ -138,13 +138,13 @@ def _require_apart(module: nn.Module) -> None:
 class _DrawnWhole(TorchDispatchMode):
     """Draws Bernoulli variables, which dropout is made of on a CPU, for the whole batch.
 
-    Each process draws them all from the same state, and takes those of its own rows.
+    Uniform ones, too: transformers makes stochastic depth of them. Each process draws them all
+    from the same state, and takes those of its own rows.
     """
 
     def __init__(self, part: Part) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._part = part
-        self._rows = part.rows.stop - part.rows.start
+        self._part, self._rows = part, part.rows.stop - part.rows.start
 
     def __torch_dispatch__(
         self,
@@ -154,17 +154,24 @@ class _DrawnWhole(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.ops.aten.bernoulli_.float or not self._samples(args[0]):
-            return func(*args, **kwargs)
-        out, *rest = args
-        each = len(out) // self._rows
-        whole = func(_like(out, each * self._part.whole), *rest, **kwargs)
-        start, stop = self._part.rows.start, self._part.rows.stop
-        return out.copy_(whole[each * start : each * stop])
+        if func is torch.ops.aten.bernoulli_.float and self._samples(args[0].shape):
+            out, *rest = args
+            return out.copy_(self._own(func(_like(out, self._all(len(out))), *rest, **kwargs)))
+        if func is torch.ops.aten.rand.default and self._samples(args[0]):
+            size, *rest = args
+            return self._own(func([self._all(size[0]), *size[1:]], *rest, **kwargs))
+        return func(*args, **kwargs)
 
-    def _samples(self, out: Tensor) -> bool:
+    def _samples(self, shape: Sequence[int]) -> bool:
         """Tell whether the first axis is of samples, or of what each of them has several of."""
-        return out.ndim > 0 and len(out) > 0 and len(out) % self._rows == 0
+        return len(shape) > 0 and shape[0] > 0 and shape[0] % self._rows == 0
+
+    def _all(self, rows: int) -> int:
+        return rows // self._rows * self._part.whole
+
+    def _own(self, whole: Tensor) -> Tensor:
+        each, own = len(whole) // self._part.whole, self._part.rows
+        return whole[each * own.start : each * own.stop]
 
 
 def _like(out: Tensor, rows: int) -> Tensor:

@@ -191,6 +191,18 @@ def test_a_model_that_is_a_function_of_its_batch_is_refused():
         Replica(0, 2).synchronised(module, len)
 
 
+@pytest.mark.parametrize("draw", [torch.rand, lambda shape: torch.ones(shape).bernoulli_(0.5)])
+def test_what_is_drawn_for_samples_is_drawn_for_all(draw):
+    def drawn(replica: Replica) -> torch.Tensor:
+        part = replica.part(5)
+        with torch.random.fork_rng(), replica.drawing(part):
+            torch.manual_seed(0)
+            return draw((part.rows.stop - part.rows.start, 1, 3))
+
+    parts = [drawn(Replica(rank, 2)) for rank in range(2)]
+    assert torch.equal(torch.cat(parts), drawn(Replica()))
+
+
 @pytest.mark.slow
 def test_three_processes_do_too(tmp_path):
     together(3, tmp_path)

@@ -100,6 +100,6 @@ def _guard(ranks: Ranks, left: threading.Event, end: End) -> None:
         while not left.wait(BEAT):
             ranks.require_whole()
     except LipauditError as error:
-        if not left.wait(FAREWELL):
+        if not left.wait(FAREWELL / 2):  # before rank 0 has gone, and with it what it says
             ranks.end(error)
             end(error)

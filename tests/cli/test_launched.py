@@ -165,6 +165,17 @@ def test_memory_is_shared_with_the_other_processes(tmp_path, monkeypatch):
     assert [job.processes for job in jobs] == [3]
 
 
+def test_a_refusal_of_the_first_process_is_that_of_all(tmp_path, monkeypatch):
+    """The others wait for it in a reduction, and have its reason and its exit code."""
+    monkeypatch.chdir(tmp_path)
+    alone(*ARGS, "--epochs", "1", "--out", "done", "-q")
+    again = (*ARGS, "--epochs", "2", "--out", "done", "--resume", "-q")
+    for each in ranks(2, *again, cwd=tmp_path):
+        code, said = each.ended()
+        assert code == 2
+        assert said.startswith("error: done was trained with another recipe: epochs 1, not 2\n")
+
+
 @pytest.mark.parametrize(("rank", "said"), [(0, "error: terminated\n"), (1, "")])
 def test_processes_that_are_terminated_say_so_once(monkeypatch, rank, said):
     def terminated(_):

@@ -46,8 +46,10 @@ def on_page_content(content: str, **_: object) -> str:
 
 
 def _mathml(formula: re.Match[str]) -> str:
-    display = "block" if formula[1] == "div" else "inline"
-    return convert(html.unescape(formula[2]).strip(), display=display)
+    block = formula[1] == "div"
+    math = convert(html.unescape(formula[2]).strip(), display="block" if block else "inline")
+    # The theme lets such a block scroll by itself where it is wider than the page.
+    return f'<div class="arithmatex">{math}</div>' if block else math
 
 
 def _columns() -> Iterator[str]:

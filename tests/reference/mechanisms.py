@@ -311,9 +311,9 @@ LEGEND = """
 * **bounds**: `hu`, `castin`, `mean_field` and `appendix_c` are for affine self-attention without
   sinks whose logits are linear in q k^T; `lipaudit bounds` names what is missing, and why.
 
-With `--dtype float64` attention, norms and bounds are computed in float64, also where a model's own
-code casts norms, rotary positions, logits or the softmax to float32. Attacks run the model as it is,
-with these casts: its losses have seven digits then.
+With `--dtype float64` attention, norms and bounds are computed in float64, also where a model's
+own code casts norms, rotary positions, logits or the softmax to float32. Attacks run the model as
+it is, with these casts: their losses have seven digits then.
 
 Experts, and keys that are kept by their scores, are chosen by a top-k, which is constant but where
 two scores tie: there a model jumps. The Jacobian of the model is that of the choices made at each

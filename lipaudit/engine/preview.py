@@ -30,7 +30,8 @@ def preview(job: Job) -> dict[str, Any]:
     net, info = job.net, job.net.info
     first = job.samples.batch[:1].trimmed().to(net.device, net.dtype)
     with eager(), exact_arithmetic(net.device):
-        sites = surveyed(net, first)
+        # What is scored is several texts for each sample, and no layer is read.
+        sites = () if net.scored else surveyed(net, first)
         pace = paced(job)
         measures = {name: _planned(job, name, pace) for name in job.counts}
     unread: Counter[str] = Counter()

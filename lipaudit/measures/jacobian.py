@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lipaudit.data.batch import Batch, first_of
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import tokens
 from lipaudit.measures.measure import (
     Measure,
@@ -306,7 +306,12 @@ def _rivals(arrays: Mapping[str, Values]) -> tuple[Note, ...]:
 
 
 def _check(net: Net, batch: Batch, options: JacobianOptions) -> None:
-    """Refuse an end that the model does not have, or no text."""
+    """Refuse an end that the model does not have, layers of several texts, or no text."""
+    if net.scored and options.per_layer:
+        raise UsageError(
+            "--per-layer: a prompt has other layers with each of its continuations",
+            "Leave out --per-layer, or --score.",
+        )
     batch = batch.to(net.device, net.dtype)
     end = end_of(net, batch, options.target)
     columns = columns_of(net, batch, end)

@@ -211,11 +211,14 @@ def test_a_report_says_how_it_scored(run):
     )
 
 
-def test_a_dry_run_plans_what_can_be_measured_of_scores(run):
-    seen = json.loads(run("check", "continuation", "--score", "sum").stdout)
+@pytest.mark.parametrize("table", TABLES)
+def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
+    seen = json.loads(run("check", table, "--score", "sum").stdout)
     assert (*seen["measures"],) == ("jacobian", "attack")
     (said,) = [text for text in seen["notes"] if text.startswith("bounds was left out")]
     assert "cannot be measured of scores" in said
+    assert {planned["samples"] for planned in seen["measures"].values()} == {len(TABLES[table])}
+    assert all(each["place"].startswith("line ") and each["class"] for each in seen["first"])
 
 
 @pytest.mark.parametrize(
@@ -227,6 +230,7 @@ def test_a_dry_run_plans_what_can_be_measured_of_scores(run):
         ("attack", (), 2, "no radius"),
         ("jacobian", ("--score", "sum", "--to", "hidden"), 4, "other hidden with each"),
         ("jacobian", ("--score", "sum", "--to", "logits:1"), 4, "hint: Use --to logits."),
+        ("jacobian", ("--score", "sum", "--per-layer"), 2, "other layers with each"),
         ("attack", ("--eps", "0.1", "--data", "random"), 2, "labelled"),
         ("jacobian", ("--score", "sum", "--data", "random"), 4, "nothing for a language model"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from lipaudit.measures.by_layer import chosen
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.certificate import order_of, rows_of
-from lipaudit.models.memory import Held, free
+from lipaudit.models.lifting import held, lift_all
+from lipaudit.models.memory import Footprint, Held, free
 from lipaudit.models.precision import eager, seeded
 from lipaudit.results import Note
 from lipaudit.results.trials import Radius
@@ -36,6 +38,8 @@ SURVEY = 25.0
 """Forwards that finding out what a model is costs, once, before the first sample is read."""
 READ = {"attention": 5.0, "bounds": 75.0}
 """Forwards per sample of what is computed layer by layer; docs/performance.md has measurements."""
+LIFTED = 9
+"""Passes for which a survey lifts weights that are held; reading lifts them once a batch."""
 MOST_PRODUCTS = 50.0
 """Forwards of the Jacobian norm of a sample, when its steps do not depend on the classes."""
 PER_HEAD = 10.0, 300.0
@@ -64,10 +68,11 @@ UNKNOWN = "how long that takes is not known: memory ran out for several samples 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that a forward takes per sample: of one by itself, and of several together."""
+    """Seconds of a forward per sample, alone and together, and of lifting weights in any one."""
 
     alone: float
     together: float
+    lifting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ def paced(job: Job) -> Pace | None:
     """Time forwards; None where memory runs out for several samples."""
     try:
         alone = _forward(job, 1)
-        return Pace(alone, _forward(job, TIMED) if alone < SLOW else alone)
+        several = _forward(job, TIMED) if alone < SLOW else alone
+        return Pace(alone, several, min(alone, _lifting(job)))
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -122,9 +128,12 @@ def _span(costs: Sequence[Cost]) -> str:
 
 
 def _cost_of(job: Job, pace: Pace) -> Cost:
-    alone, batched, count = pace.alone, pace.together, job.own
-    reading = [cost * count[name] for name, cost in READ.items() if name in count]
-    sure = alone * (sum(reading) + (SURVEY if reading else 0.0))
+    batched, count = pace.together, job.own
+    sure = 0.0
+    if read := [name for name in READ if name in count]:
+        batches = sum(math.ceil(count[name] / job.size(name)) for name in read)
+        forwards = SURVEY + sum(READ[name] * count[name] for name in read)
+        sure = (pace.alone - pace.lifting) * forwards + pace.lifting * (LIFTED + batches)
     if "jacobian" in count:
         sure += batched * _norm_cost(job) * count["jacobian"]
     least = most = 0.0
@@ -132,11 +141,11 @@ def _cost_of(job: Job, pace: Pace) -> Cost:
         options = cast("AttackOptions", job.request.measures["attack"])
         least, most = (batched * count["attack"] * cost for cost in attack_costs(options))
     if "certify" in count:
-        ends = proof_costs(job)
         least, most = (
-            each + batched * cost for each, cost in zip((least, most), ends, strict=True)
+            each + batched * cost
+            for each, cost in zip((least, most), proof_costs(job), strict=True)
         )
-    return Cost(sure + least, sure + most, alone)
+    return Cost(sure + least, sure + most, pace.alone)
 
 
 def numerical(job: Job, sites: Sequence[Site]) -> tuple[Note, ...]:
@@ -230,6 +239,15 @@ def _forward(job: Job, samples: int) -> float:
     return seconds / len(batch)
 
 
+def _lifting(job: Job) -> float:
+    """Time lifting the weights once, after a forward; 0 where none are held."""
+    if not held(job.net.module):
+        return 0.0
+    start = time.perf_counter()
+    lift_all(job.net.module)
+    return time.perf_counter() - start
+
+
 def _short(seconds: float) -> str:
     value, unit = (1e3 * seconds, "ms") if seconds < 1 else (seconds, "s")
     return f"{float(f'{value:.2g}'):g} {unit}"
@@ -240,22 +258,6 @@ def _time(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(seconds, 1):.0f} s"
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes that a measure takes beyond what is there, whatever its batch and for each sample."""
-
-    fixed: int
-    sample: int
-
-    def of(self, samples: int) -> int:
-        """Return what so many samples take at a time."""
-        return self.fixed + samples * self.sample
-
-    def fits(self, room: int) -> int:
-        """Return how many samples fit, at least one."""
-        return max(1, int((room - self.fixed) // max(self.sample, 1)))
 
 
 def footprint(job: Job, name: str) -> Footprint | None:
@@ -299,17 +301,15 @@ def fitting(job: Job, name: str) -> int:
 
 def less(job: Job) -> str:
     """Say what to type where memory ran out for a single sample."""
-    net = job.net
-    half = any(note.code == "half-precision" for note in net.info.notes)
     ways = {
-        "--weights stored": half,
-        "--max-tokens": net.kind == "text",
-        "--input-size": net.kind == "image",
-        "--device cpu": net.device.type != "cpu",
+        "--weights stored": any(n.code == "half-precision" for n in job.net.info.notes),
+        "--max-tokens": job.net.kind == "text",
+        "--input-size": job.net.kind == "image",
+        "--device cpu": job.net.device.type != "cpu",
     }
-    helping = [name for name, helps in ways.items() if helps]
-    known = f"Try {' or '.join(helping)}, or " if helping else "Try "
-    return f"{known}a machine with more memory; lipaudit check says what a sample takes."
+    helping = " or ".join(name for name, helps in ways.items() if helps)
+    start = f"Try {helping}, or" if helping else "Try"
+    return f"{start} a machine with more memory; lipaudit check says what a sample takes."
 
 
 def _most(job: Job, run: Callable[[Batch], Any], samples: int) -> int:

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from lipaudit.engine.estimate import Footprint, Pace, fitting, footprint, paced, takes
+from lipaudit.engine.estimate import Pace, fitting, footprint, paced, takes
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import origins
 from lipaudit.errors import as_user_meets
 from lipaudit.models.attention.survey import surveyed
-from lipaudit.models.memory import free, held
+from lipaudit.models.memory import Footprint, free, held
 from lipaudit.models.precision import eager, exact_arithmetic
 
 SHOWN = 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ LARGE = 10**9
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Files of a control group, of its second version and of its first."""
 _CACHES = ("inactive_file ", "total_inactive_file ")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a measure takes beyond what is there, whatever its batch and for each sample."""
+
+    fixed: int
+    sample: int
+
+    def of(self, samples: int) -> int:
+        """Return what so many samples take at a time."""
+        return self.fixed + samples * self.sample
+
+    def fits(self, room: int) -> int:
+        """Return how many samples fit, at least one."""
+        return max(1, int((room - self.fixed) // max(self.sample, 1)))
 
 
 class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,10 +10,13 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from lipaudit import measure
 from lipaudit.cli.commands import build
 from lipaudit.engine import estimate
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import MEASURES
+from lipaudit.models import lifting
+from lipaudit.models.lifting import held
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.hf.outputs import hf_spec
 from lipaudit.models.sources.spec import LoadOptions
@@ -170,3 +173,40 @@ def test_memory_of_all_positions_is_tried_at_one(monkeypatch):
     monkeypatch.setitem(MEASURES, "jacobian", replace(MEASURES["jacobian"], parts=parts))
     estimate.footprint(job, "jacobian")
     assert set(tried) == {"hidden:last"}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A Llama in bfloat16, and how many entries its weights have."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    module = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    return str(tmp_path), sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["attention", "bounds"])
+def test_weights_are_lifted_once_for_a_survey_and_once_for_a_batch(stored, name, monkeypatch):
+    lifted = []
+    room = lifting._room
+    monkeypatch.setattr(lifting, "_room", lambda p, *to: lifted.append(p.numel()) or room(p, *to))
+    model, entries = stored
+    how = {"samples": 12, "max_tokens": 8, "batch_size": 2}
+    measure(model, name, weights="stored", **how)
+    assert sum(lifted) / entries == pytest.approx(estimate.LIFTED + 6, rel=0.3)
+
+
+def test_time_that_lifting_takes_is_not_multiplied_by_what_reading_does(stored, monkeypatch):
+    monkeypatch.setattr(estimate, "_forward", lambda _job, _samples: 1.0)
+    monkeypatch.setattr(estimate, "_lifting", lambda job: 0.75 * held(job.net.module))
+    costs = [
+        estimate.cost(
+            prepare(Request(stored[0], {"bounds": BoundsOptions()}, RunOptions(samples=8, **how)))
+        )
+        for how in ({}, {"weights": "stored"})
+    ]
+    forwards = estimate.SURVEY + 8 * estimate.READ["bounds"]
+    assert costs[0].least == forwards
+    assert costs[1].least == 0.25 * forwards + 0.75 * (estimate.LIFTED + 2)

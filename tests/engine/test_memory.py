@@ -11,12 +11,12 @@ from torch import nn
 
 import lipaudit
 from lipaudit.engine import estimate, task
-from lipaudit.engine.estimate import Footprint, footprint
+from lipaudit.engine.estimate import footprint
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import MEASURES
-from lipaudit.models.memory import Held, free
+from lipaudit.models.memory import Footprint, Held, free
 from lipaudit.settings import AuditOptions, RunOptions
 from tests.live import Live
 

@@ -159,7 +159,7 @@ def _only_place(batch: Batch, end: Target) -> Tensor:
     if column.shape[1] != 1 or bool((column < 0).any()):
         raise InputError(
             f"--to {end.text} is not one position of every text",
-            f"Name a position that all have: --to {end.what}:last.",
+            f"Measure at a position that all have: --to {end.what}:last.",
         )
     return column[:, 0]
 

@@ -176,9 +176,12 @@ def _require_causal(net: Net) -> None:
         z = lifting(_entry(net))(ids)
         whole, start = lifting(behind)(z), lifting(behind)(z[:, :-1])
         usual = net.output(Batch(ids, None, ("",)))
+        with torch.enable_grad():
+            moved = z.detach().requires_grad_()
+            (ahead,) = torch.autograd.grad(lifting(behind)(moved)[:, 0].square().sum(), moved)
     if not agree(usual, whole[:, -1], AGREES):
         more = "gives other logits for embeddings than for their token ids"
-    elif not agree(start, whole[:, :-1], AGREES):
+    elif bool((ahead[:, 1:] != 0).any()) or not agree(start, whole[:, :-1], AGREES):
         more = "looks at what is behind a token"
     else:
         return

@@ -1,6 +1,5 @@
 """What our loop adds to the bare calls of pyautoattack: CPU time per sample passed forward.
 
-Run by hand: python tests/benchmarks/bench_attacks.py [--repeats 5] [--samples 64]
 Both attack the same samples of the demo, interleaved, one thread, medians over the repeats. Random
 starts differ, and so do the survivors: hence time per forward pass of a sample, not in total.
 """
@@ -9,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import statistics
-import time
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
@@ -20,10 +18,13 @@ from pyautoattack.square import SquareAttack
 from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
+from lipaudit.attacks.outcome import Outcome
 from lipaudit.attacks.plan import make_plan
 from lipaudit.models.sources.loading import load_net
 from lipaudit.results.trials import parse_radius
 from lipaudit.train.demos import shipped
+from tests.benchmarks.shared.rounds import Round, Subject
+from tests.benchmarks.shared.timing import cpu_seconds, spread, timed
 
 EPS, STEPS, QUERIES = "0.05", 20, 300
 HOW = {"norm": "Linf", "eps": float(EPS), "device": "cpu", "seed": 0, "verbose": False}
@@ -51,45 +52,65 @@ class Counted:
 
 def cost(f: Counted, run: Callable[[], object]) -> float:
     """CPU time per sample passed forward, in microseconds."""
-    f.samples, start = 0, time.process_time()
-    run()
-    return (time.process_time() - start) / f.samples * 1e6
+    f.samples = 0
+    return cpu_seconds(run) / f.samples * 1e6
 
 
-def main() -> None:
-    """Print a line per attack."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=64)
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    f, data = Counted(), shipped("test")[: asked.samples]
+def problem(samples: int) -> tuple[Counted, Tensor, Tensor]:
+    """The demo, and the samples that it has right."""
+    f, data = Counted(), shipped("test")[:samples]
     with torch.no_grad():
         right = f(data.x).argmax(1) == data.y
-    x, y = data.x[right], data.y[right]
+    return f, data.x[right], data.y[right]
+
+
+def ours(name: str, f: Counted, x: Tensor, y: Tensor) -> list[Outcome]:
+    """Our run of an attack."""
+    radii, counts = [parse_radius(EPS)], {"steps": STEPS, "queries": QUERIES, "restarts": 1}
+    return list(evaluate(f, x, y, make_plan(f"custom:{name}", norm="linf", radii=radii, **counts)))
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=int, default=64)
+
+
+def subjects(asked: argparse.Namespace) -> dict[str, Subject]:
+    """Ours alone, beside a commit."""
+    return {f"{name}, {asked.samples} samples": partial(one_round, name, asked) for name in BARE}
+
+
+def one_round(name: str, asked: argparse.Namespace) -> Round:
+    """Attack the samples, and count those that are passed forward."""
+    f, x, y = _warm(name, asked.samples)
+    f.samples = 0
+    seconds, outcomes = timed(lambda: ours(name, f, x, y))
+    plain = {"CPU (s)": seconds, "samples passed forward": float(f.samples)}
+    plain["CPU per sample passed (us)"] = 1e6 * seconds / f.samples
+    last = {outcome.chunk: int(outcome.robust.sum()) for outcome in outcomes}
+    return Round(plain=plain | {"samples that stand": float(sum(last.values()))})
+
+
+@cache
+def _warm(name: str, samples: int) -> tuple[Counted, Tensor, Tensor]:
+    f, x, y = problem(samples)
+    ours(name, f, x[:1], y[:1])
+    return f, x, y
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print a line per attack, ours beside the bare one."""
+    f, x, y = problem(asked.samples)
     for name, bare in BARE.items():
-        plan = make_plan(
-            f"custom:{name}",
-            norm="linf",
-            radii=[parse_radius(EPS)],
-            steps=STEPS,
-            queries=QUERIES,
-            restarts=1,
-        )
         runs = {
             "bare": lambda bare=bare: bare(f).perturb(x.clone(), y.clone()),
-            "ours": lambda plan=plan: list(evaluate(f, x, y, plan)),
+            "ours": lambda name=name: ours(name, f, x, y),
         }
-        times = {kind: [] for kind in runs}
-        for _ in range(asked.repeats + 1):
-            for kind, run in runs.items():
-                times[kind].append(cost(f, run))
-        bare_us, ours_us = (statistics.median(times[kind][1:]) for kind in ("bare", "ours"))
+        rounds = [{kind: cost(f, work) for kind, work in runs.items()}]
+        rounds += [
+            {kind: cost(f, work) for kind, work in runs.items()} for _ in range(asked.repeats)
+        ]
+        bare_us, ours_us = (spread(each[kind] for each in rounds[1:]).median for kind in runs)
         line = (
             f"{name:8s} bare {bare_us:7.1f} us, ours {ours_us:7.1f} us, {ours_us / bare_us:5.3f}"
         )
         print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """CPU seconds of one pass of a whole ball through a network, its memory and what it proves.
 
-Run by hand: python tests/benchmarks/bench_certify.py [digits-linf digits-l2 relu] [--repeats 3]
 digits: the demo checkpoint at order 2, first test image. relu: a vision transformer of three
 layers with BatchNorm and ReLU and random weights, on 3 x 32 x 32 noise, L-inf 1/255, order 1.
 --reference FILE takes a second program of that kind, a module with `ball(x, eps, norm, order)` and
@@ -12,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +20,9 @@ from torch import Tensor, nn
 
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.sources.loading import load_net
-from lipaudit.theory.relaxation.balls import ball, margins, run
+from lipaudit.theory.relaxation.balls import ball, margins
+from lipaudit.theory.relaxation.balls import run as passed
+from tests.benchmarks.shared.timing import cpu_seconds, spread, timed
 
 DEPTH, WIDTH, HEADS, PATCH, SIDE, CLASSES = 3, 48, 3, 8, 32, 10
 Case = tuple[Callable[[Any], Any], Tensor, int, float, str, int]
@@ -104,7 +103,7 @@ def ours(case: Case) -> Any:
     """The margins of a pass in single precision."""
     model, x, label, eps, norm, order = case
     form = ball(x, eps, norm=norm, order=order, box=(0.0, 1.0), dtype=torch.float32)
-    return margins(run(model, form), label)
+    return margins(passed(model, form), label)
 
 
 def theirs(reference: Any, case: Case) -> Any:
@@ -114,11 +113,9 @@ def theirs(reference: Any, case: Case) -> Any:
         return reference.margins(model(reference.ball(x, eps, norm, order)), label)
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, float]:
+def one_pass(program: Callable[[Case], Any], case: Case) -> tuple[float, float]:
     """CPU seconds, and what is left of the least margin."""
-    start = time.process_time()
-    low, high = work().range()[:2]
-    seconds = time.process_time() - start
+    seconds, (low, high, *_) = timed(lambda: program(case).range())
     return seconds, float((2 * low / (low + high)).amin())
 
 
@@ -132,28 +129,28 @@ def load(path: str) -> Any:
     return module
 
 
-def main() -> None:
-    """Print one line per case and program."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("cases", nargs="*", default=list(CASES))
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--reference")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    parser.add_argument("--reference", metavar="FILE")
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print one line per case and program."""
     programs: dict[str, Callable[[Case], Any]] = {"ours": ours}
-    if options.reference:
-        reference = load(options.reference)
+    if asked.reference:
+        reference = load(asked.reference)
         programs["reference"] = lambda case: theirs(reference, case)
-    for name in options.cases:
+    for name in asked.cases:
         case = CASES[name]()
         model, x = case[:2]
         forward = min(timed_forward(model, x) for _ in range(20))
         rounds = [
-            {which: timed(lambda p=program, c=case: p(c)) for which, program in programs.items()}
-            for _ in range(options.repeats)
+            {which: one_pass(program, case) for which, program in programs.items()}
+            for _ in range(asked.repeats)
         ]
         for which in programs:
-            seconds = statistics.median(each[which][0] for each in rounds)
+            seconds = spread(each[which][0] for each in rounds).median
             left = rounds[0][which][1]
             print(
                 f"{name:12s} {which:10s} {seconds:6.2f} s {seconds / forward:8.0f} forwards"
@@ -163,11 +160,5 @@ def main() -> None:
 
 def timed_forward(model: Callable[[Any], Any], x: Tensor) -> float:
     """CPU seconds of a plain forward."""
-    start = time.process_time()
     with torch.no_grad():
-        model(x)
-    return time.process_time() - start
-
-
-if __name__ == "__main__":
-    main()
+        return cpu_seconds(lambda: model(x))

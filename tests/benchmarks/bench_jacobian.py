@@ -1,6 +1,6 @@
-"""Cost of exact whole-model Jacobian norms against what papers do; run by hand when quiet.
+"""Cost of exact whole-model Jacobian norms against what papers do; run when quiet.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/bench_jacobian.py --samples 4
+    python tests/benchmarks jacobian --samples 4
 
 Everything is CPU time of one thread in plain forward passes F of the same samples. `power` is the
 usual power iteration that computes each product from scratch with torch.autograd.functional, one
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import resource
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import timm
@@ -31,6 +30,8 @@ from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import DENSE, jacobian_norms
 from lipaudit.models.sources.demo import MEAN, STD, WIDTH, demo_model
 from lipaudit.train.demos import shipped
+from tests.benchmarks.shared.rounds import Round, Subject
+from tests.benchmarks.shared.timing import cpu_seconds, resident, spread, timed
 
 
 @dataclass
@@ -181,27 +182,20 @@ def underestimates(problem: Problem, truth: Tensor, steps: int, starts: int) -> 
     return float(torch.stack(short).float().mean())
 
 
-def seconds(run: Callable[[], object]) -> tuple[float, object]:
-    """CPU time, and the result."""
-    start = time.process_time()
-    result = run()
-    return time.process_time() - start, result
-
-
 def in_forwards(problem: Problem, run: Callable[[], Tensor], repeats: int) -> tuple[float, Tensor]:
     """Median of the CPU time in plain forward passes, timed just before and after each run."""
     costs = []
     with torch.no_grad():
         problem.call(problem.x)
     for _ in range(repeats):
-        before, (spent, found), after = forward(problem), seconds(run), forward(problem)
+        before, (spent, found), after = forward(problem), timed(run), forward(problem)
         costs.append(2 * spent / (before + after))
     return float(np.median(costs)), found
 
 
 def forward(problem: Problem) -> float:
     with torch.no_grad():
-        return float(np.median([seconds(lambda: problem.call(problem.x))[0] for _ in range(3)]))
+        return spread(cpu_seconds(lambda: problem.call(problem.x)) for _ in range(3)).median
 
 
 def measure(problem: Problem, tol: float, starts: int) -> float:
@@ -239,35 +233,53 @@ def floor(problem: Problem, truth: Tensor, tol: float, outputs: int) -> float:
 def peak_memory(problem: Problem, tol: float) -> None:
     with torch.no_grad():
         problem.call(problem.x)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmHWM")
     ours(problem, tol)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    grown = resident("VmHWM") - before
     print(f"{problem.name}: +{grown / len(problem.x):.0f} MB per sample")
 
 
 PROBLEMS = {"demo": demo, "vit_tiny": vit_tiny, "minilm": minilm}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("problems", nargs="*", default=list(PROBLEMS))
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("problems", nargs="*", default=list(PROBLEMS), help=", ".join(PROBLEMS))
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tol", type=float, default=1e-6)
     parser.add_argument("--starts", type=int, default=3, help="of power iteration, per sample")
     parser.add_argument("--memory", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+
+
+def subjects(asked: argparse.Namespace) -> dict[str, Subject]:
+    """Ours alone, beside a commit."""
+    return {
+        f"whole-model norm of {name}, {asked.samples} samples": partial(one_round, name, asked)
+        for name in asked.problems
+    }
+
+
+def one_round(name: str, asked: argparse.Namespace) -> Round:
+    """Our norms, once."""
+    problem = _problem(name, asked.samples)
+    spent, norms = timed(lambda: ours(problem, asked.tol))
+    return Round(forward(problem), {"ours": spent}, figures={"exact norms": norms.tolist()})
+
+
+@cache
+def _problem(name: str, samples: int) -> Problem:
     torch.manual_seed(0)
-    if options.memory:
-        peak_memory(vit_tiny(options.samples), options.tol)
+    problem = PROBLEMS[name](samples)
+    ours(problem, 0.1)
+    return problem
+
+
+def run(asked: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    if asked.memory:
+        peak_memory(vit_tiny(asked.samples), asked.tol)
         return
     ratios = [
-        measure(PROBLEMS[name](options.samples), options.tol, options.starts)
-        for name in options.problems
+        measure(PROBLEMS[name](asked.samples), asked.tol, asked.starts) for name in asked.problems
     ]
     mean = float(np.exp(np.mean(np.log(ratios))))
     print(f"\npower iteration costs {mean:.1f} times as much (geometric mean)")
-
-
-if __name__ == "__main__":
-    main()

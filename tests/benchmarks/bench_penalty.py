@@ -1,6 +1,5 @@
 """Cost of a training step with JaSMin, beside the same step without, one thread.
 
-Run by hand: python tests/benchmarks/bench_penalty.py [--tokens 197 1025] [--repeats 5]
 CPU time, interleaved within one process: medians, and medians of the ratios to fused and to math.
 Memory: what two steps add to a process of their own (Linux).
 """
@@ -8,11 +7,8 @@ Memory: what two steps add to a process of their own (Linux).
 from __future__ import annotations
 
 import argparse
-import re
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from lipaudit.train.penalty import attention_penalty
+from tests.benchmarks.shared.timing import in_turn, resident, spread
 
 STEPS = ("fused", "math", "fused, jasmin", "math, jasmin")
 
@@ -45,22 +42,6 @@ def step(kind: str, tokens: int, batch: int) -> Callable[[], None]:
     return run
 
 
-def seconds(run: Callable[[], None]) -> float:
-    """CPU time of one step."""
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
-def resident(which: str) -> float:
-    """Memory of this process in MB: VmRSS now, VmHWM at its peak.
-
-    Not ru_maxrss, which begins at the peak of the process that started this one.
-    """
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{which}:\s+(\d+) kB", status)[1]) / 1024
-
-
 def added(kind: str, tokens: int, batch: int) -> float:
     """Return what two steps add at their peak to a process that holds the model."""
     run = step(kind, tokens, batch)
@@ -72,7 +53,15 @@ def added(kind: str, tokens: int, batch: int) -> float:
 
 def elsewhere(kind: str, tokens: int, batch: int) -> float:
     """Return `added` of a process of its own."""
-    command = [sys.executable, __file__, "--one", kind, "--tokens", str(tokens)]
+    command = [
+        sys.executable,
+        str(Path(__file__).parent),
+        "penalty",
+        "--one",
+        kind,
+        "--tokens",
+        str(tokens),
+    ]
     done = subprocess.run([*command, "--batch", str(batch)], capture_output=True, check=True)
     return float(done.stdout)
 
@@ -80,30 +69,26 @@ def elsewhere(kind: str, tokens: int, batch: int) -> float:
 def measured(tokens: int, batch: int, repeats: int) -> Iterator[str]:
     """Yield a line per kind of step: seconds, ratios to fused and math, MB."""
     runs = {kind: step(kind, tokens, batch) for kind in STEPS}
-    rounds = [{kind: seconds(run) for kind, run in runs.items()} for _ in range(repeats + 1)][1:]
+    rounds = in_turn(runs, repeats)
     for kind in STEPS:
-        median = statistics.median(each[kind] for each in rounds)
-        ratios = [statistics.median(e[kind] / e[base] for e in rounds) for base in STEPS[:2]]
+        median = spread(each[kind] for each in rounds).median
+        ratios = [spread(e[kind] / e[base] for e in rounds).median for base in STEPS[:2]]
         facts = f"{median:7.2f} s {ratios[0]:5.2f} {ratios[1]:5.2f}"
         yield f"{tokens:5d} {kind:14s} {facts} {elsewhere(kind, tokens, batch):7.0f} MB"
 
 
-def main() -> None:
-    """Print a line per kind of step and number of tokens."""
-    parser = argparse.ArgumentParser()
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[197, 1025])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--one", choices=STEPS, help="print the memory of this step alone")
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print a line per kind of step and number of tokens."""
     if asked.one:
         print(added(asked.one, asked.tokens[0], asked.batch))
         return
     for tokens in asked.tokens:
         for line in measured(tokens, asked.batch, asked.repeats):
             print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,14 @@
 """How much faster two processes of one run are than one: the time of measuring, and of all.
 
-Run by hand, on a machine whose cores are free: python tests/benchmarks/bench_ranks.py
-[--processes 2] [--repeats 3]. Commands of one process and of several take turns; medians over the
-repeats. Measuring begins when the model is loaded and all processes are there. The rest, which no
-number of processes shortens, is loading and writing the report.
+The cores of the machine have to be free. Commands of one process and of several take turns;
+medians over the repeats. Measuring begins when the model is loaded and all processes are there.
+The rest, which no number of processes shortens, is loading and writing the report.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from lipaudit.engine.task import Task
 from tests import processes
+from tests.benchmarks.shared.timing import spread
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "jacobian": ("--batch-size", "4", "--per-layer"),
@@ -55,29 +54,26 @@ def seconds(size: int, args: Sequence[str], folder: Path) -> tuple[float, float]
     return float((folder / TIMES).read_text()), whole
 
 
-def main() -> None:
-    """Print a line per measure."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--share", type=float, default=1.0, help="of the samples")
-    asked = parser.parse_args()
-    for name, options in COMMANDS.items():
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print a line per measure."""
+    for name, more in COMMANDS.items():
         count = int(SAMPLES[name] * asked.share)
         args = (name, "demo", "--data", "demo:train", "-n", f"{count}", "-q", "-o", "a.json")
         ratios = []
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(asked.repeats):
                 one, several = (
-                    seconds(size, (*args, *options), Path(folder)) for size in (1, asked.processes)
+                    seconds(size, (*args, *more), Path(folder)) for size in (1, asked.processes)
                 )
                 ratios.append([a / b for a, b in zip(one, several, strict=True)])
-        measuring, whole = map(statistics.median, zip(*ratios, strict=True))
+        measuring, whole = (spread(each).median for each in zip(*ratios, strict=True))
         print(
             f"{name}: {asked.processes} processes measure {measuring:.2f} times as fast as one "
             f"({one[0]:.1f} s), the whole command is {whole:.2f} times as fast"
         )
-
-
-if __name__ == "__main__":
-    main()

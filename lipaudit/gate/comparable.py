@@ -48,7 +48,7 @@ def same_conditions(current: Run, baseline: Run) -> None:
     """
     if current.dtype != baseline.dtype:
         raise BaselineError(f"dtype {baseline.dtype} became {current.dtype}", REPEAT)
-    if changed := _changed(current.preprocess, baseline.preprocess):
+    if changed := _changed(*_preprocessing(current, baseline)):
         raise BaselineError(f"preprocessing differs: {changed}", REPEAT)
     new, old = (run.options.get("score", "none") for run in (current, baseline))
     if new != old:
@@ -94,12 +94,13 @@ def other_starts(current: Section, baseline: Section) -> bool:
 def differences(current: Report, baseline: Report) -> dict[str, str]:
     """Return how the conditions of two runs differ, by the name of the condition."""
     new, old = current.run, baseline.run
+    seen, before = _preprocessing(new, old)
     pairs: dict[str, tuple[object, object]] = {
         "seed": (new.seed, old.seed),
         "device": (new.device.split(":")[0], old.device.split(":")[0]),
         "dtype": (new.dtype, old.dtype),
         "data": (new.data.spec, old.data.spec),
-        "preprocess": (_plain(new.preprocess), _plain(old.preprocess)),
+        "preprocess": (_plain(seen), _plain(before)),
     }
     for name in sorted(old.options.keys() | new.options.keys()):
         pairs[name] = new.options.get(name, "not given"), old.options.get(name, "not given")
@@ -180,6 +181,16 @@ def _same_map(current: Section, baseline: Section) -> None:
     if old - new:
         lost, now = ", ".join(sorted(old - new)), ", ".join(sorted(new))
         raise BaselineError(f"{current.measure}: norms of {lost} became those of {now}", REPEAT)
+
+
+def _preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what two runs did to pixels, without a resizing that only one of them states.
+
+    Samples are known by their pixels before mean and std: another resizing makes other samples.
+    """
+    both = {"mean", "std"} | (new.preprocess.keys() & old.preprocess.keys())
+    one, two = ({k: v for k, v in run.preprocess.items() if k in both} for run in (new, old))
+    return one, two
 
 
 def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:

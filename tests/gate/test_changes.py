@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lipaudit.errors import BaselineError
 from lipaudit.gate import compare
+from lipaudit.gate.comparable import same_conditions
 from lipaudit.gate.comparison.heads import head_changes
 from lipaudit.gate.contrasts import TOLERANCE
 from lipaudit.results import Array, AttentionRow, CertifyRow, Section
@@ -260,6 +262,16 @@ def test_what_spoils_a_comparison_is_a_warning(report, jacobian, norms, run, sai
     pair = pair_of(report(jacobian(norms)), report(jacobian(norms), weights="b", **run))
     assert [text[: len(said)] for text in pair.warnings] == [said]
     assert pair.notes == ()
+
+
+def test_a_resizing_that_one_report_alone_states_spoils_nothing(report, jacobian, norms):
+    fine = {"mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 0.875}
+    old, new = report(jacobian(norms)), report(jacobian(norms), weights="b", preprocess=fine)
+    assert pair_of(old, new).warnings == ()
+    same_conditions(new.run, old.run)
+    nearest = old.run.model_copy(update={"preprocess": fine | {"interpolation": "nearest"}})
+    with pytest.raises(BaselineError, match="interpolation nearest became bicubic"):
+        same_conditions(new.run, nearest)
 
 
 def test_what_does_not_is_a_note(report, jacobian, norms):

@@ -2,9 +2,9 @@
 
     python tests/tutorials.py docs/tutorials/gate.md ...
 
-A block with a title is a file of that name; a console block is a command behind each $ and what it
-prints to stdout, of which a line `...` leaves out a part; other blocks of Python are executed, and
-a block of text behind one is what it prints.
+A block with a title is a file of that name, and a pyproject.toml is installed; a console block is a
+command behind each $ and what it prints to stdout, of which a line `...` leaves out a part; other
+blocks of Python are executed, and a block of text behind one is what it prints.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
@@ -25,7 +27,8 @@ from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
 
-PAGES = sorted((Path(__file__).parents[1] / "docs/tutorials").glob("*.md"))
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 BLOCK = re.compile(
     r'^```(console|python|text|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S
 )
@@ -42,6 +45,8 @@ def replayed(text: str, folder: Path) -> str:
         kind, title, body = match.groups()
         if title:
             Path(folder, title).write_text(body, encoding="utf-8")
+            if title == "pyproject.toml":
+                _install(folder, tomllib.loads(body)["project"])
         elif kind == "python":
             printed.truncate(printed.seek(0))
             with redirect_stdout(printed):
@@ -66,13 +71,41 @@ def _console(body: str) -> Iterator[str]:
         yield _shortened(_run(command.removeprefix("$ ")), printed)
 
 
+def _install(folder: Path, project: dict[str, Any]) -> None:
+    """Write what an installation of a package would: who it is, and what it declares."""
+    about = Path(folder, f"{project['name']}-{project['version']}.dist-info")
+    about.mkdir()
+    about.joinpath("METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    about.joinpath("entry_points.txt").write_text("\n".join(lines))
+
+
 def _run(command: str) -> str:
     line, _, code = command.partition("  # exit code ")
     name, *args = shlex.split(line)
     assert name == "lipaudit", command
+    if any(Path().glob("*.dist-info")):  # what is installed is read once in a process
+        return _run_apart(args)
     done = CliRunner().invoke(build(), args, env={"COLUMNS": "80"})
     assert done.exit_code == int(code or 0), f"{command}\n{done.output}"
     return done.stdout
+
+
+def _run_apart(args: list[str]) -> str:
+    paths = os.pathsep.join([".", str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "lipaudit", *args],
+        env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
 def _shortened(printed: str, shown: str) -> str:

@@ -2,8 +2,8 @@
 
     python tests/tutorials.py docs/tutorials/gate.md ...
 
-A block with a title is a file of that name, and a pyproject.toml is installed; a console block is a
-command behind each $ and what it prints to stdout, of which a line `...` leaves out a part; other
+A block with a title is a file of that name; a pyproject.toml is installed. A console block is a
+command behind each $ and what it prints to stdout, of which a line `...` leaves out a part. Other
 blocks of Python are executed, and a block of text behind one is what it prints.
 """
 

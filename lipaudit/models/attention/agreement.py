@@ -28,9 +28,10 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
 
     With `each`, every slice along that axis by itself: a large head must not hide a small one.
     """
-    pairs = ((a, b),) if each is None else zip(a.unbind(each), b.unbind(each), strict=True)
-    near = [_largest(x - y) <= tolerance * _largest(x) for x, y in pairs]
-    return bool(torch.stack(near).all())
+    if a.shape != b.shape:
+        return False
+    near = _largest(a - b, each) <= tolerance * _largest(a, each)
+    return bool(near.all())
 
 
 def jacobian_agrees(
@@ -59,7 +60,7 @@ def jacobian_agrees(
     sizes = (sizes + SAME / AGREES * sizes.amax(0)).clamp_min(_DEAD)
     sizes *= 1 + lost.to(u) / AGREES
     return all(
-        _apart(heads, parts, call.output, group, u / size[:, None, None]) <= AGREES
+        _apart(shares, call, group, u, 1 / size) <= AGREES
         for group, size in zip(groups, sizes, strict=True)
     )
 
@@ -81,22 +82,29 @@ def _size(shares: list[list[Gradient]], group: list[Projected]) -> Tensor:
 
 
 def _apart(
-    heads: Heads,
-    parts: Mapping[str, Projected],
-    output: Tensor,
+    shares: list[list[Gradient]],
+    call: AttentionCall,
     group: list[Projected],
     u: Tensor,
+    scales: Tensor,
 ) -> Tensor:
-    """Return how far the closed form is from autograd in what a group of linear maps reads."""
-    samples = int(heads.sample[-1]) + 1
-    true = [_pulled(part, output, u) for part in group]
-    closed = _closed(heads, parts, u)
-    ours = [_scattered(part, d, samples) for part, d in closed if _same(part, group[0])]
+    """Return how far the closed form is from autograd in what a group of linear maps reads.
+
+    J^T is linear: of scaled heads it is the sum of their scaled shares.
+    """
+    true = [_pulled(part, call.output, u * scales[:, None, None]) for part in group]
+    ours = [
+        _scattered(each[0][0], sum(scale * d for scale, (_, d) in zip(scales, each, strict=True)))
+        for each in zip(*shares, strict=True)
+        if _same(each[0][0], group[0])
+    ]
     return _largest(torch.stack(true).sum(0) - torch.stack(ours).sum(0))
 
 
-def _largest(t: Tensor) -> Tensor:
-    return t.abs().amax().double()
+def _largest(t: Tensor, each: int | None = None) -> Tensor:
+    """Return the largest entry, or that of every slice along an axis."""
+    axes = [axis for axis in range(t.ndim) if axis != each]
+    return (t.abs().amax(axes) if axes else t.abs()).double()
 
 
 def _by_input(parts: Iterable[Projected]) -> list[list[Projected]]:
@@ -122,7 +130,8 @@ def _pulled(part: Projected, output: Tensor, u: Tensor) -> Tensor:
     return part.linear.outputs(pulled) @ part.linear.weight.T
 
 
-def _scattered(part: Projected, dx: Tensor, samples: int) -> Tensor:
+def _scattered(part: Projected, dx: Tensor) -> Tensor:
     """The same of the closed form, whose tokens are those of the attention."""
-    index = part.index.rows(samples).flatten()
-    return torch.zeros_like(part.linear.inputs).index_add_(0, index, dx.flatten(0, 1))
+    inputs, index = part.linear.inputs, part.index
+    rows = index.rows(len(inputs) // index.length).flatten()
+    return torch.zeros_like(inputs).index_add_(0, rows, dx.flatten(0, 1))

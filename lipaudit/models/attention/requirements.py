@@ -15,33 +15,43 @@ from lipaudit.models.attention.agreement import AGREES, agree
 from lipaudit.models.net import Net
 
 
-def fixed_output(net: Net, batch: Batch) -> Tensor:
-    """Return the model's output, once two passes have given the same.
+def output_rows(net: Net, batch: Batch) -> Tensor:
+    """Return the model's output, one row per sample.
 
     Raises:
         EvaluationError: it is not finite.
-        InputError: it is random, or has not one row per sample.
+        InputError: it has not one row per sample.
     """
     with torch.no_grad():
-        first, second = net.output(batch), net.output(batch)
-    if first.shape[:1] != (len(batch),):
+        output = net.output(batch)
+    if output.shape[:1] != (len(batch),):
         raise InputError(
-            f"{len(batch)} samples give an output of shape {tuple(first.shape)}: the model joins "
+            f"{len(batch)} samples give an output of shape {tuple(output.shape)}: the model joins "
             "the samples of a batch",
             "a py: factory may return a ModelSpec whose `call` gives one row per sample",
         )
-    if not first.isfinite().all():
+    if not output.isfinite().all():
         raise EvaluationError(
             "the model's output is not finite",
             "check the weights, and try --dtype float64",
         )
-    if not agree(first, second, each=0):
+    return output
+
+
+def require_fixed(net: Net, batch: Batch, output: Tensor) -> None:
+    """Check that another pass gives the same output.
+
+    Raises:
+        InputError: it does not: the model is random.
+    """
+    with torch.no_grad():
+        again = net.output(batch)
+    if not agree(output, again, each=0):
         where = _first_difference(net.module, lambda: net.output(batch), lambda: net.output(batch))
         raise InputError(
             f"the model is randomised: two passes over the same samples differ, first in {where}",
             "switch the noise or the dropout off; sensitivity is defined for a fixed function",
         )
-    return first
 
 
 def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, of_machine
 from lipaudit.models.attention import requirements
+from lipaudit.models.attention.agreement import agree
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.origins import Address
 from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
@@ -119,12 +120,28 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
     """
     net, pair, other = generic(net, batch)
     with undisturbed(net.module), exact_arithmetic(net.device):
-        output = requirements.fixed_output(net, pair)
+        output = requirements.output_rows(net, pair)
+        try:
+            return _observed(net, pair, other, output)
+        except Exception as error:
+            if of_machine(error):
+                raise
+            # Of a model that is no fixed function of each sample, nothing else is worth saying.
+            requirements.require_fixed(net, pair, output)
+            requirements.require_isolation(net, pair, other, output)
+            raise
+
+
+def _observed(net: Net, pair: Batch, other: Batch, output: Tensor) -> tuple[Site, ...]:
+    """Return the sites by what two observed passes show, whose outputs must be the plain one's."""
+    surveyor = _surveyor(net, pair, output)
+    if surveyor.inner:
+        surveyor.adopt(_surveyor(net, pair, output, uncut=frozenset(surveyor.inner)))
+    sites = [layer.site for layer in surveyor.layers.values()]
+    written_out = frozenset().union(*(site.sources for site in sites if site.explicit))
+    alone = run_observed(net, other, Tracer(surveyor.compare, wanted=written_out))
+    if not agree(output[0], alone[0]):
         requirements.require_isolation(net, pair, other, output)
-        surveyor = _surveyor(net, pair, output)
-        if surveyor.inner:
-            surveyor.adopt(_surveyor(net, pair, output, uncut=frozenset(surveyor.inner)))
-        run_observed(net, other, Tracer(surveyor.compare, sparing=True))
     return tuple(layer.site for layer in surveyor.layers.values())
 
 
@@ -135,7 +152,10 @@ def _surveyor(
     for sparing in (True, False):
         surveyor = Surveyor(pair, uncut, sparing)
         tracer = surveyor.tracer()
-        requirements.require_same(run_observed(net, pair, tracer), output)
+        observed = run_observed(net, pair, tracer)
+        if not agree(output, observed, each=0):
+            requirements.require_fixed(net, pair, output)
+            requirements.require_same(observed, output)
         if tracer.chunked:
             raise _chunked(net, tracer.chunked)
         if not surveyor.layers:

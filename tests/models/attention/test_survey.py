@@ -65,6 +65,17 @@ def test_plain_model_is_closed_form():
 # --- errors
 
 
+@pytest.mark.parametrize("written_out", [False, True])
+def test_three_passes_are_a_survey(written_out):
+    """A plain one and two that are observed show all that has to hold; a fourth shows nothing."""
+    net, batch = net_and_batch(Capped() if written_out else Model())
+    passes = []
+    net.module.register_forward_pre_hook(lambda *_: passes.append(1))
+    (site,) = survey(net, batch)
+    assert site.closed_form
+    assert len(passes) == 3
+
+
 class Noise(nn.Module):
     def forward(self, x):
         return x + torch.rand_like(x)
@@ -75,6 +86,14 @@ def test_randomised_model_is_refused_and_the_module_named():
     model.noise = Noise()
     with pytest.raises(InputError, match=r"randomised.*first in noise"):
         sites_of(model)
+
+
+@pytest.mark.parametrize("part", ["noise", "centre"])
+def test_what_a_model_is_not_is_said_before_what_it_has_not(part):
+    """Both are true: it has no attention, and it is no fixed function of a sample."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Noise() if part == "noise" else Centre())
+    with pytest.raises(InputError, match="randomised|depends on the other samples"):
+        sites_of(module)
 
 
 class Centre(nn.Module):

@@ -104,7 +104,7 @@ def test_measures_after_the_first_run_a_model_once_per_batch():
     net, batch, forwards = net_of(Branching()), batch_of(9), []
     net.module.register_forward_pre_hook(lambda *_: forwards.append(1))  # some end early
     list(attention.measure(net, [batch], attention.AttentionOptions()))
-    assert len(forwards) > 5
+    assert len(forwards) > 1
     forwards.clear()
     list(bounds.measure(net, batch.split(2), bounds.BoundsOptions()))
     assert len(forwards) == 2

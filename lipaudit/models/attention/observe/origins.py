@@ -71,6 +71,9 @@ class Origins:
     def __init__(self) -> None:
         self._origins: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
         self._mixed: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+        self._behind: MutableMapping[Tensor, tuple[object, list[Tensor]]] = (
+            WeakTensorKeyDictionary()
+        )
 
     def note(self, leaf: Tensor, origin: Origin) -> None:
         """Write down what made a leaf."""
@@ -81,9 +84,17 @@ class Origins:
 
         A constant for which the model itself asks gradients is none: it depends on nothing.
         """
-        behind: Iterable[Tensor] = (leaf for t in tensors for leaf in leaves(t)[0])
+        behind: Iterable[Tensor] = (leaf for t in tensors for leaf in self._leaves(t))
         pairs = ((leaf, self._origins.get(leaf)) for leaf in behind)
         return [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
+
+    def _leaves(self, t: Tensor) -> list[Tensor]:
+        """Walk the graph behind a tensor once, or again where it has been written to."""
+        node, known = self._behind.get(t, (None, []))
+        if node is None or node is not t.grad_fn:
+            known = leaves(t)[0]
+            self._behind[t] = t.grad_fn, known
+        return known
 
     def mix(self, t: Tensor) -> None:
         """Write down that the linear maps behind a tensor have met in it, if they are several."""

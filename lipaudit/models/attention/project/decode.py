@@ -6,9 +6,10 @@ permutations, a repetition of heads, rotary positions, a norm per head. What phi
 J^T u, its vector-Jacobian product, with u of our choice:
 
 1. Which token of y does a token of t read? Of a random u no entry vanishes, so that an exact zero
-   of J^T u says that nothing leads there. With the tokens of t numbered, u is restricted to those
-   whose number has bit b, and to the others, b = 0, 1, ...: the rows of y that are touched spell
-   the numbers. A row that both touch feeds two tokens: t mixes tokens.
+   of J^T u says that nothing leads there. Each token of t is given a set of probes of its own,
+   half of them all, and u is restricted to the tokens of one probe after the other: the rows of y
+   that are touched spell the sets. A row that more than half of the probes touch feeds two tokens:
+   t mixes tokens.
 2. Which channels of y feed a head? The same, with the heads numbered and columns for rows. Where
    heads share channels, either whole heads are repeated (grouped keys), or a norm runs over all
    heads before they are split (cross-head).
@@ -67,7 +68,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     if columns is not None:
         plain = ProjectionForm("affine", origin.address, index, columns, repeat)
         return _refine(source, rows, plain)
-    every = (source.pull(source.random()) != 0).any(0).nonzero().T
+    every = (source.read != 0).any(0).nonzero().T
     form = ProjectionForm("cross-head", origin.address, index, every, repeat)
     _refuse_large(source.merged(), form)
     return form

@@ -74,9 +74,9 @@ def evaluate_chunk(
         EvaluationError: f gives no logits, or values that are not finite.
     """
     _refuse(f, chunk, plan, box)
-    clean, classes = _clean(f, chunk, seed, batch_size)
+    clean, logits = _clean(f, chunk, seed, batch_size)
     yield clean
-    session = _Session(f, chunk, seed, batch_size, classes)
+    session = _Session(f, chunk, seed, batch_size, logits)
     for trial in plan:
         ball = Ball(trial.norm, float(trial.radius), box, chunk.mask)
         last = clean
@@ -94,10 +94,12 @@ class _Session:
     chunk: Chunk
     seed: int
     batch_size: int
-    classes: int
+    logits: Tensor
 
 
-def _clean(f: Classifier | ByRow, chunk: Chunk, seed: int, batch_size: int) -> tuple[Outcome, int]:
+def _clean(
+    f: Classifier | ByRow, chunk: Chunk, seed: int, batch_size: int
+) -> tuple[Outcome, Tensor]:
     """Classify the samples; a second pass, with gradient, looks for signs of trouble."""
     began, meter = time.perf_counter(), Meter()
     oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size, meter)
@@ -118,7 +120,7 @@ def _clean(f: Classifier | ByRow, chunk: Chunk, seed: int, batch_size: int) -> t
         backwards=meter.backwards,
         checks=examine(logits, again, gradient, chunk.y),
     )
-    return clean, logits.shape[1]
+    return clean, logits
 
 
 def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: Outcome) -> Outcome:
@@ -126,16 +128,18 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
     began, meter, chunk = time.perf_counter(), Meter(), session.chunk
     seed = derive_seed(session.seed, attack.name, chunk.number)
     generator = torch.Generator().manual_seed(seed)
-    fitted, notes = adapt(attack, session.classes)
+    fitted, notes = adapt(attack, session.logits.shape[1])
     robust, x_adv = last.robust.clone(), last.x_adv.clone()
-    for number in range(fitted.turns if ball.eps > 0 else 0):
+    number, turns = 0, fitted.turns if ball.eps > 0 else 0
+    while number < turns and bool(robust.any()):
         rows = robust.nonzero()[:, 0]
-        if len(rows) == 0:
-            break
         start = partial(_starts, chunk.x, ball, generator, rows)
-        oracle = Oracle(session.f, rows, session.batch_size, meter)
-        turn = Turn(fitted, number, generator, start)
-        x_adv[rows], robust[rows] = _turn(oracle, chunk, ball, turn)
+        room = max(CHUNK // len(rows), 1) if fitted.kind.together else 1
+        copies = min(room, turns - number)
+        oracle = Oracle(session.f, rows.repeat(copies), session.batch_size, meter)
+        turn = Turn(fitted, number, generator, start, copies, session.logits[rows])
+        x_adv[rows], robust[rows] = _first(*_turn(oracle, chunk, ball, turn), copies)
+        number += copies
     return Outcome(
         chunk=chunk.number,
         trial=trial,
@@ -150,6 +154,14 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
         backwards=meter.backwards,
         notes=notes,
     )
+
+
+def _first(z: Tensor, stands: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+    """Return, of turns that were run together, the first that broke a sample, else the last."""
+    each = stands.reshape(copies, -1)
+    turn = torch.where(each.all(0), copies - 1, (~each).int().argmax(0))
+    sample = torch.arange(each.shape[1], device=z.device)
+    return z[turn * each.shape[1] + sample], each.all(0)
 
 
 def _rewritten(session: _Session, trial: Trial, attack: Attack, last: Outcome) -> Outcome:

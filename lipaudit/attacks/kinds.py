@@ -43,6 +43,7 @@ class AttackKind:
         masked: whether it can leave masked positions alone and attack a model that must know
             which samples it gets (text).
         targeted: whether it takes a turn per other class.
+        together: whether it can take several turns at once, as rows of one batch (`Turn.copies`).
         effort: what a turn costs: one gradient, in which case restarts add nothing; `steps`
             gradients; `queries` forward passes; or, for every change of a text (`edits`), a
             gradient and `queries` forward passes, in which case restarts add nothing.
@@ -55,6 +56,7 @@ class AttackKind:
     norms: tuple[Norm, ...] = ("linf", "l2", "token-l2")
     masked: bool = True
     targeted: bool = False
+    together: bool = False
     effort: Literal["gradient", "steps", "queries", "edits"] = "steps"
     steps: int | None = None
     queries: int | None = None
@@ -91,10 +93,10 @@ class AttackKind:
         return function
 
 
-def _package(function: str, **how: Any) -> AttackKind:
-    """Describe an attack of pyautoattack, which knows no tokens and no masks."""
+def _auto(function: str, **how: Any) -> AttackKind:
+    """Describe an attack of AutoAttack, which knows no tokens and no masks."""
     return AttackKind(
-        f"lipaudit.attacks.auto:{function}", norms=("linf", "l2"), masked=False, **how
+        f"lipaudit.attacks.auto.{function}", norms=("linf", "l2"), masked=False, **how
     )
 
 
@@ -112,11 +114,11 @@ def _rewriter(name: Norm) -> AttackKind:
 ATTACKS: dict[str, AttackKind] = {
     "fgsm": AttackKind("lipaudit.attacks.fgsm:fgsm_turn", effort="gradient"),
     "pgd": AttackKind("lipaudit.attacks.pgd:pgd_turn", steps=40),
-    "apgd-ce": _package("apgd"),
-    "apgd-dlr": _package("apgd"),
-    "apgd-t": _package("apgd_targeted", targeted=True),
-    "fab-t": _package("fab_targeted", targeted=True),
-    "square": _package("square", effort="queries"),
+    "apgd-ce": _auto("apgd:apgd", together=True),
+    "apgd-dlr": _auto("apgd:apgd", together=True),
+    "apgd-t": _auto("apgd:apgd_targeted", targeted=True, together=True),
+    "fab-t": _auto("fab:fab_targeted", targeted=True, together=True),
+    "square": _auto("square:square", effort="queries"),
     "words": _rewriter("words"),
     "characters": _rewriter("characters"),
 }

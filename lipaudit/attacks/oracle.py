@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -138,7 +138,14 @@ def logits_of(output: Any) -> Float[Tensor, "batch classes"]:
 def logits_and_gradient(
     f: Classifier, x: Float[Tensor, " batch *sample"], y: Int[Tensor, " batch"]
 ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, " batch *sample"]]:
-    """Return the logits at x and the gradient in x of each sample's cross-entropy."""
+    """Return the logits at x and the gradient in x of each sample's cross-entropy.
+
+    An oracle is asked piece by piece, each forward and backward at once: none is repeated.
+    """
+    if isinstance(f, Oracle) and len(x) > f.batch_size:
+        cuts = [slice(i, i + f.batch_size) for i in range(0, len(x), f.batch_size)]
+        parts = [logits_and_gradient(replace(f, rows=f.rows[c]), x[c], y[c]) for c in cuts]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         logits = logits_of(f(leaf))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball
@@ -22,12 +23,17 @@ class Turn:
         number: 0, 1, ... below `attack.turns`.
         generator: where the run's random numbers come from, on the CPU.
         start: draws a random point of the ball of each sample.
+        copies: how many turns are run together, this one and those that follow; x and y then hold
+            the samples so many times, turn after turn.
+        logits: of the clean samples, where they are known.
     """
 
     attack: Attack
     number: int
     generator: torch.Generator
     start: Callable[[], Tensor]
+    copies: int = 1
+    logits: Float[Tensor, "samples classes"] | None = None
 
     @property
     def target(self) -> int:
@@ -38,6 +44,16 @@ class Turn:
     def restart(self) -> int:
         """Which start of this target it is, from 0."""
         return self.number % self.attack.restarts
+
+    def each(self) -> tuple[Turn, ...]:
+        """Return the turns that are run together."""
+        numbers = range(self.number, self.number + self.copies)
+        return tuple(replace(self, number=number, copies=1) for number in numbers)
+
+    def mapped(self, unit: Callable[[Tensor], Tensor]) -> Turn:
+        """Return the turn with starts in another unit."""
+        start = self.start
+        return replace(self, start=lambda: unit(start()))
 
 
 AttackFunction = Callable[[Classifier, Tensor, Tensor, Ball, Turn], Tensor]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyautoattack.square import SquareAttack
 
-from lipaudit.attacks.auto import _canvas
+from lipaudit.attacks.auto.square import _canvas
 from lipaudit.attacks.balls import Ball, distance, random_start
 from lipaudit.attacks.evaluate import evaluate, evaluate_chunk
 from lipaudit.attacks.kinds import ATTACKS
@@ -15,7 +15,7 @@ from lipaudit.attacks.plan import Attack, adapt, make_plan
 from lipaudit.attacks.turn import Turn
 from lipaudit.errors import UsageError
 
-PACKAGE = [name for name, kind in ATTACKS.items() if "attacks.auto:" in kind.function]
+PACKAGE = [name for name, kind in ATTACKS.items() if "attacks.auto." in kind.function]
 EACH = pytest.mark.parametrize("name", PACKAGE)
 CLASSES = pytest.mark.parametrize("classes", [2, 3, 4, 9, 10])
 

@@ -100,11 +100,9 @@ def test_within_a_trial_only_survivors_are_attacked(digits, radius):
     clean, apgd, square = evaluate(digits.conv, digits.x, digits.y, plan)
     assert torch.equal(apgd.tried, clean.robust)
     assert torch.equal(square.tried, apgd.robust)
-    assert (apgd.forwards, apgd.backwards) == (
-        7 * int(clean.robust.sum()),
-        6 * int(apgd.tried.sum()),
-    )
     broken = apgd.tried & ~apgd.robust
+    assert 5 * int(apgd.robust.sum()) < apgd.backwards < 5 * int(apgd.tried.sum())
+    assert 7 * int(apgd.robust.sum()) < apgd.forwards < 7 * int(apgd.tried.sum())
     assert torch.equal(square.x_adv[broken], apgd.x_adv[broken])
 
 

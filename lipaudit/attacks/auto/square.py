@@ -1,0 +1,257 @@
+"""Square: a random search that changes squares of a picture and sees no gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pyautoattack.square import SquareAttack
+from torch import Tensor
+
+from lipaudit.attacks.auto.cube import Cube, in_unit_cube, seed
+from lipaudit.attacks.oracle import margins
+from lipaudit.attacks.plan import CHUNK
+from lipaudit.attacks.turn import Turn
+
+_SHARE = 0.8
+"""Share of the picture that the first squares cover."""
+_SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
+"""Beyond each of these queries the share is halved."""
+_AHEAD = 32
+"""Queries of a row that are looked at together."""
+_PATIENT = 8
+"""A row that has not moved for so many queries is asked one more at a time, in advance."""
+
+
+@in_unit_cube
+def square(cube: Cube, turn: Turn) -> Tensor:
+    """Search samples laid out as images."""
+    shape = cube.x.shape
+    rows, columns = (1, *shape[1:])[-2:]
+    images = cube.x.reshape(shape[0], -1, rows, columns)
+
+    def logits(u: Tensor) -> Tensor:
+        return cube.f(u[..., :rows, :columns].reshape(len(u), *shape[1:]))
+
+    if cube.norm == "l2":
+        return _package(logits, images, cube, turn)[..., :rows, :columns].reshape(shape)
+    draw = torch.Generator().manual_seed(seed(turn))
+    signs = _first_signs(images, draw)
+    search = _Search(logits, images, cube, signs, _draws(images, turn.attack.queries, draw))
+    while search.ask():
+        pass
+    return search.best.reshape(shape)
+
+
+def _first_signs(images: Tensor, draw: torch.Generator) -> Tensor:
+    """Draw the stripes that the search starts from."""
+    size, channels, _, columns = images.shape
+    numbers = torch.rand(size, channels, 1, columns, generator=draw, dtype=torch.float32)
+    return torch.sign(2 * numbers - 1).to(images.device)
+
+
+class _Queries(NamedTuple):
+    """What each query changes: a square of some side at (top, left), by 2 eps times a sign.
+
+    Attributes:
+        side: (queries,), as are top, left and code.
+        top: first row.
+        left: first column.
+        sign: (queries, channels).
+        code: which of all changes it is; -1 where there are too many of its side to meet it again.
+    """
+
+    side: Tensor
+    top: Tensor
+    left: Tensor
+    sign: Tensor
+    code: Tensor
+
+
+def _draws(images: Tensor, queries: int, draw: torch.Generator) -> _Queries:
+    """Draw all queries at once: the numbers that the package draws one by one."""
+    channels, high, wide = images.shape[1:]
+    numbers = torch.rand(queries, 2 + channels, generator=draw, dtype=torch.float32)
+    side = torch.tensor([_side(i, channels, high, wide) for i in range(queries)])
+    top, left = (((size - side) * numbers[:, i]).long() for i, size in enumerate((high, wide)))
+    sign = torch.sign(2 * numbers[:, 2:] - 1)
+    places = (high - side).clamp_min(1) * (wide - side).clamp_min(1)
+    digits = 2.0 ** torch.arange(channels, dtype=torch.float64).clamp_max(30)
+    signs = ((sign > 0).double() @ digits).long()
+    code = (top * (wide - side).clamp_min(1) + left) * 2**channels + signs
+    counted = (places * 2.0**channels <= queries) & (sign != 0).all(1)
+    codes = 0
+    for size in sorted(set(side.tolist())):
+        same = (side == size) & counted
+        code[same] += codes
+        codes += int(places[same].amax()) * 2**channels if bool(same.any()) else 0
+    drawn = _Queries(side, top, left, sign, torch.where(counted, code, -1))
+    return _Queries(*(tensor.to(images.device) for tensor in drawn))
+
+
+def _side(query: int, channels: int, high: int, wide: int) -> int:
+    share = _SHARE / 2 ** sum(query > end for end in _SCHEDULE)
+    side = round(math.sqrt(share * (channels * high * wide) / channels))
+    return min(max(side, 1), high, wide)
+
+
+class _Search:
+    """The search in an L-inf ball, of rows that go through the same queries at their own pace.
+
+    A row passes over queries whose outcome is known: that change nothing, or that were refused
+    since it last moved. Rows that seldom move are asked several queries at a time; what follows
+    one that moves them is asked again.
+    """
+
+    def __init__(
+        self,
+        f: Callable[[Tensor], Tensor],
+        x: Tensor,
+        cube: Cube,
+        signs: Tensor,
+        queries: _Queries,
+    ) -> None:
+        self.f, self.y, self.eps = f, cube.y, cube.eps
+        self.low, self.high = (x - cube.eps).clamp_min(0.0), (x + cube.eps).clamp_max(1.0)
+        self.best = (x + cube.eps * signs).clamp(0.0, 1.0)
+        self.margin = margins(f(self.best), cube.y)
+        size, channels, high, wide = x.shape
+        self.room = x.new_zeros((2, channels, size, high + 1, wide + 1), dtype=torch.int32)
+        self.next, self.moved = (torch.zeros_like(cube.y) for _ in range(2))
+        codes = int(queries.code.amax()) + 1
+        self.refused = torch.zeros(size, max(codes, 1), dtype=torch.bool, device=x.device)
+        self.queries = queries
+        self._measure(torch.arange(size, device=x.device))
+
+    def _measure(self, rows: Tensor) -> None:
+        """Count, in every corner rectangle, the entries that either sign would change."""
+        best = self.best[rows]
+        for i, sign in enumerate((-1.0, 1.0)):
+            changes = self._changed(rows, sign) != best
+            sums = changes.cumsum(-1, dtype=torch.int32).cumsum(-2, dtype=torch.int32)
+            self.room[i, :, rows, 1:, 1:] = sums.movedim(1, 0)
+
+    def _changed(self, rows: Tensor, sign: float | Tensor) -> Tensor:
+        moved = self.best[rows] + 2.0 * self.eps * sign
+        return torch.minimum(torch.maximum(moved, self.low[rows]), self.high[rows])
+
+    def ask(self) -> bool:
+        """Ask the next queries of every row that stands; tell whether there are any."""
+        total = len(self.queries.side)
+        rows = ((self.margin > 0) & (self.next < total)).nonzero()[:, 0]
+        if len(rows) == 0:
+            return False
+        ahead = self.next[rows, None] + torch.arange(_AHEAD, device=rows.device)
+        unknown = (ahead < total) & ~self._known(rows, ahead.clamp_max(total - 1))
+        most = 1 + (self.next - self.moved)[rows] // _PATIENT
+        most = most.clamp_max(max(CHUNK // len(rows), 1))[:, None]
+        asked = unknown & (unknown.cumsum(1) <= most)
+        every = (asked == unknown).all(1)
+        last = torch.where(asked, ahead, -1).amax(1)
+        self.next[rows] = torch.where(every, ahead[:, -1], last) + 1
+        which, place = asked.nonzero(as_tuple=True)
+        if len(which):
+            self._judge(rows[which], ahead[which, place])
+        return True
+
+    def _known(self, rows: Tensor, ahead: Tensor) -> Tensor:
+        """Tell which queries (rows, _AHEAD) change nothing, or were refused already."""
+        q = self.queries
+        code = q.code[ahead]
+        refused = (code >= 0) & self.refused[rows[:, None], code.clamp_min(0)]
+        sign, channel = (
+            (q.sign[ahead] > 0).long(),
+            torch.arange(q.sign.shape[1], device=code.device),
+        )
+        top, left, side = (t[ahead][..., None] for t in (q.top, q.left, q.side))
+
+        def room(i: Tensor, j: Tensor) -> Tensor:
+            return self.room[sign, channel, rows[:, None, None], i, j]
+
+        low, right = top + side, left + side
+        entries = room(low, right) - room(top, right) - room(low, left) + room(top, left)
+        return refused | (entries.sum(-1) == 0)
+
+    def _judge(self, rows: Tensor, asked: Tensor) -> None:
+        """Ask queries, those of a row in order, and take its first step that helps."""
+        z = self._candidates(rows, asked)
+        margin = margins(self.f(z), self.y[rows])
+        helps = (margin < self.margin[rows]) | (margin <= 0)
+        order = torch.arange(len(rows), device=rows.device)
+        first = torch.full_like(self.next, len(rows))
+        first.scatter_reduce_(0, rows, torch.where(helps, order, len(rows)), "amin")
+        refused = (order < first[rows]) & (self.queries.code[asked] >= 0)
+        self.refused[rows[refused], self.queries.code[asked][refused]] = True
+        moving = (first < len(rows)).nonzero()[:, 0]
+        if len(moving):
+            step = first[moving]
+            self.best[moving], self.margin[moving] = z[step], margin[step]
+            self.next[moving] = self.moved[moving] = asked[step] + 1
+            self.refused[moving] = False
+            self._measure(moving)
+
+    def _candidates(self, rows: Tensor, asked: Tensor) -> Tensor:
+        q, (high, wide) = self.queries, self.best.shape[-2:]
+        place = torch.arange(max(high, wide), device=rows.device)
+        top, left, side = (t[asked][:, None] for t in (q.top, q.left, q.side))
+        across = (place[:high] >= top) & (place[:high] < top + side)
+        along = (place[:wide] >= left) & (place[:wide] < left + side)
+        square = (across[:, :, None] & along[:, None, :])[:, None]
+        moved = self._changed(rows, q.sign[asked][:, :, None, None])
+        return torch.where(square, moved, self.best[rows])
+
+
+def _package(f: Callable[[Tensor], Tensor], images: Tensor, cube: Cube, turn: Turn) -> Tensor:
+    """Search an L2 ball: the package's own search, on pictures that it can lay its grid on."""
+    rows, columns = images.shape[-2:]
+    high, wide = _canvas(rows, columns)
+    attack = SquareAttack(
+        f,
+        norm="L2",
+        n_queries=turn.attack.queries,
+        eps=cube.eps,
+        resc_schedule=False,
+        device=cube.x.device,
+    )
+    padded = F.pad(images, (0, wide - columns, 0, high - rows), value=0.5)
+    attack.init_hyperparam(padded)
+    with _package_state(seed(turn)):
+        _, best = attack.attack_single_run(padded, cube.y)
+    found: Tensor = best
+    return found
+
+
+@contextmanager
+def _package_state(number: int) -> Iterator[None]:
+    """Seed the global CPU generator, the package's only source, and give it back as it was."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.set_default_dtype(torch.float32)
+            torch.default_generator.manual_seed(number)
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def _canvas(rows: int, columns: int) -> tuple[int, int]:
+    """Smallest image, at least this large, on which the package can lay its L2 starting grid.
+
+    It tiles with squares of side s = rows // 5 from an offset, and fails on 4 x 4, 14 x 14 or
+    14 x 28, where the last tile crosses the edge.
+    """
+    while not _tiles(rows, rows):
+        rows += 1
+    while not _tiles(rows, columns):
+        columns += 1
+    return rows, columns
+
+
+def _tiles(rows: int, length: int) -> bool:
+    side = rows // 5
+    offset = (rows - 5 * side) // 2
+    return side == 1 or (side > 1 and offset + length // side * side <= length)

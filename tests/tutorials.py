@@ -1,6 +1,6 @@
-"""Runs the tutorials, and writes what their commands print into them.
+"""Runs tutorials and guides, and writes what their commands print into them.
 
-    python tests/tutorials.py docs/tutorials/gate.md ...
+    python tests/tutorials.py docs/tutorials/gate.md docs/guide/bounds.md ...
 
 A block with a title is a file of that name; a pyproject.toml is installed. A console block is a
 command behind each $ and what it prints to stdout, of which a line `...` leaves out a part. Other
@@ -28,7 +28,11 @@ from typer.testing import CliRunner
 from lipaudit.cli.commands import build
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
+PAGES = sorted(
+    page
+    for page in (ROOT / "docs").rglob("*.md")
+    if page.parent.name == "tutorials" or "```console" in page.read_text(encoding="utf-8")
+)
 BLOCK = re.compile(
     r'^```(console|python|text|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S
 )

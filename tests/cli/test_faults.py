@@ -310,7 +310,7 @@ def test_options_of_a_kind_are_refused_from_python_alike():
 BESIDE = {
     "api/measuring.py:prepared": "asks as_user_meets",
     "models/attention/observe/events.py:_broadcasts": "compares shapes",
-    "models/derivative/linearize.py:_explained": "raises again what it does not know",
+    "models/derivative/linear_mode.py:explained": "raises again what it does not know",
     "models/precision.py:_cudnn_allows_tf32": "reads a setting",
     "models/sources/assembly.py:device": "asks for a device",
     "models/sources/assembly.py:_require_float64": "asks for a device",

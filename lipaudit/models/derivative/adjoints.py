@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
+from lipaudit.models.derivative.reads import Read, among, only
 from lipaudit.models.lifting import keep
+from lipaudit.models.lifting import read as read_weight
 
 Saved = tuple[Tensor | None, ...]
 
@@ -79,6 +81,9 @@ def elementwise(
         return NotImplemented
 
     def forward(x: Tensor) -> tuple[Tensor, Saved]:
+        if function is F.gelu:  # what autograd would call, without its preparations
+            slope = torch.ops.aten.gelu_backward(torch.ones_like(x), x, *args, **kwargs)
+            return function(x, *args, **kwargs), (slope,)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = function(leaf, *args, **kwargs)
@@ -96,20 +101,27 @@ def _scale_back(saved: tuple[Tensor], u: Tensor) -> tuple[Tensor]:
     return (saved[0] * u,)
 
 
+LARGE = 2**22
+"""Products of numbers in a linear map from which it is worth a look where it is read."""
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear map whose W is stored in another precision: lifted again for every product."""
+    """A linear map; W that is stored in another precision is lifted again for every product."""
     kept = keep(weight)
-    if isinstance(kept, Tensor):
+    small = input.ndim < 3 or input.numel() * len(weight) < LARGE
+    if isinstance(kept, Tensor) and (small or _depends_on_input(weight, bias)):
         return NotImplemented
+    read = Read(learns=not small)
 
     def forward(x: Tensor) -> tuple[Tensor, Saved]:
-        return F.linear(x, kept.lifted(), bias), ()
+        return F.linear(x, read_weight(kept), bias), ()
 
     def vjp(_: Saved, u: Tensor) -> tuple[Tensor]:
-        return (u @ kept.lifted(),)
+        rows = read.of(u)
+        return (among(rows, only(rows, u) @ read_weight(kept), u),)
 
     def jvp(_: Saved, v: Tensor) -> Tensor:
-        return F.linear(v, kept.lifted())
+        return among(read.rows, F.linear(only(read.rows, v), read_weight(kept)), v)
 
     return _Forward.apply(Derivative(forward, vjp, jvp), input)
 
@@ -261,13 +273,15 @@ def attention(
     if attn_mask is not None and attn_mask.requires_grad:
         logits = query @ key.mT * scale + attn_mask
         return softmax(logits, -1) @ value
-    forward = partial(_attend, scale, attn_mask)
-    vjp, jvp = partial(_attention_vjp, scale), partial(_attention_jvp, scale)
+    forward, read = partial(_attend, scale, attn_mask), Read()
+    vjp, jvp = partial(_attention_vjp, scale, read), partial(_attention_jvp, scale, read)
     return _Forward.apply(Derivative(forward, vjp, jvp), query, key, value)
 
 
 def _same_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Expand the leading dimensions to a common shape."""
+    if len({t.shape[:-2] for t in tensors}) == 1:
+        return tensors
     batch = torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))  # type: ignore[no-untyped-call]
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)
 
@@ -288,20 +302,23 @@ def _attend(
 
 
 def _attention_vjp(
-    scale: float, saved: tuple[Tensor, ...], u: Tensor
+    scale: float, read: Read, saved: tuple[Tensor, ...], u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, p = saved
+    rows = read.of(u)
+    k, v = saved[1:3]
+    q, p, u = (only(rows, t) for t in (saved[0], saved[3], u))
     ds = _centred((u @ v.mT).mul_(p), p)
-    return (ds @ k).mul_(scale), ds.mT @ q, p.mT @ u
+    return among(rows, (ds @ k).mul_(scale), saved[0]), ds.mT @ q, p.mT @ u
 
 
 def _attention_jvp(
-    scale: float, saved: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor
+    scale: float, read: Read, saved: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Tensor:
-    q, k, v, p = saved
+    k, v = saved[1:3]
+    q, p, dq = (only(read.rows, t) for t in (saved[0], saved[3], dq))
     # One product for dq k^T + q dk^T.
     ds = torch.cat([dq * scale, q], -1) @ torch.cat([k, dk], -1).mT
-    return (_centred(ds.mul_(p), p) @ v).add_(p @ dv)
+    return among(read.rows, (_centred(ds.mul_(p), p) @ v).add_(p @ dv), saved[0])
 
 
 def _centred(weighted: Tensor, p: Tensor) -> Tensor:

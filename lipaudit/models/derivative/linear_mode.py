@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, of_machine
 from lipaudit.models.derivative import adjoints
 from lipaudit.models.graph import leaves
 from lipaudit.models.precision import widened
@@ -65,7 +66,7 @@ def _batch_norm(
     On a CPU torch's own backward pass (up to 2.15 at least) gives wrong gradients for a batch of
     one whose cotangent is a transposed view, as in every model that turns channels into tokens.
     """
-    if training and _mixes_samples(input):
+    if training and (running_mean is not None or _mixes_samples(input)):
         raise InputError(
             "a BatchNorm layer uses the statistics of the batch: its samples depend on each other",
             "call model.eval() first; a BatchNorm without running statistics is not supported",
@@ -158,3 +159,42 @@ class AdjointMode(TorchFunctionMode):
         replacement = self.replacements.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor) -> Tensor:
+    """Evaluate f with operations that can be differentiated twice."""
+    sdpa = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
+    # The mode cannot see attention inside nn.MultiheadAttention: MATH can be differentiated.
+    with sdpa, hooks, AdjointMode(widen=leaf.dtype == torch.float64):
+        return f(leaf.clone(), index)  # a copy, which f may change in place
+
+
+_CHECKPOINTING = "tensors are not kept but computed again (gradient checkpointing)"
+_SWITCH_OFF = "switch it off: set_grad_checkpointing(False), gradient_checkpointing_disable()"
+_CAUSES = {
+    _CHECKPOINTING: _SWITCH_OFF,
+    "checkpoint": _SWITCH_OFF,
+    "does not require grad": "the output does not depend on the input in a differentiable way",
+    "not have been used in the graph": "the output does not depend on the input",
+    "is not implemented": "use an attention implementation made of plain torch operations (eager)",
+    "double backward": "use the model as it was before torch.compile",
+}
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn what autograd says of an unsuitable model into advice."""
+    try:
+        yield
+    except AssertionError as error:  # in a backward pass of the model's own
+        raise InputError(
+            f"the model cannot be linearised: {str(error).partition(chr(10))[0]}",
+            "its own code forbids a backward pass in eval mode",
+        ) from error
+    except RuntimeError as error:
+        advice = next((text for cause, text in _CAUSES.items() if cause in str(error)), None)
+        if advice is None or of_machine(error):
+            raise
+        said = str(error).partition("\n")[0]
+        raise InputError(f"the model cannot be linearised: {said}", advice) from error

@@ -91,13 +91,6 @@ def test_the_page_of_errors_has_every_class_and_its_code():
     assert lines == {kind.__name__: kind.exit_code.value for kind in CLASSES}
 
 
-def test_readme_and_the_page_of_errors_agree():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    codes = re.findall(r"^\| (\d+)(?:, (\d+))? \| ", text, re.M)
-    listed = {int(code) for pair in codes for code in pair if code}
-    assert listed == {int(code) for code, *_ in rows(r"\d+")}
-
-
 def test_the_package_is_typed():
     assert (files("lipaudit") / "py.typed").is_file()
 

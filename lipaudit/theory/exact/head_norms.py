@@ -23,6 +23,7 @@ from torch import Tensor
 from lipaudit.theory.accuracy import TOL, WITHIN
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.exact.products import ScaledHeads, Through, head_products, layer_products
+from lipaudit.theory.exact.values import head_guess, layer_guess
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.scale import unit_matrices, unit_values
 from lipaudit.theory.spectral.double import Solve, norms_in_double
@@ -84,7 +85,7 @@ def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
     batch, count = heads.q.shape[:2]
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
     products = head_products(heads)
-    guess = products.value_path()
+    guess = head_guess(products)
     families = products.select, lambda: head_products(heads.to(torch.float64))
     return norms_in_double(solve, families, start, guess).times(size.repeat(batch))
 
@@ -135,7 +136,7 @@ def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> LayerNorms
         single = family(layer, weights.to(heads.v))
         start = _starts(heads, seeds, single.channels)
         families = single.select, lambda: family(double(), weights.to(heads.v.device))
-        return norms_in_double(solve, families, start, single.value_path())
+        return norms_in_double(solve, families, start, layer_guess(single))
 
     # All values are of size one: each head gets its own size back, relative to the largest.
     concat = norms(ScaledHeads, size / size.amax()).times(size.amax())

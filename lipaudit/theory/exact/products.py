@@ -71,13 +71,6 @@ class HeadProducts:
         pairs = zip(pulled, self.grams, strict=True)
         return torch.stack([(y * (y @ gram)).sum((1, 2)) for y, gram in pairs]).sum(0).sqrt()
 
-    def value_path(self) -> Tensor:
-        """Return the leading singular vector of u -> P u W_V^T, (problems, n dv).
-
-        It is J's own where the tokens act through the values alone, and often near it elsewhere.
-        """
-        return _value_path(self.attend, self.sides).flatten(1)
-
     def select(self, index: Tensor) -> HeadProducts:
         """Return the products of these problems alone."""
         if len(index) == len(self.attend.q):
@@ -125,10 +118,6 @@ class LayerProducts:
         inputs = self.pull(u.view(-1, n, self.heads, dv).transpose(1, 2))
         return torch.stack([x.square().sum((1, 2)) for x in inputs]).sum(0).sqrt()
 
-    def value_path(self) -> Tensor:
-        """Return those of the heads side by side, each as long as its singular value."""
-        return self._split(_value_path(self.attend, self.sides)).transpose(1, 2).flatten(1)
-
     def select(self, rows: Tensor) -> LayerProducts:
         """Return the products of these batch rows alone."""
         if len(rows) * self.heads == len(self.attend.q):
@@ -154,6 +143,11 @@ class ScaledHeads:
         """Of one token's output."""
         return len(self._gains)
 
+    @property
+    def sizes(self) -> Tensor:
+        """The square of what each head is multiplied by, (heads,)."""
+        return self.gains.square()
+
     def __call__(self, u: Tensor) -> Tensor:
         """Return G A G u, for A on the plain heads."""
         return self._times(self.layer(self._times(u)))
@@ -162,9 +156,14 @@ class ScaledHeads:
         """Return ||J^T G u|| of every problem."""
         return self.layer.pulled_norm(self._times(u))
 
-    def value_path(self) -> Tensor:
-        """Return those of the heads, each as long as its singular value."""
-        return self._times(self.layer.value_path())
+    def image(self, t: Tensor, tokens: Tensor) -> Tensor:
+        """Return a_h kron g_h t_h side by side: t is (rows, heads, d_v), a (rows, heads, n)."""
+        rows = self.gains[:, None] * t
+        return (tokens.mT[..., None] * rows[:, None]).flatten(1)
+
+    def returned(self, t: Tensor, inner: Tensor) -> Tensor:
+        """Return what of that image gets back to each t, given all <a_h, a_g>."""
+        return (inner.diagonal(0, 1, 2) * self.sizes)[..., None] * t
 
     def select(self, rows: Tensor) -> ScaledHeads:
         """Return the products of these batch rows alone."""
@@ -190,6 +189,11 @@ class Through:
         """Of one token's output."""
         return self.weight.shape[2]
 
+    @property
+    def sizes(self) -> Tensor:
+        """||W_O||_F^2 of each head, (heads,)."""
+        return self.weight.square().sum((1, 2))
+
     def __call__(self, u: Tensor) -> Tensor:
         """Return W_O^T A W_O u token by token, for A on the heads side by side."""
         after = self.layer(self._back(u)).view(len(u), -1, len(self._flat))
@@ -199,10 +203,14 @@ class Through:
         """Return ||J^T W_O u|| of every problem."""
         return self.layer.pulled_norm(self._back(u))
 
-    def value_path(self) -> Tensor:
-        """Return what W_O makes of those of the heads."""
-        rows = self.layer.value_path()
-        return (rows.view(len(rows), -1, len(self._flat)) @ self._flat).flatten(1)
+    def image(self, t: Tensor, tokens: Tensor) -> Tensor:
+        """Return sum_h a_h kron W_O,h^T t_h: t is (rows, heads, d_v), a (rows, heads, n)."""
+        return (tokens.mT @ torch.einsum("bhd,hdo->bho", t, self.weight)).flatten(1)
+
+    def returned(self, t: Tensor, inner: Tensor) -> Tensor:
+        """Return what of that image gets back to each t, given all <a_h, a_g>."""
+        after = inner @ torch.einsum("bhd,hdo->bho", t, self.weight)
+        return torch.einsum("bho,hdo->bhd", after, self.weight)
 
     def select(self, rows: Tensor) -> Through:
         """Return the products of these batch rows alone."""
@@ -230,20 +238,11 @@ def layer_products(heads: Heads) -> LayerProducts:
     return LayerProducts(derivative(heads), sides, weights, heads.q.shape[1])
 
 
-def _value_path(attend: Attend, sides: list[_Side]) -> Tensor:
-    """The left singular vector of P kron W_V^T times its singular value; 0 where v is local."""
-    side, dv, (count, n) = sides[-1], attend.v.shape[2], attend.q.shape[:2]
-    if side.local.get("v", attend.v) is not None:
-        return torch.zeros_like(attend.o)
-    # The norm and left vector of a Kronecker product are those of its factors; four power steps
-    # on P are enough for a guess.
-    rows = attend.v.new_ones(count, 1, n)
-    for _ in range(4):
-        rows = attend.maps.right(torch.nn.functional.normalize(attend.maps.left(rows), dim=-1))
-    weight = side.weight[..., -dv:]
-    values, vectors = torch.linalg.eigh(weight.mT @ weight)
-    channels = values[:, -1:].clamp_min(0.0).sqrt() * vectors[..., -1]
-    return rows.mT * channels.repeat(count // len(channels), 1)[:, None]
+def value_weight(products: HeadProducts | LayerProducts) -> Tensor | None:
+    """Return W_V, (heads, D, d_v); None where v is constant or no affine map of its token."""
+    side, channels = products.sides[-1], products.attend.v.shape[2]
+    affine = "v" in side.local and side.local["v"] is None
+    return side.weight[..., -channels:] if affine else None
 
 
 def _names(sides: list[_Side]) -> list[str]:

@@ -296,12 +296,13 @@ def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
     """W_V of a random model has singular values close together, and J is nearly P kron W_V^T."""
     heads = random_layer(name, gain=0.05, samples=1, n=24, width=48, dv=24).heads
     truth = head_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).norm
-    whole = layer_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).concat.norm
+    whole = layer_norms(heads, seeds=[0], tol=1e-10, max_steps=2000)
     for seed in range(60):
         norm = head_norms(heads, seeds=[seed]).norm
         torch.testing.assert_close(norm, truth, rtol=1e-4, atol=0)
-        together = layer_norms(heads, seeds=[seed]).concat.norm
-        torch.testing.assert_close(together, whole, rtol=1e-4, atol=0)
+        together = layer_norms(heads, seeds=[seed])
+        torch.testing.assert_close(together.concat.norm, whole.concat.norm, rtol=1e-4, atol=0)
+        torch.testing.assert_close(together.out.norm, whole.out.norm, rtol=1e-4, atol=0)
 
 
 def test_keys_out_of_reach_are_not_masked(random_layer):

@@ -7,6 +7,7 @@ import torch
 
 from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
 from lipaudit.theory.exact.products import head_products
+from lipaudit.theory.exact.values import head_guess
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.spectral.lanczos import WITHIN, random_starts, spectral_norms
 
@@ -81,7 +82,7 @@ def test_heads_with_an_orthogonal_value_matrix(within):
     batch, count, n, dv = *heads.q.shape[:3], heads.v.shape[3]
     start = random_starts(range(batch), n * dv).repeat_interleave(count, 0)
     products = head_products(heads)
-    norms = spectral_norms(products.select, start, guess=products.value_path(), within=within)
+    norms = spectral_norms(products.select, start, guess=head_guess(products), within=within)
     held = norms.norm * (1 + norms.within) >= truth.flatten() * (1 - 1e-12)
     assert int((~held).sum()) <= MOST
     assert norms.converged.all()

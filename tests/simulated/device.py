@@ -175,7 +175,7 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(PACKAGE):
+        if path.is_relative_to(PACKAGE) and frame.f_code.co_name != "__torch_function__":
             return f"{path.relative_to(PACKAGE)} {frame.f_code.co_name}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"

@@ -14,6 +14,11 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.settings import Recipe
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.heads import affine_heads
+from lipaudit.theory.policy import POLICY
+from lipaudit.theory.spectral import upper
 from lipaudit.train import train
 from lipaudit.train.demos import shipped
 from tests.simulated.conftest import MODELS, samples
@@ -132,3 +137,21 @@ def test_training_of_a_text_model_on_an_accelerator(simulated):
         return next(iter(train(net, data, recipe))).loss
 
     assert loss(simulated) == pytest.approx(loss("cpu"), rel=1e-4)
+
+
+def test_bounds_met_in_single_precision_hold_on_an_accelerator(simulated, monkeypatch):
+    monkeypatch.setattr(upper, "_PRODUCTS", {simulated: "cuda"})
+    generator = torch.Generator().manual_seed(3)
+    x, *weights = (
+        torch.randn(*shape, generator=generator) for shape in ((2, 150, 16), *[(2, 16, 8)] * 3)
+    )
+    heads = affine_heads(x.to(simulated), *(0.2 * w.to(simulated) for w in weights))
+    exact = head_norms(heads, seeds=[0, 1]).norm
+    single, double = (
+        {name: bound.cpu() for name, bound in head_bounds(heads, policy=policy).items()}
+        for policy in (POLICY, dataclasses.replace(POLICY, single_keys=1000))
+    )
+    for name in ("sharp", "appendix_c"):
+        assert (single[name] >= exact).all()
+        assert (single[name] != double[name]).any()
+        assert (single[name] <= double[name] * (1 + 2 * POLICY.single_loss)).all()

@@ -16,6 +16,9 @@ SEPARATE = 0.95
 
 _LONG_STEPS = 60  # of maps whose Gram matrix is not formed
 
+_PRODUCTS = {"cpu": "mkldnn", "cuda": "cuda"}
+"""The parts of `torch.backends` that say how devices round products."""
+
 
 def spectral_norm(a: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch"]:
     """Return the largest singular value of each matrix, from the smaller of its Gram matrices.
@@ -217,13 +220,18 @@ def single_pays(maps: Float[Tensor, "*batch n m"], policy: Policy = POLICY) -> b
 
 
 def keeps_single(device: torch.device) -> bool:
-    """Whether products in single precision keep all its digits, and cost less, on this device."""
-    if device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    """Whether products in single precision keep all its digits, and cost less, on this device.
+
+    The limits of its rounding hold in any order of the sums: a GPU's as a CPU's.
+    """
+    backend = _PRODUCTS.get(device.type)
+    if backend is None or torch.is_autocast_enabled(device.type):
         return False
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    if matmul is None:  # before torch 2.9
+    matmul = getattr(getattr(torch.backends, backend), "matmul", None)
+    precision = getattr(matmul, "fp32_precision", None)
+    if precision is None:  # before torch 2.9
         return torch.get_float32_matmul_precision() == "highest"
-    return matmul.fp32_precision in ("none", "ieee")
+    return precision in ("none", "ieee")
 
 
 def _positive_steps(b: Tensor, steps: int) -> Tensor:

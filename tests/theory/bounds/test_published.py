@@ -9,7 +9,7 @@ from lipaudit.theory.bounds import centred, published
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.policy import POLICY, Policy
-from lipaudit.theory.spectral.upper import single_pays
+from lipaudit.theory.spectral.upper import keeps_single, single_pays
 
 N, D = 24, 10
 SINGLE = Policy(single_keys=1)
@@ -78,6 +78,18 @@ def test_the_precision_of_products_is_read():
         assert not single_pays(large)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_the_precision_of_products_on_a_gpu_is_its_own():
+    device = torch.device("cuda")
+    assert keeps_single(device)
+    matmul, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    try:
+        matmul.allow_tf32 = True
+        assert not keeps_single(device)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert keeps_single(device)
 
 
 def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):

@@ -1,0 +1,67 @@
+"""What is measured on a CUDA card is what is measured on the CPU: `pytest -m gpu -n 0`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import lipaudit
+from lipaudit.models.precision import exact_arithmetic
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import head_norms
+from lipaudit.theory.heads import affine_heads
+from lipaudit.theory.policy import POLICY
+from lipaudit.theory.spectral.lanczos import random_starts, spectral_norms
+from tests.simulated.conftest import MODELS, samples
+from tests.simulated.test_measures import CASES, MEASURES, same
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def card() -> str:
+    if not torch.cuda.is_available():
+        pytest.skip("this machine has no CUDA card")
+    return "cuda"
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_a_card_gives_the_figures_of_the_cpu(card, model, name):
+    measure, options = MEASURES[name]
+    if name == "fgsm-pgd" and model != "demo":
+        options = options | {"norm": "token-l2", "eps": "0.5"}
+    here, there = (
+        lipaudit.measure(MODELS[model](), measure, device=where, **samples(model), **options)
+        for where in ("cpu", card)
+    )
+    sections = ([s.model_dump(mode="json") for s in report.sections] for report in (here, there))
+    assert not same(*sections)
+
+
+def test_bounds_met_in_single_precision_hold_on_a_card(card):
+    generator = torch.Generator().manual_seed(3)
+    x, *weights = (
+        torch.randn(*shape, generator=generator) for shape in ((2, 400, 64), *[(4, 64, 32)] * 3)
+    )
+    heads = affine_heads(x.to(card), *(0.1 * w.to(card) for w in weights))
+    double = dataclasses.replace(POLICY, single_keys=10**6)
+    with exact_arithmetic(torch.device(card)):
+        exact = head_norms(heads, seeds=[0, 1]).norm
+        single, wide = (head_bounds(heads, policy=policy) for policy in (POLICY, double))
+    for name in ("sharp", "appendix_c"):
+        assert (single[name].cpu() >= exact).all()
+        assert (single[name] <= wide[name] * (1 + 2 * POLICY.single_loss)).all()
+
+
+def test_a_step_of_lanczos_on_a_card_waits_once(card):
+    matrix = torch.diag(torch.linspace(0.9, 1.0, 60)).to(card)
+    start = random_starts([0, 1], 60).float().to(card)
+
+    def copies(steps: int) -> int:
+        with torch.profiler.profile() as profile:
+            spectral_norms(lambda _: lambda u: u @ matrix, start, tol=0.0, max_steps=steps)
+        return sum(e.count for e in profile.key_averages() if e.key == "cudaStreamSynchronize")
+
+    assert copies(20) - copies(10) == 10

@@ -64,12 +64,12 @@ def test_what_a_commit_lacks_is_left_out_and_named():
 
 
 def test_a_profile_leaves_out_what_other_watched_functions_take(monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr("tests.benchmarks.shared.profile.cpu_clock", lambda: next(clock))
+    ticks = iter(range(100))
     inner = powers.times_power
     monkeypatch.setattr(powers, "outer", lambda *given: powers.times_power(*given), raising=False)
     powers.outer.__module__ = powers.__name__
-    profile = Profile({"inner": ["times_power"], "outer": ["outer"], "none": ["no_such_name"]})
+    functions = {"inner": ["times_power"], "outer": ["outer"], "none": ["no_such_name"]}
+    profile = Profile(functions, lambda: next(ticks))
     with profile.watching():
         powers.outer(torch.ones(1), torch.zeros(1, dtype=torch.int64))
     assert powers.times_power is inner

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from tests.benchmarks.shared.models import MODELS, batch_of, loaded
 from tests.benchmarks.shared.profile import Profile
 from tests.benchmarks.shared.rounds import Round, Subject
-from tests.benchmarks.shared.timing import least, timed
+from tests.benchmarks.shared.timing import cpu_clock, least
 
 READING = "reading the model (`capture`)"
 SURVEY = "`survey`, once per model"
@@ -88,17 +89,20 @@ def measured(name: str, samples: int, max_tokens: int) -> Round:
     return Round(forward, seconds, figures=figures(values), problems=missing)
 
 
-def profiled(measure: str, net: Any, batch: Any) -> tuple[float, dict[str, float], Any]:
-    """Run a measure: CPU seconds in all, by function, and the arrays of its only part."""
+def profiled(
+    measure: str, net: Any, batch: Any, clock: Callable[[], float] = cpu_clock
+) -> tuple[float, dict[str, float], Any]:
+    """Run a measure: seconds in all, by function, and the arrays of its only part."""
     from lipaudit.measures import MEASURES
     from lipaudit.settings import AttentionOptions, BoundsOptions
 
     asked = {"bounds": BoundsOptions, "attention": AttentionOptions}[measure]()
     run = partial(MEASURES[measure].parts, net, list(batch.split(len(batch))), asked)
-    profile = Profile(FUNCTIONS)
+    profile = Profile(FUNCTIONS, clock)
+    start = clock()
     with profile.watching():
-        whole, (part,) = timed(lambda: list(run()))
-    return whole, dict(profile.seconds), part.values
+        (part,) = run()
+    return clock() - start, dict(profile.seconds), part.values
 
 
 def figures(values: Any) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""CPU time by function: whoever calls them, wherever the package of a commit keeps them."""
+"""Time by function: whoever calls them, wherever the package of a commit keeps them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from tests.benchmarks.shared.timing import cpu_clock
 
 
 class Profile:
-    """CPU seconds of labelled functions of lipaudit, without those of others among them.
+    """Seconds of labelled functions of lipaudit, without those of others among them.
 
     Attributes:
         seconds: by label; one is missing where this commit has none of its functions.
     """
 
-    def __init__(self, functions: Mapping[str, Sequence[str]]) -> None:
-        self.functions = functions
+    def __init__(
+        self, functions: Mapping[str, Sequence[str]], clock: Callable[[], float] = cpu_clock
+    ) -> None:
+        self.functions, self.clock = functions, clock
         self.seconds: dict[str, float] = {}
         self._inner: list[float] = []
 
@@ -46,11 +48,11 @@ class Profile:
         @functools.wraps(function)
         def watched(*given: Any, **named: Any) -> Any:
             self._inner.append(0.0)
-            start = cpu_clock()
+            start = self.clock()
             try:
                 return function(*given, **named)
             finally:
-                whole = cpu_clock() - start
+                whole = self.clock() - start
                 self.seconds[label] += whole - self._inner.pop()
                 if self._inner:
                     self._inner[-1] += whole

@@ -225,7 +225,8 @@ def _request(current: str, baseline: Report, how: Remeasure) -> Request:
     run = {"data": before.data, "seed": before.seed, "dtype": before.dtype} | before.options
     given = {name: value for name, value in how.given.items() if name != "report"}
     measures = {
-        name: option_types()[name].checked(settings) for name, settings in before.settings.items()
+        name: (kind := option_types()[name]).checked({**kind.once, **settings})
+        for name, settings in before.settings.items()
     }
     return Request(
         current, measures, RunOptions.checked(run | given), before.samples, command=typed_command()

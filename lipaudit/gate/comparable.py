@@ -9,8 +9,8 @@ from typing import Any
 from lipaudit.errors import BaselineError
 from lipaudit.results import AttackRow, JacobianRow, Note, Report, Run, Section
 
-FREE = frozenset({"seed", "batch_size", "device", "samples", "map"})
-"""Settings that may differ: they do not change what is measured."""
+FREE = frozenset({"seed", "batch_size", "device", "samples", "map", "concat", "layer_within"})
+"""Settings that may differ: they do not change what figures are, at most whether there are."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
 """Codes of notes that say an attack did less than was asked of it."""
 REPEAT = "Run the baseline's protocol: lipaudit gate MODEL --baseline FILE."

@@ -155,4 +155,6 @@ def _nothing(rule: Rule, section: Section) -> UsageError:
     advice = f"Rows: {some}." if rows else ""
     if columns:
         advice = f"Columns: {', '.join(columns)}."
+    if left := [note.text for note in section.notes if note.code == "left-out"]:
+        advice = f"Left out: {'; '.join(left)}. {advice}".strip()
     return UsageError(f"{rule.text!r} matches nothing in section {section.measure}", advice)

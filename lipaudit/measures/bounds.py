@@ -114,21 +114,13 @@ def _closed_form(
 ) -> Reduced:
     """Return everything about a closed-form layer, per (sample, head) or (sample, 1)."""
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
-    whole = layer_norms(heads, seeds=seeds, **options.accuracy)
     reduced = head_bounds(heads, weights=weights)
     gain = torch.full_like(exact.norm, torch.nan)
     if not heads.is_causal() and heads.sink is None:
         gain = splitting_gain(heads, exact.norm, seeds=seeds)
     reduced["splitting_gain"] = gain
-    reduced |= _norms(exact) | {"layer_exact": whole.concat.norm[:, None]}
+    reduced |= _norms(exact) | _of_layers(heads, seeds, options)
     reduced |= on_balls(heads, seeds, options, weights, reduced)
-    reduced["layer_missed"] = _missed(whole.concat)[:, None]
-    reduced["layer_within"] = whole.concat.within[:, None]
-    reduced["layer_out"] = torch.full_like(reduced["layer_exact"], torch.nan)
-    if heads.out is not None and whole.out is not None:
-        reduced["layer_out"] = whole.out.norm[:, None]
-        reduced["layer_missed"] += _missed(whole.out)[:, None]
-        reduced["layer_within"] = reduced["layer_within"].maximum(whole.out.within[:, None])
     queries, keys = heads.q.shape[2], heads.k.shape[2]
     reduced["tokens"] = torch.full_like(exact.norm, keys)
     reduced["limited"] = torch.full_like(exact.norm, queries * keys > POLICY.map_limit)
@@ -136,6 +128,18 @@ def _closed_form(
     reduced["forward_error"] = forward_error(heads)
     sample = heads.sample.cpu()
     return {name: per_sample(values.cpu(), sample) for name, values in reduced.items()}
+
+
+def _of_layers(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Reduced:
+    """Return the norms of all heads together, per (sample, 1); NaN for what is not taken."""
+    together = layer_norms(heads, seeds=seeds, concat=options.concat, **options.layer_accuracy)
+    taken = {"layer_exact": together.concat, "layer_out": together.out}
+    norms = [each for each in taken.values() if each is not None]
+    nothing = torch.full_like(norms[0].norm, torch.nan)
+    reduced = {name: nothing if each is None else each.norm for name, each in taken.items()}
+    reduced["layer_within"] = torch.stack([each.within for each in norms]).amax(0)
+    reduced["layer_missed"] = torch.stack([_missed(each) for each in norms]).sum(0)
+    return {name: values[:, None] for name, values in reduced.items()}
 
 
 def _norms(exact: Norms) -> Reduced:
@@ -268,7 +272,16 @@ def _layer_section(
         rows=tuple(rows),
         samples={"ids": ids},
         arrays={name: Array.of(measured[source].T) for name, source in kept.items()},
+        notes=_before_out(measured),
     )
+
+
+def _before_out(measured: dict[str, Values]) -> tuple[Note, ...]:
+    """Say that norms before W_O were not asked for."""
+    text = "norms of the heads side by side, before W_O, were not asked for (--concat)"
+    out, concat = measured["layer_out"], measured["layer_exact"]
+    left = (~np.isnan(out) & np.isnan(concat)).any()
+    return (Note(level="info", code="left-out", text=text),) if left else ()
 
 
 def _median(values: Values) -> float | None:

@@ -35,7 +35,7 @@ class LayerRow(Row):
     module: str = column("module", "Module that computes the attention.", "", format="s")
     exact: Float | None = column(
         "exact",
-        "Norm with the heads concatenated.",
+        "Norm with the heads concatenated, before W_O (--concat).",
         better="lower",
         reading=readings.norm_of("the layer's input", "the outputs of its heads"),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from lipaudit.settings.option import Need, option
 from lipaudit.settings.parsing import Balls, Layers
 from lipaudit.settings.solver import NormOptions
+from lipaudit.theory.accuracy import LAYER_WITHIN, WITHIN
 
 
 class BoundsOptions(NormOptions):
@@ -29,6 +31,8 @@ class BoundsOptions(NormOptions):
       [cyan]lipaudit bounds ./my-bert --data reviews.csv --layers 0,5-7 -o bounds.json[/]
     """
 
+    once: ClassVar[Mapping[str, Any]] = {"concat": True, "layer_within": WITHIN}
+
     radius: Balls = option(
         (),
         "Also on balls ||X' - X||_F <= r of token space: 0.03 or 0.01,0.03.",
@@ -38,3 +42,15 @@ class BoundsOptions(NormOptions):
     input: Literal["projections", "module"] = option(
         "projections", "Norms in what the projections read, or what their module takes."
     )
+    concat: bool = option(False, "Also norms of each layer's heads side by side, before W_O.")
+    layer_within: float = option(
+        LAYER_WITHIN,
+        "Proven relative accuracy of the norms of layers (prob. 0.999).",
+        gt=0,
+        allow_inf_nan=False,
+    )
+
+    @property
+    def layer_accuracy(self) -> dict[str, Any]:
+        """What the solver is asked for where a norm is that of a layer."""
+        return self.accuracy | {"within": self.layer_within}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -23,6 +23,8 @@ class MeasureOptions(Settings):
 
     samples: ClassVar[int] = 8
     """How many samples it takes when nobody says."""
+    once: ClassVar[Mapping[str, Any]] = {}
+    """What reports that are older than an option, and do not have it, were measured with."""
     labelled: ClassVar[bool] = False
     """Whether it needs labels."""
     scores: ClassVar[Literal["never", "asked", "always"]] = "never"

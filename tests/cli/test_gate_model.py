@@ -128,3 +128,34 @@ def test_either_norm_of_the_jacobian_is_judged_against_its_own_alone(lipaudit, n
     done = lipaudit("gate", f"{norm}.json", "-b", f"{other}.json")
     assert done.exit_code == 5
     assert f"norm {other} became {norm}" in done.stdout
+
+
+@pytest.fixture
+def older(lipaudit, measured):
+    """A baseline from before norms of layers had options of their own."""
+    args = ("bounds", "demo", "--data", "val.npz", "-n", "4", "-q", "--concat", "-o", "base.json")
+    assert lipaudit(*args).exit_code == 0
+    text = json.loads(Path("base.json").read_text())
+    for section in text["sections"]:
+        section["settings"].pop("concat")
+        section["settings"].pop("layer_within")
+    Path("base.json").write_text(json.dumps(text))
+    return measured
+
+
+def test_an_older_baseline_is_repeated_with_its_norms_before_the_output_projection(
+    lipaudit, older
+):
+    rule = ("--fail-on", "bounds.layers.exact <= +5%")
+    done = lipaudit("gate", "demo", "-b", "base.json", *rule, "--report", "now.json")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("unchanged: bounds.layers.exact") == 3
+
+
+def test_norms_that_were_not_asked_for_are_missed_only_where_a_rule_reads_them(lipaudit, older):
+    assert lipaudit("bounds", "demo", "--data", "val.npz", "-q", "-o", "now.json").exit_code == 0
+    usual = lipaudit("gate", "now.json", "-b", "base.json")
+    assert usual.exit_code == 0, usual.output
+    done = lipaudit("gate", "now.json", "-b", "base.json", "--fail-on", "bounds.layers.exact <= 9")
+    assert done.exit_code == 2
+    assert "--concat" in done.stderr

@@ -25,7 +25,7 @@ def demo():
 @pytest.fixture(scope="module")
 def found(demo):
     net, batch = demo
-    options = BoundsOptions(tol=1e-8)
+    options = BoundsOptions(tol=1e-8, concat=True)
     parts = list(measure(net, [batch], options))
     return parts, summarise(parts, options)
 
@@ -63,7 +63,7 @@ def test_exact_norms_are_those_of_the_dense_jacobian(demo, found):
 
 def test_norms_that_did_not_converge_are_counted(demo):
     net, batch = demo
-    options = BoundsOptions(tol=1e-12, max_steps=2)
+    options = BoundsOptions(tol=1e-12, max_steps=2, concat=True)
     heads = summarise(list(measure(net, [batch], options)), options)[0]
     texts = [note.text for note in heads.notes if note.code == "not-converged"]
     assert texts[0].startswith("36 head norms did not converge")
@@ -87,6 +87,25 @@ def test_layer_norms_are_those_of_the_dense_jacobian(demo, found):
         assert values[name][0, 1] == pytest.approx(float(dense), rel=1e-6)
 
 
+def test_norms_before_the_output_projection_are_taken_on_request(demo, found):
+    net, batch = demo
+    options = BoundsOptions(tol=1e-8, layers="1")
+    (part,) = measure(net, [batch], options)
+    layers = summarise([part], options)[1]
+    assert np.isnan(part.values["layer_exact"]).all()
+    assert layers.rows[0].exact is None
+    assert layers.rows[0].exact_out == pytest.approx(found[1][1].rows[1].exact_out, rel=1e-8)
+    assert [note.code for note in layers.notes] == ["left-out"]
+    assert not found[1][1].notes
+
+
+def test_the_proof_for_layers_is_an_option_of_its_own(demo):
+    net, batch = demo
+    options = BoundsOptions(layers="1", layer_within=1e-3)
+    heads, layers = summarise(list(measure(net, [batch], options)), options)
+    assert 0 < layers.rows[0].within <= 1e-3 < max(row.within for row in heads.rows)
+
+
 def test_every_bound_is_above_the_exact_norm(found):
     values = found[0][0].values
     for name in BOUNDS:
@@ -105,7 +124,7 @@ def test_the_sharp_bound_is_sharp_on_the_demo(found):
 
 def test_results_do_not_depend_on_the_batch(demo, found):
     net, batch = demo
-    options = BoundsOptions(tol=1e-8)
+    options = BoundsOptions(tol=1e-8, concat=True)
     pieces = list(measure(net, batch.split(1), options))
     for name, values in found[0][0].values.items():
         apart = np.concatenate([part.values[name] for part in pieces])

@@ -222,7 +222,8 @@ def _heads(
     rows = _guarded(outcome, "attention", lambda: _rows(net, batch, layers))
     if rows is not None:
         _statistics(outcome, rows, known[-1], precision)
-    part = _guarded(outcome, "bounds", lambda: _measure(net, batch, "bounds", options))
+    whole = {"concat": True, "layer_within": options["within"]}
+    part = _guarded(outcome, "bounds", lambda: _measure(net, batch, "bounds", options | whole))
     if part is None:
         return
     names = part.facts["heads"]

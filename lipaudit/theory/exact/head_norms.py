@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.accuracy import TOL, WITHIN
+from lipaudit.theory.accuracy import LAYER_WITHIN, TOL, WITHIN
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.exact.products import ScaledHeads, Through, head_products, layer_products
 from lipaudit.theory.exact.values import head_guess, layer_guess
@@ -37,11 +37,11 @@ class LayerNorms:
     """Exact Jacobian norms of all heads of a layer together, one per batch row.
 
     Attributes:
-        concat: of the heads side by side.
+        concat: of the heads side by side; None where it was not asked for.
         out: of sum_h O_h W_O,h; None where the layer's output has no such form.
     """
 
-    concat: Norms
+    concat: Norms | None
     out: Norms | None
 
 
@@ -110,9 +110,12 @@ def layer_norms(
     seeds: Sequence[int],
     tol: float = TOL,
     max_steps: int = 300,
-    within: float = WITHIN,
+    within: float = LAYER_WITHIN,
+    concat: bool = True,
 ) -> LayerNorms:
     """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
+
+    Without `concat` the heads side by side are left out where the layer's output is a norm apart.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2).expand(2, 2, 2)
@@ -120,14 +123,16 @@ def layer_norms(
     tensor([1.4142], dtype=torch.float64)
     """
     solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
-    if len(heads.row_blocks()) == 1:
-        return _layer_norms(heads, seeds, solve)
-    each = [_layer_norms(heads.row(b), seeds, solve) for b in range(heads.q.shape[0])]
-    concat, out = ([getattr(norms, name) for norms in each] for name in ("concat", "out"))
-    return LayerNorms(_joined(concat), None if heads.out is None else _joined(out))
+    together = len(heads.row_blocks()) == 1
+    parts = [heads] if together else [heads.row(b) for b in range(heads.q.shape[0])]
+    side_by_side = concat or heads.out is None
+    each = [_layer_norms(some, seeds, solve, concat=side_by_side) for some in parts]
+    before = [norms.concat for norms in each if norms.concat is not None]
+    after = [norms.out for norms in each if norms.out is not None]
+    return LayerNorms(*(_joined(norms) if norms else None for norms in (before, after)))
 
 
-def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> LayerNorms:
+def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve, *, concat: bool) -> LayerNorms:
     """Solve all batch rows at once."""
     heads, size = unit_values(heads)
     layer, double = layer_products(heads), cache(lambda: layer_products(heads.to(torch.float64)))
@@ -138,12 +143,14 @@ def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> LayerNorms
         families = single.select, lambda: family(double(), weights.to(heads.v.device))
         return norms_in_double(solve, families, start, layer_guess(single))
 
-    # All values are of size one: each head gets its own size back, relative to the largest.
-    concat = norms(ScaledHeads, size / size.amax()).times(size.amax())
-    if heads.out is None:
-        return LayerNorms(concat=concat, out=None)
-    wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])
-    return LayerNorms(concat=concat, out=norms(Through, wo).times(length))
+    before = after = None
+    if concat:
+        # All values are of size one: each head gets its own back, relative to the largest.
+        before = norms(ScaledHeads, size / size.amax()).times(size.amax())
+    if heads.out is not None:
+        wo, length = unit_matrices(heads.out.double() * size.to(heads.out.device)[:, None, None])
+        after = norms(Through, wo).times(length)
+    return LayerNorms(concat=before, out=after)
 
 
 def splitting_gain(

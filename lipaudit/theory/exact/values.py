@@ -11,6 +11,7 @@ product with J.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,8 +51,8 @@ def layer_guess(family: ScaledHeads | Through) -> Tensor:
         return lambda y: family.returned((y @ flat).view(-1, heads, dv), some).flatten(1) @ flat.mT
 
     start = random_starts([0], len(flat)).to(flat).expand(len(inner), -1)
-    steps = {"max_steps": _CHANNEL_STEPS, "tol": 1e-3, "within": math.inf}
-    y = spectral_norms(select, start, vectors=True, **steps).vector
+    few = partial(spectral_norms, tol=1e-3, max_steps=_CHANNEL_STEPS, within=math.inf)
+    y = few(select, start, vectors=True).vector
     assert y is not None
     return family.image((y @ flat).view(-1, heads, dv), tokens)
 

@@ -1,21 +1,24 @@
 """Cost of exact whole-model Jacobian norms against what papers do; run when quiet.
 
-    python tests/benchmarks jacobian --samples 4
+    python tests/benchmarks jacobian --samples 16 --together 4
 
 Everything is CPU time of one thread in plain forward passes F of the same samples. `power` is the
 usual power iteration that computes each product from scratch with torch.autograd.functional, one
 sample at a time, until the norm changes by less than tol; `svds` is SciPy's on the same products.
-Errors are relative to the solver in float64 at 1e-11. The floor is what the method has to spend:
-one product per output for the dense Jacobian of a few outputs, else k products J^T u and k - 1
-products J v for the smallest k that reaches tol. `--memory` prints the peak of vit_tiny instead.
+Of these two the products are counted, on every sample, and one of each kind is timed: their cost
+is that of the products alone. Errors are relative to the solver in float64 at 1e-11. The floor is
+what the method has to spend: one product per output for the dense Jacobian of a few outputs, else
+k products J^T u and k - 1 products J v for the smallest k that reaches tol. `--memory` prints the
+peak of vit_tiny instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
@@ -26,12 +29,12 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipaudit.models.derivative.linearize import linearize
+from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import DENSE, jacobian_norms
 from lipaudit.models.sources.demo import MEAN, STD, WIDTH, demo_model
 from lipaudit.train.demos import shipped
 from tests.benchmarks.shared.rounds import Round, Subject
-from tests.benchmarks.shared.timing import cpu_seconds, resident, spread, timed
+from tests.benchmarks.shared.timing import cpu_seconds, quartiles, resident, spread, timed
 
 
 @dataclass
@@ -105,50 +108,81 @@ def ours(problem: Problem, tol: float) -> Tensor:
     return jacobian_norms(linearize(lambda z, _: problem.call(z), problem.x), tol=tol).norm
 
 
-def power(problem: Problem, tol: float) -> Tensor:
-    return torch.tensor([power_iteration(*products(problem, x), x, tol) for x in problem.x])
+def parts(problem: Problem, together: int) -> list[Problem]:
+    """The same problem, some samples at a time."""
+    return [replace(problem, x=x) for x in torch.split(problem.x, together)]
 
 
-def power_iteration(jvp, vjp, x: Tensor, tol: float) -> float:
-    v, before = torch.randn_like(x), 0.0
+def truth_of(problem: Problem) -> tuple[Tensor, int]:
+    """Norms in float64, and the number of outputs."""
+    each = [linearize(lambda z, _: problem.wide(z), x.double()) for x in problem.x.split(4)]
+    return torch.cat([jacobian_norms(one, tol=1e-11).norm for one in each]), each[0].outputs
+
+
+@dataclass
+class Counted:
+    """J v and J^T u at one sample, and how often each was asked for."""
+
+    problem: Problem
+    linear: Linearization
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def jvp(self, v: Tensor) -> Tensor:
+        self.calls["jvp"] += 1
+        return self.linear.jvp(v.view_as(self.linear.x))
+
+    def vjp(self, u: Tensor) -> Tensor:
+        self.calls["vjp"] += 1
+        return self.linear.vjp(u.view_as(self.linear.output))
+
+
+def power(at: Counted, tol: float) -> float:
+    v, before = torch.randn_like(at.linear.x), 0.0
     for _ in range(1000):
-        u = jvp(v / v.norm())
-        sigma, v = float(u.norm()), vjp(u)
+        u = at.jvp(v / v.norm())
+        sigma, v = float(u.norm()), at.vjp(u)
         if abs(sigma - before) <= tol * sigma:
             break
         before = sigma
     return sigma
 
 
-def products(problem: Problem, x: Tensor):
-    """J v and J^T u at one sample, each computed from scratch."""
+def by_svds(at: Counted, tol: float) -> float:
+    def flat(product: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda z: product(torch.as_tensor(z, dtype=at.linear.x.dtype)).flatten().numpy()
 
-    def single(z: Tensor) -> Tensor:
-        return problem.call(z[None])[0]
-
-    def jvp(v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.autograd.functional.jvp(single, x, v)[1]
-
-    def vjp(u: Tensor) -> Tensor:
-        return torch.autograd.functional.vjp(single, x, u)[1]
-
-    return jvp, vjp
-
-
-def by_svds(problem: Problem, tol: float) -> Tensor:
-    return torch.tensor([svds_norm(*products(problem, x), problem, x, tol) for x in problem.x])
-
-
-def svds_norm(jvp, vjp, problem: Problem, x: Tensor, tol: float) -> float:
-    outputs = problem.call(x[None]).numel()
-    operator = LinearOperator(
-        (outputs, x.numel()),
-        matvec=lambda v: jvp(torch.as_tensor(v, dtype=x.dtype).view_as(x)).flatten().numpy(),
-        rmatvec=lambda u: vjp(torch.as_tensor(u, dtype=x.dtype).flatten()).flatten().numpy(),
-        dtype=np.float32,
-    )
+    shape = (at.linear.outputs, at.linear.inputs)
+    operator = LinearOperator(shape, flat(at.jvp), flat(at.vjp), dtype=np.float32)
     return float(svds(operator, 1, tol=tol, return_singular_vectors=False, rng=0)[0])
+
+
+def from_scratch(problem: Problem) -> dict[str, float]:
+    """F that each kind of product takes as papers compute it, at one sample."""
+    x = problem.x[:1]
+    with torch.no_grad():
+        u = torch.randn_like(problem.call(x))
+
+    def jvp() -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            torch.autograd.functional.jvp(problem.call, x, x)
+
+    def vjp() -> None:
+        torch.autograd.functional.vjp(problem.call, x, u)
+
+    single = replace(problem, x=x)
+    return {run.__name__: in_forwards(single, run, 5)[0] for run in (jvp, vjp)}
+
+
+def counted(
+    problem: Problem, method: Callable[[Counted, float], float], tol: float
+) -> tuple[Tensor, Tensor]:
+    """F per sample of a method whose products are computed from scratch, and its norms."""
+    cost, spent, norms = from_scratch(problem), [], []
+    for x in problem.x:
+        at = Counted(problem, linearize(lambda z, _: problem.call(z), x[None]))
+        norms.append(method(at, tol))
+        spent.append(sum(cost[kind] * count for kind, count in at.calls.items()))
+    return torch.tensor(spent), torch.tensor(norms)
 
 
 def lanczos_steps(problem: Problem, truth: Tensor, tol: float) -> Tensor:
@@ -198,36 +232,54 @@ def forward(problem: Problem) -> float:
         return spread(cpu_seconds(lambda: problem.call(problem.x)) for _ in range(3)).median
 
 
-def measure(problem: Problem, tol: float, starts: int) -> float:
+def measure(problem: Problem, asked: argparse.Namespace) -> float:
     """Print the figures of one problem; return the ratio of power iteration to ours."""
-    wide = linearize(lambda z, _: problem.wide(z), problem.x.double())
-    truth = jacobian_norms(wide, tol=1e-11).norm
-    milliseconds = 1e3 * forward(problem) / len(truth)
-    print(f"\n{problem.name}: {len(truth)} samples, F = {milliseconds:.1f} ms", flush=True)
-    cost = {}
-    for method, repeats in ((ours, 3), (power, 1), (by_svds, 1)):
-        cost[method], found = in_forwards(problem, lambda m=method: m(problem, tol), repeats)
-        error = float(((found - truth) / truth).abs().max())
-        print(
-            f"  {method.__name__:8} {cost[method]:7.1f} F per sample, error {error:.1e}",
-            flush=True,
-        )
-    least = floor(problem, truth, tol, wide.outputs)
-    print(f"  floor    {least:7.1f} F; ours is {cost[ours] / least:.2f} of it")
-    print(
-        f"  ratios   power {cost[power] / cost[ours]:.1f}, svds {cost[by_svds] / cost[ours]:.1f}"
-    )
+    tol, (truth, outputs) = asked.tol, truth_of(problem)
+    least = floor(problem, truth, tol, outputs)
+    single = np.mean([forward(one) for one in parts(problem, 1)[:8]])
+    print(f"\n{problem.name}: {len(truth)} samples, F = {1e3 * single:.1f} ms at one sample")
+    runs = [in_forwards(one, partial(ours, one, tol), 3) for one in parts(problem, asked.together)]
+    spent = torch.tensor([cost for cost, _ in runs]).repeat_interleave(asked.together)[
+        : len(truth)
+    ]
+    say(f"ours, {asked.together} at a time", spent, torch.cat([norms for _, norms in runs]), truth)
+    say("floor", least)
+    means = [some.mean() for some in least.split(asked.together)]
+    over = [cost / mean for (cost, _), mean in zip(runs, means, strict=True)]
+    say("ours / floor", torch.tensor(over))
+    ratios = []
+    for method in (power, by_svds):
+        cost, norms = counted(problem, method, tol)
+        say(method.__name__, cost, norms, truth)
+        say(f"{method.__name__} / ours", cost / spent)
+        ratios.append(float(cost.mean() / spent.mean()))
     for steps in (10, 20):
-        share = underestimates(problem, truth, steps, starts)
-        print(f"  {steps} power steps are more than 1 % short on {100 * share:.0f} %")
-    return cost[power] / cost[ours]
+        share = np.mean(
+            [
+                underestimates(one, some, steps, asked.starts)
+                for one, some in zip(parts(problem, 4), truth.split(4), strict=True)
+            ]
+        )
+        print(f"  {steps} power steps are more than 1 % short on {100 * share:.0f} %", flush=True)
+    return ratios[0]
 
 
-def floor(problem: Problem, truth: Tensor, tol: float, outputs: int) -> float:
-    """F that the dense Jacobian of a few outputs, or else Lanczos, needs at least."""
+def say(
+    name: str, values: Tensor, norms: Tensor | None = None, truth: Tensor | None = None
+) -> None:
+    """Print mean, median and quartiles, and of norms the largest error."""
+    error = "" if norms is None else f", error {float(((norms - truth) / truth).abs().max()):.1e}"
+    each = [round(value, 2) for value in values.tolist()]
+    print(f"  {name:22} mean {np.mean(each):.4g}, {quartiles(each)}{error}", flush=True)
+
+
+def floor(problem: Problem, truth: Tensor, tol: float, outputs: int) -> Tensor:
+    """F that the dense Jacobian of a few outputs, or else Lanczos, needs at least, per sample."""
     if outputs <= DENSE:
-        return 1 + outputs * problem.product_cost
-    return 1 + (2 * float(lanczos_steps(problem, truth, tol).mean()) - 1) * problem.product_cost
+        return torch.full((len(truth),), 1 + outputs * problem.product_cost)
+    pairs = zip(parts(problem, 4), truth.split(4), strict=True)
+    steps = torch.cat([lanczos_steps(one, some, tol) for one, some in pairs])
+    return 1 + (2 * steps - 1) * problem.product_cost
 
 
 def peak_memory(problem: Problem, tol: float) -> None:
@@ -245,6 +297,7 @@ PROBLEMS = {"demo": demo, "vit_tiny": vit_tiny, "minilm": minilm}
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("problems", nargs="*", default=list(PROBLEMS), help=", ".join(PROBLEMS))
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--together", type=int, default=4, help="samples of ours at a time")
     parser.add_argument("--tol", type=float, default=1e-6)
     parser.add_argument("--starts", type=int, default=3, help="of power iteration, per sample")
     parser.add_argument("--memory", action="store_true")
@@ -278,8 +331,6 @@ def run(asked: argparse.Namespace) -> None:
     if asked.memory:
         peak_memory(vit_tiny(asked.samples), asked.tol)
         return
-    ratios = [
-        measure(PROBLEMS[name](asked.samples), asked.tol, asked.starts) for name in asked.problems
-    ]
+    ratios = [measure(PROBLEMS[name](asked.samples), asked) for name in asked.problems]
     mean = float(np.exp(np.mean(np.log(ratios))))
     print(f"\npower iteration costs {mean:.1f} times as much (geometric mean)")

@@ -121,8 +121,8 @@ class Trial:
         asked = AttackOptions(attack="autoattack", eps=RADIUS) if name == "attack" else None
         list(MEASURES[name].parts(self.net, [batch], asked or OPTIONS[name]()))
 
-    def flops(self, name: str) -> dict[str, int]:
-        """Operations of a sample by precision, counted on a few."""
+    def flops(self, name: str) -> Line:
+        """Operations of a sample by precision, and those of float64 by file, counted on a few."""
         batch = self.batches[0][:2]
         with Flops() as counter:
             if name == FORWARD:
@@ -130,7 +130,8 @@ class Trial:
                     self.net.output(batch)
             else:
                 self.run(name, batch)
-        return {kind: n // len(batch) for kind, n in counter.counts.items()}
+        kinds = {"flops": counter.counts, "double": counter.double}
+        return {k: {n: c // len(batch) for n, c in each.items()} for k, each in kinds.items()}
 
     def power(self, batch: Any, tol: float = 1e-6) -> None:
         """The norm by power iteration, every product from scratch, one sample at a time."""
@@ -151,7 +152,7 @@ def pieces(asked: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Line]]
     for kind in (torch.float32, torch.float64):
         yield f"rate of {kind}", partial(rate, asked, kind)
     for name in (FORWARD, "bounds", "attention", "jacobian"):
-        yield f"operations of {name}", lambda name=name: {"flops": trial().flops(name)}
+        yield f"operations of {name}", lambda name=name: trial().flops(name)
     for i in range(-(-asked.samples // asked.batch_size)):
         for name in ("bounds", "attention", "jacobian"):
             yield f"{name} {i}", lambda name=name, i=i: costs(trial(), name, i)
@@ -249,6 +250,10 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
     for piece, line in facts.items():
         if "flops" in line:
             yield shared(piece.removeprefix("operations of "), line["flops"], timed, rates)
+    yield "\n| float64 of `bounds` by file | G |\n|---|--:|"
+    double = facts.get("operations of bounds", {}).get("double", {})
+    for name, count in sorted(double.items(), key=lambda item: -item[1]):
+        yield f"| `{name}` | {count / 1e9:,.2f} |"
 
 
 def shared(

@@ -208,13 +208,6 @@ class Growth(NamedTuple):
         (a, b), (c, d) = self.sizes[-2:], self.values[-2:]
         return math.log(d / c) / math.log(b / a)
 
-    @property
-    def fit(self) -> tuple[float, ...]:
-        """The power law at these sizes."""
-        slope, _ = self.exponent
-        x, y = np.log(self.sizes), np.log(self.values)
-        return tuple(np.exp(y.mean() + slope * (x - x.mean())).tolist())
-
 
 def growths(points: Sequence[Point], axis: str) -> dict[str, Growth]:
     """CPU seconds of every quantity along an axis."""
@@ -266,12 +259,24 @@ def figures(lines: dict[str, Growth], unit: str) -> Iterator[str]:
     yield ""
 
 
+SHOWN = {
+    BOUNDS: "bounds",
+    LAYERS: "layers",
+    EXACT: "heads",
+    NORM: "whole model",
+    STATISTICS: "statistics",
+    STEP: "step of PGD",
+    FORWARD: "forward",
+} | {f"`{measure}`": measure for measure in COSTS}
+"""What pictures show, by short names."""
+
+
 def draw(points: Sequence[Point], folder: Path) -> None:
     """Write the pictures along tokens."""
     for name, lines, unit in (
         ("growth-cost", growths(points, "tokens"), "CPU seconds"),
         ("growth-memory", memories(points, "tokens"), "MB that are added"),
     ):
-        series = (Series(n.strip("`"), *growth, fit=growth.fit) for n, growth in lines.items())
+        series = (Series(SHOWN[n], *growth) for n, growth in lines.items() if n in SHOWN)
         block = curves(f"{unit} over tokens", "tokens", unit, tuple(series))
         (folder / f"{name}.svg").write_text(standalone(block))

@@ -22,6 +22,7 @@ def standalone(block: Curve) -> str:
     """Draw a picture, dark on white, as a file."""
     text = re.sub(r"var\(--c\d+, (#\w+)\)", r"\1", svg(block))
     width = int(re.search(r"--width:(\d+)px", text)[1])
+    text = text.replace('<g class="marks">', '<g fill="none" pointer-events="all">')
     text = re.sub(r' style="--width:\d+px"', "", text, count=1)
     opened = re.sub(r"^<svg", f'<svg {SPACE} width="{width}"', text)
     return re.sub(r"^(<svg[^>]*>)", lambda m: m[1] + PAPER, opened) + "\n"

@@ -1,0 +1,84 @@
+"""What studies over seeds share: measures of some images, paired changes, rank correlations."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+from lipaudit.data.batch import Batch
+from lipaudit.measures import MEASURES
+from lipaudit.models.net import Net
+from lipaudit.report.page.correlation import spearman
+from lipaudit.results import Section
+from lipaudit.settings import MeasureOptions
+
+RESAMPLED = 500
+Pair = tuple[np.ndarray, np.ndarray]
+"""A value and a radius of every image, from one seed; NaN where it has no radius."""
+
+
+def sections(name: str, options: MeasureOptions, net: Net, batch: Batch) -> list[Section]:
+    """Run a measure on some samples."""
+    measure = MEASURES[name]
+    parts = list(measure.parts(net, batch.split(measure.batch), options))
+    return measure.summarise(parts, options)
+
+
+class Change(NamedTuple):
+    """The mean of changes paired by seed, and how far its 95 % limits are (t)."""
+
+    mean: float
+    half: float
+
+
+def change(values: Sequence[float]) -> Change:
+    """One seed has no limits: NaN."""
+    count, half = len(values), math.nan
+    if count > 1:
+        half = float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1)) / math.sqrt(count)
+    return Change(float(np.mean(values)), half)
+
+
+def mean_rho(pairs: Sequence[Pair], rows: np.ndarray) -> float:
+    """Spearman's rho over those of some images that have a radius, the mean over seeds."""
+    each = []
+    for values, radius in pairs:
+        there = rows[np.isfinite(radius[rows])]
+        one = spearman(values[there].tolist(), radius[there].tolist())
+        each.append(math.nan if one is None else one.rho)
+    return float(np.mean(each))
+
+
+def rho_limits(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """95 % limits of `mean_rho` by a bootstrap over the images, which all seeds share."""
+    count, draw = len(pairs[0][0]), np.random.default_rng(0)
+    drawn = [mean_rho(pairs, draw.integers(count, size=count)) for _ in range(RESAMPLED)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def rho(pairs: Sequence[Pair]) -> str:
+    """The mean over the seeds, with its limits."""
+    low, high = rho_limits(pairs)
+    return f"{mean_rho(pairs, np.arange(len(pairs[0][0]))):+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def heading(*names: str) -> Iterator[str]:
+    """The first two lines of a table of figures."""
+    yield "| | " + " | ".join(names) + " |"
+    yield "|---" + "|--:" * len(names) + "|"
+
+
+def cells(values: Sequence[Sequence[float]], share: bool) -> Iterator[str]:
+    """The mean of the first over seeds, then changes; shares in per cent and points."""
+    first = statistics.mean(values[0])
+    yield f"{100 * first:.1f} %" if share else f"{first:.3g}"
+    for other in values[1:]:
+        mean, half = change([b - a for a, b in zip(values[0], other, strict=True)])
+        points = f"{100 * mean:+.1f} ± {100 * half:.1f} pp"
+        yield points if share else f"{mean:+.2g} ± {half:.2g}"

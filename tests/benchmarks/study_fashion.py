@@ -57,6 +57,7 @@ SCRATCH = Recipe(
 ON = {"epochs": 4, "lr": 5e-4, "schedule": "cosine"}
 JASMIN = {"penalty": "jasmin", "weight": 1e-2}
 EPS = ("0.02", "0.05")
+LATE = {"standard": 1, "certify": 2}
 RUNS: dict[str, dict[str, Any]] = {
     "none": {},
     "k = 0": JASMIN,
@@ -214,8 +215,8 @@ MEASURED: dict[str, Callable[[Net, Batch], Figures]] = {
 }
 
 
-def plan(asked: argparse.Namespace) -> Iterator[Piece]:
-    """All pieces of the study, what the page needs most first."""
+def plan(asked: argparse.Namespace) -> list[Piece]:
+    """All pieces: first the first images of every seed, then more, then what takes longest."""
     stages: dict[str, tuple[Sequence[str], int, int]] = {
         "attention": (tuple(RUNS), asked.read, asked.read),
         "jacobian": (tuple(RUNS), asked.read, asked.read),
@@ -225,11 +226,14 @@ def plan(asked: argparse.Namespace) -> Iterator[Piece]:
         "standard": (tuple(RUNS), asked.standard, 128),
         "certify": (SCRATCH_RUNS, asked.certified, 4),
     }
-    for stage, (runs, count, size) in stages.items():
-        for start in range(0, count, max(size, 1)):
-            for seed in range(asked.seeds):
-                for name in runs:
-                    yield Piece(stage, name, seed, start, min(start + size, count))
+    pieces = [
+        Piece(stage, name, seed, start, min(start + size, count))
+        for stage, (runs, count, size) in stages.items()
+        for start in range(0, count, max(size, 1))
+        for seed in range(asked.seeds)
+        for name in runs
+    ]
+    return sorted(pieces, key=lambda p: (LATE.get(p.stage, 0), p.start, p.seed))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -267,7 +271,7 @@ Found = Mapping[tuple[str, str, int], Figures]
 
 def found(asked: argparse.Namespace) -> Found:
     """Read what is there."""
-    pieces = list(plan(asked))
+    pieces = plan(asked)
     there = {
         p: json.loads(f.read_text()) for p in pieces if (f := asked.results / p.file).exists()
     }
@@ -311,18 +315,13 @@ def changes(there: Found, runs: Sequence[str], seeds: range) -> Iterator[str]:
     """Means of the first run, and how the others differ, paired by seed, with 95 % limits (t)."""
     yield from heading("images", runs[0], *(f"{name}: change" for name in runs[1:]))
     for label, (stage, name, over) in SUMMARIES.items():
-        if known(there, (stage,), runs, seeds):
+        if all((stage, run, seed) in there for run, seed in product(runs, seeds)):
             each = [[there[stage, run, seed][name] for seed in seeds] for run in runs]
             values = [[v if over is None else float(over(v)) for v in run] for run in each]
             count = "" if over is None else len(each[0][0])
             share = over is np.mean
             yield f"| {label} | {count} | " + " | ".join(cells(values, share)) + " |"
     yield ""
-
-
-def known(there: Found, stages: Sequence[str], runs: Sequence[str], seeds: range) -> bool:
-    """Whether some stages are there of some runs."""
-    return all(each in there for each in product(stages, runs, seeds))
 
 
 def readings(there: Found, run: str, seed: int) -> dict[str, Pair]:
@@ -340,7 +339,8 @@ def readings(there: Found, run: str, seed: int) -> dict[str, Pair]:
 
 def correlations(there: Found, seeds: range) -> Iterator[str]:
     """How what is known of an image goes with its smallest adversarial radius."""
-    if not known(there, ("jacobian", "radii", "heads"), SCRATCH_RUNS, seeds):
+    stages = ("jacobian", "radii", "heads")
+    if not all(each in there for each in product(stages, SCRATCH_RUNS, seeds)):
         return
     yield from heading("images", *SCRATCH_RUNS)
     each = {run: [readings(there, run, seed) for seed in seeds] for run in SCRATCH_RUNS}

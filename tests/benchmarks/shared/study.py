@@ -78,7 +78,8 @@ def cells(values: Sequence[Sequence[float]], share: bool) -> Iterator[str]:
     """The mean of the first over seeds, then changes; shares in per cent and points."""
     first = statistics.mean(values[0])
     yield f"{100 * first:.1f} %" if share else f"{first:.3g}"
+    factor, form, unit = (100, ".1f", " pp") if share else (1, ".2g", "")
     for other in values[1:]:
         mean, half = change([b - a for a, b in zip(values[0], other, strict=True)])
-        points = f"{100 * mean:+.1f} ± {100 * half:.1f} pp"
-        yield points if share else f"{mean:+.2g} ± {half:.2g}"
+        limits = "" if math.isnan(half) else f" ± {factor * half:{form}}"
+        yield f"{factor * mean:+{form}}{limits}{unit}"

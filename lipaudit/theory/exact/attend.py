@@ -61,7 +61,7 @@ class Maps:
             return rows @ self.kept.mT
         return torch.cat([rows[..., keys] @ p.mT for p, _, keys in self], 2)
 
-    def select(self, index: Tensor) -> Maps:
+    def select(self, index: Tensor | slice) -> Maps:
         """Return those of some problems; of maps that are not kept only all."""
         assert self.kept is not None
         return Maps(self.heads, self.kept[index])
@@ -134,7 +134,7 @@ class Attend:
         out.baddbmm_(dp, self.v[:, j])
         return out.addcmul_(dp.sum(-1, keepdim=True), o, value=-1)
 
-    def select(self, index: Tensor) -> Attend:
+    def select(self, index: Tensor | slice) -> Attend:
         """Return that of some problems."""
         q, k, v, o = (tensor[index] for tensor in (self.q, self.k, self.v, self.o))
         pairs = None if self.pairs is None else self.pairs.select(index)

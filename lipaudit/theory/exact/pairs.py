@@ -77,7 +77,7 @@ class PairProducts:
         t = None if dk is None else _each(self.with_k, self.sets[1], dk, _images)
         return ([] if r is None else [r]) + ([] if t is None else [t.mT])
 
-    def select(self, index: Tensor) -> PairProducts:
+    def select(self, index: Tensor | slice) -> PairProducts:
         """Return those of some problems."""
         slope = None if self.slope is None else self.slope[index]
         return replace(self, slope=slope, sets=(self.sets[0][index], self.sets[1][index]))

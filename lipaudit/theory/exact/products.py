@@ -8,13 +8,18 @@ with W = [W_Q W_K W_V].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lipaudit.theory.exact.attend import Attend, derivative
 from lipaudit.theory.heads import Heads, Projection
+
+_IN_CACHE = 2**20
+"""Numbers that a core's cache holds, or nearly so: of more a product waits for its operands."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class _Side:
             for (name, g), part in parts
         }
 
-    def select(self, index: Tensor) -> _Side:
+    def select(self, index: Tensor | slice) -> _Side:
         local = {n: g if g is None or len(g) == 1 else g[index] for n, g in self.local.items()}
         return replace(self, local=local)
 
@@ -57,6 +62,18 @@ class HeadProducts:
 
     def __call__(self, u: Tensor) -> Tensor:
         """Return J J^T u of every problem, (problems, n dv)."""
+        return self._by_parts(HeadProducts._image, u)
+
+    def pulled_norm(self, u: Tensor) -> Tensor:
+        """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
+        return self._by_parts(HeadProducts._pulled_norm, u)
+
+    def _by_parts(self, product: Callable[[HeadProducts, Tensor], Tensor], u: Tensor) -> Tensor:
+        rows = torch.split(u, len(self._parts[0].attend.q))
+        products = [product(part, some) for part, some in zip(self._parts, rows, strict=True)]
+        return products[0] if len(products) == 1 else torch.cat(products)
+
+    def _image(self, u: Tensor) -> Tensor:
         # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
         rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
         tangents: dict[str, Tensor] = {}
@@ -64,8 +81,7 @@ class HeadProducts:
             tangents |= side.push(side.pull(rows) @ gram)
         return self.attend.push(tangents).flatten(1)
 
-    def pulled_norm(self, u: Tensor) -> Tensor:
-        """Return ||J^T u|| of every problem, (J_qkv^T u)^T (I kron W^T W) (J_qkv^T u)."""
+    def _pulled_norm(self, u: Tensor) -> Tensor:
         rows = self.attend.pull(u.view_as(self.attend.o), _names(self.sides))
         pulled = [side.pull(rows) for side in self.sides]
         pairs = zip(pulled, self.grams, strict=True)
@@ -75,10 +91,24 @@ class HeadProducts:
         """Return the products of these problems alone."""
         if len(index) == len(self.attend.q):
             return self
-        index = index.to(self.attend.q.device)
+        return self._some(index.to(self.attend.q.device))
+
+    def _some(self, index: Tensor | slice) -> HeadProducts:
         sides = [side.select(index) for side in self.sides]
         grams = [gram[index] for gram in self.grams]
         return HeadProducts(self.attend.select(index), sides, grams)
+
+    @cached_property
+    def _parts(self) -> list[HeadProducts]:
+        """Views of a few problems each: what they work on stays in a core's cache."""
+        attend, (count, n, d) = self.attend, self.attend.q.shape
+        whole = attend.maps.kept is None or attend.pairs is not None
+        if whole or attend.q.device.type != "cpu":
+            return [self]
+        size = max(1, _IN_CACHE // (2 * n * attend.k.shape[1] + 12 * n * d))
+        if size >= count:
+            return [self]
+        return [self._some(slice(i, i + size)) for i in range(0, count, size)]
 
 
 @dataclass(frozen=True)

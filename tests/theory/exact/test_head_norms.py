@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from lipaudit.errors import EvaluationError
 from lipaudit.measures.by_layer import per_sample
 from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact import products
+from lipaudit.theory.exact.attend import Attend
 from lipaudit.theory.exact.head_norms import (
     dense_jacobian,
     head_norms,
@@ -19,7 +21,9 @@ from lipaudit.theory.exact.head_norms import (
     splitting_gain,
     vjp_x,
 )
+from lipaudit.theory.exact.products import head_products
 from lipaudit.theory.heads import affine_heads
+from lipaudit.theory.spectral.lanczos import random_starts
 
 SEEDS = (0, 1)
 
@@ -313,3 +317,28 @@ def test_keys_out_of_reach_are_not_masked(random_layer):
     sharp = replace(heads, q=by_position, k=by_position / 1e4, scale=heads.scale * 0 + 1)
     assert not sharp.attention().triu(1).any()
     assert not sharp.is_causal()
+
+
+@pytest.mark.parametrize("name", ["affine", "cross-attention", "grouped", "learned-query"])
+def test_products_in_parts_are_those_of_all_problems(random_layer, name, monkeypatch):
+    """A few problems at a time stay in the cache of a core; their numbers stay as they are."""
+    heads = random_layer(name).heads
+    u = random_starts([1], heads.v.shape[3] * heads.q.shape[2]).expand(4, -1).clone()
+    whole, some = head_products(heads), head_products(heads)
+    truth, lengths = whole(u), whole.pulled_norm(u)
+    monkeypatch.setattr(products, "_IN_CACHE", 1)
+    seen = []
+    monkeypatch.setattr(Attend, "push", spied(Attend.push, seen))
+    torch.testing.assert_close(some(u), truth, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(some.pulled_norm(u), lengths, rtol=1e-13, atol=1e-13)
+    assert seen == [1, 1, 1, 1]
+
+
+def spied(push, seen):
+    """The same function; how many problems it was called for is kept."""
+
+    def counted(attend, tangents):
+        seen.append(len(attend.q))
+        return push(attend, tangents)
+
+    return counted

@@ -150,8 +150,15 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
 
 
 def _in_double(heads: Heads) -> Heads:
-    """Return the heads in float64; what is added to their logits is cast row by row."""
-    return replace(replace(heads, bias=None).to(torch.float64), bias=heads.bias)
+    """Return the heads with what makes P in float64; the bias is cast row by row."""
+    sink = None if heads.sink is None else heads.sink.double()
+    q, k, scale = (_double(t) for t in (heads.q, heads.k, heads.scale))
+    return replace(heads, q=q, k=k, scale=scale, sink=sink)
+
+
+def _double(t: Tensor) -> Tensor:
+    # Contiguous, as `Heads.to` has it: a view of the model's would be copied by the product.
+    return t.to(torch.float64, memory_format=torch.contiguous_format)
 
 
 def _groups(heads: Heads) -> Iterator[slice]:

@@ -39,6 +39,13 @@ class Tokens:
         """Return the Gram matrix of the tokens less their mean, (batch, n, n)."""
         return self.off @ self.off.mT
 
+    def with_norm(self, norm: Tensor) -> Tokens:
+        """Return the same with another norm, and the Gram matrix where it is known."""
+        known = {"gram": self.gram} if "gram" in self.__dict__ else {}
+        tokens = replace(self, norm=norm)
+        tokens.__dict__.update(known)  # the place of a cached property: no field, not frozen
+        return tokens
+
 
 def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
     """Measure the tokens of a layer; with any bias as [X 1], without padding."""
@@ -59,12 +66,12 @@ def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
     )
     if len(heads.row_blocks()) > 1 and x.shape[1] > x.shape[2]:
         rows = torch.cat([x, one * valid], -1)
-        return replace(tokens, norm=gram_norm(rows.mT @ rows, policy=policy)[:, None])
+        return tokens.with_norm(gram_norm(rows.mT @ rows, policy=policy)[:, None])
     # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
     beside = off @ mean.mT + 0.5 * (mean.square().sum(-1, keepdim=True) + one) * valid
     ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
     gram = torch.baddbmm(tokens.gram, ends[0], ends[1].mT)
-    return replace(tokens, norm=gram_norm(gram, policy=policy)[:, None])
+    return tokens.with_norm(gram_norm(gram, policy=policy)[:, None])
 
 
 def _ones(heads: Heads) -> int:

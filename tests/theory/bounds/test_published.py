@@ -98,3 +98,15 @@ def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):
     cut = head_bounds(heads, policy=Policy(dense_entries=0, tile_bytes=400, map_entries=1))
     for name in BOUNDS:
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-9, atol=0)
+
+
+def test_the_gram_matrix_of_the_tokens_is_formed_once_for_all_heads(random_layer, monkeypatch):
+    formed, real = [], published.Tokens.gram.func
+
+    def counted(tokens):
+        formed.append(1)
+        return real(tokens)
+
+    monkeypatch.setattr(published.Tokens.gram, "func", counted)
+    head_bounds(random_layer("affine").heads)
+    assert len(formed) == 1

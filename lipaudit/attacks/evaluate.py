@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball, distance, inside, random_start
-from lipaudit.attacks.oracle import ByRow, Classifier, Meter, Oracle, logits_and_gradient
+from lipaudit.attacks.oracle import ByRow, Classifier, Meter, Oracle, logits_and_gradient, margins
 from lipaudit.attacks.outcome import Chunk, Outcome, chunks
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
 from lipaudit.attacks.sanity import examine, refuse_training
@@ -76,8 +76,8 @@ def evaluate_chunk(
     _refuse(f, chunk, plan, box)
     clean, logits = _clean(f, chunk, seed, batch_size)
     yield clean
-    session = _Session(f, chunk, seed, batch_size, logits)
     for trial in plan:
+        session = _Session(f, chunk, seed, batch_size, logits, margins(logits, chunk.y))
         ball = Ball(trial.norm, float(trial.radius), box, chunk.mask)
         last = clean
         for attack in trial.attacks:
@@ -95,6 +95,7 @@ class _Session:
     seed: int
     batch_size: int
     logits: Tensor
+    closest: Tensor
 
 
 def _clean(
@@ -137,8 +138,12 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
         room = max(CHUNK // len(rows), 1) if fitted.kind.together else 1
         copies = min(room, turns - number)
         oracle = Oracle(session.f, rows.repeat(copies), session.batch_size, meter)
-        turn = Turn(fitted, number, generator, start, copies, session.logits[rows])
-        x_adv[rows], robust[rows] = _first(*_turn(oracle, chunk, ball, turn), copies)
+        known = session.logits[rows], session.closest[rows]
+        turn = Turn(fitted, number, generator, start, copies, *known)
+        z, margin, stands = _turn(oracle, chunk, ball, turn)
+        nearest = margin.reshape(copies, -1).amin(0)
+        session.closest[rows] = torch.minimum(session.closest[rows], nearest)
+        x_adv[rows], robust[rows] = _first(z, stands, copies)
         number += copies
     return Outcome(
         chunk=chunk.number,
@@ -212,14 +217,17 @@ def _starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> 
     return random_start(x, ball, generator)[rows]
 
 
-def _turn(oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn) -> tuple[Tensor, Tensor]:
-    """Attack some samples, project what comes back, and judge that by a fresh forward pass."""
+def _turn(oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    """Attack some samples, project what comes back, and judge that by a fresh forward pass.
+
+    Returns the points, their margins, and which of them are classified rightly.
+    """
     rows, attack = oracle.rows, turn.attack
     x, y, ball = chunk.x[rows], chunk.y[rows], ball[rows]
     function: AttackFunction = attack.kind.load()
     z = inside(function(oracle, x.clone(), y.clone(), ball, turn), x, ball, attack.name)
     logits = _finite(oracle(z), f"{turn.attack.name} samples", chunk)
-    return z, logits.argmax(1) == y
+    return z, margins(logits, y), logits.argmax(1) == y
 
 
 def derive_seed(seed: int, attack: str, chunk: int) -> int:

@@ -124,7 +124,9 @@ ATTACKS: dict[str, AttackKind] = {
 }
 """Our own attacks by the names under which they are asked for."""
 
-RESERVED = frozenset({"autoattack", "clean", "custom", "paper", "quick", "standard", WORST})
+RESERVED = frozenset(
+    {"autoattack", "clean", "custom", "lean", "paper", "quick", "standard", WORST}
+)
 """What stands for something else where the name of an attack may stand."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -25,6 +26,8 @@ class Attack:
         restarts: starts per sample, or per sample and target.
         targets: how many other classes are aimed at, the likeliest first.
         queries: forward passes per sample and start.
+        hope: a sample is given up where not even so many times the progress of its last stretch,
+            step for step, would break it by the end; infinite: never.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Attack:
     restarts: int = 1
     targets: int = 9
     queries: int = 5000
+    hope: float = math.inf
 
     @property
     def kind(self) -> AttackKind:
@@ -59,6 +63,7 @@ class Attack:
 
 
 STANDARD = (Attack("apgd-ce"), Attack("apgd-t"), Attack("fab-t"), Attack("square"))
+LEAN = tuple(replace(attack, hope=4.0) for attack in STANDARD)
 QUICK = (Attack("apgd-ce", steps=20), Attack("apgd-t", steps=20, targets=3))
 
 
@@ -156,7 +161,11 @@ def _changed(trial: Trial, changes: dict[str, int], spec: str) -> Trial:
 
 
 def _ensemble(
-    label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
+    label: str,
+    attacks: tuple[Attack, ...],
+    norm: Norm,
+    radii: Sequence[Radius],
+    notes: tuple[Note, ...] = (),
 ) -> tuple[Trial, ...]:
     if not radii:
         raise UsageError("no radius was given", "add one, as in --eps 2/255")
@@ -165,7 +174,7 @@ def _ensemble(
         raise UsageError(
             f"the radius {uneven} is no number of {norm}", f"count them: --attack {norm} --eps 1,2"
         )
-    return tuple(Trial(label, norm, radius, attacks) for radius in radii)
+    return tuple(Trial(label, norm, radius, attacks, notes) for radius in radii)
 
 
 def _paper(norm: Norm, radii: Sequence[Radius]) -> tuple[Trial, ...]:
@@ -196,6 +205,11 @@ _OWN_STEP = _info(
     "PGD: the paper states 4 steps but no step size and no start; ours are 2.5 eps / steps from a "
     "random point, and the iterate closest to success counts",
 )
+_GIVES_UP = _info(
+    "gives-up",
+    "lean is AutoAttack that gives a sample up, within an attack, where its progress promises "
+    "that the rest of the steps will not break it: no proof; --attack standard takes all steps",
+)
 _OWN_QUERIES = _info(
     "own-queries",
     "AutoAttack: the paper states 10 iterations; 9 targets and 5000 queries of Square are ours",
@@ -204,6 +218,7 @@ _OWN_QUERIES = _info(
 PRESETS: dict[str, Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]] = {
     "paper": _paper,
     "standard": lambda norm, radii: _ensemble("standard", STANDARD, norm, radii),
+    "lean": lambda norm, radii: _ensemble("lean", LEAN, norm, radii, (_GIVES_UP,)),
     "quick": lambda norm, radii: _ensemble("quick", QUICK, norm, radii),
 }
 

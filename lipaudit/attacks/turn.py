@@ -26,6 +26,7 @@ class Turn:
         copies: how many turns are run together, this one and those that follow; x and y then hold
             the samples so many times, turn after turn.
         logits: of the clean samples, where they are known.
+        closest: the smallest margin of each sample at what attacks of the trial returned.
     """
 
     attack: Attack
@@ -34,6 +35,7 @@ class Turn:
     start: Callable[[], Tensor]
     copies: int = 1
     logits: Float[Tensor, "samples classes"] | None = None
+    closest: Float[Tensor, " samples"] | None = None
 
     @property
     def target(self) -> int:
@@ -49,6 +51,16 @@ class Turn:
         """Return the turns that are run together."""
         numbers = range(self.number, self.number + self.copies)
         return tuple(replace(self, number=number, copies=1) for number in numbers)
+
+    def hopeless(self, gap: Tensor, progress: Tensor, left: float | Tensor) -> Tensor:
+        """Tell which samples to give up.
+
+        Args:
+            gap: what is missing until a sample is broken.
+            progress: by how much that shrank over the last stretch.
+            left: how many such stretches are left.
+        """
+        return gap > self.attack.hope * progress * left
 
     def mapped(self, unit: Callable[[Tensor], Tensor]) -> Turn:
         """Return the turn with starts in another unit."""

@@ -21,6 +21,8 @@ ATTACKS: Mapping[str, str] = {
     "autoattack": "The preset standard.",
     "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square, each on the samples that still "
     "stand (Croce and Hein 2020).",
+    "lean": "AutoAttack that gives a sample up, within an attack, where its progress promises "
+    "that the rest of the steps will not break it: a fraction of the passes.",
     "quick": "apgd-ce and apgd-t with 20 steps and 3 targets: a weaker, faster AutoAttack.",
     "paper": "The attacks of Yudin et al. 2025: fgsm and pgd at 2/255 and 4/255, AutoAttack at "
     "2/255.",
@@ -303,6 +305,8 @@ NOTES: Mapping[str, str] = {
     "given.",
     "note": "A remark of the gate on what it compared.",
     "own-predictions": "Samples without a label: what is certified is that the prediction stays.",
+    "gives-up": "Where not even four times the progress of its last steps would break a sample by "
+    "the end, lean gives it up, unless an attack came close to it or Square beats gradients.",
     "own-queries": "The paper does not give the settings of AutoAttack; ours are stated.",
     "own-step-size": "The paper gives no step size of PGD; ours is stated.",
     "paired-by-place": "Models see the same inputs in forms of their own, which have other ids: "

@@ -65,9 +65,9 @@ class AttackOptions(MeasureOptions):
     )
     attack: str | None = option(
         None,
-        "fgsm, pgd, autoattack (comma-separated), paper, standard, quick, or "
-        "custom:apgd-ce,apgd-t,fab-t,square; of texts words, characters. By default "
-        f"{IMAGES}; for text {TEXTS}, with --eps {EMBEDDINGS}.",
+        "fgsm, pgd, autoattack (comma-separated), paper, standard, quick, lean (AutoAttack that "
+        "gives up where it gets nowhere), or custom:apgd-ce,apgd-t,fab-t,square; of texts words, "
+        f"characters. By default {IMAGES}; for text {TEXTS}, with --eps {EMBEDDINGS}.",
         values=lambda: ("autoattack", *PRESETS, *attack_kinds()),
     )
     norm: Norm | None = option(

@@ -105,4 +105,4 @@ def test_a_plan_needs_no_torch():
 
 
 def test_presets_are_listed():
-    assert set(PRESETS) == {"paper", "standard", "quick"}
+    assert set(PRESETS) == {"paper", "standard", "lean", "quick"}

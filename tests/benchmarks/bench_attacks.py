@@ -1,15 +1,25 @@
-"""What our loop adds to the bare calls of pyautoattack: CPU time per sample passed forward.
+"""What attacks cost: passes per sample, bare passes, our loops, and the package's own.
 
-Both attack the same samples of the demo, interleaved, one thread, medians over the repeats. Random
-starts differ, and so do the survivors: hence time per forward pass of a sample, not in total.
+Run by hand: python tests/benchmarks/bench_attacks.py [demo:robust] [--samples 16] [--repeats 3]
+    python tests/benchmarks/bench_attacks.py timm:vit_tiny_patch16_224 --samples 2 --eps 0.00001 \
+        --scale 50 --repeats 2
+    python tests/benchmarks/bench_attacks.py demo:robust --verdicts --eps 0.08,0.14
+The same draws on both sides: our chunk seeds the package, sample by sample the same starts. Each
+figure is CPU time of one thread, medians of interleaved repeats. `floor` is that of as many bare
+calls of the model, forward and backward, in batches as large as ours. `--scale` divides steps and
+queries, for models on which a whole run takes hours: all costs but the first point's are
+proportional to them.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
-from functools import cache, partial
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
@@ -18,99 +28,168 @@ from pyautoattack.square import SquareAttack
 from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
-from lipaudit.attacks.outcome import Outcome
-from lipaudit.attacks.plan import make_plan
-from lipaudit.models.sources.loading import load_net
+from lipaudit.attacks.plan import PRESETS, Attack, Trial
+from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results.trials import parse_radius
 from lipaudit.train.demos import shipped
-from tests.benchmarks.shared.rounds import Round, Subject
-from tests.benchmarks.shared.timing import cpu_seconds, spread, timed
 
-EPS, STEPS, QUERIES = "0.05", 20, 300
-HOW = {"norm": "Linf", "eps": float(EPS), "device": "cpu", "seed": 0, "verbose": False}
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
-Model = Callable[[Tensor], Tensor]
-
-BARE: dict[str, Callable[[Model], object]] = {
-    "apgd-ce": lambda f: APGDAttack(f, n_iter=STEPS, logger=MUTE, **HOW),
-    "apgd-t": lambda f: APGDAttack_targeted(f, n_iter=STEPS, logger=MUTE, **HOW),
-    "fab-t": lambda f: FABAttack_PT(f, n_iter=STEPS, targeted=True, **HOW),
-    "square": lambda f: SquareAttack(f, n_queries=QUERIES, p_init=0.8, **HOW),
-}
 
 
-class Counted:
-    """A model that counts the samples it is given."""
+@dataclass
+class Model:
+    """A classifier that counts its calls: by batch size, forward alone or with a gradient."""
 
-    def __init__(self) -> None:
-        self.net, self.samples = load_net("demo"), 0
+    spec: str
+    calls: Counter[tuple[int, bool]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        random = {"pretrained": False} if self.spec.startswith("timm:") else None
+        self.net = load_net(self.spec, LoadOptions(model_kwargs=random))
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.samples += len(x)
+        self.calls[len(x), torch.is_grad_enabled() and x.requires_grad] += 1
         return self.net.read(self.net.call(x, None))
 
+    def samples(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return samples and the classes that the model gives them, or their own labels."""
+        if not self.spec.startswith("timm:"):
+            data = shipped("test")[:size]
+            return data.x, data.y
+        x = torch.rand(size, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            return x, self(x).argmax(1)
 
-def cost(f: Counted, run: Callable[[], object]) -> float:
-    """CPU time per sample passed forward, in microseconds."""
-    f.samples = 0
-    return cpu_seconds(run) / f.samples * 1e6
+    def bare(self, calls: Counter[tuple[int, bool]], x: Tensor) -> float:
+        """Return the CPU time of so many calls of such sizes: of each a few are timed."""
+        total = 0.0
+        for (size, gradient), number in calls.items():
+            z = x[torch.arange(size) % len(x)]
+            times = [_timed(lambda z=z, g=gradient: self._pass(z, g)) for _ in range(4)]
+            total += number * statistics.median(times[1:])
+        return total
+
+    def _pass(self, z: Tensor, gradient: bool) -> None:
+        with torch.set_grad_enabled(gradient):
+            leaf = z.detach().requires_grad_(gradient)
+            logits = self.net.read(self.net.call(leaf, None))
+            if gradient:
+                torch.autograd.grad(logits.sum(), leaf)
 
 
-def problem(samples: int) -> tuple[Counted, Tensor, Tensor]:
-    """The demo, and the samples that it has right."""
-    f, data = Counted(), shipped("test")[:samples]
+def _timed(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def package(f: Model, x: Tensor, y: Tensor, attacks: Sequence[Attack], how: dict) -> Tensor:
+    """Run the package's attacks, each on the samples that still stand; return which do."""
     with torch.no_grad():
-        right = f(data.x).argmax(1) == data.y
-    return f, data.x[right], data.y[right]
-
-
-def ours(name: str, f: Counted, x: Tensor, y: Tensor) -> list[Outcome]:
-    """Our run of an attack."""
-    radii, counts = [parse_radius(EPS)], {"steps": STEPS, "queries": QUERIES, "restarts": 1}
-    return list(evaluate(f, x, y, make_plan(f"custom:{name}", norm="linf", radii=radii, **counts)))
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=int, default=64)
-
-
-def subjects(asked: argparse.Namespace) -> dict[str, Subject]:
-    """Ours alone, beside a commit."""
-    return {f"{name}, {asked.samples} samples": partial(one_round, name, asked) for name in BARE}
-
-
-def one_round(name: str, asked: argparse.Namespace) -> Round:
-    """Attack the samples, and count those that are passed forward."""
-    f, x, y = _warm(name, asked.samples)
-    f.samples = 0
-    seconds, outcomes = timed(lambda: ours(name, f, x, y))
-    plain = {"CPU (s)": seconds, "samples passed forward": float(f.samples)}
-    plain["CPU per sample passed (us)"] = 1e6 * seconds / f.samples
-    last = {outcome.chunk: int(outcome.robust.sum()) for outcome in outcomes}
-    return Round(plain=plain | {"samples that stand": float(sum(last.values()))})
-
-
-@cache
-def _warm(name: str, samples: int) -> tuple[Counted, Tensor, Tensor]:
-    f, x, y = problem(samples)
-    ours(name, f, x[:1], y[:1])
-    return f, x, y
-
-
-def run(asked: argparse.Namespace) -> None:
-    """Print a line per attack, ours beside the bare one."""
-    f, x, y = problem(asked.samples)
-    for name, bare in BARE.items():
+        stands = f(x).argmax(1) == y
+    for attack in attacks:
         runs = {
-            "bare": lambda bare=bare: bare(f).perturb(x.clone(), y.clone()),
-            "ours": lambda name=name: ours(name, f, x, y),
+            "apgd-ce": lambda a: APGDAttack(f, n_iter=a.steps, logger=MUTE, **how),
+            "apgd-t": lambda a: APGDAttack_targeted(f, n_iter=a.steps, logger=MUTE, **how),
+            "fab-t": lambda a: FABAttack_PT(f, n_iter=a.steps, targeted=True, **how),
+            "square": lambda a: SquareAttack(f, n_queries=a.queries, resc_schedule=False, **how),
         }
-        rounds = [{kind: cost(f, work) for kind, work in runs.items()}]
-        rounds += [
-            {kind: cost(f, work) for kind, work in runs.items()} for _ in range(asked.repeats)
-        ]
-        bare_us, ours_us = (spread(each[kind] for each in rounds[1:]).median for kind in runs)
-        line = (
-            f"{name:8s} bare {bare_us:7.1f} us, ours {ours_us:7.1f} us, {ours_us / bare_us:5.3f}"
+        rows = stands.nonzero()[:, 0]
+        if len(rows) == 0:
+            break
+        with torch.no_grad():
+            z = runs[attack.name](attack).perturb(x[rows].clone(), y[rows].clone())
+            stands[rows] = f(z).argmax(1) == y[rows]
+    return stands
+
+
+def ours(f: Model, x: Tensor, y: Tensor, trial: Trial) -> Tensor:
+    """Run our attacks; return which samples stand."""
+    ends = {outcome.chunk: outcome.robust for outcome in evaluate(f, x, y, [trial])}
+    return torch.cat(list(ends.values()))
+
+
+def trial_of(name: str, eps: str, norm: str, scale: int) -> Trial:
+    """Return a preset, its steps and queries divided."""
+    (trial,) = PRESETS[name](norm, [parse_radius(eps)])
+    cut = (replace(a, steps=a.steps // scale, queries=a.queries // scale) for a in trial.attacks)
+    return replace(trial, attacks=tuple(cut))
+
+
+def passes(calls: Counter[tuple[int, bool]], gradient: bool) -> int:
+    """Count samples passed forward, those with or those without a gradient."""
+    return sum(size * n for (size, g), n in calls.items() if g == gradient)
+
+
+def costs(f: Model, asked: argparse.Namespace, eps: str) -> None:
+    """Print a line per attack and per preset: passes per sample, times, ratios."""
+    x, y = f.samples(asked.samples)
+    how = {"norm": {"linf": "Linf", "l2": "L2"}[asked.norm], "eps": float(eps), "device": "cpu"}
+    whole = {name: trial_of(name, eps, asked.norm, asked.scale) for name in ("standard", "lean")}
+    parts = [
+        (f"{a.name}", replace(whole["standard"], attacks=(a,)))
+        for a in (() if asked.whole else whole["standard"].attacks)
+    ]
+    ours(f, x, y, trial_of("standard", eps, asked.norm, 50))  # what is imported and made once
+    for name, trial in [*parts, *whole.items()]:
+        times: dict[str, list[float]] = {"package": [], "ours": [], "floor": []}
+        for _ in range(asked.repeats):
+            runs = {
+                "package": lambda t=trial: package(f, x, y, t.attacks, how),
+                "ours": lambda t=trial: ours(f, x, y, t),
+            }
+            counts = {}
+            for kind, run in runs.items():
+                f.calls.clear()
+                times[kind].append(_timed(run))
+                counts[kind] = Counter(f.calls)
+            times["floor"].append(f.bare(counts["ours"], x))
+        took = {kind: statistics.median(values) for kind, values in times.items()}
+        each = ", ".join(
+            f"{kind} {passes(c, False) / len(x):.0f} + {passes(c, True) / len(x):.0f}"
+            for kind, c in counts.items()
         )
-        print(line, flush=True)
+        print(
+            f"{name:9s} passes a sample (forward + with gradient): {each}; "
+            f"package {took['package']:.2f} s, ours {took['ours']:.2f} s, "
+            f"floor {took['floor']:.2f} s; ours / floor {took['ours'] / took['floor']:.2f}, "
+            f"ours / package {took['ours'] / took['package']:.2f}",
+            flush=True,
+        )
+
+
+def verdicts(f: Model, asked: argparse.Namespace, eps: str) -> None:
+    """Print how many samples stand, and how many verdicts differ from the package's."""
+    x, y = f.samples(asked.samples)
+    how = {"norm": {"linf": "Linf", "l2": "L2"}[asked.norm], "eps": float(eps), "device": "cpu"}
+    standard, lean = (trial_of(n, eps, asked.norm, asked.scale) for n in ("standard", "lean"))
+    theirs = package(f, x, y, standard.attacks, how)
+    line = f"{f.spec} {asked.norm} {eps}, {len(x)} samples: package {int(theirs.sum())} stand"
+    for name, trial in (("standard", standard), ("lean", lean)):
+        stands = ours(f, x, y, trial)
+        more, fewer = int((stands & ~theirs).sum()), int((theirs & ~stands).sum())
+        line += f"; {name} {int(stands.sum())} (+{more}, -{fewer})"
+    print(line, flush=True)
+
+
+def main() -> None:
+    """Print what is asked for, model by model."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", default=["demo:robust"])
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--eps", default="0.08")
+    parser.add_argument("--norm", default="linf", choices=["linf", "l2"])
+    parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--whole", action="store_true", help="the presets alone, no single attack")
+    parser.add_argument("--verdicts", action="store_true", help="which samples stand, no times")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    for spec in asked.models:
+        f = Model(spec)
+        for eps in asked.eps.split(","):
+            (verdicts if asked.verdicts else costs)(f, asked, eps)
+
+
+if __name__ == "__main__":
+    main()

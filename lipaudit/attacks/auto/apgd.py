@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipaudit.attacks.auto.cube import Cube, Loss, column, in_unit_cube, starts, targets
+from lipaudit.attacks.auto.cube import (
+    Cube,
+    Loss,
+    close_margins,
+    column,
+    in_unit_cube,
+    starts,
+    targets,
+)
 from lipaudit.attacks.oracle import margins
 from lipaudit.attacks.turn import Turn
 
@@ -54,7 +62,7 @@ def _dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
 
 
 class _Paths(NamedTuple):
-    """Where each row is, and what it must remember."""
+    """Where each row is, and what it must remember: of `margin` the smallest."""
 
     row: Tensor
     x: Tensor
@@ -70,6 +78,9 @@ class _Paths(NamedTuple):
     end: Tensor
     broken: Tensor
     clear: Tensor
+    margin: Tensor
+    close: Tensor
+    given: Tensor
     step: Tensor
     rises: Tensor
     halved: Tensor
@@ -83,7 +94,8 @@ class _Paths(NamedTuple):
 def _climb(cube: Cube, turn: Turn, loss: Loss, target: Tensor) -> Tensor:
     """Take the steps; return each row's last adversarial point, else its point of highest loss."""
     steps = turn.attack.steps
-    paths = _begin(cube, starts(turn).clamp(0.0, 1.0), loss, target)
+    begin = starts(turn).clamp(0.0, 1.0)
+    paths = _begin(cube, begin, loss, target, close_margins(cube, turn))
     ends = paths.z.clone()
     period = until_check = max(int(0.22 * steps), 1)
     for step in range(steps):
@@ -94,16 +106,18 @@ def _climb(cube: Cube, turn: Turn, loss: Loss, target: Tensor) -> Tensor:
         paths = _judged(cube, paths, moved, loss, last=step + 1 == steps)
         until_check -= 1
         if until_check == 0:
-            paths = _checked(paths, period)
+            hopeless = turn.hopeless(*_progress(paths, loss), (steps - step - 1) / period)
+            far = paths.margin > paths.close
+            paths = _checked(paths._replace(given=hopeless & far), period)
             period = max(period - max(int(0.03 * steps), 1), int(0.06 * steps), 1)
             until_check = period
     _stop(paths, ends)
     return ends
 
 
-def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor) -> _Paths:
+def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor, close: Tensor) -> _Paths:
     logits, values, gradient = cube.ascend(z, loss, cube.y, target)
-    broken, clear = _wrong(logits, cube.y)
+    broken, clear, margin = _wrong(logits, cube.y)
     return _Paths(
         row=torch.arange(len(z), device=z.device),
         x=cube.x,
@@ -119,6 +133,9 @@ def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor) -> _Paths:
         end=z,
         broken=broken,
         clear=clear,
+        margin=margin,
+        close=close,
+        given=torch.zeros_like(broken),
         step=column(torch.full_like(values, 2.0 * cube.eps), z),
         rises=torch.zeros_like(values),
         halved=torch.ones_like(broken),
@@ -126,10 +143,10 @@ def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor) -> _Paths:
     )
 
 
-def _wrong(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Tell which rows are misclassified, and which of them whatever the rounding."""
-    slack = CLEAR * logits.abs().amax(1)
-    return logits.argmax(1) != y, margins(logits, y) < -slack
+def _wrong(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tell which rows are misclassified, which of them whatever the rounding, and the margins."""
+    margin = margins(logits, y)
+    return logits.argmax(1) != y, margin < -CLEAR * logits.abs().amax(1), margin
 
 
 def _moved(cube: Cube, paths: _Paths, share: float) -> Tensor:
@@ -160,7 +177,7 @@ def _judged(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> 
         values = loss(logits, paths.y, paths.target)
     else:
         logits, values, gradient = cube.ascend(z, loss, paths.y, paths.target)
-    wrong, clear = _wrong(logits, paths.y)
+    wrong, clear, margin = _wrong(logits, paths.y)
     better = values > paths.best_loss
     column_of_better = column(better, z)
     return paths._replace(
@@ -174,6 +191,7 @@ def _judged(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> 
         end=torch.where(column(wrong, z), z, paths.end),
         broken=paths.broken | wrong,
         clear=clear,
+        margin=torch.minimum(margin, paths.margin),
         rises=paths.rises + (values > paths.loss),
     )
 
@@ -193,14 +211,27 @@ def _checked(paths: _Paths, period: int) -> _Paths:
     )
 
 
+def _progress(paths: _Paths, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Return what is missing until a row may be misclassified, and by how much that shrank.
+
+    Both losses of DLR are positive where it is; so is log(e^loss - 1) of the cross-entropy, the
+    log-sum-exp of the other logits less the own one, which moves with the logits.
+    """
+    now, then = paths.best_loss, paths.checked_loss
+    if loss is _cross_entropy:
+        now, then = now.double().expm1().log(), then.double().expm1().log()
+    return -now, now - then
+
+
 def _leave(paths: _Paths, ends: Tensor, copies: int) -> _Paths:
-    """Let the samples go that are broken for sure, with all rows that aim elsewhere."""
-    if not bool(paths.clear.any()):
+    """Let rows go that are given up, and all rows of samples that are broken for sure."""
+    out = paths.clear | paths.given
+    if not bool(out.any()):
         return paths
     samples = len(ends) // copies
     gone = torch.zeros(samples, dtype=torch.bool, device=ends.device)
     gone[paths.row[paths.clear] % samples] = True
-    leaving = gone[paths.row % samples]
+    leaving = gone[paths.row % samples] | paths.given
     _stop(paths.at(leaving), ends)
     return paths.at(~leaving)
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from lipaudit.attacks.balls import Ball
-from lipaudit.attacks.oracle import Classifier, Oracle, logits_of, pull
+from lipaudit.attacks.oracle import Classifier, Oracle, logits_of, margins, pull
 from lipaudit.attacks.turn import AttackFunction, Turn
 from lipaudit.results.trials import Norm
 
+CLOSE = 0.1
+"""Share of the whole way to success: a sample that came closer is not given up."""
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits, labels, classes aimed at) -> the loss of each row."""
 
@@ -107,10 +109,26 @@ def _range(x: Tensor, ball: Ball) -> tuple[float, float]:
 
 def targets(cube: Cube, turn: Turn) -> Tensor:
     """Return the class that each row aims at: of the rank of its turn on the clean sample."""
-    samples = len(cube.x) // turn.copies
-    logits = cube.f(cube.x[:samples]) if turn.logits is None else turn.logits
-    order = logits.sort(dim=1)[1]
+    order = _clean(cube, turn).sort(dim=1)[1]
     return torch.cat([order[:, -each.target] for each in turn.each()])
+
+
+def close_margins(cube: Cube, turn: Turn) -> Tensor:
+    """Return the margin below which each row is not given up; infinite where it was there before.
+
+    All turns of a sample count: on its way to one class an attack may come upon another.
+    """
+    if math.isinf(turn.attack.hope):
+        return torch.full_like(cube.y, torch.inf, dtype=torch.float32)
+    whole = margins(_clean(cube, turn), cube.y[: len(cube.y) // turn.copies])
+    before = whole if turn.closest is None else turn.closest
+    close = CLOSE * whole
+    return torch.where(before <= close, torch.inf, close).float().repeat(turn.copies)
+
+
+def _clean(cube: Cube, turn: Turn) -> Tensor:
+    """Return the logits of the samples, once each."""
+    return cube.f(cube.x[: len(cube.x) // turn.copies]) if turn.logits is None else turn.logits
 
 
 def seed(turn: Turn) -> int:

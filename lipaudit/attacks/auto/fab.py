@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from lipaudit.attacks.auto.cube import Cube, column, in_unit_cube, seed, targets
+from lipaudit.attacks.auto.cube import (
+    CLOSE,
+    Cube,
+    close_margins,
+    column,
+    in_unit_cube,
+    seed,
+    targets,
+)
 from lipaudit.attacks.turn import Turn
 
 _TOWARDS_SAMPLE = 0.1
@@ -19,17 +29,32 @@ _BACK = 0.9
 @in_unit_cube
 def fab_targeted(cube: Cube, turn: Turn) -> Tensor:
     """Look for the nearest adversarial example: one outside the ball is none."""
-    target, x, z = targets(cube, turn), cube.x, _starts(cube, turn)
-    nearest, least = x, torch.full_like(cube.lengths(x), torch.inf)
-    for _ in range(turn.attack.steps):
-        _, rise, slope = cube.ascend(z, _difference, cube.y, target)
-        z = _step(cube, z, rise, slope)
-        wrong = column(cube.f(z).argmax(1) != cube.y, x)
-        length = cube.lengths(z - x)
-        closer = wrong & (length < least)
-        nearest, least = torch.where(closer, z, nearest), torch.where(closer, length, least)
-        z = torch.where(wrong, x + (z - x) * _BACK, z)
-    return torch.where(least <= cube.eps, nearest, x)
+    steps, target, z = turn.attack.steps, targets(cube, turn), _starts(cube, turn)
+    here, row, stretch = cube, torch.arange(len(z), device=z.device), max(steps // 10, 1)
+    nearest, least = cube.x.clone(), torch.full_like(cube.y, torch.inf, dtype=z.dtype)
+    checked, kept = least.clone(), close_margins(cube, turn).isinf()
+    for step in range(steps):
+        z, wrong = _crossed(here, z, target[row])
+        length = here.lengths(z - here.x).flatten()
+        closer = wrong & (length < least[row])
+        nearest[row[closer]], least[row[closer]] = z[closer], length[closer]
+        z = torch.where(column(wrong, z), here.x + (z - here.x) * _BACK, z)
+        if (step + 1) % stretch == 0:
+            now, then = least[row], checked[row]
+            stay = ~turn.hopeless(now - cube.eps, then - now, (steps - step - 1) / stretch)
+            stay |= kept[row] | (now <= (1 + CLOSE) * cube.eps)
+            if not bool(stay.any()):
+                break
+            row, z, checked = row[stay], z[stay], least.clone()
+            here = replace(cube, x=cube.x[row], y=cube.y[row])
+    return torch.where(column(least <= cube.eps, nearest), nearest, cube.x)
+
+
+def _crossed(cube: Cube, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Step to the boundary and beyond; tell which rows are misclassified there."""
+    _, rise, slope = cube.ascend(z, _difference, cube.y, target)
+    z = _step(cube, z, rise, slope)
+    return z, cube.f(z).argmax(1) != cube.y
 
 
 def _difference(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:

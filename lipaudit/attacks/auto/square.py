@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pyautoattack.square import SquareAttack
 from torch import Tensor
 
-from lipaudit.attacks.auto.cube import Cube, in_unit_cube, seed
+from lipaudit.attacks.auto.cube import Cube, close_margins, in_unit_cube, seed
 from lipaudit.attacks.oracle import margins
 from lipaudit.attacks.plan import CHUNK
 from lipaudit.attacks.turn import Turn
@@ -23,6 +23,8 @@ _SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 """Beyond each of these queries the share is halved."""
 _AHEAD = 32
 """Queries of a row that are looked at together."""
+_FIRST_CHECK = 125
+"""Queries after which a row's progress is looked at, and again whenever they have doubled."""
 _PATIENT = 8
 """A row that has not moved for so many queries is asked one more at a time, in advance."""
 
@@ -42,8 +44,11 @@ def square(cube: Cube, turn: Turn) -> Tensor:
     draw = torch.Generator().manual_seed(seed(turn))
     signs = _first_signs(images, draw)
     search = _Search(logits, images, cube, signs, _draws(images, turn.attack.queries, draw))
+    close = close_margins(cube, turn)
+    if turn.closest is not None:  # where it gets further than gradients did, they tell too little
+        close = torch.maximum(close, turn.closest.to(close))
     while search.ask():
-        pass
+        search.give_up(turn, close)
     return search.best.reshape(shape)
 
 
@@ -122,6 +127,8 @@ class _Search:
         size, channels, high, wide = x.shape
         self.room = x.new_zeros((2, channels, size, high + 1, wide + 1), dtype=torch.int32)
         self.next, self.moved = (torch.zeros_like(cube.y) for _ in range(2))
+        self.check = torch.full_like(cube.y, _FIRST_CHECK)
+        self.checked = torch.full_like(self.margin, torch.inf)
         codes = int(queries.code.amax()) + 1
         self.refused = torch.zeros(size, max(codes, 1), dtype=torch.bool, device=x.device)
         self.queries = queries
@@ -157,6 +164,16 @@ class _Search:
         if len(which):
             self._judge(rows[which], ahead[which, place])
         return True
+
+    def give_up(self, turn: Turn, close: Tensor) -> None:
+        """Let rows go that moved too little while their queries doubled."""
+        due, total = self.next >= self.check, len(self.queries.side)
+        doublings = (total / self.check).log2()
+        hopeless = turn.hopeless(self.margin, self.checked - self.margin, doublings)
+        hopeless &= self.margin > close
+        self.checked = torch.where(due, self.margin, self.checked)
+        self.check = torch.where(due, 2 * self.check, self.check)
+        self.next = torch.where(due & hopeless, total, self.next)
 
     def _known(self, rows: Tensor, ahead: Tensor) -> Tensor:
         """Tell which queries (rows, _AHEAD) change nothing, or were refused already."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -161,10 +162,22 @@ class _Slopes:
         """Return grad(f_y - f_j) for one class j per sample, (batch, inputs)."""
         return self.own - self._row(j)
 
-    def norm(self, gradient: Tensor) -> Tensor:
-        """Return the norms of gradients, (batch,)."""
-        norm = torch.linalg.vector_norm(gradient.to(torch.float64), self.dual, 1)
-        return times_power(norm.cpu().double(), self.linear.exponent)
+    def norm(self, *gradients: Tensor) -> Tensor:
+        """Return the norms of gradients, (batch,) of each, one behind the other."""
+        sizes = [torch.linalg.vector_norm(g.to(torch.float64), self.dual, 1) for g in gradients]
+        exponent = self.linear.exponent.repeat(len(gradients))
+        return times_power(torch.cat(sizes).cpu(), exponent)
+
+    def of(self, first: Tensor, order: Tensor) -> Iterator[Tensor]:
+        """Yield the norms of the first gradient and of those of all further classes, (batch,).
+
+        Where the rows are there, all are met at once: an accelerator is waited for once.
+        """
+        gradients = chain([first], (self.gradient(j) for j in order[:, 1:].unbind(1)))
+        if self.every > DENSE:
+            yield from map(self.norm, gradients)
+        else:
+            yield from self.norm(*gradients).view(order.shape[1], -1)
 
     def _row(self, j: Tensor) -> Tensor:
         if self.every > DENSE:
@@ -182,8 +195,7 @@ def _nearest(gaps: Tensor, order: Tensor, slopes: _Slopes, rivals: int | None) -
     radius, closest = torch.full_like(gaps[:, 0], torch.inf), classes[:, 0].clone()
     looked, complete = torch.zeros_like(closest), torch.zeros_like(closest, dtype=torch.bool)
     first = slopes.gradient(order[:, 0])
-    for i in range(count):
-        slope = slopes.norm(first if i == 0 else slopes.gradient(order[:, i]))
+    for i, slope in enumerate(slopes.of(first, order[:, :count])):
         here = (gaps[:, i] / slope).where(gaps[:, i] != 0, 0)
         nearer = ~complete & (here < radius)
         radius, closest = here.where(nearer, radius), classes[:, i].where(nearer, closest)

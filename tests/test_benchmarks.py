@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from scipy.stats import linregress
 
 from lipaudit.theory import powers
 from tests.benchmarks import __main__ as entry
+from tests.benchmarks import bench_gpu
+from tests.benchmarks.bench_growth import Growth
 from tests.benchmarks.shared import rounds
+from tests.benchmarks.shared.flops import Flops
 from tests.benchmarks.shared.profile import Profile
 from tests.benchmarks.shared.rounds import Round
 from tests.benchmarks.shared.sides import Side, attempt
@@ -90,3 +96,33 @@ def test_a_side_is_a_process_that_says_what_it_can_measure():
 def test_spreads_are_ordered():
     assert spread([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2.0, 4.0)
+
+
+def test_the_exponent_of_a_power_law_is_told_with_an_interval():
+    assert Growth((1, 2, 4, 8), (3, 12, 48, 192)).exponent == pytest.approx((2.0, 0.0), abs=1e-9)
+    slope, half = Growth((1, 2, 4, 8), (1, 2.2, 3.9, 8.3)).exponent
+    fit = linregress(
+        [math.log(n) for n in (1, 2, 4, 8)], [math.log(y) for y in (1, 2.2, 3.9, 8.3)]
+    )
+    assert (slope, half) == pytest.approx((fit.slope, 4.30265 * fit.stderr), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_operations_are_counted_by_precision_in_every_mode(mode):
+    a, b = torch.ones(3, 4, 5), torch.ones(6, 7, dtype=torch.float64)
+    with mode(), Flops() as flops:
+        a @ a.mT
+        b @ b.mT
+        powers.times_power(b[0] @ b.mT, torch.zeros(6, dtype=torch.int64))
+    assert flops.counts == {"float32": 2 * 3 * 4 * 5 * 4, "float64": 2 * 6 * 7 * 6 + 2 * 7 * 6}
+
+
+def test_a_run_on_a_card_goes_on_where_it_ended(tmp_path, capsys, monkeypatch):
+    begun = []
+    pieces = [(name, lambda name=name: begun.append(name) or {"rate": 1.0}) for name in "abc"]
+    monkeypatch.setattr(bench_gpu, "pieces", lambda _: iter(pieces))
+    asked = argparse.Namespace(results=tmp_path / "r.jsonl", seconds=100.0, table=False)
+    asked.results.write_text('{"piece": "b", "rate": 2.0}\n')
+    bench_gpu.run(asked)
+    bench_gpu.run(asked)
+    assert begun == ["a", "c"]

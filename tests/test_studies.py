@@ -39,8 +39,8 @@ def asked(tmp_path, monkeypatch):
 
 
 def test_the_study_goes_on_where_it_was_cut(asked, monkeypatch, capsys):
-    monkeypatch.setattr(fashion, "ROUNDS", 1)
-    pieces = fashion.plan(asked)
+    monkeypatch.setattr(study, "ROUNDS", 1)
+    pieces, asked.picture = fashion.plan(asked), asked.results.with_suffix(".svg")
     whole, seen = dict(fashion.MEASURED), []
 
     def noted(stage):
@@ -58,6 +58,7 @@ def test_the_study_goes_on_where_it_was_cut(asked, monkeypatch, capsys):
     fashion.run(asked)
     assert len(seen) == len(pieces) + 1
     assert {p.name for p in asked.results.glob("*.json")} == {piece.file for piece in pieces}
+    assert "smallest radius found" in asked.picture.read_text()
     out = capsys.readouterr().out
     for label in ("g1", "head norm", "Jacobian norm", "clean accuracy", "`quick`, 0.02"):
         assert f"| {label} |" in out
@@ -85,9 +86,9 @@ def test_radii_of_a_linear_classifier_are_those_of_its_margins():
     logits = f(x)
     slope = (weight[0] - weight[1]).abs().sum()
     exact = (logits[:, 0] - logits[:, 1]).abs() / slope
-    within = (exact > fashion.LEAST) & (exact < 0.25)
+    within = (exact > study.LEAST) & (exact < 0.25)
     assert within.sum() > 8
-    found = fashion.nearest(f, x, logits.argmax(1))
+    found = study.nearest(f, x, logits.argmax(1))
     assert (found >= exact * (1 - 1e-4))[within].all()
     assert (found <= exact * 1.03)[within].all()
 

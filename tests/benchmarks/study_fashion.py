@@ -22,9 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from lipaudit.attacks.oracle import logits_and_gradient
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.data.idx import read_idx
 from lipaudit.models.net import Net
@@ -40,7 +38,7 @@ from lipaudit.settings import (
 )
 from lipaudit.settings.recipe import Recipe
 from lipaudit.train.loop import train
-from tests.benchmarks.shared.study import Pair, cells, heading, rho, sections
+from tests.benchmarks.shared.study import Pair, cells, heading, nearest, rho, scatter, sections
 
 SIDE, CLASSES = 28, 10
 SIZE = {"patch_size": 7, "embed_dim": 48, "depth": 3, "num_heads": 4, "mlp_ratio": 2}
@@ -70,8 +68,6 @@ RUNS: dict[str, dict[str, Any]] = {
 """What is changed in the recipe; those named "on" begin where "none" of their seed ended."""
 SCRATCH_RUNS = ("none", "k = 0", "k = 10", "adversarial")
 """Whose images are looked at one by one."""
-LEAST, MOST, ROUNDS, STEPS = 1e-3, 0.3, 8, 20
-"""Between what radii the smallest adversarial one is searched for, how often, with what steps."""
 
 Figures = dict[str, Any]
 
@@ -158,25 +154,6 @@ def heads(net: Net, batch: Batch) -> Figures:
     }
 
 
-def nearest(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """The smallest L-inf radius at which PGD breaks each image, searched on a logarithmic scale.
-
-    The nearest broken iterate counts; `MOST` where none was. An upper estimate of the smallest.
-    """
-    low, high = (torch.full((len(x),), end) for end in (LEAST, MOST))
-    for _ in range(ROUNDS):
-        middle, z = (low * high).sqrt(), x
-        eps = middle.view(-1, 1, 1, 1)
-        for step in range(STEPS + 1):
-            logits, slope = logits_and_gradient(f, z, y)
-            away = (z - x).abs().flatten(1).amax(1)
-            broken = (logits.argmax(1) != y) & (step > 0)
-            high = torch.where(broken, torch.minimum(high, away), high)
-            z = (x + (z + 2.5 * eps / STEPS * slope.sign() - x).clamp(-eps, eps)).clamp(0, 1)
-        low = torch.where(high <= middle * (1 + 1e-5), torch.minimum(low, high), middle)
-    return high
-
-
 def radii(net: Net, batch: Batch) -> Figures:
     """The smallest adversarial radius that was found; NaN where it is wrong without an attack."""
     f = net.classifier(batch)
@@ -245,6 +222,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--standard", type=int, default=1000, help="that `standard` attacks")
     parser.add_argument("--read", type=int, default=192, help="images whose norms are taken")
     parser.add_argument("--certified", type=int, default=16, help="images to certify radii of")
+    parser.add_argument("--picture", type=Path, help="draw images of the first seed (.svg)")
     parser.add_argument("--page", action="store_true", help="print the tables of what is there")
 
 
@@ -263,6 +241,8 @@ def run(asked: argparse.Namespace) -> None:
             file.with_suffix(".part").rename(file)
             print(piece.file, flush=True)
     print("\n".join(page(asked)))
+    if asked.picture:
+        scatter(asked.picture, dict(clouds(found(asked), 0)))
 
 
 Found = Mapping[tuple[str, str, int], Figures]
@@ -348,3 +328,11 @@ def correlations(there: Found, seeds: range) -> Iterator[str]:
         rhos = (rho([pairs[label] for pairs in each[run]]) for run in SCRATCH_RUNS)
         yield f"| {label} | {len(values)} | " + " | ".join(rhos) + " |"
     yield ""
+
+
+def clouds(there: Found, seed: int) -> Iterator[tuple[tuple[str, str], Pair]]:
+    """What warns of an image and what does not, without and with adversarial training."""
+    for run, label in product(
+        ("none", "adversarial"), ("largest head norm", "first-order radius")
+    ):
+        yield (run, label), readings(there, run, seed)[label]

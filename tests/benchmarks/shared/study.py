@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from scipy.special import stdtrit
+from torch import Tensor
 
+from lipaudit.attacks.oracle import logits_and_gradient
 from lipaudit.data.batch import Batch
 from lipaudit.measures import MEASURES
 from lipaudit.models.net import Net
@@ -18,6 +22,8 @@ from lipaudit.results import Section
 from lipaudit.settings import MeasureOptions
 
 RESAMPLED = 500
+LEAST, MOST, ROUNDS, STEPS = 1e-3, 0.3, 8, 20
+"""Between what radii the smallest adversarial one is searched for, how often, with what steps."""
 Pair = tuple[np.ndarray, np.ndarray]
 """A value and a radius of every image, from one seed; NaN where it has no radius."""
 
@@ -83,3 +89,35 @@ def cells(values: Sequence[Sequence[float]], share: bool) -> Iterator[str]:
         mean, half = change([b - a for a, b in zip(values[0], other, strict=True)])
         limits = "" if math.isnan(half) else f" ± {factor * half:{form}}"
         yield f"{factor * mean:+{form}}{limits}{unit}"
+
+
+def nearest(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """The smallest L-inf radius at which PGD breaks each image, searched on a logarithmic scale.
+
+    The nearest broken iterate counts; `MOST` where none was. An upper estimate of the smallest.
+    """
+    low, high = (torch.full((len(x),), end) for end in (LEAST, MOST))
+    for _ in range(ROUNDS):
+        middle, z = (low * high).sqrt(), x
+        eps = middle.view(-1, 1, 1, 1)
+        for step in range(STEPS + 1):
+            logits, slope = logits_and_gradient(f, z, y)
+            away = (z - x).abs().flatten(1).amax(1)
+            broken = (logits.argmax(1) != y) & (step > 0)
+            high = torch.where(broken, torch.minimum(high, away), high)
+            z = (x + (z + 2.5 * eps / STEPS * slope.sign() - x).clamp(-eps, eps)).clamp(0, 1)
+        low = torch.where(high <= middle * (1 + 1e-5), torch.minimum(low, high), middle)
+    return high
+
+
+def scatter(file: Path, clouds: Mapping[tuple[str, str], Pair]) -> None:
+    """Draw the smallest radius of every image over something else that is known of it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 2 + len(clouds)), layout="constrained")
+    panels = figure.subplots(len(clouds) // 2, 2, sharey="row").ravel()
+    for axes, ((run, label), (values, radius)) in zip(panels, clouds.items(), strict=True):
+        axes.scatter(values, radius, s=8, alpha=0.6, linewidths=0)
+        axes.set(title=run, xlabel=label, xscale="log", yscale="log")
+    figure.supylabel("smallest radius found")
+    figure.savefig(file, metadata={"Date": None})

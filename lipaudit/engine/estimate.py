@@ -34,11 +34,11 @@ from lipaudit.settings import (
 )
 from lipaudit.settings.jacobian import Target
 
-SURVEY = 25.0
+SURVEY = 16.0
 """Forwards that finding out what a model is costs, once, before the first sample is read."""
 READ = {"attention": 5.0, "bounds": 75.0}
 """Forwards per sample of what is computed layer by layer; docs/performance.md has measurements."""
-LIFTED = 9
+LIFTED = 5
 """Passes for which a survey lifts weights that are held; reading lifts them once a batch."""
 MOST_PRODUCTS = 50.0
 """Forwards of the Jacobian norm of a sample, when its steps do not depend on the classes."""

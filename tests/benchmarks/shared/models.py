@@ -33,3 +33,10 @@ def batch_of(net: Any, samples: int, max_tokens: int = 64) -> Any:
 
     options = DataOptions(samples=samples, max_tokens=max_tokens)
     return load_data("random", net, options).batch.to(net.device, net.dtype)
+
+
+def random_gpt2(**sizes: int) -> Any:
+    """A language model of these sizes with random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()

@@ -236,3 +236,34 @@ def test_margins_need_classes(shape):
     linear = linearize(lambda z, _: z, torch.randn(shape))
     with pytest.raises(UsageError, match="logits"):
         margins(linear, torch.zeros(3, dtype=torch.long))
+
+
+CROWDS = [(count, gap) for count in (2, 3, 10) for gap in (1e-3, 1e-5, 1e-7, 1e-9, 0.0)]
+
+
+def crowded(count, gap, seed):
+    """A matrix whose `count` largest singular values lie between 1 - gap and 1, the rest below."""
+    largest = 1 - gap * torch.arange(count) / (count - 1)
+    values = torch.cat([largest, torch.linspace(0.8, 0, 120 - count)]).double()
+    gen = torch.Generator().manual_seed(seed)
+    u, v = (torch.linalg.qr(torch.randn(n, 120, generator=gen).double()).Q for n in (120, 130))
+    return (u * values) @ v.T
+
+
+def test_largest_singular_values_that_agree_to_many_digits():
+    """A norm is proven to tol with few products; as estimated it may lie anywhere among them."""
+    matrices = torch.stack([crowded(*crowd, seed) for seed, crowd in enumerate(CROWDS)])
+    seeds = range(len(CROWDS))
+    proven = jacobian_norms(linear_maps(matrices), tol=1e-6, within=1e-6, seeds=seeds)
+    assert proven.converged.all()
+    assert (proven.norm - 1).abs().max() <= 1e-6
+    assert (proven.within <= 1e-6 * (1 + 1e-6)).all()
+    estimated = jacobian_norms(linear_maps(matrices), tol=1e-6, seeds=seeds)
+    assert (estimated.norm * (1 + estimated.within) >= 1 - 1e-12).all()
+    for (count, gap), spent, miss in zip(
+        CROWDS, proven.products / 2, 1 - estimated.norm, strict=True
+    ):
+        # One vector finds them one after the other; ties are one to it.
+        assert spent <= 25 + 8 * count * (gap > 1e-9)
+        assert miss <= gap + 1e-6
+    assert (1 - estimated.norm > 1e-6).any()  # or a proof would add nothing

@@ -191,7 +191,7 @@ def random_layer() -> Callable[..., Layer]:
 POLICIES = {
     "dense": Policy(),  # small layers take exact block norms
     "formula": Policy(dense_entries=0),
-    "single": Policy(dense_entries=0, single_keys=1),
+    "single": Policy(dense_entries=0, single_keys=1, single_blocks=1),
 }
 
 

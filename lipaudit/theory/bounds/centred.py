@@ -60,6 +60,11 @@ class Centred(Stack):
         return self.v.square().sum(-1, keepdim=True)
 
     @cached_property
+    def gram(self) -> Float[Tensor, "batch heads m m"]:
+        """<v_j, v_l>."""
+        return self.v @ self.v.mT
+
+    @cached_property
     def w2(self) -> Float[Tensor, "batch heads n m"]:
         """||v_j - o_i||^2, raised by more than its rounding error."""
         return squared_distances(self.o, self.v, self.o2, self.v2)

@@ -1,10 +1,13 @@
-"""A sharp upper bound of a head's Jacobian norm, at a point and on a ball around it.
+"""A sharp upper bound of a head's Jacobian norm, at a point.
 
-Block (i, j) of the Jacobian is P_ij (Phi^v_j + w u^T), w = v_j - o_i, u = s Phi^k_j^T q_i, plus
-s T_i Phi^q_i on the diagonal. The bound is the norm of the non-negative matrix B of bounds of
-these blocks, B_ij = P_ij beta_ij + delta_ij t_i. Keys and values stand less their mean over the
-keys that are seen: M(P_i) 1 = 0, so no constant matters, and less cancels. With other logits b_ij
-stands for s q_i, and a_ij for s k_j in s T_i = sum_j P_ij w a_ij^T: see `exact.pairs`.
+The norm of a block matrix is at most that of the matrix of its blocks' norms. For small heads of
+every kind, and for affine ones, the blocks are those of J J^T, where what moves through values,
+keys and queries hardly meets: see `gram`, next door. For large heads of other kinds they are those
+of J: block (i, j) is P_ij (Phi^v_j + w u^T), w = v_j - o_i, u = s Phi^k_j^T q_i, plus
+s T_i Phi^q_i on the diagonal; their bounds are B_ij = P_ij beta_ij + delta_ij t_i. Keys and values
+stand less their mean over the keys that are seen: M(P_i) 1 = 0, so no constant matters, and less
+cancels. With other logits b_ij stands for s q_i, and a_ij for s k_j in
+s T_i = sum_j P_ij w a_ij^T: see `exact.pairs`.
 """
 
 from __future__ import annotations
@@ -13,18 +16,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.affine import AffineRows, Weights, affine_blocks, affine_rows
+from lipaudit.theory.bounds.affine import Weights, affine_rows
 from lipaudit.theory.bounds.centred import Centred, are_affine, factor, local_map, projections
+from lipaudit.theory.bounds.gram import gram_bound
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.policy import POLICY, Policy
-from lipaudit.theory.spectral.upper import (
-    nonnegative_limits,
-    nonnegative_norm,
-    single_pays,
-    spectral_norm,
-)
+from lipaudit.theory.spectral.upper import nonnegative_norm, spectral_norm
 
 
 def block_bound(
@@ -35,42 +34,25 @@ def block_bound(
     steps: int = 10,
     policy: Policy = POLICY,
 ) -> Float[Tensor, "batch heads"]:
-    """Return ||B||, an upper bound of the Jacobian norm at X, for heads of every kind.
+    """Return an upper bound of the Jacobian norm at X, for heads of every kind.
 
-    beta_ij is the smaller of ||Phi^v_j|| + ||w|| ||u|| (the triangle inequality) and
-    (||Phi^v_j||^2 + ||Phi^v_j u/||u|| + ||u|| w||^2)^1/2 (the input split along u and across it).
-    t_i bounds s ||T_i Phi^q_i|| by a Frobenius (affine) or Schatten-4 norm. With another
-    key/value input B = [P∘beta, diag t]. In small layers every block norm is exact.
+    Small heads: the root of the norm of the matrix of all norms of blocks of J J^T. Affine ones:
+    `gram_bound`. Others: ||B||, where beta_ij is the smaller of ||Phi^v_j|| + ||w|| ||u|| (the
+    triangle inequality) and (||Phi^v_j||^2 + ||Phi^v_j u/||u|| + ||u|| w||^2)^1/2 (the input split
+    along u and across it), and t_i bounds s ||T_i Phi^q_i|| by a Schatten-4 norm. With another
+    key/value input B = [P∘beta, diag t].
     """
     joint = heads.x_kv is None
     entries = at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
     if joint and entries <= policy.dense_entries:
-        return nonnegative_norm(exact_blocks(heads), steps)
+        norms, size = exact_blocks(heads)
+        return size * nonnegative_norm(norms, steps).sqrt()
     if are_affine(heads):
-        return _affine_bound(at, affine_rows(heads, at, weights), joint, steps, policy)
+        rows = affine_rows(heads, at, weights)
+        return gram_bound(at, rows, joint=joint, policy=policy)
     blocks = _local_beta(heads, at, policy).mul_(at.p)
     t = _local_query_term(heads, at, policy)
     return nonnegative_norm(_matrix(t, blocks, joint), steps)
-
-
-def _affine_bound(
-    at: Centred, rows: AffineRows, joint: bool, steps: int, policy: Policy
-) -> Tensor:
-    """Meet the maps in single precision first where that pays, and again where it costs."""
-    if not single_pays(at.p, policy):
-        t, blocks, *_ = affine_blocks(at, rows, policy)
-        return nonnegative_norm(_matrix(t, blocks, joint), steps)
-    t, blocks, kept, gap = affine_blocks(at.single, rows.to_single(), policy)
-    limits = nonnegative_limits(_matrix(t, blocks, joint), kept, gap, steps)
-    # ||B|| in exact arithmetic lies between the two: where they are close, so is norm to it.
-    norm, least = (end.double() for end in limits)
-    # Negated, so that NaN (an overflow in single precision) counts as apart.
-    apart = ~(norm <= (1 + policy.single_loss) * least)
-    if apart.any():
-        these = (*apart.nonzero(as_tuple=True), None)
-        t, blocks, *_ = affine_blocks(at.pick(these), rows.pick(these), policy)
-        norm[apart] = nonnegative_norm(_matrix(t, blocks, joint), steps)[:, 0]
-    return norm
 
 
 def _matrix(t: Tensor, blocks: Tensor, joint: bool) -> Tensor:
@@ -82,15 +64,24 @@ def _matrix(t: Tensor, blocks: Tensor, joint: bool) -> Tensor:
     return blocks
 
 
-def exact_blocks(heads: Heads) -> Float[Tensor, "batch heads n n"]:
-    """Return ||J_ij||, the norms of the d_v x D blocks, of heads that read one input.
+def exact_blocks(
+    heads: Heads,
+) -> tuple[Float[Tensor, "batch heads n n"], Float[Tensor, "batch heads"]]:
+    """Return the norms of the d_v x d_v blocks of J J^T / c^2, and c, the largest entry of J.
 
     Memory for the dense Jacobian of one batch row at a time.
     """
     n, dv = heads.q.shape[2], heads.v.shape[3]
-    rows = (dense_jacobian(heads.row(b)) for b in range(heads.q.shape[0]))
-    blocks = (j.reshape(*j.shape[:2], n, dv, n, -1).transpose(-3, -2) for j in rows)
-    return torch.cat([spectral_norm(block) for block in blocks])
+    norms, sizes = [], []
+    for b in range(heads.q.shape[0]):
+        j = dense_jacobian(heads.row(b)).flatten(0, 1)
+        # In units of its largest entry no power of J overflows.
+        size = j.abs().amax((-2, -1)).clamp_min(torch.finfo(j.dtype).tiny)
+        j = j / size[:, None, None]
+        blocks = (j @ j.mT).reshape(-1, n, dv, n, dv).transpose(-3, -2)
+        norms.append(spectral_norm(blocks))
+        sizes.append(size)
+    return torch.stack(norms), torch.stack(sizes)
 
 
 def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:

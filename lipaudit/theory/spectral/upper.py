@@ -145,36 +145,24 @@ def nonnegative_norm(b: Float[Tensor, "*batch n m"], steps: int = 10) -> Float[T
         >>> nonnegative_norm(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
         tensor(3.0000)
     """
-    u = _positive_steps(b.float(), steps).to(b)
-    # Any u > 0 will do: rounding of the steps, in single precision, costs sharpness alone.
-    return _collatz_wielandt(b, u, u @ b.mT)
+    return nonnegative_pair(b, steps)[0]
 
 
-def nonnegative_limits(
-    b: Float[Tensor, "*batch n m"],
-    kept: Float[Tensor, "*batch n"],
-    gap: Float[Tensor, "*batch n"],
-    steps: int = 10,
-) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """Return what ||B|| is at most, and ||A|| at least for A >= diag(kept) B - [0, diag gap].
+def nonnegative_pair(
+    b: Float[Tensor, "*batch n m"], steps: int = 10
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch 1 m"]]:
+    """Return the bound of `nonnegative_norm` and the vector u > 0 that proves it, a row.
 
     Examples:
-        >>> nonnegative_limits(torch.full((2, 2), 2.0), torch.full((2,), 0.75), torch.zeros(2))
-        (tensor(4.0000), tensor(3.0000))
+        >>> nonnegative_pair(torch.tensor([[1.0, 2.0], [2.0, 1.0]]))[1]
+        tensor([[1., 1.]])
     """
     u = _positive_steps(b.float(), steps).to(b)
-    image = u @ b.mT
-    # A u >= diag(kept) B u - diag(gap) u_last >= 0 and u >= 0, so ||A|| >= ||A u|| / ||u||.
-    lost = u[..., -b.shape[-2] :] * gap[..., None, :]
-    least = (image * kept[..., None, :] - lost).clamp_min(0.0)
-    length, unit = (torch.linalg.vector_norm(rows, dim=(-2, -1)) for rows in (least, u))
-    return _collatz_wielandt(b, u, image), length / unit * (1 - _rounding(b))
-
-
-def _collatz_wielandt(b: Tensor, u: Tensor, image: Tensor) -> Tensor:
-    # No sum cancels: image is off by m u, the second product by n u more, relatively; the root
+    # Any u > 0 will do: rounding of the steps, in single precision, costs sharpness alone.
+    # No sum cancels: B u is off by m u, the second product by n u more, relatively; the root
     # halves it. _rounding is four times that.
-    return ((image @ b) / u).amax((-2, -1)).sqrt() * (1 + _rounding(b))
+    square = (((u @ b.mT) @ b) / u).amax((-2, -1))
+    return square.sqrt() * (1 + _rounding(b)), u
 
 
 def _rounding(b: Tensor) -> float:

@@ -1,0 +1,164 @@
+"""Every inequality of the bound by blocks of J J^T against dense matrices, and none to spare."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lipaudit.theory.bounds.affine import affine_rows, query_term
+from lipaudit.theory.bounds.centred import Centred, centred
+from lipaudit.theory.bounds.gram import (
+    KeyBlocks,
+    block_norms,
+    gram_bound,
+    row_lengths,
+    row_spread,
+    value_key_norm,
+)
+from lipaudit.theory.bounds.sharp import block_bound
+from lipaudit.theory.heads import Heads, affine_heads
+from lipaudit.theory.policy import Policy
+
+NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attention"]
+FORMULA = Policy(dense_entries=0)
+GAINS = [0.1, 1.0, 5.0, 20.0]
+
+
+def paths(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """A, B and C of the first sample and head as (n d_v) x (tokens D) matrices, C in its own."""
+    p, v, k = (t[0, 0] for t in (heads.attention(), heads.v, heads.k))
+    wq, wk, wv = (getattr(heads, f"to_{name}").weight[0] for name in "qkv")
+    s, n = heads.scale[0, 0], len(p)
+    f = p[:, None] * (v - (p @ v)[:, None]).mT  # (n, d_v, m)
+    u = s * heads.q[0, 0] @ wk.T
+    a = torch.einsum("ij,xc->icjx", p, wv)
+    b = torch.einsum("icj,ix->icjx", f, u)
+    c = torch.einsum("icj,jd,xd,il->iclx", f, s * k, wq, torch.eye(n, dtype=p.dtype))
+    return tuple(path.reshape(n * v.shape[1], -1) for path in (a, b, c))
+
+
+def norm(matrix: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrix, 2)
+
+
+def blocks(matrix: Tensor, n: int) -> Tensor:
+    """The norms of the n x n blocks of a square matrix."""
+    size = len(matrix) // n
+    return norm(matrix.reshape(n, size, n, size).transpose(1, 2))
+
+
+def pw_of(at: Centred) -> Tensor:
+    return at.p * at.w2.sqrt()
+
+
+def m_of(heads: Heads) -> Tensor:
+    at = centred(heads)
+    rows, pw = affine_rows(heads, at), pw_of(at)
+    keys = KeyBlocks(pw @ pw.mT, (rows.images @ rows.images.mT).abs())
+    sizes = query_term(at, rows)[0], row_lengths(at, rows, pw)[0]
+    return block_norms(at, rows, keys, pw, sizes, joint=heads.x_kv is None)[0, 0]
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("name", NAMES)
+def test_m_bounds_the_blocks_of_every_product_of_paths_but_one(random_layer, name, gain):
+    heads = random_layer(name, gain=gain).heads
+    a, b, c = paths(heads)
+    n = heads.q.shape[2]
+    known = [a @ a.T, b @ b.T, c @ c.T]
+    if heads.x_kv is None:
+        known.append((a + b) @ c.T)
+        known.append(known[-1].T)
+    truth = sum(blocks(product, n) for product in known)
+    assert (m_of(heads) >= truth * (1 - 1e-9) - 1e-15).all()
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_values_and_keys_share_is_bounded(random_layer, name, gain):
+    heads = random_layer(name, gain=gain).heads
+    at = centred(heads)
+    rows = affine_rows(heads, at)
+    f = row_lengths(at, rows, pw_of(at))
+    a, b, _ = paths(heads)
+    for e in (torch.ones_like(at.p[..., :1]).mT, torch.eye(at.p.shape[2]).to(at.p)[:1]):
+        cross = value_key_norm(at, rows, f, e.expand(*at.p.shape[:2], 1, -1))[0][0, 0]
+        assert cross >= norm(a @ b.T) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("gain", GAINS)
+def test_the_spread_lies_between_the_norm_and_the_frobenius_norm(random_layer, gain):
+    heads = random_layer("biases", n=7, gain=gain).heads
+    at = centred(heads)
+    f = pw_of(at)[..., None] * 0 + at.p[..., None] * (at.v[:, :, None] - at.o[:, :, :, None])
+    exact = torch.linalg.matrix_norm(f, 2)
+    length = pw_of(at).norm(dim=-1)
+    spread, less = row_spread(at, length, torch.zeros_like(length))
+    assert (spread >= exact * (1 - 1e-9)).all()
+    assert (spread <= length).all()
+    assert (spread <= 3**0.25 * exact * (1 + 1e-4))[length - spread > 1e-3 * length].all()
+    assert (less <= 1e-3 * spread + 1e-7).all()
+
+
+def parts_of(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """The bound, ||M|| and the limit of ||A B^T||, of one head."""
+    at = centred(heads)
+    rows = affine_rows(heads, at)
+    e = torch.ones_like(at.p[..., :1, :])
+    cross = value_key_norm(at, rows, row_lengths(at, rows, pw_of(at)), e)[0]
+    return gram_bound(at, rows, joint=True)[0, 0], norm(m_of(heads)), cross[0, 0]
+
+
+def test_no_constant_of_the_proof_can_be_smaller():
+    """Two tokens of width 1, whose values, keys and queries move the output alike."""
+    x = torch.tensor([[[1.0], [-1.0]]], dtype=torch.float64)
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    heads = affine_heads(x, 2 * one, 1.5 * one, one)
+    whole = norm(sum(paths(heads))).square()
+    bound, blocks_norm, cross = parts_of(heads)
+    assert whole <= bound.square() <= 1.01 * whole
+    assert blocks_norm + cross < 0.99 * whole  # A B^T counts twice
+    a, b, c = paths(heads)
+    apart = norm(a @ a.T + b @ b.T + c @ c.T)
+    assert apart + 2 * norm(a @ b.T) < 0.99 * whole  # what queries meet counts
+
+
+def test_what_queries_meet_is_in_m():
+    x = torch.tensor([[[1.0], [-1.0]]], dtype=torch.float64)
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    heads = affine_heads(x, 0.3 * one, 0.3 * one, one)
+    a, b, c = paths(heads)
+    meeting = (a + b) @ c.T
+    truth = norm(a @ a.T + b @ b.T + c @ c.T + meeting + meeting.T)
+    assert truth * (1 - 1e-9) <= norm(m_of(heads)) <= 1.05 * truth
+    assert norm(a @ a.T + b @ b.T + c @ c.T) < 0.9 * truth
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("precision", [1, 10**6])
+def test_tokens_of_any_size_are_bounded(scale, precision):
+    generator = torch.Generator().manual_seed(5)
+    x = scale * torch.randn(1, 9, 6, generator=generator, dtype=torch.float64)
+    x[:, 3:5] = x[:, :1]
+    weights = torch.randn(3, 1, 6, 4, generator=generator, dtype=torch.float64)
+    weights[:2] /= scale  # logits of one size
+    heads = affine_heads(x, *weights)
+    policy = replace(FORMULA, single_blocks=precision)
+    bound = block_bound(heads, centred(heads), policy=policy)[0, 0]
+    whole = norm(sum(paths(heads)))
+    assert whole * (1 - 1e-12) <= bound <= 3 * whole
+
+
+def test_blocks_of_the_product_are_closer_than_those_of_the_jacobian(random_layer):
+    for name in ("biases", "rotary", "softcap"):
+        layer = random_layer(name)
+        exact, j = norm(layer.jacobian()), layer.jacobian()
+        at = centred(layer.heads)
+        bound = block_bound(layer.heads, at)
+        n, dv = layer.heads.q.shape[2], layer.heads.v.shape[3]
+        each = norm(j.reshape(*j.shape[:2], n, dv, n, -1).transpose(-3, -2))
+        assert (bound >= exact).all()
+        assert (bound <= norm(each) * (1 + 1e-6)).all()

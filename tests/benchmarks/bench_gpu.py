@@ -52,12 +52,11 @@ class Place:
     """A device, its clock and its memory."""
 
     def __init__(self, name: str) -> None:
-        self.kind = torch.device(name).type
         if name.startswith("simulated"):
             from tests.simulated import device
 
             device.start()
-        self.name = name
+        self.name, self.kind = name, torch.device(name).type
 
     def clock(self) -> float:
         """Wall seconds, when the device has done all that was asked of it."""
@@ -146,8 +145,7 @@ class Trial:
 def pieces(asked: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Line]]]:
     """Every piece by its name, none of them above a few minutes on a card of today."""
     trial = cache(lambda: Trial(asked))
-    place = torch.device(asked.device).type
-    if place == "cuda":
+    if asked.device.startswith("cuda"):
         yield "tests", tests
     for kind in (torch.float32, torch.float64):
         yield f"rate of {kind}", partial(rate, asked, kind)

@@ -39,7 +39,7 @@ from tests.benchmarks.bench_heads import (
 )
 from tests.benchmarks.shared.drawing import curves, standalone
 from tests.benchmarks.shared.models import RANDOM, batch_of
-from tests.benchmarks.shared.timing import cpu_seconds, least, resident, spread
+from tests.benchmarks.shared.timing import cpu_seconds, least, resident, short, spread
 
 Sizes = dict[str, int]
 SMALL = {"tokens": 256, "width": 128, "heads": 4, "layers": 2, "samples": 2, "classes": 10}
@@ -254,7 +254,7 @@ def figures(lines: dict[str, Growth], unit: str) -> Iterator[str]:
     yield f"| {unit} at | {' | '.join(heads)} | exponent between the last two sizes |"
     yield f"|---|{'--:|' * (len(heads) + 1)}"
     for name, growth in lines.items():
-        cells = [f"{growth.values[i]:,.3g}" for i in shown]
+        cells = [short(growth.values[i]) for i in shown]
         yield f"| {name} | {' | '.join(cells)} | {growth.last:.2f} |"
     yield ""
 

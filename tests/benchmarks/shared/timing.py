@@ -13,6 +13,11 @@ from typing import NamedTuple, TypeVar
 Result = TypeVar("Result")
 
 
+def short(x: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{x:.3g}" if abs(x) < 1000 else f"{x:,.0f}"
+
+
 class Spread(NamedTuple):
     """The middle of some figures and their ends."""
 
@@ -21,7 +26,7 @@ class Spread(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        middle, low, high = (f"{x:.3g}" if abs(x) < 1000 else f"{x:,.0f}" for x in self)
+        middle, low, high = map(short, self)
         return middle if low == high else f"{middle} ({low} to {high})"
 
 

@@ -22,13 +22,9 @@ class Policy:
         chunk_entries: numbers that a temporary of heads which are not affine may hold: 32 MB.
         dense_entries: of a head's Jacobian up to which it is formed, and its blocks' norms exact.
         single_keys: from how many keys on single precision is tried first, and certificates of
-<<<<<<< HEAD
             norms before eigenvalues; on a device whose products keep all its digits, which may
             take 64 times as long for double.
-=======
-            norms before eigenvalues.
         single_blocks: the same of the blocks of `sharp`, where products of maps cost more.
->>>>>>> 9dd6f66 (Bound heads by the blocks of J J^T, where values, keys and queries hardly meet)
         single_loss: share of a bound that single precision may cost; where it costs more the
             bound is computed anew in double.
 

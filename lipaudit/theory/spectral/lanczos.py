@@ -286,13 +286,15 @@ class _Running:
 
 def _begin(start: Tensor, guess: Tensor | None) -> _Running:
     count, size = start.shape
-    dimension = start.ne(0).sum(1).cpu()
+    live = start.ne(0).sum(1)
+    dimension = live.cpu()
     block, length = start.new_zeros(count, _GROWTH, size), torch.ones(count, dtype=torch.float64)
     block[:, 0] = _normalized(start)
     # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0 (Anderson,
     # symmetric unimodal density), so delta / |g + h| holds as delta did.
     if guess is not None:
-        mixed = block[:, 0] + _normalized(guess)
+        # In one dimension every vector is right, and the sum of two opposite ones is none.
+        mixed = block[:, 0] + _normalized(guess) * (live > 1)[:, None]
         length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
         block[:, 0] = _normalized(mixed)
     empty = torch.zeros(count, 0, dtype=torch.float64)

@@ -170,6 +170,13 @@ def test_a_guess_tells_the_first_singular_value_from_one_close_to_it():
     assert short(near.expand_as(start)) == 0
 
 
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_in_one_dimension_no_guess_cancels_the_start(sign):
+    start = torch.tensor([[2.0], [3.0]], dtype=torch.float64)
+    norms = spectral_norms(lambda _: lambda u: 9.0 * u, start, guess=sign * start)
+    assert norms.norm.tolist() == pytest.approx([3.0, 3.0])
+
+
 def test_no_copies_of_a_converged_value_appear():
     values = [100.0, *torch.linspace(1.0, 2.0, 299).tolist()]
     matrix, _ = with_spectrum(values)

@@ -35,6 +35,10 @@ Rows = Float[Tensor, "batch heads n"]
 CLEAR = 0.01
 """A sum that cancels to less than this share of its terms has lost what single precision has."""
 
+FAINT = 1e-25
+"""A square may have lost what single precision takes for 0 where it is less, in units of values:
+as where those are constant, and queries and keys hardly move the output."""
+
 KEYS_MATTER = 0.25
 """What B B^T may be of A A^T at least before closer norms of its blocks are worth their cost."""
 
@@ -51,7 +55,7 @@ def gram_bound(
     square, least = _limits(at.single, rows.to_single(), joint, steps, policy)
     # ||M|| + 2 ||A B^T|| in exact arithmetic lies between the two: where they are close, so is
     # `square` to it. Negated, so that NaN (an overflow) counts as apart.
-    apart = ~(square <= (1 + policy.single_loss) ** 2 * least)
+    apart = ~((square <= (1 + policy.single_loss) ** 2 * least) & (square > FAINT))
     if apart.any():
         these = (*apart.nonzero(as_tuple=True), None)
         square[apart] = _limits(at.pick(these), rows.pick(these), joint, steps, policy)[0][:, 0]

@@ -15,6 +15,7 @@ from lipaudit.theory.bounds.affine import (
 from lipaudit.theory.bounds.centred import centred
 from lipaudit.theory.bounds.gram import gram_bound
 from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY, Policy
 
@@ -110,3 +111,13 @@ def test_the_allowance_of_the_query_term_covers_sums_over_query_channels(channel
     t, gap = (end.double() for end in query_term(at, rows))
     worst = channels * torch.finfo(torch.float32).eps / 2  # gamma_d, for positive terms attained
     assert (t.square() - (t - gap).square() >= 2 * worst * t.square()).all()
+
+
+@pytest.mark.parametrize("size", [1e12, 1e16, 1e22])
+def test_what_moves_constant_values_hardly_is_no_zero_in_single_precision(random_layer, size):
+    """Nothing moves through them, and squares of what keys and queries move are beyond float32."""
+    heads = random_layer("affine").heads
+    keys = replace(heads.to_k, weight=heads.to_k.weight / size)
+    heads = replace(heads, to_v=None, to_k=keys, k=heads.k / size, to_q=None)
+    exact = torch.linalg.matrix_norm(dense_jacobian(heads), 2)
+    assert (sharp(heads, SINGLE) >= exact * (1 - DOUBLE)).all()

@@ -58,7 +58,8 @@ def block_bound(
 def _matrix(t: Tensor, blocks: Tensor, joint: bool) -> Tensor:
     """Return B, where queries and keys read one input or two."""
     if not joint:
-        return torch.cat([blocks, torch.diag_embed(t)], -1)
+        # In the precision of the blocks, from which the norm knows how they were rounded.
+        return torch.cat([blocks, torch.diag_embed(t).to(blocks)], -1)
     # ||J_ii|| <= P_ii beta_ii + t_i; dX_q and dX_kv are other columns where they are two inputs.
     blocks.diagonal(0, -2, -1).add_(t)
     return blocks

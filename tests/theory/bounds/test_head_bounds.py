@@ -15,6 +15,8 @@ from lipaudit.theory.bounds.ball import ball_size_bounds
 from lipaudit.theory.bounds.catalogue import BOUNDS
 from lipaudit.theory.bounds.centred import centred
 from lipaudit.theory.bounds.head_bounds import affine_only, head_bounds
+from lipaudit.theory.bounds.sharp import block_bound
+from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Pairs
 from lipaudit.theory.policy import POLICY, Policy
 
@@ -187,6 +189,17 @@ def test_bounds_of_other_logits_hold_at_the_edges(random_layer, policy, name, va
     bounds = head_bounds(layer.heads, policy=policy)
     for bound in ("sharp", "theorem3", "theorem3_g1"):
         assert (bounds[bound] >= exact * (1 - 1e-12)).all(), bound
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_rounded_to_single_precision_are_bounded_with_two_inputs(random_layer, seed):
+    """Of one query and one key of width one B is J but for rounding: nothing else is above it."""
+    heads = random_layer("cross-attention-norm", seed=seed, n=1, keys=1).heads
+    narrow = replace(heads.to_v, weight=heads.to_v.weight[..., :1], bias=None)
+    heads = replace(heads, v=heads.v[..., :1], to_v=narrow, out=None)
+    exact = torch.linalg.matrix_norm(dense_jacobian(heads), 2)
+    long = Policy(dense_entries=0, map_limit=0)
+    assert (block_bound(heads, centred(heads), policy=long) >= exact).all()
 
 
 @pytest.mark.parametrize("name", OTHER)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lipaudit.errors import EvaluationError, InputError, UsageError, of_machine
 from lipaudit.models.derivative.linear_mode import evaluate, explained
 from lipaudit.models.derivative.reads import learning
+from lipaudit.models.derivative.trail import Trail
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.theory.powers import times_power
 
@@ -230,11 +231,12 @@ def _excess(image: Tensor, z: Tensor) -> Tensor:
 def linearize(f: Function, x: Tensor) -> Linearization:
     """Linearise f at every sample of x, and check that each sample has a Jacobian of its own.
 
-    The plain model is run on two of the samples, the first of them all NaN, and what is computed
-    from NaN is NaN: where the other output is that of the full batch nonetheless, nothing of its
-    neighbour went into it. That costs the two forward passes. Where it is not, and on an
-    accelerator, where NaN may end the process, derivatives decide: neither output may have any
-    gradient with respect to the other sample. That costs about eight passes of one sample.
+    The plain model is run on the last sample between two that are all NaN, and what is computed
+    from NaN is NaN: where its output is that of the full batch nonetheless, nothing of its
+    neighbours went into it. That costs three forward passes of one sample. Where it is not, where
+    an operation is random or may have lost a NaN, and on an accelerator, where NaN may end the
+    process, derivatives decide: of two samples, neither output may have any gradient with respect
+    to the other sample. That costs about eight passes of one sample.
 
     Args:
         f: f(x, index) -> y, (batch, *in) -> (batch, *out), on any rows `index` of the batch.
@@ -253,26 +255,29 @@ def linearize(f: Function, x: Tensor) -> Linearization:
     if whole.output.shape[:1] != x.shape[:1]:
         raise InputError(f"{len(x)} samples give an output of shape {tuple(whole.output.shape)}")
     require_finite(whole.output)
-    if x.device.type != "cpu" or not _stands_alone(whole, ends):
+    if x.device.type != "cpu" or not _stands_alone(whole):
         pair = _checked(f, x[ends], ends)
         _require_equal(whole.output[ends], pair, "depends on which samples are beside it")
     return whole
 
 
-def _stands_alone(whole: Linearization, ends: Tensor) -> bool:
-    """Whether the last sample's output is the plain model's beside a first sample of NaN."""
-    beside, value = whole.x[ends], whole._graph[1]
-    beside[0] = torch.nan
+def _stands_alone(whole: Linearization) -> bool:
+    """Whether the last sample's output is the plain model's between two samples of NaN."""
+    rows = torch.tensor([0, len(whole) - 1, 0])
+    beside, value = whole.x[rows], whole._graph[1]
+    beside[::2] = torch.nan
     if not value.requires_grad:
         return False
     try:
-        with exact_arithmetic(whole.x.device), torch.no_grad():
-            plain = whole.f(beside, whole.index[ends])
+        with exact_arithmetic(whole.x.device), torch.no_grad(), Trail() as trail:
+            plain = whole.f(beside, whole.index[rows])
     except Exception as error:  # a model may look at its numbers, and say so in any way
         if of_machine(error):
             raise
         return False
-    return plain.shape[1:] == value.shape[1:] and _agree(whole.output[-1:], plain[1:])
+    if trail.lost or plain.shape[1:] != value.shape[1:]:
+        return False
+    return _agree(whole.output[-1:], plain[1:2])
 
 
 def _checked(f: Function, x: Tensor, index: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,10 @@ def noisy(x):
     return x + torch.randn_like(x)
 
 
+def noisy_at_first(x):
+    return x.sin() + torch.cat([torch.randn_like(x[:1]), torch.zeros_like(x[1:])])
+
+
 def of_the_neighbour(x):
     return x + 1e-7 * x.roll(1, 0).tanh()
 
@@ -37,6 +42,27 @@ def of_those_before(x):
     return x.cumsum(0)
 
 
+def of_those_behind(x):
+    return x.flip(0).cumsum(0).flip(0)
+
+
+def of_the_next(x):
+    return x.sin() + 1e-7 * torch.cat([x[1:], torch.zeros_like(x[:1])])
+
+
+def cleaned(x):
+    """NaN is lost, and what takes its place changes hardly anything."""
+    return x.sin() + 1e-7 * x.nan_to_num().roll(1, 0)
+
+
+def chosen(x):
+    return x.sin() + 1e-7 * torch.where(x > 0, x, 0).sum(0)
+
+
+def largest(x):
+    return x.sin() + 1e-7 * torch.fmax(x, x.roll(1, 0))
+
+
 UNSUITABLE = {
     "dropout": (nn.Dropout(0.5).train(), InputError, "dropout is on"),
     "attention dropout": (
@@ -45,9 +71,16 @@ UNSUITABLE = {
         "one forward pass to the next",
     ),
     "noise": (noisy, EvaluationError, "one forward pass to the next"),
+    "noise on one sample": (noisy_at_first, EvaluationError, "one forward pass to the next"),
     "batch statistics": (nn.BatchNorm1d(3).train(), InputError, "statistics of the batch"),
     "neighbour": (of_the_neighbour, InputError, "depends on another"),
     "batch as a sequence": (of_those_before, InputError, "depends on another"),
+    "batch as a sequence backwards": (of_those_behind, InputError, "depends on another"),
+    "next": (of_the_next, InputError, "depends on another"),
+    "mean without NaN": (lambda x: x.sin() - x.nanmean(0), InputError, "depends on another"),
+    "cleaned neighbour": (cleaned, InputError, "depends on another"),
+    "chosen neighbour": (chosen, InputError, "depends on another"),
+    "larger neighbour": (largest, InputError, "depends on another"),
     "mean of the batch": (lambda x: x - x.mean(0), InputError, "depends on another"),
     "checkpoint": (Checkpointed(use_reentrant=False), InputError, "gradient checkpointing"),
     "reentrant checkpoint": (Checkpointed(use_reentrant=True), InputError, "checkpoint"),
@@ -61,11 +94,23 @@ UNSUITABLE = {
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize(("f", "error", "message"), UNSUITABLE.values(), ids=UNSUITABLE)
 def test_unsuitable_models_are_refused(f, error, message, samples):
+    torch.manual_seed(0)
     with pytest.raises(error, match=message):
         linearize(lambda z, _: f(z), torch.randn(samples, 3, 4)).fit()
 
 
-def test_the_check_takes_two_forward_passes_of_one_sample():
+def test_fused_attention_is_no_noise():
+    sizes = []
+
+    def f(z, index):
+        sizes.append(len(index))
+        return F.scaled_dot_product_attention(z, z, z)
+
+    linearize(f, torch.randn(2, 3, 4))
+    assert sizes == [2, 3]
+
+
+def test_the_check_takes_three_forward_passes_of_one_sample():
     sizes = []
 
     def f(z, index):
@@ -74,7 +119,7 @@ def test_the_check_takes_two_forward_passes_of_one_sample():
 
     for samples in (1, 5):
         linearize(f, torch.randn(samples, 4)).outer(torch.randn(samples, 4))
-        assert sizes == [(samples, True), (2, False)]
+        assert sizes == [(samples, True), (3, False)]
         sizes.clear()
 
 

@@ -1,0 +1,55 @@
+"""Whether NaN marks all that is computed from it, and one run tells what the next one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_DROPS = frozenset(
+    {"nan_to_num", "nan_to_num_", "fmax", "fmin", "nansum", "nanmedian", "sign", "heaviside"}
+)
+
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+"""It counts as random because of its dropout, which it refuses on a CPU."""
+
+
+class Trail(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watch for random numbers, and for operations whose NaN leaves none behind.
+
+    What is not a floating-point number cannot be NaN: a comparison, a place in an order, a number
+    that Python gets to see. So nothing is known of what a mask or a route does that was made of
+    NaN.
+
+    Attributes:
+        lost: whether an operation of either kind has been met.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lost = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call the operation, and look at what went in where NaN may not come out."""
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and func._opname != _ATTENTION:
+            self.lost = True
+        elif func._opname in _DROPS or not all(map(_shows, tree_leaves(result))):
+            self.lost |= any(map(_is_nan, tree_leaves((args, kwargs))))
+        return result
+
+
+def _shows(value: Any) -> bool:
+    """Whether a NaN could be seen in a result."""
+    if not isinstance(value, Tensor):
+        return value is None
+    return value.is_floating_point() or value.is_complex()
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any())

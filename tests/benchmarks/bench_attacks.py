@@ -1,9 +1,10 @@
 """What attacks cost: passes per sample, bare passes, our loops, and the package's own.
 
-Run by hand: python tests/benchmarks/bench_attacks.py [demo:robust] [--samples 16] [--repeats 3]
-    python tests/benchmarks/bench_attacks.py timm:vit_tiny_patch16_224 --samples 2 --eps 0.00001 \
-        --scale 50 --repeats 2
-    python tests/benchmarks/bench_attacks.py demo:robust --verdicts --eps 0.08,0.14
+    python tests/benchmarks attacks demo:robust --samples 16
+    python tests/benchmarks attacks vit_tiny --samples 2 --eps 0.00001 --scale 50
+    python tests/benchmarks attacks demo:robust --verdicts --eps 0.08,0.14
+    python tests/benchmarks attacks demo:robust --against COMMIT      # our presets, no package
+
 The same draws on both sides: our chunk seeds the package, sample by sample the same starts. Each
 figure is CPU time of one thread, medians of interleaved repeats. `floor` is that of as many bare
 calls of the model, forward and backward, in batches as large as ours. `--scale` divides steps and
@@ -16,10 +17,10 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 import torch
 from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
@@ -29,10 +30,13 @@ from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import PRESETS, Attack, Trial
-from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results.trials import parse_radius
 from lipaudit.train.demos import shipped
+from tests.benchmarks.shared.models import TIMM, loaded
+from tests.benchmarks.shared.rounds import Round, Subject
+from tests.benchmarks.shared.timing import cpu_seconds, timed
 
+PRESET_NAMES = ("standard", "lean")
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
 
 
@@ -44,8 +48,7 @@ class Model:
     calls: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        random = {"pretrained": False} if self.spec.startswith("timm:") else None
-        self.net = load_net(self.spec, LoadOptions(model_kwargs=random))
+        self.net = loaded(self.spec)
 
     def __call__(self, x: Tensor) -> Tensor:
         self.calls[len(x), torch.is_grad_enabled() and x.requires_grad] += 1
@@ -53,7 +56,7 @@ class Model:
 
     def samples(self, size: int) -> tuple[Tensor, Tensor]:
         """Return samples and the classes that the model gives them, or their own labels."""
-        if not self.spec.startswith("timm:"):
+        if self.spec not in TIMM:
             data = shipped("test")[:size]
             return data.x, data.y
         x = torch.rand(size, 3, 224, 224, generator=torch.Generator().manual_seed(0))
@@ -65,7 +68,7 @@ class Model:
         total = 0.0
         for (size, gradient), number in calls.items():
             z = x[torch.arange(size) % len(x)]
-            times = [_timed(lambda z=z, g=gradient: self._pass(z, g)) for _ in range(4)]
+            times = [cpu_seconds(lambda z=z, g=gradient: self._pass(z, g)) for _ in range(4)]
             total += number * statistics.median(times[1:])
         return total
 
@@ -75,12 +78,6 @@ class Model:
             logits = self.net.read(self.net.call(leaf, None))
             if gradient:
                 torch.autograd.grad(logits.sum(), leaf)
-
-
-def _timed(run: Callable[[], object]) -> float:
-    start = time.process_time()
-    run()
-    return time.process_time() - start
 
 
 def package(f: Model, x: Tensor, y: Tensor, attacks: Sequence[Attack], how: dict) -> Tensor:
@@ -103,6 +100,11 @@ def package(f: Model, x: Tensor, y: Tensor, attacks: Sequence[Attack], how: dict
     return stands
 
 
+def of_package(norm: str, eps: str) -> dict[str, object]:
+    """A ball in the package's words."""
+    return {"norm": {"linf": "Linf", "l2": "L2"}[norm], "eps": float(eps), "device": "cpu"}
+
+
 def ours(f: Model, x: Tensor, y: Tensor, trial: Trial) -> Tensor:
     """Run our attacks; return which samples stand."""
     ends = {outcome.chunk: outcome.robust for outcome in evaluate(f, x, y, [trial])}
@@ -121,16 +123,15 @@ def passes(calls: Counter[tuple[int, bool]], gradient: bool) -> int:
     return sum(size * n for (size, g), n in calls.items() if g == gradient)
 
 
-def costs(f: Model, asked: argparse.Namespace, eps: str) -> None:
+def costs(spec: str, asked: argparse.Namespace, eps: str) -> None:
     """Print a line per attack and per preset: passes per sample, times, ratios."""
-    x, y = f.samples(asked.samples)
-    how = {"norm": {"linf": "Linf", "l2": "L2"}[asked.norm], "eps": float(eps), "device": "cpu"}
-    whole = {name: trial_of(name, eps, asked.norm, asked.scale) for name in ("standard", "lean")}
+    f, x, y = warm(spec, asked.samples, asked.norm)
+    how = of_package(asked.norm, eps)
+    whole = {name: trial_of(name, eps, asked.norm, asked.scale) for name in PRESET_NAMES}
     parts = [
-        (f"{a.name}", replace(whole["standard"], attacks=(a,)))
+        (a.name, replace(whole["standard"], attacks=(a,)))
         for a in (() if asked.whole else whole["standard"].attacks)
     ]
-    ours(f, x, y, trial_of("standard", eps, asked.norm, 50))  # what is imported and made once
     for name, trial in [*parts, *whole.items()]:
         times: dict[str, list[float]] = {"package": [], "ours": [], "floor": []}
         for _ in range(asked.repeats):
@@ -141,7 +142,7 @@ def costs(f: Model, asked: argparse.Namespace, eps: str) -> None:
             counts = {}
             for kind, run in runs.items():
                 f.calls.clear()
-                times[kind].append(_timed(run))
+                times[kind].append(cpu_seconds(run))
                 counts[kind] = Counter(f.calls)
             times["floor"].append(f.bare(counts["ours"], x))
         took = {kind: statistics.median(values) for kind, values in times.items()}
@@ -158,13 +159,12 @@ def costs(f: Model, asked: argparse.Namespace, eps: str) -> None:
         )
 
 
-def verdicts(f: Model, asked: argparse.Namespace, eps: str) -> None:
+def verdicts(spec: str, asked: argparse.Namespace, eps: str) -> None:
     """Print how many samples stand, and how many verdicts differ from the package's."""
-    x, y = f.samples(asked.samples)
-    how = {"norm": {"linf": "Linf", "l2": "L2"}[asked.norm], "eps": float(eps), "device": "cpu"}
-    standard, lean = (trial_of(n, eps, asked.norm, asked.scale) for n in ("standard", "lean"))
-    theirs = package(f, x, y, standard.attacks, how)
-    line = f"{f.spec} {asked.norm} {eps}, {len(x)} samples: package {int(theirs.sum())} stand"
+    f, x, y = warm(spec, asked.samples, asked.norm)
+    standard, lean = (trial_of(n, eps, asked.norm, asked.scale) for n in PRESET_NAMES)
+    theirs = package(f, x, y, standard.attacks, of_package(asked.norm, eps))
+    line = f"{spec} {asked.norm} {eps}, {len(x)} samples: package {int(theirs.sum())} stand"
     for name, trial in (("standard", standard), ("lean", lean)):
         stands = ours(f, x, y, trial)
         more, fewer = int((stands & ~theirs).sum()), int((theirs & ~stands).sum())
@@ -172,24 +172,52 @@ def verdicts(f: Model, asked: argparse.Namespace, eps: str) -> None:
     print(line, flush=True)
 
 
-def main() -> None:
-    """Print what is asked for, model by model."""
-    parser = argparse.ArgumentParser()
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="*", default=["demo:robust"])
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--eps", default="0.08")
+    parser.add_argument("--eps", default="0.08", help="one, or several by commas")
     parser.add_argument("--norm", default="linf", choices=["linf", "l2"])
-    parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--scale", type=int, default=1, help="divide steps and queries by it")
     parser.add_argument("--whole", action="store_true", help="the presets alone, no single attack")
     parser.add_argument("--verdicts", action="store_true", help="which samples stand, no times")
-    asked = parser.parse_args()
+
+
+def subjects(asked: argparse.Namespace) -> dict[str, Subject]:
+    """Our presets, beside those of a commit."""
+    return {
+        f"{spec}, {name}, {asked.norm} {eps}, {asked.samples} samples": partial(
+            one_round, spec, name, eps, asked
+        )
+        for spec in asked.models
+        for name in PRESET_NAMES
+        for eps in asked.eps.split(",")
+    }
+
+
+def one_round(spec: str, name: str, eps: str, asked: argparse.Namespace) -> Round:
+    """Attack the samples, and count their passes."""
+    f, x, y = warm(spec, asked.samples, asked.norm)
+    trial = trial_of(name, eps, asked.norm, asked.scale)
+    f.calls.clear()
+    seconds, stands = timed(lambda: ours(f, x, y, trial))
+    plain = {"CPU (s)": seconds, "samples that stand": float(stands.sum())}
+    plain["passes a sample, forward"] = passes(f.calls, False) / len(x)
+    plain["passes a sample, with a gradient"] = passes(f.calls, True) / len(x)
+    return Round(plain=plain)
+
+
+@cache
+def warm(spec: str, size: int, norm: str) -> tuple[Model, Tensor, Tensor]:
+    """A model and its samples, when what is imported and made once has been."""
+    f = Model(spec)
+    x, y = f.samples(size)
+    ours(f, x, y, trial_of("standard", "1e-3", norm, 50))
+    return f, x, y
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print what is asked for, model by model."""
     torch.set_num_threads(1)
     for spec in asked.models:
-        f = Model(spec)
         for eps in asked.eps.split(","):
-            (verdicts if asked.verdicts else costs)(f, asked, eps)
-
-
-if __name__ == "__main__":
-    main()
+            (verdicts if asked.verdicts else costs)(spec, asked, eps)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lipaudit
 from lipaudit import errors
 from tests import tutorials
 
@@ -89,6 +90,13 @@ def test_the_page_of_errors_has_every_exit_code():
 def test_the_page_of_errors_has_every_class_and_its_code():
     lines = {name.strip("`"): int(code) for name, code, _ in rows(r"`\w+Error`")}
     assert lines == {kind.__name__: kind.exit_code.value for kind in CLASSES}
+
+
+def test_the_report_that_the_site_shows_has_the_figures_of_this_code():
+    shown = lipaudit.load(ROOT / "docs/site/demo.json").section("bounds").arrays["sharp"]
+    report = lipaudit.audit("demo", ["bounds"], samples=1)
+    now = report.section("bounds").arrays["sharp"].data
+    assert shown.data[:: shown.shape[1]] == pytest.approx(now, rel=1e-3)
 
 
 def test_the_package_is_typed():

@@ -14,7 +14,7 @@ from scipy.stats import linregress
 from lipaudit.theory import powers
 from tests.benchmarks import __main__ as entry
 from tests.benchmarks import bench_gpu
-from tests.benchmarks.bench_growth import Growth
+from tests.benchmarks.bench_growth import Growth, page
 from tests.benchmarks.shared import rounds
 from tests.benchmarks.shared.flops import Flops
 from tests.benchmarks.shared.profile import Profile
@@ -105,6 +105,14 @@ def test_the_exponent_of_a_power_law_is_told_with_an_interval():
         [math.log(n) for n in (1, 2, 4, 8)], [math.log(y) for y in (1, 2.2, 3.9, 8.3)]
     )
     assert (slope, half) == pytest.approx((fit.slope, 4.30265 * fit.stderr), rel=1e-4)
+
+
+def test_what_is_too_little_to_fit_an_exponent_is_said():
+    line = {"axis": "tokens", "measure": "attack", "seconds": {"step": 1.0}, "memory": 1.0}
+    with pytest.raises(SystemExit, match="three numbers of tokens"):
+        list(page([line | {"size": 64}, line | {"size": 128}]))
+    lines = list(page([line | {"size": size} for size in (64, 128, 256)]))
+    assert "| step | 0.00 ± 0.00 |" in lines
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -231,9 +231,18 @@ def memories(points: Sequence[Point], axis: str) -> dict[str, Growth]:
     }
 
 
+def fitted(points: Sequence[Point]) -> list[str]:
+    """The axes with enough sizes for an exponent and its interval; tokens must be one of them."""
+    sizes = {axis: {p["size"] for p in points if p["axis"] == axis} for axis in AXES}
+    axes = [axis for axis, known in sizes.items() if len(known) > 2]
+    if "tokens" not in axes:
+        raise SystemExit("nothing to draw yet: measure three numbers of tokens or more")
+    return axes
+
+
 def page(points: Sequence[Point]) -> Iterator[str]:
     """Write tables as Markdown: exponents along all axes, and figures along tokens."""
-    axes = [axis for axis in AXES if any(p["axis"] == axis for p in points)]
+    axes = fitted(points)
     for title, of in (("CPU seconds", growths), ("memory", memories)):
         yield f"| exponent of {title} in | {' | '.join(axes)} |"
         yield f"|---|{'--:|' * len(axes)}"

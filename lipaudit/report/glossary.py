@@ -22,7 +22,7 @@ ATTACKS: Mapping[str, str] = {
     "standard": "AutoAttack: apgd-ce, apgd-t, fab-t and square, each on the samples that still "
     "stand (Croce and Hein 2020).",
     "lean": "AutoAttack that gives a sample up, within an attack, where its progress promises "
-    "that the rest of the steps will not break it: a fraction of the passes.",
+    "that the rest of the steps will not break it: a fraction of the passes, at best as strong.",
     "quick": "apgd-ce and apgd-t with 20 steps and 3 targets: a weaker, faster AutoAttack.",
     "paper": "The attacks of Yudin et al. 2025: fgsm and pgd at 2/255 and 4/255, AutoAttack at "
     "2/255.",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -106,3 +107,10 @@ def test_a_plan_needs_no_torch():
 
 def test_presets_are_listed():
     assert set(PRESETS) == {"paper", "standard", "lean", "quick"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_guide_says_what_each_preset_runs(preset):
+    guide = Path(__file__).parents[2] / "docs/guide/attack.md"
+    rows = [line for line in guide.read_text("utf-8").splitlines() if line.startswith("|")]
+    assert any(f"`{preset}`" in row.split("|")[1] for row in rows)

@@ -265,13 +265,13 @@ def _layer_section(
                 theorem3_sum=_median(out * theorem3.sum(1)),
             )
         )
-    kept = {"exact": "layer_exact", "exact_out": "layer_out"}
+    kept = {"exact": measured["layer_exact"], "exact_out": measured["layer_out"]}
     return Section(
         measure="bounds.layers",
         settings=options.model_dump(),
         rows=tuple(rows),
         samples={"ids": ids},
-        arrays={name: Array.of(measured[source].T) for name, source in kept.items()},
+        arrays={name: Array.of(v.T) for name, v in kept.items() if not np.isnan(v).all()},
         notes=_before_out(measured),
     )
 

@@ -250,39 +250,45 @@ def linearize(f: Function, x: Tensor) -> Linearization:
     """
     if x.dtype not in (torch.float32, torch.float64):
         raise UsageError(f"cannot linearise in {x.dtype}", "use float32 or float64")
-    ends = torch.tensor([0, len(x) - 1], device=x.device)
+    pair = None if x.device.type == "cpu" else _checked(f, x)
     whole = Linearization(f, x, torch.arange(len(x), device=x.device))
-    if whole.output.shape[:1] != x.shape[:1]:
-        raise InputError(f"{len(x)} samples give an output of shape {tuple(whole.output.shape)}")
-    require_finite(whole.output)
-    if x.device.type != "cpu" or not _stands_alone(whole):
-        pair = _checked(f, x[ends], ends)
-        _require_equal(whole.output[ends], pair, "depends on which samples are beside it")
+    _require_samples(whole)
+    if pair is None and not _stands_alone(whole):
+        pair = _checked(f, x)
+    if pair is not None:
+        beside = whole.output[[0, len(x) - 1]]
+        _require_equal(beside, pair, "depends on which samples are beside it")
     return whole
 
 
 def _stands_alone(whole: Linearization) -> bool:
     """Whether the last sample's output is the plain model's between two samples of NaN."""
     rows = torch.tensor([0, len(whole) - 1, 0])
-    beside, value = whole.x[rows], whole._graph[1]
+    beside, value, trail = whole.x[rows], whole._graph[1], Trail()
     beside[::2] = torch.nan
     if not value.requires_grad:
         return False
     try:
-        with exact_arithmetic(whole.x.device), torch.no_grad(), Trail() as trail:
-            plain = whole.f(beside, whole.index[rows])
+        with exact_arithmetic(whole.x.device), torch.no_grad(), trail:
+            plain = whole.f(beside.clone(), whole.index[rows])
     except Exception as error:  # a model may look at its numbers, and say so in any way
         if of_machine(error):
             raise
         return False
+    finally:
+        if trail.restore():
+            whole.release()  # its graph keeps what has been written into
     if trail.lost or plain.shape[1:] != value.shape[1:]:
         return False
     return _agree(whole.output[-1:], plain[1:2])
 
 
-def _checked(f: Function, x: Tensor, index: Tensor) -> Tensor:
-    """The outputs of two samples, once they are known to be independent functions of the two."""
+def _checked(f: Function, x: Tensor) -> Tensor:
+    """The outputs of the ends, once they are known to be independent functions of the two."""
+    index = torch.tensor([0, len(x) - 1], device=x.device)
+    x = x[index]
     pair = Linearization(f, x, index)
+    _require_samples(pair)
     gradient = pair.sized(pair.vjp, _only(0, pair.output))
     pair.exponent[1] = pair.exponent[0]
     back = pair.vjp(_only(1, pair.output))
@@ -311,6 +317,12 @@ def _noise(output: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(output[0].shape, generator=generator).to(output)
     return noise.expand_as(output).clone()
+
+
+def _require_samples(at: Linearization) -> None:
+    if at.output.shape[:1] != at.x.shape[:1]:
+        raise InputError(f"{len(at)} samples give an output of shape {tuple(at.output.shape)}")
+    require_finite(at.output)
 
 
 def require_finite(values: Tensor) -> None:

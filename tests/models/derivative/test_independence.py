@@ -150,6 +150,26 @@ def test_statistics_of_the_batch_stay_what_they_were():
     assert norm.running_mean.tolist() == [0, 0, 0]
 
 
+class Counting(nn.Module):
+    """Its passes and the mean of what they saw are state; the count is part of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.passes, self.seen = torch.zeros(1), torch.zeros(4)
+
+    def forward(self, x):
+        self.passes += 1
+        self.seen.lerp_(x.detach().mean(0), 0.1)
+        return x.sin() * (1 + 0 * self.passes) + 0 * self.seen
+
+
+def test_a_model_that_counts_its_passes_is_linearised_and_keeps_no_nan():
+    model, x = Counting(), torch.randn(3, 4)
+    linear = linearize(lambda z, _: model(z), x)
+    assert torch.equal(linear.outer(torch.ones_like(x)), x.cos().square())
+    assert model.seen.isfinite().all()
+
+
 def test_a_wrong_mask_is_noticed():
     """An f that forgets `index` gives samples another mask where it is run on a part."""
     scale = torch.tensor([1.0, 2.0, 3.0])[:, None]

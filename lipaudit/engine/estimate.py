@@ -36,7 +36,7 @@ from lipaudit.settings.jacobian import Target
 
 SURVEY = 16.0
 """Forwards that finding out what a model is costs, once, before the first sample is read."""
-READ = {"attention": 5.0, "bounds": 75.0}
+READ = {"attention": 5.0, "bounds": 50.0}
 """Forwards per sample of what is computed layer by layer; docs/performance.md has measurements."""
 LIFTED = 5
 """Passes for which a survey lifts weights that are held; reading lifts them once a batch."""

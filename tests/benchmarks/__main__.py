@@ -112,13 +112,18 @@ def main(arguments: Sequence[str]) -> None:
     if side:
         serve(arguments)
         return
+    from lipaudit.errors import LipauditError
+
     name = arguments[0]
     module = module_of(name)
     asked = options_of(module, name, arguments[1:])
-    if hasattr(module, "subjects") and (asked.against or not hasattr(module, "run")):
-        tables(module, asked, arguments)
-    else:
-        module.run(asked)
+    try:
+        if hasattr(module, "subjects") and (asked.against or not hasattr(module, "run")):
+            tables(module, asked, arguments)
+        else:
+            module.run(asked)
+    except LipauditError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def layer_norms(
 ) -> LayerNorms:
     """Return the norms of all heads together, one per batch row; arguments as `head_norms`.
 
-    Without `concat` the heads side by side are left out where the layer's output is a norm apart.
+    Without `concat` the norm before W_O is left out where there is one after it.
 
     >>> from lipaudit.theory.heads import affine_heads
     >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2).expand(2, 2, 2)

@@ -108,9 +108,9 @@ def table(title: str, section: Section, rows: Sequence[Row], names: Sequence[str
 
 
 def every_row(section: Section, *, folded: bool = True) -> Table:
-    """Tabulate all rows and all columns, less text columns that are empty throughout."""
-    cells = [row.cells() for row in section.rows]
-    names = [n for n in section.columns() if any(row.get(n) != "" for row in cells)]
+    """Tabulate all rows and columns, less texts, and in a table that is seen figures, of none."""
+    cells, nothing = [row.cells() for row in section.rows], ("",) if folded else ("", None)
+    names = [n for n in section.columns() if any(row.get(n) not in nothing for row in cells)]
     return Table(
         title=f"All rows ({len(cells)})" if folded else "",
         columns=tuple(section.columns()[n] for n in names),

@@ -62,7 +62,7 @@ PLENTY, AMPLE = 100, 2**30
 SHARE = 0.8
 """Of the memory that is free, what a batch may take."""
 TIMED, SLOW = 8, 1.0
-"""Samples that are timed together, where one by itself takes less than so many seconds."""
+"""Samples timed together, and as often, unless that takes longer: a busy machine delays some."""
 UNKNOWN = "how long that takes is not known: memory ran out for several samples at once"
 
 
@@ -228,15 +228,15 @@ def _cost(attack: Attack, radius: Radius) -> float:
 
 
 def _forward(job: Job, samples: int) -> float:
-    """Time a forward per sample, after one that is not timed."""
+    """Time a forward per sample: the quickest of a few, after one that is not timed."""
     batch = job.samples.batch[:samples].to(job.net.device, job.net.dtype)
-    seconds = 0.0
+    seconds: list[float] = []
     with eager(), torch.no_grad():
-        for _ in range(2):
+        while sum(seconds) < SLOW and len(seconds) < TIMED:
             start = time.perf_counter()
             job.net.output(batch).sum().item()  # waits for the device
-            seconds = time.perf_counter() - start
-    return seconds / len(batch)
+            seconds.append(time.perf_counter() - start)
+    return min(seconds[1:] or seconds) / len(batch)
 
 
 def _lifting(job: Job) -> float:

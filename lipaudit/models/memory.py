@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lipaudit.models.precision import EagerMode
 
 LARGE = 10**9
 """Bytes from which on they are written as GB."""
@@ -37,7 +38,7 @@ class Footprint:
         return max(1, int((room - self.fixed) // max(self.sample, 1)))
 
 
-class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Held(EagerMode):
     """Counts the bytes of tensors that operations make while it is active, and somebody holds.
 
     Temporary memory of an operation is not seen, nor is what it does without torch.
@@ -54,11 +55,6 @@ class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.most = self._now = 0
         tensors = (*module.parameters(), *module.buffers())
         self._known = {t.untyped_storage().data_ptr() for t in tensors}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Say no to a wrapper that imports the compiler: nothing is compiled meanwhile."""
-        return False
 
     def __torch_dispatch__(
         self,

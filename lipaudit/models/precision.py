@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SEEDED = ("cuda", "xpu")
 """Devices with a random state of their own."""
@@ -129,3 +130,12 @@ def eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+class EagerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode under which nothing is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say no to a wrapper that keeps the compiler out, and imports it for that: a second."""
+        return False

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipaudit.errors import UsageError
-from lipaudit.models.precision import SEEDED
+from lipaudit.models.precision import SEEDED, EagerMode
 
 Objective = Callable[..., Any]
 
@@ -135,7 +134,7 @@ def _require_apart(module: nn.Module) -> None:
             )
 
 
-class _DrawnWhole(TorchDispatchMode):
+class _DrawnWhole(EagerMode):
     """Draws Bernoulli variables, which dropout is made of on a CPU, for the whole batch.
 
     Uniform ones, too: transformers makes stochastic depth of them. Each process draws them all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -210,3 +211,11 @@ def test_time_that_lifting_takes_is_not_multiplied_by_what_reading_does(stored, 
     forwards = estimate.SURVEY + 8 * estimate.READ["bounds"]
     assert costs[0].least == forwards
     assert costs[1].least == 0.25 * forwards + 0.75 * (estimate.LIFTED + 2)
+
+
+def test_a_forward_that_a_busy_machine_delays_is_not_what_a_forward_takes(monkeypatch):
+    took = [0.5, 0.02, 0.3, 0.01, *4 * [0.02]]
+    clock = accumulate(second for each in took for second in (0.0, each))
+    job = prepare(Request("demo", {"jacobian": JacobianOptions()}, RunOptions(samples=1)))
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(clock))
+    assert estimate._forward(job, 1) == pytest.approx(0.01)

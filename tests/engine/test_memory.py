@@ -134,7 +134,7 @@ def test_batches_are_cut_to_what_is_free_and_figures_stay(monkeypatch, name):
     asked = replace(asked, counts={name: 8}, request=replace(asked.request, measures=options))
     whole = execute(asked)
     known, sizes = footprint(asked, name), []
-    room = known.of(3) / estimate.SHARE + 1
+    room = (known.of(3) + known.of(4)) / 2 / estimate.SHARE
     monkeypatch.setattr(estimate, "free", lambda _device: room)
     run = task.Task._run
     monkeypatch.setattr(

@@ -13,7 +13,9 @@ from torch.backends import cuda, cudnn, mkldnn
 import lipaudit
 from lipaudit.engine.execute import execute
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.derivative.trail import Trail
+from lipaudit.models.memory import Held
+from lipaudit.models.precision import EagerMode, exact_arithmetic
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.settings import RunOptions, option_types
@@ -137,3 +139,10 @@ def test_a_model_may_use_flags_of_its_own():
     before = settings()
     assert norms(chooses=True) == norms(chooses=False)
     assert settings() == before
+
+
+@pytest.mark.parametrize("mode", [Trail, Held])
+def test_watching_operations_does_not_load_the_compiler(mode):
+    # torch wraps a mode that must stay out of compiled code; the wrapper imports the compiler.
+    assert issubclass(mode, EagerMode)
+    assert not hasattr(mode.__torch_dispatch__, "__wrapped__")

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lipaudit.models.precision import EagerMode
 
 _DROPS = frozenset(
     {"nan_to_num", "nan_to_num_", "fmax", "fmin", "nansum", "nanmedian", "sign", "heaviside"}
@@ -17,7 +18,7 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 """It counts as random because of its dropout, which it refuses on a CPU."""
 
 
-class Trail(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trail(EagerMode):
     """Watch for random numbers, for operations whose NaN leaves none behind, and for state.
 
     What is not a floating-point number cannot be NaN: a comparison, a place in an order, a number

@@ -1,0 +1,94 @@
+"""What a release promises: names that no change touches unnoticed, and files that go with it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+import lipaudit
+from lipaudit.attacks.kinds import GROUP as ATTACKS
+from lipaudit.cli.commands import build
+from lipaudit.errors import ExitCode
+from lipaudit.monitor import CALLBACKS
+from lipaudit.report.formats import RENDERERS
+from lipaudit.results.bounds import GROUP as BOUNDS
+from lipaudit.results.measures import GROUP as MEASURES
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+
+
+def commands(command=None, path=""):
+    """Every command as it is typed."""
+    inner = getattr(command or get_command(build()), "commands", None)
+    if inner is None:
+        return [path]
+    return [
+        name for key, each in inner.items() for name in commands(each, f"{path} {key}".strip())
+    ]
+
+
+PUBLIC = {
+    "lipaudit": (
+        [name for name in lipaudit.__all__ if name != "__version__"],
+        "LipauditError ModelSpec Observer Report attention_penalty attribute audit bounds load "
+        "measure merge monitor rank render watch",
+    ),
+    "lipaudit.bounds": (
+        dir(lipaudit.bounds),
+        "appendix_c ball_norm ball_sharp castin every exact heads hu mean_field sharp theorem3 "
+        "theorem3_g1",
+    ),
+    "lipaudit.monitor": ([*CALLBACKS], "LightningCallback TrainerCallback"),
+    "commands": (
+        [name.replace(" ", "-") for name in commands()],
+        "attack attention audit baseline-check baseline-save baseline-show baseline-update bounds "
+        "certify check compare env explain gate init inspect jacobian merge models report scaling "
+        "schema train watch",
+    ),
+    "formats": (
+        [*RENDERERS],
+        "annotations badge brief csv endpoint html json junit markdown model-card png sarif "
+        "table text",
+    ),
+    "exit codes": (
+        [f"{code.value}:{code.name}" for code in ExitCode],
+        "0:OK 1:REGRESSION 2:USAGE 3:INTERNAL 4:INPUT 5:BASELINE 6:NOT_PROVEN 7:TIME_LIMIT",
+    ),
+    "groups of entry points": (
+        [ATTACKS, BOUNDS, MEASURES],
+        "lipaudit.attacks lipaudit.bounds lipaudit.measures",
+    ),
+    "scripts": ([*PYPROJECT["project"]["scripts"]], "lipaudit"),
+    "extras": (
+        [*PYPROJECT["project"]["optional-dependencies"]],
+        "accelerate datasets dev mlflow peft tensorboard wandb",
+    ),
+    "inputs of the action": (
+        [*ACTION["inputs"]],
+        "baseline brief current fail-on html junit sarif strict",
+    ),
+    "hooks": ([hook["id"] for hook in HOOKS], "lipaudit-baseline-check"),
+}
+"""What others write into code, builds and configuration: what there is, and what is promised.
+
+A new name is added here; one that goes or changes breaks a build: say so in CHANGELOG.md.
+"""
+
+
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_public_names_are_those_that_are_promised(kind):
+    names, promised = PUBLIC[kind]
+    assert sorted(names) == promised.split()
+
+
+def test_the_source_distribution_has_what_its_tests_read():
+    sent = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    read = {"lipaudit", "tests", "docs", "CHANGELOG.md", "CITATION.cff", "action.yml"}
+    assert read | {".pre-commit-hooks.yaml", ".ci"} == set(sent)

@@ -5,21 +5,36 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import typer
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from rich.text import Text
 
 import lipaudit
 from lipaudit import schema
+from lipaudit.cli.commands import build
+from lipaudit.cli.options import Output, Terminal
 from lipaudit.report.topics import topics
 from lipaudit.results import Column, measures
 from lipaudit.results.bounds import SYMBOLS, catalogue
+from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, option_types
+from lipaudit.settings.option import Option
 
 HERE = Path(__file__).parent
+KINDS: dict[str, type[Settings]] = {**option_types(), "audit": AuditOptions, "train": Recipe}
+MEASURING = {name: (name, kind) for name, kind in KINDS.items()} | {
+    "check": ("audit", RunOptions),
+    "watch": ("audit", AuditOptions),
+}
+"""The commands that measure: where the page of options has theirs, and which these are."""
+SHARED = Output.options() | Terminal.options()
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -28,6 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "bounds": _bounds,
         "columns": _columns,
+        "commands": _commands,
         "json": _json,
         "python": _python,
         "words": _words,
@@ -37,6 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     page = lipaudit.render(lipaudit.load(HERE / "demo.json"), "html")
     files.append(File.generated(config, "demo.html", content=page))
+    style = (HERE / "style.css").read_text(encoding="utf-8")
+    files.append(File.generated(config, "style.css", content=style))
     return files
 
 
@@ -50,6 +68,65 @@ def _mathml(formula: re.Match[str]) -> str:
     math = convert(html.unescape(formula[2]).strip(), display="block" if block else "inline")
     # The theme lets such a block scroll by itself where it is wider than the page.
     return f'<div class="arithmatex">{math}</div>' if block else math
+
+
+def _commands() -> Iterator[str]:
+    yield "# Commands\n\nWhat `lipaudit COMMAND --help` says of every command. The options of what"
+    yield "measures and trains have [a page of their own](../options.md), and those that most"
+    yield "commands have stand [at the end](#most-commands).\n"
+    for name, each in _leaves(typer.main.get_command(build())):
+        yield f"\n## lipaudit {name}\n"
+        yield from _help(Text.from_markup(each.help).plain)
+        page, kind = MEASURING.get(name, ("", None))
+        elsewhere = kind.options() | RunOptions.options() if kind else {}
+        yield from _parameters(each, SHARED | elsewhere)
+        if page:
+            yield f"\n[More options](../options.md#lipaudit-{page}), and"
+            yield "[those of every measure](../options.md#every-measure-and-train)."
+    yield "\n## Most commands\n\n| option | what it says |\n| --- | --- |"
+    for option in SHARED.values():
+        yield f"| {_flags(option.flags)} | {_cell(option.help)} |"
+
+
+def _help(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a command's help; lists and examples stand as they are."""
+    for paragraph in text.split("\n\n"):
+        head, colon, rest = paragraph.partition(":")
+        listed = colon and (head in ("Example", "Examples") or "\n  " in rest)
+        if listed:
+            yield f"{head}:\n\n```\n{textwrap.dedent(rest.strip(chr(10))).strip()}\n```\n"
+        else:
+            yield f"{_cell(paragraph)}\n"
+
+
+def _leaves(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command by its full name."""
+    for name, each in group.commands.items():
+        full = f"{path} {name}".strip()
+        if hasattr(each, "commands"):
+            yield from _leaves(each, full)
+        else:
+            yield full, each
+
+
+def _parameters(each: Any, elsewhere: Mapping[str, Option]) -> Iterator[str]:
+    """Yield the table of what a command takes that no other table says of it."""
+    rows = [(p, Text.from_markup(p.help or "").plain) for p in each.params if not p.hidden]
+    own = [
+        (parameter, said)
+        for parameter, said in rows
+        if parameter.name not in elsewhere or not said.startswith(elsewhere[parameter.name].help)
+    ]
+    if own:
+        yield "| argument or option | what it says |\n| --- | --- |"
+    for parameter, said in own:
+        option = parameter.param_type_name == "option"
+        name = parameter.opts if option else [parameter.metavar or parameter.name.upper()]
+        yield f"| {_flags(name)} | {_cell(said)} |"
+
+
+def _flags(flags: Iterable[str]) -> str:
+    return ", ".join(f"`{flag}`" for flag in flags)
 
 
 def _columns() -> Iterator[str]:

@@ -153,9 +153,8 @@ def _devices() -> list[str]:
     """Name what torch sees, and say of each whether figures can be had on it."""
     import torch
 
-    accelerator, names = torch.accelerator.current_accelerator(), ["cpu"]
-    if accelerator is not None:
-        count = torch.accelerator.device_count()
+    names, count = ["cpu"], torch.accelerator.device_count()
+    if count and (accelerator := torch.accelerator.current_accelerator()):  # 2.6 raises without
         names += [f"{accelerator.type}:{i}" for i in range(count)]
     return [f"{name}{_remark(name)}" for name in names]
 

@@ -337,6 +337,16 @@ def test_env_says_which_devices_can_be_used(monkeypatch):
     assert facts["default device"] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def test_env_asks_for_no_accelerator_where_there_is_none(monkeypatch):
+    def absent():
+        raise RuntimeError("Cannot access accelerator device when none is available.")  # torch 2.6
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", absent)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    facts = json.loads(CliRunner().invoke(build(), ["env", "-f", "json"]).stdout)
+    assert facts["devices"] == "cpu"
+
+
 @pytest.mark.parametrize(
     ("name", "flag", "shown"),
     [

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ IMPORTED = [
     "lipaudit.cli.commands",
     "lipaudit.engine.execute",
     "lipaudit.report",
+    "matplotlib.figure",
+    "timm",
+    "torch._dynamo",
     "torch.distributed.rendezvous",
     "transformers",
 ]
@@ -101,6 +105,13 @@ def begun(
     process = _forked().Process(target=_forked_run, args=(commands, given, before, said, printed))
     process.start()
     return Command(process, said, printed)
+
+
+def completed(*args: object, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, as `subprocess.run` gives it; the options are of `begun`."""
+    command = begun(*map(str, args), cwd=cwd, **options)
+    code, said = command.ended()
+    return subprocess.CompletedProcess(list(args), code, command.stdout.read_text(), said)
 
 
 def ranks(size: int, *args: str, cwd: Path, **options: Any) -> list[Command]:

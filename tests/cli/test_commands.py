@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,13 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
+from tests.processes import completed
 
 
-def lipaudit(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lipaudit", *map(str, args)]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, check=False
-    )
+def lipaudit(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return completed(*args, cwd=cwd, env={"COLUMNS": "80"})
 
 
 def strict(text: str) -> dict:
@@ -164,7 +161,7 @@ def test_weights_are_gated_both_ways_with_the_architecture_of_the_baseline(tmp_p
     reading += ("--mean", "0.5", "--std", "0.5", "--data", "demo", "-q")
     for name in ("good", "worse"):
         made = lipaudit(
-            "bounds", f"{name}.safetensors", *reading, "-o", f"{name}.json", cwd=tmp_path
+            "bounds", f"{name}.safetensors", *reading, "-n", 4, "-o", f"{name}.json", cwd=tmp_path
         )
         assert made.returncode == 0, made.stderr
     regressed = lipaudit("gate", "worse.safetensors", "-b", "good.json", "-q", cwd=tmp_path)

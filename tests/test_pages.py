@@ -8,9 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import typer
 
 import lipaudit
 from lipaudit import errors
+from lipaudit.cli.commands import build
 from tests import tutorials
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +105,29 @@ def test_the_package_is_typed():
     assert (files("lipaudit") / "py.typed").is_file()
 
 
-@pytest.mark.parametrize("page", tutorials.PAGES, ids=lambda page: page.stem)
+def commands(group, path="lipaudit"):
+    """Return the name of every command, and the names below those that have commands."""
+    return [
+        name
+        for each, command in group.commands.items()
+        for name in (
+            commands(command, f"{path} {each}")
+            if hasattr(command, "commands")
+            else [f"{path} {each}"]
+        )
+    ]
+
+
+def test_every_command_is_shown_at_work():
+    shown = "".join(page.read_text(encoding="utf-8") for page in tutorials.PAGES)
+    names = commands(typer.main.get_command(build()))
+    assert "lipaudit baseline save" in names
+    assert [name for name in names if not re.search(rf"^\$ {name}\b", shown, re.M)] == []
+
+
+@pytest.mark.parametrize(
+    "page", tutorials.PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}"
+)
 def test_a_tutorial_prints_what_it_says(page, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert tutorials.differences(text, tutorials.replayed(text, tmp_path)) == []

@@ -4,7 +4,8 @@
 
 A block with a title is a file of that name; a pyproject.toml is installed. A console block is a
 command behind each $ and what it prints to stdout, of which a line `...` leaves out a part. Other
-blocks of Python are executed, and a block of text behind one is what it prints.
+blocks of Python are executed, and a block of text behind one is what it prints. What stands below a
+comment is another test's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PAGES = sorted(
     if page.parent.name == "tutorials" or "```console" in page.read_text(encoding="utf-8")
 )
 BLOCK = re.compile(
-    r'^```(console|python|text|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S
+    r'(?<!-->\n)^```(console|python|text|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S
 )
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
 LEFT_OUT = "..."

@@ -149,7 +149,7 @@ def share_change(worse: int, better: int, samples: int) -> Evidence:
 
     D = (worse - better) / (n + 2) with the Laplace estimates (worse + 1) / (n + 2) and
     (better + 1) / (n + 2); holds up with no discordant pair at all.
-    Source: Bonett and Price, Br. J. Math. Stat. Psychol. 65 (2012) 479.
+    Source: Bonett and Price, J. Educ. Behav. Stat. 37 (2012) 479.
 
     Args:
         worse: pairs that got worse.

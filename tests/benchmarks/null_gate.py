@@ -2,7 +2,7 @@
 
     python tests/benchmarks null_gate --runs 1000
 
-prints the tables of docs/guide/gate.md. Without --runs it takes about two minutes on one core.
+prints the tables of docs/theory/gate.md. Without --runs it takes about two minutes on one core.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 A block with a title is a file of that name; a pyproject.toml is installed. A console block is a
 command behind each $ and what it prints to stdout, of which a line `...` leaves out a part. Other
-blocks of Python are executed, and a block of text behind one is what it prints. What stands below a
-comment is another test's.
+blocks of Python are executed, and a block of text behind one is what it prints. What stands
+below a comment is another test's.
 """
 
 from __future__ import annotations

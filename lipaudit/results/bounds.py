@@ -140,10 +140,11 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 name="sharp",
                 label="sharp",
                 meaning="lipaudit's own bound, from the norms of the Jacobian's blocks.",
-                formula="min(theorem3, ||B||), B_ij = P_ij beta_ij + delta_ij s ||T_i Phi^q_i||",
+                formula="min(theorem3, ||B||^(1/2)), B_il >= ||sum_j J_ij J_lj^T|| with the blocks "
+                "of J; of large heads that are not affine min(theorem3, ||B||), B_ij >= ||J_ij||",
                 source="ours",
-                explanation="Norm of the matrix of bounds of the Jacobian's blocks, usually "
-                "within a factor of two.",
+                explanation="Norm of the matrix of bounds of the blocks of J J^T, usually within "
+                "a factor of two.",
                 better="lower",
                 rank=0,
                 scaling=True,

@@ -56,7 +56,7 @@ def test_shapes_follow_the_tensors():
     assert lipaudit.bounds.sharp(x, w, w, w).shape == (2, 3)
     assert lipaudit.bounds.sharp(x[0], w, w, w).shape == (3,)
     assert lipaudit.bounds.sharp(x, w[0], w[0], w[0]).shape == (2,)
-    assert "P_ij beta_ij" in lipaudit.bounds.sharp.__doc__
+    assert "||sum_j J_ij J_lj^T||" in lipaudit.bounds.sharp.__doc__
     assert "sharp" in dir(lipaudit.bounds)
 
 

@@ -13,6 +13,8 @@ import typer
 import lipaudit
 from lipaudit import errors
 from lipaudit.cli.commands import build
+from lipaudit.results import measures
+from lipaudit.results.bounds import catalogue
 from tests import tutorials
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +77,20 @@ def test_what_the_theory_names_is_there():
         pkgutil.resolve_name(name)
     for path, name in tests:
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
+
+
+def test_the_theory_has_every_bound():
+    text = (ROOT / "docs/theory/bounds.md").read_text(encoding="utf-8")
+    rows = [row for record in measures().values() for row in record.rows]
+    names = {
+        name
+        for row in rows
+        if row.section.startswith("bounds")
+        for name, column in row.columns().items()
+        if column.status in ("bound", "certified") and not name.startswith("log10_")
+    }
+    assert names >= {*catalogue(), "ball_sharp", "sharp_rss"}
+    assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def rows(first):

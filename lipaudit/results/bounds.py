@@ -140,8 +140,9 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 name="sharp",
                 label="sharp",
                 meaning="lipaudit's own bound, from the norms of the Jacobian's blocks.",
-                formula="min(theorem3, ||B||^(1/2)), B_il >= ||sum_j J_ij J_lj^T|| with the blocks "
-                "of J; of large heads that are not affine min(theorem3, ||B||), B_ij >= ||J_ij||",
+                formula="min(theorem3, ||B||^(1/2)), B_il >= ||sum_j J_ij J_lj^T|| with the "
+                "blocks of J; of large heads that are not affine min(theorem3, ||B||), "
+                "B_ij >= ||J_ij||",
                 source="ours",
                 explanation="Norm of the matrix of bounds of the blocks of J J^T, usually within "
                 "a factor of two.",

@@ -13,6 +13,8 @@ import typer
 import lipaudit
 from lipaudit import errors
 from lipaudit.cli.commands import build
+from lipaudit.cli.options import CONFIGURABLE
+from lipaudit.gate.rules import configure
 from lipaudit.results import measures
 from lipaudit.results.bounds import catalogue
 from tests import tutorials
@@ -108,6 +110,26 @@ def test_the_page_of_errors_has_every_exit_code():
 def test_the_page_of_errors_has_every_class_and_its_code():
     lines = {name.strip("`"): int(code) for name, code, _ in rows(r"`\w+Error`")}
     assert lines == {kind.__name__: kind.exit_code.value for kind in CLASSES}
+
+
+def test_the_page_of_configuration_has_every_key():
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    shared = re.search(r"## Keys\n.*?```\n(.*?)```", text, re.DOTALL)
+    assert re.split(r",\s+", shared[1].strip()) == sorted(CONFIGURABLE)
+    keys = re.findall(r"^\| `([a-z]+)` \|", text, re.M)
+    assert sorted(keys) == sorted(configure({}))
+
+
+def test_the_page_of_configuration_has_every_variable():
+    """A name in capitals, in a file of the package that looks at the environment, is one of it."""
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    own = text[text.index("Read by lipaudit:") : text.index("Read by what lipaudit")]
+    listed = set(re.findall(r"`([A-Z_]+)`(?=[^|]*\|[^|]*\|$)", own, re.M))
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "lipaudit").rglob("*.py")]
+    looking = "".join(text for text in files if re.search(r"\bos\.environ\b|\benv=\"", text))
+    named = set(re.findall(r"\"([A-Z][A-Z]+(?:_[A-Z]+)+|RANK)\"", looking))
+    completion = {name for name in named if name.startswith("COMP_")}
+    assert listed == named - completion
 
 
 def test_the_report_that_the_site_shows_has_the_figures_of_this_code():

@@ -11,7 +11,7 @@ HEAD = """# Options
 
 Made from the settings of the package by `python -m lipaudit.settings.page`. From Python an option
 has the name of its flag with underscores: `lipaudit.measure("demo", "bounds", max_tokens=64)`.
-Those that all measures share can stand in `[tool.lipaudit]` of pyproject.toml or lipaudit.toml.
+Those that all measures share can stand in [a file](configuration.md).
 """
 
 

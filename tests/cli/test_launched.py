@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,34 +18,27 @@ from typer.testing import CliRunner
 from lipaudit.cli.commands import build
 from lipaudit.cli.remeasure import Remeasure, measure_for_first
 from lipaudit.engine import execute
+from lipaudit.engine import ranks as waiting
 from lipaudit.engine.prepare import Job
 from lipaudit.errors import UsageError
 from lipaudit.schema import load
 from lipaudit.train.record import require_shared
-from tests.processes import ranks
+from tests.processes import free_port, ranks
 
 ARGS = ("train", "demo", "-n", "48", "--batch-size", "20", "--lr", "1e-3", "--dtype", "float64")
 PENALTY = ("--penalty", "jasmin", "--k", "3")
-IMPATIENT = """
-from lipaudit.engine import ranks
-ranks.BEAT, ranks.LOST, ranks.FAREWELL = 0.2, 5.0, 1.0
-from lipaudit.__main__ import main
-main()
-"""
-"""The command, which waits less long for others that have ended."""
 
 
-def started(
-    *args: object, cwd: Path, how: tuple[str, str] = ("-c", IMPATIENT)
-) -> list[subprocess.Popen[str]]:
-    """Two processes of a run."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    env |= {"OMP_NUM_THREADS": "1"}
+def impatient() -> None:
+    """Wait less long for others that have ended."""
+    waiting.BEAT, waiting.LOST, waiting.FAREWELL = 0.2, 5.0, 1.0
+
+
+def started(*args: str, cwd: Path) -> list[subprocess.Popen[str]]:
+    """Two processes of a run in interpreters of their own: torch reads what it logs at once."""
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, *how, *map(str, args)]
+    command = [sys.executable, "-m", "lipaudit", *args]
     return [
         subprocess.Popen(command, cwd=cwd, env=env | {"RANK": f"{rank}"}, **pipes)
         for rank in (0, 1)
@@ -78,7 +70,7 @@ def require_alike(one: Path, two: Path) -> None:
 def test_the_first_of_two_processes_writes_what_one_would(tmp_path, monkeypatch, watch):
     monkeypatch.chdir(tmp_path)
     args = (*ARGS, *PENALTY, *watch, "--epochs", "2", "--out")
-    processes = started(*args, "two", cwd=tmp_path, how=("-m", "lipaudit"))
+    processes = started(*args, "two", cwd=tmp_path)
     said = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert said[1] == ("", "")
@@ -104,15 +96,15 @@ def test_a_training_goes_on_after_one_of_its_processes_has_ended(
     """One that is stopped keeps its connections: the first would wait for it for ever."""
     monkeypatch.chdir(tmp_path)
     args = (*ARGS, "--epochs", "9", "--out")
-    first, second = started(*args, "cut", cwd=tmp_path)
+    first, second = ranks(2, *args, "cut", cwd=tmp_path, before=impatient)
     while not (tmp_path / "cut/checkpoint.pt").exists():
-        assert first.poll() is None
+        assert first.alive
         time.sleep(0.005)
-    second.send_signal(stop)
-    said = first.communicate(timeout=300)[1]
-    second.kill()
-    second.communicate()
-    assert first.returncode == 3, said
+    second.send(stop)
+    code, said = first.ended()
+    second.process.kill()
+    second.ended()
+    assert code == 3, said
     assert "error: rank 1 of 2 has ended\n" in said
     assert "--resume goes on, with any number of processes" in said
     kept = len(json.loads((tmp_path / "cut/train.json").read_text())["epochs"])
@@ -121,7 +113,8 @@ def test_a_training_goes_on_after_one_of_its_processes_has_ended(
     if again == 1:
         alone(*resumed)
     else:
-        assert [each.wait(300) for each in started(*resumed, cwd=tmp_path)] == [0, 0]
+        both = ranks(2, *resumed, cwd=tmp_path, before=impatient)
+        assert [each.ended()[0] for each in both] == [0, 0]
     alone(*args, "one", "-q")
     require_alike(tmp_path / "one", tmp_path / "cut")
 
@@ -131,12 +124,13 @@ def test_the_first_of_two_processes_judges_and_both_end_with_its_code(tmp_path, 
     alone("jacobian", "demo", "-n", "4", "-q", "-o", "base.json")
     args = ("gate", "demo:jasmin", "-b", "base.json", "-q", "--batch-size", "1")
     args = (*args, "--fail-on", "jacobian.median <= -90%", "--report")
-    processes = started(*args, "two.json", cwd=tmp_path)
-    said = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [1, 1], said
-    assert said[1] == ("", "")
+    both = ranks(2, *args, "two.json", cwd=tmp_path, before=impatient)
+    ends = [each.ended() for each in both]
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert ends[1] == (1, "")
     one = CliRunner().invoke(build(), [*args, "one.json"])
-    assert (one.exit_code, one.stdout) == (1, said[0][0])
+    assert one.exit_code == 1
+    assert [each.stdout.read_text() for each in both] == [one.stdout, ""]
     sections = [json.loads(Path(f"{n}.json").read_text())["sections"] for n in ("one", "two")]
     assert sections[0] == sections[1]
 

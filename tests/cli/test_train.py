@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
+import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,16 +20,13 @@ from lipaudit.cli.commands import build
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.saving import save_net
 from lipaudit.train.record import save_model
+from tests.processes import begun, completed
 
 ARGS = ("demo", "-n", "256", "--epochs", "8", "--batch-size", "32", "--lr", "1e-3")
 
 
-def command(*args: object) -> list[str]:
-    return [sys.executable, "-m", "lipaudit", "train", *map(str, args)]
-
-
 def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args), cwd=cwd, capture_output=True, text=True, check=False)
+    return completed("train", *args, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +41,13 @@ def whole(tmp_path_factory) -> Path:
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path):
-    process = subprocess.Popen(
-        command(*ARGS, "--out", "cut", "-q"), cwd=tmp_path, env=dict(os.environ)
-    )
+    process = begun("train", *ARGS, "--out", "cut", "-q", cwd=tmp_path)
     record = tmp_path / "cut/train.json"
     while not record.exists():
-        assert process.poll() is None
+        assert process.alive
         time.sleep(0.01)
-    process.kill()
-    process.wait()
+    process.send(signal.SIGKILL)
+    assert process.ended()[0] == -signal.SIGKILL
     assert not json.loads(record.read_text())["finished"]
     assert not (tmp_path / "cut/model.safetensors").exists()
     again = run(*ARGS, "--out", "cut", cwd=tmp_path)
@@ -76,13 +70,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path):
 
 
 def test_the_result_is_a_model_argument(whole):
-    done = subprocess.run(
-        [sys.executable, "-m", "lipaudit", "bounds", "whole", "--data", "demo", "-n", "2", "-q"],
-        cwd=whole.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = completed("bounds", "whole", "--data", "demo", "-n", "2", "-q", cwd=whole.parent)
     assert done.returncode == 0, done.stderr
 
 

@@ -21,6 +21,10 @@ SHOWN = 5
 """Classes that a message names."""
 
 
+class LabelError(InputError):
+    """The labels of the data are not classes of the model."""
+
+
 @dataclass(frozen=True)
 class Drawn:
     """The samples a source gave, one tensor each, before padding.
@@ -105,7 +109,7 @@ def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tu
         net: the model.
 
     Raises:
-        InputError: neither works: an accuracy on such labels would mean nothing.
+        LabelError: neither works: an accuracy on such labels would mean nothing.
     """
     known = _known_names(net)
     if all(_plain(name) in known for name in names):
@@ -116,7 +120,7 @@ def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tu
     stranger = next(name for name in names if _plain(name) not in known)
     has = "no class names" if not known else "no class of that name"
     own = f" ({_some(net.info.labels)})" if net.info.labels else ""
-    raise InputError(
+    raise LabelError(
         f"the data have a class {stranger!r}; the model has {has}, and {net.classes} classes{own} "
         f"for the data's {len(names)} ({_some(names)})",
         "Rename the classes to the model's, or give as many as the model has, in its order; "
@@ -128,14 +132,14 @@ def require_labels(y: Sequence[int], net: Intake, *, origin: str) -> None:
     """Refuse labels that are no class of the model.
 
     Raises:
-        InputError: with the first such label.
+        LabelError: with the first such label.
     """
     classes = net.classes
     if classes is None:
         return
     wrong = next((i for i, label in enumerate(y) if not 0 <= label < classes), None)
     if wrong is not None:
-        raise InputError(
+        raise LabelError(
             f"{origin}: label {y[wrong]} is none of the model's {classes} classes "
             f"(0 to {classes - 1})",
             "Labels count from 0, in the order of the model's outputs.",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from lipaudit.data.batch import Batch
+from lipaudit.data.drawing import LabelError
 from lipaudit.data.forms import form_of_data
 from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.engine.files import require_writable
@@ -263,7 +264,27 @@ def _samples(net: Net, request: Request, count: int) -> Samples:
     labelled = [name for name, options in request.measures.items() if options.labelled]
     if spec == "random" and not {*labelled} <= {*request.optional}:
         raise _unlabelled(labelled[0])
-    return load_data(spec, net, data_options(request.run, count))
+    options = data_options(request.run, count)
+    try:
+        return load_data(spec, net, options)
+    except LabelError as error:
+        if labelled:
+            raise LabelError(error.message, error.advice + _spared(request, labelled)) from error
+        return _without_labels(load_data(spec, replace(net, classes=None), options), error)
+
+
+def _spared(request: Request, labelled: Collection[str]) -> str:
+    """Say what can be measured without labels."""
+    rest = ",".join(name for name in request.measures if name not in labelled)
+    return f" Only attacks need labels: `lipaudit audit --only {rest}`." if rest else ""
+
+
+def _without_labels(samples: Samples, error: LabelError) -> Samples:
+    """Return samples whose labels are no classes of the model as if they had none."""
+    text = f"the labels are not used: {error.message}"
+    note = Note(level="warning", code="labels-unused", text=text)
+    notes = (*(each for each in samples.notes if each.code != note.code), note)
+    return replace(samples, batch=replace(samples.batch, y=None), notes=notes)
 
 
 def data_options(run: RunOptions, samples: int) -> DataOptions:

@@ -276,7 +276,7 @@ NOTES: Mapping[str, str] = {
     "kept": "An interrupted run left finished parts: --resume goes on with them.",
     "not-kept": "Finished parts cannot be kept, so that --resume would find nothing.",
     "labels-by-order": "The classes of the data were matched to the model's by their order.",
-    "labels-unused": "The model has no classes: those of the data are not used.",
+    "labels-unused": "The labels of the data are not used: the model has no such classes.",
     "latin-1": "A text file was not UTF-8 and was read as Latin-1.",
     "left-out": "Something was not measured, with the reason.",
     "long": "Heads without a closed form will take long; --layers and --samples choose fewer.",

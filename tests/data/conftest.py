@@ -77,7 +77,7 @@ def refused():
     def check(spec, net, kind=InputError, **options):
         with pytest.raises(LipauditError) as caught:
             load_data(None if spec is None else str(spec), net, DataOptions(**options))
-        assert type(caught.value) is kind
+        assert isinstance(caught.value, kind)
         assert caught.value.advice
         return f"{caught.value.message} | {caught.value.advice}"
 

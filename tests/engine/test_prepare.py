@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import InputError
 from lipaudit.measures import MEASURES
 from lipaudit.models.sources.loading import load_net
-from lipaudit.settings import AttackOptions, BoundsOptions
+from lipaudit.settings import AttackOptions, BoundsOptions, JacobianOptions, RunOptions
 
 ATTACK = {"attack": AttackOptions(attack="fgsm", eps=("0.1",))}
 
@@ -45,3 +46,32 @@ def test_a_measure_is_refused_for_its_own_samples_only(monkeypatch):
         Request("demo", {"bounds": BoundsOptions()} | ATTACK, counts={"bounds": 1, "attack": 3})
     )
     assert seen == {"bounds": 1, "attack": 3}
+
+
+@pytest.fixture
+def strangers(tmp_path):
+    """Run options with digits whose labels are those of some other model."""
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).random((6, 1, 8, 8)), y=range(8, 14))
+    return RunOptions(data=str(tmp_path / "x.npz"))
+
+
+def test_labels_of_another_model_keep_no_norm_from_being_measured(strangers):
+    norms = {"bounds": BoundsOptions(), "jacobian": JacobianOptions()}
+    job = prepare(Request("demo", norms, strangers))
+    assert list(job.request.measures) == ["bounds", "jacobian"]
+    assert job.samples.batch.y is None
+    assert job.net.classes == 10
+    (note,) = (note for note in job.notes if note.code == "labels-unused")
+    assert note.level == "warning"
+    assert "is none of the model's 10 classes" in note.text
+
+
+def test_labels_of_another_model_are_refused_where_they_are_needed(strangers):
+    both = {"bounds": BoundsOptions(), "jacobian": JacobianOptions()} | ATTACK
+    for optional in (frozenset(), frozenset(ATTACK)):
+        with pytest.raises(InputError, match="none of the model's 10 classes") as caught:
+            prepare(Request("demo", both, strangers, optional=optional))
+        assert "`lipaudit audit --only bounds,jacobian`" in caught.value.advice
+    with pytest.raises(InputError) as caught:
+        prepare(Request("demo", ATTACK, strangers))
+    assert "--only" not in caught.value.advice

@@ -87,6 +87,7 @@ def _named(name: str, known: Sequence[Topic]) -> list[Topic]:
     return []
 
 
+@cache
 def plain(name: str) -> str:
     """Return a name without what printing adds: marks, case, spaces, hyphens, mathematics."""
     from lipaudit.report.cells import MARKS, pretty

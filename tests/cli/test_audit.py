@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
+from tests.processes import completed
 
 MAP = ("attention", "demo", "-n", "2", "--map", "1.3")
 
@@ -90,15 +91,9 @@ def test_what_cannot_be_drawn_is_refused(args, says, tmp_path, monkeypatch):
 def audited(tmp_path_factory) -> tuple[Path, list[str], list[str]]:
     """A folder with a small audit of the demo in `run/`, what it said and what it showed."""
     folder = tmp_path_factory.mktemp("audited")
-    command = (sys.executable, "-m", "lipaudit", "audit", "demo", "-n", "8", "--run-dir", "run")
-    done = subprocess.run(
-        [*command, "-o", "run.md"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"COLUMNS": "80"},
-    )
+    command = ("audit", "demo", "-n", "8", "--run-dir", "run", "-o", "run.md")
+    done = completed(*command, cwd=folder, env={"COLUMNS": "80"})
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("lipaudit: demo\n")
     return folder, done.stderr.splitlines(), done.stdout.splitlines()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def texts(node: ast.AST) -> list[str]:
     return []
 
 
+@functools.cache
 def advice() -> list[tuple[str, str]]:
     """Every text of an error or note in the source, with the place that it stands in."""
     return [
@@ -59,22 +61,19 @@ def advice() -> list[tuple[str, str]]:
     ]
 
 
-ADVICE = advice()
-
-
 def test_the_advice_of_the_source_is_read():
-    assert len(ADVICE) > 200
-    assert sum(bool(OPTION.search(text)) for _, text in ADVICE) > 40
-    assert sum(bool(COMMAND.search(text)) for _, text in ADVICE) > 8
+    assert len(advice()) > 200
+    assert sum(bool(OPTION.search(text)) for _, text in advice()) > 40
+    assert sum(bool(COMMAND.search(text)) for _, text in advice()) > 8
 
 
 def test_every_option_that_an_error_names_exists():
-    named = {(place, flag) for place, text in ADVICE for flag in OPTION.findall(text)}
+    named = {(place, flag) for place, text in advice() for flag in OPTION.findall(text)}
     assert sorted((place, flag) for place, flag in named if flag not in FLAGS) == []
 
 
 def test_every_command_that_an_error_names_exists_and_has_the_options_beside_it():
-    for place, text in ADVICE:
+    for place, text in advice():
         for match in COMMAND.finditer(text):
             if match[1] not in ROOT.commands:
                 # Prose: "a bug in lipaudit or a plug-in", never something quoted to be typed.

@@ -22,6 +22,7 @@ from lipaudit.models.sources.saving import save_net
 from lipaudit.train.record import save_model
 from tests.processes import begun, completed
 
+FGSM = ("--eps", "0.01", "--attack", "fgsm")
 ARGS = ("demo", "-n", "256", "--epochs", "8", "--batch-size", "32", "--lr", "1e-3")
 
 
@@ -125,7 +126,7 @@ def test_a_new_classifier_is_trained_resumed_and_read_back(photos, monkeypatch):
     assert any("new and random" in note for note in record["notes"])
     done = CliRunner().invoke(build(), ["train", *args, "--resume"])
     assert "Going on after epoch 2 of 2" in done.stderr
-    done = CliRunner().invoke(build(), ["attack", "trained", "--data", "photos", "--eps", "0.01"])
+    done = CliRunner().invoke(build(), ["attack", "trained", "--data", "photos", *FGSM])
     assert done.exit_code == 0, done.output
     done = CliRunner().invoke(build(), ["train", *args[:5], "--out", "other"])
     assert done.exit_code == 4

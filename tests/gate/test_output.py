@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from xml.etree import ElementTree
 
 import numpy as np
@@ -62,6 +63,42 @@ def test_the_change_is_that_of_the_two_figures(report, bounds, jacobian, attack,
             "each",
         ):
             assert verdict.paired == pytest.approx(verdict.change, abs=1e-12)
+
+
+@pytest.fixture
+def many(report, bounds):
+    """Of ten layers head 0 grows by 30 % and the layer's number, head 1 wildly, by 60 or so."""
+    growth = np.exp(np.random.default_rng(0).normal(np.log(1.6), 2, (20, 8)))
+    growth[::2] = 1.3 + np.arange(10)[:, None] / 100
+    return judge(report(bounds(growth), weights="b"), report(bounds(np.ones((20, 8)))))
+
+
+def test_of_many_rows_a_log_tells_those_that_grew_most_and_counts_the_others(many):
+    lines = written(many, "text").splitlines()
+    rows = [line.split(":")[2] for line in lines if "head" in line and "more" not in line]
+    assert rows == [f"each <= +20% layer {layer} head 0" for layer in range(9, 1, -1)]
+    assert "  bounds.exact:each <= +20%: 2 more rows regressed; -f table lists them" in lines
+    assert max(verdict.paired for verdict in many.verdicts[1::2]) > 0.39
+    for status, count in Counter(verdict.status for verdict in many.verdicts[1::2]).items():
+        more = f"  bounds.exact:each <= +20%: {count} more rows {status}; -f table lists them"
+        assert more in lines
+
+
+def test_many_rows_stand_in_every_other_format(many):
+    for format in ("table", "markdown", "html", "junit"):
+        text = " ".join(written(many, format).split())
+        for layer in range(10):
+            assert f"layer {layer} head 1" in text
+    findings = written(many, "markdown").split("## What stands out")[1].split("##")[0]
+    assert findings.count("- regressed: ") == 8
+    assert findings.index("layer 9 head 0") < findings.index("layer 2 head 0")
+    assert "layer 1 head 0" not in findings
+
+
+def test_no_name_in_junit_ends_in_a_blank(split):
+    root = ElementTree.fromstring(written(judge(split[1], split[0]), "junit"))
+    names = [case.get("name") for case in root.iter("testcase")]
+    assert names == [name.strip() for name in names]
 
 
 @pytest.mark.parametrize("format", ["text", "table", "markdown", "html", "junit"])

@@ -39,7 +39,10 @@ def render(judgement: Judgement) -> bytes:
 def _add(suite: ElementTree.Element, verdict: Verdict, *, failed: bool) -> None:
     from xml.etree import ElementTree
 
-    name = {"classname": _xml(verdict.metric), "name": _xml(f"{verdict.rule} {verdict.name}")}
+    name = {
+        "classname": _xml(verdict.metric),
+        "name": _xml(f"{verdict.rule} {verdict.name}".rstrip()),
+    }
     test = ElementTree.SubElement(suite, "testcase", name)
     if failed:
         kind = "error" if verdict.reason else "failure"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from lipaudit.gate.rules import parse_rule
 from lipaudit.gate.verdicts import UNPROVEN, Judgement, Verdict, VerdictStatus
 from lipaudit.report.blocks import (
     Block,
@@ -28,7 +30,7 @@ GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
 FEW = 6
 """Rows of one rule that are written out when none of them stands out."""
 TOLD = 8
-"""How many verdicts are told in full above the table."""
+"""How many verdicts are told in full: of each rule line by line, and above the table."""
 COLUMNS = {
     "verdict": "s",
     "rule": "s",
@@ -69,10 +71,16 @@ def lines(judgement: Judgement) -> list[str]:
     written = [f"{judgement.current} against {judgement.baseline}", ""]
     written += [f"! warning: {text}" for text in judgement.warnings]
     for judged in _by_rule(judgement):
-        written += [f"{_mark(judgement, verdict)} {verdict.line}" for verdict in judged.written]
-        more = "more " if judged.written else ""
-        rest = judged.rest.items()
-        written += [f"  {judged.rule}: {count} {more}rows {status}" for status, count in rest]
+        told = _worst_first(judgement, judged.written)[:TOLD]
+        written += [f"{_mark(judgement, verdict)} {verdict.line}" for verdict in told]
+        untold = Counter[str](v.status for v in judged.written if v not in told)
+        more = "more " if told else ""
+        listed = "; -f table lists them" if untold else ""
+        rest = (untold + judged.rest).items()
+        written += [
+            f"  {judged.rule}: {count} {more}rows {status}{listed if status in untold else ''}"
+            for status, count in rest
+        ]
     written += [f"  shown, never failing: {_figures(verdict)}" for verdict in judgement.shown]
     written += [f"  note: {note}" for note in judgement.notes]
     return [*written, "", _reason(judgement)]
@@ -118,8 +126,11 @@ def _facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
 
 def _findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
     """Say what fails, then what is open, the first of them in full."""
-    telling = [v for v in judgement.verdicts if judgement.fails(v)]
-    telling += [v for v in judgement.verdicts if v.status == "inconclusive" and v not in telling]
+    verdicts = [
+        v for judged in _by_rule(judgement) for v in _worst_first(judgement, judged.verdicts)
+    ]
+    telling = [v for v in verdicts if judgement.fails(v)]
+    telling += [v for v in verdicts if v.status == "inconclusive" and v not in telling]
     for verdict in telling[:TOLD]:
         yield f"{verdict.line}{_moved(judgement, verdict)}", "verdicts"
     if len(telling) > TOLD:
@@ -176,6 +187,21 @@ def _by_rule(judgement: Judgement) -> Iterator[Judged]:
         telling = [v for v in verdicts if len(verdicts) <= FEW or _stands_out(judgement, v)]
         rest = Counter[str](v.status for v in verdicts if v not in telling)
         yield Judged(rule, tuple(verdicts), tuple(telling), rest)
+
+
+def _worst_first(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
+    """Sort the verdicts on one rule, where there are many: what fails, by how much is worse."""
+    if len(verdicts) <= TOLD:
+        return verdicts
+    sign = 1 if parse_rule(verdicts[0].rule).op == "<=" else -1
+
+    def worse(verdict: Verdict) -> tuple[bool, float]:
+        known = (verdict.paired, verdict.change, verdict.new)
+        value = next((each for each in known if each is not None), None)
+        judged = value is not None and not verdict.reason
+        return judgement.fails(verdict), sign * value if judged else math.inf
+
+    return sorted(verdicts, key=worse, reverse=True)
 
 
 def _stands_out(judgement: Judgement, verdict: Verdict) -> bool:

@@ -72,8 +72,9 @@ PUBLIC = {
     ),
     "inputs of the action": (
         [*ACTION["inputs"]],
-        "baseline brief current fail-on html junit sarif strict",
+        "baseline brief current fail-on html junit report sarif strict torch-index",
     ),
+    "outputs of the action": ([*ACTION["outputs"]], "exit-code page verdict"),
     "hooks": ([hook["id"] for hook in HOOKS], "lipaudit-baseline-check"),
 }
 """What others write into code, builds and configuration: what there is, and what is promised.

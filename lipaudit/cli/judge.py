@@ -241,13 +241,13 @@ def _shown(judgement: Judgement, output: Output) -> int:
     from lipaudit.report import of_judgement
 
     subject = of_judgement(judgement)
-    _annotate(subject)
+    _annotate(subject, judgement.reason)
     emit(subject, output)
     return judgement.exit_code
 
 
-def _annotate(subject: Subject) -> None:
-    """Add to a job of GitHub: annotations on stderr, a table to the job's summary."""
+def _annotate(subject: Subject, outcome: str) -> None:
+    """Add to a job of GitHub: annotations on stderr, a table to its summary, the step's output."""
     from lipaudit.report import render
 
     if os.environ.get("GITHUB_ACTIONS") != "true":
@@ -256,6 +256,9 @@ def _annotate(subject: Subject) -> None:
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("ab") as file:
             file.write(render(subject, "markdown"))
+    if outputs := os.environ.get("GITHUB_OUTPUT"):
+        with Path(outputs).open("a", encoding="utf-8") as file:
+            file.write(f"verdict={' '.join(outcome.split())}\n")
 
 
 baselines = typer.Typer(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+
+from lipaudit.schema import dumps
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,16 +22,28 @@ def action():
 
 
 @pytest.fixture
-def recorded(tmp_path):
+def shell(tmp_path):
+    """Run a script as a runner does, with a command of this name in place of the real one."""
+
+    def run(script, name, body, **variables):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        env = {"PATH": path, "GITHUB_OUTPUT": str(tmp_path / "outputs"), **variables}
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def recorded(shell):
     """Run a script with a `lipaudit` that prints one argument to a line and exits 6."""
-    tool = tmp_path / "lipaudit"
-    tool.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 6\n')
-    tool.chmod(0o755)
 
     def run(script, **variables):
-        env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", **variables}
-        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = shell(script, "lipaudit", 'printf "%s\\n" "$@"\nexit 6', **variables)
         return done.returncode, done.stdout.splitlines()
 
     return run
@@ -45,6 +61,7 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         SARIF="of code/gate.sarif",
         BRIEF="gate.md",
         HTML="gate.html",
+        REPORT="now.json",
     )
     assert code == 6
     assert arguments == [
@@ -66,6 +83,8 @@ def test_the_action_passes_every_input_as_it_is(action, recorded):
         "gate.md",
         "--output",
         "gate.html",
+        "--report",
+        "now.json",
         "--",
         "$(touch /tmp/x); audit.json",
     ]
@@ -75,9 +94,48 @@ def test_the_action_with_its_defaults(action, recorded):
     step = action["runs"]["steps"][-1]
     names = {name.replace("-", "_").upper(): name for name in action["inputs"]}
     values = {v: action["inputs"][n].get("default", "audit.json") for v, n in names.items()}
-    assert set(values) == set(step["env"])
+    first, last = action["runs"]["steps"]
+    assert set(values) == set(first["env"]) | set(last["env"])
     _, arguments = recorded(step["run"], **values)
     assert arguments == ["gate", "--baseline", "lipaudit-baseline.json", "--", "audit.json"]
+
+
+@pytest.mark.parametrize(
+    ("growth", "code", "verdict"),
+    [(1.0, 0, "pass: 2 unchanged"), (1.5, 1, "regressed: jacobian.")],
+)
+def test_a_job_gets_annotations_a_summary_and_outputs(
+    action, shell, tmp_path, report, jacobian, growth, code, verdict
+):
+    norms = np.random.default_rng(0).lognormal(size=40)
+    weights = "a" if growth == 1 else "b"
+    (tmp_path / "old.json").write_text(dumps(report(jacobian(norms))))
+    (tmp_path / "new.json").write_text(dumps(report(jacobian(growth * norms), weights=weights)))
+    step = action["runs"]["steps"][-1]
+    given = {"CURRENT": "new.json", "BASELINE": "old.json", "HTML": "gate.html"}
+    job = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": "summary", "PYTHONPATH": str(ROOT)}
+    python = f'exec "{sys.executable}" -m lipaudit "$@"'
+    done = shell(step["run"], "lipaudit", python, **(dict.fromkeys(step["env"], "") | job | given))
+    assert done.returncode == code, done.stderr
+    lines = (tmp_path / "outputs").read_text().splitlines()
+    said = dict(line.split("=", 1) for line in lines)
+    assert said.keys() == set(action["outputs"])
+    assert all(f"steps.gate.outputs.{n} " in v["value"] for n, v in action["outputs"].items())
+    assert said["verdict"].startswith(verdict)
+    assert said["verdict"] in done.stdout
+    assert (said["exit-code"], said["page"]) == (str(code), "gate.html")
+    assert ("::error" in done.stderr) == (code == 1)
+    assert "jacobian.norm" in (tmp_path / "summary").read_text()
+
+
+@pytest.mark.parametrize("index", ["", "https://example.org/cpu"])
+def test_torch_is_installed_first_from_the_index_that_is_named(action, shell, index):
+    step = action["runs"]["steps"][0]
+    where = {"TORCH_INDEX": index, "GITHUB_ACTION_PATH": "of the action"}
+    done = shell(step["run"], "python", 'printf "%s " "$@"\necho', **where)
+    first = [f"-m pip install torch torchvision --index-url {index}"] if index else []
+    installed = [line.strip() for line in done.stdout.splitlines()]
+    assert installed == [*first, "-m pip install of the action"]
 
 
 def test_inputs_reach_the_shell_as_variables_only(action):

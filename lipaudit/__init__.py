@@ -10,7 +10,7 @@
 What is public here is loaded when it is first used: `import lipaudit` loads nothing else.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 PUBLIC = {
     "LipauditError": "lipaudit.errors:LipauditError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -93,3 +94,11 @@ def test_the_source_distribution_has_what_its_tests_read():
     sent = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     read = {"lipaudit", "tests", "docs", "CHANGELOG.md", "CITATION.cff", "action.yml"}
     assert read | {".pre-commit-hooks.yaml", ".ci"} == set(sent)
+
+
+def test_version_and_date_are_the_same_wherever_they_stand():
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    released = re.findall(r"^## \[([\d.]+)\] - ([\d-]+)$", changes, re.M)
+    assert (citation["version"], citation["date-released"]) == released[0]
+    assert lipaudit.__version__ == released[0][0]

@@ -133,6 +133,17 @@ def test_a_column_is_compared_over_the_samples_that_have_it_in_both(report, jaco
         assert said in pair.notes
 
 
+def test_a_sample_without_a_figure_that_only_one_report_has_is_no_matter(report, jacobian, norms):
+    """32 samples of a run against all 64 of another, of which one that is not shared has none."""
+    few = with_margins(jacobian(norms[:32]), 1.2 * norms[:32])
+    many = with_margins(jacobian(norms), [*norms[:-1], None])
+    assert set(few.ids) < set(many.ids)
+    for sections in ((few, many), (many, few)):
+        pair = compare([report(each, weights=w) for each, w in zip(sections, "ab", strict=True)])
+        margin = verdicts(pair.pairs[0])["jacobian.margin:median", ""]
+        assert (margin.samples, margin.reason) == (32, "")
+
+
 def test_a_column_without_a_sample_in_common_is_named(report, jacobian, norms):
     sides = [None] * 32 + [1.0] * 32, [1.0] * 32 + [None] * 32
     pair = compare([report(with_margins(jacobian(norms), side)) for side in sides]).pairs[0]

@@ -71,7 +71,7 @@ def _of_samples(
     elif both and not known:
         yield from (_unjudged(rule, "no sample has one in both") for rule in rules)
     else:
-        if len(known) < len(both):
+        if not _complete(name, sections):
             reports = _only(reports[0], sections[0], known), _only(reports[1], sections[1], known)
         for rule in rules:
             yield from map(_neutral, judge_alone(rule, reports[1], reports[0]))
@@ -149,6 +149,12 @@ def _cells(name: str, section: Section) -> list[tuple[object, ...]]:
 def _numbers(name: str, sections: Iterable[Section]) -> list[float]:
     cells = (cell for s in sections for values in _cells(name, s) for cell in values)
     return [float(cell) for cell in cells if isinstance(cell, int | float)]
+
+
+def _complete(name: str, sections: Sections) -> bool:
+    """Tell whether every sample of both sections, shared or not, has a figure in every trial."""
+    cells = (cell for s in sections for values in _cells(name, s) for cell in values)
+    return all(isinstance(cell, int | float) for cell in cells)
 
 
 def _shared(sections: Sections) -> list[str]:

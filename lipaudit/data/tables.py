@@ -24,7 +24,7 @@ PAIRS = (
     ("text", "text_pair"),
 )
 """Usual names of the columns of a pair of texts."""
-LABELS = ("label", "labels", "y", "target", "class")
+LABELS = ("label", "labels", "y", "target", "class", "sentiment")
 LONGEST = 40
 """Letters of an id that a place has room for."""
 

@@ -46,7 +46,8 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     x = [tokens for _, tokens in drawn]
     origins = [Origin(rows[i].name, beginning(texts[i])) for i, _ in drawn]
     if label is None or net.classes is None:
-        return Drawn(x, None, notes + unused_labels(label, origin), origins=origins)
+        named = unused_labels(label, origin) or unnamed_labels(columns, text, net, origin)
+        return Drawn(x, None, notes + named, origins=origins)
     numbers, matched = class_numbers([row.values[label] for row in rows], net, origin=origin)
     return Drawn(x, [numbers[i] for i, _ in drawn], notes + matched, origins=origins)
 
@@ -70,6 +71,17 @@ def unused_labels(column: str | None, origin: str) -> tuple[Note, ...]:
         return ()
     text = f"the labels of {origin} ({column}) are unused: the model has no classes"
     return (remark("labels-unused", text),)
+
+
+def unnamed_labels(
+    columns: Sequence[str], text: Sequence[str], net: Intake, origin: str
+) -> tuple[Note, ...]:
+    """Name the columns of which one may hold the labels that a classifier has none of."""
+    others = ", ".join(name for name in columns if name not in text)
+    if net.classes is None or not others:
+        return ()
+    said = f"{origin} has no column called label: --label-column names one ({others})"
+    return (remark("no-label-column", said),)
 
 
 def sound_rows(

@@ -255,7 +255,9 @@ def _checked(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Meas
 
 def _unlabelled(name: str) -> UsageError:
     return UsageError(
-        f"{name} needs labelled samples", "Name some with --data (a folder, .npz, .csv...)."
+        f"{name} needs labelled samples",
+        "Name some with --data (a folder of classes, .npz, .csv...), or the column of their "
+        "labels with --label-column.",
     )
 
 

@@ -277,6 +277,7 @@ NOTES: Mapping[str, str] = {
     "not-kept": "Finished parts cannot be kept, so that --resume would find nothing.",
     "labels-by-order": "The classes of the data were matched to the model's by their order.",
     "labels-unused": "The labels of the data are not used: the model has no such classes.",
+    "no-label-column": "No column of a table is called label or the like: --label-column.",
     "latin-1": "A text file was not UTF-8 and was read as Latin-1.",
     "left-out": "Something was not measured, with the reason.",
     "long": "Heads without a closed form will take long; --layers and --samples choose fewer.",

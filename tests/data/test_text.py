@@ -64,6 +64,23 @@ def test_columns_can_be_named(tmp_path, text_taker):
     }  # fmt: skip
 
 
+def test_columns_that_may_hold_labels_are_named_where_none_is_found(tmp_path, text_taker):
+    columns = ("id", "review", "stars")
+    path = table(tmp_path / "t.csv", [(7, "a b", 1), (8, "c", 0)], columns)
+    samples = load_data(path, text_taker(classes=2), DataOptions(samples=2))
+    assert samples.batch.y is None
+    assert [note.code for note in samples.notes] == ["no-label-column"]
+    assert samples.notes[0].text.endswith("--label-column names one (id, stars)")
+    assert load_data(path, text_taker(), DataOptions(samples=2)).notes == ()
+    alone = table(tmp_path / "alone.csv", [("a b",), ("c",)], ("review",))
+    assert load_data(alone, text_taker(classes=2), DataOptions(samples=2)).notes == ()
+
+
+def test_the_columns_of_reviews_with_their_sentiment_are_found(tmp_path, text_taker):
+    path = table(tmp_path / "t.csv", [("a b", 1), ("c", 0)], ("review", "sentiment"))
+    assert load_data(path, text_taker(classes=2), DataOptions(samples=2)).batch.y is not None
+
+
 def test_classes_are_counted_over_the_whole_table(tmp_path, text_taker):
     """A draw of one row must not turn its class into class 0 by order."""
     path = table(tmp_path / "t.csv", [("a", "pos"), ("b", "neg")] * 3)

@@ -90,7 +90,8 @@ def clean_notes(checks: Checks, *, guessing: bool = True) -> tuple[Note, ...]:
         "zero-gradients": checks.zero_gradients > 0,
         "randomised": checks.random > 0,
         "probabilities": checks.samples > 0 and checks.probabilities == checks.samples,
-        "clean-accuracy-at-chance": guessing and checks.correct < _chance(checks),
+        "clean-accuracy-at-chance": guessing
+        and checks.correct < min(_chance(checks), checks.samples),
     }
     texts = {
         "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have a "

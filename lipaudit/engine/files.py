@@ -24,7 +24,9 @@ def write(path: Path, content: bytes) -> None:
         temporary.replace(path)
         temporary = None
     except OSError as error:
-        raise EvaluationError(f"cannot write {path}: {error.strerror}") from None
+        raise EvaluationError(
+            f"cannot write {path}: {error.strerror}", "Make room there, or name another place."
+        ) from None
     finally:
         if temporary is not None:  # half a file: the disk is full, or somebody stopped the run
             temporary.unlink(missing_ok=True)
@@ -53,7 +55,10 @@ def require_folder(path: Path) -> None:
     if not there.is_dir():
         raise EvaluationError(f"cannot write to {path}: {there} is a file", "Name a directory.")
     if not os.access(there, os.W_OK):
-        raise EvaluationError(f"cannot write to {path}", "Name a directory that can be written.")
+        raise EvaluationError(
+            f"cannot write to {path}",
+            "Name a directory that can be written to, with --run-dir say.",
+        )
 
 
 def ordinary_mode() -> int:

@@ -69,6 +69,12 @@ def test_guessing_is_told_from_knowing(correct, expected):
     assert ("clean-accuracy-at-chance" in found) == expected
 
 
+def test_no_sample_wrong_is_no_guessing_however_few_there_are():
+    few = replace(FINE, classes=2, samples=2, correct=2)
+    assert codes(few) == []
+    assert codes(replace(few, correct=1)) == ["clean-accuracy-at-chance"]
+
+
 def test_counts_add_up_and_keep_the_classes():
     total = FINE + replace(FINE, zero_gradients=3, random=2)
     assert total == Checks(10, 200, 180, 3, 2, 0)

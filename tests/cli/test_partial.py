@@ -102,6 +102,7 @@ def test_a_full_disk_loses_nothing(monkeypatch):
         done = audit("--only", "jacobian", "-o", "a.json")
     assert done.exit_code == 3
     assert "cannot write run/report.json: No space left on device" in done.stderr
+    assert "Make room there, or name another place" in done.stderr
     assert "the same command with --resume goes on" in done.stderr
     assert "Scorecard" in done.stdout  # the journal might be on that disk, too
     fail(monkeypatch, "jacobian", AssertionError("it was measured, and is measured again"))
@@ -135,6 +136,7 @@ def test_an_interrupted_audit_keeps_what_is_measured(monkeypatch):
         (("--norm", "token-l2", "--attack", "pgd"), 2, "token-l2 is a norm of tokens"),
         (("--eps", "2"), 2, "larger than the whole range"),
         (("--attack", "pgd", "--data", "random"), 2, "attack needs labelled samples"),
+        (("--attack", "pgd", "--data", "random"), 2, "column of their labels with --label-column"),
         (("--run-dir", "file"), 3, "file is a file"),
         (("--run-dir", "file/inside"), 3, "file is a file"),
     ],

@@ -22,6 +22,8 @@ from lipaudit.schema import read_json
 
 SEED = 0
 """Random weights, where they are asked for, are always the same."""
+CONVERTED = (".gguf", ".onnx", ".tflite", ".mlmodel", ".engine")
+"""What checkpoints are converted to, to be run without PyTorch."""
 
 NamedSpec = tuple[str, ModelSpec]
 
@@ -50,7 +52,11 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
         if options.arch is not None and source != "file":
             raise UsageError(f"--arch is for files of weights; {spec} says what it is", "Drop it.")
         if options.model_kwargs and source == "demo":
-            raise UsageError(f"{spec} is made one way", "Leave --model-kwargs out.")
+            raise UsageError(
+                f"{spec} is made one way, and takes no {', '.join(options.model_kwargs)}",
+                "Leave --model-kwargs out; those of a gate are its baseline's: is that of this "
+                "model?",
+            )
         if options.tower is not None and source not in ("hf", "py"):
             raise UsageError(f"{spec} has no towers", "Leave --tower out.")
         if options.classes is not None and source in ("demo", "py"):
@@ -204,17 +210,29 @@ def _adapted(path: Path, options: LoadOptions) -> NamedSpec:
 def _config_keys(path: Path) -> set[str]:
     config = path / "config.json"
     if not config.is_file():
-        raise InputError(
-            f"{path} has no config.json",
-            "Pass its file of weights with --arch timm:NAME, or add the configuration.",
-        )
+        raise InputError(f"{path} has no config.json", _in_place_of(path))
     content = read_json(config)
     return set(content) if isinstance(content, dict) else set()
 
 
+def _in_place_of(path: Path) -> str:
+    """Say what to give in place of a file or a folder that PyTorch finds no weights in."""
+    files = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
+    if path.suffix == ".py":
+        return f"A function in it that returns the model is py:{path}:FUNCTION."
+    if converted := next((file for file in files if file.suffix in CONVERTED), None):
+        return (
+            f"{converted.name} was converted to be run without gradients: give the checkpoint "
+            "that it was made from."
+        )
+    if path.is_dir():
+        return "Pass its file of weights with --arch timm:NAME, or add the configuration."
+    return f"They end in {', '.join(SUFFIXES)}."
+
+
 def _file(path: Path, options: LoadOptions) -> NamedSpec:
     if path.suffix not in SUFFIXES:
-        raise InputError(f"{path} is not a file of weights", f"They end in {', '.join(SUFFIXES)}.")
+        raise InputError(f"{path} is not a file of weights", _in_place_of(path))
     if options.arch is None:
         raise UsageError(
             f"{path} holds weights only: which architecture are they for?",

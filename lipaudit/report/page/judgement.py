@@ -196,10 +196,9 @@ def _worst_first(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[
     sign = 1 if parse_rule(verdicts[0].rule).op == "<=" else -1
 
     def worse(verdict: Verdict) -> tuple[bool, float]:
-        known = (verdict.paired, verdict.change, verdict.new)
-        value = next((each for each in known if each is not None), None)
-        judged = value is not None and not verdict.reason
-        return judgement.fails(verdict), sign * value if judged else math.inf
+        values = (verdict.paired, verdict.change, verdict.new)
+        known = [] if verdict.reason else [each for each in values if each is not None]
+        return judgement.fails(verdict), sign * known[0] if known else math.inf
 
     return sorted(verdicts, key=worse, reverse=True)
 

@@ -328,6 +328,24 @@ def test_an_architecture_needs_a_file_of_weights():
     assert "--arch is for files" in refused("demo", UsageError, arch="timm:test_vit")
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "model.onnx"])
+def test_what_was_converted_is_told_from_a_checkpoint(name, tmp_path):
+    (tmp_path / name).write_bytes(b"GGUF")
+    for given in (tmp_path / name, tmp_path):
+        assert f"{name} was converted to be run without gradients" in refused(str(given))
+
+
+def test_a_file_of_python_is_told_how_to_be_named(tmp_path):
+    (tmp_path / "own.py").write_text("")
+    assert f"py:{tmp_path / 'own.py'}:FUNCTION" in refused(str(tmp_path / "own.py"))
+
+
+def test_a_demo_names_the_arguments_that_it_does_not_take():
+    said = refused("demo", UsageError, model_kwargs={"num_classes": 3})
+    assert "takes no num_classes" in said
+    assert "its baseline's" in said
+
+
 def test_directories_without_a_usable_configuration(tmp_path):
     assert "has no config.json" in refused(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Every test runs offline, with one torch thread and a clean random state."""
+"""Every test runs offline, with one torch thread; what is slow says how slow."""
 
 import os
 
@@ -7,3 +7,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NO_COLOR"] = "1"
 os.environ.pop("FORCE_COLOR", None)
+
+
+def pytest_report_collectionfinish(items):
+    """List what is slow with its time, where nothing else is chosen: -m slow --collect-only."""
+    marks = [(item.get_closest_marker("slow"), item.nodeid) for item in items]
+    if not all(mark for mark, _ in marks):
+        return []
+    times = sorted((mark.kwargs["seconds"], name) for mark, name in marks)
+    return [f"{seconds:5} s  {name}" for seconds, name in times]

@@ -48,7 +48,7 @@ def test_nothing_that_is_typed_is_a_bug(tmp_path, reports):
     assert faults(tmp_path, reports, seed=0, inputs=80, seconds=0.3) == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=300)
 def test_nothing_that_is_typed_is_a_bug_at_length(tmp_path, reports):
     inputs, seed = (
         int(os.environ.get("FUZZ_INPUTS", "3000")),

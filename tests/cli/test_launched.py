@@ -66,7 +66,9 @@ def require_alike(one: Path, two: Path) -> None:
         assert [*mine.values()] == [v and pytest.approx(v, rel=1e-12) for v in other.values()]
 
 
-@pytest.mark.parametrize("watch", [(), pytest.param(("--watch", "2"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "watch", [(), pytest.param(("--watch", "2"), marks=pytest.mark.slow(seconds=20))]
+)
 def test_the_first_of_two_processes_writes_what_one_would(tmp_path, monkeypatch, watch):
     monkeypatch.chdir(tmp_path)
     args = (*ARGS, *PENALTY, *watch, "--epochs", "2", "--out")
@@ -88,7 +90,7 @@ def test_the_first_of_two_processes_writes_what_one_would(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     ("stop", "again"),
-    [(signal.SIGKILL, 1), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.slow)],
+    [(signal.SIGKILL, 1), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.slow(seconds=8))],
 )
 def test_a_training_goes_on_after_one_of_its_processes_has_ended(
     tmp_path, monkeypatch, stop, again

@@ -63,7 +63,7 @@ MODELS = {
     "minilm": [case for case in CASES if case != "certify"],
 }
 """What each is measured by: a certificate of MiniLM takes more memory than there is."""
-slow = pytest.mark.slow
+slow = pytest.mark.slow(seconds=20)
 
 
 def command(case: str, model: tuple[str, ...], out: str, *more: str) -> tuple[str, ...]:

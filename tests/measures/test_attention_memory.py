@@ -54,7 +54,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=21)
 def test_8192_tokens_and_8_heads_take_less_than_2_gb():
     """A map of all of them is 4.3 GB in float64."""
     code = CODE.replace("TOKENS", "8192")

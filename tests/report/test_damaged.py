@@ -117,7 +117,7 @@ def test_some_of_all(reports, name):
         use(reports[name], chosen.choice(everywhere), chosen.choice(VALUES))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=200)
 @pytest.mark.parametrize("name", MEASURES)
 def test_all(reports, name):
     for place in places(json.loads(reports[name])):

@@ -91,6 +91,7 @@ def test_the_robust_demo_stands_what_the_standard_one_does_not():
     assert left["robust"] > left["standard"] + 0.3
 
 
+@pytest.mark.slow(seconds=11)  # the tutorial on certificates, which a test replays, says so
 def test_the_certified_demo_is_proven_where_the_standard_one_is_not():
     from lipaudit.models.certificate import Proof, certificate
 

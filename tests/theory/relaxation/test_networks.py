@@ -104,8 +104,19 @@ def _attacked(model, x, label, points, form):
     return best
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
-@pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("l2", 1), ("linf", 2), ("l2", 2)])
+@pytest.mark.parametrize(
+    ("norm", "order", "dtype"),
+    [
+        ("linf", 1, torch.float32),
+        ("linf", 2, torch.float64),
+        ("l2", 1, torch.float64),
+        ("l2", 2, torch.float32),
+        pytest.param("linf", 1, torch.float64, marks=pytest.mark.slow(seconds=4)),
+        pytest.param("linf", 2, torch.float32, marks=pytest.mark.slow(seconds=5)),
+        pytest.param("l2", 1, torch.float32, marks=pytest.mark.slow(seconds=4)),
+        pytest.param("l2", 2, torch.float64, marks=pytest.mark.slow(seconds=5)),
+    ],
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_margin_is_above_what_an_attack_reaches(name, norm, order, dtype, points):
     model = _network(name)

@@ -63,7 +63,7 @@ MODELS = {
     "minilm": [case for case in CASES if case != "certify"],
 }
 """What each is measured by: a certificate of MiniLM takes more memory than there is."""
-slow = pytest.mark.slow(seconds=20)
+slow = pytest.mark.slow(seconds=26)
 
 
 def command(case: str, model: tuple[str, ...], out: str, *more: str) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ def test_launchers_start_them(launcher, model, tmp_path):
         assert written(tmp_path / f"{case}.json") == truth, case
 
 
-@slow
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize(("model", "case"), [*pairs()], indirect=["model"])
 def test_shards_are_merged_to_the_same(case, model, tmp_path):
     shards = [command(case, model.args, f"{i}", "--shard", f"{i}/2") for i in (1, 2)]
@@ -204,7 +204,7 @@ def dawdle() -> None:
     Task._run = slowly
 
 
-@slow
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize(("model", "case"), [*pairs()], indirect=["model"])
 def test_what_is_killed_goes_on_with_any_number_of_processes(case, model, tmp_path):
     """Whichever of two processes is killed, once some parts, or none, are kept."""

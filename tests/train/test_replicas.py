@@ -203,7 +203,7 @@ def test_what_is_drawn_for_samples_is_drawn_for_all(draw):
     assert torch.equal(torch.cat(parts), drawn(Replica()))
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=25)
 def test_three_processes_do_too(tmp_path):
     together(3, tmp_path)
     for name in CASES:

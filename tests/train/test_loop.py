@@ -314,7 +314,7 @@ def test_recipes_that_make_no_sense():
             Recipe(**wrong)
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=31)
 def test_the_shipped_demo_is_what_its_recipe_makes():
     """To the last bit where it was made; elsewhere as good."""
     from lipaudit.models.sources.loading import load_net

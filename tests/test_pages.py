@@ -161,9 +161,17 @@ def test_every_command_is_shown_at_work():
     assert [name for name in names if not re.search(rf"^\$ {name}\b", shown, re.M)] == []
 
 
-@pytest.mark.parametrize(
-    "page", tutorials.PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}"
-)
+SLOW = {"guide/certify"}
+"""Pages whose replay takes minutes."""
+
+
+def replays():
+    for page in tutorials.PAGES:
+        name = f"{page.parent.name}/{page.stem}"
+        yield pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+@pytest.mark.parametrize("page", replays())
 def test_a_tutorial_prints_what_it_says(page, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert tutorials.differences(text, tutorials.replayed(text, tmp_path)) == []

@@ -165,13 +165,12 @@ SLOW = {"guide/certify"}
 """Pages whose replay takes minutes."""
 
 
-def replays():
-    for page in tutorials.PAGES:
-        name = f"{page.parent.name}/{page.stem}"
-        yield pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+def replay(page):
+    name = f"{page.parent.name}/{page.stem}"
+    return pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
-@pytest.mark.parametrize("page", replays())
+@pytest.mark.parametrize("page", [replay(page) for page in tutorials.PAGES])
 def test_a_tutorial_prints_what_it_says(page, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert tutorials.differences(text, tutorials.replayed(text, tmp_path)) == []

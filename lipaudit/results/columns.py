@@ -215,7 +215,7 @@ class Array(Frozen):
     """A dense array in C order; floats are rounded to 6 significant digits."""
 
     shape: tuple[int, ...]
-    data: tuple[Float | None, ...]
+    data: tuple[Float | None, ...] = Field(repr=False)
 
     @model_validator(mode="after")
     def _complete(self) -> Array:

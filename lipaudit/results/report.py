@@ -150,15 +150,15 @@ class Section(Frozen):
     """
 
     measure: str
-    settings: dict[str, Any] = {}
-    rows: tuple[SerializeAsAny[Row], ...] = ()
-    samples: dict[str, tuple[Cell, ...]] = {}
-    arrays: dict[str, Array] = {}
+    settings: dict[str, Any] = Field({}, repr=False)
+    rows: tuple[SerializeAsAny[Row], ...] = Field((), repr=False)
+    samples: dict[str, tuple[Cell, ...]] = Field({}, repr=False)
+    arrays: dict[str, Array] = Field({}, repr=False)
     notes: tuple[Note, ...] = ()
-    examples: dict[str, Example] = {}
-    gradients: dict[str, Gradient] = {}
-    attended: dict[str, Attended] = {}
-    classes: dict[int, str] = {}
+    examples: dict[str, Example] = Field({}, repr=False)
+    gradients: dict[str, Gradient] = Field({}, repr=False)
+    attended: dict[str, Attended] = Field({}, repr=False)
+    classes: dict[int, str] = Field({}, repr=False)
     failure: Failure | None = None
     unmeasured: int = Field(0, ge=0)
 
@@ -306,7 +306,7 @@ class Report(Frozen):
     status: Literal["complete", "partial"] = "complete"
     run: Run
     shard: Shard | None = None
-    samples: dict[str, tuple[Cell, ...]] = {}
+    samples: dict[str, tuple[Cell, ...]] = Field({}, repr=False)
     sections: tuple[Section, ...]
 
     _aligned = field_validator("samples")(aligned)

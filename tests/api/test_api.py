@@ -332,6 +332,11 @@ def test_a_section_is_a_frame_and_a_report_shows_itself(monkeypatch):
     shown = report._repr_html_()
     assert shown.startswith("<iframe")  # the page's style does not reach the notebook's
     assert "&lt;svg" in shown
+    for written in (repr(report), str(report)):  # a terminal's: no screens full of numbers
+        assert "measure='bounds'" in written
+        assert "spec='demo'" in written
+        assert len(written) < 2500
+    assert len(repr(report.section("bounds").arrays)) < 200
 
 
 def test_importing_is_free_and_every_name_is_typed():

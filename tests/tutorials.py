@@ -3,9 +3,9 @@
     python tests/tutorials.py docs/tutorials/gate.md docs/guide/bounds.md ...
 
 A block with a title is a file of that name; a pyproject.toml is installed. A console block is a
-command behind each $ and what it prints to stdout, of which a line `...` leaves out a part. Other
-blocks of Python are executed, and a block of text behind one is what it prints. What stands
-below a comment is another test's.
+command behind each $, over several lines where they end in a backslash, and what it prints to
+stdout, of which a line `...` leaves out a part. Other blocks of Python are executed, and a block
+of text behind one is what it prints. What stands below a comment is another test's.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ PAGES = sorted(
 BLOCK = re.compile(
     r'(?<!-->\n)^```(console|python|text|toml|json)(?: title="(.+?)")?\n(.*?)^```$', re.M | re.S
 )
+COMMAND = re.compile(r"(?:.*\\\n)*.*\n")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)")
 LEFT_OUT = "..."
 
@@ -69,11 +70,12 @@ def replayed(text: str, folder: Path) -> str:
 
 def _console(body: str) -> Iterator[str]:
     for part in re.split(r"^(?=\$ )", body, flags=re.M):
-        command, _, printed = part.partition("\n")
-        if not command:
+        if not part:
             continue
-        yield f"{command}\n"
-        yield _shortened(_run(command.removeprefix("$ ")), printed)
+        command = COMMAND.match(part)[0]
+        yield command
+        line = command.removeprefix("$ ").replace("\\\n", "").strip()
+        yield _shortened(_run(line), part.removeprefix(command))
 
 
 def _install(folder: Path, project: dict[str, Any]) -> None:

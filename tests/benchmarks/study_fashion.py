@@ -242,14 +242,14 @@ def run(asked: argparse.Namespace) -> None:
             print(piece.file, flush=True)
     print("\n".join(page(asked)))
     if asked.picture:
-        scatter(asked.picture, dict(clouds(found(asked), 0)))
+        scatter(asked.picture, dict(clouds(pooled(asked), 0)))
 
 
-Found = Mapping[tuple[str, str, int], Figures]
+Pooled = Mapping[tuple[str, str, int], Figures]
 """What is there by stage, run and seed, of the images that every run of a stage has."""
 
 
-def found(asked: argparse.Namespace) -> Found:
+def pooled(asked: argparse.Namespace) -> Pooled:
     """Read what is there."""
     pieces = plan(asked)
     there = {
@@ -267,7 +267,7 @@ def found(asked: argparse.Namespace) -> Found:
 
 def page(asked: argparse.Namespace) -> Iterator[str]:
     """The tables."""
-    there, seeds = found(asked), range(asked.seeds)
+    there, seeds = pooled(asked), range(asked.seeds)
     names = list(RUNS)
     yield from changes(there, names[:3], seeds)
     yield from changes(there, names[4:], seeds)
@@ -291,7 +291,7 @@ SUMMARIES: dict[str, tuple[str, str, Callable[[Sequence[float]], float] | None]]
 }
 
 
-def changes(there: Found, runs: Sequence[str], seeds: range) -> Iterator[str]:
+def changes(there: Pooled, runs: Sequence[str], seeds: range) -> Iterator[str]:
     """Means of the first run, and how the others differ, paired by seed, with 95 % limits (t)."""
     yield from heading("images", runs[0], *(f"{name}: change" for name in runs[1:]))
     for label, (stage, name, over) in SUMMARIES.items():
@@ -304,7 +304,7 @@ def changes(there: Found, runs: Sequence[str], seeds: range) -> Iterator[str]:
     yield ""
 
 
-def readings(there: Found, run: str, seed: int) -> dict[str, Pair]:
+def readings(there: Pooled, run: str, seed: int) -> dict[str, Pair]:
     """What might predict the smallest adversarial radius of each image, and that radius."""
     norms, layers = there["jacobian", run, seed], there["heads", run, seed]
     values = {"largest head norm": layers["head"]}
@@ -317,7 +317,7 @@ def readings(there: Found, run: str, seed: int) -> dict[str, Pair]:
     return {name: (np.array(v, float), smallest[: len(v)]) for name, v in values.items()}
 
 
-def correlations(there: Found, seeds: range) -> Iterator[str]:
+def correlations(there: Pooled, seeds: range) -> Iterator[str]:
     """How what is known of an image goes with its smallest adversarial radius."""
     stages = ("jacobian", "radii", "heads")
     if not all(each in there for each in product(stages, SCRATCH_RUNS, seeds)):
@@ -330,7 +330,7 @@ def correlations(there: Found, seeds: range) -> Iterator[str]:
     yield ""
 
 
-def clouds(there: Found, seed: int) -> Iterator[tuple[tuple[str, str], Pair]]:
+def clouds(there: Pooled, seed: int) -> Iterator[tuple[tuple[str, str], Pair]]:
     """What warns of an image and what does not, without and with adversarial training."""
     for run, label in product(
         ("none", "adversarial"), ("largest head norm", "first-order radius")

@@ -298,15 +298,30 @@ def test_a_causal_mask_is_one_however_it_comes(random_layer):
 @pytest.mark.parametrize("name", ["affine", "causal", "cross-attention"])
 def test_weak_attention_has_its_norm_from_any_start(random_layer, name):
     """W_V of a random model has singular values close together, and J is nearly P kron W_V^T."""
-    heads = random_layer(name, gain=0.05, samples=1, n=24, width=48, dv=24).heads
-    truth = head_norms(heads, seeds=[0], tol=1e-10, max_steps=2000).norm
-    whole = layer_norms(heads, seeds=[0], tol=1e-10, max_steps=2000)
-    for seed in range(60):
-        norm = head_norms(heads, seeds=[seed]).norm
-        torch.testing.assert_close(norm, truth, rtol=1e-4, atol=0)
-        together = layer_norms(heads, seeds=[seed])
-        torch.testing.assert_close(together.concat.norm, whole.concat.norm, rtol=1e-4, atol=0)
-        torch.testing.assert_close(together.out.norm, whole.out.norm, rtol=1e-4, atol=0)
+    one = random_layer(name, gain=0.05, samples=1, n=24, width=48, dv=24).heads
+    how = {"tol": 1e-10, "max_steps": 2000}
+    truth, whole = (f(one, seeds=[0], **how) for f in (head_norms, layer_norms))
+    starts = range(60)
+    heads = repeated(one, len(starts))
+    norm, together = (f(heads, seeds=starts) for f in (head_norms, layer_norms))
+    assert len(norm.norm) == len(together.out.norm) == len(starts)
+    for norms, expected in (
+        (norm.norm, truth.norm),
+        (together.concat.norm, whole.concat.norm),
+        (together.out.norm, whole.out.norm),
+    ):
+        torch.testing.assert_close(norms, expected.expand_as(norms), rtol=1e-4, atol=0)
+
+
+def repeated(heads, times):
+    """One sample many times, each of which starts by a seed of its own."""
+    rows = {name: getattr(heads, name) for name in ("x", "x_kv", "q", "k", "v")}
+    again = {
+        name: each.repeat(times, *[1] * (each.ndim - 1))
+        for name, each in rows.items()
+        if each is not None
+    }
+    return replace(heads, **again, sample=torch.arange(times))
 
 
 def test_keys_out_of_reach_are_not_masked(random_layer):

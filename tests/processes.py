@@ -41,6 +41,13 @@ def nothing() -> None:
     """What is done before most commands."""
 
 
+def installed(folder: Path) -> None:
+    """Be where a folder's packages are installed, too: lipaudit reads once which there are."""
+    sys.path.insert(0, str(folder))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lipaudit"]:
+        del sys.modules[name]
+
+
 @dataclass(frozen=True)
 class Command:
     """A command that has begun.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,13 @@ from lipaudit.errors import UsageError
 from lipaudit.models.sources.loading import load_net
 from lipaudit.results import measures
 from lipaudit.results.measures import OWN, MeasureRecord
+from tests import processes
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 
 
 def lipaudit(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    env = os.environ | {"PYTHONPATH": f"{PLUGINS}{os.pathsep}{root}", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "lipaudit", *args]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    return processes.completed(*args, cwd=cwd, before=partial(processes.installed, PLUGINS))
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +83,8 @@ def test_it_can_be_gated_and_resumed(measured):
     assert failed.returncode == 1, failed.stdout + failed.stderr
 
 
-def test_a_report_of_a_measure_that_is_not_installed_is_refused(measured, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    done = subprocess.run(
-        [sys.executable, "-m", "lipaudit", "report", "a.json"],
-        cwd=measured,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_a_report_of_a_measure_that_is_not_installed_is_refused(measured):
+    done = processes.completed("report", "a.json", cwd=measured)
     assert done.returncode == 4
     assert "no measure 'confidence' is installed here" in done.stderr
 

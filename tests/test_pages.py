@@ -161,13 +161,17 @@ def test_every_command_is_shown_at_work():
     assert [name for name in names if not re.search(rf"^\$ {name}\b", shown, re.M)] == []
 
 
-SLOW = {"guide/certify"}
-"""Pages whose replay takes minutes."""
+SLOW = {
+    "guide/certify": pytest.mark.slow(seconds=133),
+    "tutorials/certify": pytest.mark.slow(seconds=17),
+    "tutorials/train": pytest.mark.slow(seconds=22),
+}
+"""Pages whose commands take long, and are tested one by one elsewhere."""
 
 
 def replay(page):
     name = f"{page.parent.name}/{page.stem}"
-    return pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+    return pytest.param(page, id=name, marks=SLOW.get(name, ()))
 
 
 @pytest.mark.parametrize("page", [replay(page) for page in tutorials.PAGES])

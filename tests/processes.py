@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
 from multiprocessing.process import BaseProcess
@@ -88,6 +90,13 @@ def _forked():
     return context
 
 
+def forked(function: Callable[..., None], *args: object) -> BaseProcess:
+    """Start a function of a module in a process of its own."""
+    process = _forked().Process(target=function, args=args)
+    process.start()
+    return process
+
+
 def begun(
     *args: str,
     cwd: Path,
@@ -109,8 +118,7 @@ def begun(
     said.touch()
     given = {"XDG_CACHE_HOME": str(cwd), "COLUMNS": "300"} | dict(env or {})
     commands = [list(args), *map(list, then)]
-    process = _forked().Process(target=_forked_run, args=(commands, given, before, said, printed))
-    process.start()
+    process = forked(_forked_run, commands, given, before, said, printed)
     return Command(process, said, printed)
 
 
@@ -130,9 +138,12 @@ def ranks(size: int, *args: str, cwd: Path, **options: Any) -> list[Command]:
 
 
 def free_port() -> str:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return str(taken.getsockname()[1])
+    """A port that nobody has, below those that the system itself hands out before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as taken, suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def _forked_run(

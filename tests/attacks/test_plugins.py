@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.kinds import ATTACKS, RESERVED, AttackKind, attack_kinds
 from lipaudit.attacks.plan import PRESETS, make_plan
 from lipaudit.errors import EvaluationError, UsageError
+from tests.processes import completed, installed
 
 PLUGINS = str(Path(__file__).parents[1] / "plugins")
 
@@ -43,15 +45,7 @@ def bad(monkeypatch):
 
 
 def lipaudit(*args, cwd):
-    code = "import sys; from lipaudit.cli import main; sys.argv[0] = 'lipaudit'; main()"
-    path = os.pathsep.join([PLUGINS, *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, "-c", code, *args],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    return completed(*args, cwd=cwd, before=partial(installed, Path(PLUGINS)))
 
 
 def test_an_attack_of_another_package_is_used_like_ours(tmp_path):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +20,7 @@ from lipaudit.settings import Recipe
 from lipaudit.train import train
 from lipaudit.train.demos import shipped, untrained
 from lipaudit.train.replicas import Replica
+from tests import processes
 
 SGD = Recipe(epochs=2, batch_size=33, lr=0.05, shift=1)
 ADAM = SGD.model_copy(update={"optimizer": "adamw", "lr": 2e-3, "clip": 1.0, "batch_size": 20})
@@ -134,24 +131,12 @@ def main(rank: int, size: int, port: int, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-CHILD = "import sys; from pathlib import Path; from tests.train.test_replicas import main; "
-CHILD += "main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))"
-
-
 def together(size: int, folder: Path) -> Path:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(rank), str(size), str(port), str(folder)],
-            env=env,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(size)
-    ]
-    assert [process.wait(300) for process in processes] == [0] * size
+    port = int(processes.free_port())
+    ranks = [processes.forked(main, rank, size, port, folder) for rank in range(size)]
+    for process in ranks:
+        process.join(300)
+    assert [process.exitcode for process in ranks] == [0] * size
     return folder
 
 

@@ -34,6 +34,14 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _own_garbage():
+    """Behind every model garbage is collected: not among all that other tests hold."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def pages():
     """Pages are drawn, which takes a second each; other tests leave them blank."""

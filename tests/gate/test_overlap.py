@@ -14,9 +14,9 @@ from lipaudit.gate.rules import BINARY, STATS, metrics
 from lipaudit.results.samples import REDUCTIONS
 
 PLAN = {
-    "bounds": {"radius": "0.03"},
-    "attention": {},
-    "jacobian": {"per_layer": True},
+    "bounds": {"radius": "0.03", "layers": "0,2"},
+    "attention": {"layers": "0,2"},
+    "jacobian": {"per_layer": True, "layers": "0,2"},
     "attack": {"eps": "0.1", "attack": "fgsm,pgd", "steps": 2},
 }
 BASE = tuple(range(8))

@@ -10,6 +10,7 @@ from lipaudit.engine.estimate import Pace, fitting, footprint, paced, takes
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import origins
 from lipaudit.errors import as_user_meets
+from lipaudit.measures.by_layer import unread_notes
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.memory import Footprint, free, held
 from lipaudit.models.precision import eager, exact_arithmetic
@@ -55,7 +56,7 @@ def preview(job: Job) -> dict[str, Any]:
         "first": _first(job),
         "memory": {"held": held(net.device), "free": free(net.device)},
         "measures": measures,
-        "notes": [note.text for note in job.notes],
+        "notes": [note.text for note in (*job.notes, *unread_notes(net, sites))],
     }
 
 

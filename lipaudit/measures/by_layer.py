@@ -15,7 +15,7 @@ from lipaudit.measures.measure import Part
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.attention.sites import Site, blocks_without_attention
-from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.attention.survey import surveyed, unread
 from lipaudit.models.net import Net
 from lipaudit.models.sources.weights import few
 from lipaudit.results import Note
@@ -86,7 +86,7 @@ def by_layer(
         if not sites:
             sites = surveyed(net, first_of(batches, batch))
             selected = chosen(sites, layers)
-            remarks = open_notes(selected) + _hybrid_notes(net, sites)
+            remarks = open_notes(selected) + unread_notes(net, sites) + _hybrid_notes(net, sites)
         reduced, changes = _reduced(net, sites, batch, reduction)
         values = {name: t.numpy() for name, t in reduced.items()}
         yield Part(batch.ids, values, reader.facts(selected), remarks + changes)
@@ -168,6 +168,18 @@ def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
         )
         for reason, alike in reasons.items()
     )
+
+
+def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
+    """Say which modules have attention that no layer is of: layers are numbered without it."""
+    modules = [module or "the model itself" for module in unread(net, sites)]
+    if not modules:
+        return ()
+    text = (
+        f"attention without a softmax over its keys ({few(modules)}): its heads are not measured, "
+        "and layers are numbered without it; where it is a softmax written out, call softmax"
+    )
+    return (Note(level="warning", code="no-softmax", text=text),)
 
 
 def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:

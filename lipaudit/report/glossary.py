@@ -297,6 +297,7 @@ NOTES: Mapping[str, str] = {
     "no-closed-form": "The exact norm of some heads is taken numerically, with the reason.",
     "no-labels": "The samples have no labels, and what needs them was left out.",
     "no-words": "Texts in which there is no word that could be changed.",
+    "no-softmax": "Modules whose attention is made without a softmax: its heads are left out.",
     "no-worst-case": "For some heads no worst-case tokens are known, with the reason.",
     "not-compared": "A figure of two reports cannot be compared, with the reason.",
     "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",

@@ -30,7 +30,7 @@ LAYERS = "exact norms of all layers"
 BOUNDS = "all bounds"
 GAINS = "splitting gains"
 FUNCTIONS = {
-    SURVEY: ("surveyed", "survey", "require_padding_is_ignored"),
+    SURVEY: ("surveyed", "survey", "whole_survey", "require_padding_is_ignored"),
     READING: ("capture", "Layer.heads"),
     EXACT: ("head_norms",),
     LAYERS: ("layer_norms",),

@@ -105,3 +105,45 @@ def test_lines_fit_the_terminal(tmp_path, monkeypatch):
     told = check("py:own.py:make", "-n", "1", "--device-map", "map.json")
     assert max(map(len, told.splitlines())) <= 80, told
     assert "          disk: all\n" in told
+
+
+OWN = """
+import torch
+
+class Attention(torch.nn.Module):
+    def __init__(self, plain):
+        super().__init__()
+        self.qkv, self.plain = torch.nn.Linear(8, 24), plain
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        if self.plain:
+            p = (q @ k.mT).softmax(-1)
+        else:
+            p = (q @ k.mT).sigmoid() + 1e-3
+            p = p / p.sum(-1, keepdim=True)
+        return x + (p @ v)[:, 0]
+
+class Reader(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Attention(True), Attention(False)])
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+def model():
+    from lipaudit import ModelSpec
+    return ModelSpec(Reader(), (5, 8), kind="tokens")
+"""
+
+
+def test_attention_that_is_no_softmax_is_named(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    seen = json.loads(check("py:own.py:model", "--samples", "2", "-f", "json"))
+    assert seen["layers"] == 1
+    (note,) = [note for note in seen["notes"] if "softmax" in note]
+    assert note.startswith("attention without a softmax over its keys (blocks.1): ")

@@ -269,3 +269,34 @@ def test_a_radius_is_a_positive_number_named_once(radius):
 def test_no_ball_is_of_what_the_module_takes():
     with pytest.raises(UsageError, match="--radius goes with --input projections"):
         BoundsOptions.checked({"radius": "0.1", "input": "module"})
+
+
+class Mixed(torch.nn.Module):
+    """Three layers, one of which adds a little to the divisor of its softmax."""
+
+    def __init__(self, little):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 24) for _ in range(3))
+        self.little = little
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            q, k, v = block(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            e = (q @ k.mT / 2).exp()
+            p = e / (e.sum(-1, keepdim=True) + self.little) if i == 1 else (q @ k.mT).softmax(-1)
+            x = x + (p @ v).transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize(("little", "layers", "said"), [(1e-4, 2, 1), (0.0, 3, 0)])
+def test_attention_that_is_no_softmax_is_named(little, layers, said):
+    """Its heads are left out, and those of later layers are numbered as if it were not there."""
+    spec = ModelSpec(Mixed(little), (5, 8), kind="tokens", classifier=False)
+    net = assemble(spec, LoadOptions(dtype="float64", device="cpu"), name="m", source="test")
+    batch = Batch(torch.randn(2, 5, 8, dtype=torch.float64), None, ("a", "b"))
+    section = summarise(list(measure(net, [batch], BoundsOptions())), BoundsOptions())[0]
+    assert {row.layer for row in section.rows} == set(range(layers))
+    notes = [note for note in section.notes if note.code == "no-softmax"]
+    assert [note.level for note in notes] == ["warning"] * said
+    assert all("(the model itself)" in note.text for note in notes)

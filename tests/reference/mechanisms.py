@@ -328,6 +328,13 @@ What cannot be read is refused by name (exit code 4):
   needs no heads. Of a hybrid the attention layers are read, and a note names the other blocks
   (`no-attention`);
 * attention that is laid out anew in chunks between the softmax and the values (Longformer).
+
+A softmax that a model writes out itself, e / e.sum(-1, keepdim=True) with e = exp(logits), is read
+like any other. Rows of shares that are made of q k^T in another way and weight values (something
+added to the sum, a mask multiplied in behind exp, a softmax over the queries) are no layer here:
+where others are, these are measured, and a warning names the modules that are not (`no-softmax`).
+Attention whose rows do not sum to 1 (sigmoid, linear) has no such sign: beside layers with a
+softmax it is named in language models only, by block (`no-attention`).
 """
 
 

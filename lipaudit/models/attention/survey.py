@@ -42,11 +42,21 @@ def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
     for known in net.surveys:
         if known.holds(net, batch, shape):
             return known.sites
-    sites = survey(net, batch)
-    weights = _state(net.module)
+    surveyor = whole_survey(net, batch)
+    sites, weights = surveyor.sites, _state(net.module)
     current = [known for known in net.surveys if known.weights == weights]
-    net.surveys[:] = [*current, _Known(sites, weights, {shape})]
+    known = _Known(sites, tuple(dict.fromkeys(surveyor.unread)), weights, {shape})
+    net.surveys[:] = [*current, known]
     return sites
+
+
+def unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
+    """Return the modules where `surveyed` met attention that is no softmax: no site is of it."""
+    known: _Known
+    for known in net.surveys:
+        if known.sites is sites:
+            return known.unread
+    return ()
 
 
 @dataclass(frozen=True)
@@ -55,11 +65,13 @@ class _Known:
 
     Attributes:
         sites: what it says.
+        unread: the modules where a map of q k^T is no softmax over the keys.
         weights: which weights the model had.
         shapes: of samples for which it is known to hold.
     """
 
     sites: tuple[Site, ...]
+    unread: tuple[str, ...]
     weights: Hashable
     shapes: set[torch.Size]
 
@@ -118,6 +130,11 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
             randomised, mixes samples or changes when it is observed.
         EvaluationError: its output is not finite.
     """
+    return whole_survey(net, batch).sites
+
+
+def whole_survey(net: Net, batch: Batch) -> Surveyor:
+    """Return what `survey` has seen: the layers, and where attention is that is none of them."""
     net, pair, other = generic(net, batch)
     with undisturbed(net.module), exact_arithmetic(net.device):
         output = requirements.output_rows(net, pair)
@@ -132,17 +149,17 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
             raise
 
 
-def _observed(net: Net, pair: Batch, other: Batch, output: Tensor) -> tuple[Site, ...]:
-    """Return the sites by what two observed passes show, whose outputs must be the plain one's."""
+def _observed(net: Net, pair: Batch, other: Batch, output: Tensor) -> Surveyor:
+    """Return what two observed passes show, whose outputs must be the plain one's."""
     surveyor = _surveyor(net, pair, output)
     if surveyor.inner:
         surveyor.adopt(_surveyor(net, pair, output, uncut=frozenset(surveyor.inner)))
-    sites = [layer.site for layer in surveyor.layers.values()]
-    written_out = frozenset().union(*(site.sources for site in sites if site.explicit))
+    explicit = (site for site in surveyor.sites if site.explicit)
+    written_out = frozenset().union(*(site.sources for site in explicit))
     alone = run_observed(net, other, Tracer(surveyor.compare, wanted=written_out))
     if not agree(output[0], alone[0]):
         requirements.require_isolation(net, pair, other, output)
-    return tuple(layer.site for layer in surveyor.layers.values())
+    return surveyor
 
 
 def _surveyor(

@@ -63,6 +63,7 @@ class Surveyor:
         inner: those at which another pass should not, so that more layers can be read.
         forgot: whether a layer needed what was forgotten.
         layers: the layers so far.
+        unread: the modules where a map of q k^T is no softmax over the keys.
         place: where the pass is.
         origins: what made the leaves of its graph.
     """
@@ -73,9 +74,15 @@ class Surveyor:
     inner: set[Address] = field(default_factory=set)
     forgot: bool = False
     layers: dict[Address, Surveyed] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
     place: Place = field(default_factory=Place)
     origins: Origins = field(default_factory=Origins)
     _chains: Chains = field(default_factory=Chains)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The layers as they are known by now."""
+        return tuple(layer.site for layer in self.layers.values())
 
     def tracer(self) -> Tracer:
         """Return what observes attention and linear maps for this pass."""
@@ -86,6 +93,7 @@ class Surveyor:
             sparing=self.sparing,
             place=self.place,
             origins=self.origins,
+            unread=self.unread,
         )
 
     def adopt(self, deeper: Surveyor) -> None:

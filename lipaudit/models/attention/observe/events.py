@@ -9,6 +9,8 @@ code looks like. What is written out is put together from three ops, by the auto
     o = g(p) @ v       the graph of one operand leads back to an awaited p: an attention call
 
 f and g are the model's own: scale, bias, mask, cap, dropout. `project.logits` judges them later.
+The softmax may be written out too, e / sum(e) of e = exp(f(s)). Where a map that is made of s in
+another way meets values, its module is written down.
 
 Kernels that torch does not dispatch (flash-attn, flex attention, compiled or scripted modules)
 cannot be seen.
@@ -31,7 +33,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused
 from lipaudit.models.attention.observe.linears import Linear, contraction, recognise
-from lipaudit.models.graph import Past, leaves, vjp
+from lipaudit.models.attention.observe.maps import Exponentials, is_map, maps_logits, reaches
+from lipaudit.models.graph import Past, leaves
 
 _PRODUCTS = 8  # that are noted at a time: those of one layer, and some that were no logits
 _AWAITED = 4  # softmaxes at a time that have not met their values yet
@@ -123,6 +126,7 @@ class AttentionMode(TorchFunctionMode):
     Attributes:
         passed_over: what looked like attention and is not, with the module where it was first.
         chunked: the modules where P is laid out anew before it meets v, in chunks of the tokens.
+        unread: the modules where a map of q k^T that is no softmax over the keys meets values.
     """
 
     def __init__(
@@ -134,11 +138,13 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self.passed_over: dict[str, str] = {}
         self.chunked: list[str] = []
+        self.unread: list[str] = []
         self._where = where
         self._on_attention = on_attention
         self._on_linear = on_linear
         self._products: list[_Product] = []
         self._awaited: list[_Softmax] = []
+        self._exponentials = Exponentials()
         self._past: Past = WeakTensorKeyDictionary()  # behind cuts of logits and of P
 
     def __torch_function__(
@@ -168,7 +174,7 @@ class AttentionMode(TorchFunctionMode):
             return out
         known = self._known()
         hits = leaves(linear.x, known, self._past)[1]
-        past = [node for node in hits if _maps_logits(linear, known[node], self._past)]
+        past = [node for node in hits if maps_logits(linear, known[node], self._past)]
         for leaf in leaves(cut)[0] if hits else ():
             self._past[leaf] = past
         return cut
@@ -193,6 +199,7 @@ class AttentionMode(TorchFunctionMode):
             return out
         meeting = self._meeting(*operands)
         if meeting is None:
+            self._note_map(*operands)
             self._note_product(out, *operands)
             return out
         self._awaited.remove(meeting.softmax)
@@ -205,9 +212,16 @@ class AttentionMode(TorchFunctionMode):
         """Return the softmax that a product brings to its values, if any."""
         for softmax in self._awaited:
             for weights, values, transposed in ((a, b, False), (b, a, True)):
-                if _reaches(weights, softmax.p, self._past):
+                if reaches(weights, softmax.p, self._past):
                     return _Meeting(softmax, weights, values, transposed)
         return None
+
+    def _note_map(self, a: Tensor, b: Tensor) -> None:
+        """Write down where a product mixes values by a map that no softmax explains."""
+        noted = {product.edge.node for product in self._products}
+        if noted and any(t.ndim > 1 and is_map(t, noted, self._past) for t in (a, b.mT)):
+            self.unread.append(self._where())
+            self.passed_over.setdefault("a map of q k^T that is no softmax", self._where())
 
     def _note_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
         if out.requires_grad and a.ndim > 2 and b.ndim > 2:
@@ -244,20 +258,37 @@ class AttentionMode(TorchFunctionMode):
         """Await the values of a softmax whose logits contain a noted product."""
         p = func(*args, **kwargs)
         logits = args[0] if args else kwargs["input"]
+        self._await(logits, p, kwargs.get("dim", args[1] if len(args) > 1 else -1))
+        return p
+
+    def _exp(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Note an exponential while there are products that it may be of."""
+        e = func(*args, **kwargs)
+        if self._products and e.requires_grad:
+            self._exponentials.note(e, args[0] if args else kwargs["input"])
+        return e
+
+    def _divide(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Await the values of a softmax that is written out."""
+        quotient = func(*args, **kwargs)
+        logits = self._exponentials.logits(*args) if len(args) == 2 and not kwargs else None
+        if logits is not None:
+            self._await(logits, quotient, -1)
+        return quotient
+
+    def _await(self, logits: Tensor, p: Tensor, dim: int) -> None:
         if not logits.requires_grad or logits.ndim < 3:
-            return p
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            return
         noted = {product.edge.node: product for product in self._products}
         inputs, hits = leaves(logits, noted, self._past)
         if not hits or dim not in (-1, logits.ndim - 1):
             what = f"a softmax over axis {dim}" if hits else "a softmax without q k^T"
             self.passed_over.setdefault(what, self._where())
-            return p
+            return
         first = next(product for node, product in noted.items() if node in hits)
         self._products.clear()
         softmax = _Softmax(first, logits, p, others=bool(inputs) or len(hits) > 1)
         self._awaited = [*self._awaited, softmax][-_AWAITED:]
-        return p
 
 
 def _fused_call(
@@ -292,36 +323,6 @@ def _broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.expand(*batch, *t.shape[-2:]) for t in tensors)
 
 
-def _maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
-    """Say whether a linear map mixes the heads of logits entry by entry, or the keys of a row.
-
-    Any other map is a layer further on: linear attention and state-space mixers end in a product
-    too, which is no logits to the softmax of the next layer. Told by what one row of its input is
-    made from; a second map of the logits is judged by what it takes from the first.
-    """
-    spread = _spread(linear, product)
-    if not spread:
-        cuts = (leaf for leaf in leaves(linear.x)[0] if product.node in past.get(leaf, ()))
-        return any(sum(n > 1 for n in _spread(linear, cut)) <= 1 for cut in cuts)
-    *heads, queries, keys = spread
-    return queries == 1 and (keys == 1 or max(heads) == 1)
-
-
-def _spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
-    """Count along each axis of `source` what one row of the input of a map is made from."""
-    x, row = linear.x, torch.zeros_like(linear.inputs)
-    row[len(row) // 2] = 1.0
-    channels_last = x.movedim(linear.axis, -1).shape
-    pulled = vjp(x, source, row.view(channels_last).movedim(-1, linear.axis))
-    return [] if pulled is None else [axis.unique().numel() for axis in pulled.nonzero().T]
-
-
-def _reaches(t: Tensor, target: Tensor, past: Past) -> bool:
-    if t.grad_fn is None or target.grad_fn is None:
-        return False
-    return bool(leaves(t, (target.grad_fn,), past)[1])
-
-
 def _without_dispatch(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a torch composite that runs its body instead of asking the mode again."""
     assert isinstance(func, FunctionType)
@@ -343,4 +344,6 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
         AttentionMode._matmul,
     ),
     **dict.fromkeys((torch.softmax, torch.Tensor.softmax, F.softmax), AttentionMode._softmax),
+    **dict.fromkeys((torch.exp, torch.Tensor.exp), AttentionMode._exp),
+    **dict.fromkeys((torch.div, torch.Tensor.div), AttentionMode._divide),
 }

@@ -12,8 +12,7 @@ ATTACKS: Mapping[str, str] = {
     "apgd-dlr": "PGD that chooses its own step sizes, on the difference of logits ratio, which "
     "does not depend on their scale.",
     "apgd-t": "APGD on the difference of logits ratio, towards one other class after the other.",
-    "fab-t": "Looks for the nearest point of one other class after the other (Croce and Hein "
-    "2020).",
+    "fab-t": "Looks for the nearest point of one class after the other (Croce and Hein 2020).",
     "square": "Changes squares of the picture at random and keeps what helps; sees no gradient "
     "(Andriushchenko et al. 2020).",
     "words": "Replaces words of a text, within a number of changes.",
@@ -296,8 +295,8 @@ NOTES: Mapping[str, str] = {
     "no-change": "The change of the norm may be none: no shares of it are given.",
     "no-closed-form": "The exact norm of some heads is taken numerically, with the reason.",
     "no-labels": "The samples have no labels, and what needs them was left out.",
-    "no-words": "Texts in which there is no word that could be changed.",
     "no-softmax": "Modules whose attention is made without a softmax: its heads are left out.",
+    "no-words": "Texts in which there is no word that could be changed.",
     "no-worst-case": "For some heads no worst-case tokens are known, with the reason.",
     "not-compared": "A figure of two reports cannot be compared, with the reason.",
     "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",

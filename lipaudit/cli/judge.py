@@ -12,6 +12,7 @@ import typer
 
 from lipaudit.cli.app import Group, app, command
 from lipaudit.cli.options import (
+    CONFIG,
     Extent,
     Lines,
     Output,
@@ -196,9 +197,7 @@ def gate(
             autocompletion=completed(formats),
         ),
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A TOML file in place of pyproject.toml.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks.")] = False,
 ) -> None:

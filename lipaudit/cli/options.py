@@ -14,6 +14,8 @@ from lipaudit.settings import RunOptions, Settings, option
 from lipaudit.settings.option import Option
 
 OUTPUT = "Output"
+CONFIG = "A TOML file in place of lipaudit.toml and pyproject.toml."
+"""What a command says of --config."""
 
 
 def model_names() -> tuple[str, ...]:
@@ -148,7 +150,7 @@ class Plain(Settings):
 class Terminal(Plain):
     """What is said on stderr, and where defaults come from."""
 
-    config: Path | None = option(None, "A TOML file in place of pyproject.toml.", panel="Run")
+    config: Path | None = option(None, CONFIG, panel="Run")
 
 
 CONFIGURABLE: dict[str, str] = {

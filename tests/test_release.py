@@ -13,6 +13,7 @@ from typer.main import get_command
 import lipaudit
 from lipaudit.attacks.kinds import GROUP as ATTACKS
 from lipaudit.cli.commands import build
+from lipaudit.engine import provenance
 from lipaudit.errors import ExitCode
 from lipaudit.monitor import CALLBACKS
 from lipaudit.report.formats import RENDERERS
@@ -102,3 +103,10 @@ def test_version_and_date_are_the_same_wherever_they_stand():
     released = re.findall(r"^## \[([\d.]+)\] - ([\d-]+)$", changes, re.M)
     assert (citation["version"], citation["date-released"]) == released[0]
     assert lipaudit.__version__ == released[0][0]
+
+
+def test_a_report_has_the_version_of_the_code_that_ran(monkeypatch):
+    """An editable install keeps the version that it was made with."""
+    monkeypatch.setattr(provenance, "version", lambda _name: "0.0")
+    versions = provenance.versions()
+    assert (versions["lipaudit"], versions["torch"]) == (lipaudit.__version__, "0.0")

@@ -17,7 +17,7 @@ from lipaudit.results import Data, Model, Run
 from lipaudit.results.bounds import GROUP as BOUNDS
 from lipaudit.results.measures import GROUP as MEASURES
 
-PACKAGES = ("lipaudit", "torch", "timm", "transformers", "numpy", "pyautoattack")
+PACKAGES = ("torch", "timm", "transformers", "numpy", "pyautoattack")
 GROUPS = (BOUNDS, MEASURES, ATTACKS)
 
 
@@ -71,7 +71,7 @@ def _state(commit: Commit | None) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions that can change a number."""
-    installed = {"python": platform.python_version()}
+    installed = {"python": platform.python_version(), "lipaudit": __version__}
     for name in PACKAGES:
         try:
             installed[name] = version(name)

@@ -69,6 +69,9 @@ RUNS: dict[str, dict[str, Any]] = {
 SCRATCH_RUNS = ("none", "k = 0", "k = 10", "adversarial")
 """Whose images are looked at one by one."""
 
+RANKED = 16
+"""Images that a rank correlation takes, at least."""
+
 Figures = dict[str, Any]
 
 
@@ -311,8 +314,9 @@ def readings(there: Pooled, run: str, seed: int) -> dict[str, Pair]:
     values |= {f"{name}, with W_O": layers[name] for name in layers if name.startswith("layer ")}
     values |= {"model's Jacobian norm": norms["norm"], "margin": norms["margin"]}
     values |= {"first-order radius": norms["radius"]}
-    if ("certify", run, seed) in there:
-        values |= {"certified radius": there["certify", run, seed]["certified"]}
+    certificates = there.get(("certify", run, seed), {"certified": []})["certified"]
+    if len(certificates) >= RANKED:
+        values |= {"certified radius": certificates}
     smallest = np.array(there["radii", run, seed]["smallest"])
     return {name: (np.array(v, float), smallest[: len(v)]) for name, v in values.items()}
 

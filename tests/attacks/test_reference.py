@@ -13,7 +13,7 @@ from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import make_plan
 from lipaudit.models.sources.demo import demo_model
 
-pytestmark = pytest.mark.slow(seconds=60)
+pytestmark = pytest.mark.slow(seconds=23)
 
 CASES = pytest.mark.parametrize(("norm", "eps"), [("linf", "0.1"), ("l2", "0.5")])
 MODELS = pytest.mark.parametrize("name", ["conv", "attention", "demo"])

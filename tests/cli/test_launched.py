@@ -67,7 +67,7 @@ def require_alike(one: Path, two: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "watch", [(), pytest.param(("--watch", "2"), marks=pytest.mark.slow(seconds=20))]
+    "watch", [(), pytest.param(("--watch", "2"), marks=pytest.mark.slow(seconds=22))]
 )
 def test_the_first_of_two_processes_writes_what_one_would(tmp_path, monkeypatch, watch):
     monkeypatch.chdir(tmp_path)
@@ -90,7 +90,7 @@ def test_the_first_of_two_processes_writes_what_one_would(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(
     ("stop", "again"),
-    [(signal.SIGKILL, 1), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.slow(seconds=8))],
+    [(signal.SIGKILL, 1), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.slow(seconds=14))],
 )
 def test_a_training_goes_on_after_one_of_its_processes_has_ended(
     tmp_path, monkeypatch, stop, again

@@ -61,7 +61,7 @@ def test_no_start_misses_the_norm_of_the_demo(tol):
     assert not missed(at, dense_norms(at), tol).any()
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=31)
 @pytest.mark.weights
 @pytest.mark.parametrize("tol", [1e-3, 1e-6])
 def test_no_start_misses_the_norm_of_minilm(tol):

@@ -175,7 +175,7 @@ MUTATIONS = (
 )
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow(seconds=11)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.guard)
 def test_some_test_fails_without(mutation, tmp_path):
     for part in ("lipaudit", "tests"):

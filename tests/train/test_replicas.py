@@ -188,7 +188,7 @@ def test_what_is_drawn_for_samples_is_drawn_for_all(draw):
     assert torch.equal(torch.cat(parts), drawn(Replica()))
 
 
-@pytest.mark.slow(seconds=25)
+@pytest.mark.slow(seconds=12)
 def test_three_processes_do_too(tmp_path):
     together(3, tmp_path)
     for name in CASES:

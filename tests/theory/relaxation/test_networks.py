@@ -111,10 +111,10 @@ def _attacked(model, x, label, points, form):
         ("linf", 2, torch.float64),
         ("l2", 1, torch.float64),
         ("l2", 2, torch.float32),
-        pytest.param("linf", 1, torch.float64, marks=pytest.mark.slow(seconds=4)),
-        pytest.param("linf", 2, torch.float32, marks=pytest.mark.slow(seconds=5)),
-        pytest.param("l2", 1, torch.float32, marks=pytest.mark.slow(seconds=4)),
-        pytest.param("l2", 2, torch.float64, marks=pytest.mark.slow(seconds=5)),
+        pytest.param("linf", 1, torch.float64, marks=pytest.mark.slow(seconds=2)),
+        pytest.param("linf", 2, torch.float32, marks=pytest.mark.slow(seconds=2)),
+        pytest.param("l2", 1, torch.float32, marks=pytest.mark.slow(seconds=1)),
+        pytest.param("l2", 2, torch.float64, marks=pytest.mark.slow(seconds=1)),
     ],
 )
 @pytest.mark.parametrize("name", NETWORKS)

@@ -154,7 +154,7 @@ def _devices() -> list[str]:
     import torch
 
     names, count = ["cpu"], torch.accelerator.device_count()
-    if count and (accelerator := torch.accelerator.current_accelerator()):  # 2.6 raises without
+    if count and (accelerator := torch.accelerator.current_accelerator()):  # old ones raise
         names += [f"{accelerator.type}:{i}" for i in range(count)]
     return [f"{name}{_remark(name)}" for name in names]
 

@@ -234,7 +234,7 @@ def _parts(module: nn.Module) -> list[str]:
 def _word(place: Any) -> str:
     """Name a device: Accelerate numbers those of the accelerator."""
     if isinstance(place, int):
-        there = torch.accelerator.is_available()  # torch 2.6 raises when it is asked for none
+        there = torch.accelerator.is_available()  # older torch raises when it is asked for none
         accelerator = torch.accelerator.current_accelerator() if there else None
         return f"{accelerator.type if accelerator else 'cuda'}:{place}"
     return str(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -104,7 +105,9 @@ def _read_file(path: Path, net: Intake, options: DataOptions) -> Drawn:
             f"{path} holds text; the model takes {net.kind}", "Give a folder or an .npz file."
         )
     if options.scored and path.suffix in TABLES:
-        return read_continuations(read_rows(path), net, options, origin=str(path))
+        table = read_rows(path, options)
+        drawn = read_continuations(table.rows, net, table.options, origin=str(path))
+        return replace(drawn, notes=table.notes + drawn.notes)
     return (read_text if path.suffix == ".txt" else read_table)(path, net, options)
 
 

@@ -6,13 +6,17 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from lipaudit.data.headers import assign_columns, lacks_header
 from lipaudit.data.intake import DataOptions
 from lipaudit.errors import InputError, suggestion
+from lipaudit.results import Note
 
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+TABLES = (*SEPARATORS, ".jsonl", ".parquet")
 TEXTS = ("text", "sentence", "content", "review", "question", "document")
 PAIRS = (
     ("premise", "hypothesis"),
@@ -50,14 +54,34 @@ class Row:
         return self.place if given is None else f"{self.place}, id {str(given)[:LONGEST]}"
 
 
-def read_rows(path: Path) -> list[Row]:
+@dataclass(frozen=True)
+class Table:
+    """The rows of a file.
+
+    Attributes:
+        rows: all of them.
+        options: with the columns to read, by number, where the file does not name its columns.
+        notes: which columns these are.
+    """
+
+    rows: list[Row]
+    options: DataOptions
+    notes: tuple[Note, ...] = ()
+
+
+def read_rows(path: Path, options: DataOptions) -> Table:
     """Read every row of a file; one that is no row says so by its `fault`.
 
     Raises:
-        InputError: the file cannot be read at all, or has no rows.
+        InputError: the file cannot be read at all, has no rows, or names no columns and it is not
+            clear which of them is the text.
     """
+    notes: tuple[Note, ...] = ()
     try:
-        rows = list(_parquet(path) if path.suffix == ".parquet" else _lines(path))
+        if path.suffix in SEPARATORS:
+            rows, options, notes = _separated(path, options)
+        else:
+            rows = list(_parquet(path) if path.suffix == ".parquet" else _json_lines(path))
     except (ValueError, OSError) as error:
         raise InputError(
             f"{path} is not a readable {path.suffix} file ({error})",
@@ -65,24 +89,52 @@ def read_rows(path: Path) -> list[Row]:
         ) from error
     if not rows:
         raise InputError(f"{path} has no rows", "The first line names the columns.")
-    return rows
+    return Table(rows, options, notes)
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def _separated(
+    path: Path, options: DataOptions
+) -> tuple[list[Row], DataOptions, tuple[Note, ...]]:
+    """Read rows whose cells are separated; where the file names no columns, by their numbers."""
+    lines = list(_cells(path))
+    if not lines:
+        return [], options, ()
+    notes: tuple[Note, ...] = ()
+    cells = [each for _, each in lines]
+    names = cells[0]
+    if lacks_header(cells, _known_names(options)):
+        names = [str(i) for i, _ in enumerate(names, 1)]
+        options, note = assign_columns(cells, options, origin=str(path))
+        notes = (note,)
+    else:
+        lines = lines[1:]
+    return [Row(place, dict(zip_longest(names, each))) for place, each in lines], options, notes
+
+
+def _known_names(options: DataOptions) -> set[str]:
+    """Return names by which a first line is known to name columns: usual ones, and those given."""
+    given = f"{options.text_column or ''},{options.label_column or ''}".split(",")
+    named = {name.strip() for name in given if name and not name.strip().isdigit()}
+    return {*TEXTS, *LABELS, "id", *(name for pair in PAIRS for name in pair), *named}
+
+
+def _cells(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the place and the cells of every line that has any."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        if path.suffix == ".jsonl":
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _json(line, f"line {number}")
-            return
-        table = csv.DictReader(
-            lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True
-        )
+        table = csv.reader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
         try:
-            for values in table:
-                yield Row(f"line {table.line_num}", values)
+            for cells in table:
+                if cells:
+                    yield f"line {table.line_num}", cells
         except csv.Error as error:
             raise ValueError(f"line {table.line_num}: {error}") from None
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _json(line, f"line {number}")
 
 
 def _json(line: str, place: str) -> Row:
@@ -130,9 +182,11 @@ def text_columns(
         return pair
     column = next((name for name in (*usual, *TEXTS) if name in columns), None)
     if column is None:
+        separated = Path(origin).suffix in SEPARATORS
+        unnamed = " If these are data, begin the file with names: text,label." * separated
         raise InputError(
             f"{origin} has no text column (columns: {', '.join(columns)})",
-            "Name it with --text-column, or two of a pair: --text-column FIRST,SECOND.",
+            "Name it with --text-column, or two of a pair: --text-column FIRST,SECOND." + unnamed,
         )
     return (column,)
 

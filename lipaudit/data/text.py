@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
         InputError: damaged, empty, a column missing, or labels the model does not have.
     """
     origin = str(path)
-    rows, notes = sound_rows(read_rows(path), options, origin)
+    table = read_rows(path, options)
+    options = table.options
+    rows, notes = sound_rows(table.rows, options, origin)
+    notes = table.notes + notes
     columns = list(rows[0].values)
     text = text_columns(columns, options, origin=origin)
     label = label_column(columns, options, origin=origin)
@@ -42,7 +46,7 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     reader = _Reader(net, options, origin)
     texts = [row_text(row.values, text) for row in rows]
     drawn, skipped = draw(len(rows), options, lambda i: reader.tokens(texts[i]), what="texts")
-    notes += more + skipped + reader.notes()
+    notes += more + skipped + reader.notes() + _unseparated(net, text)
     x = [tokens for _, tokens in drawn]
     origins = [Origin(rows[i].name, beginning(texts[i])) for i, _ in drawn]
     if label is None or net.classes is None:
@@ -109,6 +113,22 @@ def _complete(row: Row, columns: Sequence[str]) -> Row:
     return row if empty is None else replace(row, fault=f"has no {empty!r}")
 
 
+def _unseparated(net: Intake, columns: Sequence[str]) -> tuple[Note, ...]:
+    """Say that a tokenizer puts nothing between the two texts of a pair, if it does not."""
+    if len(columns) < 2 or net.tokenize is None or net.tokenize_pair is None:
+        return ()
+    alone = [net.tokenize(text, SHOWN) for text in "ab"]
+    joined = [net.tokenize_pair("a", text, SHOWN) for text in "bc"]
+    ending = len(commonprefix([ids[::-1] for ids in alone]))
+    if len(commonprefix(joined)) > len(alone[0]) - ending:
+        return ()
+    text = (
+        "the tokenizer joins the two texts of a pair without a separator: the model sees one "
+        f"text, {' directly followed by '.join(columns)}"
+    )
+    return (warning("pairs-unseparated", text),)
+
+
 def read_text(path: Path, net: Intake, options: DataOptions) -> Drawn:
     """Cut a plain file into equal parts and take the beginning of each (see `windows`)."""
     notes: tuple[Note, ...] = ()
@@ -120,7 +140,11 @@ def read_text(path: Path, net: Intake, options: DataOptions) -> Drawn:
     if not text.strip():
         raise InputError(f"{path} is empty", "Give a file with some text.")
     x, origins, more = windows(text, net, options, origin=str(path))
-    return Drawn(x, None, notes + more, origins=origins)
+    said = (
+        f"{path} is read as one stream of text, cut into {len(x)} windows; for a sample per line "
+        "give a .csv with the line of names `text` first, or a .jsonl"
+    )
+    return Drawn(x, None, (*notes, *more, remark("one-stream", said)), origins=origins)
 
 
 def windows(

@@ -56,8 +56,7 @@ PUBLIC = {
     ),
     "formats": (
         [*RENDERERS],
-        "annotations badge brief csv endpoint html json junit markdown model-card png sarif "
-        "table text",
+        "brief csv html json junit markdown png table text",
     ),
     "exit codes": (
         [f"{code.value}:{code.name}" for code in ExitCode],
@@ -74,7 +73,7 @@ PUBLIC = {
     ),
     "inputs of the action": (
         [*ACTION["inputs"]],
-        "baseline brief current fail-on html junit report sarif strict torch-index",
+        "baseline brief current fail-on html junit report strict torch-index",
     ),
     "outputs of the action": ([*ACTION["outputs"]], "exit-code page verdict"),
     "hooks": ([hook["id"] for hook in HOOKS], "lipaudit-baseline-check"),

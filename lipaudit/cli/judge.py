@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -193,7 +192,7 @@ def gate(
         typer.Option(
             "--format",
             "-f",
-            help="text, table, brief, json, markdown, html, junit, sarif or badge.",
+            help="text, table, brief, json, markdown, html or junit.",
             autocompletion=completed(formats),
         ),
     ] = None,
@@ -240,18 +239,17 @@ def _shown(judgement: Judgement, output: Output) -> int:
     from lipaudit.report import of_judgement
 
     subject = of_judgement(judgement)
-    _annotate(subject, judgement.reason)
+    _tell_github(subject, judgement.reason)
     emit(subject, output)
     return judgement.exit_code
 
 
-def _annotate(subject: Subject, outcome: str) -> None:
-    """Add to a job of GitHub: annotations on stderr, a table to its summary, the step's output."""
+def _tell_github(subject: Subject, outcome: str) -> None:
+    """Add a table to the summary of a GitHub job, and the outcome to the step's output."""
     from lipaudit.report import render
 
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
-    sys.stderr.write(render(subject, "annotations").decode())
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("ab") as file:
             file.write(render(subject, "markdown"))

@@ -69,8 +69,7 @@ class Output(Settings):
 
     format: str | None = option(
         None,
-        "What stdout (and FILE of a shared suffix) gets: table, brief, json, csv, html, "
-        "model-card...",
+        "What stdout (and FILE of a shared suffix) gets: table, brief, json, csv, html...",
         "--format",
         "-f",
         panel=OUTPUT,
@@ -79,7 +78,7 @@ class Output(Settings):
     )
     output: tuple[Path, ...] = option(
         (),
-        "Also write FILE (.json, .csv, .md, .html, .txt; .svg: a badge; .png: a map, a sample).",
+        "Also write FILE (.json, .csv, .md, .html, .txt; .png: a map, a sample).",
         "--output",
         "-o",
         panel=OUTPUT,

@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
-Form = Literal[
-    "page", "screen", "brief", "card", "badge", "record", "frame", "lines", "judgement", "picture"
-]
-"""A `Document`, one that fits a screen, a `Brief`, a `Card`, a `Badge`, a pydantic model, a
-`Frame`, lines of text, a `Judgement` of the gate, a picture's block."""
+Form = Literal["page", "screen", "brief", "record", "frame", "lines", "judgement", "picture"]
+"""A `Document`, one that fits a screen, a `Brief`, a pydantic model, a `Frame`, lines of text, a
+`Judgement` of the gate, a picture's block."""
 Subject = Mapping[Form, Callable[[], Any]]
 """What a command has to show: how each form that it has is made."""
 

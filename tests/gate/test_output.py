@@ -166,14 +166,6 @@ def test_markdown_keeps_its_table_whatever_the_model_is_called(failed):
     assert "layer 3 head 1" in text
 
 
-def test_annotations_are_one_command_a_line(failed):
-    lines = written(failed, "annotations").splitlines()
-    assert [line.partition(" ")[0] for line in lines] == ["::error", "::warning"]
-    assert "layer 3 head 1" in lines[0]
-    assert "+20%25" in lines[0]
-    assert lines[0].startswith("::error title=lipaudit%3A regressed::regressed: ")
-
-
 def test_junit_has_a_case_per_verdict_and_fails_where_the_gate_does(failed):
     suite = ElementTree.fromstring(written(failed, "junit")).find("testsuite")
     cases = suite.findall("testcase")
@@ -185,7 +177,6 @@ def test_junit_has_a_case_per_verdict_and_fails_where_the_gate_does(failed):
 
 def test_strict_fails_what_is_not_proven_everywhere(failed):
     strict = failed.model_copy(update={"strict": True})
-    assert written(strict, "annotations").count("::error") == 2
     assert ElementTree.fromstring(written(strict, "junit")).get("failures") == "2"
     assert "✗ inconclusive" in written(strict, "text")
 
@@ -194,16 +185,10 @@ def test_what_could_not_be_judged_is_an_error(report, jacobian, norms):
     judgement = judge(report(jacobian(norms), dtype="float16"), report(jacobian(norms)))
     suite = ElementTree.fromstring(written(judgement, "junit")).find("testsuite")
     assert (suite.get("failures"), suite.get("errors")) == ("0", "2")
-    assert "dtype float32 became float16" in written(judgement, "annotations")
+    assert "dtype float32 became float16" in written(judgement, "text")
 
 
 def test_control_characters_cannot_break_the_xml(failed):
     named = [v.model_copy(update={"name": "layer \x00 \x1b"}) for v in failed.verdicts]
     xml = written(failed.model_copy(update={"verdicts": tuple(named)}), "junit")
     assert ElementTree.fromstring(xml) is not None
-
-
-def test_a_pass_is_silent_in_annotations(report, bounds):
-    same = judge(report(bounds(EXACT)), report(bounds(EXACT)))
-    assert written(same, "annotations") == ""
-    assert "passed" in written(same, "markdown")

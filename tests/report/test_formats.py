@@ -85,11 +85,9 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     }
     assert shown == {
         **dict.fromkeys(("html", "json", "markdown", "table"), set(kinds)),
-        **dict.fromkeys(("annotations", "junit", "sarif", "text"), {"judged"}),
-        **dict.fromkeys(("badge", "endpoint"), {"report", "drawn", "judged"}),
+        **dict.fromkeys(("junit", "text"), {"judged"}),
         "brief": {"report", "drawn", "compared", "judged"},
         "csv": {"report", "drawn", "compared"},
-        "model-card": {"report", "drawn"},
         "png": {"drawn"},
     }
     suffixes = [s for known in RENDERERS.values() for s in known.suffixes if not known.asked]
@@ -103,12 +101,9 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     [
         ("a.md", None, "markdown"),
         ("a.md", "brief", "brief"),
-        ("a.md", "model-card", "model-card"),
         ("a.md", "json", "markdown"),
-        ("a.markdown", "model-card", "markdown"),
-        ("a.json", "endpoint", "endpoint"),
-        ("a.json", "badge", "json"),
-        ("a.svg", "json", "badge"),
+        ("a.markdown", "brief", "markdown"),
+        ("a.json", "brief", "json"),
     ],
 )
 def test_of_formats_of_one_suffix_a_file_gets_the_one_that_was_named(name, chosen, gets):
@@ -121,9 +116,9 @@ def test_a_history_has_no_brief_and_says_what_has():
 
 
 def test_a_file_is_what_the_format_says_where_its_suffix_leaves_a_choice(folder):
-    done = lipaudit("report", "a.json", "-f", "model-card", "-o", "card.md", "-o", "page.html")
-    assert (done.exit_code, done.stdout[:4]) == (0, "---\n")
-    assert (folder / "card.md").read_bytes() == done.stdout_bytes
+    done = lipaudit("report", "a.json", "-f", "brief", "-o", "brief.md", "-o", "page.html")
+    assert (done.exit_code, done.stdout[:4]) == (0, "### ")
+    assert (folder / "brief.md").read_bytes() == done.stdout_bytes
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
     assert lipaudit("report", "a.json", "-o", "page.md").exit_code == 0
     assert (folder / "page.md").read_text().startswith("# lipaudit")
@@ -154,11 +149,8 @@ def test_a_format_that_cannot_show_a_report_says_what_to_type(report, name):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (
-            ("-f", "nonsense"),
-            "There are: annotations, badge, brief, endpoint, html, json, junit, markdown, sarif",
-        ),
-        (("-o", "x.pdf"), "There are: .svg, .html, .htm, .json, .xml, .md, .markdown, .sarif"),
+        (("-f", "nonsense"), "There are: brief, html, json, junit, markdown, table"),
+        (("-o", "x.pdf"), "There are: .html, .htm, .json, .xml, .md, .markdown"),
         (("-f", "png"), "one attention map"),
         (("-o", "x.png"), "one attention map"),
     ],

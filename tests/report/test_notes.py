@@ -74,7 +74,7 @@ def test_a_warning_stands_above_the_verdicts(spoiled, report, format):
 
 def test_other_formats_of_a_judgement_hold_the_warnings(spoiled, report):
     judgement = judge(spoiled, report)
-    for format in ("json", "junit", "annotations"):
+    for format in ("json", "junit"):
         assert RANDOM.text in render(of_judgement(judgement), format).decode()
 
 

@@ -6,9 +6,7 @@ measure.
 
 from __future__ import annotations
 
-from lipaudit.report.blocks.pages import Badge as Badge
 from lipaudit.report.blocks.pages import Brief as Brief
-from lipaudit.report.blocks.pages import Card as Card
 from lipaudit.report.blocks.pages import Chapter as Chapter
 from lipaudit.report.blocks.pages import Document as Document
 from lipaudit.report.blocks.pages import Frame as Frame

@@ -76,34 +76,6 @@ class Brief:
 
 
 @dataclass(frozen=True)
-class Badge:
-    """A figure in a line, for the top of a README.
-
-    Attributes:
-        label: what it is.
-        message: the figure.
-        colour: behind the figure, as #rrggbb.
-    """
-
-    label: str
-    message: str
-    colour: str
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a model card says of a model: figures for programs, and a page for people.
-
-    Attributes:
-        front: the metadata before the page, as the Hugging Face Hub reads them.
-        page: the section on robustness.
-    """
-
-    front: dict[str, Any]
-    page: Document
-
-
-@dataclass(frozen=True)
 class Frame:
     """Rows of plain values, for other programs; None is a value that there is not.
 

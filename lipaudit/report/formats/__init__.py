@@ -46,7 +46,7 @@ def of_file(path: Path, forms: Collection[Form], chosen: Format | None = None) -
 
     Where formats share the suffix, the one that was chosen comes first, then the result's own
     before that of any page: `.txt` is a judgement's lines, and a report's tables; `.md` is a page,
-    and a model card where that was chosen.
+    and a brief where that was chosen.
 
     Args:
         path: of the file.

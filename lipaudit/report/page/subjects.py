@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 RANKED: frozenset[Form] = frozenset({"page", "brief", "record", "frame"})
 """The forms of several reports."""
-REPORT: frozenset[Form] = RANKED | {"card", "badge"}
+REPORT: frozenset[Form] = RANKED
 DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
 COMPARISON: frozenset[Form] = frozenset({"page", "screen", "brief", "record", "frame"})
-JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "badge", "record", "lines", "judgement"})
+JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "record", "lines", "judgement"})
 HISTORY: frozenset[Form] = frozenset({"page", "record", "frame"})
 
 
@@ -42,16 +42,12 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
 def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
     from lipaudit.report import frame
     from lipaudit.report.page.document import document, screen
-    from lipaudit.report.page.publishing.badge import badge
-    from lipaudit.report.page.publishing.card import card
     from lipaudit.report.page.scorecard import brief
 
     subject: dict[Form, Callable[[], Any]] = {
         "page": cache(lambda: document(report)),
         "record": lambda: report,
         "brief": lambda: brief(report),
-        "card": lambda: card(report),
-        "badge": lambda: badge(report),
         "frame": lambda: frame.of_report(report),
     }
     if sum("." not in s.measure for s in report.sections) > 1:
@@ -149,12 +145,10 @@ def of_attribution(attribution: Attribution) -> Subject:
 def of_judgement(judgement: Judgement) -> Subject:
     """Show what the gate decided."""
     from lipaudit.report.page.judgement import brief, lines, page
-    from lipaudit.report.page.publishing.badge import judged
 
     return {
         "page": cache(lambda: page(judgement)),
         "brief": lambda: brief(judgement),
-        "badge": lambda: judged(judgement),
         "record": lambda: judgement,
         "lines": lambda: lines(judgement),
         "judgement": lambda: judgement,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ from lipaudit.errors import EvaluationError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
 
 if TYPE_CHECKING:
-    from lipaudit.engine.prepare import Job, Request
+    from lipaudit.engine.prepare import Request
     from lipaudit.engine.several import Outline
     from lipaudit.results import Report, Section
 
@@ -118,7 +118,7 @@ def _audit_one(request: Request, how: _How) -> None:
             follow(job, ranks)
             return
         if not terminal.quiet:
-            _announce(job)
+            _announce(model, job.here)
         with (
             OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
             executed(job, observer, adapt=adapt, ranks=ranks) as report,
@@ -148,7 +148,7 @@ def _audit_each(requests: Sequence[Request], how: _How) -> None:
     quiet, outlines = how.terminal.quiet, []
     for request in requests:
         with named(request.model), muted(quiet=quiet):
-            outlines.append(outline(prepare(request), timed=not quiet))
+            outlines.append(outline(prepare(request)))
     require_shared(outlines)
     folder = made_folder(how.folder or _folder_of_several(requests), "--run-dir")
     places = [folder / f"{i}-{_plain(r.model)}" for i, r in enumerate(requests, start=1)]
@@ -261,23 +261,17 @@ def made_folder(folder: Path, flag: str) -> Path:
 
 
 def _announce_several(outlines: Sequence[Outline], kept: Sequence[Report | None]) -> None:
-    from lipaudit.engine.estimate import together
-
     counts: dict[str, int] = {}
     for known in outlines:
         counts |= {name: max(count, counts.get(name, 0)) for name, count in known.counts.items()}
+    done = len(kept) - kept.count(None)
+    finished = f"; {done} of them finished before" if done else ""
+    _announce(", ".join(known.model for known in outlines), counts, finished)
+
+
+def _announce(models: str, counts: Mapping[str, int], more: str = "") -> None:
     parts = ", ".join(f"{name} ({count} samples)" for name, count in counts.items())
-    left = [known.cost for known, report in zip(outlines, kept, strict=True) if report is None]
-    done = f"{len(kept) - len(left)} of them finished before, " if len(left) < len(kept) else ""
-    models = ", ".join(known.model for known in outlines)
-    typer.echo(f"audit of {models}: {parts}; {done}{together(left)}", err=True)
-
-
-def _announce(job: Job) -> None:
-    from lipaudit.engine.estimate import takes
-
-    parts = ", ".join(f"{name} ({count} samples)" for name, count in job.here.items())
-    typer.echo(f"audit of {job.request.model}: {parts}; {takes(job)}", err=True)
+    typer.echo(f"audit of {models}: {parts}{more}", err=True)
 
 
 def _with_map(

@@ -31,12 +31,9 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
     def measure(
         model: str, options: MeasureOptions, run: RunOptions, output: Output, terminal: Terminal
     ) -> None:
-        from lipaudit.models.sources.names import demo_names
-
         outline = options.outline(run.samples or options.samples)
         if outline and not terminal.quiet:
-            takes = "under a minute" if model in demo_names() else "minutes"
-            typer.echo(f"{name} of {model}: {outline}; {takes}", err=True)
+            typer.echo(f"{name} of {model}: {outline}", err=True)
         run_measures(model, {name: options}, run, output, terminal)
 
     measure.__doc__ = options_type.__doc__

@@ -209,7 +209,7 @@ def models(
 
 @command("check", panel=LEARN, usual={"samples": "by measure"})
 def check(model: ModelArgument, run: RunOptions, output: Lines, terminal: Terminal) -> None:
-    """What an audit would read and measure, and roughly how long: a dry run.
+    """What an audit would read and measure, and in how much memory: a dry run.
 
     Loads model and data, and surveys the attention layers: which have a closed form, why others
     have none, what is left out and why, the first samples with their labels. Nothing is measured.
@@ -260,10 +260,18 @@ def _rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for each in seen["first"]:
         yield "", _sample(each, seen["takes"])
     for name, planned in seen["measures"].items():
-        yield name, f"{planned['samples']} samples, {planned['time']}"
-        yield "", _memory(planned)
+        yield name, f"{planned['samples']} samples, {_memory(planned)}"
+    yield "time", _time(seen["forward"])
     if (free := seen["memory"]["free"]) is not None:
         yield "memory", f"{size(free)} are free"
+
+
+def _time(forward: dict[str, Any] | None) -> str:
+    """Say how long a forward pass takes."""
+    if forward is None:
+        return "not known: memory ran out for several samples at once"
+    count, seconds = forward["samples"], forward["seconds"]
+    return f"{seconds:.2g} s for a forward pass of {count} samples; a run shows the time left"
 
 
 def _sample(seen: dict[str, Any], takes: str) -> str:

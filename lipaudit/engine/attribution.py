@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from lipaudit.data.batch import Batch
-from lipaudit.engine.estimate import swaps
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
 from lipaudit.errors import EvaluationError, InputError
@@ -77,7 +76,7 @@ class _Swaps:
     def attribution(self) -> Attribution:
         """Measure, and sum up."""
         net = self.job.net
-        self.observer.note(swaps(self.job, len(self.exchange.layers), self.exchange.same))
+        self.observer.note(self._outline())
         self.observer.begins(NAME, len(self.batch))
         parts = []
         for part in self.batch.split(self.job.request.run.batch_size or BATCH):
@@ -97,6 +96,15 @@ class _Swaps:
         }
         layers = [_facts(layer) for layer in self.exchange.layers]
         return attribution(ends, layers, norms, notes=(*self._ties(), *self.notes.values()))
+
+    def _outline(self) -> Note:
+        """Say how many norms are computed."""
+        layers, same = len(self.exchange.layers), self.exchange.same
+        text = (
+            f"{layers} of {layers + same} layers differ: {2 * layers + 2} norms of "
+            f"{len(self.batch)} samples; --groups block or fewer --samples make it less"
+        )
+        return Note(level="info", code="swaps", text=text)
 
     def _of_batch(self, batch: Batch) -> dict[str, Values]:
         """Return all norms of a batch, and their first-order changes where there are any."""

@@ -103,12 +103,6 @@ class Job:
         """Return how many samples of each measure are measured here."""
         return {name: sum(map(len, self.batches(name))) for name in self.counts}
 
-    @property
-    def own(self) -> dict[str, int]:
-        """Return how many of these one process measures, if all are as fast: the most of any."""
-        batches = {name: self.batches(name) for name in self.counts}
-        return {name: sum(map(len, each[:: self.processes])) for name, each in batches.items()}
-
 
 def prepare(request: Request, *, net: Net | None = None, samples: Samples | None = None) -> Job:
     """Load what a request names.

@@ -1,12 +1,11 @@
-"""What an audit would read and measure, and roughly how long: looked at, not measured."""
+"""What an audit would read and measure, in how much memory: looked at, not measured."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
-from lipaudit.engine.estimate import Pace, fitting, footprint, paced, takes
+from lipaudit.engine.fitting import fitting, footprint, time_batch
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import origins
 from lipaudit.errors import as_user_meets
@@ -20,7 +19,7 @@ SHOWN = 5
 
 
 def preview(job: Job) -> dict[str, Any]:
-    """Return what is read of a job's model and data, and the time of each measure in words.
+    """Return what is read of a job's model and data, and what each measure takes.
 
     Args:
         job: from `prepare`.
@@ -33,8 +32,8 @@ def preview(job: Job) -> dict[str, Any]:
     with eager(), exact_arithmetic(net.device):
         # What is scored is several texts for each sample, and no layer is read.
         sites = () if net.scored else surveyed(net, first)
-        pace = paced(job)
-        measures = {name: _planned(job, name, pace) for name in job.counts}
+        timed = time_batch(job)
+        measures = {name: _planned(job, name) for name in job.counts}
     unread: Counter[str] = Counter()
     for site in sites:
         unread[site.reason or ""] += site.heads
@@ -55,19 +54,19 @@ def preview(job: Job) -> dict[str, Any]:
         "samples": len(job.samples.batch),
         "first": _first(job),
         "memory": {"held": held(net.device), "free": free(net.device)},
+        "forward": None if timed is None else {"samples": timed[0], "seconds": timed[1]},
         "measures": measures,
         "notes": [note.text for note in (*job.notes, *unread_notes(net, sites))],
     }
 
 
-def _planned(job: Job, name: str, pace: Pace | None) -> dict[str, Any]:
-    """Return how many samples a measure takes, at a time too, and what time and memory."""
+def _planned(job: Job, name: str) -> dict[str, Any]:
+    """Return how many samples a measure takes, at a time too, and in how much memory."""
     size = min(fitting(job, name), job.counts[name])
     known, why = _footprint(job, name)
     there = held(job.net.device)
     return {
         "samples": job.counts[name],
-        "time": takes(replace(job, counts={name: job.counts[name]}), pace),
         "batch": size,
         "bytes": None if known is None or there is None else there + known.of(size),
         "unknown": why,

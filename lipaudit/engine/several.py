@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lipaudit.data.batch import Origin
-from lipaudit.engine.estimate import Cost, cost
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import origins, provenance
 from lipaudit.errors import InputError, LipauditError, UsageError
@@ -38,7 +37,6 @@ class Outline:
         measures: the options of each, as its section has them.
         run: as the report will have it.
         samples: where they are found, as the report will have it.
-        cost: what it takes; None where that is not known.
     """
 
     model: str
@@ -52,16 +50,10 @@ class Outline:
     measures: Mapping[str, dict[str, Any]]
     run: Run
     samples: dict[str, tuple[str, ...]]
-    cost: Cost | None
 
 
-def outline(job: Job, *, timed: bool = False) -> Outline:
-    """Keep what several models are compared by.
-
-    Args:
-        job: of one of them.
-        timed: whether to estimate what it takes.
-    """
+def outline(job: Job) -> Outline:
+    """Keep what several models are compared by."""
     net, batch = job.net, job.samples.batch
     return Outline(
         model=job.request.model,
@@ -75,7 +67,6 @@ def outline(job: Job, *, timed: bool = False) -> Outline:
         measures={name: options.model_dump() for name, options in job.request.measures.items()},
         run=provenance(job),
         samples=origins(job.samples),
-        cost=cost(job) if timed else None,
     )
 
 

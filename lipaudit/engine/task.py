@@ -9,8 +9,8 @@ from itertools import chain, groupby, islice
 from typing import Any
 
 from lipaudit.data.batch import Batch, Share
-from lipaudit.engine.estimate import fitting, less, numerical, proofs
 from lipaudit.engine.files import write
+from lipaudit.engine.fitting import fitting, less
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
@@ -18,13 +18,11 @@ from lipaudit.engine.provenance import versions
 from lipaudit.engine.ranks import Begun, Ranks
 from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
 from lipaudit.measures import MEASURES, Measure, Part
-from lipaudit.measures.by_layer import chosen
 from lipaudit.measures.measure import listening, sample_ids
-from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.failing import first_failure
 from lipaudit.results import Note, Section
 from lipaudit.results.report import Failure
-from lipaudit.settings import BoundsOptions, CertifyOptions, MeasureOptions
+from lipaudit.settings import MeasureOptions
 from lipaudit.settings.parsing import write_duration
 
 
@@ -171,18 +169,6 @@ class Task:
             self.observer.note(Note(level="info", code="not-kept", text=text))
         return journal.refusal
 
-    def _forewarn(self, first: Batch) -> None:
-        """Say before it begins what will take long, as the layers are; they are surveyed once."""
-        net, options = self.job.net, self.options
-        notes: tuple[Note, ...] = ()
-        if isinstance(options, BoundsOptions):
-            sites = surveyed(net, first.to(net.device, net.dtype))
-            notes = numerical(self.job, chosen(sites, options.layers))
-        elif isinstance(options, CertifyOptions):
-            notes = proofs(self.job)
-        for note in notes:
-            self.observer.note(note)
-
     def measured(self, units: Iterable[Batch]) -> Iterator[Part]:
         """Yield the parts of batches; when memory runs out, go on from there with half of each.
 
@@ -193,7 +179,6 @@ class Task:
         while taken.more():
             try:
                 if not begun:
-                    self._forewarn(first)
                     begun = True
                     if (fits := self._fitting()) < size:
                         size, first = fits, first[:fits].trimmed()

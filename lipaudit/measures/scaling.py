@@ -113,7 +113,8 @@ def _on_data(
             within.append(part.values["within"])
             facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
     arrays = _scattered(cuts, at_lengths, (len(batch), len(options.lengths)))
-    return arrays, facts | {"within": _largest(within)}, notes(parts) + _missed(missed)
+    facts |= {"within": _largest(within), "kind": net.kind}
+    return arrays, facts, notes(parts) + _missed(missed)
 
 
 def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
@@ -277,22 +278,21 @@ def _remarks(
     real = [row for row in rows if row.mode == "real"]
     if not real:
         return ()
+    image, windows = facts["kind"] == "image", ""
+    if facts["kind"] == "text":
+        windows = (
+            "; windows of a text begin at the same places for every n, so standard errors are on "
+            "the small side"
+        )
+    text = f"layers are measured after W_O where they have one, the model from {facts['model']}"
     remarks = [
-        Note(
-            level="info",
-            code="what-is-measured",
-            text="layers are measured after W_O where they have one, the model from "
-            f"{facts['model']}; windows of a text begin at the same places for every n, so "
-            "standard errors are on the small side",
-        ),
+        Note(level="info", code="what-is-measured", text=text + windows),
         *lower_estimates(facts["within"]),
     ]
     reached = len({row.n for row in real})
     if reached < len(options.lengths):
-        text = (
-            f"{reached} of {len(options.lengths)} lengths were measured: samples are shorter, or "
-            "lengths make the same number of patches"
-        )
+        why = "several lengths make the same number of patches" if image else "samples are shorter"
+        text = f"{reached} of {len(options.lengths)} lengths were measured: {why}"
         remarks.append(Note(level="warning", code="fewer-lengths", text=text))
     return tuple(remarks)
 

@@ -123,14 +123,6 @@ def held(module: nn.Module) -> bool:
     return any(isinstance(part._parameters, _Parameters) for part in module.modules())
 
 
-def lift_all(module: nn.Module) -> None:
-    """Lift every weight once, as a pass does, and keep none; wait for the device."""
-    for part in module.modules():
-        for name, p in dict.items(part._parameters):
-            if p is not None and p.numel():
-                part._parameters[name].flatten()[:1].tolist()  # type: ignore[union-attr]
-
-
 def lifting(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a call of a model that is held, in which `parameters()` gives lifted weights."""
 

@@ -282,7 +282,6 @@ NOTES: Mapping[str, str] = {
     "one-stream": "A plain text file is read as one text, cut into windows.",
     "pairs-unseparated": "The tokenizer joins the two texts of a pair with nothing between.",
     "left-out": "Something was not measured, with the reason.",
-    "long": "Heads without a closed form will take long; --layers and --samples choose fewer.",
     "long-maps": "The norm of very long attention maps is given as a limit, never too small.",
     "loose-ball": "A radius is so large that the constants certified there say little.",
     "loss-of-predicted": "A sample without a label has the loss of the class it is taken for.",
@@ -340,7 +339,7 @@ NOTES: Mapping[str, str] = {
     "stored-weights": "Weights are kept in the precision they are stored in, and lifted to that "
     "of the run where a layer reads them.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",
-    "swaps": "How many norms swapping layers takes, and roughly how long.",
+    "swaps": "How many norms swapping layers takes.",
     "text-cut": "Some texts were longer than --max-tokens and were cut.",
     "tied": "A tensor has several places in the model: it is swapped in all of them at once.",
     "time-limit": "Some proofs were cut short by --seconds: another machine may get further.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,11 +97,10 @@ def audited(tmp_path_factory) -> tuple[Path, list[str], list[str]]:
     return folder, done.stderr.splitlines(), done.stdout.splitlines()
 
 
-def test_the_first_line_says_what_will_run_and_how_long(audited):
-    first = audited[1][0]
-    for name in ("bounds", "attention", "jacobian", "attack"):
-        assert f"{name} (8 samples)" in first
-    assert re.search(r"; roughly \d+ s( to \d+ s)? \(estimate; a forward of a sample takes", first)
+def test_the_first_line_says_what_will_run(audited):
+    names = ("bounds", "attention", "jacobian", "attack")
+    parts = ", ".join(f"{name} (8 samples)" for name in names)
+    assert audited[1][0] == f"audit of demo: {parts}"
 
 
 def test_the_last_lines_are_the_files_and_what_to_type(audited):
@@ -156,20 +154,3 @@ def test_several_reports_as_json_are_their_ranking(drawn, monkeypatch):
     assert done.exit_code == 0
     ranking = json.loads(done.stdout)
     assert [row["model"] for row in ranking["models"]] == ["A: demo", "B: demo"]
-
-
-@pytest.mark.parametrize(
-    ("attack", "least", "most"),
-    [
-        ("fgsm", 3, 3),
-        ("pgd", 120, 120),
-        ("fgsm,pgd", 123, 123),
-        ("quick", 60, 240),
-        ("custom:apgd-ce,square", 300, 5300),
-    ],
-)
-def test_attacks_cost_a_pass_a_step(attack, least, most):
-    from lipaudit.engine.estimate import attack_costs
-    from lipaudit.measures.attack import AttackOptions
-
-    assert attack_costs(AttackOptions(attack=attack, eps=("0.1",))) == (least, most)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lipaudit.cli.commands import build
 from lipaudit.measures import MEASURES
 from lipaudit.settings import JacobianOptions
-from tests.engine.test_estimate import MODEL
+from tests.engine.test_fitting import MODEL
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +49,12 @@ def test_samples_are_shown_with_labels_and_measures_with_times():
     assert seen["measures"].keys() == {"bounds", "attention", "jacobian", "attack"}
     for planned in seen["measures"].values():
         assert planned["samples"] == 2
-        assert "(estimate; a forward of a sample takes" in planned["time"]
         assert planned["batch"] == 2
         assert seen["memory"]["held"] / 2 < planned["bytes"] < 2 * seen["memory"]["held"]
+    assert seen["forward"]["samples"] == 2
+    assert seen["forward"]["seconds"] > 0
     told = check("demo", "--data", "two.npz")
+    assert re.search(r"^time +\S+ s for a forward pass of 2 samples; a run", told, re.MULTILINE)
     assert "index 1, 1 x 8 x 8, label 7" in told
     assert "12 in 3 layers, 12 with a closed form" in told
     assert told.count("2 at a time, in roughly ") == 4

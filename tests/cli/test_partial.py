@@ -150,7 +150,7 @@ def test_what_can_be_checked_is_checked_before_the_first_measurement(
     done = audit(*args)
     assert done.exit_code == code, done.output
     assert says in done.stderr
-    assert "roughly" not in done.stderr
+    assert "audit of" not in done.stderr
     assert done.stdout == ""
     assert sorted(p.name for p in Path().iterdir()) == ["file"]
 
@@ -160,7 +160,7 @@ def test_a_run_folder_of_its_own_is_checked_too():
     done = CliRunner().invoke(build(), ["audit", "demo", "-n", "1"])
     assert done.exit_code == 3
     assert "lipaudit-runs is a file" in done.stderr
-    assert "roughly" not in done.stderr
+    assert "audit of" not in done.stderr
 
 
 def test_attacks_of_an_audit_are_those_that_are_named():

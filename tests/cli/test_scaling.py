@@ -20,7 +20,7 @@ def test_the_first_line_says_what_will_run_and_stdout_is_the_report(tmp_path):
     assert done.exit_code == 0, done.stderr
     assert done.stderr.splitlines()[0] == (
         "scaling of demo: 1 samples at 3 lengths; adversarial, radius, ascent, split of the "
-        "strongest head of each layer; under a minute"
+        "strongest head of each layer"
     )
     sections = {s["measure"]: s for s in json.loads(done.stdout)["sections"]}
     assert list(sections) == ["scaling", "scaling.fit", "scaling.split"]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import lipaudit
-from lipaudit.engine import estimate, task
-from lipaudit.engine.estimate import footprint
+from lipaudit.engine import fitting, task
 from lipaudit.engine.execute import execute
+from lipaudit.engine.fitting import footprint
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import MEASURES
@@ -134,8 +134,8 @@ def test_batches_are_cut_to_what_is_free_and_figures_stay(monkeypatch, name):
     asked = replace(asked, counts={name: 8}, request=replace(asked.request, measures=options))
     whole = execute(asked)
     known, sizes = footprint(asked, name), []
-    room = (known.of(3) + known.of(4)) / 2 / estimate.SHARE
-    monkeypatch.setattr(estimate, "free", lambda _device: room)
+    room = (known.of(3) + known.of(4)) / 2 / fitting.SHARE
+    monkeypatch.setattr(fitting, "free", lambda _device: room)
     run = task.Task._run
     monkeypatch.setattr(
         task.Task, "_run", lambda t, *rest: (sizes.append(rest[2]), run(t, *rest))[1]
@@ -153,9 +153,9 @@ def test_batches_are_cut_to_what_is_free_and_figures_stay(monkeypatch, name):
 
 
 def test_a_size_that_is_given_is_kept(monkeypatch):
-    monkeypatch.setattr(estimate, "free", lambda _device: 1)
-    assert estimate.fitting(job(batch_size=5), "jacobian") == 5
-    assert estimate.fitting(job(), "jacobian") == 1
+    monkeypatch.setattr(fitting, "free", lambda _device: 1)
+    assert fitting.fitting(job(batch_size=5), "jacobian") == 5
+    assert fitting.fitting(job(), "jacobian") == 1
 
 
 def test_random_numbers_of_the_caller_stay_as_they_were():
@@ -163,16 +163,16 @@ def test_random_numbers_of_the_caller_stay_as_they_were():
     module = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))  # in training mode
     net = replace(asked.net, module=module, call=lambda x, _mask: module(x))
     state = torch.get_rng_state()
-    estimate.fitting(replace(asked, net=net), "attack")
+    fitting.fitting(replace(asked, net=net), "attack")
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_processes_of_a_run_share_what_is_free(monkeypatch):
     asked = job()
     known = footprint(asked, "jacobian")
-    monkeypatch.setattr(estimate, "free", lambda _device: 2 * known.of(3) / estimate.SHARE + 2)
-    assert estimate.fitting(asked, "jacobian") > 3
-    assert estimate.fitting(replace(asked, processes=2), "jacobian") == 3
+    monkeypatch.setattr(fitting, "free", lambda _device: 2 * known.of(3) / fitting.SHARE + 2)
+    assert fitting.fitting(asked, "jacobian") > 3
+    assert fitting.fitting(replace(asked, processes=2), "jacobian") == 3
 
 
 def test_where_one_sample_is_too_much_the_error_says_what_helps(monkeypatch):
@@ -191,5 +191,5 @@ def test_weights_in_half_precision_are_said_to_be_kept_smaller_as_they_are():
     asked = job()
     note = SimpleNamespace(code="half-precision")
     net = replace(asked.net, info=replace(asked.net.info, notes=(note,)))
-    assert "--weights stored" in estimate.less(replace(asked, net=net))
-    assert "--weights stored" not in estimate.less(asked)
+    assert "--weights stored" in fitting.less(replace(asked, net=net))
+    assert "--weights stored" not in fitting.less(asked)

@@ -227,7 +227,18 @@ def test_samples_that_are_too_short_are_left_out():
     assert torch.equal(part.x, batch.x[:2, :6])
     section, _ = measured(net, padded, modes=("real",), lengths=(3, 6, 30))
     assert sorted({row.n for row in section.rows}) == [3, 6]
-    assert "2 of 3 lengths" in " ".join(note.text for note in section.notes)
+    said = " ".join(note.text for note in section.notes)
+    assert "2 of 3 lengths were measured: samples are shorter" in said
+    assert "windows of a text" in said
+    assert "patch" not in said
+
+
+def test_of_images_nothing_is_said_of_texts():
+    net = of_timm("vit_tiny_patch16_224", img_size=64, dynamic_img_size=True)
+    section, *_ = measured(net, PIXELS, modes=("real",), lengths=(4, 5, 9), tol=1e-2)
+    said = " ".join(note.text for note in section.notes)
+    assert "2 of 3 lengths were measured: several lengths make the same number of patches" in said
+    assert "text" not in said
 
 
 def test_text_keeps_its_closing_token():

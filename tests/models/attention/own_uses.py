@@ -1,0 +1,693 @@
+"""Own modules that differ in how P is used, in their axes, loops and in what autograd sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.attention.own_modules import (
+    HEADS,
+    TOKENS,
+    WIDTH,
+    Layer,
+    affine,
+    attend,
+    join,
+    own,
+    qkv,
+    softmax,
+    split,
+)
+from tests.models.attention.own_weights import add, parameter, sdpa
+
+USED_AGAIN = "a second use of P is not followed yet"
+DERIVATIVE = "autograd is not compared with the function yet"
+UNREAD = "attention that is not read is not named yet"
+
+
+def layers(*heads: Any) -> Any:
+    """Return the truth of several uses."""
+    return lambda a: tuple(Layer(lambda x, f=f: f(a, x)) for f in heads)
+
+
+def p_of(a: Any, x: Tensor) -> Tensor:
+    """Return P of the usual attention, from the weights."""
+    q, k = affine(a.q, x), affine(a.k, x)
+    return softmax(q @ k.mT / 2)
+
+
+OTHER = add(v2=lambda: nn.Linear(WIDTH, WIDTH))
+
+
+@own(
+    "P used on two values",
+    truth=layers(attend, lambda a, x: attend(a, x, v=affine(a.v2, x))),
+    build=OTHER,
+    pending=USED_AGAIN,
+)
+def two_values(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1)
+    return a.o(join(p @ v)) + join(p @ split(a.v2(x)))
+
+
+@own(
+    "P used twice in a row",
+    truth=layers(attend, lambda a, x: p_of(a, x) @ attend(a, x)),
+    pending=USED_AGAIN,
+)
+def two_steps(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1)
+    return a.o(join(p @ (p @ v)))
+
+
+@own(
+    "the square of P",
+    "numerical",
+    heads=lambda a, x: p_of(a, x) @ attend(a, x),
+    pending=USED_AGAIN,
+)
+def square(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1)
+    return a.o(join((p @ p) @ v))
+
+
+@own(
+    "P used again by the next layer",
+    build=OTHER,
+    pending=USED_AGAIN,
+    truth=layers(
+        attend,
+        lambda a, x: p_of(a, x) @ affine(a.v2, x + join(attend(a, x)) @ a.o.weight.T + a.o.bias),
+    ),
+)
+def next_layer(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1)
+    x = x + a.o(join(p @ v))
+    return x + join(p @ split(a.v2(x)))
+
+
+@own(
+    "two softmaxes of one product",
+    truth=layers(attend, lambda a, x: attend(a, x, change=lambda s: 2 * s)),
+    pending=USED_AGAIN,
+)
+def two_softmaxes(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    s = q @ k.mT
+    return a.o(join(s.softmax(-1) @ v + (2 * s).softmax(-1) @ v))
+
+
+@own(
+    "the difference of two maps",
+    "numerical",
+    build=add(q2=lambda: nn.Linear(WIDTH, WIDTH)),
+    heads=lambda a, x: attend(a, x) - 0.5 * attend(a, x, q=affine(a.q2, x)),
+)
+def difference(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1) - 0.5 * (split(a.q2(x)) @ k.mT / 2).softmax(-1)
+    return a.o(join(p @ v))
+
+
+@own("a product whose result is unused")
+def unused(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    (k @ q.mT).softmax(-1)
+    return a.o(join((q @ k.mT).softmax(-1) @ v))
+
+
+@own("a map that is kept and not used")
+def kept(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    a.seen = (q @ k.mT).softmax(-1)
+    return a.o(join(F.scaled_dot_product_attention(q, k, v, scale=1.0)))
+
+
+@own(
+    "P averaged over the heads",
+    "numerical",
+    heads=lambda a, x: p_of(a, x).mean(0) @ affine(a.v, x),
+)
+def averaged(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    return a.o(join((q @ k.mT).softmax(-1).mean(1, keepdim=True) @ v))
+
+
+@own("values less what P makes of them")
+def less_values(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    return a.o(join(v - (q @ k.mT).softmax(-1) @ v))
+
+
+# --- axes
+
+
+def middle(a: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of (batch, tokens, heads, width)."""
+    q, k, v = (m(x).unflatten(-1, (HEADS, -1)) for m in (a.q, a.k, a.v))
+    return q / 2, k, v
+
+
+@own("heads in a middle axis, the map of (b, h, n, m)")
+def einsum_heads(a: Any, x: Tensor) -> Tensor:
+    q, k, v = middle(a, x)
+    p = torch.einsum("bnhd,bmhd->bhnm", q, k).softmax(-1)
+    return a.o(torch.einsum("bhnm,bmhd->bnhd", p, v).flatten(2))
+
+
+@own("heads in a middle axis, the map of (b, n, h, m)", "refused")
+def einsum_middle(a: Any, x: Tensor) -> Tensor:
+    q, k, v = middle(a, x)
+    p = torch.einsum("bnhd,bmhd->bnhm", q, k).softmax(-1)
+    return a.o(torch.einsum("bnhm,bmhd->bnhd", p, v).flatten(2))
+
+
+@own("heads in the last axis, the map of (b, n, m, h)", "left")
+def einsum_last(a: Any, x: Tensor) -> Tensor:
+    q, k, v = middle(a, x)
+    p = torch.einsum("bnhd,bmhd->bnmh", q, k).softmax(2)
+    return a.o(torch.einsum("bnmh,bmhd->bnhd", p, v).flatten(2))
+
+
+SMALL = add(**{f"s{n}": lambda: nn.Linear(4, 4) for n in "qkv"})
+
+
+def of_small(a: Any, x: Tensor) -> Tensor:
+    return attend(
+        a,
+        x,
+        **{
+            n: split(x) @ m.weight.T + m.bias
+            for n, m in zip("qkv", (a.sq, a.sk, a.sv), strict=True)
+        },
+    )
+
+
+@own(
+    "one linear layer for every head, as in tutorials",
+    build=SMALL,
+    heads=of_small,
+    pending=USED_AGAIN,
+)
+def tutorial(a: Any, x: Tensor) -> Tensor:
+    z = x.unflatten(-1, (HEADS, -1))
+    q, k, v = a.sq(z), a.sk(z), a.sv(z)
+    p = torch.einsum("bnhd,bmhd->bhnm", q / 2, k).softmax(-1)
+    return a.o(torch.einsum("bhnm,bmhd->bnhd", p, v).flatten(2))
+
+
+@own("the same behind a transpose", build=SMALL, heads=of_small, pending=USED_AGAIN)
+def tutorial_split(a: Any, x: Tensor) -> Tensor:
+    z = split(x)
+    return a.o(join(F.scaled_dot_product_attention(a.sq(z), a.sk(z), a.sv(z))))
+
+
+@own("batch and heads in one axis")
+def flat_heads(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in qkv(a, x))
+    o = torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
+    return a.o(join(o.unflatten(0, (len(x), HEADS))))
+
+
+@own("baddbmm for the logits")
+def by_baddbmm(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in qkv(a, x))
+    s = torch.baddbmm(torch.zeros(1, dtype=q.dtype), q, k.mT)
+    return a.o(join(torch.bmm(s.softmax(-1), v).unflatten(0, (len(x), HEADS))))
+
+
+@own("tokens before the batch")
+def tokens_first(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (split(m(x.transpose(0, 1)).transpose(0, 1)) for m in (a.q, a.k, a.v))
+    return a.o(join(F.scaled_dot_product_attention(q, k, v)))
+
+
+@own("logits by a sum of products", "left", pending=UNREAD)
+def by_products(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    s = (q[..., :, None, :] * k[..., None, :, :]).sum(-1)
+    return a.o(join(s.softmax(-1) @ v))
+
+
+@own("values weighted by a sum of products", "left", pending=UNREAD)
+def summed_values(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1)
+    return a.o(join((p[..., None] * v[..., None, :, :]).sum(-2)))
+
+
+@own(
+    "attention over the channels (XCA)",
+    heads=lambda a, x: (softmax(affine(a.q, x).mT @ affine(a.k, x)) @ affine(a.v, x).mT).mT,
+    outcome="numerical",
+)
+def over_channels(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
+    return a.o(join(((q.mT @ k).softmax(-1) @ v.mT).mT))
+
+
+# --- chunks and loops
+
+
+@own("chunks of queries", pending=USED_AGAIN)
+def query_chunks(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    o = [(part @ k.mT).softmax(-1) @ v for part in q.split(3, -2)]
+    return a.o(join(torch.cat(o, -2)))
+
+
+@own("chunks of queries, fused", pending=USED_AGAIN)
+def fused_chunks(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    o = [F.scaled_dot_product_attention(part, k, v, scale=1.0) for part in q.split(3, -2)]
+    return a.o(join(torch.cat(o, -2)))
+
+
+@own("a loop over the queries", pending=USED_AGAIN)
+def query_loop(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    o = [(q[:, :, i : i + 1] @ k.mT).softmax(-1) @ v for i in range(TOKENS)]
+    return a.o(join(torch.cat(o, -2)))
+
+
+@own("a loop over the heads", pending=USED_AGAIN)
+def head_loop(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    o = [(q[:, h] @ k[:, h].mT).softmax(-1) @ v[:, h] for h in range(HEADS)]
+    return a.o(torch.cat(o, -1))
+
+
+class Head(nn.Module):
+    """One head with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.q(x) @ self.k(x).mT / 2).softmax(-1) @ self.v(x)
+
+
+def of_modules(a: Any, x: Tensor) -> Tensor:
+    return torch.cat(
+        [
+            attend(
+                h,
+                x,
+                **{
+                    n: (x @ m.weight.T + m.bias)[None]
+                    for n, m in zip("qkv", (h.q, h.k, h.v), strict=True)
+                },
+            )
+            for h in a.heads
+        ]
+    )
+
+
+@own(
+    "a module per head",
+    build=add(heads=lambda: nn.ModuleList(Head() for _ in range(HEADS))),
+    truth=lambda a: tuple(
+        Layer(lambda x, h=h: of_modules(nn.ModuleDict({"heads": nn.ModuleList([h])}), x))
+        for h in a.heads
+    ),
+)
+def head_modules(a: Any, x: Tensor) -> Tensor:
+    return a.o(torch.cat([head(x) for head in a.heads], -1))
+
+
+@own("a loop over the samples", "left", pending=UNREAD, waits=("alone", "beside"))
+def sample_loop(a: Any, x: Tensor) -> Tensor:
+    out = []
+    for one in x:
+        q, k, v = qkv(a, one)
+        out.append(a.o(join((q @ k.mT).softmax(-1) @ v)))
+    return torch.stack(out)
+
+
+@own("torch.func.vmap over the samples", "left", pending=UNREAD)
+def mapped(a: Any, x: Tensor) -> Tensor:
+    def one(x: Tensor) -> Tensor:
+        q, k, v = qkv(a, x)
+        return a.o(join((q @ k.mT).softmax(-1) @ v))
+
+    return torch.func.vmap(one)(x)
+
+
+@own("torch.func.vmap over the heads", "left", pending=UNREAD)
+def mapped_heads(a: Any, x: Tensor) -> Tensor:
+    one = torch.func.vmap(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, 1, 1)
+    return a.o(join(one(*qkv(a, x))))
+
+
+def _scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1), -1) @ v
+
+
+@own("a function under torch.jit.trace", "left", pending=UNREAD)
+def traced(a: Any, x: Tensor) -> Tensor:
+    parts = qkv(a, x)
+    function = torch.jit.trace(_scripted, tuple(t.detach() for t in parts), check_trace=False)
+    return a.o(join(function(*parts)))
+
+
+@own("gradient checkpointing", "named")
+def checkpointed(a: Any, x: Tensor) -> Tensor:
+    def one(x: Tensor) -> Tensor:
+        q, k, v = qkv(a, x)
+        return a.o(join((q @ k.mT).softmax(-1) @ v))
+
+    return checkpoint(one, x, use_reentrant=False)
+
+
+@own(
+    "windows of tokens", truth=layers(lambda a, x: attend(a, x[:3]), lambda a, x: attend(a, x[3:]))
+)
+def windows(a: Any, x: Tensor) -> Tensor:
+    parts = [
+        F.scaled_dot_product_attention(*(split(m(z)) for m in (a.q, a.k, a.v)))
+        for z in (x[:, :3], x[:, 3:])
+    ]
+    return a.o(join(torch.cat(parts, 2)))
+
+
+@own(
+    "the two largest keys gathered",
+    "left",
+    pending=UNREAD,
+    heads=lambda a, x: attend(
+        a, x, change=lambda s: s.masked_fill(s < s.topk(2, -1).values[..., -1:], -torch.inf)
+    ),
+)
+def gathered(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    top, index = (q @ k.mT).topk(2, -1)
+    rows = (
+        v[:, :, None]
+        .expand(*q.shape[:3], TOKENS, 4)
+        .gather(3, index[..., None].expand(*index.shape, 4))
+    )
+    return a.o(join((top.softmax(-1)[..., None, :] @ rows)[..., 0, :]))
+
+
+# --- library modules
+
+
+def of_library(a: Any, x: Tensor) -> Tensor:
+    parts = (x @ a.mha.in_proj_weight.T + a.mha.in_proj_bias).chunk(3, -1)
+    return attend(a, x, **dict(zip("qkv", map(split, parts), strict=True)))
+
+
+MHA = add(mha=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True))
+
+
+@own("nn.MultiheadAttention", build=MHA, heads=of_library)
+def library(a: Any, x: Tensor) -> Tensor:
+    return a.mha(x, x, x, need_weights=False)[0]
+
+
+@own("nn.MultiheadAttention that returns its weights", build=MHA, heads=of_library)
+def library_weights(a: Any, x: Tensor) -> Tensor:
+    return a.mha(x, x, x, need_weights=True)[0]
+
+
+@own("F.multi_head_attention_forward", build=MHA, heads=of_library)
+def library_function(a: Any, x: Tensor) -> Tensor:
+    z, m = x.transpose(0, 1), a.mha
+    out, _ = F.multi_head_attention_forward(
+        z, z, z, WIDTH, HEADS, m.in_proj_weight, m.in_proj_bias, None, None, False, 0.0,
+        m.out_proj.weight, m.out_proj.bias, training=False, need_weights=False,
+    )  # fmt: skip
+    return out.transpose(0, 1)
+
+
+@own(
+    "one module called twice",
+    truth=lambda a: (
+        Layer(lambda x: attend(a, x)),
+        Layer(lambda x: attend(a, x), lambda x: x + join(attend(a, x)) @ a.o.weight.T + a.o.bias),
+    ),
+)
+def called_twice(a: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + sdpa(a, a.q(x), a.k(x), a.v(x))
+    return x
+
+
+# --- no attention
+
+
+def nothing(_: Any) -> tuple[Layer, ...]:
+    return ()
+
+
+@own(
+    "pooling by a softmax of scores",
+    "none",
+    truth=nothing,
+    build=add(score=lambda: nn.Linear(WIDTH, 1)),
+)
+def pooling(a: Any, x: Tensor) -> Tensor:
+    return x + (a.score(x).softmax(1) * a.v(x)).sum(1, keepdim=True)
+
+
+@own(
+    "pooling by a product with scores",
+    "none",
+    truth=nothing,
+    build=add(score=lambda: nn.Linear(WIDTH, 1)),
+)
+def pooling_product(a: Any, x: Tensor) -> Tensor:
+    return x + a.score(x).mT.softmax(-1) @ a.v(x)
+
+
+@own("a router of experts", "none", truth=nothing, build=add(router=lambda: nn.Linear(WIDTH, 2)))
+def router(a: Any, x: Tensor) -> Tensor:
+    share = a.router(x).softmax(-1)
+    return share[..., :1] * a.v(x).relu() + share[..., 1:] * a.o(x).tanh()
+
+
+@own(
+    "a memory of learned keys and values",
+    "none",
+    truth=nothing,
+    build=add(keys=parameter(6, WIDTH), values=parameter(6, WIDTH)),
+)
+def memory(a: Any, x: Tensor) -> Tensor:
+    return (a.q(x) @ a.keys.T).softmax(-1) @ a.values
+
+
+@own(
+    "external attention: two linear layers and a softmax over the tokens",
+    "none",
+    truth=nothing,
+    build=add(
+        mk=lambda: nn.Linear(WIDTH, 6, bias=False), mv=lambda: nn.Linear(6, WIDTH, bias=False)
+    ),
+)
+def external(a: Any, x: Tensor) -> Tensor:
+    p = a.mk(x).softmax(1)
+    return a.mv(p / p.sum(2, keepdim=True))
+
+
+@own("a softmax over the channels", "none", truth=nothing)
+def channel_softmax(a: Any, x: Tensor) -> Tensor:
+    return a.o(a.q(x).softmax(-1) * a.v(x))
+
+
+@own("channels squeezed and excited", "none", truth=nothing)
+def squeezed(a: Any, x: Tensor) -> Tensor:
+    return x * a.q(x.mean(1, keepdim=True)).relu().sigmoid()
+
+
+@own(
+    "tokens mixed by a constant map",
+    "none",
+    truth=nothing,
+    build=add(mix=parameter(TOKENS, TOKENS)),
+)
+def mixer(a: Any, x: Tensor) -> Tensor:
+    return a.mix.softmax(-1) @ a.v(x)
+
+
+@own("tokens mixed by a Fourier transform", "none", truth=nothing)
+def fourier(a: Any, x: Tensor) -> Tensor:
+    return a.o(torch.fft.fft2(x).real)
+
+
+@own(
+    "a recurrent network",
+    "none",
+    truth=nothing,
+    build=add(rnn=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)),
+)
+def recurrent(a: Any, x: Tensor) -> Tensor:
+    return a.rnn(x)[0]
+
+
+@own("a bilinear product of channels", "none", truth=nothing)
+def bilinear(a: Any, x: Tensor) -> Tensor:
+    return a.o(a.q(x) * a.k(x).sigmoid())
+
+
+# --- what autograd sees
+
+
+@own("P detached", "left", pending=UNREAD, derivative=False)
+def detached_map(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    return a.o(join((q @ k.mT).softmax(-1).detach() @ v))
+
+
+@own("P under no_grad", "left", pending=UNREAD, derivative=False)
+def map_without_grad(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    with torch.no_grad():
+        p = (q @ k.mT).softmax(-1)
+    return a.o(join(p @ v))
+
+
+@own("values detached", "autograd", pending=DERIVATIVE, derivative=False)
+def detached_values(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    return a.o(join((q @ k.mT).softmax(-1) @ v.detach()))
+
+
+@own("keys detached", "autograd", pending=DERIVATIVE, derivative=False)
+def detached_keys(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    return a.o(join((q @ k.detach().mT).softmax(-1) @ v))
+
+
+@own(
+    "all under no_grad but the residual",
+    "left",
+    pending=UNREAD,
+    waits=("alone", "beside"),
+    derivative=False,
+)
+def without_grad(a: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return sdpa(a, a.q(x), a.k(x), a.v(x))
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, and passes gradients straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+@own(
+    "values rounded, straight through",
+    "autograd",
+    derivative=False,
+    pending=DERIVATIVE,
+    heads=lambda a, x: attend(a, x, v=(8 * affine(a.v, x)).round() / 8),
+)
+def rounded_values(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    return a.o(join((q @ k.mT).softmax(-1) @ Rounded.apply(v)))
+
+
+class Halved(torch.autograd.Function):
+    """The sine, with half of its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * x.cos() / 2
+
+
+@own("a wrong backward pass behind the attention", "read", derivative=False, pending=DERIVATIVE)
+def wrong_behind(a: Any, x: Tensor) -> Tensor:
+    return Halved.apply(sdpa(a, a.q(x), a.k(x), a.v(x)))
+
+
+@own(
+    "rounding behind the attention, straight through by detach",
+    "read",
+    derivative=False,
+    pending=DERIVATIVE,
+)
+def rounded_behind(a: Any, x: Tensor) -> Tensor:
+    y = sdpa(a, a.q(x), a.k(x), a.v(x))
+    return y + (y.round() - y).detach()
+
+
+class Softmax(torch.autograd.Function):
+    """A softmax with a backward pass of its own, which is right."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor) -> Tensor:
+        p = s.softmax(-1)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        return p * (g - (g * p).sum(-1, keepdim=True))
+
+
+@own("a softmax with a backward pass of its own")
+def own_backward(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    return a.o(join(Softmax.apply(q @ k.mT) @ v))
+
+
+@own("a mask written in place")
+def masked_in_place(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    s = q @ k.mT
+    s += torch.zeros(TOKENS, TOKENS, dtype=s.dtype)
+    return a.o(join(s.softmax(-1) @ v))
+
+
+@own("logits scaled in place", heads=lambda a, x: attend(a, x, change=lambda s: s / 2))
+def scaled_in_place(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    s = q @ k.mT
+    s.mul_(0.5)
+    return a.o(join(s.softmax(-1) @ v))
+
+
+@own("q scaled in place")
+def queries_in_place(a: Any, x: Tensor) -> Tensor:
+    q, k, v = (split(m(x)) for m in (a.q, a.k, a.v))
+    q *= 0.5
+    return a.o(join((q @ k.mT).softmax(-1) @ v))
+
+
+@own("P written to in place", "numerical", heads=lambda a, x: 0.5 * attend(a, x))
+def map_in_place(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    p = (q @ k.mT).softmax(-1).clone()
+    p *= 0.5
+    return a.o(join(p @ v))
+
+
+@own("the output filled in place")
+def filled(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    o = torch.empty_like(v)
+    o[:] = (q @ k.mT).softmax(-1) @ v
+    return a.o(join(o))

@@ -14,7 +14,7 @@ from torch import Tensor
 from lipaudit.data.batch import Origin
 from lipaudit.data.drawing import Drawn, draw
 from lipaudit.data.intake import DataOptions, Intake, Task, warning
-from lipaudit.data.tables import Row, label_column, text_columns
+from lipaudit.data.tables import Row, all_columns, complete, label_column, text_columns
 from lipaudit.data.text import beginning, most_tokens, row_text, sound_rows
 from lipaudit.errors import InputError
 from lipaudit.results import Note
@@ -89,7 +89,7 @@ def read_continuations(
         InputError: columns missing, rows that ask nothing, or a model without a tokenizer.
     """
     rows, faulty = sound_rows(rows, options, origin)
-    columns = _columns(list(rows[0].values), options, origin)
+    columns = _columns(all_columns(rows), options, origin)
     names = () if columns.kind != "labels" else _label_words(rows, columns, classes, origin)
     asked = [_read(row, columns, names, classes) for row in rows]
     usual = Counter(len(q.continuations) for _, q in asked if q is not None).most_common(1)
@@ -180,8 +180,10 @@ def _read(
 ) -> tuple[Row, Question | None]:
     """Return a row with what it asks, or with its fault."""
     empty = _empty(row, columns)
-    if empty is not None:
-        return replace(row, fault=f"has no {empty!r}"), None
+    strings = (*columns.prompt, *([] if columns.kind == "choices" else [columns.follows]))
+    row = replace(row, fault=f"has no {empty!r}") if empty else complete(row, strings)
+    if row.fault:
+        return row, None
     text, value = row_text(row.values, columns.prompt), row.values[columns.follows]
     prompt = text if isinstance(text, str) else "\n".join(text)
     if columns.kind == "continuation":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.data.batch import Batch, Origin, sample_ids
 from lipaudit.data.hub.commit import Commit
-from lipaudit.data.intake import DataOptions, Intake, Task, remark, warning
+from lipaudit.data.intake import DataOptions, Intake, Task, warning
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
@@ -22,7 +22,11 @@ SHOWN = 5
 
 
 class LabelError(InputError):
-    """The labels of the data are not classes of the model."""
+    """The labels of the data are not classes of the model; `name` is the first of them."""
+
+    def __init__(self, message: str, advice: str = "", *, name: str = "") -> None:
+        super().__init__(message, advice)
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -98,26 +102,39 @@ def to_batch(drawn: Drawn, net: Intake) -> Batch:
     return Batch(x, y, ids, None if bool(mask.all()) else mask)
 
 
-def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tuple[Note, ...]]:
+def class_indices(
+    names: Sequence[str], net: Intake, *, order: bool = True
+) -> tuple[dict[str, int], tuple[Note, ...]]:
     """Match the class names of a data set with the model's classes.
 
-    By name, whatever its case, one of several names separated by commas, or an alias (an ImageNet
-    synset); else in their order, where the counts agree, which a note tells.
+    By name first, whatever its case: one of several names separated by commas, or an alias (an
+    ImageNet synset). Where no name is known, as numbers of classes. Else in their order, where the
+    counts agree; a warning then lists the whole map.
 
     Args:
         names: every class of the data set, in the data set's order (folders: sorted).
         net: the model.
+        order: match numbers that are no classes by their order, too.
 
     Raises:
-        LabelError: neither works: an accuracy on such labels would mean nothing.
+        LabelError: nothing works: an accuracy on such labels would mean nothing. Its `name` is the
+            first class that the model does not have.
     """
     known = _known_names(net)
-    if all(_plain(name) in known for name in names):
-        return {name: known[_plain(name)] for name in names}, ()
-    if net.classes == len(names):
-        order = {name: i for i, name in enumerate(names)}
-        return order, (remark("labels-by-order", _order_text(order, net)),)
-    stranger = next(name for name in names if _plain(name) not in known)
+    index = {name: known.get(_plain(name), known.get(str(_number(name)))) for name in names}
+    if None not in index.values():
+        return {name: i for name, i in index.items() if i is not None}, ()
+    if not any(i is not None for i in index.values()):
+        numbers = {name: number for name in names if (number := _number(name)) is not None}
+        if len(numbers) == len(names) and (
+            not order or set(numbers.values()) <= set(range(net.classes or 0))
+        ):
+            _require_numbers(numbers, net)
+            return numbers, ()
+        if net.classes == len(names):
+            by_order = {name: i for i, name in enumerate(_sorted(names))}
+            return by_order, (warning("labels-by-order", _order_text(by_order, net)),)
+    stranger = next(name for name, i in index.items() if i is None)
     has = "no class names" if not known else "no class of that name"
     own = f" ({_some(net.info.labels)})" if net.info.labels else ""
     raise LabelError(
@@ -125,7 +142,48 @@ def class_indices(names: Sequence[str], net: Intake) -> tuple[dict[str, int], tu
         f"for the data's {len(names)} ({_some(names)})",
         "Rename the classes to the model's, or give as many as the model has, in its order; "
         "`lipaudit train --classes` trains a new classifier.",
+        name=stranger,
     )
+
+
+def class_numbers(
+    values: Sequence[Any], net: Intake, places: Sequence[str], *, origin: str
+) -> tuple[list[int], tuple[Note, ...]]:
+    """Return labels as the model's class numbers, from class names or numbers.
+
+    Args:
+        values: the labels of the whole data set, so that its classes are known.
+        net: the model.
+        places: where each label is, for messages: `line 7`.
+        origin: the data set, for messages.
+
+    Raises:
+        LabelError: a label is no class; the message says where it is.
+    """
+    names = [str(value).strip() for value in values]
+    try:
+        index, notes = class_indices(sorted(set(names)), net, order=False)
+    except LabelError as error:
+        place = places[names.index(error.name)]
+        raise LabelError(f"{origin}: {place}: {error.message}", error.advice) from None
+    return [index[name] for name in names], notes
+
+
+def _number(name: str) -> int | None:
+    """Read a class number; a share like 0.7 is none, and must not become class 0."""
+    head, _, decimals = name.partition(".")
+    if name in ("True", "False"):
+        return int(name == "True")
+    whole = head.removeprefix("-").isdecimal() and not decimals.strip("0")
+    return int(head) if whole else None
+
+
+def _sorted(names: Sequence[str]) -> Sequence[str]:
+    """Return names in the data set's order, but numbers by their size: 2.0 before 10.0."""
+    try:
+        return sorted(names, key=float)
+    except ValueError:
+        return names
 
 
 def require_labels(y: Sequence[int], net: Intake, *, origin: str) -> None:
@@ -134,15 +192,20 @@ def require_labels(y: Sequence[int], net: Intake, *, origin: str) -> None:
     Raises:
         LabelError: with the first such label.
     """
+    try:
+        _require_numbers({str(label): label for label in y}, net)
+    except LabelError as error:
+        raise LabelError(f"{origin}: {error.message}", error.advice) from None
+
+
+def _require_numbers(numbers: Mapping[str, int], net: Intake) -> None:
     classes = net.classes
-    if classes is None:
-        return
-    wrong = next((i for i, label in enumerate(y) if not 0 <= label < classes), None)
-    if wrong is not None:
+    wrong = [name for name, i in numbers.items() if classes and not 0 <= i < classes]
+    if classes and wrong:
         raise LabelError(
-            f"{origin}: label {y[wrong]} is none of the model's {classes} classes "
-            f"(0 to {classes - 1})",
+            f"label {wrong[0]} is none of the model's {classes} classes (0 to {classes - 1})",
             "Labels count from 0, in the order of the model's outputs.",
+            name=wrong[0],
         )
 
 
@@ -157,6 +220,8 @@ def _some(names: Sequence[str]) -> str:
 
 def _known_names(net: Intake) -> dict[str, int]:
     names = {_plain(alias): i for alias, i in net.aliases.items()}
+    if net.info.labels is None:  # transformers calls classes so that have no names
+        names |= {f"label {i}": i for i in range(net.classes or 0)}
     for i, label in enumerate(net.info.labels or ()):
         for name in (*label.split(","), label):
             names.setdefault(_plain(name), i)
@@ -168,6 +233,9 @@ def _plain(name: str) -> str:
 
 
 def _order_text(order: dict[str, int], net: Intake) -> str:
-    first = next(iter(order))
-    shown = f" ({net.info.labels[0]!r})" if net.info.labels else ""
-    return f"class names were matched by their order: {first!r} is class 0{shown}, and so on"
+    labels = net.info.labels
+    shown = (
+        f"{name!r} is class {i}" + (f" ({labels[i]!r})" if labels else "")
+        for name, i in order.items()
+    )
+    return f"class names were matched by their order alone: {', '.join(shown)}"

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lipaudit.data.batch import Origin
 from lipaudit.data.continuations import read_continuations
-from lipaudit.data.drawing import Drawn, class_indices, picks
+from lipaudit.data.drawing import Drawn, class_indices, class_numbers, picks
 from lipaudit.data.hub.commit import Commit, hub_access
 from lipaudit.data.hub.splits import open_split, parse_reference
 from lipaudit.data.intake import DataOptions, Intake
-from lipaudit.data.tables import Row, label_column, text_columns
-from lipaudit.data.text import Text, beginning, class_numbers, row_text, tokenized
+from lipaudit.data.tables import Row, complete, label_column, text_columns
+from lipaudit.data.text import Text, beginning, row_text, sound_rows, tokenized
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
@@ -42,8 +42,12 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
     texts: list[Text] = []
     if net.kind == "text":
         columns = text_columns(table.column_names, options, origin=origin)
-        texts = [row_text(table[i], columns) for i in order]
-        x, notes = tokenized(texts, net, options, origin=origin)
+        rows = [complete(Row(f"index {i}", table[i]), columns) for i in order]
+        sound, faulty = sound_rows(rows, options, origin)
+        order = [i for i, row in zip(order, rows, strict=True) if not row.fault]
+        texts = [row_text(row.values, columns) for row in sound]
+        x, notes = tokenized(texts, net, options, [row.place for row in sound], origin=origin)
+        notes = faulty + notes
     else:
         x, notes = _pictures(table, order, net, origin), ()
     y, more = _labels(table, net, options, origin)
@@ -82,11 +86,9 @@ def _labels(
     if column is None or net.classes is None:
         return None, ()
     values, names = list(table[column]), getattr(table.features[column], "names", None)
-    if None in values:
-        raise InputError(
-            f"{origin}: row {values.index(None) + 1} has no {column!r}", "Every row needs one."
-        )
+    rows = [complete(Row(f"index {i}", {column: v}), (), column) for i, v in enumerate(values)]
+    sound_rows(rows, replace(options, skip_bad=False), origin)
     if names is None or min(values) < 0:
-        return class_numbers(values, net, origin=origin)
+        return class_numbers(values, net, [row.place for row in rows], origin=origin)
     index, notes = class_indices(names, net)
     return [index[names[v]] for v in values], notes

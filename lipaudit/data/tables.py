@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def _separated(
         notes = (note,)
     else:
         lines = lines[1:]
-    return [Row(place, dict(zip_longest(names, each))) for place, each in lines], options, notes
+    return [_of_cells(names, each, place) for place, each in lines], options, notes
 
 
 def _known_names(options: DataOptions) -> set[str]:
@@ -137,6 +137,12 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 yield _json(line, f"line {number}")
 
 
+def _of_cells(names: Sequence[str], cells: Sequence[str], place: str) -> Row:
+    values, surplus = dict(zip_longest(names, cells[: len(names)])), len(cells) - len(names)
+    more = f"has {surplus} more than the columns' {len(names)} fields: quote texts with commas"
+    return Row(place, values, more if surplus > 0 else "")
+
+
 def _json(line: str, place: str) -> Row:
     try:
         values = json.loads(line)
@@ -157,6 +163,23 @@ def _parquet(path: Path) -> Iterator[Row]:
         ) from error
     for number, values in enumerate(parquet.read_table(path).to_pylist(), 1):
         yield Row(f"row {number}", values)
+
+
+def all_columns(rows: Sequence[Row]) -> list[str]:
+    """Return the columns that any row has, in the order in which they come."""
+    return list(dict.fromkeys(name for row in rows for name in row.values))
+
+
+def complete(row: Row, texts: Sequence[str], label: str | None = None) -> Row:
+    """Note where a row has no text or label, or something that is neither."""
+    for name in (*texts, *([] if label is None else [label])):
+        value = row.values.get(name)
+        if value is None or (name == label and str(value).strip().lower() in ("", "nan")):
+            return replace(row, fault=f"has no {name!r}")
+        if isinstance(value, (list, tuple, dict)):
+            more = ", of which a sample has one" if name == label else ", not a text"
+            return replace(row, fault=f"has a {type(value).__name__} in {name!r}{more}")
+    return row
 
 
 def text_columns(

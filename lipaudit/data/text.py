@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,16 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Origin
-from lipaudit.data.drawing import Drawn, class_indices, draw, left_out, require_labels
+from lipaudit.data.drawing import Drawn, class_numbers, draw, left_out
 from lipaudit.data.intake import DataOptions, Intake, remark, warning
-from lipaudit.data.tables import Row, label_column, read_rows, text_columns
+from lipaudit.data.tables import (
+    Row,
+    all_columns,
+    complete,
+    label_column,
+    read_rows,
+    text_columns,
+)
 from lipaudit.errors import InputError, UsageError
 from lipaudit.results import Note
 
@@ -38,21 +44,24 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     options = table.options
     rows, notes = sound_rows(table.rows, options, origin)
     notes = table.notes + notes
-    columns = list(rows[0].values)
+    columns = all_columns(rows)
     text = text_columns(columns, options, origin=origin)
     label = label_column(columns, options, origin=origin)
-    needed = text if label is None or net.classes is None else (*text, label)
-    rows, more = sound_rows([_complete(row, needed) for row in rows], options, origin)
+    needed = None if net.classes is None else label
+    rows, more = sound_rows([complete(row, text, needed) for row in rows], options, origin)
     reader = _Reader(net, options, origin)
     texts = [row_text(row.values, text) for row in rows]
-    drawn, skipped = draw(len(rows), options, lambda i: reader.tokens(texts[i]), what="texts")
+    drawn, skipped = draw(
+        len(rows), options, lambda i: reader.tokens(texts[i], rows[i].place), what="texts"
+    )
     notes += more + skipped + reader.notes() + _unseparated(net, text)
     x = [tokens for _, tokens in drawn]
     origins = [Origin(rows[i].name, beginning(texts[i])) for i, _ in drawn]
     if label is None or net.classes is None:
         named = unused_labels(label, origin) or unnamed_labels(columns, text, net, origin)
         return Drawn(x, None, notes + named, origins=origins)
-    numbers, matched = class_numbers([row.values[label] for row in rows], net, origin=origin)
+    values, places = [row.values[label] for row in rows], [row.place for row in rows]
+    numbers, matched = class_numbers(values, net, places, origin=origin)
     return Drawn(x, [numbers[i] for i, _ in drawn], notes + matched, origins=origins)
 
 
@@ -105,12 +114,6 @@ def sound_rows(
     if not sound:
         raise InputError(f"{origin}: no row can be read ({faulty[0]})", "Mend the file.")
     return sound, left_out(faulty, "rows")
-
-
-def _complete(row: Row, columns: Sequence[str]) -> Row:
-    """Note which column a row has nothing in."""
-    empty = next((name for name in columns if row.values.get(name) is None), None)
-    return row if empty is None else replace(row, fault=f"has no {empty!r}")
 
 
 def _unseparated(net: Intake, columns: Sequence[str]) -> tuple[Note, ...]:
@@ -167,11 +170,17 @@ def windows(
 
 
 def tokenized(
-    texts: Sequence[Text], net: Intake, options: DataOptions, *, origin: str
+    texts: Sequence[Text],
+    net: Intake,
+    options: DataOptions,
+    places: Sequence[str],
+    *,
+    origin: str,
 ) -> tuple[list[Tensor], tuple[Note, ...]]:
     """Tokenize texts, or pairs of texts, and say how many were cut."""
     reader = _Reader(net, options, origin)
-    return [reader.tokens(text) for text in texts], reader.notes()
+    tokens = [reader.tokens(text, place) for text, place in zip(texts, places, strict=True)]
+    return tokens, reader.notes()
 
 
 class _Reader:
@@ -182,47 +191,21 @@ class _Reader:
         self.limit, self.limited = most_tokens(net, options)
         self.read = self.cut = 0
 
-    def tokens(self, text: Text) -> Tensor:
+    def tokens(self, text: Text, place: str = "") -> Tensor:
+        origin = f"{self.origin}: {place}" if place else self.origin
         # one token more than allowed tells a text that was cut from one that just fits
-        tokens = _tokens(text, self.net, self.limit + 1, self.origin)
+        tokens = _tokens(text, self.net, self.limit + 1, origin)
         self.read += 1
         if len(tokens) <= self.limit:
             return tokens
         self.cut += 1
-        return _tokens(text, self.net, self.limit, self.origin)
+        return _tokens(text, self.net, self.limit, origin)
 
     def notes(self) -> tuple[Note, ...]:
         if not self.cut:
             return self.limited
         text = f"{self.cut} of {self.read} texts were cut to {self.limit} tokens (--max-tokens)"
         return (*self.limited, warning("text-cut", text))
-
-
-def class_numbers(
-    values: Sequence[Any], net: Intake, *, origin: str
-) -> tuple[list[int], tuple[Note, ...]]:
-    """Return labels as the model's class numbers, from numbers or class names.
-
-    Args:
-        values: the labels of the whole data set, so that its classes are known.
-        net: the model.
-        origin: the data set, for messages.
-    """
-    try:
-        numbers = [_whole(value) for value in values]
-    except ValueError:
-        names = [str(value) for value in values]
-        index, notes = class_indices(sorted(set(names)), net)
-        return [index[name] for name in names], notes
-    require_labels(numbers, net, origin=origin)
-    return numbers, ()
-
-
-def _whole(value: Any) -> int:
-    """Read a class number; a share like 0.7 is none, and must not become class 0."""
-    if isinstance(value, float) and not value.is_integer():
-        raise ValueError(value)
-    return int(value)
 
 
 def most_tokens(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...]]:

@@ -188,7 +188,7 @@ def test_data_that_cannot_be_read_say_why(sets, says):
 
 def test_a_row_without_a_label_is_named(sets, says):
     sets.add("datasets/org/gap", {"test.csv": ROWS + b"i j,\n"})
-    assert "row 5 has no 'label'" in says("hf:org/gap")
+    assert "index 4 has no 'label'" in says("hf:org/gap")
 
 
 def test_bars_follow_those_of_the_hub(sets, read, capfd):

@@ -122,7 +122,7 @@ def test_a_causal_language_model_gives_the_next_token(tmp_path):
     with torch.no_grad():
         logits = module(input_ids=IDS, attention_mask=MASK.long()).logits
     torch.testing.assert_close(net.output(BATCH), torch.stack([logits[0, 4], logits[1, 2]]))
-    assert (net.classes, net.sample_shape, net.pad_id) == (None, (20,), 1)
+    assert (net.classes, net.sample_shape, net.pad_id) == (None, (20,), 0)
 
 
 def test_a_classifier_on_a_decoder_learns_its_padding(tmp_path):

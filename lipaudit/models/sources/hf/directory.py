@@ -15,8 +15,8 @@ from lipaudit.data.hub.commit import hub_bars
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError, UsageError, out_of_memory
 from lipaudit.models.sources.hf.adapter import classes_of, merged
-from lipaudit.models.sources.hf.language import text_config
 from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.hf.padding import text_config
 from lipaudit.models.sources.hf.task_heads import CLASSIFIERS, HEADS, has_head
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.weights import few, half_precision, weight_files

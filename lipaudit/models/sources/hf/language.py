@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipaudit.data.intake import remark
 from lipaudit.errors import InputError
 from lipaudit.models.net import NextToken
 from lipaudit.models.sources.hf.lexicon import lexicon
-from lipaudit.models.sources.hf.pairs import Pairs, pairs
+from lipaudit.models.sources.hf.padding import end_of, known_pad, padded, text_config
+from lipaudit.models.sources.hf.pairs import Feed
 from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
 from lipaudit.models.sources.hf.task_heads import (
     class_names,
@@ -24,8 +26,11 @@ from lipaudit.models.sources.hf.task_heads import (
 )
 from lipaudit.models.sources.hf.towers import reads_last_position, tower_call, tower_features
 from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.results import Note
 
 MOST_TOKENS = 512
+ENDLESS = 2**20
+"""Tokens of the longest text of a model that has no limit."""
 
 
 def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
@@ -41,37 +46,49 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
             "them up in a table of embeddings that could be perturbed",
             "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
         )
-    tokenizer = _tokenizer(path)
-    pad = _pad_id(config, tokenizer)
-    joined = pairs(module, tokenizer)
-    call, read = _text_output(module, sentence_pooling(path), tower, joined)
+    tokenizer, size = _tokenizer(path), _embeddings(module, config)
+    feed = None if tokenizer is None else Feed(module, tokenizer, size)
+    call, read = _text_output(module, sentence_pooling(path), tower, feed)
     return ModelSpec(
         module,
         (_most_tokens(module, config, tokenizer),),
         kind="text",
         classifier=is_classifier(module),
         labels=class_names(module),
-        vocabulary=config.vocab_size,
+        vocabulary=size,
         next_token=_scores(module, tower),
-        tokenize=None if tokenizer is None else _tokenize(tokenizer),
-        tokenize_pair=joined.tokenize,
-        pad_id=pad,
+        tokenize=None if feed is None else feed.one,
+        tokenize_pair=feed.two if feed is not None and feed.pairs else None,
+        pad_id=known_pad(config) or 0,
         end_id=_end_id(module, tower),
-        lexicon=None if tokenizer is None else partial(lexicon, tokenizer, config.vocab_size),
-        next_logits=_next_logits(module),
+        lexicon=None if tokenizer is None else partial(lexicon, tokenizer, size),
+        next_logits=_next_logits(module, feed),
         call=call,
         read=read,
         entry=module.get_input_embeddings() if _tokens_first(module) else None,
         architecture=type(module).__name__,
+        notes=_still_decoder(module, tower),
     )
 
 
-def text_config(config: Any) -> Any:
-    """Return the settings of the part that reads text; of all where none, or several, do."""
+def _still_decoder(module: Any, tower: str | None) -> tuple[Note, ...]:
+    """Say of a model that reads a text twice which of the two embeddings moves."""
+    if tower is not None or not module.config.is_encoder_decoder:
+        return ()
+    text = (
+        "only the embeddings that the encoder reads move; the decoder reads the same text unmoved"
+    )
+    return (remark("encoder-moves", text),)
+
+
+def _embeddings(module: Any, config: Any) -> int:
+    """Return how many token ids the model has an embedding for."""
     try:
-        return config.get_text_config()
-    except ValueError:
-        return config
+        table = getattr(module.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # of a model with two towers
+        table = None
+    size: int = config.vocab_size
+    return min(len(table), size) if isinstance(table, Tensor) and table.ndim == 2 else size
 
 
 def _end_id(module: Any, tower: str | None) -> int | None:
@@ -79,7 +96,7 @@ def _end_id(module: Any, tower: str | None) -> int | None:
     if tower is None and not _reads_the_end(module):
         return None
     config = text_config(module.config)
-    end = _first(getattr(config, "eos_token_id", None))
+    end = end_of(config)
     return end if end is not None and end < config.vocab_size else None
 
 
@@ -92,10 +109,6 @@ def _tokens_first(module: Any) -> bool:
     return str(module.config.model_type) == "xlnet"
 
 
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list) else value
-
-
 def _tokenizer(path: Path | None) -> Any:
     from transformers import AutoTokenizer
 
@@ -105,25 +118,14 @@ def _tokenizer(path: Path | None) -> Any:
     return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
-def _tokenize(tokenizer: Any) -> Callable[[str, int], list[int]]:
-    return lambda text, most: tokenizer(text, truncation=True, max_length=most)["input_ids"]
-
-
-def _pad_id(config: Any, tokenizer: Any) -> int:
-    """Return the padding id, and tell the model: classifiers on decoders look for it."""
-    known = (
-        getattr(tokenizer, "pad_token_id", None),
-        getattr(config, "pad_token_id", None),
-        _first(getattr(config, "eos_token_id", None)),
-        0,
-    )
-    pad: int = next(i for i in known if i is not None and 0 <= i < config.vocab_size)
-    config.pad_token_id = pad
-    return pad
-
-
 def _most_tokens(module: Any, config: Any, tokenizer: Any) -> int:
-    """Return how many tokens the model takes; tokenizers without a limit say 1e30."""
+    """Return how many tokens the model takes; tokenizers without a limit say 1e30.
+
+    Relative positions, as T5's, end nowhere, whatever a tokenizer says.
+    """
+    own = getattr(config, "max_position_embeddings", None)
+    if not own and hasattr(config, "relative_attention_num_buckets"):
+        return ENDLESS
     limits = [getattr(tokenizer, "model_max_length", None), getattr(config, "n_positions", None)]
     limits += [getattr(config, "max_position_embeddings", None)]
     limits += _behind_padding(module)
@@ -141,15 +143,16 @@ def _behind_padding(module: Any) -> list[int]:
 
 
 def _text_output(
-    module: Any, pooling: Pooling, tower: str | None, joined: Pairs
+    module: Any, pooling: Pooling, tower: str | None, feed: Feed | None
 ) -> tuple[Any, Any]:
     """Return `call` and `read` by kind of model; `call` passes the mask on to `read`."""
     run = module if tower is None else tower_call(module, tower)
-    inputs = _text_inputs(module, tower, joined)
+    inputs = _text_inputs(module, tower, feed)
+    end = _end_id(module, tower)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
-        attention = None if mask is None else mask.long()
-        return run(attention_mask=attention, **inputs(x, attention)), mask
+        with padded(module, x, mask, end) as (ids, attention):
+            return run(attention_mask=attention, **inputs(ids, mask)), mask
 
     if tower is not None:
         return call, lambda out: tower_features(out[0])
@@ -169,32 +172,37 @@ def _scores(module: Any, tower: str | None) -> NextToken | None:
 
 
 def _text_inputs(
-    module: Any, tower: str | None, joined: Pairs
+    module: Any, tower: str | None, feed: Feed | None
 ) -> Callable[[Tensor, Tensor | None], Any]:
     """Return what makes the inputs of a model of ids and their mask."""
+
+    def types(x: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+        return {} if feed is None else feed.types(x, mask)
+
     if _tokens_first(module):
         # Looked up here, one sample per row; the model turns the embeddings as it does the ids.
-        return lambda x, _mask: {"inputs_embeds": module.get_input_embeddings()(x)}
+        embed = module.get_input_embeddings()
+        return lambda x, mask: {"inputs_embeds": embed(x), **types(x, mask)}
     decoder, end = _decoder_inputs(module), _end_id(module, tower)
 
     def inputs(x: Tensor, mask: Tensor | None) -> dict[str, Any]:
         if end is not None and tower is None:
-            _require_ends(module, x, end)
+            _require_ends(module, x, mask, end)
         if tower is not None and mask is not None and reads_last_position(module):
             raise InputError(
                 f"the text tower of {type(module).__name__} reads the last position, padding or "
                 "not: in a batch, a short text's features would depend on the longest",
                 "Give texts of one length, as token ids in an .npz file padded as in training.",
             )
-        told = {} if joined.segments is None else {"token_type_ids": joined.segments(x)}
-        return {"input_ids": x, **told, **decoder(x, mask)}
+        attention = None if mask is None else mask.long()
+        return {"input_ids": x, **types(x, mask), **decoder(x, attention)}
 
     return inputs
 
 
-def _require_ends(module: Any, x: Tensor, end: int) -> None:
+def _require_ends(module: Any, x: Tensor, mask: Tensor | None, end: int) -> None:
     """Refuse what the model's own code refuses: it reads the state of the last end of a text."""
-    ends = (x == end).sum(1)
+    ends = ((x == end) if mask is None else (x == end) & mask).sum(1)
     if int(ends.min()) == 0 or int(ends.max()) != int(ends.min()):
         raise InputError(
             f"{type(module).__name__} reads the state at the end of a text: each must hold the id "
@@ -207,7 +215,8 @@ def _decoder_inputs(module: Any) -> Callable[[Tensor, Tensor | None], dict[str, 
     """An encoder-decoder without a head reads the same text, one token later."""
     if not module.config.is_encoder_decoder or has_head(module):
         return lambda x, mask: {}
-    start = getattr(module.config, "decoder_start_token_id", None) or module.config.pad_token_id
+    known = (getattr(module.config, "decoder_start_token_id", None), known_pad(module.config), 0)
+    start = next(i for i in known if i is not None)
 
     def inputs(x: Tensor, mask: Tensor | None) -> dict[str, Any]:
         shifted = torch.cat([torch.full_like(x[:, :1], start), x[:, :-1]], 1)
@@ -216,7 +225,7 @@ def _decoder_inputs(module: Any) -> Callable[[Tensor, Tensor | None], dict[str, 
     return inputs
 
 
-def _next_logits(module: Any) -> Callable[[Tensor, int], Tensor] | None:
+def _next_logits(module: Any, feed: Feed | None) -> Callable[[Tensor, int], Tensor] | None:
     """Return the logits behind embeddings of a language model; None for other models."""
     known = inspect.signature(module.forward).parameters
     if not is_language_model(module) or "inputs_embeds" not in known:
@@ -226,7 +235,8 @@ def _next_logits(module: Any) -> Callable[[Tensor, int], Tensor] | None:
         last = z.shape[1] - first
         # The logits of a prompt are large, and nothing is read of them.
         few = {"logits_to_keep": last} if "logits_to_keep" in known else {}
-        out = module(inputs_embeds=z, **few)
+        types = {} if feed is None else feed.types(z.new_full(z.shape[:2], -1, dtype=torch.long))
+        out = module(inputs_embeds=z, **types, **few)
         logits: Tensor = out.logits[:, -last:]
         return logits
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lipaudit.errors import InputError
-from lipaudit.models.sources.hf.language import text_config, text_spec
+from lipaudit.models.sources.hf.language import text_spec
+from lipaudit.models.sources.hf.padding import text_config
 from lipaudit.models.sources.hf.sound import SPECTROGRAM, WAVEFORM, sound_shape
 from lipaudit.models.sources.hf.task_heads import class_names, has_head, is_classifier
 from lipaudit.models.sources.hf.towers import TAKES, chosen_tower

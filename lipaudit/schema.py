@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from lipaudit.errors import InputError, neighbours, suggestion
 from lipaudit.results import Report, row_types
@@ -15,6 +17,7 @@ from lipaudit.results.report import SCHEMA_VERSION
 from lipaudit.results.summary import Summary, summary
 
 M = TypeVar("M", bound=BaseModel)
+_LONG = re.compile(r"\d{20}")
 REPORT, HISTORY = "lipaudit.report", "lipaudit.history"
 
 
@@ -57,11 +60,11 @@ def loads_history(text: str, *, name: str = "history") -> History:
     whole = head.strip() == "{"
     document = _parse(text if whole else head, name)
     _require(document, HISTORY, HISTORY_VERSION, name)
-    points = document.pop("points", [])
+    history = _validated(History, document | {"schema_version": HISTORY_VERSION}, name)
+    points = list(history.points)
     if not whole:
         points += [_point(line, f"line {i} of {name}") for i, line in enumerate(lines, 2)]
-    history = _validated(History, document | {"schema_version": HISTORY_VERSION}, name)
-    return history.with_points(_validated(Point, each, name) for each in points)
+    return history.model_copy(update={"points": ()}).with_points(points)
 
 
 def load(path: Path | str) -> Report:
@@ -113,8 +116,8 @@ def read_json(path: Path) -> Any:
         InputError: it is unreadable, no JSON, or nested without end.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return from_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is not JSON ({error})", "Copy or download it again.") from error
 
 
@@ -163,23 +166,33 @@ def _validated(kind: type[M], document: dict[str, Any], name: str) -> M:
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        document = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        document = from_json(text, allow_inf_nan=False)  # nor lone surrogates, nor deep nesting
+        if _LONG.search(text):
+            json.loads(text, parse_int=_bounded)
+    except ValueError as error:
         raise InputError(f"{name} is not JSON: {error}", "Is the file complete?") from None
     if not isinstance(document, dict):
         raise InputError(f"{name} is not a lipaudit report", "Name a file written with -f json.")
     return document
 
 
-def _point(line: str, name: str) -> dict[str, Any]:
+def _bounded(digits: str) -> int:
+    """Read an integer that a float can hold: all figures are drawn as floats.
+
+    Raises:
+        ValueError: it is larger.
+    """
+    number = int(digits)
+    if abs(number) >= 1 << 64:
+        raise ValueError(f"{digits[:9]}... is no number of a report")
+    return number
+
+
+def _point(line: str, name: str) -> Point:
     try:
-        return _parse(line, name)
+        return _validated(Point, _parse(line, name), name)
     except InputError as error:
         raise InputError(error.message, "Without that line the others can be read.") from None
-
-
-def _no_constant(token: str) -> Any:
-    raise ValueError(f"{token} is not strict JSON")
 
 
 def _layout(value: Any, depth: int = 0) -> str:

@@ -49,7 +49,7 @@ def judge(
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must lie between 0 and 1, not {alpha}")
     chosen = tuple(rules) or _applicable(current, baseline)
-    examinations = [_examine(rule, current, baseline) for rule in chosen]
+    examinations = [_examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     usual = () if rules else (rule for rule in DEFAULT_RULES if rule.measure in USUAL)
     dropped = (rule for rule in usual if rule not in chosen)
     verdicts = tuple(chain.from_iterable(_decide(chosen, examinations, alpha)))
@@ -73,10 +73,7 @@ def judge(
 
 def judge_alone(rule: Rule, current: Report, baseline: Report) -> list[Verdict]:
     """Judge one rule by itself: each row at `LEVEL`, whatever precision and samples are shared."""
-    try:
-        examined = _examine(rule, current, baseline, alone=True)
-    except UsageError as error:
-        examined = _unjudged(rule, "not comparable", error.message)
+    examined = _examine(rule, current, baseline, alone=True)
     if isinstance(examined, Verdict):
         return [examined]
     return [_verdict(rule, contrast, LEVEL, None) for contrast in examined]
@@ -117,8 +114,14 @@ def _shown(current: Report, baseline: Report) -> tuple[Verdict, ...]:
     return tuple(v for v in judge_alone(SHOWN, current, baseline) if not v.reason)
 
 
-def _examine(rule: Rule, current: Report, baseline: Report, *, alone: bool = False) -> Examined:
-    """Return what a rule contrasts, or the verdict that it could not be judged."""
+def _examine(
+    rule: Rule, current: Report, baseline: Report, *, alone: bool = False, typed: bool = False
+) -> Examined:
+    """Return what a rule contrasts, or the verdict that it could not be judged.
+
+    Raises:
+        UsageError: the rule was typed, and matches nothing or makes no sense for its metric.
+    """
     try:
         if alone:
             return contrasts(rule, current, baseline, least=0.0)
@@ -128,7 +131,9 @@ def _examine(rule: Rule, current: Report, baseline: Report, *, alone: bool = Fal
         return changes
     except EvaluationError as error:
         return _unjudged(rule, "error", error.message)
-    except BaselineError as error:
+    except (BaselineError, UsageError) as error:
+        if typed and isinstance(error, UsageError):
+            raise
         return _unjudged(rule, "not comparable", error.message)
 
 

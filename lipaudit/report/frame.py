@@ -74,10 +74,10 @@ def _section(section: Section, report: Report) -> Iterator[tuple[Any, ...]]:
         for key in (key for key in cells if key not in AT):
             value = cells[key]
             yield (*at, *_cell(key, value, columns[key]))
-    places, ids = report.found("place"), section.samples.get("ids", ())
+    places = report.found("place")
     for key, values in section.samples.items():
-        for sample, value in zip(ids, values, strict=True) if key != "ids" else ():
-            of = (section.measure, None, None, None, sample, places.get(str(sample)))
+        for sample, value in zip(section.ids, values, strict=True) if key != "ids" else ():
+            of = (section.measure, None, None, None, sample, places.get(sample))
             yield (*of, *_cell(key, value, section.sample_column(key)))
 
 

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from lipaudit.results.arrays import require_drawable
 from lipaudit.results.columns import Array, Cell, Column, Float, Frozen, Row
 from lipaudit.results.measures import row_types, sample_columns
 from lipaudit.results.trials import parse_column
@@ -41,11 +42,13 @@ class Failure(Frozen):
 
 
 def aligned(samples: dict[str, tuple[Cell, ...]]) -> dict[str, tuple[Cell, ...]]:
-    """Return per-sample columns, which are of one length.
+    """Return per-sample columns: of one length, each sample named by the column `ids`.
 
     Raises:
         ValueError: they are not.
     """
+    if samples and "ids" not in samples:
+        raise ValueError("per-sample columns without ids")
     lengths = {len(values) for values in samples.values()}
     if len(lengths) > 1:
         raise ValueError(f"per-sample columns of different lengths: {sorted(lengths)}")
@@ -180,6 +183,7 @@ class Section(Frozen):
         return tuple(row if isinstance(row, kind) else kind.model_validate(row) for row in rows)
 
     _aligned = field_validator("samples")(aligned)
+    _drawable = field_validator("arrays")(require_drawable)
 
     def frame(self) -> Any:
         """Return the rows as a pandas DataFrame, or as a list of dicts where there is no pandas.

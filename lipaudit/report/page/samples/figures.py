@@ -76,5 +76,5 @@ def figures(report: Report) -> list[Figure]:
         )
         for s in report.sections
         for name, values in s.samples.items()
-        if name != "ids" and s.ids
+        if name != "ids"
     ]

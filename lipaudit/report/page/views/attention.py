@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lipaudit.errors import InputError
 from lipaudit.report.blocks import Block, Curve, Density, Histogram, Passage, Series
 from lipaudit.report.page.views.common import (
     CHARACTERS,
@@ -21,7 +20,7 @@ from lipaudit.results.figures import typed
 from lipaudit.results.report import Attended
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 TOP = 10
 FRAGILE = (
@@ -110,7 +109,7 @@ def _joint(section: Section) -> Density:
     import numpy as np
 
     # edges are common to both axes, or a row for each
-    edges = np.atleast_2d(_finite("p1p2_edges", section.arrays["p1p2_edges"]))
+    edges = np.atleast_2d(section.arrays["p1p2_edges"].numpy())
     p1, p2 = ((float(axis[0]), float(axis[-1])) for axis in (edges[0], edges[-1]))
     counts = section.arrays["p1p2_hist"].numpy().T  # the array's first axis is p(1)
     columns = section.columns()
@@ -146,7 +145,7 @@ def drawn(section: Section) -> Iterator[Density | Curve | Passage]:
 
 def _received(head: str, array: Array, whose: Attended) -> Iterator[Density | Passage]:
     """Lay a map over its sample: the mean of its rows, and that of the token for the class."""
-    values = _finite(f"map@{head}", array)
+    values = array.numpy()
     title = f"head {head}, {_sample(whose)}"
     yield _over(f"Attention received, mean over queries, {title}", values.mean(0), whose, RECEIVED)
     if whose.grid != (0, 0) and whose.tokens[0] == CLS:
@@ -185,22 +184,8 @@ def _called(token: int, whose: Attended) -> str:
     return f"{token} ({whose.tokens[token]})" if token < len(whose.tokens) else str(token)
 
 
-def _finite(name: str, array: Array) -> np.ndarray[Any, Any]:
-    """Return the numbers of an array that says where others stand.
-
-    Raises:
-        InputError: some are no numbers.
-    """
-    import numpy as np
-
-    values = array.numpy()
-    if not np.isfinite(values).all():
-        raise InputError(f"the report is damaged: {name} holds no numbers", "Write it again.")
-    return values
-
-
 def _map(head: str, array: Array, tokens: Array, whose: Attended | None) -> Density:
-    queries, keys = _finite(f"map_tokens@{head}", tokens)
+    queries, keys = tokens.data
     block = -(-int(max(queries, keys)) // max(array.shape))
     blocks = f", means of {block} x {block} tokens" if block > 1 else ""
     return Density(

@@ -95,7 +95,7 @@ def _radii(sections: Mapping[str, Section]) -> Iterator[Scatter]:
     """Set the certified radius of each sample over its adversarial one."""
     series: list[Series] = []
     for label, section in sections.items():
-        if section.samples.keys() >= {"ids", *AXES}:
+        if section.samples.keys() >= {*AXES}:
             x, y = (section.samples[name] for name in AXES)
             series += points(label, x, y, section.ids)
     if series:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Any
 
 from lipaudit.report.blocks import Block, Table
 from lipaudit.report.page.views.common import FIT, SAMPLE, every_row, histogram, stacked, table
@@ -72,7 +71,7 @@ def _sensitive(section: Section) -> Table:
     return Table(
         title="Most sensitive samples",
         columns=(SAMPLE, *(section.sample_column(name) for name in names)),
-        rows=tuple((_id(samples, i), *(samples[n][i] for n in names)) for i in ranked),
+        rows=tuple((section.ids[i], *(samples[n][i] for n in names)) for i in ranked),
     )
 
 
@@ -87,7 +86,3 @@ def _positions(section: Section) -> Table:
     shown = known if len(known) <= FIT else sorted(known, key=lambda row: -row[3])[:TOP]
     columns = (section.sample_column("position"), of["samples"], of["median"], of["max"])
     return Table(title="Norms by position", columns=columns, rows=tuple(shown))
-
-
-def _id(samples: Mapping[str, tuple[Any, ...]], index: int) -> str:
-    return str(samples["ids"][index]) if "ids" in samples else f"number {index}"

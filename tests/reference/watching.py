@@ -124,7 +124,7 @@ class Watch:
         if isinstance(operands[-1], list | tuple):
             operands = (*operands[:-1], *operands[-1])  # einsum takes its operands either way
         factors = [t for t in operands if isinstance(t, Tensor)]
-        if len(factors) == 2 and _is_weight(factors[1]):
+        if len(factors) == 2 and _is_weight(factors[1]) and not _is_of_one_head(factors[0]):
             return op(*[self.leaf(t) if t is factors[0] else t for t in operands], **kwargs)
         out = op(*operands, **kwargs)
         for p in self.softmaxes:
@@ -185,6 +185,15 @@ def variables(t: Tensor) -> list[Tensor]:
 
 def _made_of(t: Tensor, p: Tensor) -> bool:
     return t.grad_fn is not None and any(node is p.grad_fn for node in ancestors(t, NEAR))
+
+
+def _is_of_one_head(t: Tensor) -> bool:
+    """Say whether t holds parts of what one linear map made of its input: queries that meet a
+    table of positions.
+    """
+    behind = variables(t) if t.grad_fn is not None else []
+    widths = [leaf.shape[1] if leaf.ndim == 4 else leaf.shape[-1] for leaf in behind]
+    return len(widths) == 1 and t.shape[-1] < widths[0]
 
 
 def _is_weight(t: Tensor) -> bool:

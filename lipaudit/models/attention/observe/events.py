@@ -19,7 +19,7 @@ cannot be seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -32,12 +32,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused
-from lipaudit.models.attention.observe.linears import Linear, contraction, recognise
+from lipaudit.models.attention.observe.linears import Linear, Operands, contraction, operands
 from lipaudit.models.attention.observe.maps import Exponentials, is_map, maps_logits, reaches
 from lipaudit.models.graph import Past, leaves
 
 _PRODUCTS = 8  # that are noted at a time: those of one layer, and some that were no logits
 _AWAITED = 4  # softmaxes at a time that have not met their values yet
+
+
+Cut = tuple[Linear, Callable[[Tensor], Tensor]]
+"""A linear map, and what cuts the graph at its result."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,9 @@ class AttentionMode(TorchFunctionMode):
 
     Args:
         on_attention: takes the call, returns the output the model goes on with.
-        on_linear: takes a recognised linear map and its result, returns the result the model goes
-            on with; None leaves linear maps alone.
+        on_product: takes what an op multiplies; returns the linear map that this is, if it is to
+            be cut, and what takes its result and returns the one the model goes on with. None
+            leaves linear maps alone.
         where: names the module that is running.
 
     Attributes:
@@ -132,7 +137,7 @@ class AttentionMode(TorchFunctionMode):
     def __init__(
         self,
         on_attention: Callable[[AttentionCall], Tensor],
-        on_linear: Callable[[Linear, Tensor], Tensor] | None = None,
+        on_product: Callable[[Sequence[Operands]], Cut | None] | None = None,
         where: Callable[[], str] = str,
     ) -> None:
         super().__init__()
@@ -141,7 +146,7 @@ class AttentionMode(TorchFunctionMode):
         self.unread: list[str] = []
         self._where = where
         self._on_attention = on_attention
-        self._on_linear = on_linear
+        self._on_product = on_product
         self._products: list[_Product] = []
         self._awaited: list[_Softmax] = []
         self._exponentials = Exponentials()
@@ -155,23 +160,20 @@ class AttentionMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._on_linear is not None:
-            linear = recognise(func, args, kwargs)
-            if linear is not None:
-                return self._linear(linear, func(*args, **kwargs), self._on_linear)
+        if self._on_product is not None:
+            factors = operands(func, args, kwargs)
+            found = None if factors is None else self._on_product(factors)
+            if found is not None:
+                linear, cut = found
+                return self._linear(linear, cut(func(*args, **kwargs)))
         handler = _HANDLERS.get(func)
         return handler(self, func, *args, **kwargs) if handler else func(*args, **kwargs)
 
-    def _linear(
-        self, linear: Linear, out: Tensor, on_linear: Callable[[Linear, Tensor], Tensor]
-    ) -> Tensor:
-        """Report a linear map; where it mixes logits or P, remember across the cut what they are.
+    def _linear(self, linear: Linear, cut: Tensor) -> Tensor:
+        """Where a linear map mixes logits or P, remember across the cut what they are.
 
         Talking heads: behind a cut q k^T would be out of sight.
         """
-        cut = on_linear(linear, out)
-        if cut is out:
-            return out
         known = self._known()
         hits = leaves(linear.x, known, self._past)[1]
         past = [node for node in hits if maps_logits(linear, known[node], self._past)]

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from string import ascii_lowercase
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipaudit.models.lifting import Kept, read
+
+RIGHT, LEFT = "linear", "linear from the left"
+"""By where the weight stands, how the op of an address is called."""
+
+LARGEST = 2**24
+"""Entries of a matrix of blocks."""
+
+Arrange = Callable[[Tensor], Tensor]
+"""Brings a tensor to channels last."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One product y = x W + b with a weight that does not depend on the input.
+    """One product y = x W + b with a weight that does not depend on the sample.
 
     Attributes:
-        x: the input, channels on `axis`.
+        x: the input, channels last.
         parameter: W, (channels in, channels out), whatever the orientation of the parameter, or
             what it is read from (`lifting.keep`).
         bias: b, or None.
-        axis: where the channels are: -1, or 1 for a 1x1 convolution.
+        arrange: brings y, as the op gives it, to the axes of x.
     """
 
     x: Tensor
     parameter: Tensor | Kept
     bias: Tensor | None
-    axis: int = -1
+    arrange: Arrange = lambda y: y
 
     @property
     def weight(self) -> Tensor:
@@ -39,29 +49,42 @@ class Linear:
     @property
     def inputs(self) -> Tensor:
         """Return X, one token per row."""
-        return self._rows(self.x, self.parameter.shape[0])
+        return self.x.reshape(-1, self.parameter.shape[0])
 
     def outputs(self, y: Tensor) -> Tensor:
         """Return y, or anything of its shape, with one token per row."""
-        return self._rows(y, self.parameter.shape[1])
-
-    def _rows(self, t: Tensor, width: int) -> Tensor:
-        return (t if self.axis == -1 else t.movedim(self.axis, -1)).reshape(-1, width)
+        return self.arrange(y).reshape(-1, self.parameter.shape[1])
 
 
-def recognise(
+class Operands(NamedTuple):
+    """Two tensors that an op multiplies, one of which may be a weight.
+
+    Attributes:
+        x: the input, if the other is one.
+        weight: the weight.
+        bias: what is added, or None.
+        op: of the address of the linear map.
+        read: gives the linear map; None where the op is none.
+        entire: whether the op is made for linear maps, and for nothing else.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    op: str
+    read: Callable[[], Linear | None]
+    entire: bool = False
+
+
+def operands(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Linear | None:
-    """Return the linear map that an op applies, or None when it is something else."""
+) -> tuple[Operands, ...] | None:
+    """Return what an op may multiply by a weight; None of an op that multiplies nothing.
+
+    A product of two tensors may be a linear map of either.
+    """
     reader = _READERS.get(func)
-    return None if reader is None else reader(*args, **kwargs)
-
-
-def is_parameter(t: object) -> bool:
-    """Say whether a tensor is a parameter or a view of one."""
-    return isinstance(t, nn.Parameter) or (
-        isinstance(t, Tensor) and isinstance(t._base, nn.Parameter)
-    )
+    return None if reader is None else tuple(reader(*args, **kwargs))
 
 
 @dataclass(frozen=True)
@@ -96,12 +119,14 @@ def contraction(equation: str) -> Contraction | None:
     return Contraction(first, second, out, *("".join(part) for part in parts))
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Linear | None:
-    return Linear(input, weight.t(), bias) if weight.ndim == 2 else None
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Operands]:
+    if weight.ndim == 2:
+        yield Operands(input, weight, bias, RIGHT, lambda: Linear(input, weight.t(), bias), True)
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Linear | None:
-    return None if scaling or not is_parameter(mat2) else Linear(mat1, mat2, input)
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scaling: Any) -> Iterator[Operands]:
+    if not scaling:
+        yield Operands(mat1, mat2, input, RIGHT, lambda: Linear(mat1, mat2, input), True)
 
 
 def _conv(
@@ -112,43 +137,96 @@ def _conv(
     padding: str | int | tuple[int, ...] = 0,
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
-) -> Linear | None:
+) -> Iterator[Operands]:
     pointwise = math.prod(weight.shape[2:]) == 1 and input.ndim == weight.ndim
     dense = _all(stride, 1) and (isinstance(padding, str) or _all(padding, 0))
-    if not (pointwise and dense):
-        return None
-    if groups == 1:
-        return Linear(input, weight.flatten(1).t(), bias, 1)
-    blocks = weight.flatten(1).chunk(groups)
-    whole: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
-    return Linear(input, whole.t(), bias, 1)
+    if pointwise and dense:
+
+        def read() -> Linear:
+            whole = weight.flatten(1)
+            if groups > 1:
+                whole = torch.block_diag(*whole.chunk(groups))  # type: ignore[no-untyped-call]
+            return Linear(_channels_last(input), whole.t(), bias, _channels_last)
+
+        yield Operands(input, weight, bias, RIGHT, read, True)
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    return t.movedim(1, -1)
 
 
 def _all(value: int | tuple[int, ...], wanted: int) -> bool:
     return all(v == wanted for v in ((value,) if isinstance(value, int) else value))
 
 
-def _matmul(*operands: Any, **kwargs: Any) -> Linear | None:
-    if len(operands) != 2 or kwargs or not is_parameter(operands[1]) or operands[1].ndim != 2:
-        return None
-    return Linear(*operands, bias=None)
+def _matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
+    if len(operands) != 2 or kwargs or not all(isinstance(t, Tensor) for t in operands):
+        return
+    a, b = operands
+    if b.ndim == 2:
+        yield Operands(a, b, None, RIGHT, lambda: Linear(a, b, None))
+    elif min(a.ndim, b.ndim) > 1:
+        lead = ascii_lowercase[: max(a.ndim, b.ndim) - 2]
+        first, second = (lead[len(lead) + 2 - t.ndim :] for t in (a, b))
+        yield from _either(a, f"{first}xy", b, f"{second}yz", f"{lead}xz")
 
 
-def _einsum(equation: Any, *operands: Any) -> Linear | None:
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Iterator[Operands]:
+    return _matmul(a, b) if dims == 1 and b.ndim == 2 else iter(())
+
+
+def _einsum(equation: Any, *operands: Any) -> Iterator[Operands]:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
-    if len(operands) != 2 or not isinstance(equation, str) or not is_parameter(operands[1]):
-        return None
-    c = contraction(equation)
-    if c is None or c.batch or c.out != c.rows + c.columns:
-        return None
-    x, weight = operands
-    x = x.permute([c.first.index(a) for a in c.rows + c.summed]).flatten(len(c.rows))
-    weight = weight.permute([c.second.index(a) for a in c.summed + c.columns])
-    return Linear(x, weight.flatten(0, len(c.summed) - 1).flatten(1), None)
+    c = contraction(equation) if len(operands) == 2 and isinstance(equation, str) else None
+    if c is not None:
+        yield from _either(operands[0], c.first, operands[1], c.second, c.out)
 
 
-_READERS: dict[Callable[..., Any], Callable[..., Linear | None]] = {
+def _either(a: Tensor, first: str, b: Tensor, second: str, out: str) -> Iterator[Operands]:
+    """Read a sum over products of entries, with the second operand for a weight, and the first.
+
+    The first is one only where it is the same for all samples: what has axes in common with the
+    second is a learned query.
+    """
+    yield Operands(a, b, None, RIGHT, lambda: _contracted(a, first, b, second, out))
+    if not set(first) & set(second) & set(out):
+        yield Operands(b, a, None, LEFT, lambda: _contracted(b, second, a, first, out))
+
+
+def _contracted(x: Tensor, given: str, weight: Tensor, letters: str, out: str) -> Linear | None:
+    """Return y = x W of a sum over products of entries.
+
+    Along axes that both have, and that are not summed over, each entry has a block of W.
+    """
+    for axis in set(given) & set(letters) & set(out):
+        if _is_even(weight, letters.index(axis)):
+            weight, letters = weight.select(letters.index(axis), 0), letters.replace(axis, "")
+        elif _is_even(x, given.index(axis)):
+            x, given = x.select(given.index(axis), 0), given.replace(axis, "")
+    rows = [a for a in out if a not in letters]
+    blocks = [a for a in out if a in given and a in letters]
+    summed = [a for a in given if a in letters and a not in out]
+    columns = [a for a in out if a not in given]
+    if not summed:
+        return None
+    x = x.permute([given.index(a) for a in rows + blocks + summed]).flatten(len(rows))
+    weight = weight.permute([letters.index(a) for a in blocks + summed + columns])
+    count = math.prod(weight.shape[: len(blocks)])
+    if blocks and count * weight.numel() > LARGEST:
+        return None
+    each = weight.reshape(count, x.shape[-1] // count, -1)
+    whole: Tensor = torch.block_diag(*each) if blocks else each[0]  # type: ignore[no-untyped-call]
+    order = [out.index(a) for a in rows + blocks + columns]
+    return Linear(x, whole, None, lambda y: y.permute(order).flatten(len(rows)))
+
+
+def _is_even(t: Tensor, axis: int) -> bool:
+    """Say whether a tensor is the same all along an axis, by its layout."""
+    return t.shape[axis] == 1 or t.stride(axis) == 0
+
+
+_READERS: dict[Callable[..., Any], Callable[..., Iterator[Operands]]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     F.conv1d: _conv,
@@ -158,6 +236,9 @@ _READERS: dict[Callable[..., Any], Callable[..., Linear | None]] = {
     torch.matmul: _matmul,
     torch.mm: _matmul,
     torch.Tensor.mm: _matmul,
+    torch.bmm: _matmul,
+    torch.Tensor.bmm: _matmul,
+    torch.tensordot: _tensordot,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
     torch.einsum: _einsum,

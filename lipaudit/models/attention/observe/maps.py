@@ -79,8 +79,7 @@ def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:
 
 def _spread(linear: Linear, source: Tensor | GradientEdge) -> list[int]:
     """Count along each axis of `source` what one row of the input of a map is made from."""
-    x, row = linear.x, torch.zeros_like(linear.inputs)
+    row = torch.zeros_like(linear.inputs)
     row[len(row) // 2] = 1.0
-    channels_last = x.movedim(linear.axis, -1).shape
-    pulled = vjp(x, source, row.view(channels_last).movedim(-1, linear.axis))
+    pulled = vjp(linear.inputs, source, row)
     return [] if pulled is None else [axis.unique().numel() for axis in pulled.nonzero().T]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lipaudit.models.attention.observe.linears import Linear
+from lipaudit.models.attention.observe.linears import LEFT, RIGHT, Linear
 from lipaudit.models.graph import leaves
 
 
@@ -44,7 +44,7 @@ class Origin:
     @property
     def forgotten(self) -> bool:
         """Whether it was a linear map, which `Origins.release` has forgotten."""
-        return self.linear is None and self.address.op == "linear"
+        return self.linear is None and self.address.op in (LEFT, RIGHT)
 
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of one tensor.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention.observe.calls import AttentionCall
-from lipaudit.models.attention.observe.events import AttentionMode
-from lipaudit.models.attention.observe.linears import Linear
+from lipaudit.models.attention.observe.events import AttentionMode, Cut
+from lipaudit.models.attention.observe.linears import RIGHT, Linear, Operands
 from lipaudit.models.attention.observe.origins import Address, Origin, Origins
 from lipaudit.models.generic import token_embeddings
-from lipaudit.models.graph import root
+from lipaudit.models.graph import is_affine, root
 from lipaudit.models.lifting import keep
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening
@@ -105,7 +106,7 @@ class Tracer:
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Observe `module` while the block runs it."""
-        mode = AttentionMode(self.attention, self.linear, self.place.module)
+        mode = AttentionMode(self.attention, self.product, self.place.module)
         with torch.enable_grad(), self.place.following(module), mode:
             yield
         self.passed_over.update(mode.passed_over)
@@ -118,17 +119,49 @@ class Tracer:
         wanted = self.wanted is None or address in self.wanted
         return self._cut(t, Origin(address)) if wanted else t
 
-    def linear(self, linear: Linear, output: Tensor) -> Tensor:
-        """Cut at a linear map of something that depends on the input."""
-        address = self.place.address("linear")
-        kept = linear.weight.requires_grad or address in self.inner
-        if kept or not self._wants(address, linear.x):
-            return output
+    def product(self, factors: Sequence[Operands]) -> Cut | None:
+        """Return the linear map of something that depends on the sample, if that is one."""
+        place = self.place.address(RIGHT)
+        for each in factors:
+            address = place._replace(op=each.op)
+            linear = each.read() if self._is_map(each, address) else None
+            if linear is not None:
+                return linear, partial(self._linear, linear, address)
+        return None
+
+    def _is_map(self, factors: Operands, address: Address) -> bool:
+        """Say whether to cut at a product, for a linear map: one factor is a constant.
+
+        A weight is what does not depend on the sample, whatever it is made from.
+        """
+        if self.wanted is not None or address in self.inner:
+            return self.wanted is not None and address in self.wanted
+        constants = (factors.weight, factors.bias)
+        if any(t is not None and t.requires_grad for t in constants):
+            return False
+        return factors.x.requires_grad and not self._meets_positions(factors)
+
+    def _meets_positions(self, factors: Operands) -> bool:
+        """Say whether vectors that are parts of the output of one linear map meet a matrix.
+
+        These are queries or keys of one head, which a rotation or the vectors of positions meet.
+        """
+        behind = [] if factors.entire else self.origins.leaves(factors.x)
+        width = factors.x.shape[-1]
+        return (
+            len(behind) == 1
+            and behind[0].origin.linear is not None
+            and width < behind[0].origin.linear.parameter.shape[1]
+            and is_affine(factors.x)
+        )
+
+    def _linear(self, linear: Linear, address: Address, output: Tensor) -> Tensor:
+        """Cut at a linear map."""
         self.on_linear(linear, address)
         if self.sparing:
             self.origins.mix(linear.x)
         bias = None if linear.bias is None else linear.bias.detach()
-        constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.axis)
+        constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
         source = root(linear.x) if self.wanted is None else None
         return self._cut(output, Origin(address, constant, source))
 

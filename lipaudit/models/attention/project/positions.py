@@ -76,14 +76,11 @@ def _source(logits: Tensor, part: Projected) -> Probed:
 
 
 def _moves(part: Projected) -> Tensor:
-    """Return the changes of a leaf, shaped to be expanded to it, that move one channel each."""
+    """Return the changes of every row of a source that move one channel each."""
     mix, (heads, width) = part.form.mix, part.form.columns.shape
     unit = torch.eye(width, dtype=part.leaf.dtype, device=part.leaf.device)
     inverse = unit.expand(heads, -1, -1) if mix is None else torch.linalg.inv(mix)
-    moves = inverse.new_zeros(width, part.linear.weight.shape[1])
-    moves[:, part.form.columns] = inverse.permute(2, 0, 1)
-    behind = 0 if part.linear.axis == -1 else part.leaf.ndim - 1 - part.linear.axis
-    return moves.view(*moves.shape, *(1,) * behind)
+    return inverse.permute(2, 0, 1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class _Side:
         rows: where these stand in the linear map, (windows, tokens).
         columns: which of the columns of `source` each head reads, (heads, d).
         moves: of each channel of q, the change of all columns, the same at every token, that
-            moves this channel alone: (d, width of the linear map).
+            moves this channel alone: (d, heads * d).
         plain: s k_j of all others, (windows, heads, others, d).
         slope: f, or None for 1.
         live: P_ij > 0; the other pairs do not matter.
@@ -138,8 +135,9 @@ class _Side:
         t, leaf = self.source.t, self.source.leaf
         u = torch.zeros_like(t, requires_grad=True)
         (pulled,) = torch.autograd.grad(t, leaf, u, create_graph=True)
+        rows = self.source.as_rows(pulled)
         for move in self.moves:
-            (image,) = torch.autograd.grad(pulled, u, move.expand_as(leaf), retain_graph=True)
+            (image,) = torch.autograd.grad(rows, u, move.expand_as(rows), retain_graph=True)
             yield image
 
     def _require_own_pairs(self) -> None:

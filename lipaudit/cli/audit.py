@@ -300,7 +300,10 @@ def _now() -> str:
 
 
 def _plain(model: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")[:40]
+    """Return what a folder of a model is called: of a path its last part."""
+    path = Path(model)
+    name = path.resolve().name if path.exists() else re.sub(r"(^|[:/])(\.{1,2}/)+", r"\1", model)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:40] or "model"
 
 
 def _conclude(model: str, report: Report, folder: Path) -> None:

@@ -26,7 +26,7 @@ def check_outputs(output: Output, forms: Collection[Form]) -> None:
 
     Raises:
         UsageError: for an unknown format or suffix, or one that cannot show the result.
-        EvaluationError: for a file that cannot be written.
+        UsageError: for a file that cannot be written.
     """
     _formats(output, forms)
     for path in output.output:
@@ -52,7 +52,6 @@ def emit(
     from lipaudit.results import Report
 
     subject = of_reports(shown) if isinstance(shown, Report) else shown
-    check_outputs(output, subject.keys())
     stdout, files = _formats(output, subject.keys())
     refused: list[EvaluationError] = []
     for path, format in files.items():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from pathlib import Path
 
-from lipaudit.errors import EvaluationError
+from lipaudit.errors import EvaluationError, UsageError
 
 
 def write(path: Path, content: bytes) -> None:
@@ -36,26 +37,32 @@ def require_writable(path: Path) -> None:
     """Refuse a file that cannot be written, before the work that would be lost.
 
     Raises:
-        EvaluationError: it is a folder, or there is no folder for it that can be written to.
+        UsageError: it is a folder, or there is no folder for it that can be written to.
     """
     folder = path.resolve().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise EvaluationError(f"cannot write {path}", "Name a file in a writable folder.")
+    if path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder", "Name a file in it.")
+    if not folder.is_dir():
+        advice = f"Make it first: mkdir -p {shlex.quote(str(path.parent))}"
+        raise UsageError(f"cannot write {path}: there is no folder {path.parent}", advice)
+    if not os.access(folder, os.W_OK):
+        text = f"cannot write {path}: the folder {path.parent} cannot be written to"
+        raise UsageError(text, "Name a file in a writable folder.")
 
 
 def require_folder(path: Path) -> None:
     """Refuse a directory that can neither be written to nor made.
 
     Raises:
-        EvaluationError: it is a file, or what it would be made in cannot be written to.
+        UsageError: it is a file, or what it would be made in cannot be written to.
     """
     there = path.resolve()
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise EvaluationError(f"cannot write to {path}: {there} is a file", "Name a directory.")
+        raise UsageError(f"cannot write to {path}: {there} is a file", "Name a directory.")
     if not os.access(there, os.W_OK):
-        raise EvaluationError(
+        raise UsageError(
             f"cannot write to {path}",
             "Name a directory that can be written to, with --run-dir say.",
         )

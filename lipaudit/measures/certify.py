@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
@@ -111,7 +112,7 @@ def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> B
     proof = Proof(
         norm=options.norm or "linf",
         order=order_of(net, sample, options.order),
-        nodes=options.nodes,
+        nodes=sys.maxsize if options.most_nodes is None else options.most_nodes,
         deadline=time.monotonic() + limit,
     )
     seed = seed_of(sample.ids[0], options.seed)

@@ -18,6 +18,7 @@ from lipaudit.settings.jacobian import JacobianOptions
 from lipaudit.settings.measure import MeasureOptions
 from lipaudit.settings.option import Need, Settings, option
 from lipaudit.settings.parsing import Names
+from lipaudit.theory.accuracy import NODES
 
 QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "certify": 4}
 FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512, "certify": 32}
@@ -145,4 +146,5 @@ def _certificates(attacks: AttackOptions) -> CertifyOptions:
         usual_eps=attacks.usual_eps,
         norm=attacks.norm if attacks.norm in get_args(BallNorm) else None,
         seconds=SECONDS,
+        nodes=NODES,
     )

@@ -60,7 +60,12 @@ class CertifyOptions(MeasureOptions):
         "What runs first: fgsm, pgd, autoattack (comma-separated), quick, or custom:...",
         values=AttackOptions.options()["attack"].values,
     )
-    nodes: int = option(NODES, "Parts of a ball that branch and bound looks at, at most.", ge=1)
+    nodes: int | None = option(
+        None,
+        "Parts of a ball that branch and bound looks at, at most.",
+        ge=1,
+        usual=f"{NODES}, without limit beside --seconds",
+    )
     seconds: float | None = option(
         None,
         "Time limit of a sample; what it cuts short depends on the machine. By default none.",
@@ -86,9 +91,23 @@ class CertifyOptions(MeasureOptions):
             raise UsageError(
                 "no radius was given", "Add one, as in --eps 1/255, or search for it: --radius."
             )
-        filled = self.model_copy(update={"norm": norm, "eps": eps})
+        filled = self.model_copy(update={"norm": norm, "eps": eps, "nodes": self.most_nodes})
         require_suited(filled.trials(eps or (SOME,)), kind, changes)
         return filled
+
+    @property
+    def most_nodes(self) -> int | None:
+        """The limit of parts of a ball; None: --seconds, given alone, is the only limit."""
+        return NODES if self.nodes is None and self.seconds is None else self.nodes
+
+    def outline(self, samples: int) -> str:
+        """Say before it begins which limits hold."""
+        nodes, seconds = self.most_nodes, self.seconds
+        limits = [
+            f"{seconds:g} s a sample" if seconds is not None else "",
+            f"{nodes:,} parts of a ball" if nodes is not None else "",
+        ]
+        return f"{samples} samples; a proof ends after {' or '.join(filter(None, limits))}"
 
     def trials(self, radii: Sequence[Radius]) -> tuple[Trial, ...]:
         """Return what attacks these balls, the smallest first.

@@ -154,3 +154,24 @@ def test_several_reports_as_json_are_their_ranking(drawn, monkeypatch):
     assert done.exit_code == 0
     ranking = json.loads(done.stdout)
     assert [row["model"] for row in ranking["models"]] == ["A: demo", "B: demo"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("./bert", "bert"),
+        ("../bert", "bert"),
+        ("bert/", "bert"),
+        ("py:../own.py:make", "py-own.py-make"),
+        ("hf:org/name", "hf-org-name"),
+        ("demo:robust", "demo-robust"),
+    ],
+)
+def test_run_folders_have_readable_names(model, name, tmp_path, monkeypatch):
+    from lipaudit.cli.audit import _plain
+
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "bert").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    assert _plain(model) == name

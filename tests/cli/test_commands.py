@@ -196,7 +196,7 @@ def test_weights_are_gated_both_ways_with_the_architecture_of_the_baseline(tmp_p
         (["bounds", "demo", "-f", "yaml"], 2, "unknown format"),
         (["bounds", "demo", "--batch-size", "many"], 2, "--batch-size"),
         (["bounds", "demo", "-o", "x.docx"], 2, "format"),
-        (["bounds", "demo", "-o", "missing/x.json"], 3, "cannot write"),
+        (["bounds", "demo", "-o", "missing/x.json"], 2, "there is no folder missing"),
         (["bounds", "no-such-model"], 4, "no model"),
         (["bounds", "demo", "--data", "nowhere/"], 4, "no data"),
         (["jacobian", "demo", "--to", "moon"], 2, "--to"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.gate import compare, judge
 from lipaudit.measures.certify import check
 from lipaudit.models import bracket
+from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
 from lipaudit.models.sources.own import borrowed
 from lipaudit.models.sources.spec import LoadOptions
@@ -396,3 +399,31 @@ def test_radii_are_of_what_is_right(small):
     ):
         assert (radius is None, found is None) == (not correct, not correct)
         assert not correct or 0 < radius < found
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes", "seconds"),
+    [
+        ({}, 60_000, math.inf),
+        ({"seconds": 50.0}, sys.maxsize, 50.0),
+        ({"nodes": 7}, 7, math.inf),
+        ({"nodes": 7, "seconds": 50.0}, 7, 50.0),
+    ],
+)
+def test_a_limit_that_is_given_is_the_only_one(small, monkeypatch, given, nodes, seconds):
+    model, (x, y), _ = small
+    efforts, decide = [], certificates.decide
+    monkeypatch.setattr(
+        certificates, "decide", lambda form, e: (efforts.append(e), decide(form, e))[1]
+    )
+    measured(model, (x[1:2], y[1:2]), eps=EPS[0], **given)
+    assert {effort.nodes for effort in efforts} == {nodes}
+    assert {math.isinf(effort.seconds) for effort in efforts} == {math.isinf(seconds)}
+    assert all(effort.seconds <= seconds for effort in efforts)
+
+
+def test_the_first_line_says_which_limits_hold():
+    options = CertifyOptions(eps=("0.1",))
+    assert options.outline(8).endswith("a proof ends after 60,000 parts of a ball")
+    options = CertifyOptions(eps=("0.1",), seconds=100)
+    assert options.outline(8).endswith("a proof ends after 100 s a sample")

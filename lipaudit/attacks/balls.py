@@ -17,7 +17,6 @@ SLACK = 1e-3
 """Share of the radius by which an attack may miss the ball it was given."""
 ROUNDINGS = 16
 """Units of float32 rounding by which it may, too."""
-_ORDER = {"linf": math.inf, "l2": 2.0, "token-l2": 2.0}
 
 
 @dataclass(frozen=True)
@@ -144,5 +143,11 @@ def _axes(delta: Tensor, norm: Norm) -> tuple[int, ...]:
 
 
 def _lengths(delta: Tensor, norm: Norm) -> Tensor:
-    """Norm of each sample's perturbation (of each token's for token-l2), ready to broadcast."""
-    return torch.linalg.vector_norm(delta, _ORDER[norm], _axes(delta, norm), keepdim=True)
+    """Norm of each sample's perturbation (of each token's for token-l2), ready to broadcast.
+
+    Squares are summed in float64: those of 1e20 overflow in float32.
+    """
+    axes = _axes(delta, norm)
+    if norm == "linf":
+        return delta.abs().amax(axes, keepdim=True)
+    return torch.linalg.vector_norm(delta, 2, axes, keepdim=True, dtype=torch.float64).to(delta)

@@ -9,6 +9,7 @@ may depend on its 63 neighbours (never on the device batch size).
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from lipaudit.attacks.sanity import examine, refuse_training
 from lipaudit.attacks.text.rewrite import Draft, RewriteFunction, TextOracle, within
 from lipaudit.attacks.turn import AttackFunction, Turn
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.results.trials import COUNTED
+from lipaudit.results.trials import COUNTED, Norm
 
 
 def evaluate(
@@ -55,8 +56,9 @@ def evaluate_chunk(
 ) -> Iterator[Outcome]:
     """Yield the outcome of the clean samples, then one outcome per trial and attack.
 
-    Every trial starts from all correctly classified samples; within it an attack gets those that
-    survived the ones before.
+    Trials run from the smallest radius to the largest. An attack gets the samples that survived
+    the attacks before it: those of its trial, and of the same trial at smaller radii. So what is
+    broken at a radius is broken at every larger one.
 
     Args:
         f: x -> logits (batch, classes) in the attacked space, deterministic, in eval mode. A
@@ -76,16 +78,18 @@ def evaluate_chunk(
     _refuse(f, chunk, plan, box)
     clean, logits = _clean(f, chunk, seed, batch_size)
     yield clean
-    for trial in plan:
+    ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
+    for trial in sorted(plan, key=lambda trial: trial.radius.value):
         session = _Session(f, chunk, seed, batch_size, logits, margins(logits, chunk.y))
         ball = Ball(trial.norm, float(trial.radius), box, chunk.mask)
-        last = clean
+        last = ends.get((trial.norm, trial.attacks), clean)
         for attack in trial.attacks:
             if trial.norm in COUNTED:
                 last = _rewritten(session, trial, attack, last)
             else:
                 last = _attack(session, trial, attack, ball, last)
             yield last
+        ends[trial.norm, trial.attacks] = last
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,8 @@ def _clean(
         seconds=time.perf_counter() - began,
         forwards=meter.forwards,
         backwards=meter.backwards,
-        checks=examine(logits, again, gradient, chunk.y),
+        nonfinite=int(meter.broken),
+        checks=examine(logits, again, gradient, chunk.y, int(meter.broken)),
     )
     return clean, logits
 
@@ -157,6 +162,7 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
         seconds=time.perf_counter() - began,
         forwards=meter.forwards,
         backwards=meter.backwards,
+        nonfinite=int(meter.broken),
         notes=notes,
     )
 
@@ -257,22 +263,32 @@ def _refuse(
             "attack in float32 or float64 (--dtype float32)",
         )
     for trial in plan:
-        require_radius(trial, box)
+        require_radius(trial, box, chunk.x.shape[1:])
         for attack in trial.attacks:
             _refuse_attack(f, chunk, trial, attack)
     if box is not None:
         _refuse_outside(chunk.x, box)
 
 
-def require_radius(trial: Trial, box: tuple[float, float] | None) -> None:
+def require_radius(trial: Trial, box: tuple[float, float] | None, shape: Sequence[int]) -> None:
     """Refuse a radius that is larger than the attacked space.
+
+    Args:
+        trial: norm and radius.
+        box: smallest and largest value of the space.
+        shape: of one sample.
 
     Raises:
         UsageError: it is.
     """
-    if box is not None and trial.norm == "linf" and float(trial.radius) > box[1] - box[0]:
+    if box is None or trial.norm in COUNTED:
+        return
+    entries = {"linf": 1, "l2": math.prod(shape), "token-l2": shape[-1]}[trial.norm]
+    widest = (box[1] - box[0]) * math.sqrt(entries)
+    if float(trial.radius) > widest:
+        diagonal = f", whose diagonal is {widest:.4g}" * (entries > 1)
         raise UsageError(
-            f"the radius {trial.radius.text} is larger than the whole range {box}",
+            f"the radius {trial.radius.text} is larger than the whole range {box}{diagonal}",
             "radii are in units of the attacked space: 8/255, not 8",
         )
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 
+STEEP = 1e15
+"""Stands for an infinite slope: larger than others, and its square can still be summed."""
 Classifier = Callable[[Tensor], Any]
 """x -> logits (batch, classes), or an object that holds them as `.logits`."""
 
@@ -34,10 +36,22 @@ class Meter:
 
     A forward pass that is repeated to save memory is not counted: the figures do not depend on
     the device batch size.
+
+    Attributes:
+        forwards: samples passed forward.
+        backwards: samples passed backward.
+        broken: those of them whose gradient was not finite, as a tensor: the device need not wait.
     """
 
     forwards: int = 0
     backwards: int = 0
+    broken: int | Tensor = 0
+
+    def cleaned(self, gradient: Tensor) -> Tensor:
+        """Count a gradient that is not finite; leave NaN out of it, and make infinity large."""
+        self.backwards += len(gradient)
+        self.broken = self.broken + (~gradient.isfinite().flatten(1).all(1)).sum()
+        return gradient.nan_to_num(0.0, STEEP, -STEEP)
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class Oracle:
     """f at given rows of a chunk, evaluated in pieces of at most `batch_size` samples.
 
     It is differentiable in its argument and in nothing else: `param.grad` is never touched, even
-    by `loss.backward()`. When a chunk takes several pieces the gradient repeats their forward
+    by `loss.backward()`. Its gradients are finite, whatever those of f are (see `Meter.cleaned`). When a chunk takes several pieces the gradient repeats their forward
     passes, so memory holds the graph of one piece.
 
     Attributes:
@@ -94,13 +108,12 @@ class _InPieces(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None]:
         oracle, z, size = ctx.oracle, ctx.z, ctx.oracle.batch_size
-        oracle.meter.backwards += len(z)
         if ctx.graph is not None:
             graph, ctx.graph = ctx.graph, None
-            return pull(graph, above), None
+            return oracle.meter.cleaned(pull(graph, above)), None
         starts = range(0, len(z), size)
         pieces = [pull(_graph(oracle, z[i : i + size], i), above[i : i + size]) for i in starts]
-        return torch.cat(pieces), None
+        return oracle.meter.cleaned(torch.cat(pieces)), None
 
 
 def _graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:

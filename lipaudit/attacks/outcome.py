@@ -55,7 +55,7 @@ class Outcome:
         trial: which trial of the plan; None for the clean samples, which come first.
         attack: name of the attack, `clean` for the clean samples.
         seed: of the random numbers used, derived from (seed, attack, chunk).
-        tried: samples it ran on: those that stood before it.
+        tried: samples it ran on: those that stood before it, at smaller radii too.
         robust: samples that stand after it, judged by evaluating x_adv as it is given here.
         x_adv: inside the ball; for a sample that stands, the last point tried. Where texts were
             changed, x.
@@ -63,6 +63,7 @@ class Outcome:
         seconds: wall time.
         forwards: samples passed forward (see `Meter`).
         backwards: samples passed backward.
+        nonfinite: gradients that were not finite.
         notes: what was changed for this model.
         checks: what the clean samples showed; None for an attack.
         drafts: the texts as they were last changed, for an attack that changes them.
@@ -79,6 +80,7 @@ class Outcome:
     seconds: float
     forwards: int
     backwards: int
+    nonfinite: int = 0
     notes: tuple[Note, ...] = ()
     checks: Checks | None = None
     drafts: Sequence[Draft] | None = None

@@ -19,7 +19,11 @@ from lipaudit.errors import UsageError
 from lipaudit.results import Note
 
 NOISE = 1e-4
-"""Largest l2 change of the normalised logits between two passes of a deterministic model."""
+"""Largest change of a logit between two passes of a deterministic model, as a share of how far
+the largest logit of the sample lies above the median one. All changes are relative to the median:
+an offset that all logits share decides nothing, and a class far below all others hides nothing."""
+ROUNDINGS = 4
+"""Units of its own rounding by which a logit may change, too."""
 SIMPLEX = 1e-5
 """Largest deviation from [0, 1] and from sum 1 of an output that counts as probabilities."""
 SQUARE_GAIN = 0.002
@@ -37,6 +41,7 @@ class Checks:
         zero_gradients: how many of the correct ones have a cross-entropy gradient of exactly 0.
         random: how many get other logits when asked again.
         probabilities: how many outputs lie in [0, 1] and sum to 1.
+        nonfinite: how many have a gradient that is not finite.
     """
 
     classes: int
@@ -45,6 +50,7 @@ class Checks:
     zero_gradients: int
     random: int
     probabilities: int
+    nonfinite: int = 0
 
     def __add__(self, other: Checks) -> Checks:
         return Checks(
@@ -54,6 +60,7 @@ class Checks:
             self.zero_gradients + other.zero_gradients,
             self.random + other.random,
             self.probabilities + other.probabilities,
+            self.nonfinite + other.nonfinite,
         )
 
 
@@ -62,11 +69,23 @@ def examine(
     again: Float[Tensor, "batch classes"],
     gradient: Float[Tensor, " batch *sample"],
     y: Int[Tensor, " batch"],
+    nonfinite: int = 0,
 ) -> Checks:
-    """Count the signs in the logits of two passes and in the gradient of the cross-entropy."""
+    """Count the signs in the logits of two passes and in the gradient of the cross-entropy.
+
+    Args:
+        logits: of the first pass.
+        again: of the second.
+        gradient: of the cross-entropy, made finite.
+        y: labels.
+        nonfinite: how many gradients were not finite.
+    """
     correct = logits.argmax(1) == y
     flat = gradient.flatten(1).abs().amax(1) == 0
-    change = (_unit(logits) - _unit(again)).norm(dim=1)
+    median = logits.median(1, keepdim=True)[0]
+    change = (logits - median - again + again.median(1, keepdim=True)[0]).abs()
+    rounding = torch.finfo(logits.dtype).eps * (logits.abs() + median.abs())
+    rise = logits.amax(1, keepdim=True) - median
     inside = (logits > -SIMPLEX).all(1) & (logits < 1 + SIMPLEX).all(1)
     simplex = inside & ((logits.sum(1) - 1).abs() < SIMPLEX)
     return Checks(
@@ -74,20 +93,25 @@ def examine(
         samples=len(y),
         correct=int(correct.sum()),
         zero_gradients=int((flat & correct).sum()),
-        random=int((change > NOISE).sum()),
+        random=int((change > NOISE * rise + ROUNDINGS * rounding).any(1).sum()),
         probabilities=int(simplex.sum()),
+        nonfinite=nonfinite,
     )
 
 
-def clean_notes(checks: Checks, *, guessing: bool = True) -> tuple[Note, ...]:
+def clean_notes(
+    checks: Checks, *, guessing: bool = True, nonfinite: float = 0.0
+) -> tuple[Note, ...]:
     """Turn the counts over all samples into warnings.
 
     Args:
         checks: the counts.
         guessing: whether one of so many samples as there are classes is guessed rightly.
+        nonfinite: share of the gradients taken by attacks that were not finite.
     """
     signs = {
         "zero-gradients": checks.zero_gradients > 0,
+        "gradients-not-finite": checks.nonfinite > 0 or nonfinite > 0,
         "randomised": checks.random > 0,
         "probabilities": checks.samples > 0 and checks.probabilities == checks.samples,
         "clean-accuracy-at-chance": guessing
@@ -96,6 +120,9 @@ def clean_notes(checks: Checks, *, guessing: bool = True) -> tuple[Note, ...]:
     texts = {
         "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have a "
         "cross-entropy gradient of exactly 0: FGSM, PGD and APGD-CE cannot move them",
+        "gradients-not-finite": f"the gradient is not finite at {checks.nonfinite} of "
+        f"{checks.samples} samples, nor in {100 * nonfinite:.2g} % of the gradients that attacks "
+        "took: they ignore NaN and go on with the rest, so they are weaker than they could be",
         "randomised": f"{checks.random} of {checks.samples} samples get other logits in a second "
         "pass: the attacks assume a deterministic model",
         "probabilities": "the outputs look like probabilities: attacks on logits are stronger, "
@@ -143,10 +170,6 @@ def _chance(checks: Checks) -> float:
     """Two standard deviations above the expected number of lucky guesses."""
     mean = checks.samples / checks.classes
     return mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
-
-
-def _unit(logits: Tensor) -> Tensor:
-    return logits / logits.norm(dim=1, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
 
 
 def _warning(code: str, text: str) -> Note:

@@ -16,7 +16,9 @@ from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.engine.files import require_writable
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import MEASURES
+from lipaudit.models.failing import require_per_sample
 from lipaudit.models.net import Net
+from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.scoring import scoring
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results import Note
@@ -135,6 +137,9 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     wanted = {name: request.count(name) for name in request.measures}
     drawn = samples or _samples(net, request, max(wanted.values()))
     ready = _scoring(net, drawn, request.run.score)
+    if net.kind != "text":
+        with eager(), exact_arithmetic(net.device):
+            require_per_sample(net, drawn.batch, singly=request.run.batch_size == 1)
     request, refused = _without_refused(
         request, lambda name, options: _checked(name, ready, drawn.batch[: wanted[name]], options)
     )

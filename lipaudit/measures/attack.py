@@ -100,7 +100,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     trials = options.trials()
     require_suited(trials, net.kind, net.changes)
     for trial in trials:
-        require_radius(trial, net.box)
+        require_radius(trial, net.box, net.sample_shape)
 
 
 def _whole(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -153,7 +153,12 @@ def _part(
     if options.save_adv is not None and options.save_adv.suffix != TABLE:
         values["x_adv"] = torch.stack([end.x_adv for end in ends], 1)
     cost = [[sum(getattr(o, what) for o in each) for what in COSTS] for each in by_trial]
-    facts: dict[str, Any] = {"checks": clean.checks, "cost": cost, "square": _square(by_trial)}
+    facts: dict[str, Any] = {
+        "checks": clean.checks,
+        "cost": cost,
+        "square": _square(by_trial),
+        "nonfinite": sum(o.nonfinite for o in outcomes[1:]),
+    }
     if chunk.number * CHUNK < DRAWN:
         facts["examples"] = _examples(net, batch, chunk, [clean, *ends], options.batch_size)
     if chunk.texts is not None:
@@ -240,7 +245,8 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     worst = [replace(trial.key, attack=WORST) for trial in trials]
     for key in dict.fromkeys(worst):
         same = [i for i, other in enumerate(worst) if other == key]
-        stands = np.asarray(robust[:, same].all(1))
+        inside = [i for i, other in enumerate(worst) if other.lies_within(key)]
+        stands = np.asarray(robust[:, inside].all(1))
         rows.append(_row(key, correct, stands, cost[same].sum(0)))
         columns[key.column("robust")] = stands.astype(int)
     columns |= raised
@@ -290,7 +296,12 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     for part in parts[1:]:
         checks = checks + part.facts["checks"]
     # A continuation and its rival are no two classes: it is as hard to guess as a text.
-    remarks = clean_notes(checks, guessing="losses" not in parts[0].values)
+    taken = sum(cost[-1] for part in parts for cost in part.facts["cost"])
+    remarks = clean_notes(
+        checks,
+        guessing="losses" not in parts[0].values,
+        nonfinite=sum(part.facts["nonfinite"] for part in parts) / max(taken, 1),
+    )
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += square_notes(int(before), int(after), samples)
     remarks += tuple(rewriting.remarks(parts, trials))

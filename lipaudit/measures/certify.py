@@ -91,7 +91,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         )
     require_entry(net)
     for trial in options.trials(options.eps) if options.eps else ():
-        require_radius(trial, net.box)
+        require_radius(trial, net.box, net.sample_shape)
     # At one order it is the longest sample that takes the most: of each order that occurs.
     longest = {order_of(net, s, options.order): s for s in _by_length(net, batch)}
     for order, sample in longest.items():

@@ -114,6 +114,10 @@ class TrialKey:
             return f"{self.norm} {self.radius.text}"
         return f"{self.radius.text} {self.norm.removesuffix('s' * (self.radius.value == 1))}"
 
+    def lies_within(self, other: TrialKey) -> bool:
+        """Tell whether its ball lies within that of another trial: one norm, no larger radius."""
+        return self.norm == other.norm and self.radius.value <= other.radius.value
+
     def column(self, kind: str) -> str:
         """Name the per-sample column that holds a kind of figure: `robust@pgd,linf,2/255`."""
         return f"{kind}@{self}"

@@ -28,6 +28,8 @@ Call = Callable[[Tensor, Tensor | None], Any]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PROBE_TEXT, PROBE_TOKENS = "a blank sample", 8
+MASKED = 100.0
+"""How far below the lowest other logit a masked class is set: its share is e^-100 at most."""
 
 
 def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -> Net:
@@ -53,6 +55,8 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     notes += said
     read = spec.read or main_output
     output, entry = _probe(spec, call, read)
+    classify, said = _classify(spec, output)
+    notes += said
     info = ModelInfo(
         spec=name,
         source=source,
@@ -70,11 +74,11 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         module=module,
         kind=spec.kind,
         call=call,
-        read=read,
+        read=lambda result: classify(read(result)),
         entry=spec.entry or entry,
         sample_shape=spec.input_shape,
         box=spec.box or ((0.0, 1.0) if spec.kind == "image" else None),
-        classes=_classes(spec, output),
+        classes=_classes(spec, classify(output)),
         vocabulary=spec.vocabulary,
         next_token=spec.next_token,
         tokenize=spec.tokenize,
@@ -293,11 +297,52 @@ def _probe(
             f"Check {check}; a py: factory may return a ModelSpec with its own `call`, which "
             "gives a model whatever else it needs.",
         ) from error
-    if not bool(torch.isfinite(output).all()):
+    if not output.is_floating_point():
+        raise InputError(
+            f"the model returns {str(output.dtype).removeprefix('torch.')}, which has no gradient",
+            "Let it return its scores (logits), not a decision made from them.",
+        )
+    if not bool((torch.isfinite(output) | _masked(output)).all()):
         raise InputError(
             "the model's output on a blank sample is not finite", "Check the weights."
         )
     return output, entries[0] if entries else None
+
+
+def _masked(output: Tensor) -> Tensor:
+    """Tell which classes are masked: those at minus infinity, beside others that are not."""
+    some = output.isfinite().any(-1, keepdim=True)
+    return output.isneginf() & some & (output.ndim == 2)
+
+
+def _classify(
+    spec: ModelSpec, output: Tensor
+) -> tuple[Callable[[Tensor], Tensor], tuple[Note, ...]]:
+    """Return what makes finite logits of two classes or more of an output, and says so.
+
+    One logit z of two labels becomes (0, z). A masked class gets a finite logit, so far below
+    the others that its probability is 0.
+    """
+    if spec.classifier and spec.labels and len(spec.labels) == 2 and output.numel() == 1:
+        text = f"one logit is read as two classes: {spec.labels[1]!r} where it is positive"
+        return _two_logits, (remark("one-logit", text),)
+    masked = _masked(output).flatten()
+    if not bool(masked.any()):
+        return lambda logits: logits, ()
+
+    def finite(logits: Tensor) -> Tensor:
+        hidden = logits.isneginf() & masked.to(logits.device)
+        lowest = logits.detach().masked_fill(hidden, torch.inf).amin(1, keepdim=True)
+        return torch.where(hidden, lowest - MASKED, logits)
+
+    names = few([str(each) for each in masked.nonzero().flatten().tolist()])
+    text = f"classes that are masked, with a logit of minus infinity: {names}"
+    return finite, (remark("masked-classes", text),)
+
+
+def _two_logits(output: Tensor) -> Tensor:
+    logit = output.reshape(-1, 1)
+    return torch.cat([torch.zeros_like(logit), logit], 1)
 
 
 def _blank(spec: ModelSpec, like: Tensor) -> Tensor:

@@ -59,8 +59,9 @@ class Oracle:
     """f at given rows of a chunk, evaluated in pieces of at most `batch_size` samples.
 
     It is differentiable in its argument and in nothing else: `param.grad` is never touched, even
-    by `loss.backward()`. Its gradients are finite, whatever those of f are (see `Meter.cleaned`). When a chunk takes several pieces the gradient repeats their forward
-    passes, so memory holds the graph of one piece.
+    by `loss.backward()`. Its gradients are finite, whatever those of f are (see `Meter.cleaned`).
+    When a chunk takes several pieces the gradient repeats their forward passes, so memory holds
+    the graph of one piece.
 
     Attributes:
         f: the model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,16 +34,28 @@ def table(path: Path | None) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    text = ""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"cannot read the configuration {path}: {error}") from None
+        advice = _repair(text, str(error))
+        raise UsageError(f"cannot read the configuration {path}: {error}", advice) from None
     tools = _table(document, "tool", path)
     own = {} if path.name == "pyproject.toml" else document
     values = _table(tools, "lipaudit", path) if "lipaudit" in tools else own
     for name in SUBTABLES:
         _table(values, name, path)
     return dict(values)
+
+
+def _repair(text: str, error: str) -> str:
+    """Show the line that an error of TOML names, and how a value is written."""
+    found = re.search(r"at line (\d+)", error)
+    if found is None:
+        return ""
+    line = text.split("\n")[int(found[1]) - 1].strip()
+    return f'Line {found[1]} is {line!r}; text stands in quotes: key = "value".'
 
 
 def _table(values: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def executed(
     journals: list[Journal] = []
     measured: dict[str, list[Part]] = {}
     exact = exact_arithmetic(job.net.device)
-    with ExitStack() as held, _kept_if_cut_short(observer, journals), eager(), exact:
+    with ExitStack() as held, _kept_if_cut_short(job, observer, journals), eager(), exact:
         sections: list[Section] = []
         errors: list[Exception] = []
         for name, given in job.request.measures.items():
@@ -154,11 +154,16 @@ def _shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard | None:
 
 
 @contextmanager
-def _kept_if_cut_short(observer: Observer, journals: Sequence[Journal]) -> Iterator[None]:
+def _kept_if_cut_short(
+    job: Job, observer: Observer, journals: Sequence[Journal]
+) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt):
         if any(journal.paths() for journal in journals):
             text = "what is finished is kept: the same command with --resume goes on"
+            if command := job.request.command:
+                again = "" if job.request.run.resume else " --resume"
+                text += f": {command}{again}"
             observer.note(Note(level="info", code="kept", text=text))
         raise

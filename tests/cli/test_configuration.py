@@ -116,3 +116,13 @@ def test_one_file_of_output_needs_no_list(lipaudit):
 def test_a_wrong_line_is_named_where_another_value_is_typed(lipaudit):
     done = lipaudit("attention", "demo", "-n", "1", config="[tool.lipaudit]\nsamples = 0\n")
     assert done.exit_code == 2
+
+
+def test_a_fault_of_toml_names_the_line_and_how_to_mend_it(tmp_path):
+    from lipaudit.cli.config import read
+    from lipaudit.errors import UsageError
+
+    (tmp_path / "own.toml").write_text("samples = 4\nformat = json\n")
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path / "own.toml")
+    assert "Line 2 is 'format = json'; text stands in quotes" in caught.value.advice

@@ -92,7 +92,7 @@ def small() -> None:
 def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_path):
     code, said = processes.begun(*NORMS, "-o", "a.html", cwd=tmp_path, before=small).ended()
     assert (code, "cannot write a.html: File too large" in said) == (3, True)
-    assert "--resume goes on" in said
+    assert f"--resume goes on: lipaudit {' '.join(NORMS)} -o a.html --resume" in said
     assert [path.name for path in tmp_path.glob("tmp*")] == []
     assert len(list(tmp_path.rglob("*.part"))) == 3
     again = invoke(*NORMS, "-o", "a.json", "--resume")

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.measures.balls import ball_section, on_balls, without
 from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_names, per_sample
-from lipaudit.measures.guard import require_balls_hold, require_bounds_hold
+from lipaudit.measures.guard import below_by_rounding, require_balls_hold, require_bounds_hold
 from lipaudit.measures.measure import (
     Measure,
     Part,
@@ -68,8 +68,8 @@ class _NormsAndBounds:
         heads = layer.heads()
         values = _closed_form(heads, seeds, options, self._weights.of(site.index, heads))
         values["out_norm"] = torch.full_like(values["layer_exact"], self._out_norm(site, heads))
-        require_bounds_hold(site, ids, values)
-        require_balls_hold(site, ids, values, options.radius)
+        require_bounds_hold(site, ids, values, heads)
+        require_balls_hold(site, ids, values, options.radius, heads)
         return values
 
     def facts(self, sites: Sequence[Site]) -> Facts:
@@ -190,7 +190,11 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         rows=rows,
         samples=samples,
         arrays=arrays,
-        notes=notes(parts) + _remarks(measured, facts["apart"], options),
+        notes=notes(parts)
+        + _remarks(measured, facts["apart"], options)
+        + below_by_rounding(
+            facts["heads"], ids, measured["exact"], {name: measured[name] for name in BOUNDS}
+        ),
     )
     sections = [heads, _layer_section(facts, measured, options, ids)]
     return sections + ([ball_section(facts, measured, options, ids)] if options.radius else [])

@@ -171,6 +171,15 @@ class Heads:
             return p
         return p[..., :-1] if self.valid is None else p[..., :-1].contiguous()
 
+    def sink_share(self) -> Float[Tensor, "batch heads n 1"] | None:
+        """Return what the sink takes of each row's attention; None without a sink."""
+        if self.sink is None:
+            return None
+        blocks = self.row_blocks()
+        if len(blocks) == 1:
+            return self.attention(whole=True)[..., -1:]
+        return torch.cat([self.rows(i, j, whole=True)[..., -1:] for i, j in blocks], 2)
+
     def _whole_map(self) -> Tensor:
         known, logits = self._known.maps, (self.q, self.k, self.scale, self.bias, self.sink)
         p = known.get(self.q.dtype)

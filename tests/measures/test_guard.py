@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lipaudit import measure
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import EvaluationError, ExitCode
 from lipaudit.measures import bounds
+from lipaudit.measures.measure import seed_of
 from lipaudit.models.sources.loading import load_net
 from lipaudit.theory.bounds import head_bounds as theory
 from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.exact.head_norms import head_norms
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,62 @@ def test_a_bound_below_the_norm_ends_the_run(demo, monkeypatch, name):
         list(bounds.measure(*demo_parts(demo), bounds.BoundsOptions()))
     assert caught.value.exit_code is ExitCode.INTERNAL
     assert demo[1].ids[1] in str(caught.value)
+
+
+def shortened(share):
+    head_bounds = theory.head_bounds
+
+    def wrong(heads, **options):
+        exact = head_norms(heads, seeds=[seed_of(i, 0) for i in heads_ids]).norm
+        values = head_bounds(heads, **options)
+        values["sharp"] = values["sharp"].clone()
+        values["sharp"][1, 2] = (1 - share) * exact[1, 2]
+        return values
+
+    heads_ids = []
+    return wrong, heads_ids
+
+
+@pytest.mark.parametrize(("share", "passes"), [(3e-13, True), (1e-10, False)])
+def test_rounding_excuses_what_it_can_do_and_no_more(demo, monkeypatch, share, passes):
+    """The slack of a trained head is some 1e-12, and the report names what was excused."""
+    wrong, ids = shortened(share)
+    ids.extend(demo[1].ids)
+    monkeypatch.setattr(bounds, "head_bounds", wrong)
+    options = bounds.BoundsOptions(layers=(0,))
+    if not passes:
+        with pytest.raises(EvaluationError, match=r"sharp of head 0\.2"):
+            list(bounds.measure(*demo_parts(demo), options))
+        return
+    section = bounds.summarise(list(bounds.measure(*demo_parts(demo), options)), options)[0]
+    (text,) = [note.text for note in section.notes if note.code == "within-rounding"]
+    assert "sharp of head 0.2 (blocks.0.attn)" in text
+    assert demo[1].ids[1] in text
+
+
+@pytest.mark.parametrize(("name", "factors"), [("visformer_tiny", (1.5,))])
+def test_ill_conditioned_heads_pass(name, factors):
+    """Logits of 1e13 in float64: products with J once lost up to 4e-5 of a norm."""
+    timm = pytest.importorskip("timm")
+    sized = {"img_size": 64} if name.startswith(("visformer", "xcit")) else {}
+    x = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    for factor in factors:
+        torch.manual_seed(0)
+        model = timm.create_model(name, num_classes=24, **sized).eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(factor) if p.ndim > 1 else p.add_(
+                    0.1 * torch.randn(p.shape, generator=generator)
+                )
+        rows = (
+            measure(model, "bounds", data=x, input_shape=(3, 64, 64), dtype="float64")
+            .section("bounds")
+            .rows
+        )
+        for row in rows:
+            if row.sharp is not None:
+                assert row.exact <= row.sharp * (1 + 1e-10)
 
 
 def test_a_layer_above_the_sum_of_its_heads_ends_the_run(demo, monkeypatch):

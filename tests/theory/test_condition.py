@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.condition import forward_error
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.condition import bound_error, forward_error
 from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
-from lipaudit.theory.heads import affine_heads
+from lipaudit.theory.exact.products import head_products
+from lipaudit.theory.heads import Heads, affine_heads
 
 GAINS = (1.0, 30.0, 300.0, 3e3, 3e4)
 
@@ -67,3 +69,51 @@ def test_exact_norms_are_those_of_the_rounded_heads(gain):
         exact = head_norms(single, seeds=[0, 1], within=1e-4)
         assert exact.converged.all()
         torch.testing.assert_close(exact.norm, norms(single), rtol=1e-4, atol=0)
+
+
+def one_hot(gain: float, tokens: str) -> Heads:
+    """Heads whose rows are one-hot or tied at logits of about `gain`, in single precision."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 12, 16, generator=generator)
+    x = {
+        "plain": x,
+        "doubled": x[:, torch.arange(12) // 2],
+        "constant": x[:, torch.zeros(12, dtype=torch.long)],
+        "tiny": 1e-6 * x,
+        "huge": 1e3 * x,
+    }[tokens]
+    wq, wk, wv = torch.randn(3, 2, 16, 8, generator=generator) / 4
+    return affine_heads(x, gain * wq, wk, wv)
+
+
+@pytest.mark.parametrize("gain", [1.0, 1e2, 1e4, 1e7])
+@pytest.mark.parametrize("tokens", ["plain", "doubled", "constant", "tiny", "huge"])
+def test_products_are_off_by_no_more_than_derived(gain, tokens):
+    """In single precision beside double, from the same q, k, v and P."""
+    single = one_hot(gain, tokens)
+    double = single.to(torch.float64)
+    double._known.maps[torch.float64] = single.attention().double()
+    u = torch.randn(4, 12 * 8, generator=torch.Generator().manual_seed(4))
+    u = u / torch.linalg.vector_norm(u, dim=1, keepdim=True)
+    truth = torch.linalg.vector_norm(
+        torch.einsum("px,pxy->py", u.double(), dense_jacobian(double).flatten(0, 1)), dim=1
+    )
+    computed = head_products(single).pulled_norm(u).double()
+    allowed = bound_error(single, truth.view(2, 2).float()).flatten()
+    assert ((computed - truth).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("gain", [1e2, 1e4, 1e7, 1e12])
+def test_rows_that_are_one_hot_cost_norms_no_digits(gain):
+    """P is the identity but for 1e-30: ||J|| is ||W_V||, whatever the size of the logits."""
+    x = torch.eye(6, dtype=torch.float64)[None] + 1e-3
+    generator = torch.Generator().manual_seed(5)
+    root = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64)).Q
+    wv = torch.randn(1, 6, 4, generator=generator, dtype=torch.float64)
+    heads = affine_heads(x, gain * root[None], root[None], wv)
+    exact, truth = head_norms(heads, seeds=[0]).norm, torch.linalg.matrix_norm(wv, 2)
+    slack = bound_error(heads, exact)
+    assert heads.attention().amax(-1).amin() > 1 - 1e-12
+    torch.testing.assert_close(exact, truth[None], rtol=1e-11, atol=0)
+    assert (slack < 1e-10 * exact).all()
+    assert (head_bounds(heads)["sharp"] >= exact - slack).all()

@@ -19,6 +19,7 @@ from torch import Tensor
 from lipaudit.theory.bounds.affine import Weights, affine_rows
 from lipaudit.theory.bounds.centred import Centred, are_affine, factor, local_map, projections
 from lipaudit.theory.bounds.gram import gram_bound
+from lipaudit.theory.exact.attend import Anchored, anchored, joined_rows
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads
@@ -50,9 +51,18 @@ def block_bound(
     if are_affine(heads):
         rows = affine_rows(heads, at, weights)
         return gram_bound(at, rows, joint=joint, policy=policy)
-    blocks = _local_beta(heads, at, policy).mul_(at.p)
-    t = _local_query_term(heads, at, policy)
+    rows = _anchored(heads, at, policy)
+    blocks = _local_beta(heads, at, rows, policy).mul_(at.p)
+    t = _local_query_term(heads, at, rows, policy)
     return nonnegative_norm(_matrix(t, blocks, joint), steps)
+
+
+def _anchored(heads: Heads, at: Centred, policy: Policy) -> Anchored:
+    """Return what the largest entry of each row contributes, some queries at a time."""
+    sink, queries = heads.sink_share(), [*policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())]
+    shares = [None if sink is None else sink[:, :, i] for i in queries]
+    blocks = zip(queries, shares, strict=True)
+    return joined_rows([anchored(at.p[:, :, i], at.v, share) for i, share in blocks])
 
 
 def _matrix(t: Tensor, blocks: Tensor, joint: bool) -> Tensor:
@@ -91,7 +101,7 @@ def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
     return spectral_norm(local_map(to_v) @ factor(to_v).mT)
 
 
-def _local_beta(heads: Heads, at: Centred, policy: Policy) -> Tensor:
+def _local_beta(heads: Heads, at: Centred, rows: Anchored, policy: Policy) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
     _, to_k, to_v = projections(heads)
     # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
@@ -109,9 +119,16 @@ def _local_beta(heads: Heads, at: Centred, policy: Policy) -> Tensor:
         else:
             b = query_gradients(heads, j).mT
             u, a = (m @ b for m in (along, turn))
-        gap = at.v[..., j, :, None] - at.o.mT[:, :, None]
+        gap = _gaps(at.v, rows, j)
         beta[..., j] = _beta(u, a, gap, _some(norms, j)[..., None]).mT
     return beta
+
+
+def _gaps(v: Tensor, rows: Anchored, keys: slice) -> Tensor:
+    """Return v_j - o_i of some keys: (batch, heads, keys, d_v, n)."""
+    own = rows.key.mT == torch.arange(v.shape[2], device=v.device)[keys, None]
+    gaps = v[..., keys, :, None] - rows.o.mT[:, :, None]
+    return torch.where(own[:, :, :, None], rows.gap.mT[:, :, None], gaps)
 
 
 def _images(stack: Tensor, q: Tensor) -> Tensor:
@@ -131,33 +148,39 @@ def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
     return (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt()
 
 
-def _local_query_term(heads: Heads, at: Centred, policy: Policy) -> Tensor:
+def _local_query_term(heads: Heads, at: Centred, rows: Anchored, policy: Policy) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
     if heads.pairs is not None:
-        return _pair_query_term(heads, at, phi, policy)
-    # T_i = sum_j P_ij (v_j - o_i) k_j^T = sum_j P_ij v_j k_j^T - o_i (sum_j P_ij k_j)^T.
+        return _pair_query_term(heads, at, rows, phi, policy)
+    # T_i = sum_j P_ij (v_j - o_i) k_j^T = c_ia k_a^T + sum_{j != a} P_ij v_j k_j^T
+    # - o_i (sum_{j != a} P_ij k_j)^T.
     outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
-    means = at.p @ at.k
+    own = at.k.gather(2, rows.key.expand(-1, -1, -1, at.k.shape[-1]))
     t = torch.empty_like(at.p[..., 0])
-    for i in policy.chunks(t.shape[-1], 2 * t[..., 0].numel() * outer.shape[-1]):
-        offset = at.o[..., i, :, None] * means[..., i, None, :]
-        products = (at.p[..., i, :] @ outer).reshape(offset.shape) - offset
+    per_query = t[..., 0].numel() * max(2 * outer.shape[-1], at.p.shape[-1])
+    for i in policy.chunks(t.shape[-1], per_query):
+        others = at.p[:, :, i].scatter(-1, rows.key[:, :, i], 0.0)
+        offset = rows.o[..., i, :, None] * (others @ at.k)[..., None, :]
+        offset -= rows.c[..., i, :, None] * own[..., i, None, :]
+        products = (others @ outer).reshape(offset.shape) - offset
         images = products @ _some(phi, i)
         # ||A|| <= (sum sigma^4)^1/4 = ||A A^T||_F^1/2, at most rank^1/4 above it.
         t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
     return at.s[..., 0] * t
 
 
-def _pair_query_term(heads: Heads, at: Centred, phi: Tensor, policy: Policy) -> Tensor:
+def _pair_query_term(
+    heads: Heads, at: Centred, rows: Anchored, phi: Tensor, policy: Policy
+) -> Tensor:
     """The same of other logits, where the vectors a_ij of one query are its own."""
     (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
     t = torch.empty_like(at.p[..., 0])
     for i in policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
-        w = at.v[:, :, None] - at.o[:, :, i, None]
-        weighted = at.p[:, :, i, :, None] * key_gradients(heads, i)
-        images = w.mT @ weighted @ _some(phi, i)
+        c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
+        c.scatter_(3, rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv), rows.c[:, :, i, None])
+        images = c.mT @ key_gradients(heads, i) @ _some(phi, i)
         t[..., i] = torch.linalg.matrix_norm(images @ images.mT).sqrt()
     return t
 

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipaudit.theory.accuracy import LAYER_WITHIN, TOL, WITHIN
+from lipaudit.theory.exact.attend import deviations
 from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.exact.products import ScaledHeads, Through, head_products, layer_products
 from lipaudit.theory.exact.values import head_guess, layer_guess
@@ -81,12 +82,13 @@ def head_norms(
 
 def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
     """Solve all problems at once; a problem is one head on one batch row."""
-    heads, size = unit_values(heads)
+    unit, size = unit_values(heads)
     batch, count = heads.q.shape[:2]
     start = _starts(heads, seeds, heads.v.shape[3]).repeat_interleave(count, 0)
-    products = head_products(heads)
+    products = head_products(unit)
     guess = head_guess(products)
-    families = products.select, lambda: head_products(heads.to(torch.float64))
+    # The values of size one are made in double, as those of the bounds are.
+    families = products.select, lambda: head_products(unit_values(heads.to(torch.float64))[0])
     return norms_in_double(solve, families, start, guess).times(size.repeat(batch))
 
 
@@ -134,11 +136,12 @@ def layer_norms(
 
 def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve, *, concat: bool) -> LayerNorms:
     """Solve all batch rows at once."""
-    heads, size = unit_values(heads)
-    layer, double = layer_products(heads), cache(lambda: layer_products(heads.to(torch.float64)))
+    unit, size = unit_values(heads)
+    layer = layer_products(unit)
+    double = cache(lambda: layer_products(unit_values(heads.to(torch.float64))[0]))
 
     def norms(family: type[ScaledHeads] | type[Through], weights: Tensor) -> Norms:
-        single = family(layer, weights.to(heads.v))
+        single = family(layer, weights.to(unit.v))
         start = _starts(heads, seeds, single.channels)
         families = single.select, lambda: family(double(), weights.to(heads.v.device))
         return norms_in_double(solve, families, start, layer_guess(single))
@@ -231,8 +234,8 @@ def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:
     """
     # J_ij = P_ij Phi^v_j + c_ij (b_ij^T Phi^k_j) + delta_ij T_i Phi^q_i, term by term; b and a are
     # s q and s k where the logits are plain, and dP_ij = P_ij (dS_ij - sum_l P_il dS_il) gives c.
-    p, v = heads.attention(), heads.v
-    c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
+    p = heads.attention()
+    c = deviations(heads)
     phi_q, phi_k, phi_v = _token_jacobians(heads)
     over_keys = torch.einsum("bhij,bhjax->bhiajx", p, phi_v)
     u = torch.einsum("bhjid,bhjdx->bhijx", query_gradients(heads, slice(None)), phi_k)

@@ -40,6 +40,19 @@ def query_gradients(heads: Heads, keys: slice) -> Float[Tensor, "batch heads col
     return b.expand(-1, -1, len(range(heads.k.shape[2])[keys]), -1, -1)
 
 
+def largest_gradients(heads: Heads) -> tuple[Float[Tensor, "batch heads"], ...]:
+    """Return limits of ||b_ij|| and ||a_ij||, the gradients in keys and in queries."""
+    limits = []
+    for rows, name in ((heads.q, "with_k"), (heads.k, "with_q")):
+        slope, extra = _terms(heads, name)
+        limit = heads.scale.abs() * torch.linalg.vector_norm(rows, dim=-1).amax(-1)
+        limit = limit if slope is None else limit * slope.abs().amax((-2, -1))
+        if extra is not None:
+            limit = limit + torch.linalg.vector_norm(extra, dim=-1).amax((-2, -1))
+        limits.append(limit)
+    return tuple(limits)
+
+
 def _terms(heads: Heads, name: str) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if heads.pairs is None else (heads.pairs.slope, getattr(heads.pairs, name))
 

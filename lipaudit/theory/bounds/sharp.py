@@ -51,9 +51,9 @@ def block_bound(
     if are_affine(heads):
         rows = affine_rows(heads, at, weights)
         return gram_bound(at, rows, joint=joint, policy=policy)
-    rows = _anchored(heads, at, policy)
-    blocks = _local_beta(heads, at, rows, policy).mul_(at.p)
-    t = _local_query_term(heads, at, rows, policy)
+    largest = _anchored(heads, at, policy)
+    blocks = _local_beta(heads, at, largest, policy).mul_(at.p)
+    t = _local_query_term(heads, at, largest, policy)
     return nonnegative_norm(_matrix(t, blocks, joint), steps)
 
 

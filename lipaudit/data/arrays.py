@@ -35,8 +35,9 @@ def holds_arrays(path: Path) -> bool:
 def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
     """Read x (or images, inputs) and, where there are any, y (or labels).
 
-    Images are (samples, channels, height, width) or channels last, uint8 in 0..255 or floats in
-    [0, 1]; float sequences (samples, tokens, width); token ids integers (samples, tokens).
+    Images are (samples, channels, height, width) or channels last, uint8 in 0..255, which is
+    mapped to the box of the model, or floats in that box; float sequences (samples, tokens,
+    width); token ids integers (samples, tokens).
 
     Raises:
         InputError: damaged, of another shape than the model takes, or values out of range.
@@ -141,7 +142,10 @@ def _checked(x: Tensor, net: Intake, origin: str) -> Tensor:
     if net.kind == "text":
         return _token_ids(x, net, origin)
     x = _laid_out(x, net, origin)
-    x = x.float() / 255 if x.dtype == torch.uint8 else x.float()
+    if x.dtype == torch.uint8:
+        low, high = net.box or (0.0, 1.0)
+        x = low + (high - low) * (x.float() / 255)
+    x = x.float()
     if not bool(torch.isfinite(x).all()):
         raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")
     if net.box is not None and (x.min() < net.box[0] or x.max() > net.box[1]):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from lipaudit.errors import BaselineError
-from lipaudit.results import AttackRow, JacobianRow, Note, Report, Run, Section
+from lipaudit.results import AttackRow, JacobianRow, Note, Report, Row, Run, Section
+from lipaudit.results.samples import is_repeat
+from lipaudit.results.trials import parse_budget, parse_column
 
 FREE = frozenset({"seed", "batch_size", "device", "samples", "map", "concat", "layer_within"})
 """Settings that may differ: they do not change what figures are, at most whether there are."""
@@ -107,7 +111,7 @@ def differences(current: Report, baseline: Report) -> dict[str, str]:
     for name in sorted(old.versions.keys() & new.versions.keys()):
         pairs[name] = new.versions[name], old.versions[name]
     changed = {n: f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b}
-    return changed | _starts(current, baseline)
+    return changed | _starts(current, baseline) | _repeats(current) | _classes(current, baseline)
 
 
 def warnings(report: Report) -> dict[str, Note]:
@@ -125,6 +129,61 @@ def spoils(current: Report, baseline: Report) -> tuple[str, ...]:
     known = {note.code for note in warnings(baseline).values()}
     both = {True: "", False: " (not so in the baseline)"}
     return tuple(f"{text}{both[n.code in known]}" for text, n in warnings(current).items())
+
+
+def spelled_as(section: Section, other: Section) -> Section:
+    """Return a section with its radii as another one writes equal ones: 1/20 as 0.05."""
+    keys = [parse_column(name)[1] for name in other.samples] + [row.key for row in other.rows]
+    texts = {key.radius.value: key.radius.text for key in keys if key}
+
+    def spelled(name: str) -> str:
+        kind, key = parse_column(name)
+        text = key and texts.get(key.radius.value)
+        return (
+            replace(key, radius=replace(key.radius, text=text)).column(kind)
+            if key and text
+            else name
+        )
+
+    def row_spelled(row: Row) -> Row:
+        text = row.key and texts.get(row.key.radius.value)
+        return row.model_copy(update={"eps_text": text}) if text else row
+
+    eps = section.settings.get("eps")
+    settings = dict(section.settings)
+    if isinstance(eps, list | tuple):
+        settings["eps"] = [_spelled_radius(each, texts) for each in _plain({"eps": eps})["eps"]]
+    return section.model_copy(
+        update={
+            "settings": settings,
+            "rows": tuple(map(row_spelled, section.rows)),
+            "samples": {spelled(name): cells for name, cells in section.samples.items()},
+        }
+    )
+
+
+def _spelled_radius(text: str, texts: Mapping[Fraction, str]) -> str:
+    radius = parse_budget(text)
+    return text if radius.unit else texts.get(radius.value, text)
+
+
+def _repeats(report: Report) -> dict[str, str]:
+    """Say how many samples repeat others: they count once."""
+    most = max((sum(map(is_repeat, s.ids)) for s in report.sections), default=0)
+    text = f"samples that repeat others count once: {most} were left out"
+    return {"repeats": text} if most else {}
+
+
+def _classes(current: Report, baseline: Report) -> dict[str, str]:
+    """Say which classes have another name than in the baseline."""
+    renamed = {
+        number: f"class {number}: {old.classes[number]!r} became {name!r}"
+        for new in current.sections
+        if (old := baseline.section(new.measure)) is not None
+        for number, name in new.classes.items()
+        if old.classes.get(number, name) != name
+    }
+    return {"classes": ", ".join(renamed.values())} if renamed else {}
 
 
 def _starts(current: Report, baseline: Report) -> dict[str, str]:

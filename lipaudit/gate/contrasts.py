@@ -15,6 +15,7 @@ from lipaudit.gate.comparable import (
     other_starts,
     same_protocol,
     same_weights,
+    spelled_as,
 )
 from lipaudit.gate.overlap import ALL_BUT_FEW, aligned
 from lipaudit.gate.rules import BINARY, Rule
@@ -95,6 +96,7 @@ def contrasts(
         trusted(rule, baseline, old)
     except EvaluationError as error:
         raise BaselineError(f"baseline: {error.message}", "Save a new baseline.") from None
+    new = spelled_as(new, old)
     same_protocol(current, baseline, new, old)
     restarted = other_starts(new, old) and rule.column not in ("clean", "correct")
     new, old = aligned(rule, new, old, least)

@@ -13,7 +13,7 @@ from lipaudit.gate.comparable import REPEAT
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
 from lipaudit.results import Array, Report, Row, Section
-from lipaudit.results.samples import REDUCTIONS, Reduction
+from lipaudit.results.samples import REDUCTIONS, Reduction, is_repeat
 
 ALL_BUT_FEW = 0.95
 """Share of the baseline's samples that the gate needs: the hard ones cannot be left out."""
@@ -113,17 +113,18 @@ def aligned(
 def shared(
     measure: str, new: Sequence[str], old: Sequence[str], least: float
 ) -> tuple[list[int], list[int]]:
-    """Return where the samples of both reports stand in each of them.
+    """Return where the distinct samples of both reports stand in each of them.
 
     Raises:
         BaselineError: fewer than the least share of the old ones are shared, or none.
     """
     place = {name: i for i, name in enumerate(new)}
-    pairs = [(place[name], i) for i, name in enumerate(old) if name in place]
-    if not pairs or len(pairs) < least * len(old):
+    distinct = [(i, name) for i, name in enumerate(old) if not is_repeat(name)]
+    pairs = [(place[name], i) for i, name in distinct if name in place]
+    if not pairs or len(pairs) < least * len(distinct):
         needed = f" ({100 * least:g} % are needed)" if least else ""
         raise BaselineError(
-            f"{measure}: only {len(pairs)} of the baseline's {len(old)} samples are in the "
+            f"{measure}: only {len(pairs)} of the baseline's {len(distinct)} samples are in the "
             f"current report{needed}",
             REPEAT,
         )

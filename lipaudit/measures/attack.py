@@ -37,6 +37,7 @@ from lipaudit.measures.texts.losses import Continued
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
 from lipaudit.results.figures import wilson
+from lipaudit.results.samples import is_repeat
 from lipaudit.results.trials import COSTS, COUNTED, WORST, TrialKey
 from lipaudit.settings.attack import TABLE, AttackOptions
 
@@ -232,7 +233,10 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row per trial, and one for the worst case of each ball."""
     trials, robust, correct = options.trials(), joined(parts, "robust"), joined(parts, "correct")
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
-    rows = [_row(trial.key, correct, robust[:, i], cost[i]) for i, trial in enumerate(trials)]
+    once = np.array([not is_repeat(name) for name in sample_ids(parts)])
+    rows = [
+        _row(trial.key, correct[once], robust[once, i], cost[i]) for i, trial in enumerate(trials)
+    ]
     columns: dict[str, Any] = {"ids": sample_ids(parts)}
     columns |= {
         name: joined(parts, name).astype(int) for name in ("label", "predicted", "correct")
@@ -247,7 +251,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         same = [i for i, other in enumerate(worst) if other == key]
         inside = [i for i, other in enumerate(worst) if other.lies_within(key)]
         stands = np.asarray(robust[:, inside].all(1))
-        rows.append(_row(key, correct, stands, cost[same].sum(0)))
+        rows.append(_row(key, correct[once], stands[once], cost[same].sum(0)))
         columns[key.column("robust")] = stands.astype(int)
     columns |= raised
     return [
@@ -305,6 +309,10 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += square_notes(int(before), int(after), samples)
     remarks += tuple(rewriting.remarks(parts, trials))
+    repeats = sum(map(is_repeat, sample_ids(parts)))
+    if repeats:
+        text = f"{repeats} of {samples} samples repeat others: shares and limits count the others"
+        remarks += (Note(level="warning", code="repeated-samples", text=text),)
     planned = tuple(note for trial in trials for note in trial.notes)
     return tuple(dict.fromkeys(remarks + planned + notes(parts)))
 

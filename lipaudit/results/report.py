@@ -20,6 +20,7 @@ from pydantic import (
 from lipaudit.results.arrays import require_drawable
 from lipaudit.results.columns import Array, Cell, Column, Float, Frozen, Row
 from lipaudit.results.measures import row_types, sample_columns
+from lipaudit.results.samples import require_flags
 from lipaudit.results.trials import parse_column
 
 SCHEMA_VERSION = "1.1"
@@ -184,6 +185,11 @@ class Section(Frozen):
 
     _aligned = field_validator("samples")(aligned)
     _drawable = field_validator("arrays")(require_drawable)
+
+    @model_validator(mode="after")
+    def _flagged(self) -> Section:
+        require_flags(self.measure, self.samples)
+        return self
 
     def frame(self) -> Any:
         """Return the rows as a pandas DataFrame, or as a list of dicts where there is no pandas.

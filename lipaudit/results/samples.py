@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lipaudit.results import readings
 from lipaudit.results.columns import Column
@@ -168,6 +171,29 @@ SAMPLES: dict[str, dict[str, Column]] = {
 
 FLAGS = frozenset({"certified", "complete", "converged", "correct", "robust"})
 """Per-sample columns that say yes or no, as true and false or as 1 and 0."""
+
+
+def require_flags(measure: str, samples: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse a column of yes and no that holds another number.
+
+    Raises:
+        ValueError: with the column and the number.
+    """
+    for name, cells in samples.items() if measure in SAMPLES else ():
+        if name.partition("@")[0] not in FLAGS:
+            continue
+        for cell in cells:
+            if isinstance(cell, float | int) and math.isfinite(cell) and cell not in (0, 1):
+                raise ValueError(f"{name} holds {cell}, which is neither 0 nor 1")
+
+
+def is_repeat(name: str) -> bool:
+    """Tell whether an id is that of a sample that repeats an earlier one.
+
+    >>> is_repeat("0123456789abcdef-2"), is_repeat("0123456789abcdef")
+    (True, False)
+    """
+    return re.fullmatch(r"[0-9a-f]{16}-\d+", name) is not None
 
 
 @dataclass(frozen=True)

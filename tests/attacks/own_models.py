@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import lipaudit
-from lipaudit import ModelSpec
+from lipaudit import ModelSpec, schema
 from lipaudit.errors import LipauditError
+from lipaudit.gate.judging import judge
+from lipaudit.gate.rules import parse_rule
 
 RANGE = (0.0, 1.0)
 
@@ -427,6 +429,19 @@ def _() -> Any:
     return clean(Lin(w, b), x, y, input_shape=(8, 5, 4)), percent(Lin(w, b)(x).argmax(1) == y)
 
 
+def _bytes(box: tuple[float, float], eps: float) -> Any:
+    w, b, _, _ = linear(box=box)
+    pixels = torch.randint(0, 256, (64, 1, 4, 4), generator=draw(9), dtype=torch.uint8)
+    x = box[0] + (box[1] - box[0]) * pixels.float() / 255
+    y = Lin(w, b)(x).argmax(1)
+    spec = ModelSpec(Lin(w, b), (1, 4, 4), box=box)
+    return attacked(spec, pixels, y, eps=str(eps)), percent(linear_truth(w, b, x, y, eps, box=box))
+
+
+case("uint8, box -1..1, linf 0.1")(lambda: _bytes((-1.0, 1.0), 0.1))
+case("uint8, box 0..255, linf 8")(lambda: _bytes((0.0, 255.0), 8.0))
+
+
 # What a classifier may return.
 
 
@@ -505,6 +520,73 @@ def _() -> Any:
             return super().forward((8 * x).round() / 8)
 
     return noted(Rounded(w, b), x, y, "zero-gradients"), "zero-gradients"
+
+
+# Samples that repeat, and the gate.
+
+
+def _reports(change: Callable[[Tensor], Tensor], copies: int, **options: Any) -> list[Any]:
+    """Measure a linear model and one that is worse on the same samples."""
+    w, b, x, y = linear(n=32)
+    x, y = x.repeat(copies, 1, 1, 1), y.repeat(copies)
+    options = {"eps": "0.05", "attack": "pgd"} | options
+    return [measured(Lin(v, b), x, y, **options) for v in (change(w), w)]
+
+
+def _worse(w: Tensor) -> Tensor:
+    return w + 0.25 * torch.randn(w.shape, generator=draw(0))
+
+
+def _status(now: Any, before: Any) -> str:
+    return judge(now, before, (parse_rule("attack.robust@linf >= -2pp"),)).verdicts[0].status
+
+
+@case("32 samples four times: how many count")
+def _() -> Any:
+    return lambda: str(_reports(_worse, 4)[0].section("attack").rows[0].samples), "32"
+
+
+@case("32 samples four times: the gate")
+def _() -> Any:
+    return lambda: _status(*_reports(_worse, 4)), lambda: _status(*_reports(_worse, 1))
+
+
+@case("eps 1/20 against 0.05: the gate")
+def _() -> Any:
+    now, before = _reports(_worse, 1, eps="1/20")[0], _reports(_worse, 1)[1]
+    return lambda: _status(now, before), lambda: _status(*_reports(_worse, 1))
+
+
+@case("a column of 0 and 1 that holds a 2")
+def _() -> Any:
+    before = _reports(_worse, 1)[1]
+    section = before.section("attack")
+    name = next(n for n in section.samples if n.startswith("robust@worst"))
+    flags = list(section.samples[name])
+    text = schema.dumps(before)
+    assert str(flags)[1:-1] in text
+
+    def figure() -> str:
+        broken = text.replace(f'"{name}": {flags}', f'"{name}": {[2, *flags[1:]]}')
+        assert broken != text
+        return _status(schema.loads(broken), before)
+
+    return figure, "refused (4)"
+
+
+@case("classes that changed places: a note of the gate")
+def _() -> Any:
+    w, b, x, y = linear(classes=2, n=32)
+
+    def report(labels: tuple[str, str]) -> Any:
+        spec = ModelSpec(Lin(w, b), (1, 4, 4), labels=labels)
+        return measured(spec, x, y, eps="0.05", attack="pgd")
+
+    def figure() -> str:
+        notes = judge(report(("dog", "cat")), report(("cat", "dog"))).notes
+        return next((n for n in notes if "cat" in n), "not noted")
+
+    return figure, "class 0"
 
 
 def main() -> int:

@@ -185,7 +185,7 @@ def _called(token: int, whose: Attended) -> str:
 
 
 def _map(head: str, array: Array, tokens: Array, whose: Attended | None) -> Density:
-    queries, keys = tokens.data
+    queries, keys = tokens.numpy().tolist()
     block = -(-int(max(queries, keys)) // max(array.shape))
     blocks = f", means of {block} x {block} tokens" if block > 1 else ""
     return Density(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
@@ -32,9 +33,8 @@ class LipauditError(Exception):
     exit_code = ExitCode.INTERNAL
 
     def __init__(self, message: str, advice: str = "", exit_code: int | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.advice = advice
+        self.message, self.advice = visible(message), visible(advice)
+        super().__init__(self.message)
         if exit_code is not None:
             self.exit_code = ExitCode(exit_code)
 
@@ -80,6 +80,30 @@ class BaselineError(LipauditError):
     """The baseline is missing, damaged or not comparable with the current report."""
 
     exit_code = ExitCode.BASELINE
+
+
+def visible(text: str, keep: str = "") -> str:
+    r"""Return text with control characters, direction marks and lone surrogates as escapes.
+
+    Args:
+        text: may come from a file of somebody else.
+        keep: characters that stay as they are.
+
+    >>> print(visible("a\x1b[31m\u202eb"))
+    a\x1b[31m\u202eb
+    """
+    if text.isprintable():
+        return text
+    return "".join(_escaped(c) if _is_control(c) and c not in keep else c for c in text)
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 SHORT, ALIKE = 3, 0.85

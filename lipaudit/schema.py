@@ -17,6 +17,8 @@ from lipaudit.results.report import SCHEMA_VERSION
 from lipaudit.results.summary import Summary, summary
 
 M = TypeVar("M", bound=BaseModel)
+_CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+"""Beyond those that JSON escapes itself."""
 _LONG = re.compile(r"\d{20}")
 REPORT, HISTORY = "lipaudit.report", "lipaudit.history"
 
@@ -29,7 +31,12 @@ def dumps(report: Report) -> str:
     document = json.loads(report.model_dump_json(by_alias=True))
     sections = document.pop("sections")
     drawn = json.loads(summary(report).model_dump_json())
-    return _layout(document | {"summary": drawn, "sections": sections}) + "\n"
+    return escaped(_layout(document | {"summary": drawn, "sections": sections})) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Write the control characters within the strings of a JSON text as escapes of JSON."""
+    return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def loads(text: str, *, name: str = "report") -> Report:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lipaudit.engine.observer import Observer
+from lipaudit.errors import visible
 from lipaudit.results import Note, measures
 
 HEARTBEAT = 30.0
@@ -60,11 +61,11 @@ class OnStderr(Observer):
         shape = note.code, _shape(note.text)
         if not self.quiet and shape not in self.said:
             self.said.add(shape)
-            self.console.print(f"[{colour}]note:[/] {escape(note.text)}")
+            self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")
 
     def begins(self, measure: str, samples: int) -> None:
         """Start a bar, or the clock of the heartbeat."""
-        self.label, self.total, self.done = f"{measure} {self.model}", samples, 0
+        self.label, self.total, self.done = visible(f"{measure} {self.model}"), samples, 0
         self.start = self.last = time.monotonic()
         if not self.quiet and self.console.is_terminal:
             self.bar = _bar(self.console)
@@ -107,7 +108,7 @@ class OnStderr(Observer):
             return
         left = (now - self.start) / done * (self.total - done)
         text = f"{self.label}: {done:.0f}/{self.total} samples, about {left:.0f} s left"
-        self.console.print(text)
+        self.console.print(text, markup=False)
         self.last = now
 
 
@@ -117,7 +118,7 @@ def _shape(text: str) -> str:
 
 def _bar(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("samples, left:"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import codecs
 import itertools
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
+
+from lipaudit.errors import visible
 
 PLAIN = str.maketrans(
     {
@@ -35,6 +38,9 @@ PLAIN = str.maketrans(
     }
 )
 """What stands for a character where a terminal has none: numbers are to be read there, too."""
+
+_SEQUENCE = re.compile(r"(\x1b\[(?:[\d;]*m|\?25[hl]|1A|2K)|\r)")
+"""Colours, and the moves of a progress bar."""
 
 
 def make_unheeded() -> None:
@@ -82,10 +88,24 @@ class Unheeded:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text, or nothing."""
+        """Write text with its control characters shown, or nothing.
+
+        A terminal also gets the colours and cursor moves that rich writes.
+        """
         with unheeded(self._stream):
-            self._stream.write(text)
+            self._stream.write(self._shown(text))
         return len(text)
+
+    def _shown(self, text: str) -> str:
+        if text.isprintable() or (shown := visible(text, keep="\n\t")) == text:
+            return text
+        from rich.console import Console
+
+        if not Console(file=self._stream).is_terminal:
+            return shown
+        # Odd pieces are the sequences themselves.
+        pieces = enumerate(_SEQUENCE.split(text))
+        return "".join(piece if i % 2 else visible(piece, keep="\n\t") for i, piece in pieces)
 
     def flush(self) -> None:
         """Flush what was written."""

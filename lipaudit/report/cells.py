@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from lipaudit.errors import visible
 from lipaudit.results import Column
 
 MISSING = "–"
@@ -54,7 +54,7 @@ def significant(value: float, spec: str = ".3g") -> str:
 
 def plain(value: str) -> str:
     """Show control characters (terminal escapes in a model's name) instead of obeying them."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(c) else c for c in value)
+    return visible(value)
 
 
 def pretty(label: str) -> str:
@@ -81,7 +81,3 @@ def footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
         return [""] * len(stand), groups
     mark = dict(zip(groups, MARKS, strict=False))
     return [mark.get(s, "") for s in stand], [f"{mark[g]} {g}" for g in groups]
-
-
-def _is_control(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp")

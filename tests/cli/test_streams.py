@@ -1,8 +1,16 @@
-"""What stands for the characters that a terminal does not have."""
+"""What stands for the characters that a terminal does not have, or must not obey."""
+
+import io
+import json
 
 import pytest
 
-from lipaudit.cli.streams import make_printable
+from lipaudit import schema
+from lipaudit.cli.streams import Unheeded, make_printable
+from lipaudit.errors import InputError
+
+HOSTILE = "a\x1b]0;t\x07\x9b2J\x7f\u202e\u2028[red]"
+SHOWN = r"a\x1b]0;t\x07\x9b2J\x7f\u202e\u2028[red]"
 
 
 @pytest.mark.parametrize(
@@ -17,3 +25,29 @@ from lipaudit.cli.streams import make_printable
 def test_superscripts_do_not_run_into_what_they_stand_behind(text, plain):
     make_printable()
     assert text.encode("ascii", errors="lipaudit.plain") == plain
+
+
+def test_streams_show_control_characters():
+    written = io.StringIO()
+    Unheeded(written).write(f"{HOSTILE}\n\tb")
+    assert written.getvalue() == f"{SHOWN}\n\tb"
+
+
+def test_a_terminal_gets_colours_and_nothing_else(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    Unheeded(written).write(f"\x1b[31mred\x1b[0m {HOSTILE}")
+    assert written.getvalue() == f"\x1b[31mred\x1b[0m {SHOWN}"
+
+
+def test_errors_show_control_characters():
+    error = InputError(f"{HOSTILE}\n", HOSTILE)
+    assert (error.message, error.advice) == (rf"{SHOWN}\x0a", SHOWN)
+
+
+def test_json_escapes_what_a_terminal_would_obey():
+    text = json.dumps({"a": HOSTILE}, ensure_ascii=False)
+    escaped = schema.escaped(text)
+    assert json.loads(escaped) == {"a": HOSTILE}
+    assert escaped.isprintable()

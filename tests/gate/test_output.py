@@ -146,7 +146,7 @@ def test_few_samples_are_blamed_only_where_they_are_few(report, attack):
 
 def test_text_names_the_head_and_counts_the_rest(failed):
     lines = written(failed, "text").splitlines()
-    assert lines[0] == "<script>|`x`|�::error::�[31m against demo"
+    assert lines[0] == "<script>|`x`|\\x0a::error::\\x1b[31m against demo"
     assert lines[2].startswith(
         "✗ regressed: bounds.exact:each <= +20% layer 3 head 1: 0.9521 -> 1.428 (+50%, limits"
     )

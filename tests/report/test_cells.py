@@ -33,7 +33,7 @@ def column(**how: object) -> Column:
         (0.9375, {"format": ".1%"}, "93.8%"),
         (2.0, {"format": ".1f", "unit": "s"}, "2.0 s"),
         ("1e411×", {"unit": "×"}, "1e411×"),
-        ("a\x1b[1m\n", {"format": "s"}, "a�[1m�"),
+        ("a\x1b[1m\n", {"format": "s"}, "a\\x1b[1m\\x0a"),
     ],
 )
 def test_text_of_a_value(value, how, text):

@@ -83,7 +83,11 @@ def test_zero_has_no_sign(report):
 def test_control_characters_are_shown_not_obeyed(report):
     model = report.run.model.model_copy(update={"spec": 'a,\x1b[31m"b"\nc'})
     named = report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
-    assert {line["model"] for line in read(named)} == {'a,�[31m"b"�c'}
+    assert {line["model"] for line in read(named)} == {r'a,\x1b[31m"b"\x0ac'}
+    formula = report.run.model.model_copy(update={"spec": '=HYPERLINK("x")'})
+    named = report.model_copy(update={"run": report.run.model_copy(update={"model": formula})})
+    assert {line["model"] for line in read(named)} == {'\'=HYPERLINK("x")'}
+    assert all(not line["value"].startswith("'") for line in read(named))
 
 
 def test_several_reports_are_a_row_a_model(report, other):

@@ -22,7 +22,7 @@ def test_tables_have_as_many_cells_in_every_row(report, other):
         ("a|b", r"a\|b"),
         ("*x* _y_ `z`", r"\*x\* \_y\_ \`z\`"),
         ("[x](javascript:1)", r"\[x\](javascript:1)"),
-        ("two\n# lines", "two�\\# lines"),
+        ("two\n# lines", "two\\\\x0a\\# lines"),
         ("back\\slash", r"back\\slash"),
     ],
 )

@@ -206,7 +206,7 @@ def test_a_page_shades_tokens_and_names_the_first(written):
         assert '<b style="--s:0.50" title="25.0%">&lt;b&gt;film</b>' in page
         assert '<span style="--s:0.01" title="0.4%">[CLS]</span>' in page
         assert "\x1b" not in page
-        assert "*good* 50.0%, &lt;b&gt;film 25.0%, \ufffd[31m 12.5%, \u2423 6.2%" in page
+        assert "*good* 50.0%, &lt;b&gt;film 25.0%, \\x1b[31m 12.5%, \u2423 6.2%" in page
         assert "share of the gradient (exact at X)" in page
         assert "7 more tokens are left out: 4.6%" in page
     assert "share of the steepest direction (estimate at X)" in render(written, "html").decode()
@@ -214,7 +214,7 @@ def test_a_page_shades_tokens_and_names_the_first(written):
 
 def test_markdown_writes_tokens_as_they_are(written):
     text = render(of_sample(written, "x", worst(written)[0]), "markdown").decode()
-    assert "\\[CLS\\] **\\*good\\*** **&lt;b&gt;film** **\ufffd\\[31m** **\u2423** indeed" in text
+    assert "\\[CLS\\] **\\*good\\*** **&lt;b&gt;film** **\\\\x1b\\[31m** **\u2423** indeed" in text
 
 
 def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
@@ -226,7 +226,7 @@ def test_a_terminal_lists_the_first_tokens_and_shows_one_text_whole(written):
     assert "[CLS] *good* (50.0%) <b>film (25.0%)\n" in plain
     coloured = table.render(page, width=40, colour="truecolor").decode()
     assert "\x1b[1;38;2;0;0;0;48;2;86;156;230m*good*\x1b[0m" in coloured
-    assert "\x1b[31m" not in coloured.replace("\ufffd[31m", "")
+    assert "\x1b[31m" not in coloured
     long = table.render(of_sample(written, "x", worst(written)[1])["page"](), width=40).decode()
     rows = [line for line in long.splitlines() if line.startswith("a a")]
     assert sum(row.split().count("a") for row in rows) == 90

@@ -55,7 +55,7 @@ def test_colour_changes_no_word(report):
 
 def test_control_characters_never_reach_the_terminal(report):
     assert b"\x1b" not in table.render(document(report))
-    assert "�[31mred" in table.render(document(report)).decode()
+    assert r"\x1b[31mred" in table.render(document(report)).decode()
 
 
 def test_partial_report_says_so(report):

@@ -12,19 +12,25 @@ from lipaudit.report.form import Format
 
 
 def render(frame: Frame) -> bytes:
-    """Write the names, then the rows; what is not there is empty, and control characters go."""
+    """Write the names, then the rows; what is missing is empty, control characters are shown."""
     file = io.StringIO(newline="")
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(frame.names)
+    writer.writerow(map(_written, frame.names))
     writer.writerows([_written(value) for value in row] for row in frame.rows)
     return file.getvalue().encode()
 
 
 def _written(value: Any) -> Any:
-    """Write numbers to their last digit, zero without a sign, and inf and nan as pandas does."""
+    """Write numbers to their last digit, zero without a sign, and inf and nan as pandas does.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe in front.
+    """
     if isinstance(value, float):
         return value + 0.0
-    return plain(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    text = plain(value)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
 FORMAT = Format(

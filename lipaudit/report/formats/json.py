@@ -18,9 +18,9 @@ def render(record: BaseModel | dict[str, Any] | list[Any]) -> bytes:
     if isinstance(record, Report):
         return schema.dumps(record).encode()
     if isinstance(record, BaseModel):
-        return record.model_dump_json(indent=2).encode() + b"\n"
+        return schema.escaped(record.model_dump_json(indent=2)).encode() + b"\n"
     text = json.dumps(_strict(record), indent=2, ensure_ascii=False, allow_nan=False)
-    return text.encode() + b"\n"
+    return schema.escaped(text).encode() + b"\n"
 
 
 def _strict(value: Any) -> Any:

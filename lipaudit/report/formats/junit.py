@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from lipaudit.errors import visible
 from lipaudit.report.form import Format
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from lipaudit.gate import Judgement, Verdict
 
-_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NOT_XML = re.compile("[\ufffe\uffff]")
 
 
 def render(judgement: Judgement) -> bytes:
@@ -53,7 +54,7 @@ def _add(suite: ElementTree.Element, verdict: Verdict, *, failed: bool) -> None:
 
 
 def _xml(text: str) -> str:
-    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)
+    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", visible(text, keep="\n\t"))
 
 
 FORMAT = Format(

@@ -173,12 +173,12 @@ def _texts(block: Table, index: int) -> list[str]:
 
 def _heatmap(block: Heatmap) -> Iterator[str]:
     rows = [
-        [name, *(cells.text(v, block.column) for v in values)]
+        [escape(name), *(cells.text(v, block.column) for v in values)]
         for name, values in zip(block.rows, block.values, strict=True)
     ]
     yield f"**{escape(block.title)}**"
     yield ""
-    heads = [" \\ ".join(block.axes), *block.columns]
+    heads = [" \\ ".join(map(escape, block.axes)), *map(escape, block.columns)]
     yield from grid(heads, rows, "r" * len(heads))
     yield ""
     yield f"<sub>{escape(cells.standing(block.column))}</sub>"

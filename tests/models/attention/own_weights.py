@@ -75,12 +75,12 @@ def _plain(a: Any, x: Tensor, change: Any = lambda w: w, **parts: Tensor) -> Ten
     return attend(a, x, **own, **parts)
 
 
-@own("weights times 1", heads=_plain, pending=CONSTANT)
+@own("weights times 1", heads=_plain)
 def times_one(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(x @ (m.weight.T * 1) for m in (a.q, a.k, a.v)))
 
 
-@own("weights joined by cat in forward", heads=_plain, pending=CONSTANT)
+@own("weights joined by cat in forward", heads=_plain)
 def joined_weights(a: Any, x: Tensor) -> Tensor:
     w = torch.cat([a.q.weight, a.k.weight, a.v.weight])
     return sdpa(a, *(x @ w.T).chunk(3, -1))
@@ -93,7 +93,7 @@ def joined_linear(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *F.linear(x, w, b).chunk(3, -1))
 
 
-@own("einsum with weights laid out as heads", heads=_plain, pending=CONSTANT)
+@own("einsum with weights laid out as heads", heads=_plain)
 def einsum_reshaped(a: Any, x: Tensor) -> Tensor:
     q, k, v = (
         torch.einsum("bnc,hdc->bhnd", x, m.weight.reshape(HEADS, -1, WIDTH))
@@ -109,7 +109,7 @@ def of_headed(a: Any, x: Tensor) -> Tensor:
     return attend(a, x, q=x @ a.wq, k=x @ a.wk, v=x @ a.wv)
 
 
-@own("einsum with parameters of three axes", build=HEADED, heads=of_headed, pending=CONSTANT)
+@own("einsum with parameters of three axes", build=HEADED, heads=of_headed)
 def einsum_parameters(a: Any, x: Tensor) -> Tensor:
     q, k, v = (torch.einsum("bnc,hcd->bhnd", x, w) for w in (a.wq, a.wk, a.wv))
     return a.o(join(F.scaled_dot_product_attention(q, k, v)))
@@ -119,7 +119,6 @@ def einsum_parameters(a: Any, x: Tensor) -> Tensor:
     "a batched product with parameters of three axes",
     build=HEADED,
     heads=of_headed,
-    pending=CONSTANT,
 )
 def matmul_parameters(a: Any, x: Tensor) -> Tensor:
     q, k, v = (x[:, None] @ w for w in (a.wq, a.wk, a.wv))
@@ -189,7 +188,6 @@ def lora_beside(a: Any, x: Tensor) -> Tensor:
 @own(
     "weights of low rank, multiplied out",
     build=LORA,
-    pending=CONSTANT,
     heads=lambda a, x: attend(
         a, x, **{n: split(x @ getattr(a, f"down{n}") @ getattr(a, f"up{n}").T) for n in "qkv"}
     ),
@@ -220,7 +218,6 @@ def _standardised(w: Tensor) -> Tensor:
 
 @own(
     "a mixture of two weights",
-    pending=CONSTANT,
     heads=lambda a, x: _plain(a, x, lambda w: 0.5 * (w + a.o.weight)),
 )
 def mixed_weights(a: Any, x: Tensor) -> Tensor:
@@ -323,7 +320,6 @@ def tensordot(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "fixed projections in buffers",
-    pending=CONSTANT,
     heads=lambda a, x: attend(a, x, q=split(x @ a.fixed)),
     build=lambda a: a.register_buffer("fixed", torch.randn(WIDTH, WIDTH)),
 )
@@ -333,7 +329,6 @@ def buffers(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "weights made by a small network of an embedding",
-    pending=CONSTANT,
     build=add(code=parameter(4), net=lambda: nn.Linear(4, WIDTH * WIDTH)),
     heads=lambda a, x: attend(a, x, q=split(x @ a.net(a.code).view(WIDTH, WIDTH))),
 )

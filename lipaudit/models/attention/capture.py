@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, StructureError
+from lipaudit.models.attention.agreement import samples_agree
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.origins import Address
 from lipaudit.models.attention.observe.trace import Frame, Tracer, run_observed, undisturbed
@@ -64,7 +65,8 @@ class Layer:
 
         Raises:
             ValueError: `site.closed_form` is False.
-            StructureError: the layer is not what it was when the model was surveyed.
+            StructureError: the layer is not what it was when the model was surveyed, or its
+                closed form is not what autograd makes of a random vector on these samples.
         """
         site, structure = self.site, self.site.structure
         if structure is None:
@@ -73,7 +75,10 @@ class Layer:
             with torch.enable_grad():
                 whole, relative = product(self.call, site.layout, self.batch, structure.queries)
                 arranged = canonical(self.call, site.layout, self.samples)
-                return with_inputs(structure, whole, arranged, self.batch, relative)[0]
+                heads, parts = with_inputs(structure, whole, arranged, self.batch, relative)
+                if not samples_agree(heads, parts, arranged):
+                    raise NotClosedForm("wrong", "has a closed form that disagrees with autograd")
+                return heads
         except NotClosedForm as obstacle:
             raise StructureError(site.index, site.module, obstacle.reason) from obstacle
 

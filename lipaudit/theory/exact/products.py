@@ -69,9 +69,12 @@ class HeadProducts:
         return self._by_parts(HeadProducts._pulled_norm, u)
 
     def _by_parts(self, product: Callable[[HeadProducts, Tensor], Tensor], u: Tensor) -> Tensor:
+        if not self._parts:
+            return product(self, u)
         rows = torch.split(u, len(self._parts[0].attend.q))
-        products = [product(part, some) for part, some in zip(self._parts, rows, strict=True)]
-        return products[0] if len(products) == 1 else torch.cat(products)
+        return torch.cat(
+            [product(part, some) for part, some in zip(self._parts, rows, strict=True)]
+        )
 
     def _image(self, u: Tensor) -> Tensor:
         # J = J_qkv (I kron W^T): J J^T u = J_qkv (I kron W^T W) J_qkv^T u, an e x e Gram per head.
@@ -104,10 +107,10 @@ class HeadProducts:
         attend, (count, n, d) = self.attend, self.attend.q.shape
         whole = attend.maps.kept is None or attend.pairs is not None
         if whole or attend.q.device.type != "cpu":
-            return [self]
+            return []  # a list of itself would keep it alive
         size = max(1, _IN_CACHE // (2 * n * attend.k.shape[1] + 12 * n * d))
         if size >= count:
-            return [self]
+            return []  # a list of itself would keep it alive
         return [self._some(slice(i, i + size)) for i in range(0, count, size)]
 
 

@@ -294,7 +294,7 @@ for _name, _what, _outcome, _share, _pending in (
         "ReLU of the logits before the softmax",
         "numerical",
         lambda s: s.relu().softmax(-1),
-        "a row without slopes is taken for masked",
+        "",
     ),
     ("clamped", "clamped logits", "numerical", lambda s: s.clamp(-0.5, 0.5).softmax(-1), ""),
     ("absolute", "absolute logits", "read", lambda s: s.abs().softmax(-1), ""),
@@ -416,7 +416,6 @@ for _name, _what, _outcome, _share, _pending in (
         _outcome,
         heads=of(share=_share),
         pending=_pending,
-        waits=("alone",) if _name == "relu_logits" else (),
         derivative=_name != "straight_through",
     )(_forward)
 

@@ -42,7 +42,11 @@ def test_padding_types_and_ends_are_those_of_the_text_alone(
     own.post_processor = processors.TemplateProcessing(
         single=template, pair=f"{template} $B:1", special_tokens=special
     )
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, **tokens)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **tokens,
+    )
     tokenizer.save_pretrained(tmp_path)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -148,7 +148,7 @@ def _norms(exact: Norms) -> Reduced:
 
 
 def _missed(norms: Norms) -> Tensor:
-    return (~norms.converged).to(norms.norm.dtype)
+    return (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
 
 
 def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Reduced:

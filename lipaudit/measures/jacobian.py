@@ -281,7 +281,11 @@ def _remarks(arrays: Mapping[str, Values], outside: Values) -> tuple[Note, ...]:
         text = "radius_first_order is a first-order estimate at a point, never a certificate"
         remarks.append(Note(level="info", code="indicative", text=text))
         remarks += _rivals(arrays)
-    missed = {name: int((~arrays[name]).sum()) for name in CONVERGENCE if name in arrays}
+    missed = {
+        name: int((~arrays[name] & ~np.isnan(arrays[name.replace("converged", "norm")])).sum())
+        for name in CONVERGENCE
+        if name in arrays
+    }
     for name, count in missed.items():
         if count:
             text = f"{count} {CONVERGENCE[name]} did not converge to tol: they are lower estimates"

@@ -84,7 +84,9 @@ def test_a_norm_that_is_not_a_number_says_so():
     assert written["samples"]["radius_first_order"] == [0.5, None]
     assert written["rows"][0]["median"] == "NaN"
     assert written["rows"][0]["within"] == "NaN"
-    assert {note["code"] for note in written["notes"]} >= {"not-finite", "not-converged"}
+    codes = {note["code"] for note in written["notes"]}
+    assert "not-finite" in codes
+    assert "not-converged" not in codes  # a lower estimate is a number
 
 
 def linear_net(layer, samples=6):

@@ -117,3 +117,15 @@ def test_rows_that_are_one_hot_cost_norms_no_digits(gain):
     torch.testing.assert_close(exact, truth[None], rtol=1e-11, atol=0)
     assert (slack < 1e-10 * exact).all()
     assert (head_bounds(heads)["sharp"] >= exact - slack).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_keys_that_single_precision_cannot_tell_apart_are_told_apart_in_double(seed):
+    """Pairs of nearly equal tokens at logits of 1e6: P of the two precisions differs."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = torch.randn(2, 6, 16, generator=generator).repeat_interleave(2, 1)
+    x = pairs + 1e-5 * torch.randn(2, 12, 16, generator=generator)
+    wq, wk, wv = torch.randn(3, 2, 16, 8, generator=generator) / 4
+    single = affine_heads(x, 1e6 * wq, wk, wv)
+    exact = head_norms(single, seeds=[0, 1], within=1e-4)
+    torch.testing.assert_close(exact.norm, norms(single), rtol=1e-4, atol=0)

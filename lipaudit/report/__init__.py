@@ -30,6 +30,9 @@ from lipaudit.report.page.subjects import of_reports as of_reports
 from lipaudit.report.page.subjects import of_sample as of_sample
 from lipaudit.results import Report
 
+MOST_LINES = 25
+"""Lines of a report that is printed."""
+
 if TYPE_CHECKING:
     from lipaudit.gate import Attribution
 
@@ -50,3 +53,15 @@ def render(shown: Report | Sequence[Report] | Attribution | Subject, format: str
     subject = subject if isinstance(subject, Mapping) else of_attribution(subject)
     how = named(format, subject.keys())
     return how.render(subject[how.takes]())
+
+
+def summarize(report: Report) -> str:
+    """Return the scorecard of a report as plain text, in at most `MOST_LINES` lines."""
+    from lipaudit.report.formats.table import render as draw
+    from lipaudit.report.page.document import card
+
+    lines = draw(card(report), width=100).decode().rstrip("\n").split("\n")
+    if len(lines) > MOST_LINES:
+        more = f"and {len(lines) - MOST_LINES + 1} more lines"
+        lines = [*lines[: MOST_LINES - 2], more, lines[-1]]
+    return "\n".join(lines)

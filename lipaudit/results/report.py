@@ -345,9 +345,15 @@ class Report(Frozen):
         """The measures that a time limit ended, and how many samples it left."""
         return {s.measure: s.unmeasured for s in self.sections if s.unmeasured}
 
+    def __str__(self) -> str:
+        """Return the scorecard, in at most 25 lines."""
+        # By name: what draws reports stands above them, and nothing else needs it from here.
+        return str(import_module("lipaudit.report").summarize(self))
+
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """Show itself in a notebook: its page, in a frame of its own so that styles stay apart."""
-        # By name: what draws reports stands above them, and nothing else needs it from here.
         page = import_module("lipaudit.report").render(self, "html").decode()
         return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:40em;border:0"></iframe>'
 

@@ -284,6 +284,35 @@ def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
     assert "--details" in first.more
 
 
+def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_report):
+    attack = report.section("attack")
+    balls = tuple(
+        row.model_copy(update={"eps": f"{n}/255", "norm": "linf"})
+        for n in range(1, 60)
+        for row in attack.rows[:1]
+    )
+    many = with_sections(report, attack.model_copy(update={"rows": balls}))
+    noted = sum(note.level == "warning" for note in screen(report).notes)
+    for each in (report, blank_report, many):
+        printed = str(each).split("\n")
+        assert len(printed) <= 25
+        assert repr(each) == str(each)
+        assert printed[0] == f"lipaudit: {each.run.model.spec}"
+        assert printed[-1].endswith("lipaudit.render(report, 'table') has all sections.")
+        assert all(len(line) <= 100 for line in printed)
+    assert f"Warnings: {noted}." in str(report)
+    for line in scorecard(report, short=True).lines:
+        assert line.label.partition(",")[0].replace("||", "‖") in str(report)
+
+
+def test_a_printed_report_that_is_cut_says_how_many_lines_are_left(report, monkeypatch):
+    monkeypatch.setattr("lipaudit.report.MOST_LINES", 1000)
+    whole = str(report).split("\n")
+    monkeypatch.setattr("lipaudit.report.MOST_LINES", 10)
+    cut = str(report).split("\n")
+    assert cut == [*whole[:8], f"and {len(whole) - 9} more lines", whole[-1]]
+
+
 def test_a_single_measure_is_shown_whole(report):
     assert "screen" in of_reports(report)
     alone = with_sections(report, report.section("bounds"), report.section("bounds.layers"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
+from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Scorecard, Table
 from lipaudit.report.cells import STATUS, pretty
 from lipaudit.report.glossary import ATTACKS, NORMS, WORDS
 from lipaudit.report.page.diagnosis import diagnosis
@@ -43,6 +43,20 @@ def screen(report: Report) -> Document:
         facts=tuple((name, known[name]) for name in BRIEF),
         findings=tuple((text, "") for text, _ in page.findings),
         more=MORE,
+    )
+
+
+def card(report: Report) -> Document:
+    """Lay out what `print(report)` shows: what was audited and the scorecard, without commands."""
+    page, figures = screen(report), scorecard(report, short=True)
+    warnings = sum(note.level == "warning" for note in page.notes)
+    whole = "lipaudit.render(report, 'table') has all sections."
+    return replace(
+        page,
+        notes=(),
+        scorecard=figures and Scorecard(tuple(replace(f, command="") for f in figures.lines)),
+        findings=(),
+        more=f"Warnings: {warnings}. {whole}" if warnings else whole,
     )
 
 

@@ -16,6 +16,7 @@ from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.engine.files import require_writable
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import MEASURES
+from lipaudit.models.difference import compare_derivative
 from lipaudit.models.failing import require_per_sample
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic
@@ -143,7 +144,9 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
     request, refused = _without_refused(
         request, lambda name, options: _checked(name, ready, drawn.batch[: wanted[name]], options)
     )
-    notes = ready.info.notes + drawn.notes + unscored + unsuited + refused
+    with eager():
+        differences = compare_derivative(ready, drawn.batch)
+    notes = ready.info.notes + drawn.notes + unscored + unsuited + refused + differences
     counts = {name: min(wanted[name], len(drawn.batch)) for name in request.measures}
     return Job(request, ready, drawn, counts, notes)
 

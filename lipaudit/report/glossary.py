@@ -296,6 +296,7 @@ NOTES: Mapping[str, str] = {
     "no-bound": "Some bounds cannot be given for some heads, with the reason.",
     "no-change": "The change of the norm may be none: no shares of it are given.",
     "no-closed-form": "The exact norm of some heads is taken numerically, with the reason.",
+    "no-derivative": "The gradient of the model is not the derivative of what it computes.",
     "no-labels": "The samples have no labels, and what needs them was left out.",
     "no-softmax": "Modules whose attention is made without a softmax: its heads are left out.",
     "no-words": "Texts in which there is no word that could be changed.",

@@ -25,7 +25,6 @@ from tests.models.attention.own_modules import (
 from tests.models.attention.own_weights import add, parameter, sdpa
 
 USED_AGAIN = "a second use of P is not followed yet"
-DERIVATIVE = "autograd is not compared with the function yet"
 UNREAD = "attention that is not read is not named yet"
 
 
@@ -555,13 +554,13 @@ def map_without_grad(a: Any, x: Tensor) -> Tensor:
     return a.o(join(p @ v))
 
 
-@own("values detached", "autograd", pending=DERIVATIVE, derivative=False)
+@own("values detached", "autograd", derivative=False, pending=UNREAD)
 def detached_values(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     return a.o(join((q @ k.mT).softmax(-1) @ v.detach()))
 
 
-@own("keys detached", "autograd", pending=DERIVATIVE, derivative=False)
+@own("keys detached", "autograd", derivative=False)
 def detached_keys(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     return a.o(join((q @ k.detach().mT).softmax(-1) @ v))
@@ -571,7 +570,7 @@ def detached_keys(a: Any, x: Tensor) -> Tensor:
     "all under no_grad but the residual",
     "left",
     pending=UNREAD,
-    waits=("alone", "beside"),
+    waits=("alone",),
     derivative=False,
 )
 def without_grad(a: Any, x: Tensor) -> Tensor:
@@ -595,7 +594,6 @@ class Rounded(torch.autograd.Function):
     "values rounded, straight through",
     "autograd",
     derivative=False,
-    pending=DERIVATIVE,
     heads=lambda a, x: attend(a, x, v=(8 * affine(a.v, x)).round() / 8),
 )
 def rounded_values(a: Any, x: Tensor) -> Tensor:
@@ -617,7 +615,7 @@ class Halved(torch.autograd.Function):
         return g * x.cos() / 2
 
 
-@own("a wrong backward pass behind the attention", "read", derivative=False, pending=DERIVATIVE)
+@own("a wrong backward pass behind the attention", "read", derivative=False)
 def wrong_behind(a: Any, x: Tensor) -> Tensor:
     return Halved.apply(sdpa(a, a.q(x), a.k(x), a.v(x)))
 
@@ -626,7 +624,6 @@ def wrong_behind(a: Any, x: Tensor) -> Tensor:
     "rounding behind the attention, straight through by detach",
     "read",
     derivative=False,
-    pending=DERIVATIVE,
 )
 def rounded_behind(a: Any, x: Tensor) -> Tensor:
     y = sdpa(a, a.q(x), a.k(x), a.v(x))

@@ -26,7 +26,8 @@ def nulled(section):
 @pytest.fixture
 def full(report, bounds, jacobian, attack, norms):
     section = bounds(EXACT, heads=12)
-    histogram = {"g1_ratio_hist": Array.of(np.ones((144, 50)))}
+    edges = Array.of(np.linspace(0, 1, 51))
+    histogram = {"g1_ratio_hist": Array.of(np.ones((144, 50))), "g1_ratio_edges": edges}
     section = section.model_copy(update={"arrays": section.arrays | histogram})
     return report(attack(ROBUST), jacobian(norms), section)
 

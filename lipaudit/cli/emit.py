@@ -52,6 +52,8 @@ def emit(
     from lipaudit.results import Report
 
     subject = of_reports(shown) if isinstance(shown, Report) else shown
+    if not always:  # nothing was measured that would be lost
+        check_outputs(output, subject.keys())
     stdout, files = _formats(output, subject.keys())
     refused: list[EvaluationError] = []
     for path, format in files.items():

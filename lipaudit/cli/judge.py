@@ -192,7 +192,7 @@ def gate(
         typer.Option(
             "--format",
             "-f",
-            help="text, table, brief, json, markdown, html or junit.",
+            help="text, table, brief, json, markdown, latex, html or junit.",
             autocompletion=completed(formats),
         ),
     ] = None,

@@ -78,7 +78,7 @@ class Output(Settings):
     )
     output: tuple[Path, ...] = option(
         (),
-        "Also write FILE (.json, .csv, .md, .html, .txt; .png: a map, a sample).",
+        "Also write FILE (.json, .csv, .md, .tex, .html, .txt; .png: a map, a sample).",
         "--output",
         "-o",
         panel=OUTPUT,

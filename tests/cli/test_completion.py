@@ -51,6 +51,7 @@ def offered(*words: str) -> list[str]:
         (("gate", "r.json", "--fail-on", "jacobian.n"), ["jacobian.norm"]),
         (("explain", "theor"), ["theorem3", "theorem3_g1"]),
         (("report", "r.json", "-f", "ma"), ["markdown"]),
+        (("report", "r.json", "-f", "la"), ["latex"]),
         (("models", "vit_tiny"), ["vit_tiny_patch16_224"]),
     ],
 )

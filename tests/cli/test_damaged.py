@@ -64,8 +64,8 @@ READERS = {
 """The commands that read each kind of file."""
 JUDGED = ("bounds", "jacobian", "attack", "certify")
 """Those that the rules of the gate are about."""
-FORMATS = ("table", "markdown", "html", "json", "csv")
-SHOWS = {"inspect": FORMATS[:4], "gate": ("text", *FORMATS[:4], "junit", "brief")}
+FORMATS = ("table", "markdown", "html", "json", "latex", "csv")
+SHOWS = {"inspect": FORMATS[:5], "gate": ("text", *FORMATS[:5], "junit", "brief")}
 FACE = re.compile(r"error: [^\n]+\n(  hint: [^\n]+\n)?")
 
 

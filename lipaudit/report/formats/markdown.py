@@ -27,6 +27,7 @@ from lipaudit.report.blocks import (
 )
 from lipaudit.report.draw import forest, glyphs, intervals, passages
 from lipaudit.report.draw.alt import extent
+from lipaudit.report.draw.grids import lay_out
 from lipaudit.report.draw.layout import scored
 from lipaudit.report.form import Format
 
@@ -79,10 +80,8 @@ def escape(text: str) -> str:
 
 def _block(block: Block) -> Iterator[str]:
     match block:
-        case Table():
+        case Table() | Heatmap():
             yield from _table(block)
-        case Heatmap():
-            yield from _heatmap(block)
         case Histogram() | Shares() | Scatter() | Curve() | Density() | Intervals() | Forest():
             yield from _drawn(block.title, *_plotted(block))
         case Paragraph() | Gallery():
@@ -144,44 +143,21 @@ def _passage(block: Passage) -> Iterator[str]:
     yield f"<sub>{escape(passages.legend(block))}</sub>"
 
 
-def _table(block: Table) -> Iterator[str]:
-    marks, notes = cells.footnotes(block.columns)
-    heads = [
-        escape(cells.pretty(column.label)) + mark
-        for column, mark in zip(block.columns, marks, strict=True)
-    ]
-    align = "".join("l" if column.format == "s" else "r" for column in block.columns)
-    rows = [_texts(block, index) for index in range(len(block.rows))]
-    summary = f"<details><summary>{escape(block.title)}</summary>"
-    yield from (
-        [summary, ""]
-        if block.folded
-        else [f"**{escape(block.title)}**", ""]
-        if block.title
-        else []
-    )
-    yield from grid(heads, rows, align)
-    yield from ["", f"<sub>{'; '.join(map(escape, notes))}</sub>"] if notes else []
-    yield from ["", "</details>"] if block.folded else []
-
-
-def _texts(block: Table, index: int) -> list[str]:
-    values = zip(block.rows[index], block.columns, strict=True)
-    texts = [escape(cells.text(value, column)) for value, column in values]
-    return [f"**{text}**" for text in texts] if index in block.strong else texts
-
-
-def _heatmap(block: Heatmap) -> Iterator[str]:
+def _table(block: Table | Heatmap) -> Iterator[str]:
+    shown = lay_out(block)
     rows = [
-        [escape(name), *(cells.text(v, block.column) for v in values)]
-        for name, values in zip(block.rows, block.values, strict=True)
+        [f"**{escape(text)}**" if index in shown.strong else escape(text) for text in row]
+        for index, row in enumerate(shown.rows)
     ]
-    yield f"**{escape(block.title)}**"
-    yield ""
-    heads = [" \\ ".join(map(escape, block.axes)), *map(escape, block.columns)]
-    yield from grid(heads, rows, "r" * len(heads))
-    yield ""
-    yield f"<sub>{escape(cells.standing(block.column))}</sub>"
+    folded = isinstance(block, Table) and block.folded
+    title = escape(shown.title)
+    if title:
+        yield f"<details><summary>{title}</summary>" if folded else f"**{title}**"
+        yield ""
+    yield from grid([*map(escape, shown.heads)], rows, shown.align)
+    notes = "; ".join(map(escape, shown.notes))
+    yield from ["", f"<sub>{notes}</sub>"] if notes else []
+    yield from ["", "</details>"] if folded else []
 
 
 def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> Iterator[str]:

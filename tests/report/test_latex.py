@@ -1,0 +1,120 @@
+"""Tables for papers: whole, literal, and in what plain LaTeX takes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lipaudit.gate import compare
+from lipaudit.report import of_comparison, render
+from lipaudit.report.blocks import Chapter, Document, Heatmap, Table
+from lipaudit.report.formats import latex
+from lipaudit.results import Column
+
+NAME = Column(label="name", meaning="", format="s")
+VALUE = Column(label="value", meaning="")
+HOSTILE = ("\\input{x}%&$#_{}~^", "a & b \\\\ c", "[2cm]", "*", "x\n\\end{table}", "--x", '?`<|>"')
+
+
+def literal(text):
+    """Read escaped text back, as LaTeX sets it."""
+    words = {"backslash": "\\", "asciitilde": "~", "asciicircum": "^", "asciigrave": "`"}
+    words |= {"less": "<", "greater": ">", "bar": "|"}
+    token = r"\\text([a-z]+)\{\}|\\([{}$&#%_])|\{([\[*-])\}|([^\\{}$&#%_~^<>|`\[*-])"
+    assert re.fullmatch(f"(?:{token})*", text), text
+    return "".join(words.get(m[1], "") or m[2] or m[3] or m[4] for m in re.finditer(token, text))
+
+
+def check(text):
+    """Every environment ends, every row has a cell for each column, all of it is ASCII."""
+    assert text.isascii()
+    opened = []
+    for kind, name in re.findall(r"\\(begin|end)\{(\w+)\}", text):
+        if kind == "begin":
+            opened.append(name)
+        else:
+            assert opened.pop() == name
+    assert opened == []
+    tables = re.findall(r"\\begin\{tabular\}\{([^\n]*)\}\n(.*?)\\end\{tabular\}", text, re.DOTALL)
+    for align, body in tables:
+        columns = len(re.sub(r"\{.*?\}+", "", align))
+        rules = [line for line in body.splitlines() if line.endswith("rule")]
+        rows = [line for line in body.splitlines() if not line.endswith("rule")]
+        assert (rules[0], rules[-1]) == ("\\toprule", "\\bottomrule")
+        for row in rows:
+            assert row.endswith(r" \\")
+            assert not row.startswith(("[", "*"))
+            assert len(re.findall(r"(?<!\\)&", row)) == columns - 1
+    bare = re.sub(r"\\.", "", re.sub(r"^%.*$", "", text, flags=re.MULTILINE))
+    assert bare.count("{") == bare.count("}")
+    assert bare.count("$") % 2 == 0
+    assert not set("#%~^_") & set(bare)
+    return tables
+
+
+def test_reports_and_comparisons_are_whole_tables(report, other):
+    one = render(report, "latex").decode()
+    assert len(check(one)) > 3
+    assert "Scorecard" in one
+    assert check(render([report, other], "latex").decode())
+    assert check(
+        render(of_comparison(compare([report, other]), [report, other]), "latex").decode()
+    )
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_every_special_character_is_set_as_it_is(hostile):
+    shown = hostile.replace("\n", r"\x0a")
+    assert literal(latex.escape(hostile)) == shown
+    page = Document(
+        hostile,
+        facts=((hostile, hostile),),
+        findings=(),
+        chapters=(
+            Chapter(
+                "c",
+                hostile,
+                (
+                    Table(
+                        hostile,
+                        (NAME, VALUE),
+                        ((hostile, 1.0), (hostile, 2.0)),
+                        strong=frozenset({1}),
+                    ),
+                    Heatmap(
+                        hostile, ((1.0,),), (hostile,), (hostile,), VALUE, axes=("a", hostile)
+                    ),
+                ),
+            ),
+        ),
+    )
+    assert len(check(latex.render(page).decode())) == 2
+
+
+def test_a_hostile_model_stays_within_its_table(report):
+    model = report.run.model.model_copy(update={"spec": "".join(HOSTILE)})
+    named = report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
+    assert len(check(render(named, "latex").decode())) == len(
+        check(render(report, "latex").decode())
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("‖J‖ ≤ 2×", r"$\Vert$J$\Vert$ $\leq$ 2$\times$"),
+        ("headᵃ", r"head\textsuperscript{a}"),
+        ("café ñ Å", r"caf\'{e} \~{n} \r{A}"),
+        ("中\x1b", r"U+4E2D\textbackslash{}x1b"),
+    ],
+)
+def test_what_is_no_ascii_is_written_so_that_plain_latex_takes_it(text, written):
+    assert latex.escape(text) == written
+
+
+def test_a_missing_value_is_a_dash():
+    page = Document(
+        "t", (), (), (Chapter("c", "c", (Table("t", (NAME, VALUE), (("x", None),)),)),)
+    )
+    assert "x & -- \\\\\n" in latex.render(page).decode()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from numpy.lib import format as npy
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lipaudit.data import idx
 from lipaudit.data.batch import Origin
+from lipaudit.data.damage import DEFLATED, claimed_size, refuse_damage
 from lipaudit.data.drawing import Drawn, picks, require_labels
 from lipaudit.data.intake import DataOptions, Intake
 from lipaudit.errors import InputError
@@ -23,6 +25,8 @@ from lipaudit.errors import InputError
 SUFFIXES = (".npz", ".safetensors")
 INPUTS = ("x", "images", "inputs")
 LABELS = ("y", "labels")
+HEADER = 1 << 16
+"""Bytes that hold the header of every array of numbers."""
 MADE_OF = "made_of"
 """Key of the metadata of a file of adversarial examples: the ids of the samples, as JSON."""
 
@@ -106,16 +110,37 @@ def draw_arrays(
 def _load(path: Path) -> dict[str, Tensor]:
     if path.suffix not in SUFFIXES:
         return idx.read_idx(path)
-    try:
-        if path.suffix == ".safetensors":
-            return dict(load_file(path))
-        with np.load(path, allow_pickle=False) as archive:
-            return {k: torch.from_numpy(v) for k, v in _numeric(archive).items()}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
-        raise InputError(
-            f"{path} is not a readable {path.suffix} file ({error})",
-            "Save plain numbers with numpy.savez(FILE, x=..., y=...).",
-        ) from error
+    advice = "Save plain numbers with numpy.savez(FILE, x=..., y=...)."
+    with refuse_damage(path, f"{path.suffix} file", advice):
+        return dict(load_file(path)) if path.suffix == ".safetensors" else _read_npz(path)
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    with zipfile.ZipFile(path) as archive:
+        entries = [each for each in archive.infolist() if each.filename.endswith(".npy")]
+        arrays = {each.filename[:-4]: _read_entry(archive, each) for each in entries}
+    return {name: torch.from_numpy(a) for name, a in arrays.items() if a is not None}
+
+
+def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray | None:
+    """Read an array of numbers once its size is known to fit; None if it holds no numbers.
+
+    Raises:
+        ValueError: the array claims more than the file holds, or it holds Python objects.
+    """
+    with archive.open(entry) as file:
+        start = io.BytesIO(file.read(HEADER))
+    read_header = {1: npy.read_array_header_1_0, 2: npy.read_array_header_2_0}
+    shape, _, kind = read_header[npy.read_magic(start)[0]](start)
+    if kind.hasobject:
+        raise ValueError(f"{entry.filename} holds Python objects")
+    if kind.kind not in "uif":
+        return None
+    stored = min(entry.compress_size, Path(str(archive.filename)).stat().st_size)
+    packed = 1 if entry.compress_type == zipfile.ZIP_STORED else DEFLATED
+    claimed_size(shape, kind.itemsize, min(entry.file_size, packed * stored))
+    with archive.open(entry) as file:
+        return npy.read_array(file, allow_pickle=False)
 
 
 def _names(path: Path) -> list[str]:
@@ -126,12 +151,8 @@ def _names(path: Path) -> list[str]:
         given = (file.metadata() or {}).get(MADE_OF)
     try:
         return [f"made of {name}" for name in json.loads(given or "[]")]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return []
-
-
-def _numeric(archive: Any) -> dict[str, Any]:
-    return {k: v for k in archive.files if (v := archive[k]).dtype.kind in "uif"}
 
 
 def _named(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:

@@ -206,7 +206,7 @@ def _choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return choices and the labels they are given: of a list, its text, or a record of two."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"has choices that are no list ({value!r:.40})") from None
     record = value if isinstance(value, Mapping) else {"text": value}
     texts, letters = record.get("text"), record.get("label")

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from lipaudit.data.arrays import holds_arrays, inputs_of
-from lipaudit.data.images import SUFFIXES
+from lipaudit.data.images import SUFFIXES, refuse_images
+from lipaudit.errors import InputError
 
 CHANNELS = (1, 3, 4)
 GREY = frozenset({"1", "L", "I", "F", "I;16"})
@@ -71,9 +72,9 @@ def _form_of_folder(path: Path) -> Form | None:
     forms = set()
     for file in (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES):
         try:
-            with Image.open(file) as image:
+            with refuse_images(file), Image.open(file) as image:
                 forms.add((image.size, image.mode in GREY))
-        except (OSError, UnidentifiedImageError):
+        except InputError:
             continue
         if len(forms) > 1:
             return None

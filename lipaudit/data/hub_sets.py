@@ -13,6 +13,7 @@ from lipaudit.data.continuations import read_continuations
 from lipaudit.data.drawing import Drawn, class_indices, class_numbers, picks
 from lipaudit.data.hub.commit import Commit, hub_access
 from lipaudit.data.hub.splits import open_split, parse_reference
+from lipaudit.data.images import refuse_images
 from lipaudit.data.intake import DataOptions, Intake
 from lipaudit.data.tables import Row, complete, label_column, text_columns
 from lipaudit.data.text import Text, beginning, row_text, sound_rows, tokenized
@@ -69,13 +70,15 @@ def _continuations(
 
 def _pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Tensor]:
     image = next((k for k in IMAGES if k in table.column_names), None)
-    rows = table[order][image] if image is not None else []
+    with refuse_images(origin):
+        rows = table[order][image] if image is not None else []
     if net.prepare is None or not rows or not isinstance(rows[0], Image):
         raise InputError(
             f"{origin} has no column of images (columns: {', '.join(table.column_names)})",
             f"It should be named {' or '.join(IMAGES)}; the model takes {net.kind}.",
         )
-    return [net.prepare(picture) for picture in rows]
+    with refuse_images(origin):
+        return [net.prepare(picture) for picture in rows]
 
 
 def _labels(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import re
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lipaudit.data.damage import DEFLATED, claimed_size, refuse_damage
 from lipaudit.errors import InputError
 
 NAME = re.compile(r"[-.]idx\d-ubyte(?:\.gz)?$")
@@ -40,14 +40,12 @@ def read_idx(path: Path) -> dict[str, Tensor]:
 
 def _array(path: Path) -> Tensor:
     """Read one array: 0, 0, type, number of axes; the size of each, big-endian; the numbers."""
-    try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        kind, axes = np.dtype(KINDS[data[2]]), data[3]
-        shape = np.frombuffer(data, ">i4", axes, 4)
-        values = np.frombuffer(data, kind, offset=4 + 4 * axes).reshape(shape)
-    except (OSError, EOFError, zlib.error, ValueError, IndexError, KeyError) as error:
-        raise InputError(
-            f"{path} is not a readable IDX file ({error})", "Copy or download it again."
-        ) from error
-    return torch.from_numpy(values.astype(kind.newbyteorder("=")))
+    with refuse_damage(path, "IDX file", "Copy or download it again."), path.open("rb") as file:
+        packed = file.peek(2)[:2] == b"\x1f\x8b"
+        data = gzip.GzipFile(fileobj=file) if packed else file
+        _, _, code, axes = data.read(4)
+        kind, shape = np.dtype(KINDS[code]), np.frombuffer(data.read(4 * axes), ">i4", axes)
+        most = path.stat().st_size * (DEFLATED if packed else 1)
+        values = data.read(claimed_size(shape.tolist(), kind.itemsize, most) + 1)
+        array = np.frombuffer(values, kind).reshape(shape)
+        return torch.from_numpy(array.astype(kind.newbyteorder("=")))

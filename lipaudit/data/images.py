@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from lipaudit.data.batch import Origin
+from lipaudit.data.damage import refuse_damage
 from lipaudit.data.drawing import Drawn, class_indices, draw
 from lipaudit.data.intake import DataOptions, Intake, remark
 from lipaudit.errors import InputError
@@ -36,6 +40,7 @@ def resized(
 
     Raises:
         InputError: no picture has that many channels.
+        ValueError: the picture is so narrow that it would be scaled to too many pixels.
     """
     channels, height, width = shape
     if channels not in COLOUR_MODES:
@@ -46,6 +51,9 @@ def resized(
     image = _eight_bit(image).convert(COLOUR_MODES[channels])
     if image.size == (width, height):
         return _pixels(image)
+    scale = max(width / image.width, height / image.height)
+    if image.width * image.height * scale**2 > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise ValueError(f"{image.width}x{image.height} pixels are too narrow to be scaled")
     if not steps:
         return _pixels(_covering(image, width, height))
     value: Any = image
@@ -105,15 +113,22 @@ def read_image(path: Path, prepare: Callable[[Image.Image], Tensor]) -> Tensor:
     Raises:
         InputError: it is damaged; the message names it.
     """
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return prepare(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(
-            f"{path} is not a readable image ({error})",
-            "Remove it, copy it again, or leave such images out with --skip-bad.",
-        ) from error
+    with refuse_images(path), Image.open(path) as image:
+        image.load()
+        return prepare(image)
+
+
+@contextmanager
+def refuse_images(name: object) -> Iterator[None]:
+    """Turn what Pillow raises or warns of, pictures of too many pixels among it, into one error.
+
+    Raises:
+        InputError: the block cannot read a picture.
+    """
+    advice = "Remove it, scale it down, copy it again, or leave such images out with --skip-bad."
+    with refuse_damage(name, "image", advice), warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
 
 
 def _classes(path: Path) -> tuple[list[Path], list[str]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from lipaudit.data.damage import DEFLATED, claimed_size, refuse_damage
 from lipaudit.data.headers import assign_columns, lacks_header
 from lipaudit.data.intake import DataOptions
 from lipaudit.errors import InputError, suggestion
@@ -29,6 +30,8 @@ PAIRS = (
 )
 """Usual names of the columns of a pair of texts."""
 LABELS = ("label", "labels", "y", "target", "class", "sentiment")
+BATCH = 256
+"""Rows of a parquet file that are unpacked at once."""
 LONGEST = 40
 """Letters of an id that a place has room for."""
 
@@ -77,16 +80,11 @@ def read_rows(path: Path, options: DataOptions) -> Table:
             clear which of them is the text.
     """
     notes: tuple[Note, ...] = ()
-    try:
+    with refuse_damage(path, f"{path.suffix} file", "It should be UTF-8, with a row per sample."):
         if path.suffix in SEPARATORS:
             rows, options, notes = _separated(path, options)
         else:
             rows = list(_parquet(path) if path.suffix == ".parquet" else _json_lines(path))
-    except (ValueError, OSError) as error:
-        raise InputError(
-            f"{path} is not a readable {path.suffix} file ({error})",
-            "It should be UTF-8, with a row per sample.",
-        ) from error
     if not rows:
         raise InputError(f"{path} has no rows", "The first line names the columns.")
     return Table(rows, options, notes)
@@ -161,8 +159,19 @@ def _parquet(path: Path) -> Iterator[Row]:
             f"{path} needs the library `pyarrow`, which is not installed",
             "pip install pyarrow, or save the table as .csv or .jsonl.",
         ) from error
-    for number, values in enumerate(parquet.read_table(path).to_pylist(), 1):
-        yield Row(f"row {number}", values)
+    size = path.stat().st_size
+    with parquet.ParquetFile(path) as file:
+        claimed_size([file.metadata.num_rows], 1, size)  # a row takes a byte at least
+        rows = _unpacked(file.iter_batches(BATCH), DEFLATED * size)
+        yield from (Row(f"row {number}", values) for number, values in enumerate(rows, 1))
+
+
+def _unpacked(batches: Iterable[Any], most: int) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        most -= batch.nbytes
+        if most < 0:
+            raise ValueError(f"it unpacks to more than {DEFLATED} times its size")
+        yield from batch.to_pylist()
 
 
 def all_columns(rows: Sequence[Row]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,14 @@ from lipaudit.models.generic import generic, shape_at
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.weights import few
+
+MAY_HIDE = re.compile(r"att(ention|n)|ScriptModule|OptimizedModule", re.IGNORECASE)
+"""Names of modules in which attention may run that no observer sees."""
+HIDDEN = (
+    "flash and flex attention kernels, torch.compile and TorchScript cannot be observed: load "
+    "the model uncompiled with attn_implementation='sdpa' or 'eager'; linear attention has no "
+    "softmax; "
+)
 
 
 def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
@@ -191,11 +200,17 @@ def _no_attention(net: Net, passed_over: Mapping[str, str]) -> InputError:
     return InputError(
         f"no attention was seen in {net.info.architecture}: neither scaled_dot_product_attention "
         f"nor a softmax over q k^T was called{seen}",
-        "flash and flex attention kernels, torch.compile and TorchScript cannot be observed: load "
-        "the model uncompiled with attn_implementation='sdpa' or 'eager'; linear attention has no "
-        "softmax, and convolutional networks have no attention; lipaudit jacobian and lipaudit "
-        "attack need none",
+        (HIDDEN if passed_over or _may_hide_attention(net.module) else "")
+        + "a model without attention, such as a convolutional network, has no heads to measure: "
+        "use `lipaudit jacobian` or `lipaudit attack`",
     )
+
+
+def _may_hide_attention(module: nn.Module) -> bool:
+    """Say whether modules are named after attention, or hide which operations they run."""
+    names = [f"{name} {type(each).__name__}" for name, each in module.named_modules()]
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    return bool(heads) or any(MAY_HIDE.search(name) for name in names)
 
 
 def _chunked(net: Net, modules: Sequence[str]) -> InputError:

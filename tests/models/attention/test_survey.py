@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -126,11 +127,25 @@ def test_output_that_is_not_finite_is_an_error():
         survey(net, replace(batch, x=batch.x * torch.inf))
 
 
-def test_model_without_attention_is_refused_with_the_likely_causes():
+KERNELS = ("flash", "torch.compile", "TorchScript", "linear attention")
+
+
+@pytest.mark.parametrize("name", ["attn", "attention", "self_attn"])
+def test_model_whose_attention_is_hidden_is_refused_with_the_likely_causes(name):
+    with pytest.raises(InputError, match="no attention was seen in Sequential") as caught:
+        sites_of(nn.Sequential(OrderedDict({name: nn.Linear(WIDTH, 3)})))
+    for cause in KERNELS:
+        assert cause in caught.value.advice
+
+
+def test_model_without_attention_is_pointed_to_what_needs_none():
+    """Kernels are no cause where nothing is named after attention: a ResNet, say."""
     with pytest.raises(InputError, match="no attention was seen in Linear") as caught:
         sites_of(nn.Linear(WIDTH, 3))
-    for cause in ("flash", "torch.compile", "TorchScript", "linear attention"):
-        assert cause in caught.value.advice
+    for cause in KERNELS:
+        assert cause not in caught.value.advice
+    for command in ("lipaudit jacobian", "lipaudit attack"):
+        assert command in caught.value.advice
 
 
 def test_softmax_that_is_no_attention_is_mentioned():

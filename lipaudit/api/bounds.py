@@ -15,11 +15,12 @@ well: what no norm in that ball around X exceeds, and the largest that was found
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,19 +32,23 @@ from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.growth import nearby
 from lipaudit.theory.heads import Heads, affine_heads
 
+ArrayLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
+
 
 def heads(
-    x: Tensor,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
+    x: ArrayLike,
+    wq: ArrayLike,
+    wk: ArrayLike,
+    wv: ArrayLike,
     *,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    biases: tuple[ArrayLike | None, ArrayLike | None, ArrayLike | None] = (None, None, None),
     scale: float | None = None,
     causal: bool = False,
-    mask: Tensor | None = None,
+    mask: ArrayLike | None = None,
 ) -> Heads:
     """Return softmax(s X W_Q (X W_K)^T + mask) X W_V as the theory takes it, in float64.
+
+    Tensors, NumPy arrays and nested lists are taken alike.
 
     Args:
         x: tokens X, (tokens, D) or (batch, tokens, D).
@@ -56,28 +61,30 @@ def heads(
         mask: added to the logits, broadcastable to (batch, heads, tokens, tokens).
 
     Raises:
-        UsageError: shapes that do not fit.
+        UsageError: no real numbers, none at all, or shapes that do not fit.
     """
-    x = (x if x.ndim == 3 else x[None]).to(torch.float64)
-    weights = [_per_head(weight, 3) for weight in (wq, wk, wv)]
-    for weight in weights:
-        if weight.shape[:2] != (len(weights[0]), x.shape[-1]):
+    tokens = _numbers("tokens", x, 3)
+    weights = [_numbers(f"W_{n}", w, 3) for n, w in zip("QKV", (wq, wk, wv), strict=True)]
+    for name, weight in zip("QKV", weights, strict=True):
+        fits = weight.shape[:2] == (len(weights[0]), tokens.shape[-1])
+        if not fits or (name == "K" and weight.shape != weights[0].shape):
+            shapes = ", ".join(str(tuple(each.shape)) for each in weights)
             raise UsageError(
-                f"weights {tuple(weight.shape)} do not fit tokens {tuple(x.shape)}",
+                f"weights {shapes} do not fit tokens {tuple(tokens.shape)}",
                 "W_Q, W_K and W_V are (D, d) or (heads, D, d), tokens (batch, tokens, D).",
             )
-    layer = affine_heads(x, *weights)
+    layer = affine_heads(tokens, *weights)
     for name, bias in zip("qkv", biases, strict=True):
-        layer = layer if bias is None else _biased(layer, name, _per_head(bias, 2))
+        layer = layer if bias is None else _biased(layer, name, _numbers(f"bias {name}", bias, 2))
     return replace(
         layer,
-        scale=layer.scale if scale is None else x.new_full((1, 1), scale),
-        bias=None if mask is None else _four(mask).to(torch.float64),
+        scale=layer.scale if scale is None else tokens.new_full((1, 1), scale),
+        bias=None if mask is None else _mask(mask, layer),
         causal=causal,
     )
 
 
-def exact(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -> Tensor:
+def exact(x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any) -> Tensor:
     """Return ||J||, the spectral norm of each head's Jacobian at x, to 1e-6.
 
     Arguments are those of `heads`; the shape is (batch, heads), less an axis for each that the
@@ -97,7 +104,9 @@ def exact(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -> Tensor:
     return _shaped(norms.norm, x, wq)
 
 
-def every(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -> dict[str, Tensor]:
+def every(
+    x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any
+) -> dict[str, Tensor]:
     """Return every bound of the catalogue by its name; NaN where one cannot be given.
 
     Arguments and shapes are those of `exact`.
@@ -106,7 +115,9 @@ def every(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -> dict[str
     return {name: _shaped(bounds[name], x, wq) for name in catalogue()}
 
 
-def ball_sharp(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, r: float, **how: Any) -> Tensor:
+def ball_sharp(
+    x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, r: float, **how: Any
+) -> Tensor:
     """Return a Lipschitz constant on all X' with ||X' - X||_F <= r, certified; `sharp` at r = 0.
 
     Other arguments and shapes are those of `exact`.
@@ -117,7 +128,9 @@ def ball_sharp(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, r: float, **how: A
     return _shaped(ball.ball_sharp(heads(x, wq, wk, wv, **how), r), x, wq)
 
 
-def ball_norm(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, r: float, **how: Any) -> Tensor:
+def ball_norm(
+    x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, r: float, **how: Any
+) -> Tensor:
     """Return the largest ||J|| found at X' with ||X' - X||_F <= r; arguments as `ball_sharp`."""
     layer = heads(x, wq, wk, wv, **how)
     return _shaped(nearby.ball_norm(layer, r, seeds=range(len(layer.x))), x, wq)
@@ -136,16 +149,36 @@ def __dir__() -> list[str]:
     return ["ball_norm", "ball_sharp", "every", "exact", "heads", *catalogue()]
 
 
-def _one(name: str, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, **how: Any) -> Tensor:
+def _one(
+    name: str, x: ArrayLike, wq: ArrayLike, wk: ArrayLike, wv: ArrayLike, **how: Any
+) -> Tensor:
     return every(x, wq, wk, wv, **how)[name]
 
 
-def _per_head(t: Tensor, ndim: int) -> Tensor:
-    return (t if t.ndim == ndim else t[None]).to(torch.float64)
+def _numbers(name: str, values: ArrayLike, ndim: int, least: int = -1) -> Tensor:
+    """Return numbers as a float64 tensor of `ndim` axes; as few as `least` may be given."""
+    try:
+        t = values if isinstance(values, Tensor) else torch.tensor(np.array(values))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name}: {error}", "Give a tensor or an array of numbers.") from None
+    least = ndim - 1 if least < 0 else least
+    if t.is_complex() or not t.numel() or not least <= t.ndim <= ndim:
+        kind = "complex numbers" if t.is_complex() else "numbers"
+        raise UsageError(
+            f"{name} holds {kind} of shape {tuple(t.shape)}",
+            f"Give real numbers, at least one, with {least} to {ndim} axes.",
+        )
+    return t.reshape((1,) * (ndim - t.ndim) + tuple(t.shape)).to(torch.float64)
 
 
 def _biased(layer: Heads, name: str, bias: Tensor) -> Heads:
     tokens, to = getattr(layer, name), getattr(layer, f"to_{name}")
+    if bias.shape[0] not in (1, tokens.shape[1]) or bias.shape[1] != tokens.shape[-1]:
+        raise UsageError(
+            f"bias {name} of shape {tuple(bias.shape)} does not fit {tokens.shape[1]} heads of "
+            f"width {tokens.shape[-1]}",
+            "Biases are (d,) or (heads, d).",
+        )
     bias = bias.expand(tokens.shape[1], -1)  # one for all heads is one for each
     changes: dict[str, Any] = {
         name: tokens + bias[:, None],
@@ -154,10 +187,18 @@ def _biased(layer: Heads, name: str, bias: Tensor) -> Heads:
     return replace(layer, **changes)
 
 
-def _four(mask: Tensor) -> Tensor:
-    return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+def _mask(values: ArrayLike, layer: Heads) -> Tensor:
+    mask = _numbers("mask", values, 4, least=0)
+    batch, heads, tokens, _ = layer.q.shape
+    whole = (batch, heads, tokens, tokens)
+    if any(size not in (1, most) for size, most in zip(mask.shape, whole, strict=True)):
+        raise UsageError(
+            f"a mask of shape {tuple(mask.shape)} does not fit {whole}",
+            "It is broadcast to (batch, heads, tokens, tokens).",
+        )
+    return mask
 
 
-def _shaped(values: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    values = values if weight.ndim == 3 else values[:, 0]
-    return values if x.ndim == 3 else values[0]
+def _shaped(values: Tensor, x: ArrayLike, weight: ArrayLike) -> Tensor:
+    values = values if np.ndim(weight) == 3 else values[:, 0]
+    return values if np.ndim(x) == 3 else values[0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import lipaudit
 from lipaudit.errors import EvaluationError, UsageError
@@ -77,6 +80,51 @@ def test_what_does_not_fit_is_refused():
         lipaudit.bounds.exact(x, w, w, w)
     with pytest.raises(AttributeError, match="no bound 'blunt'"):
         lipaudit.bounds.blunt(x, w, w, w)
+
+
+@pytest.mark.parametrize("name", [*catalogue(), "exact"])
+@pytest.mark.parametrize("kind", [np.asarray, lambda t: np.asarray(t)[::-1][::-1], Tensor.tolist])
+def test_arrays_and_lists_are_taken_like_tensors(name, kind):
+    rng = torch.Generator().manual_seed(1)
+    x, *weights = (torch.randn(size, generator=rng).double() for size in [(5, 4), *[(4, 2)] * 3])
+    bound, mask = getattr(lipaudit.bounds, name), torch.zeros(5, 5)
+    expected = bound(x, *weights, mask=mask)
+    taken = bound(*map(kind, (x, *weights)), mask=kind(mask))
+    torch.testing.assert_close(taken, expected, equal_nan=True)
+    assert taken.shape == expected.shape
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "how", "message"),
+    [
+        ((0, 4), (4, 2), {}, "tokens holds numbers of shape (0, 4)"),
+        ((5, 0), (0, 2), {}, "tokens holds numbers of shape (5, 0)"),
+        ((5, 4), (4, 0), {}, "W_Q holds numbers of shape (4, 0)"),
+        ((5, 4), (0, 4, 2), {}, "W_Q holds numbers of shape (0, 4, 2)"),
+        ((4,), (4, 2), {}, "tokens holds numbers of shape (4,)"),
+        ((1, 1, 5, 4), (4, 2), {}, "tokens holds numbers of shape (1, 1, 5, 4)"),
+        ((5, 4), (4,), {}, "W_Q holds numbers of shape (4,)"),
+        ((5, 4), (4, 2), {"mask": np.zeros((4, 5))}, "mask of shape (1, 1, 4, 5) does not fit"),
+        ((5, 4), (4, 2), {"mask": np.zeros(0)}, "mask holds numbers of shape (0,)"),
+        ((5, 4), (4, 2), {"biases": (None, np.zeros(3), None)}, "bias k of shape (1, 3)"),
+        ((5, 4), (4, 2), {"biases": (np.zeros((3, 2)), None, None)}, "bias q of shape (3, 2)"),
+        ((5, 4), (4, 2), {"mask": [["x"]]}, "mask: "),
+        ((5, 4), (4, 2), {"mask": [[1], [1, 2]]}, "mask: "),
+        ((5, 4), (4, 2), {"mask": np.full((5, 5), 1j)}, "mask holds complex numbers"),
+    ],
+)
+@pytest.mark.parametrize("kind", [np.ones, torch.ones])
+def test_shapes_are_named_in_one_sentence(x, w, how, message, kind):
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        lipaudit.bounds.exact(kind(x), kind(w), kind(w), kind(w), **how)
+    assert caught.value.advice
+    assert "\n" not in str(caught.value)
+
+
+def test_queries_and_keys_of_other_widths_are_refused():
+    x, w = np.ones((5, 4)), np.ones((4, 2))
+    with pytest.raises(UsageError, match=r"\(1, 4, 2\), \(1, 4, 3\), \(1, 4, 2\) do not fit"):
+        lipaudit.bounds.sharp(x, w, np.ones((4, 3)), w)
 
 
 def test_a_norm_that_did_not_converge_is_not_given(monkeypatch):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.drawing import LabelError
-from lipaudit.data.forms import form_of_data
+from lipaudit.data.forms import forms_of_data
 from lipaudit.data.loading import DataOptions, Samples, load_data
 from lipaudit.engine.files import require_writable
 from lipaudit.errors import InputError, LipauditError, UsageError
@@ -319,5 +319,5 @@ def load_options(run: RunOptions) -> LoadOptions:
         device_map=run.device_map,
         offline=run.offline,
         tower=run.tower,
-        form=lambda: form_of_data(run.data),
+        forms=lambda: forms_of_data(run.data),
     )

@@ -390,11 +390,37 @@ class Conv(nn.Module):
         return self.conv(x).flatten(1)
 
 
+@case("grey floats (N, 4, 4), a convolution, linf 0.1")
+def _() -> Any:
+    w, b, x, y = linear()
+    figure = attacked(Conv(w, b, (1, 4, 4)), x[:, 0], y, eps="0.1")
+    return figure, percent(linear_truth(w, b, x, y, 0.1))
+
+
+@case("floats (N, 4, 4) in [0, 1], a model that takes any shape")
+def _() -> Any:
+    w, b, x, y = linear()
+    return attacked(Lin(w, b), x[:, 0], y, eps="0.1"), "refused (2)"
+
+
 @case("the same with input_shape=(1, 4, 4)")
 def _() -> Any:
     w, b, x, y = linear()
     figure = attacked(Lin(w, b), x[:, 0], y, eps="0.1", input_shape=(1, 4, 4))
     return figure, percent(linear_truth(w, b, x, y, 0.1))
+
+
+@case("floats (N, 4, 4) beyond [0, 1], a model that takes any shape: sequences")
+def _() -> Any:
+    w, b, x, y = linear(shape=(4, 4), box=(-1.0, 1.0))
+    figure = attacked(Lin(w, b), x, y, eps="0.1", norm="linf")
+    return figure, percent(linear_truth(w, b, x, y, 0.1, "linf", None))
+
+
+@case("floats (N, 4, 4) beyond [0, 1], a convolution: pixels outside the box")
+def _() -> Any:
+    w, b, x, y = linear(box=(-1.0, 1.0))
+    return attacked(Conv(w, b, (1, 4, 4)), x[:, 0], y, eps="0.1"), "refused (4): x holds values"
 
 
 @case("sequences (N, 6, 4) for attention, linf 0.1")
@@ -420,7 +446,21 @@ def _channels(shape: tuple[int, int, int], last: bool) -> Any:
     return clean(Conv(w, b, shape), given, y), percent(Lin(w, b)(x).argmax(1) == y)
 
 
+case("(N, 8, 5, 4), a convolution of 8 channels, clean")(lambda: _channels((8, 5, 4), False))
+case("(N, 2, 5, 3), a convolution of 2 channels, clean")(lambda: _channels((2, 5, 3), False))
 case("(N, 6, 5, 3), a convolution of 3 channels, clean")(lambda: _channels((3, 6, 5), True))
+
+
+@case("(N, 8, 5, 4), a model that takes any shape")
+def _() -> Any:
+    w, b, x, y = linear(shape=(8, 5, 4))
+    return clean(Lin(w, b), x, y), "refused (2)"
+
+
+@case("(N, 8, 5, 4): what was read as what")
+def _() -> Any:
+    w, b, x, y = linear(shape=(8, 5, 4))
+    return noted(Conv(w, b, (8, 5, 4)), x, y, "read-as"), "read-as"
 
 
 @case("the same with input_shape=(8, 5, 4), clean")

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from lipaudit.data.forms import Form
 from lipaudit.errors import InputError, LipauditError, UsageError, out_of_memory, suggestion
 from lipaudit.models.sources.assembly import unwrapped
+from lipaudit.models.sources.readings import spec_by_data
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import load_strictly, mismatches, read_weights, unprefixed
 
@@ -117,10 +117,10 @@ def _as_spec(model: Any, reference: str, options: LoadOptions) -> ModelSpec:
     spec = recognised(model, options)
     if spec is not None:
         return spec
-    form = form_taken(options)
-    if form is None:
+    spec = spec_by_data(model, options)
+    if spec is None:
         raise UsageError(f"py:{reference} returned a {type(model).__name__}: {WHAT}", HOW)
-    return ModelSpec(model, form.shape, kind=form.kind)
+    return spec
 
 
 WHAT = "what does it take?"
@@ -128,15 +128,6 @@ HOW = (
     "Name --data whose samples are of one shape, or give --input-size 224 (or 1,28,28), or let it "
     "return a lipaudit.ModelSpec; lipaudit init py writes an example of that."
 )
-
-
-def form_taken(options: LoadOptions) -> Form | None:
-    """Return what a module takes that does not say so: images of a given size, else the data's."""
-    form = options.form()
-    if options.input_size is None:
-        return form
-    own = form.shape if form is not None and form.kind == "image" else (3, 0, 0)
-    return Form("image", options.image_shape((own[0], own[1], own[2])))
 
 
 def recognised(module: nn.Module, options: LoadOptions) -> ModelSpec | None:

@@ -13,7 +13,8 @@ from torch import nn
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.net import OWN, Kind, Net
 from lipaudit.models.sources.assembly import assemble, require_values, unwrapped
-from lipaudit.models.sources.factory import form_taken, recognised
+from lipaudit.models.sources.factory import recognised
+from lipaudit.models.sources.readings import spec_by_data
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import require_finite_weights, sha256
 
@@ -113,10 +114,7 @@ def _spec(
                 "Give (channels, height, width), (tokens, width) or (samples,).",
             )
         return ModelSpec(model, tuple(shape), kind=KINDS[len(shape)])
-    spec = recognised(model, options)
-    form = form_taken(options) if spec is None else None
-    if form is not None:
-        return ModelSpec(model, form.shape, kind=form.kind)
+    spec = recognised(model, options) or spec_by_data(model, options)
     if spec is None:
         raise UsageError(
             f"what does the {type(model).__name__} take?",

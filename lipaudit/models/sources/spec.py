@@ -125,8 +125,8 @@ class LoadOptions:
         classes: number of classes; a model that has another number gets a random classifier in
             place of its own (to be trained; timm and transformers).
         tower: which tower of a model with one for images and one for text: image or text.
-        form: says what the samples are that will be measured: a module that does not say what it
-            takes takes those.
+        forms: says what the samples can be that will be measured: a module that does not say what
+            it takes takes those.
     """
 
     arch: str | None = None
@@ -141,7 +141,7 @@ class LoadOptions:
     offline: bool = False
     classes: int | None = None
     tower: str | None = None
-    form: Callable[[], Form | None] = lambda: None
+    forms: Callable[[], tuple[Form, ...]] = tuple
 
     def image_shape(self, own: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width), given what the source of the model says.

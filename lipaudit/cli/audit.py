@@ -157,7 +157,7 @@ def _audit_each(requests: Sequence[Request], how: _How) -> None:
         _announce_several(outlines, kept)
     reports: list[Report] = []
     for request, known, place, report in zip(requests, outlines, places, kept, strict=True):
-        with _resumable(len(reports), folder):
+        with _resumable(request, len(reports), folder):
             reports.append(report or _measured(request, known, place, how.terminal))
     subject = of_reports(*reports, by=how.extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
@@ -207,13 +207,13 @@ def _finished(request: Request, known: Outline, folder: Path) -> Report | None:
 
 
 @contextmanager
-def _resumable(done: int, folder: Path) -> Iterator[None]:
+def _resumable(request: Request, done: int, folder: Path) -> Iterator[None]:
     """Say what is kept of several models where their audit is cut short."""
     try:
         yield
     except (Exception, KeyboardInterrupt):
         if done:
-            text = f"{done} finished in {folder}: the same command with --resume goes on"
+            text = f"{done} finished in {folder}: {request.continuation}"
             typer.echo(f"note: {text}", err=True)
         raise
 

@@ -56,9 +56,12 @@ class OnStderr(Observer):
         self.close()
 
     def note(self, note: Note) -> None:
-        """Print a remark, and of several that differ by a measure or a number the first."""
+        """Print a remark, and of several that differ by a measure or a number the first.
+
+        What a resumed run reuses is printed for each measure.
+        """
         colour = "yellow" if note.level == "warning" else "dim"
-        shape = note.code, _shape(note.text)
+        shape = note.code, note.text if note.code == "reused" else _shape(note.text)
         if not self.quiet and shape not in self.said:
             self.said.add(shape)
             self.console.print(f"[{colour}]note:[/] {escape(visible(note.text))}")

@@ -13,6 +13,7 @@ from lipaudit.engine.provenance import origins, provenance
 from lipaudit.engine.ranks import Ranks
 from lipaudit.engine.task import Task
 from lipaudit.measures import Part
+from lipaudit.measures.measure import sample_ids
 from lipaudit.models.net import OWN
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.results import Note, Report, Section
@@ -51,7 +52,7 @@ def executed(
     observer = observer or Observer()
     for note in job.notes:
         observer.note(note)
-    journals: list[Journal] = []
+    journals: dict[str, Journal] = {}
     measured: dict[str, list[Part]] = {}
     exact = exact_arithmetic(job.net.device)
     with ExitStack() as held, _kept_if_cut_short(job, observer, journals), eager(), exact:
@@ -62,9 +63,9 @@ def executed(
             journal = Journal(task.identity())
             # What makes a module of one's own give its numbers has no name: it keeps nothing.
             own = job.net.info.source == OWN
-            journals.append(journal if own else held.enter_context(journal))
+            journals[name] = journal if own else held.enter_context(journal)
             try:
-                measured[name] = task.parts(journals[-1], ranks)
+                measured[name] = task.parts(journals[name], ranks)
                 sections += task.sections(measured[name])
             except Exception as error:
                 if not job.request.partial:
@@ -84,7 +85,7 @@ def executed(
                 sections=tuple(sections),
             )
         )
-        for journal in journals if status == "complete" else ():
+        for journal in journals.values() if status == "complete" else ():
             journal.clear()
 
 
@@ -153,17 +154,22 @@ def _shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard | None:
     )
 
 
+def _kept(job: Job, journals: Mapping[str, Journal]) -> Iterator[str]:
+    """Yield how many samples of each measure are kept."""
+    for name, journal in journals.items():
+        ids = job.samples.batch.ids[: job.counts[name]]
+        if done := len(sample_ids(journal.parts(ids))):
+            yield f"{done} of {len(ids)} samples of {name}"
+
+
 @contextmanager
 def _kept_if_cut_short(
-    job: Job, observer: Observer, journals: Sequence[Journal]
+    job: Job, observer: Observer, journals: Mapping[str, Journal]
 ) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt):
-        if any(journal.paths() for journal in journals):
-            text = "what is finished is kept: the same command with --resume goes on"
-            if command := job.request.command:
-                again = "" if job.request.run.resume else " --resume"
-                text += f": {command}{again}"
+        if kept := ", ".join(_kept(job, journals)):
+            text = f"{kept} are kept: {job.request.continuation}"
             observer.note(Note(level="info", code="kept", text=text))
         raise

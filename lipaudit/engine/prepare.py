@@ -55,6 +55,12 @@ class Request:
         """When no further batch is begun, by the monotonic clock."""
         return self.started + (self.run.time_limit or math.inf)
 
+    @property
+    def continuation(self) -> str:
+        """How a run that is stopped is continued, with the command where it is known."""
+        command = self.command and f": {self.command}{'' if self.run.resume else ' --resume'}"
+        return f"the same command with --resume goes on{command}"
+
     def count(self, name: str) -> int:
         """Return how many samples a measure is to take."""
         return self.run.samples or self.counts.get(name, self.measures[name].samples)

@@ -155,8 +155,8 @@ class Task:
         resumed = self.job.request.run.resume
         text = f"an interrupted run finished {done} of {len(self.ids)} samples of {self.name}: "
         if resumed:
-            text += "going on from there"
-        elif anew:
+            return Note(level="info", code="reused", text=f"{text}going on from there")
+        if anew:
             text += "it is begun anew; --resume would have gone on with it"
         else:
             text += "stop this one and add --resume to go on with it"

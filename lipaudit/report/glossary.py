@@ -274,6 +274,7 @@ NOTES: Mapping[str, str] = {
     "independently; --input module takes the norm in what the module takes.",
     "interpolated": "Position embeddings of a model of one image size serve other sizes, between "
     "those it was trained with.",
+    "reused": "A resumed run took over the finished samples of a measure.",
     "kept": "An interrupted run left finished parts: --resume goes on with them.",
     "not-kept": "Finished parts cannot be kept, so that --resume would find nothing.",
     "labels-by-order": "The classes of the data were matched to the model's by their order.",

@@ -163,7 +163,7 @@ def test_an_audit_that_was_cut_short_goes_on_where_it_stopped(monkeypatch):
         done = audit(*common)
     assert done.exit_code == 130
     (folder,) = Path("lipaudit-runs").glob("*-3-models-*")
-    assert f"1 finished in {folder}: the same command with --resume goes on" in done.stderr
+    assert f"1 finished in {folder}: the same command with --resume goes on: " in done.stderr
     assert tuple(written(folder)) == PLACES[:1]
     before = (folder / "1-demo/report.json").read_bytes()
     seen = fail(monkeypatch, "jacobian", "", EvaluationError(""))

@@ -94,11 +94,29 @@ def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_pa
     assert (code, "cannot write a.html: File too large" in said) == (3, True)
     assert f"--resume goes on: lipaudit {' '.join(NORMS)} -o a.html --resume" in said
     assert [path.name for path in tmp_path.glob("tmp*")] == []
+    assert "note: 6 of 6 samples of jacobian are kept: " in said
     assert len(list(tmp_path.rglob("*.part"))) == 3
     again = invoke(*NORMS, "-o", "a.json", "--resume")
     assert "finished 6 of 6 samples" in again.stderr
     invoke(*NORMS, "-o", "b.json")
     assert written("a.json") == written("b.json")
+
+
+def test_a_resumed_run_of_several_measures_names_each_that_it_reuses(tmp_path, monkeypatch):
+    audit = ("audit", "demo", "--only", "attention,jacobian", "-n", "2", "--run-dir", "run")
+    with monkeypatch.context() as stopping:
+        stopping.setattr("lipaudit.engine.execute.with_worst_drawn", interrupted)
+        stopped = CliRunner().invoke(build(), list(audit))
+    shares = [f"2 of 2 samples of {name}" for name in ("attention", "jacobian")]
+    assert f"{', '.join(shares)} are kept: the same command" in stopped.stderr
+    assert " --resume\n" in stopped.stderr
+    again = invoke(*audit, "--resume")
+    for share in shares:
+        assert f"an interrupted run finished {share}: going on from there" in again.stderr
+
+
+def interrupted(*_args):
+    raise KeyboardInterrupt
 
 
 def test_two_equal_runs_at_once_write_equal_reports(tmp_path):
@@ -127,6 +145,8 @@ def test_an_audit_of_several_models_that_is_stopped_goes_on(tmp_path):
     code, said = command.ended()
     assert code == 143
     assert "Traceback" not in said
+    typed = f"lipaudit {' '.join(MODELS)} --run-dir run --resume"
+    assert f"the same command with --resume goes on: {typed}" in said
     invoke(*MODELS, "--run-dir", "run", "--resume")
     invoke(*MODELS, "--run-dir", "whole")
     for path in sorted(Path("whole").glob("*/report.json")):

@@ -100,9 +100,9 @@ def _budget(
 
 LACKING = {
     "words": "it scores what follows a text, or has no table of embeddings, which near "
-    "words are read from",
-    "characters": "it has no tokenizer that spells its tokens (its files belong beside "
-    "config.json), no table of embeddings, or scores what follows a text",
+    "words are read from, or its tokenizer does not say where in a text its tokens stand",
+    "characters": "it has no tokenizer that says where in a text its tokens stand (its files "
+    "belong beside config.json), no table of embeddings, or scores what follows a text",
 }
 """Why a text model cannot be attacked so."""
 

@@ -214,17 +214,9 @@ def _changed(
     before, y = [chunk.texts.drafts[i] for i in rows.tolist()], chunk.y[rows]
     after = function(oracle, list(before), y, budget, turn)
     within(after, before, oracle.reader.lexicon, budget, turn.attack.name)
-    logits = _finite(oracle([draft.ids for draft in after]), f"{turn.attack.name} texts", chunk)
-    stands, lexicon = logits.argmax(1) == y, oracle.reader.lexicon
-    for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        again = lexicon.read_again(new.ids)
-        if bool(stands[i]) or again == new.ids or lexicon.read_again(old.ids) != old.ids:
-            continue
-        # What is saved is characters: they have to break the model, in as many words as before.
-        same = len(lexicon.text(again).split()) == len(lexicon.text(old.ids).split())
-        fits = 0 < len(again) <= oracle.reader.most
-        stands[i] = not (same and fits) or bool(oracle([again]).argmax(1)[0] == y[i])
-    return after, stands
+    ids = [oracle.reader.read(draft) for draft in after]
+    logits = _finite(oracle(ids), f"{turn.attack.name} texts", chunk)
+    return after, logits.argmax(1) == y
 
 
 def _starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:

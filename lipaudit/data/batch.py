@@ -21,6 +21,7 @@ class Batch:
         ids: one stable identity per sample (see `sample_ids`).
         mask: for text, True at real tokens (batch, tokens); None when nothing is padded.
         start: the place of the first of them among the samples of the run.
+        texts: for text that was read as characters, each sample's text, or the two of a pair.
     """
 
     x: Tensor
@@ -28,6 +29,7 @@ class Batch:
     ids: tuple[str, ...]
     mask: Tensor | None = None
     start: int = 0
+    texts: tuple[tuple[str, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -37,13 +39,16 @@ class Batch:
         y = None if self.y is None else self.y[index]
         mask = None if self.mask is None else self.mask[index]
         start = self.start + index.indices(len(self))[0]
-        return Batch(self.x[index], y, self.ids[index], mask, start)
+        return Batch(self.x[index], y, self.ids[index], mask, start, self.texts[index])
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""
         y = None if self.y is None else self.y[index]
         mask = None if self.mask is None else self.mask[index]
-        return Batch(self.x[index], y, tuple(self.ids[i] for i in index.tolist()), mask)
+        at = index.tolist()
+        ids = tuple(self.ids[i] for i in at)
+        texts = tuple(self.texts[i] for i in at) if self.texts else ()
+        return Batch(self.x[index], y, ids, mask, texts=texts)
 
     def unnamed(self, index: Tensor) -> Batch:
         """Return the samples at these positions without ids: the host need not know which."""

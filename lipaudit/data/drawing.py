@@ -40,6 +40,7 @@ class Drawn:
         commit: the state of a repository of the Hub that they were read from.
         origins: where each of them is found; empty of samples that are made up.
         task: what they ask, where they are prompts with continuations to be scored.
+        texts: the text of each, or the two of a pair; empty where they are no texts.
     """
 
     x: Sequence[Tensor]
@@ -48,6 +49,7 @@ class Drawn:
     commit: Commit | None = None
     origins: Sequence[Origin] = ()
     task: Task | None = None
+    texts: Sequence[str | tuple[str, str]] = ()
 
 
 def picks(total: int, samples: int, seed: int) -> list[int]:
@@ -99,7 +101,8 @@ def to_batch(drawn: Drawn, net: Intake) -> Batch:
     x = pad_sequence(list(drawn.x), batch_first=True, padding_value=net.pad_id)
     lengths = torch.as_tensor([len(tokens) for tokens in drawn.x])
     mask = torch.arange(x.shape[1]) < lengths[:, None]
-    return Batch(x, y, ids, None if bool(mask.all()) else mask)
+    texts = tuple((text,) if isinstance(text, str) else text for text in drawn.texts)
+    return Batch(x, y, ids, None if bool(mask.all()) else mask, texts=texts)
 
 
 def class_indices(

@@ -55,7 +55,7 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
     labels = None if y is None else [y[i] for i in order]
     said = [beginning(text) for text in texts] or [""] * len(order)
     origins = [Origin(f"index {i}", text) for i, text in zip(order, said, strict=True)]
-    return Drawn(x, labels, notes + more, commit, origins)
+    return Drawn(x, labels, notes + more, commit, origins, texts=texts)
 
 
 def _continuations(

@@ -57,12 +57,14 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     notes += more + skipped + reader.notes() + _unseparated(net, text)
     x = [tokens for _, tokens in drawn]
     origins = [Origin(rows[i].name, beginning(texts[i])) for i, _ in drawn]
+    shown = [texts[i] for i, _ in drawn]
     if label is None or net.classes is None:
         named = unused_labels(label, origin) or unnamed_labels(columns, text, net, origin)
-        return Drawn(x, None, notes + named, origins=origins)
+        return Drawn(x, None, notes + named, origins=origins, texts=shown)
     values, places = [row.values[label] for row in rows], [row.place for row in rows]
     numbers, matched = class_numbers(values, net, places, origin=origin)
-    return Drawn(x, [numbers[i] for i, _ in drawn], notes + matched, origins=origins)
+    y = [numbers[i] for i, _ in drawn]
+    return Drawn(x, y, notes + matched, origins=origins, texts=shown)
 
 
 def row_text(values: Mapping[str, Any], columns: Sequence[str]) -> Text:

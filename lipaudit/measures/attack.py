@@ -55,11 +55,12 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
     """
     trials = options.trials()
     how = rewriting.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
+    spelled = any(trial.norm == "characters" for trial in trials)
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
     for batch in _whole(batches):
         check(net, batch, options)
         assert batch.y is not None
-        texts = None if how is None else rewriting.texts(how, batch)
+        texts = None if how is None else rewriting.texts(how, batch, characters=spelled)
         number, point = batch.start // CHUNK, net.point(batch)
         chunk = Chunk(number, point, batch.y, net.free(batch), texts)
         outcomes: list[Outcome] = []
@@ -189,8 +190,8 @@ def _examples(
         rows = torch.split(torch.arange(len(broken), device=x_adv.device), size)
         after = torch.cat([net.forward(x_adv[i], broken.rows(i)).softmax(1) for i in rows])
         for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
-            if end.drafts is not None:
-                after[i] = rewriting.scores(net, end.drafts[row])
+            if end.drafts is not None and chunk.texts is not None:
+                after[i] = rewriting.scores(net, chunk.texts.reader, end.drafts[row])
     assert broken.y is not None
     pairs = torch.stack([broken.y, after.argmax(1)], 1)
     scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]

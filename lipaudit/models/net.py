@@ -141,7 +141,9 @@ class Net:
         table = getattr(self.entry, "weight", None)
         if self.kind != "text" or not isinstance(table, Tensor) or table.ndim != 2:
             return ()
-        return ("words",) if self.lexicon is None else ("words", "characters")
+        if self.lexicon is not None:
+            return ("words", "characters")
+        return () if self.tokenize is not None else ("words",)
 
     def output(self, batch: Batch) -> Tensor:
         """Run the model on a batch: logits or features, (batch, ...)."""

@@ -26,15 +26,15 @@ def rewrite(
     """Make at most `budget` typing errors in each text; deterministic.
 
     A step tries `queries` errors, drawn evenly from the words in the order in which the margin
-    depends on them (the length of its slope, over the word's tokens). A word is left alone if its
-    tokens spell something that is not tokenized back to them, or is a single letter.
+    depends on them (the length of its slope, over the word's tokens). A single letter is left
+    alone.
 
     Raises:
         UsageError: the model came without a tokenizer that can spell.
     """
     reader, queries = oracle.reader, turn.attack.queries
     lexicon = reader.lexicon
-    if lexicon.spell is None or lexicon.encode is None:
+    if lexicon.read is None or lexicon.encode is None:
         raise UsageError(
             "characters needs a tokenizer that spells its tokens, and the model has none",
             "put the tokenizer's files beside config.json, or leave characters out",
@@ -42,7 +42,7 @@ def rewrite(
     typist = _Typist(lexicon)
 
     def propose(draft: Draft, slope: Tensor) -> Sequence[Draft]:
-        errors = (e for e in typist.errors(draft, slope) if len(e.ids) <= reader.most)
+        errors = filter(reader.read, typist.errors(draft, slope))
         return list(islice(errors, queries))
 
     return search(oracle, drafts, y, budget, propose)
@@ -52,32 +52,24 @@ class _Typist:
     """Types words with an error, and remembers how they are tokenized."""
 
     def __init__(self, lexicon: Lexicon) -> None:
-        assert lexicon.spell is not None
         assert lexicon.encode is not None
         encode = lexicon.encode
-        self.lexicon, self.spell = lexicon, cache(lexicon.spell)
+        self.lexicon = lexicon
         self.encode = cache(lambda text: tuple(encode(text)))
 
     def errors(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Draft]:
         """Yield the text with each error that can be made, words taking turns."""
-        texts = dict(draft.spelled)
-        order = _by_slope(draft, slope)
-        written = [(i, texts.get(i) or self._written(draft.words[i])) for i in order]
-        words = [(i, text) for i, text in written if len(text.strip()) > 1]
+        if draft.source is None:
+            return
+        texts, source = dict(draft.spelled), draft.source
+        order = [i for i in _by_slope(draft, slope) if not self.lexicon.fixed(draft.words[i])]
+        words = [(i, texts.get(i) or source.word(i)) for i in order]
+        words = [(i, text) for i, text in words if len(text) > 1]
         letters = _letters("".join(text for _, text in words))
         lists = [[(i, error) for error in _errors(text, letters)] for i, text in words]
         for turn in zip_longest(*lists):
             for i, error in filter(None, turn):
-                ids = self.encode(error)
-                if ids and ids != draft.words[i]:
-                    yield draft.with_word(i, ids, error)
-
-    def _written(self, word: tuple[int, ...]) -> str:
-        """Spell a word; nothing if that is not tokenized back to the same."""
-        if self.lexicon.fixed(word):
-            return ""
-        text: str = self.spell(word)
-        return text if self.encode(text) == word else ""
+                yield draft.with_word(i, self.encode(source.space(i) + error), error)
 
 
 def _by_slope(draft: Draft, slope: Tensor) -> list[int]:
@@ -94,13 +86,11 @@ def _letters(text: str) -> list[str]:
     return sorted(own | latin if own & latin else own)
 
 
-def _errors(text: str, letters: Sequence[str]) -> list[str]:
+def _errors(word: str, letters: Sequence[str]) -> list[str]:
     """Return every word that one error makes of this one, in an order of its own.
 
     The order mixes kinds and places, and is the same on every machine: it comes from the word.
     """
-    word = text.strip()
-    left, right = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
     cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
     errors = {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1}
     errors |= {a + b[1:] for a, b in cuts if b}
@@ -108,4 +98,4 @@ def _errors(text: str, letters: Sequence[str]) -> list[str]:
     errors |= {a + c + b for a, b in cuts for c in letters}
     order = sorted(errors - {word})
     random.Random(word).shuffle(order)
-    return [left + error + right for error in order]
+    return order

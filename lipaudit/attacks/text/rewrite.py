@@ -1,14 +1,15 @@
 """Changing texts a little: what a text is made of, how the model reads it, and a greedy search.
 
 A text is a row of token ids, cut into words. Token ids that belong to no word (special ones,
-punctuation, padding) stay where they are, whatever an attack does.
+punctuation, padding) stay where they are, whatever an attack does. Where the characters of a text
+are known, a change is cut into them, and the model reads the changed characters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +26,55 @@ DIGITS = 5
 """Decimal places of a margin that decide between two changes; what is behind them is rounding."""
 
 Ids = tuple[int, ...]
+Span = tuple[int, int, int]
+"""Where a token stands: which text of a pair, its first character, and the one behind its last."""
+NOWHERE: Span = (0, 0, 0)
+"""The span of a token that the tokenizer puts around texts."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The characters that a text was tokenized from.
+
+    Attributes:
+        texts: the text, or the two of a pair.
+        spans: per word, where its tokens stand, without the space around them.
+        most: the tokens after which the tokenizer cuts; one more than the model takes for a text
+            that was not cut.
+    """
+
+    texts: tuple[str, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    most: int
+
+    def word(self, i: int) -> str:
+        """Return the characters of a word."""
+        piece, start, _ = self.spans[i][0]
+        return self.texts[piece][start : self.spans[i][-1][2]]
+
+    def space(self, i: int) -> str:
+        """Return the space before a word, if it is one character of space."""
+        piece, start, _ = self.spans[i][0]
+        before = self.texts[piece][max(start - 1, 0) : start]
+        return before if before.isspace() else ""
+
+    def replaced(self, i: int, j: int, new: str) -> str:
+        """Return a word with other characters for its token j; nothing where that is no word."""
+        (_, start, end), others = self.spans[i][j], self.spans[i][:j] + self.spans[i][j + 1 :]
+        piece, first, _ = self.spans[i][0]
+        text, last = self.texts[piece], self.spans[i][-1][2]
+        alone = all(end <= other[1] or other[2] <= start for other in others)
+        if not alone or len(new.split()) != 1 or len(text[start:end].split()) != 1:
+            return ""
+        return text[first:start] + new + text[end:last]
+
+    def cut(self, words: Iterable[tuple[int, str]]) -> tuple[str, ...]:
+        """Return the texts with other characters for some words, and every other byte kept."""
+        texts = list(self.texts)
+        for i, new in sorted(words, reverse=True):
+            piece, start, _ = self.spans[i][0]
+            texts[piece] = texts[piece][:start] + new + texts[piece][self.spans[i][-1][2] :]
+        return tuple(texts)
 
 
 @dataclass(frozen=True)
@@ -35,6 +85,8 @@ class Lexicon:
         kinds: FIXED, BEGINS or GOES_ON for every token id.
         spell: ids -> text; None where there is no tokenizer that could.
         encode: a piece of text -> ids without special ones; None likewise.
+        read: (a text or the two of a pair, most tokens) -> ids and where each token stands.
+        write: id -> the characters that it adds to a word; nothing where it is no whole one.
         special: ids that stand around texts, and between two that are read as a pair.
         tokens: how the vocabulary writes every token id, marks of its own included; or nothing.
     """
@@ -44,6 +96,8 @@ class Lexicon:
     encode: Callable[[str], list[int]] | None = None
     special: frozenset[int] = frozenset()
     tokens: Sequence[str] = ()
+    read: Callable[[tuple[str, ...], int], tuple[Ids, tuple[Span, ...]]] | None = None
+    write: Callable[[int], str] = str
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Write token ids as a text, or as the two of a pair."""
@@ -55,13 +109,22 @@ class Lexicon:
         """Write token ids as text, or as numbers where they cannot be spelled."""
         return " ".join(map(str, ids)) if self.spell is None else self.spell(ids).strip()
 
-    def read_again(self, ids: Sequence[int]) -> Ids:
-        """Return the ids of a text, or of a pair, tokenized from its characters."""
-        if self.spell is None or self.encode is None:
-            return tuple(ids)
-        runs = ((special, list(run)) for special, run in groupby(ids, self.special.__contains__))
-        pieces = [run if special else self.encode(self.spell(run)) for special, run in runs]
-        return tuple(token for piece in pieces for token in piece)
+    def draft(self, ids: Sequence[int], texts: tuple[str, ...], most: int) -> Draft:
+        """Cut a text into words, each at its characters where the tokenizer finds them.
+
+        Args:
+            ids: the token ids.
+            texts: the text, or the two of a pair; empty for those that the ids spell.
+            most: the tokens that the model takes.
+        """
+        written = texts or tuple(self.texts(ids))
+        for limit in (most + 1, len(ids)):
+            tokens, spans = self.read(written, limit) if self.read else ((), ())
+            if tokens == tuple(ids):
+                words, each = self.words(ids, spans), iter(spans)
+                places = tuple(tuple(islice(each, len(word))) for word in words)
+                return Draft(words, source=Source(written, places, limit))
+        return Draft(self.words(ids))
 
     def name(self, token: int) -> str:
         """Write one token id for people: as text, or where that shows nothing, as it is kept."""
@@ -69,16 +132,20 @@ class Lexicon:
         spelled = "" if self.spell is None else self.spell([token]).strip()
         return kept if not spelled or "\ufffd" in spelled else spelled
 
-    def words(self, ids: Sequence[int]) -> tuple[Ids, ...]:
-        """Cut a text into words; every fixed id is a piece of its own."""
+    def words(self, ids: Sequence[int], spans: Sequence[Span] = ()) -> tuple[Ids, ...]:
+        """Cut a text into words; every fixed id is a piece of its own.
+
+        A word goes on only where its next token follows without a gap, if the spans are known.
+        """
         words: list[list[int]] = []
-        before = FIXED
-        for token, kind in zip(ids, self.kinds[list(ids)].tolist(), strict=True):
-            if kind == GOES_ON and before != FIXED:
+        before, end = FIXED, NOWHERE
+        kinds = self.kinds[list(ids)].tolist()
+        for token, kind, span in zip(ids, kinds, spans or [NOWHERE] * len(ids), strict=True):
+            if kind == GOES_ON and before != FIXED and span[0] == end[0] and span[1] <= end[2]:
                 words[-1].append(token)
             else:
                 words.append([token])
-            before = kind
+            before, end = kind, span
         return tuple(map(tuple, words))
 
     def fixed(self, word: Sequence[int]) -> bool:
@@ -94,15 +161,22 @@ class Draft:
         words: token ids of each word (or fixed piece), in order.
         changed: which word each change was made to.
         spelled: words as they are written now, where that was changed.
+        source: the characters of the unchanged text, where they are known.
     """
 
     words: tuple[Ids, ...]
     changed: tuple[int, ...] = ()
     spelled: tuple[tuple[int, str], ...] = ()
+    source: Source | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The characters of the text, or of the two of a pair; empty where they are not known."""
+        return () if self.source is None else self.source.cut(self.spelled)
 
     @property
     def ids(self) -> Ids:
-        """The text as token ids."""
+        """The text as token ids, each word tokenized alone."""
         return tuple(token for word in self.words for token in word)
 
     def with_word(self, i: int, word: Ids, spelled: str | None = None) -> Draft:
@@ -110,7 +184,7 @@ class Draft:
         words = (*self.words[:i], word, *self.words[i + 1 :])
         kept = tuple(pair for pair in self.spelled if pair[0] != i)
         written = kept if spelled is None else (*kept, (i, spelled))
-        return Draft(words, (*self.changed, i), written)
+        return Draft(words, (*self.changed, i), written, self.source)
 
 
 @dataclass(frozen=True)
@@ -136,6 +210,14 @@ class Reader:
     most: int
     pad_id: int = 0
     near: dict[int, Tensor] = field(default_factory=dict, compare=False)
+
+    def read(self, draft: Draft) -> Ids:
+        """Return the ids of a text, from its characters; none where the model cannot take it."""
+        if draft.source is None or self.lexicon.read is None:
+            return draft.ids
+        ids, _ = self.lexicon.read(draft.texts, draft.source.most)
+        fits = 0 < len(ids) <= self.most and max(ids) < len(self.lexicon.kinds)
+        return ids if fits else ()
 
     def padded(self, texts: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
         """Return texts as one tensor of ids, and their mask if any is padded."""
@@ -198,21 +280,23 @@ def search(
 ) -> list[Draft]:
     """Change texts one by one, each time as the margin falls most, until it is negative.
 
-    Every proposal is evaluated as it stands. Greedy: k changes are the first k of k + 1. A text
-    that no proposal brings nearer to another class keeps what it has.
+    Every proposal is evaluated from its characters, where they are known. Greedy: k changes are
+    the first k of k + 1. A text that no proposal brings nearer to another class keeps what it has.
     """
     best = list(drafts)
-    margin = margins(oracle([draft.ids for draft in best]), y).tolist()
+    read = oracle.reader.read
+    margin = margins(oracle([read(draft) for draft in best]), y).tolist()
     going = [i for i, value in enumerate(margin) if value >= 0]
     for _ in range(budget):
         slopes = oracle.slopes([best[i].ids for i in going], y[going]) if going else []
-        tried = [list(propose(best[i], slope)) for i, slope in zip(going, slopes, strict=True)]
+        tried = [propose(best[i], slope) for i, slope in zip(going, slopes, strict=True)]
+        tried = [[draft for draft in drafts if read(draft)] for drafts in tried]
         going = [i for i, drafts in zip(going, tried, strict=True) if drafts]
         tried = [drafts for drafts in tried if drafts]
         if not going:
             break
         labels = y[going].repeat_interleave(torch.tensor([len(t) for t in tried], device=y.device))
-        values = margins(oracle([d.ids for t in tried for d in t]), labels).tolist()
+        values = margins(oracle([read(d) for t in tried for d in t]), labels).tolist()
         for i, texts in zip(tuple(going), tried, strict=True):
             own, values = values[: len(texts)], values[len(texts) :]
             lowest = min(range(len(own)), key=lambda j: round(own[j], DIGITS))
@@ -242,6 +326,11 @@ def within(
         if not same or strange or any(lexicon.fixed(old.words[i]) for i in differing):
             raise EvaluationError(
                 f"the attack {attack} changed what is no word, or did not say what it changed",
+                "this is a fault of the attack: leave it out of --attack",
+            )
+        if old.source is not new.source or {i for i, _ in new.spelled} - set(new.changed):
+            raise EvaluationError(
+                f"the attack {attack} changed characters and did not say so",
                 "this is a fault of the attack: leave it out of --attack",
             )
         if len(new.changed) > budget:

@@ -9,12 +9,13 @@ embeddings and check meaning and grammar. Nothing of the kind is checked here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.attacks.text.rewrite import FIXED, Draft, Reader, TextOracle, search
+from lipaudit.attacks.text.rewrite import FIXED, Draft, Lexicon, Reader, TextOracle, search
 from lipaudit.attacks.turn import Turn
 
 NEIGHBOURS = 50
@@ -81,11 +82,17 @@ def _steepest(
         what.append(others)
     if not rises:
         return []
-    order = torch.cat(rises).argsort(stable=True)[:queries]
+    order = torch.cat(rises).argsort(stable=True)
     substitutes = torch.cat(what)[order].tolist()
     chosen = zip([where[k] for k in order.tolist()], substitutes, strict=True)
-    return [draft.with_word(i, _replaced(draft.words[i], j, new)) for (i, j), new in chosen]
+    drafts = (_replaced(draft, i, j, new, reader.lexicon) for (i, j), new in chosen)
+    return list(islice(filter(None, drafts), queries))
 
 
-def _replaced(word: tuple[int, ...], j: int, token: int) -> tuple[int, ...]:
-    return (*word[:j], token, *word[j + 1 :])
+def _replaced(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:
+    """Put a token in place of another; None where no characters of a word say that."""
+    word = (*draft.words[i][:j], token, *draft.words[i][j + 1 :])
+    if draft.source is None:
+        return draft.with_word(i, word)
+    text = draft.source.replaced(i, j, lexicon.write(token))
+    return draft.with_word(i, word, text) if text not in ("", draft.source.word(i)) else None

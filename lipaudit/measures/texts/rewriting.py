@@ -63,25 +63,46 @@ def _plain(net: Net) -> Lexicon:
     return Lexicon(kinds)
 
 
-def texts(how: Reader, batch: Batch) -> Texts:
-    """Return the samples of a batch as texts, without their padding."""
+def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
+    """Return the samples of a batch as texts, without their padding.
+
+    Args:
+        how: how the model reads them.
+        batch: the samples.
+        characters: whether characters are to be changed.
+
+    Raises:
+        InputError: the characters of a text are needed, and the token ids do not follow from them.
+    """
     masks = [None] * len(batch) if batch.mask is None else batch.mask.cpu()
     rows = [x if mask is None else x[mask] for x, mask in zip(batch.x.cpu(), masks, strict=True)]
-    return Texts(how, [Draft(how.lexicon.words(row.tolist())) for row in rows])
+    written = batch.texts or ((),) * len(rows)
+    drafts = [
+        how.lexicon.draft(row.tolist(), text, how.most)
+        for row, text in zip(rows, written, strict=True)
+    ]
+    lost = sum(draft.source is None for draft in drafts)
+    if lost and (batch.texts or characters):
+        raise InputError(
+            f"the token ids of {lost} samples do not follow from their characters, which words "
+            "and characters are changed in",
+            "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings: --attack "
+            "fgsm,pgd --eps 0.1.",
+        )
+    return Texts(how, drafts)
 
 
 def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[str, Any]]:
     """Describe every text that an attack tried, in plain values."""
     assert outcome.drafts is not None
     assert outcome.trial is not None
-    spelled = before.reader.lexicon.texts
     standing = outcome.robust.tolist()
     return [
         {
             "id": name,
             "trial": str(outcome.trial.key),
-            **dict(zip(COLUMNS, spelled(new.ids), strict=False)),
-            "original": BETWEEN.join(spelled(old.ids)),
+            **dict(zip(COLUMNS, _texts(new), strict=False)),
+            "original": BETWEEN.join(_texts(old)),
             "changes": len(new.changed),
             "robust": bool(stands),
         }
@@ -91,9 +112,14 @@ def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[st
     ]
 
 
-def scores(net: Net, draft: Draft) -> Tensor:
+def _texts(draft: Draft) -> tuple[str, ...]:
+    """Return a text, or the two of a pair; its ids where its characters are not known."""
+    return draft.texts or (" ".join(map(str, draft.ids)),)
+
+
+def scores(net: Net, how: Reader, draft: Draft) -> Tensor:
     """Return the class scores of a text, of 1 in all."""
-    ids = torch.tensor([draft.ids], device=net.device)
+    ids = torch.tensor([how.read(draft)], device=net.device)
     return net.output(_batch(ids, None)).softmax(1)[0]
 
 
@@ -101,7 +127,7 @@ def written(outcome: Outcome, before: Texts | None, row: int) -> str:
     """Return how a text begins that an attack changed; nothing of one that moved embeddings."""
     if outcome.drafts is None or before is None:
         return ""
-    return _cut(BETWEEN.join(before.reader.lexicon.texts(outcome.drafts[row].ids)))
+    return _cut(BETWEEN.join(_texts(outcome.drafts[row])))
 
 
 def table(parts: Sequence[Part]) -> bytes:

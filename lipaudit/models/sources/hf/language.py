@@ -61,7 +61,9 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
         tokenize_pair=feed.two if feed is not None and feed.pairs else None,
         pad_id=known_pad(config) or 0,
         end_id=_end_id(module, tower),
-        lexicon=None if tokenizer is None else partial(lexicon, tokenizer, size),
+        lexicon=partial(lexicon, tokenizer, size)
+        if getattr(tokenizer, "is_fast", False)
+        else None,
         next_logits=_next_logits(module, feed),
         call=call,
         read=read,

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from typer.testing import CliRunner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
 

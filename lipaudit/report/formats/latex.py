@@ -49,7 +49,8 @@ def render(page: Document) -> bytes:
     """Write the scorecard and the tables of a page; folded ones and pictures are left out."""
     about = [page.title, *map(": ".join, page.facts)]
     lines = [r"% needs \usepackage{booktabs}", *(f"% {escape(text)}" for text in about)]
-    lines += _remarks(filter(None, (page.outcome and page.outcome.text, page.partial)))
+    outcome = page.outcome.text if page.outcome else ""
+    lines += _remarks(text for text in (outcome, page.partial) if text)
     lines += _block(Notes(page.notes))
     if page.scorecard:
         rows, notes = scored(page.scorecard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -66,6 +67,15 @@ class Batch:
         """Cut into batches of at most `size` samples, in order, without needless padding."""
         for start in range(0, len(self), size):
             yield self[start : start + size].trimmed()
+
+    def by_length(self) -> Iterator[Batch]:
+        """Cut into runs of samples of one length, in order: nothing is padded."""
+        lengths = [0] * len(self) if self.mask is None else self.mask.sum(1).tolist()
+        for _, run in groupby(range(len(self)), key=lengths.__getitem__):
+            first, *_, last = [*run] * 2
+            part = self[first : last + 1].trimmed()
+            padded = part.mask is not None and not part.mask.all()
+            yield part if padded else replace(part, mask=None)
 
     def trimmed(self) -> Batch:
         """Return the same samples without the last columns, where all of them are padded."""

@@ -17,7 +17,6 @@ from lipaudit.errors import EvaluationError, InputError
 from lipaudit.gate.attribution import SMALL_GAP, Attribution, attribution
 from lipaudit.gate.statistics import Values
 from lipaudit.measures.measure import seed_of
-from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import AGREEMENT, linearize
 from lipaudit.models.derivative.model_norms import jacobian_norms
@@ -31,7 +30,6 @@ from lipaudit.settings import JacobianOptions
 from lipaudit.settings.jacobian import Grouping
 
 NAME = "attribution"
-BATCH = 16
 
 
 def attribute(
@@ -79,7 +77,7 @@ class _Swaps:
         self.observer.note(self._outline())
         self.observer.begins(NAME, len(self.batch))
         parts = []
-        for part in self.batch.split(self.job.request.run.batch_size or BATCH):
+        for part in self.job.batches("jacobian"):
             parts.append(self._of_batch(part.to(net.device, net.dtype)))
             self.observer.advances(NAME, len(part))
         self.observer.ends(NAME)
@@ -108,7 +106,6 @@ class _Swaps:
 
     def _of_batch(self, batch: Batch) -> dict[str, Values]:
         """Return all norms of a batch, and their first-order changes where there are any."""
-        require_padding_is_ignored(self.job.net, batch)
         every = self.exchange.names
         held = [(), every, *((name,) for name in every)]
         held += [tuple(n for n in every if n != name) for name in every]

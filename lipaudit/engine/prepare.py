@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -99,13 +100,16 @@ class Job:
         return self.samples.batch[: min(self.cut(name), self.counts[name])].trimmed()
 
     def batches(self, name: str) -> list[Batch]:
-        """Return the batches of a measure that are measured here: all, or every so-maniest.
+        """Return the batches of a measure that are measured here: all, or every n-th.
 
-        A shard has whole batches of the run, so that its numbers are those of one process.
+        A shard has whole batches of the run, so that its numbers are those of one process. The
+        texts of a batch have one length, but for measures whose chunks are fixed: no figure can
+        depend on the padding that a text gets from others.
         """
         number, of = self.request.run.shard or (1, 1)
         whole = self.samples.batch[: self.counts[name]]
-        return list(whole.split(self.cut(name)))[number - 1 :: of]
+        cut = list(whole.split(self.cut(name)))[number - 1 :: of]
+        return cut if MEASURES[name].chunk else [*chain.from_iterable(b.by_length() for b in cut)]
 
     @property
     def here(self) -> dict[str, int]:

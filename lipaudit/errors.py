@@ -94,7 +94,8 @@ def visible(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(_escaped(c) if _is_control(c) and c not in keep else c for c in text)
+    shown = {c: _escaped(c) for c in set(text) - set(keep) if _is_control(c)}
+    return text.translate(str.maketrans(shown))
 
 
 def _is_control(character: str) -> bool:

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import (
     MEASURING,
@@ -24,6 +22,7 @@ from lipaudit.cli.measure import (
     typed_command,
 )
 from lipaudit.cli.options import ModelsArgument, Output, Several, Terminal
+from lipaudit.cli.streams import say
 from lipaudit.errors import EvaluationError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AttentionOptions, AuditOptions, MeasureOptions, RunOptions
 
@@ -165,7 +164,7 @@ def _audit_each(requests: Sequence[Request], how: _How) -> None:
     if not quiet:
         each = f"{shlex.quote(str(folder))}/*/report.json"
         lines = ("", f"report: {folder / 'report.html'}", f"data:   {each}")
-        typer.echo("\n".join(lines), err=True)
+        say("\n".join(lines))
     require_whole({request.model: r for request, r in zip(requests, reports, strict=True)}, AGAIN)
 
 
@@ -214,7 +213,7 @@ def _resumable(request: Request, done: int, folder: Path) -> Iterator[None]:
     except (Exception, KeyboardInterrupt):
         if done:
             text = f"{done} finished in {folder}: {request.continuation}"
-            typer.echo(f"note: {text}", err=True)
+            say(f"note: {text}")
         raise
 
 
@@ -271,7 +270,7 @@ def _announce_several(outlines: Sequence[Outline], kept: Sequence[Report | None]
 
 def _announce(models: str, counts: Mapping[str, int], more: str = "") -> None:
     parts = ", ".join(f"{name} ({count} samples)" for name, count in counts.items())
-    typer.echo(f"audit of {models}: {parts}{more}", err=True)
+    say(f"audit of {models}: {parts}{more}")
 
 
 def _with_map(
@@ -322,4 +321,4 @@ def _conclude(model: str, report: Report, folder: Path) -> None:
             f"  lipaudit baseline save {shlex.quote(str(saved))}",
             f"  lipaudit gate {shlex.quote(model)} --baseline lipaudit-baseline.json",
         ]
-    typer.echo("\n".join(lines), err=True)
+    say("\n".join(lines))

@@ -31,6 +31,7 @@ from lipaudit.cli.remeasure import (
     read_or_measured,
     together,
 )
+from lipaudit.cli.streams import say
 
 if TYPE_CHECKING:
     from lipaudit.gate import Judgement
@@ -298,7 +299,7 @@ def show(output: Shown, extent: Extent, terminal: Plain, baseline: Kept = DEFAUL
 
     standard = load_baseline(baseline)
     if not terminal.quiet:
-        typer.echo(f"baseline because: {standard.run.reason or 'no reason given'}", err=True)
+        say(f"baseline because: {standard.run.reason or 'no reason given'}")
     emit(standard, output, always=False, details=extent.details)
 
 
@@ -323,4 +324,4 @@ def _promote(report: Path, output: Path, reason: str, *, quiet: bool) -> None:
 
     write(output, schema.dumps(promote(schema.load(report), reason)).encode())
     if not quiet:
-        typer.echo(f"wrote {output}", err=True)
+        say(f"wrote {output}")

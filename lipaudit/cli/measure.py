@@ -14,6 +14,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.options import Extent, ModelArgument, Output, Plain, Shown, Terminal
+from lipaudit.cli.streams import say
 from lipaudit.errors import ExitCode, LipauditError, UsageError
 from lipaudit.settings import MeasureOptions, RunOptions, option_types
 
@@ -33,7 +34,7 @@ def _command(name: str, options_type: type[MeasureOptions]) -> Callable[..., Non
     ) -> None:
         outline = options.outline(run.samples or options.samples)
         if outline and not terminal.quiet:
-            typer.echo(f"{name} of {model}: {outline}", err=True)
+            say(f"{name} of {model}: {outline}")
         run_measures(model, {name: options}, run, output, terminal)
 
     measure.__doc__ = options_type.__doc__

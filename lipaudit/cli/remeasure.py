@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from lipaudit.cli.audit import RUNS, made_folder
+from lipaudit.cli.streams import say
 from lipaudit.errors import BaselineError, InputError, UsageError
 from lipaudit.settings import JacobianOptions, RunOptions
 from lipaudit.settings.jacobian import SWAPPED, Grouping
@@ -145,7 +144,7 @@ def read_or_measured(
     ):
         write(kept, render(report, "json"))
     if not quiet:
-        typer.echo(f"measured: {kept}", err=True)
+        say(f"measured: {kept}")
     return report
 
 

@@ -62,6 +62,15 @@ def make_printable() -> None:
             reconfigure(errors="lipaudit.plain")
 
 
+def say(text: str) -> None:
+    """Write a line to stderr with the control characters of foreign text shown.
+
+    Args:
+        text: may hold names of files, models and classes, and newlines of its own.
+    """
+    print(visible(text, keep="\n\t"), file=sys.stderr, flush=True)
+
+
 @contextmanager
 def unheeded(stream: TextIO) -> Iterator[None]:
     """Let a stream whose reader went away (`| head`) lead nowhere; the work goes on.

@@ -17,6 +17,7 @@ import typer
 
 from lipaudit.cli.app import app, command
 from lipaudit.cli.options import Lines, ModelArgument, Output, Plain, Terminal, completed
+from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.settings import AuditOptions, RunOptions
 
@@ -339,7 +340,7 @@ def init(
     write(output, example.replace("py:model.py:", f"py:{output}:").encode())
     if not terminal.quiet:
         measured = f"Measure it: lipaudit bounds {shlex.quote(f'py:{output}:model')}"
-        typer.echo(f"Wrote {output}. {measured}", err=True)
+        say(f"Wrote {output}. {measured}")
 
 
 @command("schema", panel=LEARN)

@@ -17,6 +17,7 @@ import typer
 from lipaudit.cli.app import command, complain
 from lipaudit.cli.measure import require_unlimited, require_unsharded, typed_command
 from lipaudit.cli.options import Lines, ModelArgument, Terminal
+from lipaudit.cli.streams import say
 from lipaudit.errors import LipauditError, UsageError
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.settings.audit import DEMO_EPS
@@ -157,7 +158,7 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
         state = replica.first(record.resumed() if task.first else None)
         done = 0 if state is None else int(state["epochs"])
         if done and not quiet:
-            typer.echo(f"Going on after epoch {done} of {recipe.epochs}.", err=True)
+            say(f"Going on after epoch {done} of {recipe.epochs}.")
         epochs = epochs_of(net, data.batch, recipe, held_out=batch, state=state, replica=replica)
         epochs = _watched(epochs, net, batch, task, after=done)
         for epoch in _reported(epochs, recipe.epochs, quiet=quiet):
@@ -168,7 +169,7 @@ def _train(model: str, run: RunOptions, recipe: Recipe, task: Task, *, quiet: bo
     complete = save_model(net, task.out, options)
     record.finish()
     if not quiet and task.watch:
-        typer.echo(f"Curves: {task.out / FOLDER / 'history.html'}", err=True)
+        say(f"Curves: {task.out / FOLDER / 'history.html'}")
     if not quiet:
         asked = run.model_copy(update={"data": check or run.data})
         _farewell(task.out, _measuring(task.out, asked) if complete else None)
@@ -201,7 +202,7 @@ def _kept(record: TrainingRecord, *, quiet: bool) -> Iterator[None]:
     except (Exception, KeyboardInterrupt):
         if record.epochs and not quiet:
             text = "finished epochs are kept: the same command with --resume goes on"
-            typer.echo(f"note: {text}", err=True)
+            say(f"note: {text}")
         raise
 
 
@@ -255,7 +256,7 @@ def _reported(epochs: Iterable[Epoch], total: int, *, quiet: bool) -> Iterator[E
         facts += [] if epoch.accuracy is None else [f"held out {epoch.accuracy:.1%}"]
         if not quiet:
             line = f"epoch {epoch.number}/{total}: {', '.join(facts)}; about {left:.0f} s left"
-            typer.echo(line, err=True)
+            say(line)
 
 
 def _measuring(out: Path, run: RunOptions) -> str:
@@ -271,6 +272,6 @@ def _measuring(out: Path, run: RunOptions) -> str:
 
 def _farewell(out: Path, measuring: str | None) -> None:
     if measuring is not None:
-        typer.echo(f"Trained. Measure it: {measuring}", err=True)
+        say(f"Trained. Measure it: {measuring}")
     else:
-        typer.echo(f"Trained. Load {out}/model.safetensors in your py: factory.", err=True)
+        say(f"Trained. Load {out}/model.safetensors in your py: factory.")

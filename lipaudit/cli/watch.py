@@ -12,6 +12,7 @@ from lipaudit.cli.app import command
 from lipaudit.cli.audit import audit_request
 from lipaudit.cli.measure import MEASURING, require_alone, require_unlimited
 from lipaudit.cli.options import Extent, Output, Terminal
+from lipaudit.cli.streams import say
 from lipaudit.errors import InputError, LipauditError, as_user_meets, bug
 from lipaudit.settings import AuditOptions, RunOptions, Settings, option
 from lipaudit.settings.option import Need
@@ -100,7 +101,7 @@ def watch(
         )
     emit(of_history(diary.history), output, details=extent.details)
     if not terminal.quiet:
-        typer.echo(f"history: {diary.path}\npage:    {diary.page}", err=True)
+        say(f"history: {diary.path}\npage:    {diary.page}")
     if stopped is not None:
         raise stopped
     _require_complete(directory)
@@ -137,7 +138,7 @@ def _measure_pending(directory: Directory, logs: list[Logger], observer: OnStder
     for number, checkpoint in enumerate(pending, 1):
         if not observer.quiet:
             said = f"step {checkpoint.step}: {checkpoint.name} ({number} of {len(pending)} new)"
-            typer.echo(said, err=True)
+            say(said)
         observer.model = checkpoint.name
         with observer:
             point = directory.measure(checkpoint, observer)

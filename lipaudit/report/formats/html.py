@@ -10,6 +10,7 @@ import hashlib
 import math
 from typing import Any
 
+from lipaudit.errors import visible
 from lipaudit.report import cells
 from lipaudit.report.blocks import Block, Document, Picture, Table
 from lipaudit.report.draw import passages
@@ -43,7 +44,8 @@ def render(page: Document) -> bytes:
     script = environment.get_template("page.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment.get_template("report.html")
-    return template.render(page=page, kind=kind, script=script, digest=digest).encode()
+    text = template.render(page=page, kind=kind, script=script, digest=digest)
+    return visible(text, keep="\n\t").encode()
 
 
 def kind(block: Block) -> str:

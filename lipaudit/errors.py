@@ -94,8 +94,8 @@ def visible(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    shown = {c: _escaped(c) for c in set(text) - set(keep) if _is_control(c)}
-    return text.translate(str.maketrans(shown))
+    shown = {ord(c): _escaped(c) for c in set(text) - set(keep) if _is_control(c)}
+    return text.translate(shown)
 
 
 def _is_control(character: str) -> bool:

@@ -18,7 +18,7 @@ from lipaudit.engine.files import require_writable
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import MEASURES
 from lipaudit.models.difference import compare_derivative
-from lipaudit.models.failing import require_per_sample
+from lipaudit.models.failing import require_padding_is_unread, require_per_sample
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic
 from lipaudit.models.scoring import scoring
@@ -262,6 +262,9 @@ def _checked(name: str, net: Net, batch: Batch, options: MeasureOptions) -> Meas
     if options.labelled and net.classes is not None and batch.y is None:
         raise _unlabelled(name)
     MEASURES[name].check(net, batch, options)
+    if MEASURES[name].chunk and batch.mask is not None:  # others get texts of one length at a time
+        with eager(), exact_arithmetic(net.device):
+            require_padding_is_unread(net, batch)
     return options
 
 

@@ -87,6 +87,29 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
         )
 
 
+def require_padding_is_unread(net: Net, batch: Batch) -> None:
+    """Refuse a model to whose outputs padding matters: the shortest text beside the longest.
+
+    Args:
+        net: the model.
+        batch: texts with their mask.
+
+    Raises:
+        InputError: an output beside the other text is not the output alone.
+    """
+    assert batch.mask is not None
+    lengths = batch.mask.sum(1)
+    ends = torch.stack([lengths.argmin(), lengths.argmax()])
+    try:
+        require_per_sample(net, batch.rows(ends), singly=False)
+    except InputError as error:
+        raise InputError(
+            f"{net.info.architecture} reads padding: {error.message}",
+            "Attack texts of one length (--max-tokens cuts them); bounds, attention and jacobian "
+            "measure each length by itself.",
+        ) from error
+
+
 def _outputs(net: Net, batches: Sequence[Batch]) -> Tensor:
     """Return the outputs of batches, joined.
 

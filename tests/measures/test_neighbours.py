@@ -11,7 +11,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.engine.task import Task
-from lipaudit.settings import AttentionOptions, BoundsOptions, JacobianOptions, RunOptions
+from lipaudit.errors import InputError
+from lipaudit.settings import (
+    AttackOptions,
+    AttentionOptions,
+    BoundsOptions,
+    JacobianOptions,
+    RunOptions,
+)
 
 WORDS = ["<pad>", "<unk>", *"bcdefgh"]
 LONG = " ".join("bcdefgh"[i * i % 7] for i in range(34))
@@ -77,3 +84,27 @@ def test_every_figure_of_a_text_in_a_batch_is_that_of_the_text_alone(tmp_path, k
         for what, value in alone.items():
             beside = together[sample][what]
             np.testing.assert_allclose(beside, value, rtol=1e-9, atol=1e-12, err_msg=what)
+
+
+@pytest.mark.parametrize("kind", ["ConvBert", "Bert"])
+def test_an_attack_refuses_a_model_that_reads_padding(tmp_path, kind):
+    module = save_classifier(tmp_path, kind)
+    ids = torch.tensor([[2, 3, 4]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        alone = module(ids).logits
+        padded = module(torch.nn.functional.pad(ids, (0, 2)), attention_mask=mask).logits
+    reads = not torch.allclose(alone, padded, atol=1e-3)
+    assert reads == (kind == "ConvBert")  # says plain transformers
+    rows = [{"text": text, "label": i % 3} for i, text in enumerate(TEXTS)]
+    data = tmp_path / "labelled.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    run = RunOptions(data=str(data), samples=len(TEXTS), device="cpu")
+    request = Request(str(tmp_path), {"attack": AttackOptions(eps=["0.1"])}, run)
+    if not reads:
+        assert len(prepare(request).samples.batch) == len(TEXTS)
+        return
+    with pytest.raises(InputError, match="reads padding"):
+        prepare(request)
+    data.write_text("\n".join(map(json.dumps, [r for r in rows if r["text"] in ("c e", "d e")])))
+    assert prepare(request).samples.batch.mask is None  # nothing is padded, nothing refused

@@ -85,13 +85,21 @@ def inside(
         raise _at_fault(attack, f"returned values that are not finite on {bad} samples")
     near = project(z, x, ball)
     excess = distance(z, near, ball.norm)
-    entries = {"linf": 1, "l2": x[:1].numel(), "token-l2": x.shape[-1]}[ball.norm]
-    size = max(float(x.abs().amax()) + ball.eps, *map(abs, ball.box or (0.0,)))
-    rounding = ROUNDINGS * 2.0**-24 * math.sqrt(entries) * size
-    if bad := int((excess > SLACK * ball.eps + rounding).sum()):
+    if bad := int((excess > SLACK * ball.eps + _rounding(x, ball, torch.float32)).sum()):
         far = float(excess.max())
         raise _at_fault(attack, f"left the ball or the box on {bad} samples, by up to {far:.3g}")
     return near
+
+
+def _rounding(x: Tensor, ball: Ball, dtype: torch.dtype) -> float:
+    entries = {"linf": 1, "l2": x[:1].numel(), "token-l2": x.shape[-1]}[ball.norm]
+    size = max(float(x.abs().amax()) + ball.eps, *map(abs, ball.box or (0.0,)))
+    return ROUNDINGS * torch.finfo(dtype).eps / 2 * math.sqrt(entries) * size
+
+
+def is_resolved(x: Float[Tensor, " batch *sample"], ball: Ball) -> bool:
+    """Tell whether the radius is larger than the rounding of points in the ball around x."""
+    return ball.eps == 0 or ball.eps >= _rounding(x, ball, x.dtype)
 
 
 def _at_fault(attack: str, what: str) -> EvaluationError:

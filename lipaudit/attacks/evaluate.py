@@ -23,7 +23,7 @@ from lipaudit.attacks.balls import Ball, distance, inside, random_start
 from lipaudit.attacks.oracle import ByRow, Classifier, Meter, Oracle, logits_and_gradient, margins
 from lipaudit.attacks.outcome import Chunk, Outcome, chunks
 from lipaudit.attacks.plan import CHUNK, Attack, Trial, adapt
-from lipaudit.attacks.sanity import examine, refuse_training
+from lipaudit.attacks.sanity import examine, refuse_training, resolution_notes
 from lipaudit.attacks.text.rewrite import Draft, RewriteFunction, TextOracle, within
 from lipaudit.attacks.turn import AttackFunction, Turn
 from lipaudit.errors import EvaluationError, UsageError
@@ -135,6 +135,7 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
     seed = derive_seed(session.seed, attack.name, chunk.number)
     generator = torch.Generator().manual_seed(seed)
     fitted, notes = adapt(attack, session.logits.shape[1])
+    notes += resolution_notes(chunk.x, ball)
     robust, x_adv = last.robust.clone(), last.x_adv.clone()
     number, turns = 0, fitted.turns if ball.eps > 0 else 0
     while number < turns and bool(robust.any()):

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lipaudit.attacks.balls import Ball, is_resolved
 from lipaudit.errors import UsageError
 from lipaudit.results import Note
 
@@ -149,6 +150,20 @@ def square_notes(before: int, after: int, samples: int) -> tuple[Note, ...]:
         "gradients may be masked, and robust accuracy may be lower still"
     )
     return (_warning("square-beats-gradients", text),)
+
+
+def resolution_notes(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[Note, ...]:
+    """Warn where x + delta loses much of delta, as the samples are too large for the radius."""
+    if is_resolved(x, ball):
+        return ()
+    advice = "give --dtype float64" if x.dtype == torch.float32 else "scale the data down"
+    dtype = str(x.dtype).removeprefix("torch.")
+    text = (
+        f"{ball.norm} {ball.eps:g} is below the resolution of {dtype} at values as large "
+        "as those of the data: attacks lose part of the ball, and robust "
+        f"accuracy may be too high; {advice}"
+    )
+    return (_warning("ball-below-resolution", text),)
 
 
 def refuse_training(f: Any) -> None:

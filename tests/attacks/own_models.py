@@ -375,6 +375,74 @@ def _() -> Any:
     return figure, "0 come back"
 
 
+# Large coordinates.
+
+
+def _far(attack: str, dtype: str = "float64", code: str = "") -> Any:
+    """Sequences with one coordinate at 1e5 that the model does not look at."""
+    w, b, x, _ = linear(shape=(4, 4))
+    x = x - 0.5
+    w[:, 0] = 0
+    x[:, 0, 0] = 1e5
+    y = Lin(w, 0 * b)(x).argmax(1)
+    model = Lin(w, 0 * b)
+    options = {"eps": "0.02", "norm": "linf", "attack": attack, "dtype": dtype}
+    options["input_shape"] = (4, 4)
+    if code:
+        return noted(model, x, y, code, **options), code
+    return attacked(model, x, y, **options), percent(
+        linear_truth(w, 0 * b, x, y, 0.02, "linf", None)
+    )
+
+
+case("a coordinate of 1e5, APGD in float64")(lambda: _far("custom:apgd-ce,apgd-t"))
+case("a coordinate of 1e5, FAB in float64")(lambda: _far("custom:fab-t"))
+case("a coordinate of 1e5 in float32: a warning")(
+    lambda: _far("fgsm", "float32", "ball-below-resolution")
+)
+case("a coordinate of 1e5 in float64: no warning")(
+    lambda: (_far("fgsm", "float64", "ball-below-resolution")[0], "not noted")
+)
+
+
+@case("a coordinate of 1e5, Square in float64: two classes by one pixel")
+def _() -> Any:
+    return _pixel(None)
+
+
+@case("a box of 0..1e5, Square in float64: two classes by one pixel")
+def _() -> Any:
+    return _pixel((0.0, 1e5))
+
+
+class Pixel(nn.Module):
+    """Two classes by whether the sum of a picture but for its first pixel is above a level."""
+
+    def __init__(self, level: float) -> None:
+        super().__init__()
+        self.level = nn.Parameter(torch.tensor(level))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.flatten(1)[:, 1:].sum(1) - self.level
+        return torch.stack([z, -z], 1)
+
+
+def _pixel(box: Any) -> Any:
+    shape = (4, 4) if box is None else (1, 4, 4)
+    x = torch.rand(64, *shape, generator=draw(7))
+    level, eps = float(x.flatten(1)[:, 1:].sum(1).median()), 0.02
+    x.flatten(1)[:, 0] = 1e5
+    model = Pixel(level)
+    y = model(x).argmax(1)
+    flat = x.double().flatten(1)
+    gap = (flat[:, 1:].sum(1) - level).abs()
+    v = torch.ones(64, 15) * torch.where(y == 0, 1.0, -1.0)[:, None]
+    truth = percent(gap > reach(v, flat[:, 1:], eps, "linf", box))
+    spec = ModelSpec(model, shape, kind="tokens" if box is None else "image", box=box)
+    options = {"norm": "linf", "attack": "custom:square", "queries": 500, "dtype": "float64"}
+    return attacked(spec, x, y, eps=str(eps), **options), truth
+
+
 # Array shapes and boxes.
 
 

@@ -1,4 +1,4 @@
-"""The problem as AutoAttack states it: float32 values in [0, 1], seeds for the CPU."""
+"""The problem as AutoAttack states it: values in [0, 1], float32 logits, seeds for the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Cube:
-    """Samples of [0, 1] in float32, of which f gives float32 logits.
+    """Samples of [0, 1], of which f gives float32 logits.
 
     Attributes:
         f: the model, in the unit of the cube.
@@ -72,12 +72,12 @@ _Run = Callable[[Cube, Turn], Tensor]
 
 
 def in_unit_cube(run: _Run) -> AttackFunction:
-    """Make an attack on float32 samples in [0, 1] one on any samples.
+    """Make an attack on samples in [0, 1] one on any samples.
 
     Samples of another box are mapped there, embeddings (box None) with room to spare on both
     sides, so that clipping never binds. The attack returns, for each sample, an adversarial
     example or else the best point the run came to (x itself for FAB), inside the ball up to
-    32-bit rounding.
+    rounding.
     """
 
     @functools.wraps(run)
@@ -89,7 +89,7 @@ def in_unit_cube(run: _Run) -> AttackFunction:
             return logits_of(f(low + width * u.to(x.dtype))).float()
 
         def unit(z: Tensor) -> Tensor:
-            return ((z - low) / width).float().contiguous()
+            return ((z - low) / width).contiguous()
 
         size = f.batch_size if isinstance(f, Oracle) else len(x)
         cube = Cube(logits, unit(x), y, ball.norm, ball.eps / width, size)

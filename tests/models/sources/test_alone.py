@@ -7,8 +7,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.loading import LoadOptions, load_net
 
 WORDS = ["a", "<pad>", "<end>", "<cls>", "<unk>", "b", "c", "d"]
 TEXTS = ["b c d a", "b", "c a", "d d c b a b", "a"]
@@ -65,3 +66,26 @@ def test_padding_types_and_ends_are_those_of_the_text_alone(
         with torch.no_grad():
             truth = module(**{k: v for k, v in given.items() if k in takes}).logits
         torch.testing.assert_close(logits[i : i + 1], truth, rtol=1e-4, atol=1e-5)
+
+
+def test_a_start_id_of_0_is_no_missing_one(tmp_path):
+    """The decoder of a T5 without a head starts with id 0, not with the padding id."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.T5Config(
+            vocab_size=9, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
+            decoder_start_token_id=0, pad_token_id=1,
+        )  # fmt: skip
+        module = transformers.T5Model(config).eval()
+        torch.nn.init.normal_(module.shared.weight)
+    module.save_pretrained(tmp_path)
+    net = load_net(str(tmp_path), LoadOptions(device="cpu"))
+    ids = torch.tensor([[5, 3, 8, 4]])
+    hidden = {}
+    for start in (0, 1):
+        shifted = torch.tensor([[start, 5, 3, 8]])
+        with torch.no_grad():
+            hidden[start] = module(input_ids=ids, decoder_input_ids=shifted)[0].mean(1)
+    found = net.output(Batch(ids, None, ("a" * 16,)))
+    torch.testing.assert_close(found, hidden[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(hidden[0], hidden[1], atol=1e-3)

@@ -14,7 +14,7 @@ from lipaudit.gate.statistics import STATISTICS, Values
 from lipaudit.results import Row, Section
 from lipaudit.results.columns import naming
 from lipaudit.results.samples import REDUCTIONS
-from lipaudit.results.trials import WORST, TrialKey, parse_column, parse_radius
+from lipaudit.results.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
 
 _NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
 
@@ -70,13 +70,25 @@ def row_names(rows: Iterable[Row]) -> list[str]:
 
 def _columns(rule: Rule, section: Section) -> dict[str, Values]:
     """Read the per-sample columns `column` and `column@A,B,...` that the selector matches."""
+    read = ((*parse_column(name), cells) for name, cells in section.samples.items())
+    values = {trial: _numbers(cells) for kind, trial, cells in read if kind == rule.column}
+    if rule.column == "robust":
+        values = _worst_values(values) | values
     trials = {
-        name: trial
-        for name, (kind, trial) in ((name, parse_column(name)) for name in section.samples)
-        if kind == rule.column and all(trial and trial.matches(w) for w in rule.selector)
+        str(trial or ""): trial
+        for trial in values
+        if all(trial and trial.matches(word) for word in rule.selector)
     }
-    picked = _worst(trials, rule.selector)
-    return {str(trials[name] or ""): _numbers(section.samples[name]) for name in picked}
+    return {name: values[trials[name]] for name in _worst(trials, rule.selector)}
+
+
+def _worst_values(values: Mapping[TrialKey | None, Values]) -> dict[TrialKey | None, Values]:
+    """Compute the worst case of every ball, which a report need not hold."""
+    attacks = [trial for trial in values if trial and trial.attack]
+    return {
+        ball: np.min([values[trial] for trial in inside], axis=0)
+        for ball, inside in worst_cases(attacks).items()
+    }
 
 
 def _cells(rule: Rule, section: Section) -> dict[str, float]:

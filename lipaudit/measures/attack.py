@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
 from lipaudit.results.figures import wilson
 from lipaudit.results.samples import is_repeat
-from lipaudit.results.trials import COSTS, COUNTED, WORST, TrialKey
+from lipaudit.results.trials import COSTS, COUNTED, TrialKey, worst_cases
 from lipaudit.settings.attack import TABLE, AttackOptions
 
 DRAWN = 512
@@ -231,7 +230,7 @@ def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
 
 
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
-    """Make the section `attack`: a row per trial, and one for the worst case of each ball."""
+    """Make the section `attack`: a row for the worst case of each ball, then one per trial."""
     trials, robust, correct = options.trials(), joined(parts, "robust"), joined(parts, "correct")
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
     once = np.array([not is_repeat(name) for name in sample_ids(parts)])
@@ -247,19 +246,19 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
         columns[trial.key.column("robust")] = robust[:, i].astype(int)
         columns[trial.key.column("distance")] = distance[:, i]
     raised = _losses(parts, trials)
-    worst = [replace(trial.key, attack=WORST) for trial in trials]
-    for key in dict.fromkeys(worst):
-        same = [i for i, other in enumerate(worst) if other == key]
-        inside = [i for i, other in enumerate(worst) if other.lies_within(key)]
-        stands = np.asarray(robust[:, inside].all(1))
-        rows.append(_row(key, correct[once], stands[once], cost[same].sum(0)))
-        columns[key.column("robust")] = stands.astype(int)
+    worst = []
+    for ball, keys in worst_cases(trial.key for trial in trials).items():
+        inside = [i for i, trial in enumerate(trials) if trial.key in keys]
+        same = [i for i in inside if trials[i].key.radius == ball.radius]
+        unbroken = np.asarray(robust[:, inside].all(1))
+        worst.append(_row(ball, correct[once], unbroken[once], cost[same].sum(0)))
+        columns[ball.column("robust")] = unbroken.astype(int)
     columns |= raised
     return [
         Section(
             measure="attack",
             settings=options.model_dump(),
-            rows=tuple(rows),
+            rows=(*worst, *rows),
             samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
             notes=_remarks(parts, trials, len(correct))
             + ((losses.remark(raised),) if raised else ()),

@@ -27,8 +27,7 @@ ATTACKS: Mapping[str, str] = {
     "2/255.",
     "custom": "An ensemble of attacks of one's own: custom:apgd-ce,square.",
     "clean": "No attack: accuracy on the samples as they are.",
-    "worst": "What no attack of a ball broke: a sample counts as robust where it withstood all of "
-    "them.",
+    "worst": "All attacks of a ball together: a sample is robust if no attack broke it.",
 }
 """Attacks, presets, and what stands where the name of an attack may stand."""
 

@@ -211,7 +211,7 @@ class AttackRow(Row):
 
     section: ClassVar[str] = "attack"
     title: ClassVar[str] = "Attacks"
-    attack: str = column("attack", "Attack; worst = the worst over all of them.", ..., format="s")
+    attack: str = column("attack", "Attack; worst = all attacks together.", ..., format="s")
     norm: str = column("norm", "Of a ball, or what is counted.", ..., format="s")
     eps: Float = column(
         "eps",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -23,7 +24,7 @@ SPACES: dict[Norm, tuple[str, ...]] = {
 }
 """Kinds of model whose samples each norm measures."""
 WORST = "worst"
-"""Stands for an attack: what no attack of a ball broke."""
+"""Names all attacks together: a sample is robust if no attack broke it."""
 COSTS = ("seconds", "forwards", "backwards")
 """Columns of what a trial cost."""
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -133,6 +134,18 @@ class TrialKey:
         if equals:
             return key in ours and ours[key] == asked[key]
         return word in (self.attack, self.norm) or self.radius == _radius(word)
+
+
+def worst_cases(trials: Iterable[TrialKey]) -> dict[TrialKey, list[TrialKey]]:
+    """Return the worst case of every ball, with the trials that count in it: all within the ball.
+
+    >>> small, large = (TrialKey("pgd", "linf", parse_radius(eps)) for eps in ("2/255", "4/255"))
+    >>> [(str(ball), len(inside)) for ball, inside in worst_cases([small, large]).items()]
+    [('worst,linf,2/255', 1), ('worst,linf,4/255', 2)]
+    """
+    known = list(trials)
+    balls = dict.fromkeys(replace(trial, attack=WORST) for trial in known)
+    return {ball: [trial for trial in known if trial.lies_within(ball)] for ball in balls}
 
 
 def parse_column(name: str) -> tuple[str, TrialKey | None]:

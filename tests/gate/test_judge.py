@@ -246,6 +246,21 @@ def test_selectors_pick_rows_and_columns(pair, report, attack):
     ]
 
 
+@pytest.mark.parametrize("selector", ["", "@linf,2/255"])
+def test_a_report_without_the_worst_case_pairs_with_one_that_has_it(report, attack, selector):
+    whole = report(attack([flags(90)], attacks=("apgd-ce", "square")))
+    section = whole.section("attack")
+    old = section.model_copy(update={
+        "rows": tuple(row for row in section.rows if row.attack != "worst"),
+        "samples": {n: v for n, v in section.samples.items() if "worst" not in n},
+    })  # fmt: skip
+    old.samples["robust@square,linf,2/255"] = tuple(reversed(flags(90)))
+    verdict = only(judge(whole, report(old), rules(f"attack.robust{selector} >= -2pp")))
+    both = sum(a and b for a, b in zip(flags(90), reversed(flags(90)), strict=True))
+    assert verdict.name == "worst,linf,2/255"
+    assert (verdict.old, verdict.new, verdict.samples) == (both / 128, 90 / 128, 128)
+
+
 @pytest.mark.parametrize("word", ["8/510", "eps=8/510", "eps=4 / 255"])
 @pytest.mark.parametrize("metric", ["robust@{}:mean >= 0.1", "eps@{}:each >= 0"])
 def test_selectors_know_a_radius_however_it_is_written(report, attack, word, metric):

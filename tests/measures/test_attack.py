@@ -33,8 +33,8 @@ def section(net, batch_size=64, samples=24, **options):
 def test_rows_and_columns_agree(net):
     found = section(net, attack="fgsm,pgd", eps=("0.05", "0.1"))
     assert [(row.attack, row.eps_text) for row in found.rows] == [
-        ("fgsm", "0.05"), ("fgsm", "0.1"), ("pgd", "0.05"), ("pgd", "0.1"),
         ("worst", "0.05"), ("worst", "0.1"),
+        ("fgsm", "0.05"), ("fgsm", "0.1"), ("pgd", "0.05"), ("pgd", "0.1"),
     ]  # fmt: skip
     for row in found.rows:
         flags = found.samples[f"robust@{row.attack},linf,{row.eps_text}"]

@@ -12,6 +12,7 @@ from lipaudit.results.certify import CertifyRadiusRow, CertifyRow
 from lipaudit.results.figures import finite, largest, median_limits, middle, order, typed, wilson
 from lipaudit.results.report import Note, Report, Section
 from lipaudit.results.rows import AttackRow, AttentionRow, BoundsRow, JacobianRow
+from lipaudit.results.samples import is_repeat
 from lipaudit.results.summary.records import (
     Accuracy,
     Fragile,
@@ -89,7 +90,9 @@ def _clean(report: Report) -> Iterator[Accuracy]:
     """Count what is right without attack, on the samples that were attacked if there are any."""
     for measure in ("attack", "jacobian", "certify"):
         section = report.section(measure)
-        flags = [] if section is None else finite(section.samples.get("correct", ()))
+        cells = section.samples.get("correct", ()) if section else ()
+        pairs = zip(section.ids if section else (), cells, strict=False)
+        flags = finite(flag for name, flag in pairs if not is_repeat(name))
         if flags:
             right = sum(flag > 0 for flag in flags)
             low, high = wilson(right, len(flags))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lipaudit.report.blocks import Block, Chapter, Document, Paragraph, Table
@@ -14,8 +14,9 @@ from lipaudit.report.page.samples.figures import CLASSES, Figure, figures
 from lipaudit.report.page.samples.pictures import gallery, passages
 from lipaudit.report.page.views.common import CHARACTERS, SAMPLE, places, with_places
 from lipaudit.results import Column, Report, Section
-from lipaudit.results.summary import summary
-from lipaudit.results.trials import TrialKey
+from lipaudit.results.samples import is_repeat
+from lipaudit.results.summary import Accuracy, summary
+from lipaudit.results.trials import TrialKey, parse_radius
 from lipaudit.results.worst import broken, worst
 
 SHOWN = (
@@ -74,21 +75,29 @@ def shown(report: Report) -> tuple[Block, ...]:
 
 def _order(report: Report) -> str:
     """Say how many samples are broken, and which come first; nothing where that is not known."""
-    clean = next((each for each in summary(report).accuracy if each.kind == "clean"), None)
-    tried = any(report.section(name) for name in ("attack", "certify"))
+    accuracy, fallen = summary(report).accuracy, broken(report)
+    clean = next((each for each in accuracy if each.kind == "clean"), None)
     said = []
     right = round(clean.share * clean.samples) if clean else 0
     wrong = clean.samples - right if clean else 0
+    tried = [each for each in accuracy if each.kind == "attacked"]
     if clean and tried:
         last = f"; wrong without, and last: {wrong}" * (wrong > 0)
-        said.append(f"Attacks broke {len(broken(report))} of the {right} right samples{last}.")
+        counts = [f"{_count(fallen, each)} in {each.ball}" for each in tried]
+        said.append(f"Of the {right} right samples attacks broke {', '.join(counts)}{last}.")
     elif wrong:
         said.append(f"Wrong, and last: {wrong}.")
-    first = ["those broken in most balls"] if broken(report) else []
+    first = ["those broken in most balls"] if fallen else []
     first += [text for column, text in RANKED.items() if _has(report, column)][:1]
     if first:
         said.append(f"First stand {', then '.join(first)}.")
     return pretty(" ".join(said))
+
+
+def _count(fallen: Mapping[str, set[TrialKey]], tried: Accuracy) -> int:
+    """Count the distinct samples that are broken in a ball, as its row counts them."""
+    ball = TrialKey("", tried.norm, parse_radius(tried.eps))
+    return sum(ball in balls for name, balls in fallen.items() if not is_repeat(name))
 
 
 def _has(report: Report, column: str) -> bool:

@@ -131,11 +131,24 @@ class Verdict(Frozen):
     def _power(self) -> str:
         if self.detectable is None:
             return ""
-        needed = f"; about {self.samples_needed} samples would settle it"
         reach = f"; detectable from {amount(self.detectable, self.unit)}"
         if math.isinf(self.detectable):
             reach = "; too few samples to detect any change"
-        return reach + (needed if self.samples_needed else "")
+        return reach + self._remedies()
+
+    def _remedies(self) -> str:
+        """Say what would settle an inconclusive change."""
+        if not self.samples_needed:
+            return ""
+        edge = self.low if ">=" in self.rule else self.high
+        ways = [
+            f"about {self.samples_needed} samples would settle it (this run has {self.samples})",
+            f"or a tolerance beyond {amount(edge, self.unit)}",
+        ]
+        metric, _, stat = self.metric.rpartition(":")
+        if self.unit != "pp" and stat != "median":
+            ways.append(f"or a rule on the median ({metric}:median)")
+        return "; " + ", ".join(ways)
 
 
 class Judgement(Frozen):

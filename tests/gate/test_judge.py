@@ -150,7 +150,13 @@ def test_an_inconclusive_verdict_says_what_would_settle_it(pair):
     verdict = only(judge(build(lost=6), baseline, rules("attack.robust >= -2pp")))
     assert verdict.status == "inconclusive"
     assert verdict.samples_needed > verdict.samples == 128
-    assert "samples would settle it" in verdict.line
+    needed = f"about {verdict.samples_needed} samples would settle it (this run has 128)"
+    assert f"{needed}, or a tolerance beyond {100 * verdict.low:+.3g}pp" in verdict.line
+    assert "median" not in verdict.line
+    wider = rules(f"attack.robust >= {100 * verdict.low - 0.1:.1f}pp")
+    assert only(judge(build(lost=6), baseline, wider)).status == "pass"
+    heads = verdict.model_copy(update={"metric": "bounds.exact:each", "unit": "%"})
+    assert heads.line.endswith("or a rule on the median (bounds.exact:median)")
     # What it calls detectable is detected, one sample less is not.
     least = round(-verdict.detectable * 128)
     for lost, status in ((least, "regressed"), (least - 1, "inconclusive")):

@@ -1,12 +1,18 @@
-"""Every test runs offline, with one torch thread; what is slow says how slow."""
+"""Every test runs offline, with OMP_NUM_THREADS threads (1); what is slow says how slow."""
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NO_COLOR"] = "1"
 os.environ.pop("FORCE_COLOR", None)
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "rounding: compares long computations; .ci/run repeats it on plain CPU kernels"
+    )
 
 
 def pytest_report_collectionfinish(items):

@@ -75,7 +75,7 @@ class _Attention(nn.Module):
 
 
 def _train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
-    optimiser = torch.optim.Adam(model.parameters(), 5e-3)
+    optimiser = torch.optim.Adam(model.double().parameters(), 5e-3)
     for _ in range(epochs):
         for rows in torch.randperm(len(x)).split(64):
             loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
@@ -90,7 +90,7 @@ def _train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
 def digits() -> Digits:
     """The last 64 handwritten digits, and two small models trained on the first 1400."""
     data = load_digits()
-    x = torch.tensor(data.images / 16.0, dtype=torch.float32)[:, None]
+    x = torch.tensor(data.images / 16.0)[:, None]
     y = torch.tensor(data.target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ def digits() -> Digits:
         )
         conv = _train(conv, x[:1400], y[:1400], 6)
         attention = _train(_Attention(), x[:1400], y[:1400], 12)
-    return Digits(x[-64:], y[-64:], conv, attention)
+    return Digits(x[-64:].float(), y[-64:], conv.float(), attention.float())
 
 
 @pytest.fixture

@@ -103,6 +103,8 @@ def remark(losses: dict[str, Values]) -> Note:
     """
     parsed = [(parse_column(name)[1], values.mean()) for name, values in losses.items()]
     clean = next(mean for key, mean in parsed if key is None)
-    after = [f"{mean:.4g} by {key.attack} ({key.ball})" for key, mean in parsed if key is not None]
-    text = f"the mean loss of a continuation, {clean:.4g} nats, was raised to {', '.join(after)}"
+    after = [
+        f"{mean:#.3g} by {key.attack} ({key.ball})" for key, mean in parsed if key is not None
+    ]
+    text = f"the mean loss of a continuation, {clean:#.3g} nats, was raised to {', '.join(after)}"
     return Note(level="info", code="loss", text=text)

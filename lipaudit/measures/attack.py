@@ -25,10 +25,12 @@ from lipaudit.measures.measure import (
     Part,
     Values,
     class_names,
+    distinct,
     joined,
     moved,
     named_classes,
     notes,
+    repeat_notes,
     sample_ids,
 )
 from lipaudit.measures.texts import losses, rewriting
@@ -36,12 +38,17 @@ from lipaudit.measures.texts.losses import Continued
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
 from lipaudit.results.figures import wilson
-from lipaudit.results.samples import is_repeat
 from lipaudit.results.trials import COSTS, COUNTED, TrialKey, worst_cases
 from lipaudit.settings.attack import TABLE, AttackOptions
 
 DRAWN = 512
 """So many samples are drawn, where attacks break them: the worst of them are kept."""
+
+ONE_LOGIT = (
+    "A model of one logit z (samples, 1) needs the names of two classes in its ModelSpec "
+    "(labels=('no', 'yes')), or returns torch.cat([0 * z, z], 1)."
+)
+"""What to do about a binary classifier that returns a single logit."""
 
 
 def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Iterator[Part]:
@@ -90,7 +97,8 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     if net.classes is None:
         raise InputError(
             f"{net.info.architecture} has no class scores",
-            "Attack a classifier, with labels, or what a language model scores (--score sum).",
+            "Attack a classifier, with labels, or what a language model scores (--score sum). "
+            + ONE_LOGIT,
         )
     if batch.y is None or bool((batch.y < 0).any()):
         raise InputError(
@@ -233,7 +241,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row for the worst case of each ball, then one per trial."""
     trials, robust, correct = options.trials(), joined(parts, "robust"), joined(parts, "correct")
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
-    once = np.array([not is_repeat(name) for name in sample_ids(parts)])
+    once = distinct(parts)
     rows = [
         _row(trial.key, correct[once], robust[once, i], cost[i]) for i, trial in enumerate(trials)
     ]
@@ -309,10 +317,7 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += square_notes(int(before), int(after), samples)
     remarks += tuple(rewriting.remarks(parts, trials))
-    repeats = sum(map(is_repeat, sample_ids(parts)))
-    if repeats:
-        text = f"{repeats} of {samples} samples repeat others: shares and limits count the others"
-        remarks += (Note(level="warning", code="repeated-samples", text=text),)
+    remarks += repeat_notes(parts)
     planned = tuple(note for trial in trials for note in trial.notes)
     return tuple(dict.fromkeys(remarks + planned + notes(parts)))
 

@@ -15,17 +15,19 @@ from lipaudit.attacks.evaluate import require_radius
 from lipaudit.attacks.sanity import Checks, clean_notes
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
-from lipaudit.measures.attack import require_entry
+from lipaudit.measures.attack import ONE_LOGIT, require_entry
 from lipaudit.measures.measure import (
     Measure,
     Part,
     Values,
     class_names,
+    distinct,
     joined,
     moved,
     named_classes,
     notes,
     number_or_none,
+    repeat_notes,
     sample_ids,
     seed_of,
 )
@@ -76,7 +78,7 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         has = "no class scores" if net.classes is None else "one class"
         raise InputError(
             f"{net.info.architecture} has {has}: there is no decision to certify",
-            "Certify a classifier.",
+            f"Certify a classifier. {ONE_LOGIT}",
         )
     if net.scored:
         raise InputError(
@@ -153,20 +155,21 @@ def _values(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     """Make the section `certify`, a row per ball, and that of the radii if they were searched."""
     arrays = {name: joined(parts, name) for name in parts[0].values}
-    rows = tuple(_row(i, radius, arrays, options) for i, radius in enumerate(options.eps))
+    once = {name: values[distinct(parts)] for name, values in arrays.items()}
+    rows = tuple(_row(i, radius, once, options) for i, radius in enumerate(options.eps))
     settings = options.model_dump()
     first = Section(
         measure="certify",
         settings=settings,
         rows=rows,
         samples={"ids": sample_ids(parts), **_columns(arrays, rows)},
-        notes=_remarks(parts, arrays, options) + notes(parts),
+        notes=_remarks(parts, arrays, options) + notes(parts) + repeat_notes(parts),
         classes=named_classes(parts),
     )
     if not options.radius:
         return [first]
     radii = Section(
-        measure="certify.radius", settings=settings, rows=(_radius_row(arrays, options),)
+        measure="certify.radius", settings=settings, rows=(_radius_row(once, options),)
     )
     return [first, radii]
 

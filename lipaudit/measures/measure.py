@@ -13,6 +13,7 @@ import numpy as np
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
 from lipaudit.results import Note, Section
+from lipaudit.results.samples import is_repeat
 
 Values = np.ndarray[Any, np.dtype[Any]]
 
@@ -88,6 +89,18 @@ def joined(parts: Sequence[Part], name: str) -> Values:
 def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
     """Return the ids of all parts in order."""
     return tuple(i for part in parts for i in part.ids)
+
+
+def distinct(parts: Sequence[Part]) -> Values:
+    """Tell of each sample whether it is the first of its kind: shares and limits count those."""
+    return np.array([not is_repeat(name) for name in sample_ids(parts)])
+
+
+def repeat_notes(parts: Sequence[Part]) -> tuple[Note, ...]:
+    """Warn where samples repeat others."""
+    first = distinct(parts)
+    text = f"{sum(~first)} of {len(first)} samples repeat others: shares and limits leave them out"
+    return () if first.all() else (Note(level="warning", code="repeated-samples", text=text),)
 
 
 def class_names(net: Net, *columns: Values) -> dict[int, str]:

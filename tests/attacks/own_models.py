@@ -600,6 +600,22 @@ case("one logit (B,), two labels")(lambda: _binary(lambda z: z[:, 0], ("no", "ye
 case("one logit, labels unknown")(lambda: (_binary(lambda z: z, None)[0], "refused (4)"))
 
 
+case("one logit z, wrapped as the refusal says")(
+    lambda: _binary(lambda z: torch.cat([0 * z, z], 1), None)
+)
+
+
+@case("one logit, labels unknown: how to wrap it")
+def _() -> Any:
+    def advice() -> str:
+        try:
+            return str(_binary(lambda z: z, None)[0]())
+        except LipauditError as error:
+            return error.advice[error.advice.index("torch") :]
+
+    return advice, "torch.cat([0 * z, z], 1)"
+
+
 @case("clips its pixels to [0.2, 0.8], linf 0.1")
 def _() -> Any:
     w, b, _, _ = linear()
@@ -654,9 +670,36 @@ def _() -> Any:
     return lambda: str(_reports(_worse, 4)[0].section("attack").rows[0].samples), "32"
 
 
-@case("32 samples four times: the gate")
+def _fallen(copies: int) -> tuple[Any, Any]:
+    """Return a report whose baseline is more robust: by 5 of 32 samples."""
+    before, now = _reports(lambda w: w + 0.12 * torch.randn(w.shape, generator=draw(1)), copies)
+    return now, before
+
+
+def _as_distinct(report: Any) -> Any:
+    section = report.section("attack")
+    ids = tuple(f"{i:016x}" for i in range(len(section.samples["ids"])))
+    section = section.model_copy(update={"samples": {**section.samples, "ids": ids}})
+    return report.model_copy(update={"sections": (section,)})
+
+
+case("32 samples: the gate")(lambda: (lambda: _status(*_fallen(1)), "inconclusive"))
+case("32 samples four times: the gate")(lambda: (lambda: _status(*_fallen(4)), "inconclusive"))
+case("128 distinct samples with the same flags: the gate")(
+    lambda: (lambda: _status(*map(_as_distinct, _fallen(4))), "regressed")
+)
+
+
+@case("8 samples four times, certified: how many count")
 def _() -> Any:
-    return lambda: _status(*_reports(_worse, 4)), lambda: _status(*_reports(_worse, 1))
+    w, b, x, y = linear(n=8)
+    repeated = x.repeat(4, 1, 1, 1), y.repeat(4)
+
+    def figure() -> str:
+        report = measured(Lin(w, b), *repeated, "certify", eps="0.01", attack="fgsm")
+        return str(report.section("certify").rows[0].samples)
+
+    return figure, "8"
 
 
 @case("eps 1/20 against 0.05: the gate")

@@ -172,12 +172,13 @@ def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
 
 def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Say which modules have attention that no layer is of: layers are numbered without it."""
-    modules = [module or "the model itself" for module in unread(net, sites)]
+    modules = unread(net, sites)
     if not modules:
         return ()
     text = (
-        f"attention without a softmax over its keys ({few(modules)}): its heads are not measured, "
-        "and layers are numbered without it; where it is a softmax written out, call softmax"
+        f"attention that is not read ({few(modules)}): its heads are not measured, and layers are "
+        "numbered without it; it has no softmax over its keys, uses a map again, or hides it from "
+        "autograd"
     )
     return (Note(level="warning", code="no-softmax", text=text),)
 

@@ -303,7 +303,7 @@ NOTES: Mapping[str, str] = {
     "no-derivative": "The gradient of the model is not the derivative of what it computes.",
     "one-logit": "The model has one logit: its sign decides between two classes.",
     "no-labels": "The samples have no labels, and what needs them was left out.",
-    "no-softmax": "Modules whose attention is made without a softmax: its heads are left out.",
+    "no-softmax": "Modules with attention that is not read: its heads are left out.",
     "read-as": "Which reading of the arrays the model runs on.",
     "repeated-samples": "Some samples are equal: they count once in intervals and in the gate.",
     "no-words": "Texts in which there is no word that could be changed.",

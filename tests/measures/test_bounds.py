@@ -299,4 +299,4 @@ def test_attention_that_is_no_softmax_is_named(little, layers, said):
     assert {row.layer for row in section.rows} == set(range(layers))
     notes = [note for note in section.notes if note.code == "no-softmax"]
     assert [note.level for note in notes] == ["warning"] * said
-    assert all("(the model itself)" in note.text for note in notes)
+    assert all("(the model itself, test_bounds.py:" in note.text for note in notes)

@@ -330,11 +330,10 @@ What cannot be read is refused by name (exit code 4):
 * attention that is laid out anew in chunks between the softmax and the values (Longformer).
 
 A softmax that a model writes out itself, e / e.sum(-1, keepdim=True) with e = exp(logits), is read
-like any other. Rows of shares that are made of q k^T in another way and weight values (something
-added to the sum, a mask multiplied in behind exp, a softmax over the queries) are no layer here:
-where others are, these are measured, and a warning names the modules that are not (`no-softmax`).
-Attention whose rows do not sum to 1 (sigmoid, linear) has no such sign: beside layers with a
-softmax it is named in language models only, by block (`no-attention`).
+like any other. Other maps made of q k^T that weight values (something added to the sum, a softmax
+over the queries, sigmoid or linear attention, a map used again or hidden from autograd) are no
+layer here: where others are, these are measured, and a warning names the modules that are not,
+with a line of code (`no-softmax`).
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,10 +17,11 @@ from lipaudit.models.attention import requirements
 from lipaudit.models.attention.agreement import agree
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.origins import Address
-from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
+from lipaudit.models.attention.observe.trace import Place, Tracer, run_observed, undisturbed
+from lipaudit.models.attention.observe.uses import Uses
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.surveyor import Surveyor
-from lipaudit.models.generic import generic, shape_at
+from lipaudit.models.generic import generic, shape_at, token_embeddings
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.weights import few
@@ -60,7 +62,7 @@ def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
 
 
 def unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
-    """Return the modules where `surveyed` met attention that is no softmax: no site is of it."""
+    """Return where `surveyed` met attention that no site is of: modules, with a line of code."""
     known: _Known
     for known in net.surveys:
         if known.sites is sites:
@@ -74,7 +76,7 @@ class _Known:
 
     Attributes:
         sites: what it says.
-        unread: the modules where a map of q k^T is no softmax over the keys.
+        unread: the modules, with a line of code, where attention is none of them.
         weights: which weights the model had.
         shapes: of samples for which it is known to hold.
     """
@@ -143,12 +145,14 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
 
 
 def whole_survey(net: Net, batch: Batch) -> Surveyor:
-    """Return what `survey` has seen: the layers, and where attention is that is none of them."""
+    """Return what `survey` has seen: the layers, and where other attention is."""
     net, pair, other = generic(net, batch)
     with undisturbed(net.module), exact_arithmetic(net.device):
-        output = requirements.output_rows(net, pair)
+        output, uses = _plain(net, pair)
         try:
-            return _observed(net, pair, other, output)
+            surveyor = _observed(net, pair, other, output, uses)
+            surveyor.unread = uses.beyond(site.module for site in surveyor.sites)
+            return surveyor
         except Exception as error:
             if of_machine(error):
                 raise
@@ -158,11 +162,24 @@ def whole_survey(net: Net, batch: Batch) -> Surveyor:
             raise
 
 
-def _observed(net: Net, pair: Batch, other: Batch, output: Tensor) -> Surveyor:
+def _plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
+    """Run the model as it is: return its output, and where it attends."""
+    place = Place()
+    uses = Uses(place.module)
+    if net.kind != "text":
+        uses.input(batch.x)
+    with ExitStack() as hooks, place.following(net.module), uses:
+        for module in token_embeddings(net):
+            hook = module.register_forward_hook(lambda _module, _args, out: uses.input(out))
+            hooks.callback(hook.remove)
+        return requirements.output_rows(net, batch), uses
+
+
+def _observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -> Surveyor:
     """Return what two observed passes show, whose outputs must be the plain one's."""
-    surveyor = _surveyor(net, pair, output)
+    surveyor = _surveyor(net, pair, output, uses)
     if surveyor.inner:
-        surveyor.adopt(_surveyor(net, pair, output, uncut=frozenset(surveyor.inner)))
+        surveyor.adopt(_surveyor(net, pair, output, uses, uncut=frozenset(surveyor.inner)))
     explicit = (site for site in surveyor.sites if site.explicit)
     written_out = frozenset().union(*(site.sources for site in explicit))
     alone = run_observed(net, other, Tracer(surveyor.compare, wanted=written_out))
@@ -172,7 +189,12 @@ def _observed(net: Net, pair: Batch, other: Batch, output: Tensor) -> Surveyor:
 
 
 def _surveyor(
-    net: Net, pair: Batch, output: Tensor, *, uncut: frozenset[Address] = frozenset()
+    net: Net,
+    pair: Batch,
+    output: Tensor,
+    uses: Uses,
+    *,
+    uncut: frozenset[Address] = frozenset(),
 ) -> Surveyor:
     """Return what has seen a pass; a second one where a layer needs what the first forgot."""
     for sparing in (True, False):
@@ -185,13 +207,22 @@ def _surveyor(
         if tracer.chunked:
             raise _chunked(net, tracer.chunked)
         if not surveyor.layers:
-            raise _no_attention(net, tracer.passed_over)
+            raise _no_attention(net, uses.beyond(()), tracer.passed_over)
         if not surveyor.forgot:
             break
     return surveyor
 
 
-def _no_attention(net: Net, passed_over: Mapping[str, str]) -> InputError:
+def _no_attention(net: Net, modules: Sequence[str], passed_over: Mapping[str, str]) -> InputError:
+    if modules:
+        return InputError(
+            f"no attention of {net.info.architecture} can be read: products of its activations "
+            f"weight others ({few(modules)}), and neither scaled_dot_product_attention nor a "
+            "softmax over q k^T with its gradient does so",
+            "load the model uncompiled, with attn_implementation='sdpa' or 'eager', without "
+            "detach, no_grad, vmap and TorchScript around its maps; lipaudit jacobian and "
+            "lipaudit attack need no heads",
+        )
     places = (
         f"{what}, first in {module or 'the model itself'}"
         for what, module in sorted(passed_over.items())

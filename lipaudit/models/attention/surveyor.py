@@ -63,7 +63,7 @@ class Surveyor:
         inner: those at which another pass should not, so that more layers can be read.
         forgot: whether a layer needed what was forgotten.
         layers: the layers so far.
-        unread: the modules where a map of q k^T is no softmax over the keys.
+        unread: the modules, with a line of code, where attention is none of these.
         place: where the pass is.
         origins: what made the leaves of its graph.
     """
@@ -93,7 +93,6 @@ class Surveyor:
             sparing=self.sparing,
             place=self.place,
             origins=self.origins,
-            unread=self.unread,
         )
 
     def adopt(self, deeper: Surveyor) -> None:

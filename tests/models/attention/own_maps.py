@@ -23,8 +23,6 @@ from tests.models.attention.own_modules import (
 )
 from tests.models.attention.own_weights import add, parameter
 
-UNREAD = "a map of q k^T that is not read is not named yet"
-
 
 def shared(a: Any, x: Tensor, share: HeadMap) -> Tensor:
     """Make P of q k^T as `share` does, weight the values with it, and project."""
@@ -81,7 +79,7 @@ def by_functional_log_softmax(a: Any, x: Tensor) -> Tensor:
     return shared(a, x, lambda s: torch.exp(F.log_softmax(s, -1)))
 
 
-@own("exp times values, divided behind", "left", pending=UNREAD)
+@own("exp times values, divided behind", "left")
 def divided_behind(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     e = (q @ k.mT).exp()
@@ -112,14 +110,12 @@ def _one_more(s: Tensor) -> Tensor:
     return s.exp() / (1 + s.exp().sum(-1, keepdim=True))
 
 
-@own("softmax with 1 added to the sum", "left", heads=of(share=_one_more), pending=UNREAD)
+@own("softmax with 1 added to the sum", "left", heads=of(share=_one_more))
 def softmax_one(a: Any, x: Tensor) -> Tensor:
     return shared(a, x, _one_more)
 
 
-@own(
-    "softmax over the queries", "left", heads=of(share=lambda s: softmax(s.mT).mT), pending=UNREAD
-)
+@own("softmax over the queries", "left", heads=of(share=lambda s: softmax(s.mT).mT))
 def over_queries(a: Any, x: Tensor) -> Tensor:
     return shared(a, x, lambda s: s.softmax(-2))
 
@@ -164,7 +160,6 @@ def over_heads_too(a: Any, x: Tensor) -> Tensor:
 @own(
     "softmax over the heads",
     "left",
-    pending=UNREAD,
     heads=of(share=lambda s: softmax(s.movedim(0, -1)).movedim(-1, 0)),
 )
 def over_heads(a: Any, x: Tensor) -> Tensor:
@@ -201,26 +196,26 @@ def _linear(s: Tensor) -> Tensor:
 _WEIGHT = torch.tensor([[0.8, 0.3], [-0.2, 0.9]], dtype=torch.float64)
 
 for _name, _what, _outcome, _share, _pending in (
-    ("sigmoid", "sigmoid attention", "left", torch.sigmoid, UNREAD),
+    ("sigmoid", "sigmoid attention", "left", torch.sigmoid, ""),
     (
         "sigmoid_shifted",
         "sigmoid attention less the log of the length",
         "left",
         lambda s: torch.sigmoid(s - 1.6),
-        UNREAD,
+        "",
     ),
-    ("relu_attention", "ReLU attention", "left", lambda s: s.relu() / TOKENS, UNREAD),
+    ("relu_attention", "ReLU attention", "left", lambda s: s.relu() / TOKENS, ""),
     (
         "squared_relu",
         "squared ReLU, divided by its sum",
         "left",
         lambda s: s.relu().square() / (s.relu().square().sum(-1, keepdim=True) + 1),
-        UNREAD,
+        "",
     ),
-    ("raw_logits", "logits as they are", "left", lambda s: s / TOKENS, UNREAD),
+    ("raw_logits", "logits as they are", "left", lambda s: s / TOKENS, ""),
     ("sinkhorn", "rows and columns normalised in turn (Sinkhorn)", "numerical", _sinkhorn, ""),
     ("sparsemax", "sparsemax", "left", _entmax, ""),
-    ("tanh_map", "tanh attention", "left", torch.tanh, UNREAD),
+    ("tanh_map", "tanh attention", "left", torch.tanh, ""),
     (
         "softplus",
         "softplus divided by its sum",
@@ -403,7 +398,7 @@ for _name, _what, _outcome, _share, _pending in (
         lambda s: (
             F.one_hot(s.argmax(-1), s.shape[-1]).to(s) - s.softmax(-1).detach() + s.softmax(-1)
         ),
-        UNREAD,
+        "",
     ),
 ):
 
@@ -490,7 +485,6 @@ def _far(q: Tensor, k: Tensor) -> Tensor:
 @own(
     "distances of queries and keys (L2 attention)",
     "left",
-    pending=UNREAD,
     heads=lambda a, x: softmax(_far(affine(a.q, x), affine(a.k, x))) @ affine(a.v, x),
 )
 def euclidean(a: Any, x: Tensor) -> Tensor:
@@ -501,7 +495,6 @@ def euclidean(a: Any, x: Tensor) -> Tensor:
 @own(
     "distances by cdist",
     "left",
-    pending=UNREAD,
     heads=lambda a, x: softmax(_far(affine(a.q, x), affine(a.k, x))) @ affine(a.v, x),
 )
 def by_cdist(a: Any, x: Tensor) -> Tensor:
@@ -517,7 +510,6 @@ def _added(a: Any, q: Tensor, k: Tensor) -> Tensor:
     "additive attention (Bahdanau)",
     "left",
     build=add(score=parameter(4)),
-    pending=UNREAD,
     heads=lambda a, x: softmax(_added(a, affine(a.q, x), affine(a.k, x))) @ affine(a.v, x),
 )
 def additive(a: Any, x: Tensor) -> Tensor:
@@ -537,7 +529,6 @@ def _by_features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @own(
     "linear attention",
     "left",
-    pending=UNREAD,
     heads=lambda a, x: _by_features(*(affine(m, x) for m in (a.q, a.k, a.v))),
 )
 def linear_attention(a: Any, x: Tensor) -> Tensor:
@@ -549,7 +540,6 @@ def linear_attention(a: Any, x: Tensor) -> Tensor:
 @own(
     "softmax of queries over channels, of keys over tokens (efficient attention)",
     "left",
-    pending=UNREAD,
     heads=lambda a, x: softmax(affine(a.q, x)) @ (softmax(affine(a.k, x).mT) @ affine(a.v, x)),
 )
 def efficient(a: Any, x: Tensor) -> Tensor:

@@ -327,7 +327,7 @@ def _bounds_fault(report: Report) -> str:
 
 def expected(case: Case, *, beside: bool) -> str:
     """Return the outcome that a case is to have."""
-    left = "named" if beside else "refused"
+    left = "named" if beside or "+" in case.outcome else "refused"
     return case.outcome.replace("left", left)
 
 

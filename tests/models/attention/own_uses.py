@@ -24,7 +24,7 @@ from tests.models.attention.own_modules import (
 )
 from tests.models.attention.own_weights import add, parameter, sdpa
 
-USED_AGAIN = "a second use of P is not followed yet"
+HEADS_APART = "heads and queries that the code takes apart are not joined yet"
 UNREAD = "attention that is not read is not named yet"
 
 
@@ -44,9 +44,9 @@ OTHER = add(v2=lambda: nn.Linear(WIDTH, WIDTH))
 
 @own(
     "P used on two values",
+    "read+left",
     truth=layers(attend, lambda a, x: attend(a, x, v=affine(a.v2, x))),
     build=OTHER,
-    pending=USED_AGAIN,
 )
 def two_values(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
@@ -56,8 +56,8 @@ def two_values(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "P used twice in a row",
+    "read+left",
     truth=layers(attend, lambda a, x: p_of(a, x) @ attend(a, x)),
-    pending=USED_AGAIN,
 )
 def two_steps(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
@@ -69,7 +69,6 @@ def two_steps(a: Any, x: Tensor) -> Tensor:
     "the square of P",
     "numerical",
     heads=lambda a, x: p_of(a, x) @ attend(a, x),
-    pending=USED_AGAIN,
 )
 def square(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
@@ -79,8 +78,8 @@ def square(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "P used again by the next layer",
+    "read+left",
     build=OTHER,
-    pending=USED_AGAIN,
     truth=layers(
         attend,
         lambda a, x: p_of(a, x) @ affine(a.v2, x + join(attend(a, x)) @ a.o.weight.T + a.o.bias),
@@ -95,8 +94,8 @@ def next_layer(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "two softmaxes of one product",
+    "read+left",
     truth=layers(attend, lambda a, x: attend(a, x, change=lambda s: 2 * s)),
-    pending=USED_AGAIN,
 )
 def two_softmaxes(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
@@ -194,7 +193,7 @@ def of_small(a: Any, x: Tensor) -> Tensor:
     "one linear layer for every head, as in tutorials",
     build=SMALL,
     heads=of_small,
-    pending=USED_AGAIN,
+    pending=HEADS_APART,
 )
 def tutorial(a: Any, x: Tensor) -> Tensor:
     z = x.unflatten(-1, (HEADS, -1))
@@ -203,7 +202,7 @@ def tutorial(a: Any, x: Tensor) -> Tensor:
     return a.o(torch.einsum("bhnm,bmhd->bnhd", p, v).flatten(2))
 
 
-@own("the same behind a transpose", build=SMALL, heads=of_small, pending=USED_AGAIN)
+@own("the same behind a transpose", build=SMALL, heads=of_small, pending=HEADS_APART)
 def tutorial_split(a: Any, x: Tensor) -> Tensor:
     z = split(x)
     return a.o(join(F.scaled_dot_product_attention(a.sq(z), a.sk(z), a.sv(z))))
@@ -229,14 +228,14 @@ def tokens_first(a: Any, x: Tensor) -> Tensor:
     return a.o(join(F.scaled_dot_product_attention(q, k, v)))
 
 
-@own("logits by a sum of products", "left", pending=UNREAD)
+@own("logits by a sum of products", "left")
 def by_products(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     s = (q[..., :, None, :] * k[..., None, :, :]).sum(-1)
     return a.o(join(s.softmax(-1) @ v))
 
 
-@own("values weighted by a sum of products", "left", pending=UNREAD)
+@own("values weighted by a sum of products", "left")
 def summed_values(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     p = (q @ k.mT).softmax(-1)
@@ -256,28 +255,28 @@ def over_channels(a: Any, x: Tensor) -> Tensor:
 # --- chunks and loops
 
 
-@own("chunks of queries", pending=USED_AGAIN)
+@own("chunks of queries", pending=HEADS_APART)
 def query_chunks(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(part @ k.mT).softmax(-1) @ v for part in q.split(3, -2)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("chunks of queries, fused", pending=USED_AGAIN)
+@own("chunks of queries, fused", pending=HEADS_APART)
 def fused_chunks(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [F.scaled_dot_product_attention(part, k, v, scale=1.0) for part in q.split(3, -2)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("a loop over the queries", pending=USED_AGAIN)
+@own("a loop over the queries", pending=HEADS_APART)
 def query_loop(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(q[:, :, i : i + 1] @ k.mT).softmax(-1) @ v for i in range(TOKENS)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("a loop over the heads", pending=USED_AGAIN)
+@own("a loop over the heads", pending=HEADS_APART)
 def head_loop(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(q[:, h] @ k[:, h].mT).softmax(-1) @ v[:, h] for h in range(HEADS)]
@@ -332,7 +331,7 @@ def sample_loop(a: Any, x: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-@own("torch.func.vmap over the samples", "left", pending=UNREAD)
+@own("torch.func.vmap over the samples", "left")
 def mapped(a: Any, x: Tensor) -> Tensor:
     def one(x: Tensor) -> Tensor:
         q, k, v = qkv(a, x)
@@ -341,7 +340,7 @@ def mapped(a: Any, x: Tensor) -> Tensor:
     return torch.func.vmap(one)(x)
 
 
-@own("torch.func.vmap over the heads", "left", pending=UNREAD)
+@own("torch.func.vmap over the heads", "left")
 def mapped_heads(a: Any, x: Tensor) -> Tensor:
     one = torch.func.vmap(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, 1, 1)
     return a.o(join(one(*qkv(a, x))))
@@ -351,7 +350,7 @@ def _scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(-2, -1), -1) @ v
 
 
-@own("a function under torch.jit.trace", "left", pending=UNREAD)
+@own("a function under torch.jit.trace", "left")
 def traced(a: Any, x: Tensor) -> Tensor:
     parts = qkv(a, x)
     function = torch.jit.trace(_scripted, tuple(t.detach() for t in parts), check_trace=False)
@@ -380,8 +379,7 @@ def windows(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "the two largest keys gathered",
-    "left",
-    pending=UNREAD,
+    "refused",
     heads=lambda a, x: attend(
         a, x, change=lambda s: s.masked_fill(s < s.topk(2, -1).values[..., -1:], -torch.inf)
     ),
@@ -540,13 +538,13 @@ def bilinear(a: Any, x: Tensor) -> Tensor:
 # --- what autograd sees
 
 
-@own("P detached", "left", pending=UNREAD, derivative=False)
+@own("P detached", "left", derivative=False)
 def detached_map(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     return a.o(join((q @ k.mT).softmax(-1).detach() @ v))
 
 
-@own("P under no_grad", "left", pending=UNREAD, derivative=False)
+@own("P under no_grad", "left", derivative=False)
 def map_without_grad(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     with torch.no_grad():

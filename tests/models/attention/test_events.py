@@ -167,91 +167,15 @@ def test_other_softmaxes_are_passed_over(forward):
     assert len(mode.passed_over) == 1
 
 
-def shifted_divisor(q, k, v):
-    e = (q @ k.mT).exp()
-    return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
-
-
-def masked_behind(q, k, v):
-    e = (q @ k.mT).exp()
-    e *= torch.tensor([True, True, False, True, True])
-    return e / e.sum(-1, keepdim=True) @ v
-
-
-def scaled_behind(q, k, v):
-    """What was exponentiated is no longer what is divided, and yet the values are a softmax."""
-    e = (q @ k.mT).exp()
-    e *= e
-    return e / e.sum(-1, keepdim=True) @ v
-
-
-def by_logsumexp(q, k, v):
-    s = q @ k.mT
-    return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
-
-
-def over_keys_that_are_rows(q, k, v):
-    return v.mT @ (k @ q.mT).softmax(-2)
-
-
-def of_positive_parts(q, k, v):
-    p = 1 + F.relu(q @ k.mT)
-    return torch.einsum("bhij,bhjc->bhic", p / p.sum(-1, keepdim=True), v)
-
-
-@pytest.mark.parametrize(
-    "forward",
-    [shifted_divisor, masked_behind, scaled_behind, by_logsumexp, over_keys_that_are_rows]
-    + [of_positive_parts],
-)
-def test_maps_that_are_no_softmax_are_written_down(forward):
-    mode = AttentionMode(lambda call: pytest.fail("not a softmax of q k^T"), where=lambda: "here")
-    with mode:
-        forward(rows(2, 3, 4, 6), rows(2, 3, 5, 6), rows(2, 3, 5, 7))
-    assert mode.unread == ["here"]
-    assert set(mode.passed_over) >= {"a map of q k^T that is no softmax"}
-
-
-def linear_attention(q, k, v):
-    q, k = q.softmax(-1), k.softmax(-2)
-    return q @ (k.mT @ v)
-
-
-def kernel_attention(q, k, v):
-    q, k = q.exp(), k.exp()
-    return q @ (k.mT @ v) / (q @ k.sum(-2)[..., None])
-
-
-def sigmoid_attention(q, k, v):
-    return (q @ k.mT).sigmoid() @ v
-
-
-def router(q, k, v):
-    """Shares of experts, one of which no q k^T has made."""
-    share = (q[..., :5] / 2).exp()
-    return share / share.sum(-1, keepdim=True) @ v + (q @ k.mT).sum()
-
-
-def choice(q, k, v):
-    s = q @ k.mT
-    return (F.one_hot(s.argmax(-1), 5) + 0 * s) @ v
-
-
-def used_twice(q, k, v):
+def squared_map(q, k, v):
     p = (q @ k.mT).softmax(-1)
-    return p @ v, p @ v.square()
+    return (p @ p) @ v
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [linear_attention, kernel_attention, sigmoid_attention, router, choice, used_twice]
-    + [plain, by_hand, transposed],
-)
-def test_other_products_are_no_maps(forward):
-    mode = AttentionMode(lambda call: call.output)
-    with mode:
-        forward(rows(2, 3, 4, 6), rows(2, 3, 5, 6), rows(2, 3, 5, 7))
-    assert mode.unread == []
+def test_a_product_of_a_map_with_itself_is_no_output():
+    q, k, v = rows(2, 3, 5, 6), rows(2, 3, 5, 6), rows(2, 3, 5, 7)
+    (call,) = calls_of(lambda: squared_map(q, k, v))
+    torch.testing.assert_close(call.output, squared_map(q, k, v))
 
 
 # --- linear maps

@@ -9,8 +9,7 @@ code looks like. What is written out is put together from three ops, by the auto
     o = g(p) @ v       the graph of one operand leads back to an awaited p: an attention call
 
 f and g are the model's own: scale, bias, mask, cap, dropout. `project.logits` judges them later.
-The softmax may be written out too, e / sum(e) of e = exp(f(s)). Where a map that is made of s in
-another way meets values, its module is written down.
+The softmax may be written out too, e / sum(e) of e = exp(f(s)). `uses` names the rest.
 
 Kernels that torch does not dispatch (flash-attn, flex attention, compiled or scripted modules)
 cannot be seen.
@@ -33,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused
 from lipaudit.models.attention.observe.linears import Linear, Operands, contraction, operands
-from lipaudit.models.attention.observe.maps import Exponentials, is_map, maps_logits, reaches
+from lipaudit.models.attention.observe.maps import Exponentials, maps_logits, reaches
 from lipaudit.models.graph import Past, leaves
 
 _PRODUCTS = 8  # that are noted at a time: those of one layer, and some that were no logits
@@ -131,7 +130,6 @@ class AttentionMode(TorchFunctionMode):
     Attributes:
         passed_over: what looked like attention and is not, with the module where it was first.
         chunked: the modules where P is laid out anew before it meets v, in chunks of the tokens.
-        unread: the modules where a map of q k^T that is no softmax over the keys meets values.
     """
 
     def __init__(
@@ -143,7 +141,6 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self.passed_over: dict[str, str] = {}
         self.chunked: list[str] = []
-        self.unread: list[str] = []
         self._where = where
         self._on_attention = on_attention
         self._on_product = on_product
@@ -201,7 +198,6 @@ class AttentionMode(TorchFunctionMode):
             return out
         meeting = self._meeting(*operands)
         if meeting is None:
-            self._note_map(*operands)
             self._note_product(out, *operands)
             return out
         self._awaited.remove(meeting.softmax)
@@ -213,17 +209,13 @@ class AttentionMode(TorchFunctionMode):
     def _meeting(self, a: Tensor, b: Tensor) -> _Meeting | None:
         """Return the softmax that a product brings to its values, if any."""
         for softmax in self._awaited:
-            for weights, values, transposed in ((a, b, False), (b, a, True)):
-                if reaches(weights, softmax.p, self._past):
-                    return _Meeting(softmax, weights, values, transposed)
+            made = [reaches(t, softmax.p, self._past) for t in (a, b)]
+            if all(made):  # P P: a map still
+                return None
+            if any(made):
+                weights, values = (a, b) if made[0] else (b, a)
+                return _Meeting(softmax, weights, values, transposed=made[1])
         return None
-
-    def _note_map(self, a: Tensor, b: Tensor) -> None:
-        """Write down where a product mixes values by a map that no softmax explains."""
-        noted = {product.edge.node for product in self._products}
-        if noted and any(t.ndim > 1 and is_map(t, noted, self._past) for t in (a, b.mT)):
-            self.unread.append(self._where())
-            self.passed_over.setdefault("a map of q k^T that is no softmax", self._where())
 
     def _note_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
         if out.requires_grad and a.ndim > 2 and b.ndim > 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.attention.observe.linears import Linear
 from lipaudit.models.graph import Past, leaves, vjp
-
-_ROUNDED = 1e-3  # that the sum of a row may be off, in half precision too
 
 
 class Exponentials:
@@ -48,18 +46,6 @@ def reaches(t: Tensor, target: Tensor, past: Past) -> bool:
     if t.grad_fn is None or target.grad_fn is None:
         return False
     return bool(leaves(t, (target.grad_fn,), past)[1])
-
-
-def is_map(t: Tensor, products: Collection[Node], past: Past) -> bool:
-    """Say whether t has rows of shares that are made from one of some products.
-
-    Shares are no less than 0 and sum to 1. Rows of one column, and choices, say nothing.
-    """
-    if t.grad_fn is None or t.shape[-1] == 1 or not leaves(t, products, past)[1]:
-        return False
-    rows = t.detach()
-    even = ((rows.sum(-1) - 1).abs() < _ROUNDED).all()
-    return bool(even and (rows >= 0).all() and (rows.amax(-1) < 1 - _ROUNDED).any())
 
 
 def maps_logits(linear: Linear, product: GradientEdge, past: Past) -> bool:

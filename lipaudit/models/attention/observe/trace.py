@@ -89,7 +89,6 @@ class Tracer:
         origins: what made the leaves of the cut graph.
         passed_over: what looked like attention and is not, with the module where it was first.
         chunked: the modules whose P is laid out anew before it meets v.
-        unread: the modules where a map of q k^T is no softmax over the keys.
     """
 
     on_attention: Callable[[AttentionCall, Address], None]
@@ -101,7 +100,6 @@ class Tracer:
     origins: Origins = field(default_factory=Origins)
     passed_over: dict[str, str] = field(default_factory=dict)
     chunked: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -111,7 +109,6 @@ class Tracer:
             yield
         self.passed_over.update(mode.passed_over)
         self.chunked.extend(mode.chunked)
-        self.unread.extend(mode.unread)
 
     def input(self, t: Tensor) -> Tensor:
         """Cut at the model's input."""

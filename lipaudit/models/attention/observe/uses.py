@@ -1,0 +1,158 @@
+"""Count where a model weights values by products of its own activations, however it is written.
+
+`events` reads attention by the functions that a model calls. The mode below is the net under it:
+it follows the ops of torch themselves, below autograd, `vmap`, TorchScript and `no_grad`.
+
+    s = q k^T   a product of two tensors that depend on the sample: a pair
+    o = f(s) v  a product of what a pair has become, and of a third: a use
+
+A linear map ends a pair. Fused attention is a use. Sums and products of all pairs of entries,
+q_i + k_j, are a pair once a softmax was taken of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SAMPLE, _OUTER, _PAIR = 1, 2, 4  # depends on the sample; on all pairs of entries; is a pair
+_PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "convolution": 0, "_cdist_forward": 0}
+_PRODUCTS |= {"addmm": 1, "baddbmm": 1, "addmv": 1}
+_ENTRYWISE = {"mul", "add", "sub", "div"}
+_SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax"}
+_CHOICES = {"gather", "index", "index_select", "embedding", "take"}
+_FUSED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_native_multi_head")
+_NEW = ("new_", "empty")
+_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parents[2]))
+
+
+class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, count the uses of pairs in each module.
+
+    Args:
+        where: names the module that is running.
+
+    Attributes:
+        counts: the uses in each module.
+        lines: the line of code of the first of them, `file:line`.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+        self.lines: dict[str, str] = {}
+        self._where = where
+        self._marks: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def input(self, x: Tensor) -> None:
+        """Follow what is made of the samples."""
+        self._mark(x, _SAMPLE)
+
+    def beyond(self, modules: Iterable[str]) -> list[str]:
+        """Return where there are more uses than some layers are, by their modules."""
+        layers = Counter(modules)
+        return [
+            f"{module or 'the model itself'}, {self.lines[module]}"
+            for module, count in self.counts.items()
+            if count > layers[module]
+        ]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        given = [self._marks_of(t) for t in _tensors((args, kwargs))]
+        if any(given) and not name.endswith("_like") and not name.startswith(_NEW):
+            marks = self._after(name.rstrip("_") if name in _IN_PLACE else name, args, given, out)
+            for t in _tensors(out):
+                self._mark(t, marks if t.is_floating_point() or t.is_complex() else _SAMPLE)
+        return out
+
+    def _after(self, name: str, args: tuple[Any, ...], given: list[int], out: Any) -> int:
+        """Return the marks of the result of an op."""
+        if name.startswith(_FUSED):
+            return self._use() if all(given[:3]) else _SAMPLE
+        if name in _PRODUCTS:
+            left, right = args[_PRODUCTS[name] :][:2]
+            a, b = self._marks_of(left), self._marks_of(right)
+            if not (a and b):
+                return _SAMPLE | self._scored(out, a | b)
+            values = left.shape[-2:-1] if b & _PAIR else right.shape[-1:]
+            return _SAMPLE | _PAIR if tuple(values) == (1,) or not (a ^ b) & _PAIR else self._use()
+        marks = 0
+        for each in given[:1] if name in _CHOICES else given:
+            marks |= each
+        if name in _ENTRYWISE and _is_outer(args, out) and all(given[:2]):
+            return self._use() if marks & _PAIR and name == "mul" else marks | _OUTER
+        if name == "add" and len(given) == 2 and all(given) and (given[0] ^ given[1]) & _PAIR:
+            return _SAMPLE  # a residual stream
+        return marks | _SAMPLE | (_PAIR if marks & _OUTER and name in _SOFTMAXES else 0)
+
+    def _scored(self, out: Tensor, marks: int) -> int:
+        """Return what is left of a mark behind a linear map to a single column: a score."""
+        return marks & _OUTER if out.ndim == 1 or out.shape[-1] == 1 else 0
+
+    def _use(self) -> int:
+        module = self._where()
+        self.counts[module] += 1
+        if module not in self.lines:
+            self.lines[module] = _line()
+        return _SAMPLE
+
+    def _marks_of(self, t: object) -> int:
+        key = _storage(t)
+        return 0 if key is None else self._marks.get(key._cdata, (None, 0))[1]
+
+    def _mark(self, t: Tensor, marks: int) -> None:
+        """Mark a tensor, and whatever shares its memory; a part adds to the marks of the whole."""
+        key = _storage(t)
+        if key is not None:
+            entire = t.numel() * t.element_size() == key.nbytes()
+            before = 0 if entire else self._marks.get(key._cdata, (None, 0))[1]
+            # The reference keeps the address from another storage, not the memory.
+            self._marks[key._cdata] = (_reference(key), before | marks)
+
+
+_reference: Callable[[Any], StorageWeakRef] = StorageWeakRef
+_IN_PLACE = {f"{name}_" for name in _ENTRYWISE}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _storage(t: object) -> Any:
+    if not isinstance(t, Tensor) or t.layout != torch.strided:
+        return None
+    return t.untyped_storage()
+
+
+def _is_outer(args: tuple[Any, ...], out: Any) -> bool:
+    """Say whether each entry of the result is of a pair of entries of two tensors."""
+    sizes = [t.numel() for t in args[:2] if isinstance(t, Tensor)]
+    return len(sizes) == 2 and isinstance(out, Tensor) and out.numel() > max(sizes)
+
+
+def _line() -> str:
+    """Return the line of code that torch was called from, `file:line`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

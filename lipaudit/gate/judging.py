@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 from itertools import chain
+from typing import cast
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
 from lipaudit.gate.comparable import differences, same_conditions, spoils
-from lipaudit.gate.contrasts import Contrast, contrasts, excess, margin, printed
+from lipaudit.gate.contrasts import TOLERANCE, Contrast, contrasts, excess, margin, printed
 from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, metrics, parse_rule
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
@@ -197,7 +200,31 @@ def _verdict(rule: Rule, contrast: Contrast, level: float, adjusted: float | Non
         return verdict
     said = measured(rule, contrast.evidence, level)
     told = {"p_adjusted": adjusted, "moved": contrast.moved}
-    return verdict.model_copy(update=said | told)
+    return verdict.model_copy(update=said | told | _alone(rule, contrast.evidence))
+
+
+def _alone(rule: Rule, evidence: Evidence) -> dict[str, object]:
+    """Return the word and the limits for the change by itself, as `compare` has them."""
+    free = replace(rule, limit=replace(rule.limit, value=Fraction(0)))
+    said = measured(free, evidence, LEVEL)
+    low, high, status = said["low"], said["high"], said["status"]
+    assert isinstance(low, float)
+    assert isinstance(high, float)
+    word = change_word(cast("VerdictStatus", status), (low, high), rule.limit.unit)
+    return {"change_status": word, "change_low": low, "change_high": high}
+
+
+def change_word(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
+    """Reword a status for a question without a margin: is there a change?
+
+    Args:
+        status: against a margin of 0.
+        ends: of the interval of the change.
+        unit: of the ends.
+    """
+    if unit and all(end is not None and abs(end) <= TOLERANCE for end in ends):
+        return "unchanged"
+    return "inconclusive" if status in ("pass", "pass (not proven)") else status
 
 
 def measured(rule: Rule, evidence: Evidence, level: float) -> dict[str, object]:

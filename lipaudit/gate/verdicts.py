@@ -51,6 +51,10 @@ class Verdict(Frozen):
         p: p-value of "the rule holds".
         p_adjusted: the same after Holm's correction over all rules.
         level: at which it was tested, and to which low and high belong.
+        change_status: whether there is a change at all, whatever the rule allows: the word that
+            `compare` has for it. None where values are compared as they are.
+        change_low: lower limit of the paired change by itself, at 95 %, as `compare` has it.
+        change_high: upper limit, likewise.
         mcnemar: exact two-sided p-value of "no change" for shares, for information.
         samples: pairs that the verdict rests on; 0 where values are compared as they are.
         detectable: the smallest paired change that this run would have called a regression;
@@ -73,6 +77,9 @@ class Verdict(Frozen):
     p: Float | None = None
     p_adjusted: Float | None = None
     level: Float | None = None
+    change_status: VerdictStatus | None = None
+    change_low: Float | None = None
+    change_high: Float | None = None
     mcnemar: Float | None = None
     samples: int = 0
     detectable: Float | None = None
@@ -113,6 +120,7 @@ class Verdict(Frozen):
             paired = f"paired {texts['paired']}"
             change += f"; {paired}" if texts["paired"] != change else ""
             change += f", limits {texts['limits']}, n = {self.samples}"
+            change += self._beside()
         return f"{values} ({change})"
 
     @property
@@ -127,6 +135,13 @@ class Verdict(Frozen):
             "limits": "" if self.low is None else f"{ends[0]} to {ends[1]}",
             "samples": str(self.samples or ""),
         }
+
+    def _beside(self) -> str:
+        open_words = {"regressed", "improved"} - {self.status}
+        if self.change_status not in open_words:
+            return ""
+        ends = (amount(end, self.unit) for end in (self.change_low, self.change_high))
+        return f"; the change by itself: {self.change_status}, 95 % limits {' to '.join(ends)}"
 
     def _power(self) -> str:
         if self.detectable is None:

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from lipaudit.gate.comparison.heads import no_change, row_pairs
-from lipaudit.gate.contrasts import TOLERANCE
-from lipaudit.gate.judging import judge_alone, measured
+from lipaudit.gate.judging import change_word, judge_alone, measured
 from lipaudit.gate.rules import BINARY, Rule, parse_rule
 from lipaudit.gate.statistics import LEVEL, mean_change, paired_changes
-from lipaudit.gate.verdicts import Verdict, VerdictStatus
+from lipaudit.gate.verdicts import Verdict
 from lipaudit.results import Column, Report, Section, sample_columns
 from lipaudit.results.trials import parse_column
 
@@ -20,10 +19,6 @@ Reports = tuple[Report, Report]
 Sections = tuple[Section, Section]
 ABSENT = ("has none", "has one in both")
 """How the reason of a verdict ends where there is nothing to compare, whatever was done."""
-_NO_MARGIN: dict[VerdictStatus, VerdictStatus] = {
-    "pass": "inconclusive",
-    "pass (not proven)": "inconclusive",
-}
 
 
 def verdicts(sections: Sections, reports: Reports, names: tuple[str, str]) -> Iterator[Verdict]:
@@ -106,14 +101,14 @@ def _paired(verdict: Verdict, rule: Rule, sections: Sections) -> Verdict:
 
 def _neutral(verdict: Verdict) -> Verdict:
     """Reword a verdict for a question without a margin: is there a change?"""
-    status = _NO_MARGIN.get(verdict.status, verdict.status)
     ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
-    if verdict.unit and all(end is not None and abs(end) <= TOLERANCE for end in ends):
-        status = "unchanged"
     return verdict.model_copy(
         update={
-            "status": status,
+            "status": change_word(verdict.status, ends, verdict.unit),
             "rule": verdict.metric,
+            "change_status": None,
+            "change_low": None,
+            "change_high": None,
             "detectable": None,
             "samples_needed": None,
         }

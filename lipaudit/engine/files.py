@@ -43,7 +43,7 @@ def require_writable(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"cannot write {path}: it is a folder", "Name a file in it.")
     if not folder.is_dir():
-        advice = f"Make it first: mkdir -p {shlex.quote(str(path.parent))}"
+        advice = f"Make it first: mkdir {shlex.quote(str(path.parent))}"
         raise UsageError(f"cannot write {path}: there is no folder {path.parent}", advice)
     if not os.access(folder, os.W_OK):
         text = f"cannot write {path}: the folder {path.parent} cannot be written to"

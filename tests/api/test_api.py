@@ -69,7 +69,7 @@ def test_an_audit_gives_what_the_command_gives(tmp_path, monkeypatch):
 
 def test_a_measure_takes_the_options_of_its_command():
     report = lipaudit.measure("demo", "attack", eps="0.1", attack="fgsm", samples=8)
-    assert [row.attack for row in report.section("attack").rows] == ["fgsm", "worst"]
+    assert [row.attack for row in report.section("attack").rows] == ["worst", "fgsm"]
     report = lipaudit.audit("demo", {"bounds": {"layers": "1", "tol": 1e-3}}, samples=2)
     assert report.section("bounds").settings["layers"] == (1,)
     assert {row.layer for row in report.section("bounds").rows} == {1}

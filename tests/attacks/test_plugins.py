@@ -57,7 +57,7 @@ def test_an_attack_of_another_package_is_used_like_ours(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "a.json").read_text())["sections"][0]
     rows = {row["attack"]: row for row in report["rows"]}
-    assert list(rows) == ["fgsm", "mi-fgsm", "worst"]
+    assert list(rows) == ["worst", "fgsm", "mi-fgsm"]
     assert rows["worst"]["robust"] <= rows["mi-fgsm"]["robust"] < rows["fgsm"]["robust"]
     assert sum(report["samples"]["robust@mi-fgsm,linf,0.1"]) == 24 * rows["mi-fgsm"]["robust"]
     assert "mi-fgsm" in done.stdout

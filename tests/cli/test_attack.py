@@ -263,7 +263,6 @@ def test_special_and_reserved_tokens_are_no_words(reviews):
 CORNERS = [
     "",
     "good",
-    "[SEP]",
     "...",
     "zebra",
     "good zebra",
@@ -273,7 +272,7 @@ CORNERS = [
 
 
 def test_corner_texts_do_not_depend_on_their_neighbours(attack, reviews, tmp_path):
-    """Empty, of one token, of special and unknown ones, and cut: alone or beside much longer."""
+    """Empty, of one token, of unknown ones, and cut: alone or beside much longer."""
     model, _ = reviews
     lines = [{"text": text, "label": "yes"} for text in CORNERS]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -288,7 +287,7 @@ def test_corner_texts_do_not_depend_on_their_neighbours(attack, reviews, tmp_pat
         elif name.startswith("distance"):
             assert column == pytest.approx(second[name], rel=1e-4), name
     net = load_net(model)
-    wordless = {tuple(net.tokenize(text, 16)) for text in ("", "[SEP]", "...", "zebra")}
+    wordless = {tuple(net.tokenize(text, 16)) for text in ("", "...", "zebra")}
     assert len(first["ids"]) == len(CORNERS)
     changed = dict(zip(first["ids"], first["distance@words,words,2"], strict=True))
     data = load_data("t.jsonl", net, DataOptions(samples=len(CORNERS), max_tokens=16)).batch

@@ -148,4 +148,4 @@ def test_attention_that_is_no_softmax_is_named(tmp_path):
     seen = json.loads(check("py:own.py:model", "--samples", "2", "-f", "json"))
     assert seen["layers"] == 1
     (note,) = [note for note in seen["notes"] if "softmax" in note]
-    assert note.startswith("attention without a softmax over its keys (blocks.1): ")
+    assert note.startswith("attention that is not read (blocks.1, own.py:")

@@ -105,7 +105,12 @@ def test_bash_which_breaks_words_at_colons_gets_the_last_piece(pieces, replies, 
     program.write_text(PROGRAM)
     program.chmod(0o755)
     script = subprocess.run(
-        [program, "--show-completion", "bash"], capture_output=True, text=True, check=True
+        [program, "--show-completion", "bash"],
+        capture_output=True,
+        text=True,
+        check=True,
+        # Typer's own switch: else it looks for a shell among the parents of the process.
+        env=os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
     ).stdout
     function = next(w for w in script.split() if w.endswith("()")).removesuffix("()")
     words = " ".join(f"'{piece}'" for piece in ("lipaudit", *pieces))

@@ -78,7 +78,7 @@ def test_the_report_of_what_was_measured_is_kept(lipaudit, measured):
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(lipaudit, measured):
     done = lipaudit("gate", "demo", "-b", "base.json", "--report", "missing/now.json")
-    assert done.exit_code == 3
+    assert done.exit_code == 2
     Path("lipaudit-runs").write_text("no directory")
     done = lipaudit("gate", "demo", "-b", "base.json", "-q")
     assert done.exit_code == 3

@@ -141,7 +141,7 @@ def test_losses_and_what_stands_are_those_of_the_stored_embeddings(run, folder, 
             assert float(far) <= eps * (1 + 1e-4)
     assert "clean-accuracy-at-chance" not in [note["code"] for note in section["notes"]]
     (said,) = [note["text"] for note in section["notes"] if note["code"] == "loss"]
-    assert f"{sum(samples['loss']) / 6:.4g} nats" in said
+    assert f"{sum(samples['loss']) / 6:#.3g} nats" in said
 
 
 @torch.no_grad()

@@ -65,7 +65,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "hybrid bounds": ("bounds", f"{PY}hybrid", "--samples", "1", "--layers", "0,4,8"),
     "hybrid attention": ("attention", f"{PY}hybrid", "--samples", "1", "--layers", "0,4,8"),
     "hybrid jacobian": ("jacobian", f"{PY}hybrid", "--samples", "1"),
-    "windows attack": ("attack", "windows", "--data", "IMAGES", "--eps", "0.01,0.3"),
+    "windows attack": (
+        "attack",
+        "windows",
+        "--data",
+        "IMAGES",
+        "--attack",
+        "fgsm,pgd",
+        "--eps",
+        "0.01,0.3",
+    ),
     **{
         f"{name} {measure}": (measure, name, *(BRIEF if name == "windows" else TEXTS))
         for name in FOLDERS

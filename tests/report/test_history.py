@@ -105,7 +105,7 @@ def test_heads_are_set_over_steps_in_their_order():
     assert shown.place("2.10", "0") == "2.10, step 0"
     text = render(of_history(history), "table").decode()
     assert "head down, step across" in text
-    assert "head \\ step" in render(of_history(history), "markdown").decode()
+    assert "head \\\\ step" in render(of_history(history), "markdown").decode()
     drawing = render(of_history(history), "html").decode()
     assert "3 heads x 1 steps, largest 5.00 at 2.10, step 0" in drawing
     assert (shown.columns, shown.values) == (("0",), ((3.0,), (5.0,), (4.0,)))

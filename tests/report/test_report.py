@@ -28,7 +28,9 @@ from lipaudit.results import Array, Column, row_types
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)
 PAGES = sorted(name for name, known in RENDERERS.items() if known.takes in REPORT)
 WHOLE = ("page", "record", "frame")
-SIDE_BY_SIDE = sorted(name for name, known in RENDERERS.items() if known.takes == "page")
+SIDE_BY_SIDE = sorted(
+    name for name, known in RENDERERS.items() if known.takes == "page" and name != "latex"
+)
 
 
 def _of(report, measure, kind):
@@ -46,7 +48,10 @@ def test_every_section_in_every_format(report, name, measure):
 def test_settings_that_did_nothing_are_not_listed(report):
     section = report.section("jacobian").model_copy(update={"settings": {"tol": 1, "rivals": 16}})
     looked = section.model_copy(update={"samples": {**section.samples, "rivals": (9,)}})
-    radii = [section.model_copy(update={"samples": {"norm": (1.0,)}}), looked]
+    radii = [
+        section.model_copy(update={"samples": {"ids": section.ids[:1], "norm": (1.0,)}}),
+        looked,
+    ]
     texts = [next(b.text for b in blocks(each) if isinstance(b, Paragraph)) for each in radii]
     assert texts == ["Settings: tol 1.", "Settings: tol 1; rivals 16."]
 

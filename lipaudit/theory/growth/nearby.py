@@ -76,5 +76,9 @@ def _slopes(heads: Heads, read: Tensor, move: Tensor, u: Tensor) -> tuple[Tensor
 
 
 def _unit(t: Tensor) -> Tensor:
+    # By the largest entry first: squares of entries below 1e-154 vanish, and what is divided by
+    # the tiny number in place of their sum is no unit vector.
+    tiny = torch.finfo(t.dtype).tiny
+    t = t / t.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     size = torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True)
-    return t / size.clamp_min(torch.finfo(t.dtype).tiny)
+    return t / size.clamp_min(tiny)

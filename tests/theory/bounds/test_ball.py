@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
@@ -269,6 +269,7 @@ def test_the_curvature_holds_in_the_ball(seed):
     r=st.sampled_from([0.01, 0.1, 0.5]),
     twins=st.booleans(),
 )
+@example(name="learned-query-same-length", seed=31026, gain=30.0, r=0.5, twins=True)
 def test_no_ascent_exceeds_the_bound(random_layer, name, seed, gain, r, twins):
     heads = random_layer(name, seed=seed, gain=gain, twins=twins and name != "one-token").heads
     found = ball_norm(heads, r, seeds=range(1 + int(heads.sample.max())))

@@ -18,7 +18,6 @@ PUBLIC = {
     "Observer": "lipaudit.engine.observer:Observer",
     "Report": "lipaudit.results:Report",
     "attention_penalty": "lipaudit.train.penalty:attention_penalty",
-    "attribute": "lipaudit.api.attributing:attribute",
     "audit": "lipaudit.api.measuring:audit",
     "bounds": "lipaudit.api.bounds",
     "load": "lipaudit.schema:load",
@@ -27,6 +26,7 @@ PUBLIC = {
     "monitor": "lipaudit.monitor",
     "rank": "lipaudit.gate:rank",
     "render": "lipaudit.report:render",
+    "summarize": "lipaudit.report:summarize",
     "watch": "lipaudit.monitor.watching:watch",
 }
 """Where each public name is."""

@@ -1,6 +1,5 @@
 from lipaudit import monitor as monitor
 from lipaudit.api import bounds as bounds
-from lipaudit.api.attributing import attribute as attribute
 from lipaudit.api.measuring import audit as audit
 from lipaudit.api.measuring import measure as measure
 from lipaudit.engine.merging import merge as merge
@@ -10,6 +9,7 @@ from lipaudit.gate import rank as rank
 from lipaudit.models.sources.spec import ModelSpec as ModelSpec
 from lipaudit.monitor.watching import watch as watch
 from lipaudit.report import render as render
+from lipaudit.report import summarize as summarize
 from lipaudit.results import Report as Report
 from lipaudit.schema import load as load
 from lipaudit.train.penalty import attention_penalty as attention_penalty

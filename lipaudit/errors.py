@@ -77,7 +77,7 @@ class InputError(LipauditError):
 
 
 class BaselineError(LipauditError):
-    """The baseline is missing, damaged or not comparable with the current report."""
+    """The baseline is missing, damaged or not comparable, or a report cannot be one."""
 
     exit_code = ExitCode.BASELINE
 

@@ -1,4 +1,4 @@
-"""Reports and histories <-> JSON: strict JSON out, one clear error for a damaged file in."""
+"""Reports <-> JSON: strict JSON out, one clear error for a damaged file in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pydantic_core import from_json
 
 from lipaudit.errors import InputError, neighbours, suggestion
 from lipaudit.results import Report, row_types
-from lipaudit.results.history import HISTORY_VERSION, History, Point
 from lipaudit.results.report import SCHEMA_VERSION
 from lipaudit.results.summary import Summary, summary
 
@@ -20,7 +19,7 @@ M = TypeVar("M", bound=BaseModel)
 _CONTROL = re.compile("[\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 """Beyond those that JSON escapes itself."""
 _LONG = re.compile(r"\d{20}")
-REPORT, HISTORY = "lipaudit.report", "lipaudit.history"
+REPORT = "lipaudit.report"
 
 
 def dumps(report: Report) -> str:
@@ -45,33 +44,11 @@ def loads(text: str, *, name: str = "report") -> Report:
     Raises:
         InputError: when the text is not a report of this major version.
     """
-    if _is_history(text):
-        raise InputError(f"{name} is a history, no report", f"lipaudit report {name} shows it.")
     document = _parse(text, name)
     _require(document, REPORT, SCHEMA_VERSION, name)
     document.pop("summary", None)
     document["schema_version"] = SCHEMA_VERSION  # what is written again is of this version
     return _validated(Report, document, name)
-
-
-def loads_history(text: str, *, name: str = "history") -> History:
-    """Read a history: a line for what all points share, then a line for every point.
-
-    A last line that was not finished does not count, and points give way to later ones as
-    `History.with_points` says. One JSON object that holds its points is read, too.
-
-    Raises:
-        InputError: when the text is not a history of this major version.
-    """
-    head, *lines = text[: text.rfind("\n")].split("\n") if "\n" in text else [text]
-    whole = head.strip() == "{"
-    document = _parse(text if whole else head, name)
-    _require(document, HISTORY, HISTORY_VERSION, name)
-    history = _validated(History, document | {"schema_version": HISTORY_VERSION}, name)
-    points = list(history.points)
-    if not whole:
-        points += [_point(line, f"line {i} of {name}") for i, line in enumerate(lines, 2)]
-    return history.model_copy(update={"points": ()}).with_points(points)
 
 
 def load(path: Path | str) -> Report:
@@ -83,36 +60,13 @@ def load(path: Path | str) -> Report:
     return loads(_text(path), name=str(path))
 
 
-def load_history(path: Path | str) -> History:
-    """Read a history from a file.
-
-    Raises:
-        InputError: when the file is missing, unreadable or not a history.
-    """
-    return loads_history(_text(path), name=str(path))
-
-
-def load_any(path: Path | str) -> Report | History:
-    """Read a report or a history from a file, whichever it is.
-
-    Raises:
-        InputError: when the file is missing, unreadable or neither.
-    """
-    text = _text(path)
-    return (loads_history if _is_history(text) else loads)(text, name=str(path))
-
-
-def _is_history(text: str) -> bool:
-    """Tell a history by how it begins: it may be lines, or one object."""
-    return f'"{HISTORY}"' in text[:100]
-
-
 def _text(path: Path | str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        advice = suggestion(str(path), neighbours(Path(path)), "Check the path.")
+        known = [] if Path(path).exists() else neighbours(Path(path))
+        advice = suggestion(str(path), known, "Check the path.")
         raise InputError(f"cannot read {path}: {reason}", advice) from None
 
 
@@ -126,11 +80,6 @@ def read_json(path: Path) -> Any:
         return from_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not JSON ({error})", "Copy or download it again.") from error
-
-
-def history_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a history; in a file of lines the first has no points."""
-    return History.model_json_schema(by_alias=True)
 
 
 def json_schema() -> dict[str, Any]:
@@ -193,13 +142,6 @@ def _bounded(digits: str) -> int:
     if abs(number) >= 1 << 64:
         raise ValueError(f"{digits[:9]}... is no number of a report")
     return number
-
-
-def _point(line: str, name: str) -> Point:
-    try:
-        return _validated(Point, _parse(line, name), name)
-    except InputError as error:
-        raise InputError(error.message, "Without that line the others can be read.") from None
 
 
 def _layout(value: Any, depth: int = 0) -> str:

@@ -43,6 +43,32 @@ def nothing() -> None:
     """What is done before most commands."""
 
 
+def wait_for_signal() -> None:
+    """Do nothing until a signal ends the process: a test stops it here, on any machine."""
+    while True:
+        signal.pause()
+
+
+def hold_after_parts(count: int, rank: str | None = None) -> None:
+    """Let a process wait for a signal once it has kept so many parts of a measure.
+
+    Args:
+        count: of parts.
+        rank: of the process that waits; None: any.
+    """
+    from lipaudit.engine.journal import Journal
+
+    record = Journal.record
+
+    def record_and_wait(self: Journal, parts: Any) -> Any:
+        for number, part in enumerate(record(self, parts), 1):
+            if number == count and rank in (None, os.environ.get("RANK")):
+                wait_for_signal()
+            yield part
+
+    Journal.record = record_and_wait
+
+
 def installed(folder: Path) -> None:
     """Be where a folder's packages are installed, too: lipaudit reads once which there are."""
     sys.path.insert(0, str(folder))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import linregress
 
-from lipaudit.theory import powers
+from lipaudit.theory import scale
 from tests.benchmarks import __main__ as entry
 from tests.benchmarks import bench_gpu
 from tests.benchmarks.bench_growth import Growth, page
@@ -71,14 +71,14 @@ def test_what_a_commit_lacks_is_left_out_and_named():
 
 def test_a_profile_leaves_out_what_other_watched_functions_take(monkeypatch):
     ticks = iter(range(100))
-    inner = powers.times_power
-    monkeypatch.setattr(powers, "outer", lambda *given: powers.times_power(*given), raising=False)
-    powers.outer.__module__ = powers.__name__
+    inner = scale.times_power
+    monkeypatch.setattr(scale, "outer", lambda *given: scale.times_power(*given), raising=False)
+    scale.outer.__module__ = scale.__name__
     functions = {"inner": ["times_power"], "outer": ["outer"], "none": ["no_such_name"]}
     profile = Profile(functions, lambda: next(ticks))
     with profile.watching():
-        powers.outer(torch.ones(1), torch.zeros(1, dtype=torch.int64))
-    assert powers.times_power is inner
+        scale.outer(torch.ones(1), torch.zeros(1, dtype=torch.int64))
+    assert scale.times_power is inner
     # The clock ticks at the start of both and at the end of both: 3 in all, 1 of them inside.
     assert profile.seconds == {"inner": 1, "outer": 2}
 
@@ -121,7 +121,7 @@ def test_operations_are_counted_by_precision_in_every_mode(mode):
     with mode(), Flops() as flops:
         a @ a.mT
         b @ b.mT
-        powers.times_power(b[0] @ b.mT, torch.zeros(6, dtype=torch.int64))
+        scale.times_power(b[0] @ b.mT, torch.zeros(6, dtype=torch.int64))
     assert flops.counts == {"float32": 2 * 3 * 4 * 5 * 4, "float64": 2 * 6 * 7 * 6 + 2 * 7 * 6}
 
 

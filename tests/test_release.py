@@ -39,8 +39,8 @@ def commands(command=None, path=""):
 PUBLIC = {
     "lipaudit": (
         [name for name in lipaudit.__all__ if name != "__version__"],
-        "LipauditError ModelSpec Observer Report attention_penalty attribute audit bounds load "
-        "measure merge monitor rank render watch",
+        "LipauditError ModelSpec Observer Report attention_penalty audit bounds load "
+        "measure merge monitor rank render summarize watch",
     ),
     "lipaudit.bounds": (
         dir(lipaudit.bounds),

@@ -21,7 +21,7 @@ import lipaudit
 from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.cli.options import Output, Terminal
-from lipaudit.report.topics import topics
+from lipaudit.report.topics import list_topics
 from lipaudit.results import Column, measures
 from lipaudit.results.bounds import SYMBOLS, catalogue
 from lipaudit.settings import AuditOptions, Recipe, RunOptions, Settings, option_types
@@ -172,7 +172,9 @@ def _words() -> Iterator[str]:
     yield "# Words\n\nWhat `lipaudit explain NAME` says of everything that pages, tables and"
     yield "notes say. Columns have [their own page](columns.md), and so have"
     yield "[bounds](bounds.md).\n"
-    listed = (t for t in topics() if t.group and not t.group.startswith(("Columns", "Bounds")))
+    listed = (
+        t for t in list_topics() if t.group and not t.group.startswith(("Columns", "Bounds"))
+    )
     for group, entries in groupby(listed, lambda topic: topic.group):
         yield f"\n## {group}\n"
         for topic in entries:
@@ -181,9 +183,8 @@ def _words() -> Iterator[str]:
 
 
 def _json() -> Iterator[str]:
-    yield "# JSON\n\nA report is one object; `lipaudit schema` prints its JSON Schema, and"
-    yield "`lipaudit schema history` that of a watched training's history. Fields are only added"
-    yield "within a major `schema_version`. NaN and infinities are strings.\n"
+    yield "# JSON\n\nA report is one object; `lipaudit schema` prints its JSON Schema. Fields are"
+    yield "only added within a major `schema_version`. NaN and infinities are strings.\n"
     yield f"```json\n{json.dumps(schema.json_schema(), indent=1)}\n```"
 
 

@@ -29,7 +29,7 @@ from lipaudit.results.bounds import catalogue
 from lipaudit.theory.bounds import ball
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.growth import nearby
+from lipaudit.theory.growth import ascent
 from lipaudit.theory.heads import Heads, affine_heads
 
 ArrayLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
@@ -133,7 +133,7 @@ def ball_norm(
 ) -> Tensor:
     """Return the largest ||J|| found at X' with ||X' - X||_F <= r; arguments as `ball_sharp`."""
     layer = heads(x, wq, wk, wv, **how)
-    return _shaped(nearby.ball_norm(layer, r, seeds=range(len(layer.x))), x, wq)
+    return _shaped(ascent.ball_norm(layer, r, seeds=range(len(layer.x))), x, wq)
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:

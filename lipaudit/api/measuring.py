@@ -36,7 +36,7 @@ from lipaudit.errors import (
 )
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import load_net
-from lipaudit.models.sources.own import as_now, borrowed
+from lipaudit.models.sources.own import as_now, borrow
 from lipaudit.results import Report
 from lipaudit.settings import RunOptions
 
@@ -217,7 +217,7 @@ def _net(
             raise UsageError(f"{model} says itself what it takes", "Leave input_shape out.")
         yield load_net(model, options)
         return
-    with borrowed(model, options, input_shape) as net:
+    with borrow(model, options, input_shape) as net:
         yield net
 
 

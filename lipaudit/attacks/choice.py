@@ -70,7 +70,8 @@ def _refuse_units(
     if lost is not None:
         raise UsageError(
             f"no attack counts {lost.unit}, as the radius {lost.text} does",
-            f"add it: --attack {','.join([*counts, lost.unit])}",
+            f"for texts add it: --attack {','.join([*counts, lost.unit])}; radii of pixels and of "
+            "embeddings have no unit: --eps 2/255",
         )
     balls = [name for name, counted in counts.items() if counted is None]
     if norm in COUNTED and (balls or norm not in counts.values()):
@@ -98,17 +99,16 @@ def _budget(
     return [parse_radius(text) for text in kind.radii] if kind else []
 
 
-LACKING = {
-    "words": "it scores what follows a text, or has no table of embeddings, which near "
-    "words are read from, or its tokenizer does not say where in a text its tokens stand",
-    "characters": "it has no tokenizer that says where in a text its tokens stand (its files "
-    "belong beside config.json), no table of embeddings, or scores what follows a text",
-}
-"""Why a text model cannot be attacked so."""
-
-
-def require_suited(trials: Sequence[Trial], kind: str, changes: Sequence[Norm] = COUNTED) -> None:
+def require_suited(
+    trials: Sequence[Trial], kind: str, changes: Sequence[Norm] = COUNTED, why: str = ""
+) -> None:
     """Refuse what means nothing for a kind of model: image, tokens or text.
+
+    Args:
+        trials: what is asked for.
+        kind: of the model.
+        changes: what can be changed of its texts.
+        why: what keeps the rest from being changed.
 
     Raises:
         UsageError: an attack or a norm that does not, with what there is for such a model; or an
@@ -132,7 +132,7 @@ def require_suited(trials: Sequence[Trial], kind: str, changes: Sequence[Norm] =
         if trial.norm in COUNTED and trial.norm not in changes:
             other = ",".join([*changes, "fgsm", "pgd"])
             raise UsageError(
-                f"{trial.norm} cannot be changed in texts of this model: {LACKING[trial.norm]}",
+                f"{trial.norm} cannot be changed in texts of this model: {why}",
                 f"what can: --attack {other} --eps 0.1",
             )
         for attack in trial.attacks:

@@ -146,7 +146,12 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
         oracle = Oracle(session.f, rows.repeat(copies), session.batch_size, meter)
         known = session.logits[rows], session.closest[rows]
         turn = Turn(fitted, number, generator, start, copies, *known)
+        drawn = generator.get_state()
         z, margin, stands = _turn(oracle, chunk, ball, turn)
+        if not meter.mends and bool(meter.broken > 0):  # once more, with other values for NaN
+            meter.mends = True
+            generator.set_state(drawn)
+            z, margin, stands = _turn(oracle, chunk, ball, turn)
         nearest = margin.reshape(copies, -1).amin(0)
         session.closest[rows] = torch.minimum(session.closest[rows], nearest)
         x_adv[rows], robust[rows] = _first(z, stands, copies)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError
 
+NUDGE = 2.0**-12
+"""Share of a sample's largest value by which coordinates move whose gradient is NaN."""
 STEEP = 1e15
 """Stands for an infinite slope: larger than others, and its square can still be summed."""
 Classifier = Callable[[Tensor], Any]
@@ -41,16 +43,31 @@ class Meter:
         forwards: samples passed forward.
         backwards: samples passed backward.
         broken: those of them whose gradient was not finite, as a tensor: the device need not wait.
+        mends: whether NaN is looked for, and replaced by what is right beside the point; it waits
+            for the device, so that attacks do it once they have met NaN.
     """
 
     forwards: int = 0
     backwards: int = 0
     broken: int | Tensor = 0
+    mends: bool = False
 
-    def cleaned(self, gradient: Tensor) -> Tensor:
-        """Count a gradient that is not finite; leave NaN out of it, and make infinity large."""
+    def cleaned(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
+        """Count a gradient that is not finite; make infinity large, and NaN 0 if it is left.
+
+        Args:
+            gradient: of some samples.
+            near: a change of the samples -> their gradient after it, which replaces NaN.
+        """
         self.backwards += len(gradient)
         self.broken = self.broken + (~gradient.isfinite().flatten(1).all(1)).sum()
+        for side in (1, -1) if self.mends else ():
+            lost = gradient.isnan()
+            if not bool(lost.any()):
+                break
+            self.forwards += len(gradient)
+            self.backwards += len(gradient)
+            gradient = torch.where(lost, near(side * lost.to(gradient)), gradient)
         return gradient.nan_to_num(0.0, STEEP, -STEEP)
 
 
@@ -109,12 +126,18 @@ class _InPieces(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None]:
         oracle, z, size = ctx.oracle, ctx.z, ctx.oracle.batch_size
-        if ctx.graph is not None:
-            graph, ctx.graph = ctx.graph, None
-            return oracle.meter.cleaned(pull(graph, above)), None
-        starts = range(0, len(z), size)
-        pieces = [pull(_graph(oracle, z[i : i + size], i), above[i : i + size]) for i in starts]
-        return oracle.meter.cleaned(torch.cat(pieces)), None
+
+        def at(point: Tensor) -> Tensor:
+            cuts = [slice(i, i + size) for i in range(0, len(point), size)]
+            return torch.cat([pull(_graph(oracle, point[c], c.start), above[c]) for c in cuts])
+
+        def near(change: Tensor) -> Tensor:
+            largest = z.flatten(1).abs().amax(1).reshape(-1, *[1] * (z.ndim - 1))
+            return at(z + change * NUDGE * torch.where(largest > 0, largest, 1.0))
+
+        graph, ctx.graph = ctx.graph, None
+        gradient = at(z) if graph is None else pull(graph, above)
+        return oracle.meter.cleaned(gradient, near), None
 
 
 def _graph(oracle: Oracle, z: Tensor, start: int) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,8 @@ def _ensemble(
     uneven = next((r.text for r in radii if norm in COUNTED and r.value.denominator != 1), None)
     if uneven is not None:
         raise UsageError(
-            f"the radius {uneven} is no number of {norm}", f"count them: --attack {norm} --eps 1,2"
+            f"the radius {uneven} is no number of {norm}",
+            f"count them: --attack {norm} --eps 1,2; balls of embeddings are for --attack pgd",
         )
     return tuple(Trial(label, norm, radius, attacks, notes) for radius in radii)
 

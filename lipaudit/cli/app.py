@@ -16,8 +16,9 @@ import typer
 import typer.core
 
 from lipaudit import __version__
-from lipaudit.cli.options import Output, Terminal, completed, configured, resolved
-from lipaudit.errors import as_user_meets, bug
+from lipaudit.cli.options import Output, Terminal, complete_words, read_config, resolve_group
+from lipaudit.cli.streams import say
+from lipaudit.errors import as_user_meets, bug, visible
 from lipaudit.settings import RunOptions, Settings
 from lipaudit.settings.option import Option
 
@@ -103,14 +104,14 @@ def command(
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        body = guarded(with_groups(function, usual or {}))
+        body = guard(with_groups(function, usual or {}))
         parent.command(name, rich_help_panel=panel or None, cls=Command)(body)
         return function
 
     return register
 
 
-def guarded(body: Callable[..., None]) -> Callable[..., None]:
+def guard(body: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose errors become one line on stderr and an exit status."""
 
     @functools.wraps(body)
@@ -119,13 +120,13 @@ def guarded(body: Callable[..., None]) -> Callable[..., None]:
             signal.signal(signal.SIGTERM, _terminate)
             body(**options)
 
-    call.__doc__ = _unwrapped(inspect.getdoc(body) or "")
+    call.__doc__ = _unwrap_paragraphs(inspect.getdoc(body) or "")
     hints = get_type_hints(body, include_extras=True)
     parameters = inspect.signature(body).parameters.values()
-    return _resigned(call, [p.replace(annotation=hints[p.name]) for p in parameters])
+    return _set_signature(call, [p.replace(annotation=hints[p.name]) for p in parameters])
 
 
-def _unwrapped(text: str) -> str:
+def _unwrap_paragraphs(text: str) -> str:
     """Let the terminal wrap the paragraphs; lists and examples keep their lines."""
     paragraphs = text.split("\n\n")
     joined = (p if "\n " in p else p.replace("\n", " ") for p in paragraphs)
@@ -148,7 +149,7 @@ def _exit_codes(*, verbose: bool) -> Iterator[None]:
         raise
     except Exception as error:
         if verbose:
-            traceback.print_exc()
+            say(traceback.format_exc())
         shown = as_user_meets(error) or bug(error)
         complain(shown.message, shown.advice)
         raise typer.Exit(shown.exit_code) from None
@@ -164,9 +165,9 @@ def complain(message: str, advice: str = "") -> None:
     from rich.markup import escape
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"[bold red]error:[/] {escape(message)}")
+    console.print(f"[bold red]error:[/] {escape(visible(message))}")
     if advice:
-        console.print(f"[dim]  hint:[/] {escape(advice)}")
+        console.print(f"[dim]  hint:[/] {escape(visible(advice))}")
 
 
 def with_groups(function: Callable[..., None], usual: Mapping[str, str]) -> Callable[..., None]:
@@ -180,19 +181,19 @@ def with_groups(function: Callable[..., None], usual: Mapping[str, str]) -> Call
         if p.name not in groups
     ]
     if not groups:
-        return _resigned(function, own)
+        return _set_signature(function, own)
 
     def call(**typed: Any) -> None:
         shared = any(group in SHARED for group in groups.values())
-        defaults = configured(typed.get("config")) if shared else {}
+        defaults = read_config(typed.get("config")) if shared else {}
         values = {
-            name: resolved(group, typed, defaults if group in SHARED else {})
+            name: resolve_group(group, typed, defaults if group in SHARED else {})
             for name, group in groups.items()
         }
         function(**{p.name: typed[p.name] for p in own}, **values)
 
     functools.update_wrapper(call, function)
-    return _resigned(
+    return _set_signature(
         call, own + [p for group in groups.values() for p in _parameters(group, usual)]
     )
 
@@ -208,7 +209,7 @@ def _parameters(group: type[Settings], usual: Mapping[str, str]) -> list[inspect
             option.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[_type(option), _spelled(option)],
+            annotation=Annotated[_type(option), _spell_option(option)],
         )
         for name, known in group.options().items()
         for option in [replace(known, usual=usual.get(name, known.usual))]
@@ -219,7 +220,7 @@ def _type(option: Option) -> Any:
     return list[option.kind] | None if option.repeats else option.kind | None  # type: ignore[name-defined]
 
 
-def _spelled(option: Option) -> Any:
+def _spell_option(option: Option) -> Any:
     """Return how an option is typed and explained."""
     flags = option.flags
     if option.kind is bool and option.default is True:
@@ -233,11 +234,11 @@ def _spelled(option: Option) -> Any:
         rich_help_panel=option.panel or None,
         envvar=option.env or None,
         show_default=False,
-        autocompletion=completed(option.values, commas=option.commas),
+        autocompletion=complete_words(option.values, commas=option.commas),
     )
 
 
-def _resigned(
+def _set_signature(
     function: Callable[..., None], parameters: list[inspect.Parameter]
 ) -> Callable[..., None]:
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lipaudit.cli.app import command
 from lipaudit.cli.measure import (
     MEASURING,
-    prepared,
+    prepare_run,
     require_alone,
     require_whole,
     typed_command,
@@ -49,11 +49,11 @@ def audit(
     """Everything about a checkpoint: bounds, attention, Jacobian, attacks, one report.
 
     Writes report.json and report.html to a run directory, with the attention map of the most
-    amplifying head. Quick is the default on the demo. Where a measure fails the others go on: the
-    report says why, and the exit code is that of the failure.
+    amplifying head. Quick is the default on the demo. If a measure fails, the others still run:
+    the report says why, and the exit code is that of the failure.
 
     Several MODELs are measured on the same samples, one after the other, and ranked: a report of
-    each and a page of all. Where one fails the others go on, too.
+    each and a page of all. If one model fails, the others are still measured.
 
     [dim]Examples:[/]
       [cyan]lipaudit audit demo[/]
@@ -108,20 +108,19 @@ class _How:
 def _audit_one(request: Request, how: _How) -> None:
     from lipaudit.cli.emit import emit
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.execute import executed, follow
+    from lipaudit.engine.merging import executed_together
 
     model, terminal = request.model, how.terminal
-    adapt = partial(_with_map, shard=request.run.shard is not None)
-    with prepared(request, quiet=terminal.quiet) as (job, ranks):
-        if ranks is not None and ranks.rank:
-            follow(job, ranks)
-            return
-        if not terminal.quiet:
-            _announce(model, job.here)
+    with prepare_run(request, quiet=terminal.quiet) as (job, ranks):
+        if not terminal.quiet and (ranks is None or ranks.rank == 0):
+            _announce(model, job.here if ranks is None else job.counts)
+        adapt = partial(_with_map, shard=job.request.run.shard is not None)
         with (
             OnStderr(model, quiet=terminal.quiet, verbose=terminal.verbose) as observer,
-            executed(job, observer, adapt=adapt, ranks=ranks) as report,
+            executed_together(job, observer, ranks, adapt=adapt) as report,
         ):
+            if report is None:
+                return
             folder = made_folder(how.folder or RUNS / _name(model, report), "--run-dir")
             try:
                 _write(report, folder)
@@ -130,15 +129,15 @@ def _audit_one(request: Request, how: _How) -> None:
                     emit(report, how.output, details=how.extent.details)
                 raise
             emit(report, how.output, details=how.extent.details)
-    if not terminal.quiet:
-        _conclude(model, report, folder)
-    require_whole({model: report}, AGAIN)
+        if not terminal.quiet:
+            _conclude(model, report, folder)
+        require_whole({model: report}, AGAIN)
 
 
 def _audit_each(requests: Sequence[Request], how: _How) -> None:
     """Measure several models on the same samples, with one of them in memory at a time."""
     from lipaudit.cli.emit import emit
-    from lipaudit.cli.progress import muted
+    from lipaudit.cli.progress import mute_libraries
     from lipaudit.engine.files import write
     from lipaudit.engine.prepare import prepare
     from lipaudit.engine.several import named, outline, require_shared
@@ -146,18 +145,18 @@ def _audit_each(requests: Sequence[Request], how: _How) -> None:
 
     quiet, outlines = how.terminal.quiet, []
     for request in requests:
-        with named(request.model), muted(quiet=quiet):
+        with named(request.model), mute_libraries(quiet=quiet):
             outlines.append(outline(prepare(request)))
     require_shared(outlines)
     folder = made_folder(how.folder or _folder_of_several(requests), "--run-dir")
     places = [folder / f"{i}-{_plain(r.model)}" for i, r in enumerate(requests, start=1)]
-    kept = [_finished(*each) for each in zip(requests, outlines, places, strict=True)]
+    kept = [_find_finished(*each) for each in zip(requests, outlines, places, strict=True)]
     if not quiet:
         _announce_several(outlines, kept)
     reports: list[Report] = []
     for request, known, place, report in zip(requests, outlines, places, kept, strict=True):
         with _resumable(request, len(reports), folder):
-            reports.append(report or _measured(request, known, place, how.terminal))
+            reports.append(report or _measure_one(request, known, place, how.terminal))
     subject = of_reports(*reports, by=how.extent.rank_by)
     write(folder / "report.html", render(subject, "html"))
     emit(subject, how.output, details=how.extent.details)
@@ -168,9 +167,9 @@ def _audit_each(requests: Sequence[Request], how: _How) -> None:
     require_whole({request.model: r for request, r in zip(requests, reports, strict=True)}, AGAIN)
 
 
-def _measured(request: Request, known: Outline, folder: Path, terminal: Terminal) -> Report:
+def _measure_one(request: Request, known: Outline, folder: Path, terminal: Terminal) -> Report:
     """Measure one of several models and keep its report; where it fails, that says why."""
-    from lipaudit.cli.progress import OnStderr, muted
+    from lipaudit.cli.progress import OnStderr, mute_libraries
     from lipaudit.engine.execute import executed
     from lipaudit.engine.prepare import prepare
     from lipaudit.engine.several import lost
@@ -179,7 +178,7 @@ def _measured(request: Request, known: Outline, folder: Path, terminal: Terminal
     quiet, verbose = terminal.quiet, terminal.verbose
     with OnStderr(request.model, quiet=quiet, verbose=verbose) as observer:
         try:
-            with muted(quiet=quiet):
+            with mute_libraries(quiet=quiet):
                 job = prepare(request)
             with executed(job, observer, adapt=partial(_with_map, shard=False)) as report:
                 _write(report, folder)
@@ -190,7 +189,7 @@ def _measured(request: Request, known: Outline, folder: Path, terminal: Terminal
     return report
 
 
-def _finished(request: Request, known: Outline, folder: Path) -> Report | None:
+def _find_finished(request: Request, known: Outline, folder: Path) -> Report | None:
     """Return the report that an interrupted audit left of a model, if it is to be resumed."""
     from lipaudit.engine.several import finished
     from lipaudit.schema import load

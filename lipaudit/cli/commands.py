@@ -29,7 +29,7 @@ def words_of_bash() -> Iterator[None]:
         yield
         return
     at = int(os.environ["COMP_CWORD"])
-    before, after = _joined(os.environ["COMP_WORDS"].split("\n")[: at + 1])
+    before, after = _join_words(os.environ["COMP_WORDS"].split("\n")[: at + 1])
     os.environ |= {"COMP_WORDS": "\n".join([*before, after]), "COMP_CWORD": str(len(before))}
     whole = after.rpartition("=")[2]
     prefix = whole[: whole.rfind(":") + 1]
@@ -42,7 +42,7 @@ def words_of_bash() -> Iterator[None]:
         sys.stdout.write("\n".join(line.removeprefix(prefix) for line in lines))
 
 
-def _joined(pieces: list[str]) -> tuple[list[str], str]:
+def _join_words(pieces: list[str]) -> tuple[list[str], str]:
     """Join the pieces of words, and return the last word apart."""
     words: list[str] = []
     for piece in pieces:

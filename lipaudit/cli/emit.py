@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipaudit.cli.options import Output
-from lipaudit.cli.streams import unheeded
+from lipaudit.cli.streams import drop_output
 from lipaudit.engine.files import require_writable, write
 from lipaudit.errors import EvaluationError
 
@@ -69,11 +69,11 @@ def emit(
 
 def _formats(output: Output, forms: Collection[Form]) -> tuple[Format, dict[Path, Format]]:
     """Return the format of stdout and that of each file."""
-    from lipaudit.report import named, of_file, usual
+    from lipaudit.report import find_file_format, find_format, find_usual_format
 
-    chosen = named(output.format, forms) if output.format else None
-    files = {path: of_file(path, forms, chosen) for path in output.output}
-    return chosen or usual(forms), files
+    chosen = find_format(output.format, forms) if output.format else None
+    files = {path: find_file_format(path, forms, chosen) for path in output.output}
+    return chosen or find_usual_format(forms), files
 
 
 def _print(subject: Subject, format: Format, *, details: bool) -> None:
@@ -81,6 +81,6 @@ def _print(subject: Subject, format: Format, *, details: bool) -> None:
         short = format.takes == "page" and "screen" in subject and not details
         format.screen(subject["screen" if short else format.takes](), sys.stdout)
     else:
-        with unheeded(sys.stdout):
+        with drop_output(sys.stdout):
             sys.stdout.buffer.write(format.render(subject[format.takes]()))
     sys.stdout.flush()

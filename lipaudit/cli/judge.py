@@ -18,16 +18,12 @@ from lipaudit.cli.options import (
     Plain,
     Several,
     Shown,
-    completed,
+    complete_words,
     formats,
     model_names,
 )
 from lipaudit.cli.remeasure import (
     Remeasure,
-    Swapping,
-    attributed,
-    measure_for_first,
-    models_of,
     read_or_measured,
     together,
 )
@@ -47,7 +43,7 @@ Current = Annotated[
     typer.Argument(
         metavar="CURRENT",
         help="A report, or a MODEL to measure now.",
-        autocompletion=completed(model_names),
+        autocompletion=complete_words(model_names),
     ),
 ]
 Compared = Annotated[
@@ -78,25 +74,20 @@ def _output(format: str | None, files: list[Path] | None) -> Output:
 
 @command("report", panel=COMPARE)
 def report(reports: Reports, output: Shown, extent: Several, terminal: Plain) -> None:
-    """Render a saved report again, several ranked side by side, or the history of a training.
+    """Render a saved report again, or several ranked side by side.
 
     It needs no model and no torch: the figures are those of the run.
 
     [dim]Examples:[/]
       [cyan]lipaudit report audit.json -o audit.html[/]
       [cyan]lipaudit report before.json after.json -f markdown[/]
-      [cyan]lipaudit report watched/history.jsonl -o curves.html[/]
+      [cyan]lipaudit report step-*.json --rank-by order -o training.html[/]
     """
     from lipaudit import schema
     from lipaudit.cli.emit import emit
-    from lipaudit.report import of_history, of_reports
-    from lipaudit.results.history import History
+    from lipaudit.report import of_reports
 
     extent.require_several(len(reports))
-    first = schema.load_any(reports[0])
-    if isinstance(first, History) and len(reports) == 1:
-        emit(of_history(first), output, always=False, details=extent.details)
-        return
     loaded = [schema.load(path) for path in reports]
     subject = of_reports(*loaded, by=extent.rank_by)
     emit(subject, output, always=False, details=extent.details)
@@ -134,7 +125,6 @@ def inspect(
 def compare(
     reports: Compared,
     how: Remeasure,
-    swapping: Swapping,
     output: Shown,
     extent: Extent,
     terminal: Plain,
@@ -148,7 +138,6 @@ def compare(
     [dim]Examples:[/]
       [cyan]lipaudit compare before.json after.json[/]
       [cyan]lipaudit compare standard.json jasmin.json robust.json -o compared.html[/]
-      [cyan]lipaudit compare before.json after.json --attribute[/]
     """
     from lipaudit import schema
     from lipaudit.cli.emit import check_outputs, emit
@@ -156,19 +145,15 @@ def compare(
     from lipaudit.report import COMPARISON, of_comparison
 
     check_outputs(output, COMPARISON)
-    quiet, serving = terminal.quiet, swapping.serving
     base, others = schema.load(reports[0]), reports[1:]
     with together(*others) as ranks:
-        if ranks is not None and ranks.rank:
-            measure_for_first(models_of(others)[0], base, how, ranks)
-            return
-        loaded = [base] + [
-            read_or_measured(each, base, how, quiet=quiet, serving=serving, ranks=ranks)
-            for each in others
-        ]
+        loaded = [base]
+        for each in others:
+            report = read_or_measured(each, base, how, quiet=terminal.quiet, ranks=ranks)
+            if report is None:
+                return
+            loaded.append(report)
     comparison = compared(loaded)
-    if swapping.attribute:
-        comparison = attributed(comparison, loaded, how, swapping, quiet=quiet)
     shown = of_comparison(comparison, loaded)
     emit(shown, output, always=False, details=extent.details)
 
@@ -183,7 +168,7 @@ def gate(
         typer.Option(
             metavar="RULE",
             help="A rule, in place of the configured ones; repeatable.",
-            autocompletion=completed(_metrics),
+            autocompletion=complete_words(_metrics),
         ),
     ] = None,
     strict: Annotated[bool, typer.Option(help="Fail on what is not proven (exit 6).")] = False,
@@ -194,7 +179,7 @@ def gate(
             "--format",
             "-f",
             help="text, table, brief, json, markdown, latex, html or junit.",
-            autocompletion=completed(formats),
+            autocompletion=complete_words(formats),
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
@@ -222,19 +207,20 @@ def gate(
     settings = configure(read(config).get("gate", {}), fail_on or ())
     settings["strict"] = settings["strict"] or strict
     with together(current) as ranks:
-        if ranks is not None and ranks.rank:
-            measure_for_first(current, before, how, ranks)
-            status = ranks.conclusion()
+        report = read_or_measured(current, before, how, quiet=quiet, ranks=ranks)
+        if report is None:
+            status = ranks.exit_code if ranks else 0
         else:
-            report = read_or_measured(current, before, how, quiet=quiet, ranks=ranks)
             judged = judge(report, before, **settings)
-            status = _shown(judged.model_copy(update={"baseline_file": str(baseline)}), where)
+            status = _emit_judgement(
+                judged.model_copy(update={"baseline_file": str(baseline)}), where
+            )
             if ranks is not None:
-                ranks.conclude(status)
+                ranks.exit_code = status
     raise typer.Exit(status)
 
 
-def _shown(judgement: Judgement, output: Output) -> int:
+def _emit_judgement(judgement: Judgement, output: Output) -> int:
     """Write a judgement wherever it is asked for, and return the exit code it stands for."""
     from lipaudit.cli.emit import emit
     from lipaudit.report import of_judgement
@@ -308,9 +294,9 @@ def check(output: Lines, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None
     """Check that a baseline can be read and gated against."""
     from lipaudit.cli.emit import emit
     from lipaudit.errors import BaselineError
-    from lipaudit.gate import load_baseline, problems
+    from lipaudit.gate import find_problems, load_baseline
 
-    reasons = problems(load_baseline(baseline))
+    reasons = find_problems(load_baseline(baseline))
     if reasons:
         raise BaselineError(f"{baseline}: {reasons[0]}", "Save a new one from a finished report.")
     line, record = f"{baseline}: fit to gate against", {"baseline": str(baseline), "fit": True}
@@ -319,9 +305,10 @@ def check(output: Lines, terminal: Plain, baseline: Kept = DEFAULT_BASE) -> None
 
 def _promote(report: Path, output: Path, reason: str, *, quiet: bool) -> None:
     from lipaudit import schema
-    from lipaudit.engine.files import write
+    from lipaudit.engine.files import require_writable, write
     from lipaudit.gate import promote
 
+    require_writable(output)
     write(output, schema.dumps(promote(schema.load(report), reason)).encode())
     if not quiet:
         say(f"wrote {output}")

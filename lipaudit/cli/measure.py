@@ -57,7 +57,7 @@ def run_measures(
     """Run measures on a model and write what was asked for."""
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.engine.execute import executed, follow
+    from lipaudit.engine.merging import executed_together
     from lipaudit.engine.prepare import Request
     from lipaudit.report import DRAWN, REPORT
 
@@ -65,36 +65,35 @@ def run_measures(
     check_outputs(output, DRAWN if drawn else REPORT)
     require_mergeable(run, output)
     request = Request(model, measures, run, command=typed_command())
-    with prepared(request, quiet=terminal.quiet) as (job, ranks):
-        if ranks is not None and ranks.rank:
-            follow(job, ranks)
-            return
+    with prepare_run(request, quiet=terminal.quiet) as (job, ranks):
         with (
             OnStderr(model, quiet=terminal.quiet) as observer,
-            executed(job, observer, ranks=ranks) as report,
+            executed_together(job, observer, ranks) as report,
         ):
+            if report is None:
+                return
             emit(report, output)
-    require_whole({model: report}, "The same command with --resume measures the rest.")
+        require_whole({model: report}, "The same command with --resume measures the rest.")
 
 
 @contextmanager
-def prepared(request: Request, *, quiet: bool) -> Iterator[tuple[Job, Ranks | None]]:
-    """Load what is to be measured, and meet the other processes of the run, if there are any."""
-    from lipaudit.cli.progress import muted
-    from lipaudit.engine.place import local, placed
+def prepare_run(request: Request, *, quiet: bool) -> Iterator[tuple[Job, Ranks | None]]:
+    """Load what this process measures, and meet the other processes of the run, if any."""
+    from lipaudit.cli.progress import mute_libraries
+    from lipaudit.engine.place import placed, share_run
     from lipaudit.engine.prepare import prepare
     from lipaudit.engine.ranks import join
 
     place = placed()
-    with muted(quiet=quiet):
+    with mute_libraries(quiet=quiet):
         if place is not None:
-            request = replace(request, run=local(request.run, place))
+            request = replace(request, run=share_run(request.run, place))
         job = prepare(request)
     if place is None:
         yield job, None
     else:
         with join(place) as ranks:
-            yield replace(job, processes=place.size), ranks
+            yield job, ranks
 
 
 def require_mergeable(run: RunOptions, output: Output) -> None:
@@ -122,7 +121,9 @@ def require_alone(run: RunOptions, what: str) -> None:
     Raises:
         UsageError: this process is to measure some of the samples.
     """
-    require_unsharded(run, what)
+    if run.shard:
+        text = f"--shard is for measuring one MODEL, not for {what}"
+        raise UsageError(text, "Leave it out.")
     require_one_process(what)
 
 
@@ -142,21 +143,6 @@ def require_one_process(what: str) -> None:
             f"a launcher of several processes is for measuring one MODEL, not for {what}",
             "Run it without RANK and WORLD_SIZE, or srun.",
         )
-
-
-def require_unsharded(run: RunOptions, what: str) -> None:
-    """Refuse a shard where all samples are needed.
-
-    Args:
-        run: its options.
-        what: is done; to be read after "not for".
-
-    Raises:
-        UsageError: there is one.
-    """
-    if run.shard:
-        text = f"--shard is for measuring one MODEL, not for {what}"
-        raise UsageError(text, "Leave it out.")
 
 
 def require_unlimited(run: RunOptions, what: str) -> None:

@@ -26,7 +26,7 @@ def model_names() -> tuple[str, ...]:
     return (*demo_names(), *others, *(f"timm:{name}" for name in timm_names()))
 
 
-def completed(
+def complete_words(
     values: Callable[[], Iterable[str]], *, commas: bool = False
 ) -> Callable[[str], list[str]]:
     """Return what a shell asks for the words of a parameter; typer keeps those that fit.
@@ -47,7 +47,7 @@ def _model(text: str = "") -> Any:
     """Return how a MODEL is typed; what is said of it stands behind what it may be."""
     return typer.Argument(
         metavar="MODEL",
-        autocompletion=completed(model_names),
+        autocompletion=complete_words(model_names),
         help="demo, timm:NAME, hf:ORG/NAME, a directory, a weights file (with --arch) "
         f"or py:FILE:FACTORY{text}.",
     )
@@ -98,7 +98,8 @@ class Several(Extent):
 
     rank_by: str | None = option(
         None,
-        "Rank several models by METRIC, such as attack.robust@linf,4/255 or jacobian.norm:p95.",
+        "Rank several models by METRIC, such as attack.robust@linf,4/255 or jacobian.norm:p95; "
+        "order: no ranks, in the order given.",
         panel=OUTPUT,
         usual="accuracy under attack, else certified, else the median norm",
     )
@@ -111,9 +112,10 @@ class Several(Extent):
         """
         if self.rank_by is None:
             return
-        from lipaudit.gate.contests import rule_of
+        from lipaudit.gate.ranking import ORDER, make_rule
 
-        rule_of(self.rank_by)
+        if self.rank_by != ORDER:
+            make_rule(self.rank_by)
         if count < 2:
             raise UsageError("--rank-by ranks several models, and there is one", "Leave it out.")
 
@@ -163,7 +165,7 @@ CONFIGURABLE: dict[str, str] = {
 Group = TypeVar("Group", bound=Settings)
 
 
-def configured(path: Path | None) -> dict[str, Any]:
+def read_config(path: Path | None) -> dict[str, Any]:
     """Return what the configuration file says of the shared options, by the option's name.
 
     Raises:
@@ -177,7 +179,9 @@ def configured(path: Path | None) -> dict[str, Any]:
     return {CONFIGURABLE[key]: value for key, value in values.items()}
 
 
-def resolved(group: type[Group], typed: Mapping[str, Any], defaults: Mapping[str, Any]) -> Group:
+def resolve_group(
+    group: type[Group], typed: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Group:
     """Return a group of options: what was typed, else what is configured, else the defaults.
 
     Raises:

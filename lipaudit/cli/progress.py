@@ -21,14 +21,14 @@ HEARTBEAT = 30.0
 
 
 @contextmanager
-def muted(*, quiet: bool) -> Iterator[None]:
+def mute_libraries(*, quiet: bool) -> Iterator[None]:
     """Let the libraries that fetch models and data be as quiet as the command is."""
     if not quiet:
         yield
         return
-    from lipaudit.data.hub.commit import hushed
+    from lipaudit.data.hub import silence_clients
 
-    with hushed():
+    with silence_clients():
         yield
 
 
@@ -88,13 +88,16 @@ class OnStderr(Observer):
             self._beat(time.monotonic(), self.done + samples)
 
     def fails(self, measure: str, error: Exception) -> None:
-        """Take the bar away, and say that the others go on."""
+        """Take the bar away, and say that the others still run."""
         self.close()
         if self.verbose:
-            self.console.print("".join(traceback.format_exception(error)), markup=False)
+            said = visible("".join(traceback.format_exception(error)), keep="\n\t")
+            self.console.print(said, markup=False)
         if not self.quiet:
             reason = str(error).partition("\n")[0]
-            self.console.print(f"[red]{measure} failed:[/] {escape(reason)}; the others go on")
+            self.console.print(
+                f"[red]{measure} failed:[/] {escape(visible(reason))}; the others still run"
+            )
 
     def ends(self, measure: str) -> None:
         """Take the bar away."""

@@ -28,13 +28,11 @@ PLAIN = str.maketrans(
         "✓": "+",
         "✗": "x",
         "▸": ">",
-        "└": "`",
-        "│": "|",
         "═": "=",
         **dict.fromkeys("─━", "-"),
-        **dict.fromkeys("█▓▇▆▅▉▊▋", "#"),
-        **dict.fromkeys("▒▌▍▄▀", "+"),
-        **dict.fromkeys("░▃▂▁▏▎", "."),
+        **dict.fromkeys("█▇▆▅", "#"),
+        **dict.fromkeys("▄", "+"),
+        **dict.fromkeys("▃▂▁", "."),
     }
 )
 """What stands for a character where a terminal has none: numbers are to be read there, too."""
@@ -72,7 +70,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def unheeded(stream: TextIO) -> Iterator[None]:
+def drop_output(stream: TextIO) -> Iterator[None]:
     """Let a stream whose reader went away (`| head`) lead nowhere; the work goes on.
 
     A gate that ended with the reader of its text would pass whatever it found.
@@ -101,7 +99,7 @@ class Unheeded:
 
         A terminal also gets the colours and cursor moves that rich writes.
         """
-        with unheeded(self._stream):
+        with drop_output(self._stream):
             self._stream.write(self._shown(text))
         return len(text)
 
@@ -118,19 +116,19 @@ class Unheeded:
 
     def flush(self) -> None:
         """Flush what was written."""
-        with unheeded(self._stream):
+        with drop_output(self._stream):
             self._stream.flush()
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = _raised(error.object[error.start : error.end]).translate(PLAIN)
+    text = _add_carets(error.object[error.start : error.end]).translate(PLAIN)
     parts = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return parts or "?", error.end
 
 
-def _raised(text: str) -> str:
+def _add_carets(text: str) -> str:
     """Write a caret before superscripts: they would run into what they stand behind."""
     runs = itertools.groupby(text, lambda c: unicodedata.decomposition(c).startswith("<super>"))
     return "".join("^" * above + "".join(run) for above, run in runs)

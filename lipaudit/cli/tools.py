@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lipaudit.cli.app import app, command
-from lipaudit.cli.options import Lines, ModelArgument, Output, Plain, Terminal, completed
+from lipaudit.cli.options import Lines, ModelArgument, Output, Plain, Terminal, complete_words
 from lipaudit.cli.streams import say
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.settings import AuditOptions, RunOptions
+from lipaudit.settings import AuditOptions, CertifyOptions, RunOptions
+from lipaudit.settings.audit import SECONDS
+from lipaudit.theory.policy import NODES
 
 if TYPE_CHECKING:
     from lipaudit.report.topics import Topic
@@ -29,20 +31,19 @@ WIDEST = 100
 
 
 @cache
-def known() -> tuple[Topic, ...]:
+def list_explanations() -> tuple[Topic, ...]:
     """Return everything that can be explained: results, options and commands."""
-    from lipaudit.cli.remeasure import Swapping
-    from lipaudit.report.topics import option_topics, topics
+    from lipaudit.report.topics import list_options, list_topics
     from lipaudit.settings import Recipe, Settings, option_types
 
-    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe, "compare": Swapping}
+    groups: dict[str, type[Settings]] = {**option_types(), "train": Recipe}
     groups |= {"every measure": RunOptions, "every command": Output, "most commands": Terminal}
-    return (*topics(), *option_topics(groups), *_commands(typer.main.get_command(app)))
+    return (*list_topics(), *list_options(groups), *_commands(typer.main.get_command(app)))
 
 
 def known_names() -> list[str]:
     """Return every name that can be explained."""
-    return list(dict.fromkeys(name for topic in known() for name in topic.names))
+    return list(dict.fromkeys(name for topic in list_explanations() for name in topic.names))
 
 
 def _commands(command: object, path: str = "") -> Iterator[Topic]:
@@ -63,7 +64,7 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]",
-            autocompletion=completed(known_names),
+            autocompletion=complete_words(known_names),
             help="For example bounds, theorem 3, g1, pgd; without it, every name by topic.",
         ),
     ] = None,
@@ -78,10 +79,10 @@ def explain(
       [cyan]lipaudit explain jacobian.norm:median[/]
     """
     from lipaudit.cli.emit import emit
-    from lipaudit.report.topics import explained
+    from lipaudit.report.topics import find_topics
 
     text = " ".join(name or ())
-    entries = explained(text, known()) if text else known()
+    entries = find_topics(text, list_explanations()) if text else list_explanations()
     if not entries:
         advice = suggestion(text, known_names(), "lipaudit explain lists every name.")
         raise UsageError(f"nothing is called {text!r}", advice)
@@ -96,12 +97,12 @@ def _pages(entries: Sequence[Topic]) -> Iterator[str]:
 
     for number, topic in enumerate(entries):
         yield from [""] if number else []
-        yield from _wrapped(f"{topic.title}: {topic.meaning}", "", "  ")
+        yield from _wrap(f"{topic.title}: {topic.meaning}", "", "  ")
         for paragraph in topic.details:
-            yield from _wrapped(paragraph, "  ", "  ")
+            yield from _wrap(paragraph, "  ", "  ")
     if any(topic.formula for topic in entries):
         yield ""
-        yield from _wrapped(SYMBOLS)
+        yield from _wrap(SYMBOLS)
 
 
 def _index(entries: Sequence[Topic]) -> Iterator[str]:
@@ -109,14 +110,14 @@ def _index(entries: Sequence[Topic]) -> Iterator[str]:
     groups: dict[str, dict[str, None]] = {}
     for topic in entries:
         groups.setdefault(topic.group, {})[topic.name] = None
-    yield from _wrapped("lipaudit explain NAME explains one of these, or a heading of a page.")
+    yield from _wrap("lipaudit explain NAME explains one of these, or a heading of a page.")
     for group, names in groups.items():
         if group:
             yield from ("", group)
-            yield from _wrapped(", ".join(names), "  ", "  ")
+            yield from _wrap(", ".join(names), "  ", "  ")
 
 
-def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+def _wrap(text: str, first: str = "", rest: str = "") -> list[str]:
     width = min(shutil.get_terminal_size().columns, WIDEST)
     return textwrap.wrap(
         text,
@@ -186,7 +187,7 @@ def models(
     name: Annotated[
         str,
         typer.Argument(
-            help="Part of the name of a model of timm.", autocompletion=completed(_bare_names)
+            help="Part of the name of a model of timm.", autocompletion=complete_words(_bare_names)
         ),
     ] = "",
 ) -> None:
@@ -209,42 +210,58 @@ def models(
 
 
 @command("check", panel=LEARN, usual={"samples": "by measure"})
-def check(model: ModelArgument, run: RunOptions, output: Lines, terminal: Terminal) -> None:
+def check(
+    model: ModelArgument,
+    run: RunOptions,
+    output: Lines,
+    terminal: Terminal,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="As of certify: the limit of a proof.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="As of certify: likewise.")] = None,
+) -> None:
     """What an audit would read and measure, and in how much memory: a dry run.
 
     Loads model and data, and surveys the attention layers: which have a closed form, why others
-    have none, what is left out and why, the first samples with their labels. Nothing is measured.
+    have none, the first samples with their labels. Each measure is listed with its samples and
+    memory, or with what it needs. Nothing is measured.
 
     [dim]Example:[/] [cyan]lipaudit check ./vit --data val/[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.cli.measure import require_alone, require_unlimited, typed_command
-    from lipaudit.cli.progress import muted
-    from lipaudit.engine.prepare import Request, prepare
+    from lipaudit.cli.progress import mute_libraries
+    from lipaudit.engine.prepare import Request
     from lipaudit.engine.preview import preview
 
     check_outputs(output, ("lines", "record"))
     require_alone(run, "a dry run")
     require_unlimited(run, "a dry run")
+    asked = {"eps": "1/255", "nodes": nodes, "seconds": seconds}
+    limits = CertifyOptions.checked({n: each for n, each in asked.items() if each is not None})
     demo, options = model.partition(":")[0] == "demo", AuditOptions()
     plan, counts = options.plan(demo=demo), options.counts(demo=demo)
     request = Request(model, plan, run, counts, optional=plan.keys(), command=typed_command())
-    with muted(quiet=terminal.quiet):
-        seen = preview(prepare(request))
-    emit({"lines": lambda: _told(seen), "record": lambda: seen}, output)
+    with mute_libraries(quiet=terminal.quiet):
+        seen = preview(request, limits)
+    emit({"lines": lambda: _print_plan(seen), "record": lambda: seen}, output)
 
 
-def _told(seen: dict[str, Any]) -> list[str]:
+def _print_plan(seen: dict[str, Any]) -> list[str]:
     """Write what a dry run has seen."""
     indents = [(text, f"{name:<10}", " " * (10 if name else 12)) for name, text in _rows(seen)]
     indents += [(f"note: {text}", "", " " * 6) for text in seen["notes"]]
-    return [line for each in indents for line in _wrapped(*each)]
+    return [line for each in indents for line in _wrap(*each)]
 
 
 def _rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what stands in the margin, and what beside it."""
     from lipaudit.models.memory import size
 
+    if "architecture" not in seen:
+        yield "model", f"{seen['model']}: its input is not known"
+        yield from _lacks(seen)
+        return
     classes = f"{seen['classes']} classes" if seen["classes"] else "no classes"
     yield "model", f"{seen['model']}: {seen['architecture']}, {seen['parameters']:,} parameters"
     yield "", f"takes {seen['takes']}, {classes}; on {seen['device']} in {seen['dtype']}"
@@ -262,9 +279,20 @@ def _rows(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", _sample(each, seen["takes"])
     for name, planned in seen["measures"].items():
         yield name, f"{planned['samples']} samples, {_memory(planned)}"
+    if "certify" not in seen["needs"]:
+        yield "certify", f"limits of a proof: {seen['limits']['text']}"
+        yield "", f"with audit --certify: {SECONDS:g} s, {NODES:,} parts of a ball (fixed)"
+    yield from _lacks(seen)
     yield "time", _time(seen["forward"])
     if (free := seen["memory"]["free"]) is not None:
         yield "memory", f"{size(free)} are free"
+
+
+def _lacks(seen: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what measures need that would not run; those that need the same together."""
+    for reason in dict.fromkeys(seen["needs"].values()):
+        names = [name for name, own in seen["needs"].items() if own == reason]
+        yield "not run", f"{', '.join(names)}: {reason}"
 
 
 def _time(forward: dict[str, Any] | None) -> str:
@@ -298,7 +326,7 @@ def _memory(planned: dict[str, Any]) -> str:
 SUPPORTED = """\
 MODEL is one of
   demo                      a vision transformer on handwritten digits that comes along;
-                            demo:jasmin, demo:robust, demo:certified: trained defences
+                            demo:jasmin, demo:robust: trained defences
   timm:NAME[.TAG]           a model of timm with its pretrained weights
   hf:ORG/NAME[@REVISION]    a repository of the Hugging Face Hub (transformers, timm or peft)
   DIRECTORY                 config.json and weights, of transformers or timm
@@ -344,15 +372,9 @@ def init(
 
 
 @command("schema", panel=LEARN)
-def schema(
-    output: Lines,
-    terminal: Plain,
-    kind: Annotated[
-        Literal["report", "history"], typer.Argument(help="Of a report, or of a training.")
-    ] = "report",
-) -> None:
-    """Print the JSON Schema of a report, or of the history of a training."""
+def schema(output: Lines, terminal: Plain) -> None:
+    """Print the JSON Schema of a report."""
     from lipaudit.cli.emit import emit
-    from lipaudit.schema import history_schema, json_schema
+    from lipaudit.schema import json_schema
 
-    emit({"record": history_schema if kind == "history" else json_schema}, output)
+    emit({"record": json_schema}, output)

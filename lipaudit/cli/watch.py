@@ -10,7 +10,7 @@ import typer
 
 from lipaudit.cli.app import command
 from lipaudit.cli.audit import audit_request
-from lipaudit.cli.measure import MEASURING, require_alone, require_unlimited
+from lipaudit.cli.measure import MEASURING, require_alone, require_unlimited, require_whole
 from lipaudit.cli.options import Extent, Output, Terminal
 from lipaudit.cli.streams import say
 from lipaudit.errors import InputError, LipauditError, as_user_meets, bug
@@ -20,13 +20,14 @@ from lipaudit.settings.parsing import Names
 
 if TYPE_CHECKING:
     from lipaudit.cli.progress import OnStderr
-    from lipaudit.monitor.checkpoints import Directory
+    from lipaudit.monitor.checkpoints import CheckpointFolder
     from lipaudit.monitor.loggers import Logger
 
 FOLDER = "lipaudit-checkpoints"
 PANEL = "Watch"
 TRIES = 3
 """How often a checkpoint that may still be written is tried."""
+AGAIN = "Delete its report to measure it again."
 
 
 def _follows(options: Following) -> bool:
@@ -66,51 +67,53 @@ def watch(
     terminal: Terminal,
     following: Following,
 ) -> None:
-    """The course of a training: what an audit measures, of every checkpoint of a directory.
+    """Audit every checkpoint of a training, and show them side by side in their order.
 
     Checkpoints (checkpoint-100/, step_200.pt, epoch=3-step=600.ckpt...) are measured in the order
-    of their steps, on the same samples. The history and its page are kept in --run-dir: the next
-    time only new ones are measured.
+    of their steps, on the same samples. A report of each is kept in --run-dir: the next time only
+    new checkpoints are measured.
 
     [dim]Examples:[/]
       [cyan]lipaudit watch trainer_output --data val/[/]
       [cyan]lipaudit watch weights/ --arch timm:vit_tiny_patch16_224 --data val/ --follow[/]
-      [cyan]lipaudit watch out/ --data val/ --only jacobian,attack --eps 1/255 -o curves.html[/]
+      [cyan]lipaudit watch out/ --data val/ --only jacobian,attack --eps 1/255 -o training.html[/]
     """
     from lipaudit.cli.emit import check_outputs, emit
-    from lipaudit.monitor.checkpoints import Directory
-    from lipaudit.monitor.diary import Diary, opening
+    from lipaudit.monitor.checkpoints import CheckpointFolder
     from lipaudit.monitor.loggers import loggers
-    from lipaudit.report import HISTORY, of_history
+    from lipaudit.report import RANKED, of_reports
 
-    check_outputs(output, HISTORY)
+    check_outputs(output, RANKED)
     require_alone(run, "the course of a training")
     require_unlimited(run, "the course of a training")
     if not folder.is_dir():
         raise InputError(f"there is no directory {folder}", "Name one that holds checkpoints.")
     request = audit_request("", options, run, demo=False)
     where = options.run_dir or folder / FOLDER
-    diary = Diary(where, opening(request, str(folder), run.data or "random"))
-    directory = Directory(folder, request, diary, tries=TRIES if following.follow else 1)
+    watched = CheckpointFolder(folder, request, where, tries=TRIES if following.follow else 1)
     logs = loggers(following.logger or (), where)
-    stopped = _measured(directory, logs, following, terminal)
-    if not diary.history.points:
+    stopped = _measure_all(watched, logs, following, terminal)
+    reports = watched.reports.load()
+    if reports:
+        page = watched.reports.draw(reports)
+        emit(of_reports(*reports, by="order"), output, details=extent.details)
+        if not terminal.quiet:
+            say(f"reports: {where}\npage:    {page}")
+    if stopped is not None:
+        raise stopped
+    _require_measured(watched)
+    if not reports:
         raise InputError(
             f"{folder} holds no checkpoint whose name has a step",
             "Names like checkpoint-100/, step_200.pt or epoch=3-step=600.ckpt are read.",
         )
-    emit(of_history(diary.history), output, details=extent.details)
-    if not terminal.quiet:
-        say(f"history: {diary.path}\npage:    {diary.page}")
-    if stopped is not None:
-        raise stopped
-    _require_complete(directory)
+    require_whole({each.run.model.spec: each for each in reports}, AGAIN)
 
 
-def _measured(
-    directory: Directory, logs: list[Logger], following: Following, terminal: Terminal
+def _measure_all(
+    watched: CheckpointFolder, logs: list[Logger], following: Following, terminal: Terminal
 ) -> KeyboardInterrupt | None:
-    """Measure what is new, and while it is followed wait for more.
+    """Measure what is new, and with --follow wait for more.
 
     Returns:
         What cut it short; Ctrl-C while it waits does not.
@@ -122,7 +125,7 @@ def _measured(
     try:
         while True:
             waiting = False
-            _measure_pending(directory, logs, observer)
+            _measure_pending(watched, logs, observer)
             if not following.follow:
                 return None
             waiting = True
@@ -131,31 +134,29 @@ def _measured(
         return None if waiting and not stop.args else stop
 
 
-def _measure_pending(directory: Directory, logs: list[Logger], observer: OnStderr) -> None:
-    from lipaudit.monitor.loggers import logged
+def _measure_pending(watched: CheckpointFolder, logs: list[Logger], observer: OnStderr) -> None:
+    from lipaudit.monitor.loggers import collect_figures
 
-    pending = directory.pending()
+    pending = watched.pending()
     for number, checkpoint in enumerate(pending, 1):
         if not observer.quiet:
             said = f"step {checkpoint.step}: {checkpoint.name} ({number} of {len(pending)} new)"
             say(said)
         observer.model = checkpoint.name
         with observer:
-            point = directory.measure(checkpoint, observer)
-        if point is None:
-            continue
-        directory.diary.draw()
-        for log in logs if point.report else ():
-            log(logged(point), point.step)
+            report = watched.measure(checkpoint, observer)
+        figures = collect_figures(report) if report else {}
+        for log in logs if figures else ():
+            log(figures, checkpoint.step)
 
 
-def _require_complete(directory: Directory) -> None:
+def _require_measured(watched: CheckpointFolder) -> None:
     """End with the exit code of the first checkpoint that could not be measured.
 
     Raises:
-        LipauditError: some could not be; the history has the others.
+        LipauditError: some could not be measured; the others have their reports.
     """
-    faults = {name: as_user_meets(e) or bug(e) for name, e in directory.failed.items()}
+    faults = {name: as_user_meets(e) or bug(e) for name, e in watched.failed.items()}
     if not faults:
         return
     first = next(iter(faults.values()))

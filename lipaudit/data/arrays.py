@@ -19,6 +19,7 @@ from lipaudit.data import idx
 from lipaudit.data.batch import Origin
 from lipaudit.data.damage import DEFLATED, claimed_size, refuse_damage
 from lipaudit.data.drawing import Drawn, picks, require_labels
+from lipaudit.data.images import to_box
 from lipaudit.data.intake import DataOptions, Intake
 from lipaudit.errors import InputError
 
@@ -47,7 +48,7 @@ def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
         InputError: damaged, of another shape than the model takes, or values out of range.
     """
     arrays = _load(path)
-    x, y = _named(arrays, INPUTS), _named(arrays, LABELS)
+    x, y = _find_array(arrays, INPUTS), _find_array(arrays, LABELS)
     if x is None or len(x) == 0:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
@@ -62,7 +63,7 @@ def inputs_of(path: Path) -> Tensor | None:
     Raises:
         InputError: it is damaged.
     """
-    return _named(_load(path), INPUTS)
+    return _find_array(_load(path), INPUTS)
 
 
 def draw_arrays(
@@ -98,7 +99,7 @@ def draw_arrays(
             "Labels are one integer per input.",
         )
     order = picks(len(x), options.samples, options.seed)
-    samples = _checked(x[order], net, origin)
+    samples = _check_shape(x[order], net, origin)
     labels = None if y is None else [int(v) for v in y[order]]
     if labels is not None:
         require_labels(labels, net, origin=origin)
@@ -155,17 +156,16 @@ def _names(path: Path) -> list[str]:
         return []
 
 
-def _named(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
+def _find_array(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
     return next((arrays[n] for n in names if n in arrays), None)
 
 
-def _checked(x: Tensor, net: Intake, origin: str) -> Tensor:
+def _check_shape(x: Tensor, net: Intake, origin: str) -> Tensor:
     if net.kind == "text":
         return _token_ids(x, net, origin)
     x = _laid_out(x, net, origin)
     if x.dtype == torch.uint8:
-        low, high = net.box or (0.0, 1.0)
-        x = low + (high - low) * (x.float() / 255)
+        x = to_box(x.float() / 255, net.box)
     x = x.float()
     if not bool(torch.isfinite(x).all()):
         raise InputError(f"{origin} holds NaN or infinite values", "Remove those samples.")

@@ -23,6 +23,7 @@ class Batch:
         mask: for text, True at real tokens (batch, tokens); None when nothing is padded.
         start: the place of the first of them among the samples of the run.
         texts: for text that was read as characters, each sample's text, or the two of a pair.
+        limit: the tokens after which such texts are cut; 0 where none are.
     """
 
     x: Tensor
@@ -31,6 +32,7 @@ class Batch:
     mask: Tensor | None = None
     start: int = 0
     texts: tuple[tuple[str, ...], ...] = ()
+    limit: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -40,7 +42,8 @@ class Batch:
         y = None if self.y is None else self.y[index]
         mask = None if self.mask is None else self.mask[index]
         start = self.start + index.indices(len(self))[0]
-        return Batch(self.x[index], y, self.ids[index], mask, start, self.texts[index])
+        texts = self.texts[index]
+        return Batch(self.x[index], y, self.ids[index], mask, start, texts, self.limit)
 
     def rows(self, index: Tensor) -> Batch:
         """Return the samples at these positions, as a batch."""
@@ -49,7 +52,7 @@ class Batch:
         at = index.tolist()
         ids = tuple(self.ids[i] for i in at)
         texts = tuple(self.texts[i] for i in at) if self.texts else ()
-        return Batch(self.x[index], y, ids, mask, texts=texts)
+        return Batch(self.x[index], y, ids, mask, texts=texts, limit=self.limit)
 
     def unnamed(self, index: Tensor) -> Batch:
         """Return the samples at these positions without ids: the host need not know which."""
@@ -68,12 +71,19 @@ class Batch:
         for start in range(0, len(self), size):
             yield self[start : start + size].trimmed()
 
-    def by_length(self) -> Iterator[Batch]:
-        """Cut into runs of samples of one length, in order: nothing is padded."""
-        lengths = [0] * len(self) if self.mask is None else self.mask.sum(1).tolist()
-        for _, run in groupby(range(len(self)), key=lengths.__getitem__):
-            first, *_, last = [*run] * 2
-            part = self[first : last + 1].trimmed()
+    def by_length(self, size: int) -> Iterator[Batch]:
+        """Cut into batches of at most `size` samples of one length: nothing is padded.
+
+        They come in the order of their first samples, so that the first few are a fair draw.
+        """
+        if self.mask is None:
+            yield from self.split(size)
+            return
+        lengths = self.mask.sum(1).tolist()
+        order = sorted(range(len(self)), key=lengths.__getitem__)
+        alike = [[*run] for _, run in groupby(order, key=lengths.__getitem__)]
+        for rows in sorted(run[i : i + size] for run in alike for i in range(0, len(run), size)):
+            part = replace(self.rows(torch.tensor(rows)), start=self.start + rows[0]).trimmed()
             padded = part.mask is not None and not part.mask.all()
             yield part if padded else replace(part, mask=None)
 

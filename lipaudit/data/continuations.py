@@ -50,12 +50,10 @@ class _Columns:
     right: str | None = None
 
 
-def packed(
-    prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int
-) -> Tensor:
+def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
     """Put a prompt and its continuations into one row: id + i * vocabulary in the i-th of them.
 
-    >>> packed([7, 3], [[5], [5, 6]], 10)
+    >>> pack([7, 3], [[5], [5, 6]], 10)
     tensor([ 7,  3, 15, 25, 26])
     """
     follow = [t + i * vocabulary for i, ids in enumerate(continuations, 1) for t in ids]
@@ -277,7 +275,7 @@ class _Reader:
                 "Raise --max-tokens, or leave such rows out with --skip-bad.",
             )
         self.read, self.cut = self.read + 1, self.cut + (len(prompt) > room)
-        return packed(prompt[-room:], [ids for _, ids in pairs], self.vocabulary)
+        return pack(prompt[-room:], [ids for _, ids in pairs], self.vocabulary)
 
     def _pair(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
         """Return the ids of a prompt and of what follows it."""

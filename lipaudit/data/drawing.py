@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lipaudit.data.batch import Batch, Origin, sample_ids
-from lipaudit.data.hub.commit import Commit
+from lipaudit.data.hub import Commit
 from lipaudit.data.intake import DataOptions, Intake, Task, warning
 from lipaudit.errors import InputError
 from lipaudit.results import Note
@@ -41,6 +41,7 @@ class Drawn:
         origins: where each of them is found; empty of samples that are made up.
         task: what they ask, where they are prompts with continuations to be scored.
         texts: the text of each, or the two of a pair; empty where they are no texts.
+        limit: the tokens after which texts are cut; 0 where they are no texts.
     """
 
     x: Sequence[Tensor]
@@ -50,6 +51,7 @@ class Drawn:
     origins: Sequence[Origin] = ()
     task: Task | None = None
     texts: Sequence[str | tuple[str, str]] = ()
+    limit: int = 0
 
 
 def picks(total: int, samples: int, seed: int) -> list[int]:
@@ -102,7 +104,8 @@ def to_batch(drawn: Drawn, net: Intake) -> Batch:
     lengths = torch.as_tensor([len(tokens) for tokens in drawn.x])
     mask = torch.arange(x.shape[1]) < lengths[:, None]
     texts = tuple((text,) if isinstance(text, str) else text for text in drawn.texts)
-    return Batch(x, y, ids, None if bool(mask.all()) else mask, texts=texts)
+    padded = None if bool(mask.all()) else mask
+    return Batch(x, y, ids, padded, texts=texts, limit=drawn.limit)
 
 
 def class_indices(
@@ -135,7 +138,7 @@ def class_indices(
             _require_numbers(numbers, net)
             return numbers, ()
         if net.classes == len(names):
-            by_order = {name: i for i, name in enumerate(_sorted(names))}
+            by_order = {name: i for i, name in enumerate(_sort_names(names))}
             return by_order, (warning("labels-by-order", _order_text(by_order, net)),)
     stranger = next(name for name, i in index.items() if i is None)
     has = "no class names" if not known else "no class of that name"
@@ -181,7 +184,7 @@ def _number(name: str) -> int | None:
     return int(head) if whole else None
 
 
-def _sorted(names: Sequence[str]) -> Sequence[str]:
+def _sort_names(names: Sequence[str]) -> Sequence[str]:
     """Return names in the data set's order, but numbers by their size: 2.0 before 10.0."""
     try:
         return sorted(names, key=float)

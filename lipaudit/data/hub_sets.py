@@ -11,12 +11,11 @@ from torch import Tensor
 from lipaudit.data.batch import Origin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.drawing import Drawn, class_indices, class_numbers, picks
-from lipaudit.data.hub.commit import Commit, hub_access
-from lipaudit.data.hub.splits import open_split, parse_reference
-from lipaudit.data.images import refuse_images
+from lipaudit.data.hub import Commit, hub_access, open_split, parse_reference
+from lipaudit.data.images import refuse_images, to_box
 from lipaudit.data.intake import DataOptions, Intake
 from lipaudit.data.tables import Row, complete, label_column, text_columns
-from lipaudit.data.text import Text, beginning, row_text, sound_rows, tokenized
+from lipaudit.data.text import Text, beginning, most_tokens, row_text, sound_rows, tokenize
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
@@ -47,7 +46,7 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
         sound, faulty = sound_rows(rows, options, origin)
         order = [i for i, row in zip(order, rows, strict=True) if not row.fault]
         texts = [row_text(row.values, columns) for row in sound]
-        x, notes = tokenized(texts, net, options, [row.place for row in sound], origin=origin)
+        x, notes = tokenize(texts, net, options, [row.place for row in sound], origin=origin)
         notes = faulty + notes
     else:
         x, notes = _pictures(table, order, net, origin), ()
@@ -55,7 +54,8 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
     labels = None if y is None else [y[i] for i in order]
     said = [beginning(text) for text in texts] or [""] * len(order)
     origins = [Origin(f"index {i}", text) for i, text in zip(order, said, strict=True)]
-    return Drawn(x, labels, notes + more, commit, origins, texts=texts)
+    limit = most_tokens(net, options)[0] if texts else 0
+    return Drawn(x, labels, notes + more, commit, origins, texts=texts, limit=limit)
 
 
 def _continuations(
@@ -78,7 +78,7 @@ def _pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Te
             f"It should be named {' or '.join(IMAGES)}; the model takes {net.kind}.",
         )
     with refuse_images(origin):
-        return [net.prepare(picture) for picture in rows]
+        return [to_box(net.prepare(picture), net.box) for picture in rows]
 
 
 def _labels(

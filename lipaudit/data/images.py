@@ -29,7 +29,7 @@ SIDE = 64
 COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-def resized(
+def resize(
     image: Image.Image, shape: Sequence[int], steps: Sequence[Callable[[Any], Any]] = ()
 ) -> Tensor:
     """Return the pixels of a picture in [0, 1], of a shape (channels, height, width).
@@ -67,18 +67,25 @@ def resized(
     return value
 
 
-def thumbnail(pixels: Tensor) -> str:
-    """Return pixels (channels, height, width) in [0, 1] as a PNG file in base64.
+def thumbnail(pixels: Tensor, box: tuple[float, float] | None = None) -> str:
+    """Return pixels (channels, height, width) of a box, or of [0, 1], as a PNG file in base64.
 
     The longer side is at most `SIDE`; of more than three channels the first is shown.
     """
-    shown = pixels if len(pixels) in (1, 3) else pixels[:1]
+    low, high = box or (0.0, 1.0)
+    shown = (pixels if len(pixels) in (1, 3) else pixels[:1]).sub(low).div(high - low)
     array = (shown.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).numpy()
     image = Image.fromarray(array[0] if len(array) == 1 else array.transpose(1, 2, 0))
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
     file = io.BytesIO()
     image.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
+
+
+def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
+    """Map pixels in [0, 1] to the box of a model."""
+    low, high = box or (0.0, 1.0)
+    return low + (high - low) * pixels
 
 
 def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:
@@ -98,7 +105,7 @@ def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:
         len(files), options, lambda i: read_image(files[i], prepare), what="images"
     )
     origins = [Origin(files[i].relative_to(path).as_posix()) for i, _ in drawn]
-    x = [image for _, image in drawn]
+    x = [to_box(image, net.box) for _, image in drawn]
     if not classes or net.classes is None:
         unused = (_no_classes(path),) if classes else ()
         return Drawn(x, None, notes + unused, origins=origins)

@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from lipaudit.data.batch import Batch, Origin
-from lipaudit.data.hub.commit import Commit
+from lipaudit.data.hub import Commit
 from lipaudit.results import Note
 
 
@@ -65,6 +65,10 @@ class Intake(Protocol):
     @property
     def pad_id(self) -> int:
         """The id that fills shorter samples."""
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of whatever the vocabulary does not have."""
 
     @property
     def end_id(self) -> int | None:

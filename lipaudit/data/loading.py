@@ -14,14 +14,20 @@ from lipaudit.data.drawing import Drawn, to_batch
 from lipaudit.data.hub_sets import read_dataset
 from lipaudit.data.images import read_folder
 from lipaudit.data.intake import DataOptions as DataOptions
-from lipaudit.data.intake import Intake, remark
+from lipaudit.data.intake import Intake, remark, warning
 from lipaudit.data.intake import Samples as Samples
 from lipaudit.data.synthetic import random_samples
 from lipaudit.data.tables import TABLES, read_rows
 from lipaudit.data.text import read_table, read_text
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
+from lipaudit.results import Note
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
+SOME_TOKENS = 16
+"""More tokens than a tokenizer puts around a text."""
+MOST_UNKNOWN = 1 / 3
+"""Share of unknown tokens above which a warning says so. SentencePiece gives an unknown word two
+tokens, of which one is the space: half of the tokens are all of the words there."""
 FORMS = (
     "demo, demo:train, random, a folder of images, .npz, .safetensors, an IDX file, .csv, "
     ".tsv, .jsonl, .parquet, .txt, hf:NAME[SPLIT]"
@@ -68,7 +74,7 @@ def own_samples(x: Tensor, y: Tensor | None, net: Intake, options: DataOptions) 
 
 
 def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samples:
-    notes = drawn.notes
+    notes = drawn.notes + _unknown(drawn, net)
     if len(drawn.x) < options.samples:
         text = f"{spec} has {len(drawn.x)} samples, {options.samples} were asked for"
         notes += (remark("fewer-samples", text),)
@@ -76,6 +82,23 @@ def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samp
         notes += (drawn.commit.note,)
     origins = tuple(drawn.origins)
     return Samples(spec, to_batch(drawn, net), notes, drawn.commit, origins, drawn.task)
+
+
+def _unknown(drawn: Drawn, net: Intake) -> tuple[Note, ...]:
+    """Warn where most tokens of the texts are unknown to the tokenizer."""
+    if net.unknown_id is None or net.tokenize is None:
+        return ()
+    around = len(net.tokenize("", SOME_TOKENS))
+    count = sum(max(len(ids) - around, 0) for ids in drawn.x)
+    unknown = sum(int((ids % (net.vocabulary or 1) == net.unknown_id).sum()) for ids in drawn.x)
+    if unknown <= MOST_UNKNOWN * count:
+        return ()
+    text = (
+        f"{100 * unknown / count:.0f} % of the tokens are unknown to the tokenizer: the model "
+        "reads the same id for all of them. Check that the tokenizer belongs to this model, and "
+        "that the texts are in its language, spelling and case"
+    )
+    return (warning("unknown-tokens", text),)
 
 
 def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:

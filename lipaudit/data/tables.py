@@ -1,20 +1,103 @@
-"""Tables: rows of .csv, .tsv, .jsonl and .parquet files, and which columns are meant."""
+"""Rows of tables: CSV, TSV, JSON lines and parquet, with or without a header."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from lipaudit.data.damage import DEFLATED, claimed_size, refuse_damage
-from lipaudit.data.headers import assign_columns, lacks_header
-from lipaudit.data.intake import DataOptions
+from lipaudit.data.intake import DataOptions, remark
 from lipaudit.errors import InputError, suggestion
 from lipaudit.results import Note
+
+SENTENCE = 5
+"""Words of a cell that is a text: names of columns are shorter."""
+LABEL = 3
+"""Words that a label has at most."""
+SHOWN = 40
+"""Letters of a cell that a message has room for."""
+
+
+def lacks_header(lines: Sequence[Sequence[str]], known: Collection[str]) -> bool:
+    """Say whether the first line of a table is data.
+
+    It is if one of its cells is a number, a sentence, or a value that the same column has again;
+    unless a cell is a known name, or the cells are 0, 1, 2..., as pandas numbers columns.
+
+    >>> lacks_header([["a fine film", "1"], ["a bad one", "0"]], ["text"])
+    True
+    >>> lacks_header([["tweet", "stars"], ["a fine film", "1"]], ["text"])
+    False
+    """
+    first, *others = lines
+    numbered = [str(i) for i in range(len(first))]
+    if {word for cell in first for word in (cell, cell.strip().lower())} & {*known}:
+        return False
+    if list(first) == numbered:
+        return False
+    below = [set(column) for column in zip_longest(*others)]
+    again = any(cell and cell in column for cell, column in zip(first, below, strict=False))
+    return again or any(_is_number(cell) or len(cell.split()) >= SENTENCE for cell in first)
+
+
+def assign_columns(
+    lines: Sequence[Sequence[str]], options: DataOptions, *, origin: str
+) -> tuple[DataOptions, Note]:
+    """Choose the columns of a table without names: they are called 1, 2, 3...
+
+    Args:
+        lines: all rows, as cells.
+        options: with the columns that the user named.
+        origin: the table, for messages.
+
+    Returns:
+        The options with the columns to read, and a note that says which.
+
+    Raises:
+        InputError: it is not clear which column is the text.
+    """
+    first, count = lines[0], len(lines[0])
+    cells = ", ".join(f"{i}: {_shorten(cell)}" for i, cell in enumerate(first, 1))
+    start = f"{origin} has no line of column names; its first row is {cells}"
+    if options.text_column is None:
+        options = replace(options, text_column=_text_column(lines))
+    if options.text_column is None:
+        raise InputError(start, "Name the columns by their numbers, as in --text-column 2.")
+    if options.label_column is None and count == 2 and options.text_column in ("1", "2"):
+        options = replace(options, label_column=str(3 - int(options.text_column)))
+    label = options.label_column
+    labels = f"column {label} as its label" if label else "no column as a label"
+    text = f"{start}. Column {options.text_column} is read as text, {labels}"
+    return options, remark("no-header", text)
+
+
+def _text_column(lines: Sequence[Sequence[str]]) -> str | None:
+    """Return the number of the only column of texts, if there is but one, beside one of labels."""
+    count = len(lines[0])
+    columns = [[line[i] for line in lines if i < len(line)] for i in range(count)]
+    ranks = [(not all(map(_is_number, column)), sum(map(len, column))) for column in columns]
+    text = ranks.index(max(ranks))
+    others = [cell for i, column in enumerate(columns) if i != text for cell in column]
+    clear = count <= 2 and all(len(cell.split()) <= LABEL for cell in others)
+    return str(text + 1) if clear else None
+
+
+def _shorten(cell: str) -> str:
+    return repr(cell if len(cell) <= SHOWN else f"{cell[:SHOWN]}...")
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*SEPARATORS, ".jsonl", ".parquet")
@@ -82,7 +165,7 @@ def read_rows(path: Path, options: DataOptions) -> Table:
     notes: tuple[Note, ...] = ()
     with refuse_damage(path, f"{path.suffix} file", "It should be UTF-8, with a row per sample."):
         if path.suffix in SEPARATORS:
-            rows, options, notes = _separated(path, options)
+            rows, options, notes = _read_separated(path, options)
         else:
             rows = list(_parquet(path) if path.suffix == ".parquet" else _json_lines(path))
     if not rows:
@@ -90,7 +173,7 @@ def read_rows(path: Path, options: DataOptions) -> Table:
     return Table(rows, options, notes)
 
 
-def _separated(
+def _read_separated(
     path: Path, options: DataOptions
 ) -> tuple[list[Row], DataOptions, tuple[Note, ...]]:
     """Read rows whose cells are separated; where the file names no columns, by their numbers."""
@@ -162,11 +245,11 @@ def _parquet(path: Path) -> Iterator[Row]:
     size = path.stat().st_size
     with parquet.ParquetFile(path) as file:
         claimed_size([file.metadata.num_rows], 1, size)  # a row takes a byte at least
-        rows = _unpacked(file.iter_batches(BATCH), DEFLATED * size)
+        rows = _unpack(file.iter_batches(BATCH), DEFLATED * size)
         yield from (Row(f"row {number}", values) for number, values in enumerate(rows, 1))
 
 
-def _unpacked(batches: Iterable[Any], most: int) -> Iterator[dict[str, Any]]:
+def _unpack(batches: Iterable[Any], most: int) -> Iterator[dict[str, Any]]:
     for batch in batches:
         most -= batch.nbytes
         if most < 0:
@@ -208,7 +291,7 @@ def text_columns(
     if options.text_column is not None:
         asked = tuple(name.strip() for name in options.text_column.split(","))
         whole = options.text_column in columns  # a name may hold a comma
-        return (options.text_column,) if whole else _known(asked, columns, origin)
+        return (options.text_column,) if whole else _check_columns(asked, columns, origin)
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
     if pair is not None:
         return pair
@@ -231,11 +314,11 @@ def label_column(
     `usual` are further names, looked for first.
     """
     if options.label_column is not None:
-        return _known((options.label_column,), columns, origin)[0]
+        return _check_columns((options.label_column,), columns, origin)[0]
     return next((name for name in (*usual, *LABELS) if name in columns), None)
 
 
-def _known(asked: tuple[str, ...], columns: Sequence[str], origin: str) -> tuple[str, ...]:
+def _check_columns(asked: tuple[str, ...], columns: Sequence[str], origin: str) -> tuple[str, ...]:
     strange = next((name for name in asked if name not in columns), None)
     if strange is not None:
         raise InputError(f"{origin} has no column {strange!r}", suggestion(strange, columns))

@@ -54,17 +54,17 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     drawn, skipped = draw(
         len(rows), options, lambda i: reader.tokens(texts[i], rows[i].place), what="texts"
     )
-    notes += more + skipped + reader.notes() + _unseparated(net, text)
+    notes += more + skipped + reader.notes() + _note_pairs(net, text)
     x = [tokens for _, tokens in drawn]
     origins = [Origin(rows[i].name, beginning(texts[i])) for i, _ in drawn]
     shown = [texts[i] for i, _ in drawn]
     if label is None or net.classes is None:
         named = unused_labels(label, origin) or unnamed_labels(columns, text, net, origin)
-        return Drawn(x, None, notes + named, origins=origins, texts=shown)
+        return Drawn(x, None, notes + named, origins=origins, texts=shown, limit=reader.limit)
     values, places = [row.values[label] for row in rows], [row.place for row in rows]
     numbers, matched = class_numbers(values, net, places, origin=origin)
     y = [numbers[i] for i, _ in drawn]
-    return Drawn(x, y, notes + matched, origins=origins, texts=shown)
+    return Drawn(x, y, notes + matched, origins=origins, texts=shown, limit=reader.limit)
 
 
 def row_text(values: Mapping[str, Any], columns: Sequence[str]) -> Text:
@@ -118,7 +118,7 @@ def sound_rows(
     return sound, left_out(faulty, "rows")
 
 
-def _unseparated(net: Intake, columns: Sequence[str]) -> tuple[Note, ...]:
+def _note_pairs(net: Intake, columns: Sequence[str]) -> tuple[Note, ...]:
     """Say that a tokenizer puts nothing between the two texts of a pair, if it does not."""
     if len(columns) < 2 or net.tokenize is None or net.tokenize_pair is None:
         return ()
@@ -171,7 +171,7 @@ def windows(
     return x, [Origin(f"character {start + 1}", beginning(part)) for start, part in parts], notes
 
 
-def tokenized(
+def tokenize(
     texts: Sequence[Text],
     net: Intake,
     options: DataOptions,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Literal
 
-from lipaudit.engine.journal import Journal, packed
+from lipaudit.engine.journal import Journal, pack_parts
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import origins, provenance
-from lipaudit.engine.ranks import Ranks
 from lipaudit.engine.task import Task
 from lipaudit.measures import Part
 from lipaudit.measures.measure import sample_ids
@@ -23,6 +22,7 @@ from lipaudit.settings import MeasureOptions
 
 Adapt = Callable[[MeasureOptions, Sequence[Section]], MeasureOptions]
 """Changes the options of a measure by the sections of those before it."""
+Join = Callable[[Report], Report]
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def executed(
     observer: Observer | None = None,
     *,
     adapt: Adapt = lambda options, _: options,
-    ranks: Ranks | None = None,
+    join: Join = lambda report: report,
 ) -> Iterator[Report]:
     """Run the measures of a job; the block writes the report.
 
@@ -44,7 +44,8 @@ def executed(
         job: from `prepare`.
         observer: is told what happens.
         adapt: changes the options of a measure by the sections of those before it.
-        ranks: the other processes that measure with this one, the first of them: they `follow`.
+        join: makes the report of the whole run of that of a shard, where other processes measure
+            the others.
 
     Raises:
         LipauditError: whatever goes wrong, with the exit code it deserves.
@@ -55,17 +56,16 @@ def executed(
     journals: dict[str, Journal] = {}
     measured: dict[str, list[Part]] = {}
     exact = exact_arithmetic(job.net.device)
-    with ExitStack() as held, _kept_if_cut_short(job, observer, journals), eager(), exact:
+    with _kept_if_cut_short(job, observer, journals), eager(), exact:
         sections: list[Section] = []
         errors: list[Exception] = []
         for name, given in job.request.measures.items():
             task = Task(job, name, adapt(given, sections), observer)
-            journal = Journal(task.identity())
             # What makes a module of one's own give its numbers has no name: it keeps nothing.
-            own = job.net.info.source == OWN
-            journals[name] = journal if own else held.enter_context(journal)
+            keeps = job.net.info.source != OWN
+            journals[name] = Journal(task.identity(), keeps=keeps)
             try:
-                measured[name] = task.parts(journals[name], ranks)
+                measured[name] = task.parts(journals[name])
                 sections += task.sections(measured[name])
             except Exception as error:
                 if not job.request.partial:
@@ -76,7 +76,7 @@ def executed(
             raise errors[0]
         cut = any(section.unmeasured for section in sections)
         status: Literal["complete", "partial"] = "partial" if errors or cut else "complete"
-        yield with_worst_drawn(
+        report = with_worst_drawn(
             Report(
                 run=provenance(job),
                 status=status,
@@ -85,7 +85,9 @@ def executed(
                 sections=tuple(sections),
             )
         )
-        for journal in journals.values() if status == "complete" else ():
+        report = join(report)
+        yield report
+        for journal in journals.values() if report.status == "complete" else ():
             journal.clear()
 
 
@@ -99,28 +101,6 @@ def execute(
     """
     with executed(job, observer, adapt=adapt) as report:
         return report
-
-
-def follow(job: Job, ranks: Ranks) -> None:
-    """Measure for the first of several processes what it and others leave.
-
-    Raises:
-        LipauditError: whatever goes wrong, with the exit code it deserves.
-    """
-    with eager(), exact_arithmetic(job.net.device):
-        for name, given in job.request.measures.items():
-            begun = ranks.begun(name)
-            task = Task(job, name, given.model_copy(update=begun.options), Observer())
-            journal = Journal(task.identity())
-            journal.keeps = begun.keeps
-            units = ranks.units(name, task.left(begun.finished))
-            try:
-                for part in journal.recorded(task.measured(units), after=1):
-                    ranks.hand_in(name, part)
-            except Exception as error:
-                ranks.fail(name, error)
-                if not job.request.partial:
-                    raise
 
 
 def with_worst_drawn(report: Report) -> Report:
@@ -150,7 +130,7 @@ def _shard(job: Job, measured: Mapping[str, Sequence[Part]]) -> Shard | None:
         counts=dict(job.counts),
         notes=job.notes,
         options={name: o.unkept() for name, o in job.request.measures.items()},
-        parts={name: packed(parts) for name, parts in measured.items()},
+        parts={name: pack_parts(parts) for name, parts in measured.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""How much memory a measure takes, how many samples fit at a time, and how long a batch takes."""
+"""How much memory a measure takes, and how long a batch takes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from lipaudit.data.batch import Batch, Share
 from lipaudit.engine.prepare import Job
 from lipaudit.errors import out_of_memory
 from lipaudit.measures import MEASURES
-from lipaudit.measures.by_layer import chosen
+from lipaudit.measures.by_layer import choose_layers
 from lipaudit.models.attention.survey import surveyed
-from lipaudit.models.memory import Footprint, Held, free
-from lipaudit.models.precision import eager, seeded
+from lipaudit.models.memory import Footprint, Held
+from lipaudit.models.precision import eager, seed_device
 from lipaudit.settings import AttentionOptions, BoundsOptions, JacobianOptions
 
 STEPS = 2
 """Lanczos steps that are tried: each further one takes a vector more."""
-PLENTY, AMPLE = 100, 2**30
-"""Forwards of a sample whose memory no measure of it takes, beside so many bytes for weights."""
-SHARE = 0.8
-"""Of the memory that is free, what a batch may take."""
 TIMED = 8
 """Samples of the batch that is timed."""
 
@@ -67,27 +63,6 @@ def footprint(job: Job, name: str) -> Footprint | None:
     return Footprint(max(one - sample, 0), sample)
 
 
-def fitting(job: Job, name: str) -> int:
-    """Return how many samples a measure takes at a time: as many as fit, at most its usual size.
-
-    On a GPU that shows when memory runs out; a CPU's process would be killed.
-    """
-    size = job.size(name)
-    room = free(job.net.device)
-    if job.request.run.batch_size or job.net.device.type != "cpu" or room is None:
-        return size
-    room = int(SHARE * room / job.processes)
-    try:
-        if AMPLE + PLENTY * size * _most(job, torch.no_grad()(job.net.output), 1) < room:
-            return size
-        known = footprint(job, name)
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        return size  # the measure will say what it is
-    return size if known is None else min(size, known.fits(room))
-
-
 def less(job: Job) -> str:
     """Say what to type where memory ran out for a single sample."""
     ways = {
@@ -107,7 +82,7 @@ def _most(job: Job, run: Callable[[Batch], Any], samples: int) -> int:
     longest = 0 if batch.mask is None else int(batch.mask.sum(1).argmax())
     copies = batch.rows(torch.full((samples,), longest)).trimmed()
     copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))
-    with seeded(0, net.device), Held(net.module) as taken:
+    with seed_device(0, net.device), Held(net.module) as taken:
         run(copies.to(net.device, net.dtype))
     return taken.most
 
@@ -122,7 +97,9 @@ def _trial(job: Job, name: str) -> Callable[[Batch], Any] | None:
         quick = {"max_steps": STEPS, "per_layer": False, "target": end}
         options = options.model_copy(update=quick)
     elif isinstance(options, AttentionOptions | BoundsOptions):
-        sites = chosen(surveyed(net, job.first(name).to(net.device, net.dtype)), options.layers)
+        sites = choose_layers(
+            surveyed(net, job.first(name).to(net.device, net.dtype)), options.layers
+        )
         sites = tuple(s for s in sites if s.closed_form or name == "attention")
         if not sites:
             return None

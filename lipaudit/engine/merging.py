@@ -1,25 +1,68 @@
-"""The shards of a run, made into the report that one process would have written."""
+"""The shards of a run, joined to the report that one process would have written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from lipaudit.engine.execute import with_worst_drawn
-from lipaudit.engine.journal import unpacked
+from lipaudit.engine.execute import Adapt, executed, with_worst_drawn
+from lipaudit.engine.journal import unpack_parts
+from lipaudit.engine.observer import Observer
+from lipaudit.engine.prepare import Job
+from lipaudit.engine.ranks import Ranks
 from lipaudit.engine.task import reduced
 from lipaudit.errors import InputError
 from lipaudit.measures import Part
-from lipaudit.measures.measure import sample_ids
+from lipaudit.measures.measure import in_order, sample_ids
 from lipaudit.results import Note, Report, Section
 from lipaudit.results.report import Shard
 from lipaudit.results.summary import steepest
+from lipaudit.schema import dumps, loads
 from lipaudit.settings import AttentionOptions, MeasureOptions, option_types
 
 OWN = frozenset({"command", "created", "device", "device_map"})
 """What the runs of shards may have of their own; of devices the kind is the same."""
+
+
+@contextmanager
+def executed_together(
+    job: Job, observer: Observer, ranks: Ranks | None, *, adapt: Adapt = lambda options, _: options
+) -> Iterator[Report | None]:
+    """Run the measures of a job as `executed` does, with the other processes of the run if any.
+
+    Each process measures a shard. Rank 0 has the report of all, the others None.
+
+    Raises:
+        LipauditError: whatever goes wrong, here or in another process.
+    """
+    if ranks is None:
+        with executed(job, observer, adapt=adapt) as report:
+            yield report
+    elif ranks.rank == 0:
+
+        def join(report: Report) -> Report:
+            return merge([report, *map(loads, ranks.gather())], command=job.request.command)
+
+        with executed(job, observer, adapt=adapt, join=join) as report:
+            yield report
+    else:
+        with executed(job, _Follower(ranks), adapt=adapt) as report:
+            ranks.give(dumps(report))
+            yield None
+
+
+class _Follower(Observer):
+    """Ends a process that measures for rank 0 once that has ended."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def advances(self, measure: str, samples: int) -> None:
+        """Look whether rank 0 goes on."""
+        self.ranks.require_first()
 
 
 def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Report:
@@ -37,7 +80,6 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     """
     whole = sorted(reports, key=lambda report: _shard(report).number)
     _require_complete([_shard(report) for report in whole])
-    _require_measured(whole)
     first = whole[0]
     for other in whole[1:]:
         _require_alike(first, other)
@@ -50,7 +92,7 @@ def merge(reports: Sequence[Report], *, command: str = "lipaudit.merge()") -> Re
     return with_worst_drawn(
         Report(
             run=first.run.model_copy(update=own),
-            status="partial" if any(report.failures for report in whole) else "complete",
+            status="partial" if any(r.failures or r.unmeasured for r in whole) else "complete",
             samples=first.samples,
             sections=tuple(sections),
         )
@@ -89,20 +131,6 @@ def _require_complete(shards: Sequence[Shard]) -> None:
         raise InputError(
             f"shard {_named(missing, shards)} is missing",
             f"Measure it: the same command with --shard {missing[0]}/{shards[0].of}.",
-        )
-
-
-def _require_measured(reports: Sequence[Report]) -> None:
-    """Refuse shards that a time limit ended.
-
-    Raises:
-        InputError: with their numbers.
-    """
-    shards = [_shard(report) for report in reports]
-    if short := [_shard(report).number for report in reports if report.unmeasured]:
-        raise InputError(
-            f"the time limit ended shard {_named(short, shards)}",
-            "Measure the rest: the same command with --resume.",
         )
 
 
@@ -175,16 +203,27 @@ def _sections(measure: str, reports: Sequence[Report], before: Sequence[Section]
     first = _shard(reports[0])
     ids = first.ids[: first.counts[measure]]
     given = dict(_settings(reports[0], measure))
-    parts = _parts(measure, reports, ids)
+    left = sum(report.unmeasured.get(measure, 0) for report in reports)
+    parts = _parts(measure, reports, ids, left)
     options, notes = _with_map(option_types()[measure].checked(given), parts, before)
-    return reduced(measure, parts, options, first.notes + notes)
+    if left:
+        text = f"the time limit ended {measure} after {len(ids) - left} of {len(ids)} samples"
+        notes = (*notes, Note(level="warning", code="cut-short", text=text))
+    if not parts:
+        settings = options.model_dump()
+        return [
+            Section(measure=measure, settings=settings, notes=first.notes + notes, unmeasured=left)
+        ]
+    whole, *others = reduced(measure, parts, options, first.notes + notes)
+    return [whole.model_copy(update={"unmeasured": left}), *others]
 
 
 def _with_map(
     options: MeasureOptions, parts: Sequence[Part], before: Sequence[Section]
 ) -> tuple[MeasureOptions, tuple[Note, ...]]:
     """Let the map of the most amplifying head be drawn, if the shards kept maps for that."""
-    maps = parts[0].facts.get("maps") if isinstance(options, AttentionOptions) else None
+    drawn = parts and isinstance(options, AttentionOptions)
+    maps = parts[0].facts.get("maps") if drawn else None
     if not maps or not (heads := steepest(before, 1)):
         return options, ()
     if heads[0] in maps:
@@ -196,27 +235,27 @@ def _with_map(
     return options, (Note(level="info", code="no-map", text=text),)
 
 
-def _parts(measure: str, reports: Sequence[Report], ids: Sequence[str]) -> list[Part]:
-    """Return the parts of all shards in the order of the samples.
+def _parts(measure: str, reports: Sequence[Report], ids: Sequence[str], left: int) -> list[Part]:
+    """Return the parts of all shards in the order of the samples, of which some may be left.
 
     Raises:
         InputError: they are damaged, or cut differently.
     """
-    place = {name: i for i, name in enumerate(ids)}
     parts: list[Part] = []
     for report in reports:
         shard = _shard(report)
         try:
-            parts += unpacked(shard.parts[measure])
+            parts += unpack_parts(shard.parts[measure])
         except (KeyError, ValueError) as error:
             raise InputError(
                 f"{measure} of shard {shard.number} of {shard.of} cannot be read: {error}",
                 "Copy or measure it again.",
             ) from error
-    parts.sort(key=lambda part: place.get(part.ids[0], -1))
-    if sample_ids(parts) != tuple(ids):
+    names = sample_ids(parts)
+    doubled = len({*names}) < len(names)
+    if doubled or not {*names} <= {*ids} or len(names) + left != len(ids):
         raise InputError(
             f"the shards of {measure} do not have each sample once: they were cut differently",
             "Measure all of them with the same --batch-size.",
         )
-    return parts
+    return in_order(parts, ids)

@@ -60,14 +60,20 @@ def follows() -> bool:
     return False
 
 
-def local(run: RunOptions, place: Place) -> RunOptions:
-    """Return options whose device is that of one process on its machine.
+def share_run(run: RunOptions, place: Place) -> RunOptions:
+    """Return the options of one process: its shard of the samples, on a device of its own.
 
     Raises:
-        UsageError: every process would spread its model over all devices.
+        UsageError: every process would spread its model over all devices, or the run is a shard.
     """
     import torch
 
+    if run.shard:
+        raise UsageError(
+            "--shard, and a launcher of several processes: each shares the samples out",
+            "Leave --shard out, or run one process.",
+        )
+    run = run.model_copy(update={"shard": (place.rank + 1, place.size)})
     if run.device_map is not None:
         if Path(run.device_map).is_file():
             return run

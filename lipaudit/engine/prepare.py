@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +24,9 @@ from lipaudit.models.scoring import scoring
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results import Note
 from lipaudit.settings import MeasureOptions, RunOptions, Settings
+
+LEFT_OUT = "left-out"
+"""Code of a note on a measure that does without."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,6 @@ class Job:
         samples: enough for every measure.
         counts: how many of them each measure takes.
         notes: remarks on loading.
-        processes: how many take batches from it, this one among them.
     """
 
     request: Request
@@ -85,7 +86,6 @@ class Job:
     samples: Samples
     counts: Mapping[str, int]
     notes: tuple[Note, ...]
-    processes: int = 1
 
     def size(self, name: str) -> int:
         """Return how many samples a measure has on the device at a time."""
@@ -104,12 +104,13 @@ class Job:
 
         A shard has whole batches of the run, so that its numbers are those of one process. The
         texts of a batch have one length, but for measures whose chunks are fixed: no figure can
-        depend on the padding that a text gets from others.
+        depend on the padding that a text gets from others. They are not in the order of the
+        samples then: `in_order` puts their parts there.
         """
         number, of = self.request.run.shard or (1, 1)
-        whole = self.samples.batch[: self.counts[name]]
-        cut = list(whole.split(self.cut(name)))[number - 1 :: of]
-        return cut if MEASURES[name].chunk else [*chain.from_iterable(b.by_length() for b in cut)]
+        whole, size = self.samples.batch[: self.counts[name]], self.cut(name)
+        cut = whole.split(size) if MEASURES[name].chunk else whole.by_length(size)
+        return [*cut][number - 1 :: of]
 
     @property
     def here(self) -> dict[str, int]:
@@ -141,9 +142,11 @@ def prepare(request: Request, *, net: Net | None = None, samples: Samples | None
         request, lambda name, options: _of_scores(name, request.run, options)
     )
     # Words are changed of texts that a model reads alone, not of prompts.
-    changes = net.changes if request.run.score is None else ()
+    scored = request.run.score is not None
+    changes = () if scored else net.changes
+    why = "it scores what follows a text" if scored else net.why_unchanged
     request, unsuited = _without_refused(
-        request, lambda _, options: options.suited(net.kind, changes)
+        request, lambda _, options: options.suited(net.kind, changes, why)
     )
     wanted = {name: request.count(name) for name in request.measures}
     drawn = samples or _samples(net, request, max(wanted.values()))
@@ -165,7 +168,7 @@ def _require_whole(path: Path, run: RunOptions) -> None:
     if run.shard:
         raise UsageError(
             f"{path} would hold what is made of all samples, and a shard has some of them",
-            "Leave it out, or measure without --shard.",
+            "Leave it out, or measure in one process, without --shard.",
         )
 
 
@@ -186,7 +189,7 @@ def _without_refused(
             if name not in request.optional or len(notes) + 1 == len(request.measures):
                 raise
             text = f"{name} was left out: {error.message}. {error.advice}".removesuffix(". ")
-            notes.append(Note(level="warning", code="left-out", text=text))
+            notes.append(Note(level="warning", code=LEFT_OUT, text=text))
     return replace(request, measures=kept), tuple(notes)
 
 

@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-from lipaudit.engine.fitting import fitting, footprint, time_batch
-from lipaudit.engine.prepare import Job
+from lipaudit.data.batch import Batch
+from lipaudit.data.drawing import LabelError
+from lipaudit.engine.fitting import footprint, time_batch
+from lipaudit.engine.prepare import LEFT_OUT, Job, Request, load_options, prepare
 from lipaudit.engine.provenance import origins
-from lipaudit.errors import as_user_meets
+from lipaudit.errors import LipauditError, as_user_meets
+from lipaudit.measures import MEASURES
 from lipaudit.measures.by_layer import unread_notes
-from lipaudit.models.attention.survey import surveyed
-from lipaudit.models.memory import Footprint, free, held
+from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.survey import NoHeadsError, surveyed
+from lipaudit.models.memory import Footprint, free, used_memory
+from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.own import UnknownInputError
+from lipaudit.settings import CertifyOptions
 
 SHOWN = 5
 """Samples that are shown."""
 
 
-def preview(job: Job) -> dict[str, Any]:
-    """Return what is read of a job's model and data, and what each measure takes.
+def preview(request: Request, certify: CertifyOptions) -> dict[str, Any]:
+    """Return what is read of a model and its data, what each measure takes, and what it lacks.
 
     Args:
-        job: from `prepare`.
+        request: what an audit would measure.
+        certify: the options of `lipaudit certify`, which an audit runs only if it is asked to.
 
     Raises:
-        InputError, EvaluationError: the model does not run at its samples.
+        LipauditError: the model or the data cannot be read, or the model does not run.
     """
+    try:
+        net = load_net(request.model, load_options(request.run))
+    except UnknownInputError as error:
+        lacks = dict.fromkeys((*request.measures, "certify"), _sentence(error))
+        return {"model": request.model, "measures": {}, "needs": lacks, "notes": []}
+    job, needs = _prepare(request, net)
     net, info = job.net, job.net.info
     first = job.samples.batch[:1].trimmed().to(net.device, net.dtype)
     with eager(), exact_arithmetic(net.device):
-        # What is scored is several texts for each sample, and no layer is read.
-        sites = () if net.scored else surveyed(net, first)
+        sites, lacks = _survey(job, first)
+        needs |= lacks
+        lacks = _certificates(job, first, certify)
         timed = time_batch(job)
-        measures = {name: _planned(job, name) for name in job.counts}
+        measures = {name: _planned(job, name) for name in job.counts if name not in needs}
     unread: Counter[str] = Counter()
     for site in sites:
         unread[site.reason or ""] += site.heads
@@ -53,18 +70,67 @@ def preview(job: Job) -> dict[str, Any]:
         "data": job.samples.spec,
         "samples": len(job.samples.batch),
         "first": _first(job),
-        "memory": {"held": held(net.device), "free": free(net.device)},
+        "memory": {"held": used_memory(net.device), "free": free(net.device)},
         "forward": None if timed is None else {"samples": timed[0], "seconds": timed[1]},
         "measures": measures,
-        "notes": [note.text for note in (*job.notes, *unread_notes(net, sites))],
+        "needs": needs | lacks,
+        "limits": {
+            "seconds": certify.seconds,
+            "nodes": certify.most_nodes,
+            "set": [name for name in ("seconds", "nodes") if getattr(certify, name) is not None],
+            "text": certify.limits,
+        },
+        "notes": [
+            note.text for note in (*job.notes, *unread_notes(net, sites)) if note.code != LEFT_OUT
+        ],
     }
+
+
+def _prepare(request: Request, net: Net) -> tuple[Job, dict[str, str]]:
+    """Prepare what can be measured, and say what the other measures need."""
+    needs: dict[str, str] = {}
+    try:
+        job = prepare(request, net=net)
+    except LabelError as error:
+        needs = {n: _sentence(error) for n, how in request.measures.items() if how.labelled}
+        kept = {n: how for n, how in request.measures.items() if n not in needs}
+        job = prepare(replace(request, measures=kept), net=net)
+    left = [note.text for note in job.notes if note.code == LEFT_OUT]
+    said = (text.partition(" was left out: ") for text in left)
+    return job, needs | {name: reason for name, _, reason in said}
+
+
+def _survey(job: Job, first: Batch) -> tuple[tuple[Site, ...], dict[str, str]]:
+    """Return the attention layers; where there are none, what the measures of heads need."""
+    if job.net.scored:  # several texts for each sample: no layer is read
+        return (), {}
+    try:
+        return surveyed(job.net, first), {}
+    except NoHeadsError as error:
+        headed = [n for n, how in job.request.measures.items() if how.reads_heads]
+        return (), dict.fromkeys(headed, _sentence(error))
+
+
+def _certificates(job: Job, first: Batch, options: CertifyOptions) -> dict[str, str]:
+    """Say what certificates need, if they cannot be computed."""
+    try:
+        MEASURES["certify"].check(job.net, first, options.suited(job.net.kind))
+    except LipauditError as error:
+        return {"certify": _sentence(error)}
+    return {}
+
+
+def _sentence(error: LipauditError) -> str:
+    """Write an error as sentences."""
+    end = "" if error.message.endswith("?") else "."
+    return f"{error.message}{end} {error.advice[:1].upper()}{error.advice[1:]}".strip()
 
 
 def _planned(job: Job, name: str) -> dict[str, Any]:
     """Return how many samples a measure takes, at a time too, and in how much memory."""
-    size = min(fitting(job, name), job.counts[name])
+    size = min(job.size(name), job.counts[name])
     known, why = _footprint(job, name)
-    there = held(job.net.device)
+    there = used_memory(job.net.device)
     return {
         "samples": job.counts[name],
         "batch": size,

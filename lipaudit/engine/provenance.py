@@ -10,7 +10,7 @@ import torch
 
 from lipaudit import __version__
 from lipaudit.attacks.kinds import GROUP as ATTACKS
-from lipaudit.data.hub.commit import Commit
+from lipaudit.data.hub import Commit
 from lipaudit.data.loading import Samples
 from lipaudit.engine.prepare import Job
 from lipaudit.results import Data, Model, Run

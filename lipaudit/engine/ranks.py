@@ -1,40 +1,35 @@
-"""Processes of one run that a launcher started: they share its batches, rank 0 makes its report.
+"""Processes of one run that a launcher started: each measures a shard, rank 0 joins them.
 
-Batches are handed out one by one, by a counter that all processes share, so that a slow one does
-not hold up the others. What they give goes to rank 0 through the same store of torch.distributed.
+They share a store of torch.distributed. Through it each gives rank 0 the report of its shard, and
+hears how the run has ended.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lipaudit.data.batch import Batch
-from lipaudit.engine.journal import packed, unpacked
 from lipaudit.engine.place import Place
 from lipaudit.errors import EvaluationError, LipauditError, as_user_meets, bug
-from lipaudit.measures import Part
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 JOIN = 300.0
 """Seconds within which all processes have to be there."""
+CLOSING = 30.0
+"""Seconds within which the store of the command before has closed, and its port is free."""
 BEAT, LOST = 2.0, 30.0
-"""A process gives a sign of life every so many seconds; without one for so long it has ended."""
+"""Seconds between two signs of life of a process, and without one until it counts as dead."""
 PAUSE = 0.05
 FAREWELL = 5.0
 """Seconds that rank 0 waits for the others to hear how the run has ended."""
-ENDED = 2**40
-"""More batches than there are: a counter there hands out no more."""
 AGAIN = "What is finished is kept: --resume goes on, with any number of processes."
 
 
@@ -44,71 +39,63 @@ def join(place: Place) -> Ranks:
     Raises:
         EvaluationError: they do not come.
     """
-    return Ranks(_store(place), place.rank, place.size, again=lambda: _store(place))
+    return Ranks(lambda: _store(place), place.rank, place.size)
 
 
 def _store(place: Place) -> Store:
     from torch.distributed.rendezvous import rendezvous
 
     url = f"tcp://{place.host}:{place.port}?rank={place.rank}&world_size={place.size}"
-    try:
-        store, *_ = next(rendezvous(url, timeout=timedelta(seconds=JOIN)))
-    except RuntimeError as error:
-        raise EvaluationError(
-            f"rank {place.rank} of {place.size} cannot reach {place.host}:{place.port}",
-            "Look whether rank 0 runs there; alone, run without RANK and WORLD_SIZE.",
-        ) from error
-    return store
+    end = time.monotonic() + CLOSING
+    while True:
+        try:
+            store, *_ = next(rendezvous(url, timeout=timedelta(seconds=JOIN)))
+        except RuntimeError as error:
+            # A launcher may start one command after the other: until the store of the first has
+            # closed, rank 0 finds its port taken and the others are cut off.
+            if time.monotonic() > end:
+                raise EvaluationError(
+                    f"rank {place.rank} of {place.size} cannot meet the others at "
+                    f"{place.host}:{place.port}: {str(error).partition(chr(10))[0]}",
+                    "Check that rank 0 runs there and that no other program uses the port. "
+                    "To run alone, unset RANK and WORLD_SIZE.",
+                ) from error
+            time.sleep(PAUSE)
+        else:
+            return store
 
 
-class _Gone(EvaluationError):
-    """The store that the processes share is not there any more."""
-
-
-@dataclass(frozen=True)
-class Begun:
-    """What rank 0 says of a measure that begins.
-
-    Attributes:
-        options: those that are not as they were given.
-        finished: samples that an earlier run measured.
-        keeps: whether what is finished is kept on disk.
-    """
-
-    options: dict[str, Any]
-    finished: tuple[str, ...]
-    keeps: bool
+class StoreClosedError(EvaluationError):
+    """The store that the processes share has ended."""
 
 
 class Ranks:
-    """One process among those of a run; to be entered, which waits for the others.
+    """One process among those of a run; as a context it waits for all of them to be there.
 
     Args:
-        store: that all of them share.
-        rank: of this one; rank 0 gathers.
-        size: how many there are.
-        again: gives the store anew, should it end before all are there.
+        connect: returns the store that all of them share.
+        rank: of this process; rank 0 joins the shards.
+        size: how many processes there are.
+
+    Attributes:
+        exit_code: with which all end where nothing fails; rank 0 sets it.
     """
 
-    def __init__(
-        self, store: Store, rank: int, size: int, *, again: Callable[[], Store] | None = None
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._store, self._run, self._again = store, "", again
-        self._gathered: dict[tuple[str, int], int] = {}
+    def __init__(self, connect: Callable[[], Store], rank: int, size: int) -> None:
+        self.rank, self.size, self.exit_code = rank, size, 0
+        self._connect, self._store, self._run = connect, connect(), ""
         self._beats: dict[int, tuple[int, float, float]] = {}
-        self._ended = threading.Event()
+        self._given, self._ended = False, threading.Event()
+        self._alive = threading.Thread(target=self._live, daemon=True)
 
     def __enter__(self) -> Self:
         try:
             self._meet()
-        except _Gone:
+        except StoreClosedError:
             # It was that of the command before: this process was done with it, rank 0 was not.
-            if self._again is None:
-                raise
-            self._store = self._again()
+            self._store = self._connect()
             self._meet()
-        threading.Thread(target=self._live, daemon=True).start()
+        self._alive.start()
         return self
 
     def _meet(self) -> None:
@@ -131,169 +118,90 @@ class Ranks:
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
+        with suppress(EvaluationError):  # there is nobody left
+            if self.rank == 0:
+                self._say("end", error)
+                end = time.monotonic() + FAREWELL
+                while self._add("left", 0) < self.size - 1 and time.monotonic() < end:
+                    time.sleep(PAUSE)  # the store that the others still ask may end with this one
+            elif not self._given:
+                self._say(f"given/{self.rank}", error)
+                if isinstance(error, Exception):
+                    # A launcher ends all as soon as one has ended: rank 0 speaks first.
+                    self._awaited("end", 0)
         self._ended.set()
-        if self.rank == 0:
-            self._part_from_others(error)
-        else:
-            self._quietly(f"stopped/{self.rank}", int(error is not None))
-            self._quietly("left", 1)
+        if self.rank:
+            with suppress(EvaluationError):
+                self._add("left", 1)
+        self._alive.join(BEAT)  # it holds the store, whose port the next command needs
+        del self._store
 
-    def begin(self, measure: str, begun: Begun) -> None:
-        """Say to the others that a measure begins: rank 0."""
-        self._set(f"{measure}/begun", json.dumps(vars(begun)))
-
-    def begun(self, measure: str) -> Begun:
-        """Wait until a measure begins.
-
-        Raises:
-            LipauditError: rank 0 has ended.
-        """
-        said = json.loads(self._awaited(f"{measure}/begun"))
-        return Begun(said["options"], tuple(said["finished"]), said["keeps"])
-
-    def conclude(self, exit_code: int) -> None:
-        """Say with which code all end: rank 0."""
-        self._set("conclusion", str(int(exit_code)))
-
-    def conclusion(self) -> int:
-        """Wait until rank 0 says with which code all end.
-
-        Raises:
-            LipauditError: rank 0 has ended.
-        """
-        return int(self._awaited("conclusion"))
-
-    def require_whole(self) -> None:
-        """Look whether the others go on; rank 0 looks after all of them.
-
-        Raises:
-            LipauditError: one of them failed or has ended.
-        """
-        if self._check("over"):
-            raise _fault(json.loads(self._get("over")))
-        self._require_alive([0] if self.rank else range(1, self.size))
-
-    def end(self, error: BaseException) -> None:
-        """Say that the run has failed, if there is anybody to tell."""
-        with suppress(EvaluationError):
-            self._set("over", json.dumps(_said(error)))
-
-    def store(self) -> Store:
-        """Return a store for a process group: its waiting does not hold up the signs of life."""
-        from torch._C._distributed_c10d import PrefixStore
-
-        return PrefixStore(f"{self._run}group", self._store.clone())
-
-    def units(self, measure: str, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield those of the batches that no other process takes, each when it is asked for."""
-        while (number := self._add(f"{measure}/next", 1) - 1) < len(batches):
-            yield batches[number]
-
-    def hand_in(self, measure: str, part: Part) -> None:
-        """Give a part to rank 0."""
-        number = self._add(f"{measure}/given/{self.rank}", 0)
-        self._set(f"{measure}/part/{self.rank}/{number}", packed([part]))
-        self._add(f"{measure}/given/{self.rank}", 1)
-
-    def fail(self, measure: str, error: Exception) -> None:
-        """Say that a measure failed: it is over for all."""
-        self._set(f"{measure}/fault", json.dumps(_said(error)))
-        self._add(f"{measure}/next", ENDED)
-
-    def gathered(
-        self, measure: str, own: Iterator[Part], batches: Sequence[Batch], end: float = math.inf
-    ) -> Iterator[Part]:
-        """Yield the parts of all processes, as they come: rank 0.
-
-        Args:
-            measure: whose.
-            own: those of this process.
-            batches: what is measured.
-            end: the reading of `time.monotonic` from which no further batch is handed out; those
-                that are begun are waited for.
+    def gather(self) -> list[str]:
+        """Return what the other processes give, in their order: rank 0.
 
         Raises:
             LipauditError: another process failed or has ended.
         """
-        samples = 0
-        try:
-            for part in own:
-                samples -= len(part.ids)
-                yield part
-                for other in self._handed_in(measure):
-                    samples -= len(other.ids)
-                    yield other
-            begun = len(batches)
-            if time.monotonic() >= end:
-                begun = self._add(f"{measure}/next", ENDED) - ENDED
-            samples += sum(map(len, batches[:begun]))
-            while samples > 0:
-                self._require_alive(range(1, self.size))
-                for other in self._handed_in(measure):
-                    samples -= len(other.ids)
-                    yield other
-                time.sleep(PAUSE)
-        except BaseException:  # a rank 0 that is stopped, too: what the others do is for it
-            self._add(f"{measure}/next", ENDED)
-            raise
+        return [self._heard(f"given/{rank}", rank)["text"] for rank in range(1, self.size)]
 
-    def _handed_in(self, measure: str) -> Iterator[Part]:
-        if self._check(f"{measure}/fault"):
-            raise _fault(json.loads(self._get(f"{measure}/fault")))
-        for rank in range(1, self.size):
-            key = measure, rank
-            for number in range(
-                self._gathered.get(key, 0), self._add(f"{measure}/given/{rank}", 0)
-            ):
-                name = f"{measure}/part/{rank}/{number}"
-                yield from unpacked(self._get(name).decode())
-                self._store.delete_key(self._run + name)
-                self._gathered[key] = number + 1
+    def give(self, text: str) -> None:
+        """Give rank 0 the report of a shard, and wait until the run has ended.
 
-    def _require_alive(self, ranks: Sequence[int]) -> None:
-        now = time.monotonic()
-        for rank in ranks:
-            beat = self._add(f"beat/{rank}", 0)
-            last, silent, looked = self._beats.get(rank, (beat, 0.0, now))
-            # A job that is suspended and goes on was not listening meanwhile, either.
-            silent = silent + min(now - looked, BEAT) if beat == last else 0.0
-            self._beats[rank] = beat, silent, now
-            if silent > LOST or self._add(f"stopped/{rank}", 0):
-                raise EvaluationError(f"rank {rank} of {self.size} has ended", AGAIN)
+        Raises:
+            LipauditError: rank 0 failed or has ended.
+        """
+        self._say(f"given/{self.rank}", None, text)
+        self._given = True
+        self.exit_code = self._heard("end", 0)["exit_code"]
+
+    def require_first(self) -> None:
+        """Look whether rank 0 goes on: the others measure for it.
+
+        Raises:
+            LipauditError: it failed or has ended.
+        """
+        if self._check("end"):
+            self._given = True  # nobody reads what would be given
+            self._heard("end", 0)
+        self._require_alive(0)
+
+    def _say(self, key: str, error: BaseException | None, text: str = "") -> None:
+        said: dict[str, Any] = {"message": "", "exit_code": self.exit_code, "text": text}
+        if error is not None:
+            if not isinstance(error, Exception):
+                error = EvaluationError(f"rank {self.rank} was stopped", AGAIN)
+            fault = as_user_meets(error) or bug(error)
+            said = {n: getattr(fault, n) for n in ("message", "advice", "exit_code")}
+        self._asked(self._store.set, key, json.dumps(said))
+
+    def _heard(self, key: str, rank: int) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads(self._awaited(key, rank))
+        if said["message"]:
+            raise LipauditError(said["message"], said["advice"], said["exit_code"])
+        return said
+
+    def _awaited(self, key: str, rank: int) -> bytes:
+        while not self._check(key):
+            self._require_alive(rank)
+            time.sleep(PAUSE)
+        return bytes(self._asked(self._store.get, key))
+
+    def _require_alive(self, rank: int) -> None:
+        now, beat = time.monotonic(), self._add(f"beat/{rank}", 0)
+        last, silent, looked = self._beats.get(rank, (beat, 0.0, now))
+        # A job that is suspended and goes on was not listening meanwhile, either.
+        silent = silent + min(now - looked, BEAT) if beat == last else 0.0
+        self._beats[rank] = beat, silent, now
+        if silent > LOST:
+            raise EvaluationError(f"rank {rank} of {self.size} has ended", AGAIN)
 
     def _live(self) -> None:
-        while not self._ended.wait(BEAT):
-            self._quietly(f"beat/{self.rank}", 1)
-
-    def _part_from_others(self, error: BaseException | None) -> None:
-        """Wait a little for the others: the store that they still ask may end with this one."""
-        if error is not None:
-            self.end(error)
-        end = time.monotonic() + FAREWELL
-        with suppress(EvaluationError):  # there is nobody left
-            while self._add("left", 0) < self.size - 1 and time.monotonic() < end:
-                time.sleep(PAUSE)
-
-    def _quietly(self, key: str, number: int) -> None:
-        try:
-            self._add(key, number)
-        except EvaluationError:
-            self._ended.set()
-
-    def _awaited(self, key: str) -> bytes:
-        while not self._check(key):
-            self.require_whole()
-            time.sleep(PAUSE)
-        return self._get(key)
+        with suppress(EvaluationError):
+            while not self._ended.wait(BEAT):
+                self._add(f"beat/{self.rank}", 1)
 
     def _add(self, key: str, number: int) -> int:
         return int(self._asked(self._store.add, key, number))
-
-    def _set(self, key: str, value: str) -> None:
-        self._asked(self._store.set, key, value)
-
-    def _get(self, key: str) -> bytes:
-        return bytes(self._asked(self._store.get, key))
 
     def _check(self, key: str) -> bool:
         return bool(self._asked(lambda name: self._store.check([name]), key))
@@ -302,15 +210,4 @@ class Ranks:
         try:
             return ask(self._run + key, *args)
         except RuntimeError as error:
-            raise _Gone("rank 0, or the launcher, has ended", AGAIN) from error
-
-
-def _said(error: BaseException) -> dict[str, Any]:
-    if not isinstance(error, Exception):
-        error = EvaluationError("rank 0 was stopped", AGAIN)
-    fault = as_user_meets(error) or bug(error)
-    return {"message": fault.message, "advice": fault.advice, "exit_code": fault.exit_code}
-
-
-def _fault(said: Mapping[str, Any]) -> LipauditError:
-    return LipauditError(said["message"], said["advice"], said["exit_code"])
+            raise StoreClosedError("rank 0, or the launcher, has ended", AGAIN) from error

@@ -12,7 +12,7 @@ from typing import Any
 from lipaudit.data.batch import Origin
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import origins, provenance
-from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.errors import InputError, LipauditError, UsageError, visible
 from lipaudit.models.net import Kind
 from lipaudit.results import Report, Run, Section
 from lipaudit.results.report import Failure
@@ -80,7 +80,7 @@ def named(model: str) -> Iterator[None]:
     try:
         yield
     except LipauditError as error:
-        error.message = f"{model}: {error.message}"
+        error.message = f"{visible(model)}: {error.message}"
         raise
     finally:
         gc.collect()  # a module may hold itself, and the next one takes its place

@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, islice
-from typing import Any
+from itertools import chain, groupby, islice, takewhile
 
 from lipaudit.data.batch import Batch, Share
 from lipaudit.engine.files import write
-from lipaudit.engine.fitting import fitting, less
+from lipaudit.engine.fitting import less
 from lipaudit.engine.journal import Journal
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Job
 from lipaudit.engine.provenance import versions
-from lipaudit.engine.ranks import Begun, Ranks
 from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
 from lipaudit.measures import MEASURES, Measure, Part
-from lipaudit.measures.measure import listening, sample_ids
+from lipaudit.measures.measure import in_order, listening, sample_ids
 from lipaudit.models.failing import first_failure
 from lipaudit.results import Note, Section
 from lipaudit.results.report import Failure
@@ -103,101 +101,66 @@ class Task:
             "device": net.device.type,
             "reading": run.reading(),
             "samples": self.job.samples.batch.ids[: self.job.counts[self.name]],
-            "shard": run.shard,
             "versions": versions(),
         }
 
-    def parts(self, journal: Journal, ranks: Ranks | None = None) -> list[Part]:
-        """Return the parts in order, those of an interrupted run among them if it is to go on.
-
-        Args:
-            journal: that keeps them.
-            ranks: the other processes that measure with this one, the first of them.
-        """
+    def parts(self, journal: Journal) -> list[Part]:
+        """Return the parts in order, those of an interrupted run among them if it is to go on."""
         kept = journal.parts(self.ids)
         if kept:
-            self.observer.note(self._kept(len(sample_ids(kept)), anew=ranks is not None))
+            self.observer.note(self._kept(len(sample_ids(kept))))
         kept = kept if self.job.request.run.resume else []
-        finished = sample_ids(kept)
-        left = self.left(finished)
-        samples = sum(map(len, left))
-        said = self._unkept(journal, "")
-        if ranks is not None:
-            if not kept:
-                journal.begin()  # the others keep what they measure there, too
-            ranks.begin(self.name, Begun(self._adapted(), finished, journal.keeps))
-        self.observer.begins(self.name, samples)
-        if ranks is None:
-            parts = self.measured(left)
-        else:
-            own = self.measured(ranks.units(self.name, left))
-            parts = ranks.gathered(self.name, own, left, self.job.request.end)
-        before = len(kept) if ranks is None else 1
+        said = False
+        self.observer.begins(self.name, sum(map(len, self.left(sample_ids(kept)))))
         with listening(partial(self.observer.moves, self.name)):
-            for part in journal.recorded(parts, after=before):
-                said = self._unkept(journal, said)
+            for part in journal.record(self.measured(sample_ids(kept))):
+                if journal.refusal and not said:
+                    said = True
+                    text = f"what is finished is not kept for --resume: {journal.refusal}"
+                    self.observer.note(Note(level="info", code="not-kept", text=text))
                 self.observer.advances(self.name, len(part.ids))
                 kept.append(part)
         self.observer.ends(self.name)
-        place = {name: i for i, name in enumerate(self.ids)}
-        return sorted(kept, key=lambda part: place[part.ids[0]])
+        return in_order(kept, self.job.samples.batch.ids)
 
-    def left(self, finished: Collection[str]) -> list[Batch]:
-        """Return what is left of the batches but for the samples that are finished."""
-        return [rest for batch in self.batches for rest in _without(batch, {*finished})]
+    def left(self, finished: Collection[str], size: int | None = None) -> list[Batch]:
+        """Return the batches without what is finished, each of so many samples at most."""
+        done = {*finished}
+        left = [rest for batch in self.batches for rest in _without(batch, done)]
+        if size is None or self.measure.chunk is not None:
+            return left
+        return [piece for batch in left for piece in batch.split(size)]
 
-    def _adapted(self) -> dict[str, Any]:
-        """Return the options that are not those that were asked for."""
-        asked = self.job.request.measures[self.name].unkept()
-        return {n: v for n, v in self.options.unkept().items() if v != asked[n]}
-
-    def _kept(self, done: int, *, anew: bool) -> Note:
-        resumed = self.job.request.run.resume
+    def _kept(self, done: int) -> Note:
         text = f"an interrupted run finished {done} of {len(self.ids)} samples of {self.name}: "
-        if resumed:
+        if self.job.request.run.resume:
             return Note(level="info", code="reused", text=f"{text}going on from there")
-        if anew:
-            text += "it is begun anew; --resume would have gone on with it"
-        else:
-            text += "stop this one and add --resume to go on with it"
+        text += "stop this one and add --resume to go on with it"
         return Note(level="info", code="kept", text=text)
 
-    def _unkept(self, journal: Journal, said: str) -> str:
-        """Say why nothing is kept, if that is not said yet."""
-        if journal.refusal and not said:
-            text = f"what is finished is not kept for --resume: {journal.refusal}"
-            self.observer.note(Note(level="info", code="not-kept", text=text))
-        return journal.refusal
+    def measured(self, finished: Collection[str]) -> Iterator[Part]:
+        """Yield the parts of what is not finished, of half as many samples where memory runs out.
 
-    def measured(self, units: Iterable[Batch]) -> Iterator[Part]:
-        """Yield the parts of batches; when memory runs out, go on from there with half of each.
-
-        Once time is up no further batch is taken; what is begun is finished.
+        Once time is up no further batch is taken.
         """
-        taken, size = _Taken(_until(self.job.request.end, units)), self.job.size(self.name)
-        first, begun = self.job.first(self.name), False
-        while taken.more():
+        done, size = {*finished}, self.job.size(self.name)
+        while left := self.left(done, size):
             try:
-                if not begun:
-                    begun = True
-                    if (fits := self._fitting()) < size:
-                        size, first = fits, first[:fits].trimmed()
-                        taken.again(None if self.measure.chunk else size)
-                yield from self._run(first, taken, size)
+                for part in self._run(left, size):
+                    done.update(part.ids)
+                    yield part
+                return
             except Exception as error:
                 if not out_of_memory(error):
-                    self._lay(error, [first, *taken.begun])
+                    self._lay(error, [self.job.first(self.name), *self.left(done, size)[:1]])
                     raise
                 if size == 1:
-                    raise EvaluationError(
-                        "out of memory with one sample at a time", less(self.job)
-                    ) from None
-                size = max(1, min(size, taken.largest) // 2)
-                first = first[:size].trimmed()
-                taken.again(None if self.measure.chunk else size)
+                    text = "out of memory with one sample at a time"
+                    raise EvaluationError(text, less(self.job)) from None
+                size = max(1, min(size, max(map(len, left))) // 2)
 
     def _lay(self, error: Exception, batches: Sequence[Batch]) -> None:
-        """Lay an error to the model and a sample, where the model fails there by itself.
+        """Find the sample on which the model itself fails, and blame the error on both.
 
         Raises:
             EvaluationError: it does.
@@ -216,28 +179,20 @@ class Task:
                 ) from (cause or error)
 
     def _named(self, batch: Batch, place: int) -> str:
-        name, origins = batch.ids[place], self.job.samples.origins
-        where = f" ({origins[batch.start + place].place})" if origins else ""
+        name, samples = batch.ids[place], self.job.samples
+        whole, origins = samples.batch.ids, samples.origins
+        where = f" ({origins[whole.index(name)].place})" if origins else ""
         return f"sample {name[:12]}{where}"
 
-    def _fitting(self) -> int:
-        """Return how many samples fit at a time, and say so where they are fewer than usual."""
-        usual, size = self.job.size(self.name), fitting(self.job, self.name)
-        if size < min(usual, max(map(len, self.batches), default=1)):
-            text = (
-                f"{self.name} takes {size} samples at a time in place of {usual}: more would not "
-                "fit into the memory that is free (estimate)"
-            )
-            self.observer.note(Note(level="info", code="memory", text=text))
-        return size
-
-    def _run(self, first: Batch, taken: _Taken, size: int) -> Iterator[Part]:
-        net = self.job.net
+    def _run(self, batches: Sequence[Batch], size: int) -> Iterator[Part]:
+        net, first = self.job.net, self.job.first(self.name)
         place = net.device, net.dtype
-        batches = Share(first.to(*place), (batch.to(*place) for batch in taken))
-        for part in self.measure.parts(net, batches, self._sized(size)):
-            taken.finish(len(part.ids))
-            yield part
+        if size < self.job.size(self.name):
+            first = first[:size].trimmed()
+        units = _until(self.job.request.end, batches)
+        for begun in islice(units, 1):  # nothing is run once time is up
+            share = Share(first.to(*place), (b.to(*place) for b in chain([begun], units)))
+            yield from self.measure.parts(net, share, self._sized(size))
 
     def _sized(self, size: int) -> MeasureOptions:
         """Return options that know the size of batches, where chunks are fixed."""
@@ -246,52 +201,9 @@ class Task:
         return self.options.model_copy(update={"batch_size": size})
 
 
-def _until(end: float, units: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches for as long as there is time: none is taken that is not yielded."""
-    units = iter(units)
-    while time.monotonic() < end and (batch := next(units, None)) is not None:
-        yield batch
-
-
-class _Taken:
-    """Batches, each taken when it is asked for; what is begun can be taken again."""
-
-    def __init__(self, units: Iterable[Batch]) -> None:
-        self._units, self._next, self._begun = iter(units), list[Batch](), list[Batch]()
-
-    def __iter__(self) -> Iterator[Batch]:
-        while self.more():
-            self._begun.append(self._next.pop(0))
-            yield self._begun[-1]
-
-    def more(self) -> bool:
-        """Say whether there is a batch to take, and take it."""
-        if not self._next:
-            self._next += islice(self._units, 1)
-        return bool(self._next)
-
-    @property
-    def largest(self) -> int:
-        """The samples of the largest batch that is taken and not finished."""
-        return max((len(batch) for batch in self.begun), default=1)
-
-    @property
-    def begun(self) -> list[Batch]:
-        """What is taken and not finished."""
-        return self._begun + self._next
-
-    def finish(self, samples: int) -> None:
-        """Leave out so many samples of those begun: they are measured."""
-        rest, self._begun = self._begun, []
-        for batch in rest:
-            if samples < len(batch):
-                self._begun.append(batch[samples:].trimmed() if samples else batch)
-            samples = max(0, samples - len(batch))
-
-    def again(self, size: int | None) -> None:
-        """Take again what is begun, in batches of another size if one is given."""
-        rest, self._begun = self.begun, []
-        self._next = [piece for batch in rest for piece in batch.split(size or len(batch))]
+def _until(end: float, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches for as long as there is time."""
+    yield from takewhile(lambda _: time.monotonic() < end, batches)
 
 
 def _without(batch: Batch, finished: set[str]) -> Iterator[Batch]:

@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lipaudit import schema
-from lipaudit.errors import (
-    BaselineError,
-    EvaluationError,
-    InputError,
-    LipauditError,
-    UsageError,
-)
-from lipaudit.gate.comparable import fault
-from lipaudit.gate.contrasts import trusted
-from lipaudit.gate.overlap import ALL_BUT_FEW, shared
+from lipaudit.errors import BaselineError, InputError, LipauditError, UsageError
+from lipaudit.gate.comparable import find_fault
+from lipaudit.gate.contrasts import read_trusted
+from lipaudit.gate.pairing import ALL_BUT_FEW, find_shared
 from lipaudit.gate.rules import DEFAULT_RULES
 from lipaudit.results import Report, Section, row_types
 from lipaudit.results.samples import REDUCTIONS
@@ -47,7 +41,7 @@ class BaselineProtocol:
     samples: dict[str, int]
 
 
-def protocol(baseline: Report) -> BaselineProtocol:
+def read_protocol(baseline: Report) -> BaselineProtocol:
     """Read from a baseline how it was measured."""
     run = baseline.run
     measured = [s for s in baseline.sections if "." not in s.measure]
@@ -88,7 +82,7 @@ def require_samples(baseline: Report, ids: Mapping[str, Sequence[str]]) -> None:
         known = section.ids
         if known and section.measure in ids:
             try:
-                shared(section.measure, ids[section.measure], known, ALL_BUT_FEW)
+                find_shared(section.measure, ids[section.measure], known, ALL_BUT_FEW)
             except BaselineError as error:
                 spec = baseline.run.data.spec
                 raise BaselineError(
@@ -108,13 +102,13 @@ def promote(report: Report, reason: str) -> Report:
 
     Raises:
         UsageError: without a reason.
-        EvaluationError: when the report is not fit to be a baseline.
+        BaselineError: when the report is not fit to be a baseline.
     """
     if not reason.strip():
         raise UsageError("a baseline needs a reason", "Say why: --reason 'first release'.")
-    if reasons := problems(report):
+    if reasons := find_problems(report):
         advice = "Measure again." if report.shard is None else "Merge it with the others first."
-        raise EvaluationError(f"this report is no baseline: {reasons[0]}", advice)
+        raise BaselineError(f"this report cannot be a baseline: {reasons[0]}", advice)
     order = list(row_types())
     run = report.run
     return report.model_copy(
@@ -127,28 +121,29 @@ def promote(report: Report, reason: str) -> Report:
                 }
             ),
             "sections": tuple(
-                _slim(s) for s in sorted(report.sections, key=lambda s: order.index(s.measure))
+                _slim_down(s)
+                for s in sorted(report.sections, key=lambda s: order.index(s.measure))
             ),
         }
     )
 
 
-def problems(report: Report) -> list[str]:
+def find_problems(report: Report) -> list[str]:
     """Say why a report cannot serve as a baseline.
 
     It must be finished and converged, and finite in what the default rules read.
     """
-    reasons = [reason for section in report.sections if (reason := fault(report, section))]
+    reasons = [reason for section in report.sections if (reason := find_fault(report, section))]
     for rule in DEFAULT_RULES:
         section = report.section(rule.measure)
         try:
-            _ = section and trusted(rule, report, section)
+            _ = section and read_trusted(rule, report, section)
         except LipauditError as error:
             reasons.append(error.message)
     return list(dict.fromkeys(reasons)) or ([] if report.sections else ["it has no sections"])
 
 
-def _slim(section: Section) -> Section:
+def _slim_down(section: Section) -> Section:
     """Keep the arrays that rows are made of; drop wall times and sort the settings."""
     columns = section.columns()
     behind = (how.arrays for how in REDUCTIONS.get(section.measure, {}).values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 from lipaudit.errors import BaselineError
@@ -13,14 +12,16 @@ from lipaudit.results import AttackRow, JacobianRow, Note, Report, Row, Run, Sec
 from lipaudit.results.samples import is_repeat
 from lipaudit.results.trials import parse_budget, parse_column
 
-FREE = frozenset({"seed", "batch_size", "device", "samples", "map", "concat", "layer_within"})
+FREE = frozenset(
+    {"seed", "batch_size", "device", "samples", "map", "concat", "layer_within", "splitting"}
+)
 """Settings that may differ: they do not change what figures are, at most whether there are."""
 FALLBACKS = frozenset({"attack-skipped", "attack-replaced", "fewer-targets"})
 """Codes of notes that say an attack did less than was asked of it."""
 REPEAT = "Run the baseline's protocol: lipaudit gate MODEL --baseline FILE."
 
 
-def fault(report: Report, section: Section) -> str:
+def find_fault(report: Report, section: Section) -> str:
     """Say why figures are not to be trusted: unfinished, empty, not converged; or nothing.
 
     Those of a shard are of some of the samples.
@@ -44,7 +45,7 @@ def fault(report: Report, section: Section) -> str:
     return f"{section.measure}: {failed} {what} have not converged" if failed else ""
 
 
-def same_conditions(current: Run, baseline: Run) -> None:
+def require_same_conditions(current: Run, baseline: Run) -> None:
     """Refuse to judge a run against one of another precision, preprocessing or score.
 
     Raises:
@@ -52,14 +53,16 @@ def same_conditions(current: Run, baseline: Run) -> None:
     """
     if current.dtype != baseline.dtype:
         raise BaselineError(f"dtype {baseline.dtype} became {current.dtype}", REPEAT)
-    if changed := _changed(*_preprocessing(current, baseline)):
+    if changed := _list_changes(*_read_preprocessing(current, baseline)):
         raise BaselineError(f"preprocessing differs: {changed}", REPEAT)
     new, old = (run.options.get("score", "none") for run in (current, baseline))
     if new != old:
         raise BaselineError(f"--score {old} became {new}", REPEAT)
 
 
-def same_protocol(current: Report, baseline: Report, section: Section, before: Section) -> None:
+def require_same_protocol(
+    current: Report, baseline: Report, section: Section, before: Section
+) -> None:
     """Refuse to compare sections that were measured in different ways.
 
     Args:
@@ -71,21 +74,21 @@ def same_protocol(current: Report, baseline: Report, section: Section, before: S
     Raises:
         BaselineError: with what differs.
     """
-    _same_settings(section, before)
-    _same_attacks(section, before)
-    _same_map(section, before)
+    _require_same_settings(section, before)
+    _require_same_attacks(section, before)
+    _require_same_map(section, before)
     suites = {report.run.data.suite_id for report in (current, baseline)}
     if not all(s.samples.get("ids") for s in (section, before)) and len(suites) > 1:
         raise BaselineError(f"{section.measure}: the samples are not the baseline's", REPEAT)
 
 
-def same_weights(current: Report, baseline: Report) -> bool:
+def has_same_weights(current: Report, baseline: Report) -> bool:
     """Tell whether two reports are of the same weights."""
     new, old = current.run.model.weights_sha256, baseline.run.model.weights_sha256
     return bool(new) and new == old
 
 
-def other_starts(current: Section, baseline: Section) -> bool:
+def has_other_starts(current: Section, baseline: Section) -> bool:
     """Tell whether the attacks of two sections began elsewhere: by seed, or by sample.
 
     The random start of a sample goes by its place among the others, so that an attack breaks
@@ -95,26 +98,31 @@ def other_starts(current: Section, baseline: Section) -> bool:
     return current.measure == "attack" and new != old
 
 
-def differences(current: Report, baseline: Report) -> dict[str, str]:
+def list_differences(current: Report, baseline: Report) -> dict[str, str]:
     """Return how the conditions of two runs differ, by the name of the condition."""
     new, old = current.run, baseline.run
-    seen, before = _preprocessing(new, old)
+    seen, before = _read_preprocessing(new, old)
     pairs: dict[str, tuple[object, object]] = {
         "seed": (new.seed, old.seed),
         "device": (new.device.split(":")[0], old.device.split(":")[0]),
         "dtype": (new.dtype, old.dtype),
         "data": (new.data.spec, old.data.spec),
-        "preprocess": (_plain(seen), _plain(before)),
+        "preprocess": (_to_json_values(seen), _to_json_values(before)),
     }
     for name in sorted(old.options.keys() | new.options.keys()):
         pairs[name] = new.options.get(name, "not given"), old.options.get(name, "not given")
     for name in sorted(old.versions.keys() & new.versions.keys()):
         pairs[name] = new.versions[name], old.versions[name]
     changed = {n: f"{n}: {b} became {a}" for n, (a, b) in pairs.items() if a != b}
-    return changed | _starts(current, baseline) | _repeats(current) | _classes(current, baseline)
+    return (
+        changed
+        | _explain_starts(current, baseline)
+        | _count_repeats(current)
+        | _list_renamed_classes(current, baseline)
+    )
 
 
-def warnings(report: Report) -> dict[str, Note]:
+def list_warnings(report: Report) -> dict[str, Note]:
     """Return the warnings of a report, each with the sections that it spoils."""
     spoiled: dict[Note, list[str]] = {}
     for section in report.sections:
@@ -124,14 +132,14 @@ def warnings(report: Report) -> dict[str, Note]:
     return {f"{', '.join(where)}: {note.text}": note for note, where in spoiled.items()}
 
 
-def spoils(current: Report, baseline: Report) -> tuple[str, ...]:
+def word_warnings(current: Report, baseline: Report) -> tuple[str, ...]:
     """Return what the current report warns of, and the baseline as well or not."""
-    known = {note.code for note in warnings(baseline).values()}
+    known = {note.code for note in list_warnings(baseline).values()}
     both = {True: "", False: " (not so in the baseline)"}
-    return tuple(f"{text}{both[n.code in known]}" for text, n in warnings(current).items())
+    return tuple(f"{text}{both[n.code in known]}" for text, n in list_warnings(current).items())
 
 
-def spelled_as(section: Section, other: Section) -> Section:
+def spell_radii_as(section: Section, other: Section) -> Section:
     """Return a section with its radii as another one writes equal ones: 1/20 as 0.05."""
     keys = [parse_column(name)[1] for name in other.samples] + [row.key for row in other.rows]
     texts = {key.radius.value: key.radius.text for key in keys if key}
@@ -152,7 +160,8 @@ def spelled_as(section: Section, other: Section) -> Section:
     eps = section.settings.get("eps")
     settings = dict(section.settings)
     if isinstance(eps, list | tuple):
-        settings["eps"] = [_spelled_radius(each, texts) for each in _plain({"eps": eps})["eps"]]
+        known = [(each, parse_budget(each)) for each in _to_json_values({"eps": eps})["eps"]]
+        settings["eps"] = [t if r.unit else texts.get(r.value, t) for t, r in known]
     return section.model_copy(
         update={
             "settings": settings,
@@ -162,33 +171,38 @@ def spelled_as(section: Section, other: Section) -> Section:
     )
 
 
-def _spelled_radius(text: str, texts: Mapping[Fraction, str]) -> str:
-    radius = parse_budget(text)
-    return text if radius.unit else texts.get(radius.value, text)
-
-
-def _repeats(report: Report) -> dict[str, str]:
+def _count_repeats(report: Report) -> dict[str, str]:
     """Say how many samples repeat others: they count once."""
     most = max((sum(map(is_repeat, s.ids)) for s in report.sections), default=0)
     text = f"samples that repeat others count once: {most} were left out"
     return {"repeats": text} if most else {}
 
 
-def _classes(current: Report, baseline: Report) -> dict[str, str]:
-    """Say which classes have another name than in the baseline."""
+def _list_renamed_classes(current: Report, baseline: Report) -> dict[str, str]:
+    """Say which classes have another name than in the baseline, or that only one report says."""
+    pairs = [(each, baseline.section(each.measure)) for each in current.sections]
+    both = [(section.classes, other.classes) for section, other in pairs if other is not None]
     renamed = {
-        number: f"class {number}: {old.classes[number]!r} became {name!r}"
-        for new in current.sections
-        if (old := baseline.section(new.measure)) is not None
-        for number, name in new.classes.items()
-        if old.classes.get(number, name) != name
+        number: f"class {number}: {old[number]!r} became {name!r}"
+        for new, old in both
+        for number, name in new.items()
+        if old.get(number, name) != name
     }
-    return {"classes": ", ".join(renamed.values())} if renamed else {}
+    if renamed:
+        return {"classes": ", ".join(renamed.values())}
+    alone = next((pair for pair in both if bool(pair[0]) != bool(pair[1])), None)
+    if alone is None:
+        return {}
+    which = "only the new report" if alone[0] else "only the baseline"
+    known = sorted((alone[0] or alone[1]).items())
+    names = ", ".join(f"{number} is {name!r}" for number, name in known)
+    text = f"{which} names its classes ({names}): nothing shows that they are in the same order"
+    return {"classes": text}
 
 
-def _starts(current: Report, baseline: Report) -> dict[str, str]:
+def _explain_starts(current: Report, baseline: Report) -> dict[str, str]:
     new, old = current.section("attack"), baseline.section("attack")
-    if not (new and old and same_weights(current, baseline) and other_starts(new, old)):
+    if not (new and old and has_same_weights(current, baseline) and has_other_starts(new, old)):
         return {}
     text = (
         "attack: the weights are the same, the random starts are others (another seed, number or "
@@ -197,12 +211,12 @@ def _starts(current: Report, baseline: Report) -> dict[str, str]:
     return {"starts": text}
 
 
-def _same_settings(current: Section, baseline: Section) -> None:
+def _require_same_settings(current: Section, baseline: Section) -> None:
     """Compare settings; a list (radii, attacks, layers) may gain entries but lose none."""
-    new, old = _plain(current.settings), _plain(baseline.settings)
+    new, old = _to_json_values(current.settings), _to_json_values(baseline.settings)
     lists = {k for k in new if isinstance(new[k], list) and isinstance(old.get(k), list)}
     single = [{k: v for k, v in s.items() if k not in lists | FREE} for s in (new, old)]
-    changes = [_changed(*single)]
+    changes = [_list_changes(*single)]
     for key in sorted(lists - FREE):
         lost = [str(item) for item in old[key] if item not in new[key]]
         changes.append(f"{key} lost {', '.join(lost)}" if lost else "")
@@ -211,7 +225,7 @@ def _same_settings(current: Section, baseline: Section) -> None:
         raise BaselineError(f"{current.measure}: settings differ: {text}", REPEAT)
 
 
-def _same_attacks(current: Section, baseline: Section) -> None:
+def _require_same_attacks(current: Section, baseline: Section) -> None:
     """Refuse weaker attacks than the baseline's: they would look like better robustness."""
     if current.measure not in ("attack", "certify"):
         return
@@ -231,7 +245,7 @@ def _same_attacks(current: Section, baseline: Section) -> None:
         )
 
 
-def _same_map(current: Section, baseline: Section) -> None:
+def _require_same_map(current: Section, baseline: Section) -> None:
     """Refuse to compare norms of other maps: those of an encoder with those of a classifier."""
     new, old = (
         {f"{row.from_} to {row.to}" for row in s.rows if isinstance(row, JacobianRow)}
@@ -242,7 +256,7 @@ def _same_map(current: Section, baseline: Section) -> None:
         raise BaselineError(f"{current.measure}: norms of {lost} became those of {now}", REPEAT)
 
 
-def _preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what two runs did to pixels, without a resizing that only one of them states.
 
     Samples are known by their pixels before mean and std: another resizing makes other samples.
@@ -252,21 +266,22 @@ def _preprocessing(new: Run, old: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     return one, two
 
 
-def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
+def _list_changes(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
     """Say which entries differ: `tol 0.0001 became 0.01`."""
-    new, old = _plain(new), _plain(old)
+    new, old = _to_json_values(new), _to_json_values(old)
+    ends = {key: [each.get(key, "unset") for each in (old, new)] for key in sorted({**new, **old})}
     return ", ".join(
-        f"{key} {_typed(old.get(key, 'unset'))} became {_typed(new.get(key, 'unset'))}"
-        for key in sorted(new.keys() | old.keys())
-        if new.get(key, "unset") != old.get(key, "unset")
+        f"{key} {_format_setting(before)} became {_format_setting(now)}"
+        for key, (before, now) in ends.items()
+        if before != now
     )
 
 
-def _typed(value: Any) -> Any:
+def _format_setting(value: Any) -> Any:
     """Return a setting as it is typed: nobody types None."""
     return "not given" if value is None else value
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as JSON reads them back, so that a fresh report equals a stored one."""
     return json.loads(json.dumps(dict(values), default=str))

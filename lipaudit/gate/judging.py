@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from fractions import Fraction
-from itertools import chain
-from typing import cast
+from collections.abc import Iterator, Sequence
 
 from lipaudit.errors import BaselineError, EvaluationError, UsageError
-from lipaudit.gate.comparable import differences, same_conditions, spoils
-from lipaudit.gate.contrasts import TOLERANCE, Contrast, contrasts, excess, margin, printed
+from lipaudit.gate.comparable import list_differences, require_same_conditions, word_warnings
+from lipaudit.gate.contrasts import (
+    TOLERANCE,
+    Contrast,
+    compare_to_limit,
+    compute_margin,
+    contrast_values,
+    express_change,
+)
 from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, metrics, parse_rule
-from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, holm
+from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, correct_by_holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.results import Report
 from lipaudit.settings.audit import USUAL
@@ -51,11 +54,11 @@ def judge(
     """
     if not 0 < alpha < 1:
         raise UsageError(f"alpha must lie between 0 and 1, not {alpha}")
-    chosen = tuple(rules) or _applicable(current, baseline)
+    chosen = tuple(rules) or _choose_rules(current, baseline)
     examinations = [_examine(rule, current, baseline, typed=bool(rules)) for rule in chosen]
     usual = () if rules else (rule for rule in DEFAULT_RULES if rule.measure in USUAL)
     dropped = (rule for rule in usual if rule not in chosen)
-    verdicts = tuple(chain.from_iterable(_decide(chosen, examinations, alpha)))
+    verdicts = tuple(_decide(chosen, examinations, alpha))
     named = {sample for verdict in verdicts for sample in verdict.moved}
     places = baseline.found("place") | current.found("place")
     return Judgement(
@@ -65,36 +68,57 @@ def judge(
         strict=strict,
         verdicts=verdicts,
         places={sample: places[sample] for sample in sorted(named & places.keys())},
-        shown=_shown(current, baseline),
+        shown=_judge_clean_accuracy(current, baseline),
         notes=(
             *(f"not judged, neither report has its section: {rule.text}" for rule in dropped),
-            *differences(current, baseline).values(),
+            *list_differences(current, baseline).values(),
         ),
-        warnings=spoils(current, baseline),
+        warnings=word_warnings(current, baseline),
     )
 
 
-def judge_alone(rule: Rule, current: Report, baseline: Report) -> list[Verdict]:
-    """Judge one rule by itself: each row at `LEVEL`, whatever precision and samples are shared."""
+def judge_change(
+    rule: Rule, current: Report, baseline: Report, level: float = LEVEL
+) -> list[Verdict]:
+    """Say of each row of a rule without a margin whether it changed, at a level for itself.
+
+    Precision and preprocessing may differ, and few samples may be shared.
+    """
     examined = _examine(rule, current, baseline, alone=True)
     if isinstance(examined, Verdict):
-        return [examined]
-    return [_verdict(rule, contrast, LEVEL, None) for contrast in examined]
+        return [examined.model_copy(update={"rule": rule.metric})]
+    return [_describe_change(rule, contrast, level) for contrast in examined]
 
 
-def _applicable(current: Report, baseline: Report) -> tuple[Rule, ...]:
+def _describe_change(rule: Rule, contrast: Contrast, level: float) -> Verdict:
+    verdict = _make_verdict(rule, contrast, level, None)
+    ends = [verdict.change] if verdict.low is None else [verdict.low, verdict.high]
+    return verdict.model_copy(
+        update={
+            "status": _reword(verdict.status, ends, verdict.unit),
+            "rule": verdict.metric,
+            "change_status": None,
+            "change_low": None,
+            "change_high": None,
+            "detectable": None,
+            "samples_needed": None,
+        }
+    )
+
+
+def _choose_rules(current: Report, baseline: Report) -> tuple[Rule, ...]:
     """Return the default rules whose section at least one report has."""
     measures = {section.measure for report in (current, baseline) for section in report.sections}
     kept = tuple(rule for rule in DEFAULT_RULES if rule.measure in measures)
     if not kept:
         raise UsageError(
             f"no default rule is about {', '.join(sorted(measures)) or 'what was not measured'}",
-            _suggested(current),
+            _suggest_rules(current),
         )
     return kept
 
 
-def _suggested(report: Report) -> str:
+def _suggest_rules(report: Report) -> str:
     """Write rules on what a report has."""
     rules = [
         f"--fail-on '{section.measure}.{name} {'<= +5%' if how.better == 'lower' else '>= -5%'}'"
@@ -109,12 +133,14 @@ def _suggested(report: Report) -> str:
     )
 
 
-def _shown(current: Report, baseline: Report) -> tuple[Verdict, ...]:
+def _judge_clean_accuracy(current: Report, baseline: Report) -> tuple[Verdict, ...]:
     """Return the clean accuracies, where both reports have them."""
     sections = [report.section(SHOWN.measure) for report in (current, baseline)]
     if not all(section and SHOWN.column in section.samples for section in sections):
         return ()
-    return tuple(v for v in judge_alone(SHOWN, current, baseline) if not v.reason)
+    examined = _examine(SHOWN, current, baseline, alone=True)
+    found = [] if isinstance(examined, Verdict) else examined
+    return tuple(_make_verdict(SHOWN, contrast, LEVEL, None) for contrast in found)
 
 
 def _examine(
@@ -127,129 +153,105 @@ def _examine(
     """
     try:
         if alone:
-            return contrasts(rule, current, baseline, least=0.0)
-        changes = contrasts(rule, current, baseline)
+            return contrast_values(rule, current, baseline, least=0.0)
+        changes = contrast_values(rule, current, baseline)
         if rule.limit.kind != "absolute":
-            same_conditions(current.run, baseline.run)
+            require_same_conditions(current.run, baseline.run)
         return changes
     except EvaluationError as error:
-        return _unjudged(rule, "error", error.message)
+        return refuse(rule, error.message, "error")
     except (BaselineError, UsageError) as error:
         if typed and isinstance(error, UsageError):
             raise
-        return _unjudged(rule, "not comparable", error.message)
+        return refuse(rule, error.message)
 
 
-def _unjudged(rule: Rule, status: VerdictStatus, reason: str) -> Verdict:
+def refuse(rule: Rule, reason: str, status: VerdictStatus = "not comparable") -> Verdict:
+    """Return the verdict on what cannot be judged."""
     return Verdict(rule=rule.text, metric=rule.metric, status=status, reason=reason)
 
 
 def _decide(
     rules: Sequence[Rule], examinations: Sequence[Examined], alpha: float
-) -> list[list[Verdict]]:
-    """Correct for many rules, then within each rule for many rows."""
-    rows = [_p_values(rule, examined) for rule, examined in zip(rules, examinations, strict=True)]
-    family = [i for i, p in enumerate(rows) if p]
-    smallest = [min(1.0, len(rows[i]) * min(rows[i])) for i in family]
-    adjusted, levels = holm(smallest, alpha)
-    corrected = dict(zip(family, zip(levels, adjusted, strict=True), strict=True))
-    return [
-        [examined]
-        if isinstance(examined, Verdict)
-        else _rows(rule, examined, *corrected.get(i, (alpha, 0.0)), alpha)
-        for i, (rule, examined) in enumerate(zip(rules, examinations, strict=True))
+) -> Iterator[Verdict]:
+    """Correct for many rules, then within each rule for many rows, both by Holm's procedure."""
+    rows = [
+        {c.name: c.tested.p(compute_margin(rule)) for c in examined if c.tested is not None}
+        if isinstance(examined, list)
+        else {}
+        for rule, examined in zip(rules, examinations, strict=True)
     ]
+    smallest = [min(1.0, len(ps) * min(ps.values())) for ps in rows if ps]
+    corrected = zip(*correct_by_holm(smallest, alpha), strict=True)
+    for rule, examined, ps in zip(rules, examinations, rows, strict=True):
+        if isinstance(examined, Verdict):
+            yield examined
+            continue
+        of_rule, level = next(corrected) if ps else (0.0, alpha)
+        of_rows = dict(
+            zip(ps, zip(*correct_by_holm([*ps.values()], level), strict=True), strict=True)
+        )
+        for contrast in examined:
+            p, own = of_rows.get(contrast.name, (None, alpha))
+            adjusted = None if p is None else min(1.0, max(of_rule, p * alpha / level))
+            yield _make_verdict(rule, contrast, own, adjusted)
 
 
-def _p_values(rule: Rule, examined: Examined) -> list[float]:
-    if isinstance(examined, Verdict):
-        return []
-    tested = (contrast.evidence for contrast in examined if not contrast.same)
-    return [evidence.p(margin(rule)) for evidence in tested if evidence is not None]
-
-
-def _rows(
-    rule: Rule, changes: list[Contrast], level: float, adjusted: float, alpha: float
-) -> list[Verdict]:
-    """Correct the rows of one rule at its level, and judge each."""
-    tested = [
-        contrast for contrast in changes if contrast.evidence is not None and not contrast.same
-    ]
-    within, levels = holm(_p_values(rule, changes), level)
-    corrected = {
-        contrast.name: (own, min(1.0, max(adjusted, p * alpha / level)))
-        for contrast, own, p in zip(tested, levels, within, strict=True)
-    }
-    return [
-        _verdict(rule, contrast, *corrected.get(contrast.name, (alpha, None)))
-        for contrast in changes
-    ]
-
-
-def _verdict(rule: Rule, contrast: Contrast, level: float, adjusted: float | None) -> Verdict:
+def _make_verdict(rule: Rule, contrast: Contrast, level: float, adjusted: float | None) -> Verdict:
     verdict = Verdict(
         rule=rule.text,
         metric=rule.metric,
         name=contrast.name,
-        status=_plain_status(rule, contrast),
+        status=_compare_plainly(rule, contrast),
         old=contrast.old,
         new=contrast.new,
         unit=rule.limit.unit,
     )
-    if contrast.same or contrast.evidence is None:
+    evidence = contrast.tested
+    if evidence is None:
         return verdict
-    said = measured(rule, contrast.evidence, level)
-    told = {"p_adjusted": adjusted, "moved": contrast.moved}
-    return verdict.model_copy(update=said | told | _alone(rule, contrast.evidence))
+    bound, low = compute_margin(rule), evidence.limits(level)[0]
+    status, ends = _read_status(evidence, level, bound), _express_limits(rule, evidence, level)
+    alone = _express_limits(rule, evidence, LEVEL)
+    return verdict.model_copy(
+        update={
+            "status": status,
+            "paired": express_change(rule, evidence.estimate),
+            "low": ends[0],
+            "high": ends[1],
+            "p": evidence.p(bound),
+            "p_adjusted": adjusted,
+            "level": level,
+            "change_status": _reword(_read_status(evidence, LEVEL, 0.0), alone, verdict.unit),
+            "change_low": alone[0],
+            "change_high": alone[1],
+            "mcnemar": evidence.mcnemar,
+            "samples": evidence.samples,
+            "detectable": _compute_detectable(rule, evidence, level),
+            "moved": contrast.moved,
+            "samples_needed": _estimate_samples(evidence, bound, low)
+            if status == "inconclusive"
+            else None,
+        }
+    )
 
 
-def _alone(rule: Rule, evidence: Evidence) -> dict[str, object]:
-    """Return the word and the limits for the change by itself, as `compare` has them."""
-    free = replace(rule, limit=replace(rule.limit, value=Fraction(0)))
-    said = measured(free, evidence, LEVEL)
-    low, high, status = said["low"], said["high"], said["status"]
-    assert isinstance(low, float)
-    assert isinstance(high, float)
-    word = change_word(cast("VerdictStatus", status), (low, high), rule.limit.unit)
-    return {"change_status": word, "change_low": low, "change_high": high}
+def _express_limits(rule: Rule, evidence: Evidence, level: float) -> list[float]:
+    """Return the limits of a change as they are printed, the lower one first."""
+    return sorted(express_change(rule, limit) for limit in evidence.limits(level))
 
 
-def change_word(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
-    """Reword a status for a question without a margin: is there a change?
-
-    Args:
-        status: against a margin of 0.
-        ends: of the interval of the change.
-        unit: of the ends.
-    """
+def _reword(status: VerdictStatus, ends: Sequence[float | None], unit: str) -> VerdictStatus:
+    """Reword a status against a margin of 0 for the question: is there a change?"""
     if unit and all(end is not None and abs(end) <= TOLERANCE for end in ends):
         return "unchanged"
     return "inconclusive" if status in ("pass", "pass (not proven)") else status
 
 
-def measured(rule: Rule, evidence: Evidence, level: float) -> dict[str, object]:
-    """Return what the samples say of one change, as fields of a verdict at a level."""
-    bound = margin(rule)
-    low, high = evidence.limits(level)
-    status = _status(evidence.estimate, low, high, bound)
-    ends = sorted((printed(rule, low), printed(rule, high)))
-    return {
-        "status": status,
-        "paired": printed(rule, evidence.estimate),
-        "low": ends[0],
-        "high": ends[1],
-        "p": evidence.p(bound),
-        "level": level,
-        "mcnemar": evidence.mcnemar,
-        "samples": evidence.samples,
-        "detectable": _detectable(rule, evidence, level),
-        "samples_needed": _needed(evidence, bound, low) if status == "inconclusive" else None,
-    }
-
-
-def _status(estimate: float, low: float, high: float, bound: float) -> VerdictStatus:
+def _read_status(evidence: Evidence, level: float, bound: float) -> VerdictStatus:
     """Read a verdict off the limits; equality with the margin passes."""
-    estimate, low, high = (round(value, DIGITS) for value in (estimate, low, high))
+    found = evidence.estimate, *evidence.limits(level)
+    estimate, low, high = (round(value, DIGITS) for value in found)
     if low > bound:
         return "regressed"
     if high < -abs(bound):
@@ -259,25 +261,25 @@ def _status(estimate: float, low: float, high: float, bound: float) -> VerdictSt
     return "pass" if high <= bound else "pass (not proven)"
 
 
-def _plain_status(rule: Rule, contrast: Contrast) -> VerdictStatus:
+def _compare_plainly(rule: Rule, contrast: Contrast) -> VerdictStatus:
     """Judge values as they are."""
     if contrast.same:
         return "unchanged"
-    if excess(rule, contrast.new, contrast.old) > 0:
+    if compare_to_limit(rule, contrast.new, contrast.old) > 0:
         return "regressed"
-    better = contrast.old is not None and excess(rule, contrast.old, contrast.new) > 0
+    better = contrast.old is not None and compare_to_limit(rule, contrast.old, contrast.new) > 0
     return "improved" if better else "pass"
 
 
-def _detectable(rule: Rule, evidence: Evidence, level: float) -> float | None:
+def _compute_detectable(rule: Rule, evidence: Evidence, level: float) -> float | None:
     """Return the smallest change seen that would have been called a regression."""
-    reach = evidence.reach(margin(rule), level)
+    reach = evidence.reach(compute_margin(rule), level)
     if math.isnan(reach):
         return None
-    return printed(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
+    return express_change(rule, reach) if math.isfinite(reach) else rule.worse * math.inf
 
 
-def _needed(evidence: Evidence, bound: float, low: float) -> int | None:
+def _estimate_samples(evidence: Evidence, bound: float, low: float) -> int | None:
     """Estimate the samples at which a change of this size would be proven."""
     if not math.isfinite(low):
         return None

@@ -1,25 +1,37 @@
-"""Models ranked on the samples that they share: who is shown to be better, and who is not."""
+"""Models ranked: each is compared with the best, over the samples that both have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import permutations
+from typing import Any, Literal
 
 from lipaudit.errors import UsageError
-from lipaudit.gate.contests import (
-    Contest,
-    Difference,
-    Standing,
-    chosen,
-    contest,
-    criteria,
-    standings,
-)
-from lipaudit.gate.overlap import matched, paired_by_place
-from lipaudit.results import Note, Report, model_labels
+from lipaudit.gate.judging import judge_change
+from lipaudit.gate.pairing import explain_pairing, keep_sections, match_samples, read
+from lipaudit.gate.rules import BINARY, Rule, no_change, parse_rule
+from lipaudit.gate.statistics import LEVEL
+from lipaudit.gate.verdicts import Verdict
+from lipaudit.results import Note, Report, model_labels, row_types, sample_columns
 from lipaudit.results.columns import Float, Frozen
 from lipaudit.results.figures import median_limits
-from lipaudit.results.summary import Accuracy, Head, summary
+from lipaudit.results.summary import Accuracy, Head, Summary, summary
+from lipaudit.results.trials import TrialKey, parse_radius
+
+EXAMPLE = "Such as attack.robust@linf,4/255, certify.certified@linf,1/255 or jacobian.norm:p95."
+Standing = Literal[
+    "best",
+    "not distinguishable from the best",
+    "behind the best",
+    "not comparable",
+    "not measured",
+    "",
+]
+
+ORDER = "order"
+"""In place of a metric: models are not ranked, and stay in the order given."""
 
 
 class ModelNorm(Frozen):
@@ -42,10 +54,11 @@ class Ranked(Frozen):
 
     Attributes:
         model: its name.
-        rank: one more than models are shown to be better; None where it is not ranked.
+        rank: 1 for the best and for models that are not distinguishable from it, else the place
+            by the figure; None where it is not ranked.
         outcome: what that means; empty where nothing ranks any.
         reason: why it is not comparable.
-        difference: from the best, where it is not that itself.
+        difference: the verdict on its change from the best, where it is not that itself.
         accuracy: clean, under attack by ball, certified, with 95 % limits (Wilson).
         norm: of the model's Jacobian.
         head: the steepest.
@@ -56,7 +69,7 @@ class Ranked(Frozen):
     rank: int | None = None
     outcome: Standing = ""
     reason: str = ""
-    difference: Difference | None = None
+    difference: Verdict | None = None
     accuracy: tuple[Accuracy, ...]
     norm: ModelNorm | None
     head: Head | None
@@ -71,7 +84,7 @@ class Ranking(Frozen):
             none, and stand as they were given.
         ball: of the accuracy that it is.
         better: its better direction.
-        pairs: of models that were tested: limits hold for all of them together.
+        compared: how many models are compared with the best.
         models: the models.
         notes: what is to be known of the order.
     """
@@ -79,53 +92,77 @@ class Ranking(Frozen):
     criterion: str = ""
     ball: str = ""
     better: Literal["lower", "higher"] = "lower"
-    pairs: int = 0
+    compared: int = 0
     models: tuple[Ranked, ...]
     notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A metric by which models can be ranked, and what each model has of it."""
+
+    rule: Rule
+    figures: tuple[float | None, ...]
+    ball: str = ""
+
+    @property
+    def models(self) -> list[int]:
+        """The models that have a figure, the better ones first."""
+        known = [(value, i) for i, value in enumerate(self.figures) if value is not None]
+        return [i for _, i in sorted(known, key=lambda each: self.rule.worse * each[0])]
 
 
 def rank(reports: Sequence[Report], by: str | None = None) -> Ranking:
     """Rank models by accuracy under attack, else certified, else by the median Jacobian norm.
 
-    Two models are told apart where the limits of their paired difference leave 0 out: Bonett and
-    Price's of an accuracy, the sign test's of the median ratio of norms. Limits hold for all pairs
-    of models together (Holm). An accuracy is that of the smallest ball that most models have.
+    Each model is compared with the best as `compare` compares two reports: by the limits of
+    Bonett and Price of an accuracy, of the sign test for the median ratio of norms. With n models
+    the limits are one-sided at 2.5 % / (n - 1), so that by the union bound a model that none is
+    better than is called behind with a chance of at most 2.5 %, whichever is taken for the best.
+    An accuracy is that of the smallest ball that most models have.
 
     Args:
         reports: one of each model, on samples that they share.
-        by: the metric in place of these, as rules name it: `attack.robust@linf,4/255`.
+        by: the metric in place of these, as rules name it: `attack.robust@linf,4/255`; or `order`:
+            the order given, without ranks.
 
     Raises:
         UsageError: there is no report, or none that has the metric.
     """
     if not reports:
         raise UsageError("there is nothing to rank", "Give the reports of the models.")
-    names, shared = model_labels(reports), matched(reports)
-    rows = [_row(name, report) for name, report in zip(names, reports, strict=True)]
-    asked = [chosen(by, reports)] if by else criteria(reports)
-    contests = [contest(criterion, shared) for criterion in asked]
-    by_place = paired_by_place(reports, names).values()
-    notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place]
-    notes += _passed_over(contests)
-    decisive = next((each for each in contests if each.pairs), None)
-    if decisive is None:
-        apart = contests[0].apart() if contests else {}
-        models = (row.model_copy(update=apart.get(i, {})) for i, row in enumerate(rows))
-        return Ranking(models=tuple(models), notes=tuple(notes))
-    said = standings(decisive)
-    ranked = {i for i, fields in said.items() if "rank" in fields}
-    criterion = decisive.criterion
-    return Ranking(
-        criterion=criterion.rule.metric,
-        ball=criterion.ball,
-        better="lower" if criterion.rule.worse > 0 else "higher",
-        pairs=sum({*places} <= ranked for places in decisive.pairs) // 2,
-        models=tuple(rows[i].model_copy(update=said[i]) for i in said),
-        notes=tuple(notes),
+    names, shared = model_labels(reports), match_samples(reports)
+    rows = [_summarise_model(name, report) for name, report in zip(names, reports, strict=True)]
+    asked = (
+        [] if by == ORDER else [choose_criterion(by, reports)] if by else list_criteria(reports)
     )
+    by_place = explain_pairing(reports, names).values()
+    notes = [Note(level="info", code="paired-by-place", text=text) for text in by_place]
+    said: dict[int, dict[str, Any]] = {}
+    for criterion in asked:
+        found = _rank_models(criterion, shared)
+        compared = sum(fields["outcome"] != "not comparable" for fields in found.values()) - 1
+        if compared > 0:
+            missing = (i for i in range(len(rows)) if i not in found)
+            found |= {i: {"outcome": "not measured"} for i in missing}
+            return Ranking(
+                criterion=criterion.rule.metric,
+                ball=criterion.ball,
+                better="lower" if criterion.rule.worse > 0 else "higher",
+                compared=compared,
+                models=tuple(rows[i].model_copy(update=found[i]) for i in found),
+                notes=tuple(notes),
+            )
+        reasons = {i: fields for i, fields in found.items() if fields.get("reason")}
+        said = said or reasons
+        for text in dict.fromkeys(fields["reason"] for fields in reasons.values()):
+            text = f"not ranked by {criterion.rule.metric}: {text}"
+            notes.append(Note(level="info", code="not-compared", text=text))
+    models = (row.model_copy(update=said.get(i, {})) for i, row in enumerate(rows))
+    return Ranking(models=tuple(models), notes=tuple(notes))
 
 
-def _row(name: str, report: Report) -> Ranked:
+def _summarise_model(name: str, report: Report) -> Ranked:
     """Sum a model up."""
     summed, section = summary(report), report.section("jacobian")
     norms = None
@@ -142,10 +179,113 @@ def _row(name: str, report: Report) -> Ranked:
     )
 
 
-def _passed_over(contests: Sequence[Contest]) -> Iterator[Note]:
-    """Say by what models are not ranked although they have it."""
-    last = next((i for i, each in enumerate(contests) if each.pairs), 0)
-    for each in contests[:last]:
-        for reason in dict.fromkeys(each.reasons.values()):
-            text = f"not ranked by {each.criterion.rule.metric}: {reason}"
-            yield Note(level="info", code="not-compared", text=text)
+def _rank_models(criterion: Criterion, reports: Sequence[Report]) -> dict[int, dict[str, Any]]:
+    """Return what is said of each model that has the metric: the ranked ones first, by rank."""
+    rule, models = criterion.rule, criterion.models
+    worse = [rule.worse * (figure or 0.0) for figure in criterion.figures]
+    own = [keep_sections(r, lambda section: section.measure == rule.measure) for r in reports]
+    # What sets two models apart may be seen in one direction alone: an attack that one has more.
+    apart: dict[frozenset[int], str] = {}
+    for i, j in permutations(models, 2):
+        if reason := _compare_two(rule, own[i], own[j]).reason:
+            apart[frozenset((i, j))] = reason
+    base = min(models, key=lambda i: sum(i in pair for pair in apart))
+    ranked = [i for i in models if frozenset((i, base)) not in apart]
+    level, best = LEVEL / max(1, len(ranked) - 1), ranked[0]
+    for i in ranked:  # the best figure may not be the best sample by sample
+        if i != best and _compare_two(rule, own[i], own[best], level).status == "improved":
+            best = i
+    said: dict[int, dict[str, Any]] = {}
+    for i in ranked:
+        change = None if i == best else _compare_two(rule, own[i], own[best], level)
+        behind = change is not None and change.status == "regressed"
+        ahead = sum(worse[j] < worse[i] for j in ranked)
+        equal = worse[i] == worse[best] and not behind
+        words = "behind" if behind else "not distinguishable from"
+        outcome = "best" if i == best or equal else f"{words} the best"
+        place = max(2, 1 + ahead) if behind else 1
+        said[i] = {"rank": place, "outcome": outcome, "difference": change}
+    order = sorted(said, key=lambda i: (i != best, said[i]["rank"]))
+    outside = [i for i in models if i not in ranked or ranked == [i] != models]
+    reasons = {i: next(apart[pair] for pair in apart if pair >= {i}) for i in outside}
+    unlike = {i: {"outcome": "not comparable", "reason": reasons[i]} for i in outside}
+    return {i: said[i] for i in order} | unlike
+
+
+def _compare_two(rule: Rule, new: Report, old: Report, level: float = LEVEL) -> Verdict:
+    """Return the change from one model to another, in the words of `compare`."""
+    verdict = judge_change(rule, new, old, level)[0]
+    if verdict.low is None and verdict.status != "unchanged" and not verdict.reason:
+        return verdict.model_copy(update={"reason": "the reports keep it of no sample"})
+    return verdict
+
+
+def list_criteria(reports: Sequence[Report]) -> list[Criterion]:
+    """Return what models can be ranked by, first what most of them have."""
+    summaries = [summary(report) for report in reports]
+    shares = [dict(_list_balls(summed)) for summed in summaries]
+    attacked = "attack" if any(report.section("attack") for report in reports) else "certify"
+    metrics = {"attacked": f"{attacked}.robust", "certified": "certify.certified"}
+    criteria = []
+    for ball in sorted({ball for known in shares for ball in known}):
+        accuracy = next(known[ball] for known in shares if ball in known)
+        metric = f"{metrics[ball[0]]}@{accuracy.norm},{accuracy.eps}:mean"
+        figures = tuple(known[ball].share if ball in known else None for known in shares)
+        criteria.append(Criterion(make_rule(metric), figures, accuracy.ball))
+    norms = tuple(summed.norms.median if summed.norms else None for summed in summaries)
+    criteria.append(Criterion(make_rule("jacobian.norm:median"), norms))
+    return sorted((c for c in criteria if c.models), key=lambda c: -len(c.models))
+
+
+def make_rule(metric: str) -> Rule:
+    """Return how models are compared by a metric that somebody names.
+
+    Args:
+        metric: as rules name it: `attack.robust@linf,4/255`, `jacobian.norm:p95`.
+
+    Raises:
+        UsageError: there is no such metric, it has no better direction, or is no single figure.
+    """
+    plain = parse_rule(f"{metric} <= +0")
+    known = {**row_types()[plain.measure].columns(), **sample_columns(plain.measure)}
+    better = known[plain.column].better or ("higher" if plain.column in BINARY else None)
+    refused = {"each": "has a figure for each row", "max": "may be a maximum by chance"}
+    why = refused.get(plain.stat, "") if better else "has no better direction"
+    if why:
+        raise UsageError(f"models cannot be ranked by {metric}: it {why}", EXAMPLE)
+    return no_change(metric, known[plain.column])
+
+
+def choose_criterion(metric: str, reports: Sequence[Report]) -> Criterion:
+    """Return the criterion that somebody names.
+
+    Raises:
+        UsageError: as of `rule_of`; no report has it; or it is several figures.
+    """
+    rule = make_rule(metric)
+    points = [_read_points(rule, report) for report in reports]
+    names = list(dict.fromkeys(name for each in points for name in each))
+    if not names:
+        raise UsageError(f"no report has {rule.metric}", EXAMPLE)
+    if len(names) > 1:
+        raise UsageError(f"{rule.metric} is several figures: {'; '.join(names)}", EXAMPLE)
+    trial = TrialKey.parse(names[0])
+    figures = tuple(each.get(names[0]) for each in points)
+    return Criterion(rule, figures, trial.ball if trial else "")
+
+
+def _read_points(rule: Rule, report: Report) -> Mapping[str, float]:
+    """Return the figures of a rule in a report; none where it has none."""
+    section = report.section(rule.measure)
+    if section is None or section.failure is not None:
+        return {}
+    try:
+        return read(rule, section).points
+    except UsageError:
+        return {}
+
+
+def _list_balls(summed: Summary) -> Iterator[tuple[tuple[str, str, Fraction], Accuracy]]:
+    for accuracy in summed.accuracy:
+        if accuracy.kind != "clean" and (radius := parse_radius(accuracy.eps).value):
+            yield (accuracy.kind, accuracy.norm, radius), accuracy

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.results import measures, row_types, sample_columns
+from lipaudit.results import Column, measures, row_types, sample_columns
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]
@@ -107,6 +107,22 @@ def parse_rule(text: str) -> Rule:
     )
 
 
+def no_change(metric: str, column: Column, values: Iterable[float] = ()) -> Rule:
+    """Return the rule that allows no change of a metric.
+
+    In points of shares; relative unless figures are negative.
+
+    Args:
+        metric: with its statistic: `jacobian.norm:median`.
+        column: its column.
+        values: the figures.
+    """
+    share = column.format.endswith("%") or parse_rule(f"{metric} <= +0").column in BINARY
+    limit = "+0pp" if share else "+0%" if all(value >= 0 for value in values) else "+0"
+    op = "<=" if column.better == "lower" else ">="
+    return replace(parse_rule(f"{metric} {op} {limit}"), text=metric)
+
+
 def configure(table: Mapping[str, Any], fail_on: Sequence[str] = ()) -> dict[str, Any]:
     """Read `[tool.lipaudit.gate]`; `fail_on` replaces its rules.
 
@@ -116,13 +132,18 @@ def configure(table: Mapping[str, Any], fail_on: Sequence[str] = ()) -> dict[str
     Raises:
         UsageError: for an unknown key, a value of the wrong type or a rule that cannot be read.
     """
-    kinds = {"rules": list, "alpha": float, "strict": bool}
+    kinds = {
+        "rules": (list, "list of strings"),
+        "alpha": (float, "number"),
+        "strict": (bool, "truth value"),
+    }
     for key, value in table.items():
         if key not in kinds:
             message = f"unknown key {key!r} in [tool.lipaudit.gate]"
             raise UsageError(message, suggestion(key, kinds))
-        if not isinstance(value, kinds[key]):
-            raise UsageError(f"{key} = {value!r} in [tool.lipaudit.gate] is not a {_kind(key)}")
+        kind, name = kinds[key]
+        if not isinstance(value, kind):
+            raise UsageError(f"{key} = {value!r} in [tool.lipaudit.gate] is not a {name}")
     texts = list(fail_on) or table.get("rules", [])
     return {
         "rules": tuple(parse_rule(str(text)) for text in texts),
@@ -189,10 +210,6 @@ def _limit(text: str, rule: str) -> Limit:
         f"{text!r} is not a limit (in {rule!r})",
         "A change carries a sign (+5%, -2pp, +0.1), a ratio none (1.05x), a value neither (0.7).",
     )
-
-
-def _kind(key: str) -> str:
-    return {"rules": "list of strings", "alpha": "number", "strict": "truth value"}[key]
 
 
 DEFAULT_RULES = tuple(

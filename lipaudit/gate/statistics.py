@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from lipaudit.results.figures import sign_test_place
+
 Values = np.ndarray[Any, np.dtype[np.float64]]
 Limits = tuple[float, float]
 
@@ -61,7 +63,7 @@ class Evidence:
     mcnemar: float | None = None
 
 
-def paired_changes(old: Values, new: Values, *, relative: bool) -> Values:
+def compute_changes(old: Values, new: Values, *, relative: bool) -> Values:
     """Return how each value changed: logarithms of ratios where that is relative."""
     if not relative:
         return new - old
@@ -69,14 +71,14 @@ def paired_changes(old: Values, new: Values, *, relative: bool) -> Values:
         return np.where(new == old, 0.0, np.log(new) - np.log(old))
 
 
-def median_change(changes: Values) -> Evidence:
+def judge_median(changes: Values) -> Evidence:
     """Judge the median of paired changes by the sign test.
 
     The limits are order statistics: x_(k) with the largest k such that P(B <= k - 1) <= level
     for B ~ Binomial(n, 1/2). Exact for every continuous distribution, conservative with ties.
     Source: Conover, Practical Nonparametric Statistics, 3rd ed., sections 3.2 and 3.4.
     """
-    from scipy.special import bdtr, bdtrc
+    from scipy.special import bdtrc
 
     x, n = np.sort(changes.round(DIGITS)), changes.size
 
@@ -85,13 +87,13 @@ def median_change(changes: Values) -> Evidence:
         return float(bdtrc(above - 1, n, 0.5)) if above else 1.0
 
     def limits(level: float) -> Limits:
-        k = int((bdtr(np.arange(n), n, 0.5) <= level).sum())
+        k = sign_test_place(n, level)
         return (float(x[k - 1]), float(x[n - k])) if k else _UNKNOWN
 
-    return _shiftable(float(np.median(x)), n, p, limits, least=0.5**n)
+    return _complete_evidence(float(np.median(x)), n, p, limits, least=0.5**n)
 
 
-def mean_change(changes: Values) -> Evidence:
+def judge_mean(changes: Values) -> Evidence:
     """Judge the mean of paired changes by Student's t.
 
     Needs few samples where the changes agree, as those of one head's norm on fixed samples do;
@@ -101,7 +103,7 @@ def mean_change(changes: Values) -> Evidence:
 
     x, n = changes.round(DIGITS), changes.size
     if n < 2 or not np.isfinite(x).all() or np.ptp(x) == 0:
-        return _unanimous(x)
+        return _judge_equal_changes(x)
     mean, error = float(x.mean()), float(x.std(ddof=1) / math.sqrt(n))
 
     def p(margin: float) -> float:
@@ -111,10 +113,10 @@ def mean_change(changes: Values) -> Evidence:
         half = error * float(stdtrit(n - 1, 1 - level))
         return mean - half, mean + half
 
-    return _shiftable(mean, n, p, limits)
+    return _complete_evidence(mean, n, p, limits)
 
 
-def resampled_change(
+def judge_by_bootstrap(
     old: Values, new: Values, change: Callable[[Values, Values], Values], *, seed: int = 0
 ) -> Evidence:
     """Judge the change of a statistic by the paired percentile bootstrap.
@@ -129,7 +131,7 @@ def resampled_change(
         change: maps (draws, samples) of both to the draws' changes, (draws,).
         seed: of the draws: the same reports give the same verdict.
     """
-    draws = np.sort(_resample(old, new, change, seed).round(DIGITS))
+    draws = np.sort(_draw_samples(old, new, change, seed).round(DIGITS))
     estimate = float(change(old[None], new[None])[0])
 
     enough = old.size >= MIN_RESAMPLED
@@ -141,10 +143,12 @@ def resampled_change(
         k = int(level * (RESAMPLES + 1) + 1e-9) if enough else 0
         return (float(draws[k - 1]), float(draws[-k])) if k else _UNKNOWN
 
-    return _shiftable(estimate, old.size, p, limits, least=1 / (RESAMPLES + 1) if enough else 1.0)
+    return _complete_evidence(
+        estimate, old.size, p, limits, least=1 / (RESAMPLES + 1) if enough else 1.0
+    )
 
 
-def share_change(worse: int, better: int, samples: int) -> Evidence:
+def judge_share(worse: int, better: int, samples: int) -> Evidence:
     """Judge the change of a share from its paired table by Bonett and Price's limits.
 
     D = (worse - better) / (n + 2) with the Laplace estimates (worse + 1) / (n + 2) and
@@ -166,7 +170,8 @@ def share_change(worse: int, better: int, samples: int) -> Evidence:
 
     def limits(level: float) -> Limits:
         half = float(ndtri(1 - level) * error)
-        return float(centre) - half, float(centre) + half
+        # No two shares are further apart than 1.
+        return max(-1.0, float(centre) - half), min(1.0, float(centre) + half)
 
     def reach(margin: float, level: float) -> float:
         # Had as many got better as did; where that leaves no room for a fall, only those whom a
@@ -190,12 +195,14 @@ def share_change(worse: int, better: int, samples: int) -> Evidence:
     )
 
 
-def two_sided(judged: Callable[[Values], Evidence], changes: Values, margin: float) -> float:
+def compute_two_sided(
+    judged: Callable[[Values], Evidence], changes: Values, margin: float
+) -> float:
     """Return the p-value of "the change is at most the margin, either way"."""
     return min(1.0, 2 * min(judged(changes).p(margin), judged(-changes).p(margin)))
 
 
-def holm(p_values: Sequence[float], alpha: float) -> tuple[list[float], list[float]]:
+def correct_by_holm(p_values: Sequence[float], alpha: float) -> tuple[list[float], list[float]]:
     """Adjust p-values by Holm's step-down procedure.
 
     Returns:
@@ -214,7 +221,7 @@ def holm(p_values: Sequence[float], alpha: float) -> tuple[list[float], list[flo
     return adjusted, levels
 
 
-def _shiftable(
+def _complete_evidence(
     estimate: float,
     samples: int,
     p: Callable[[float], float],
@@ -234,7 +241,7 @@ def _shiftable(
     return Evidence(estimate, samples, p, limits, reach)
 
 
-def _unanimous(changes: Values) -> Evidence:
+def _judge_equal_changes(changes: Values) -> Evidence:
     """Judge changes without a spread: all equal, or infinite because a norm was zero."""
     known = changes.size > 1
     low, high = float(changes.min()), float(changes.max())
@@ -247,7 +254,7 @@ def _unanimous(changes: Values) -> Evidence:
     )
 
 
-def _resample(
+def _draw_samples(
     old: Values, new: Values, change: Callable[[Values, Values], Values], seed: int
 ) -> Values:
     generator, n = np.random.default_rng(seed), old.size

@@ -20,26 +20,26 @@ from lipaudit.data.arrays import MADE_OF
 from lipaudit.data.batch import Batch
 from lipaudit.data.images import thumbnail
 from lipaudit.errors import InputError, UsageError
+from lipaudit.measures import texts
 from lipaudit.measures.measure import (
     Measure,
     Part,
     Values,
     class_names,
     distinct,
-    joined,
+    join_parts,
     moved,
     named_classes,
     notes,
     repeat_notes,
     sample_ids,
 )
-from lipaudit.measures.texts import losses, rewriting
-from lipaudit.measures.texts.losses import Continued
+from lipaudit.measures.texts import Continued
 from lipaudit.models.net import Net
 from lipaudit.results import AttackRow, Note, Section
 from lipaudit.results.figures import wilson
 from lipaudit.results.trials import COSTS, COUNTED, TrialKey, worst_cases
-from lipaudit.settings.attack import TABLE, AttackOptions
+from lipaudit.settings.measure import TABLE, AttackOptions
 
 DRAWN = 512
 """So many samples are drawn, where attacks break them: the worst of them are kept."""
@@ -60,15 +60,15 @@ def measure(net: Net, batches: Iterable[Batch], options: AttackOptions) -> Itera
             nothing shows.
     """
     trials = options.trials()
-    how = rewriting.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
+    how = texts.reader(net) if any(trial.norm in COUNTED for trial in trials) else None
     spelled = any(trial.norm == "characters" for trial in trials)
     work = [1, *(sum(a.passes(t.radius)) for t in trials for a in t.attacks)]
     for batch in _whole(batches):
         check(net, batch, options)
         assert batch.y is not None
-        texts = None if how is None else rewriting.texts(how, batch, characters=spelled)
+        drafts = None if how is None else texts.texts(how, batch, characters=spelled)
         number, point = batch.start // CHUNK, net.point(batch)
-        chunk = Chunk(number, point, batch.y, net.free(batch), texts)
+        chunk = Chunk(number, point, batch.y, net.free(batch), drafts)
         outcomes: list[Outcome] = []
         for outcome in evaluate_chunk(
             net.classifier(batch),
@@ -96,7 +96,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
     """
     if net.classes is None:
         raise InputError(
-            f"{net.info.architecture} has no class scores",
+            net.lacks_classes,
             "Attack a classifier, with labels, or what a language model scores (--score sum). "
             + ONE_LOGIT,
         )
@@ -107,7 +107,7 @@ def check(net: Net, batch: Batch, options: AttackOptions) -> None:
         )
     require_entry(net)
     trials = options.trials()
-    require_suited(trials, net.kind, net.changes)
+    require_suited(trials, net.kind, net.changes, net.why_unchanged)
     for trial in trials:
         require_radius(trial, net.box, net.sample_shape)
 
@@ -172,8 +172,8 @@ def _part(
         facts["examples"] = _examples(net, batch, chunk, [clean, *ends], options.batch_size)
     if chunk.texts is not None:
         rewritten = [end for end in ends if end.drafts is not None]
-        lines = [line for e in rewritten for line in rewriting.changes(e, chunk.texts, batch.ids)]
-        facts |= {"texts": lines, "wordless": rewriting.wordless(chunk.texts)}
+        lines = [line for e in rewritten for line in texts.changes(e, chunk.texts, batch.ids)]
+        facts |= {"texts": lines, "sizes": texts.count_units(chunk.texts)}
     remarks = tuple(note for o in outcomes for note in o.notes)
     arrays = {name: value.detach().cpu().numpy() for name, value in values.items()}
     facts["classes"] = class_names(net, arrays["label"], arrays["predicted"])
@@ -198,16 +198,16 @@ def _examples(
         after = torch.cat([net.forward(x_adv[i], broken.rows(i)).softmax(1) for i in rows])
         for i, (end, row) in enumerate(zip(first, which.tolist(), strict=True)):
             if end.drafts is not None and chunk.texts is not None:
-                after[i] = rewriting.scores(net, chunk.texts.reader, end.drafts[row])
+                after[i] = texts.scores(net, chunk.texts.reader, end.drafts[row])
     assert broken.y is not None
     pairs = torch.stack([broken.y, after.argmax(1)], 1)
     scores = [each.gather(1, pairs).cpu().double() for each in (before, after)]
-    names = dict(enumerate(net.info.labels or ()))
+    names, drawn = dict(enumerate(net.info.labels or ())), net.kind == "image"
     return {
         name: {
             "trial": str(end.trial.key if end.trial else ""),
-            **(_pictures(broken.x[i].cpu(), x_adv[i].cpu()) if net.kind == "image" else {}),
-            "text": rewriting.written(end, chunk.texts, int(which[i])),
+            **(_pictures(broken.x[i].cpu(), x_adv[i].cpu(), net.box) if drawn else {}),
+            "text": texts.quote_change(end, chunk.texts, int(which[i])),
             "classes": [names.get(c, str(c)) for c in pairs[i].tolist()],
             "before": scores[0][i].round(decimals=4).tolist(),
             "after": scores[1][i].round(decimals=4).tolist(),
@@ -216,13 +216,13 @@ def _examples(
     }
 
 
-def _pictures(x: Tensor, x_adv: Tensor) -> dict[str, Any]:
+def _pictures(x: Tensor, x_adv: Tensor, box: tuple[float, float] | None) -> dict[str, Any]:
     """Draw a sample, what it became, and the difference, as large as fits about grey."""
     change = x_adv - x
     times = 0.5 / max(float(change.abs().max()), torch.finfo(x.dtype).tiny)
     return {
-        "image": thumbnail(x),
-        "adversarial": thumbnail(x_adv),
+        "image": thumbnail(x, box),
+        "adversarial": thumbnail(x_adv, box),
         "difference": thumbnail(0.5 + times * change),
         "times": float(f"{times:.2g}"),
     }
@@ -239,7 +239,11 @@ def _square(by_trial: Sequence[Sequence[Outcome]]) -> list[tuple[int, int]]:
 
 def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     """Make the section `attack`: a row for the worst case of each ball, then one per trial."""
-    trials, robust, correct = options.trials(), joined(parts, "robust"), joined(parts, "correct")
+    trials, robust, correct = (
+        options.trials(),
+        join_parts(parts, "robust"),
+        join_parts(parts, "correct"),
+    )
     cost = np.sum([part.facts["cost"] for part in parts], axis=0)
     once = distinct(parts)
     rows = [
@@ -247,9 +251,9 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
     ]
     columns: dict[str, Any] = {"ids": sample_ids(parts)}
     columns |= {
-        name: joined(parts, name).astype(int) for name in ("label", "predicted", "correct")
+        name: join_parts(parts, name).astype(int) for name in ("label", "predicted", "correct")
     }
-    distance = joined(parts, "distance")
+    distance = join_parts(parts, "distance")
     for i, trial in enumerate(trials):
         columns[trial.key.column("robust")] = robust[:, i].astype(int)
         columns[trial.key.column("distance")] = distance[:, i]
@@ -269,7 +273,7 @@ def summarise(parts: Sequence[Part], options: AttackOptions) -> list[Section]:
             rows=(*worst, *rows),
             samples={name: tuple(np.asarray(v).tolist()) for name, v in columns.items()},
             notes=_remarks(parts, trials, len(correct))
-            + ((losses.remark(raised),) if raised else ()),
+            + ((texts.remark(raised),) if raised else ()),
             examples={n: e for part in parts for n, e in part.facts.get("examples", {}).items()},
             classes=named_classes(parts),
         )
@@ -280,7 +284,7 @@ def _losses(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[str, Values]
     """Return the columns of losses, where continuations were attacked."""
     if "losses" not in parts[0].values:
         return {}
-    values = joined(parts, "losses").astype(float)
+    values = join_parts(parts, "losses").astype(float)
     names = ["loss", *(trial.key.column("loss") for trial in trials)]
     return {name: values[:, i] for i, name in enumerate(names)}
 
@@ -316,7 +320,7 @@ def _remarks(parts: Sequence[Part], trials: Sequence[Trial], samples: int) -> tu
     )
     before, after = np.sum([part.facts["square"] for part in parts], axis=(0, 1))
     remarks += square_notes(int(before), int(after), samples)
-    remarks += tuple(rewriting.remarks(parts, trials))
+    remarks += tuple(texts.remarks(parts, trials))
     remarks += repeat_notes(parts)
     planned = tuple(note for trial in trials for note in trial.notes)
     return tuple(dict.fromkeys(remarks + planned + notes(parts)))
@@ -332,15 +336,15 @@ def adversarial_examples(parts: Sequence[Part], options: AttackOptions) -> list[
     if options.save_adv is None:
         return []
     if options.save_adv.suffix == TABLE:
-        return [rewriting.table(parts)]
-    x_adv, broken = _of_one_length(parts), ~joined(parts, "robust").astype(bool)
+        return [texts.table(parts)]
+    x_adv, broken = _of_one_length(parts), ~join_parts(parts, "robust").astype(bool)
     first = np.where(broken.any(1), broken.argmax(1), broken.shape[1] - 1)
     tensors = {
         str(trial.key): np.ascontiguousarray(x_adv[:, i])
         for i, trial in enumerate(options.trials())
     }
     tensors["x"] = np.ascontiguousarray(x_adv[np.arange(len(first)), first])
-    tensors["y"] = joined(parts, "label").astype(np.int64)
+    tensors["y"] = join_parts(parts, "label").astype(np.int64)
     return [save(tensors, {MADE_OF: json.dumps(sample_ids(parts))})]
 
 

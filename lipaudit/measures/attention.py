@@ -17,12 +17,19 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, Share, first_of
 from lipaudit.errors import UsageError
 from lipaudit.measures import attention_map, tokens
-from lipaudit.measures.by_layer import Facts, Reduced, by_layer, head_names, per_sample, summed
+from lipaudit.measures.by_layer import (
+    Facts,
+    Reduced,
+    by_layer,
+    head_names,
+    per_sample,
+    sum_windows,
+)
 from lipaudit.measures.measure import (
     Measure,
     Part,
     Values,
-    joined,
+    join_parts,
     notes,
     number_or_none,
     sample_ids,
@@ -32,11 +39,10 @@ from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
 from lipaudit.results import Array, AttentionRow, Section
 from lipaudit.results.samples import REDUCTIONS
-from lipaudit.settings.attention import AttentionOptions
+from lipaudit.settings.measure import AttentionOptions
 from lipaudit.settings.parsing import read_head
 from lipaudit.theory import softmax
-from lipaudit.theory.heads import Heads
-from lipaudit.theory.reach import rows_in_reach
+from lipaudit.theory.heads import Heads, rows_in_reach
 from lipaudit.theory.spectral.upper import map_norm
 
 MEANS = (
@@ -70,14 +76,14 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     for batch in batches:
         first = first or first_of(batches, batch)
         for part in by_layer(net, Share(first, [batch]), reader, **how):
-            drawn = _with_drawn(_counted(part), reader, options)
+            drawn = _with_drawn(_add_histograms(part), reader, options)
             if "maps" in drawn.facts:
-                known = {"attended": tokens.attended(net, batch)}
+                known = {"attended": tokens.describe_tokens(net, batch)}
                 drawn = replace(drawn, facts={**drawn.facts, **known})
             yield drawn
 
 
-def _counted(part: Part) -> Part:
+def _add_histograms(part: Part) -> Part:
     """Add up the histograms over the samples: kept by sample they are most of a long run."""
     ratio, joint = part.values["ratio_hist"].sum(0), part.values["joint_hist"].sum((0, 1))
     return replace(
@@ -143,7 +149,7 @@ def layer_statistics(layer: Layer, options: AttentionOptions) -> Reduced:
     mass, p_norm = read.pop("mass"), read.pop("p_norm")
     by_row = softmax.row_statistics(softmax.RowProfile(**read), k=options.k, gamma=options.gamma)
     rows = torch.stack([by_row[name] for name in MEANS], 2)
-    reduced = _reduced(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
+    reduced = _reduce_rows(rows, heads.sample, samples) | _sinks(mass, heads.sample, samples)
     keys = torch.full((samples, heads.q.shape[1]), heads.k.shape[2])
     reduced["joint_hist"] = reduced["joint_hist"].sum(1, keepdim=True)
     return reduced | {"p_norm": per_sample(p_norm, heads.sample), "tokens": keys}
@@ -192,7 +198,7 @@ def _read(heads: Heads, options: AttentionOptions) -> Reduced:
     return rows | {"mass": mass, "p_norm": p_norm}
 
 
-def _reduced(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
+def _reduce_rows(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
     """Reduce statistics per row, (batch, heads, statistics, rows), to sums and histograms."""
     column = dict(zip(MEANS, rows.unbind(2), strict=True))
     counts = ~rows.isnan()
@@ -209,7 +215,7 @@ def _reduced(rows: Tensor, sample: Tensor, samples: int) -> Reduced:
         "ratio_hist": _histogram(position.clamp(0, BINS - 1), ~ratio.isnan(), BINS),
         "joint_hist": _histogram(joint, visible, BINS * BINS),
     }
-    reduced = {name: summed(value, sample, samples) for name, value in sums.items()}
+    reduced = {name: sum_windows(value, sample, samples) for name, value in sums.items()}
     bounded = [column[name].nan_to_num(0.0).amax(-1) for name in ("g1", "softmax_norm")]
     return reduced | {"largest": per_sample(torch.stack(bounded, -1), sample)}
 
@@ -223,7 +229,7 @@ def _histogram(position: Tensor, counts: Tensor, bins: int) -> Tensor:
 
 def _sinks(mass: Tensor, sample: Tensor, samples: int) -> Reduced:
     """Mean mass on the first and on the most attended key, and where that one is."""
-    each = summed(mass, sample, samples)
+    each = sum_windows(mass, sample, samples)
     share = each / each.sum(-1, keepdim=True)
     largest = share.max(-1)
     return {
@@ -234,13 +240,13 @@ def _sinks(mass: Tensor, sample: Tensor, samples: int) -> Reduced:
 
 def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]:
     """Make the section `attention`: a row per head, histograms over all rows."""
-    total, count = joined(parts, "total").sum(0), joined(parts, "count").sum(0)
+    total, count = join_parts(parts, "total").sum(0), join_parts(parts, "count").sum(0)
     with np.errstate(invalid="ignore"):
         means = np.where(count > 0, total / count, np.nan)
-    largest = joined(parts, "largest").max(0)
-    sink, token = joined(parts, "sink").mean(0), joined(parts, "sink_token")
-    short, p_norm = joined(parts, "short").sum(0), joined(parts, "p_norm").mean(0)
-    longest = joined(parts, "tokens").max(0)
+    largest = join_parts(parts, "largest").max(0)
+    sink, token = join_parts(parts, "sink").mean(0), join_parts(parts, "sink_token")
+    short, p_norm = join_parts(parts, "short").sum(0), join_parts(parts, "p_norm").mean(0)
+    longest = join_parts(parts, "tokens").max(0)
     rows = tuple(
         AttentionRow(
             **head._asdict(),
@@ -261,7 +267,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     if options.map is not None:
         drawn = attention_map.arrays(parts, options.map, options.query)
         arrays |= drawn
-        attended = attention_map.attended(parts, drawn)
+        attended = attention_map.map_tokens(parts, drawn)
     return [
         Section(
             measure="attention",
@@ -280,7 +286,7 @@ def _per_sample(parts: Sequence[Part]) -> dict[str, Array]:
 
     Where every sample has as many rows as any other, their number is left out.
     """
-    total, count = joined(parts, "total"), joined(parts, "count")
+    total, count = join_parts(parts, "total"), join_parts(parts, "count")
     with np.errstate(invalid="ignore"):
         means = np.where(count > 0, total / count, np.nan)
     weights = {
@@ -295,8 +301,8 @@ def _per_sample(parts: Sequence[Part]) -> dict[str, Array]:
 
 
 def _arrays(parts: Sequence[Part]) -> dict[str, Array]:
-    ratio = joined(parts, "ratio_hist").sum(0)
-    joint = joined(parts, "joint_hist").sum(0).reshape(BINS, BINS)
+    ratio = join_parts(parts, "ratio_hist").sum(0)
+    joint = join_parts(parts, "joint_hist").sum(0).reshape(BINS, BINS)
     edges = np.linspace(0.0, 1.0, BINS + 1)
     return {
         "g1_ratio_hist": Array.of(ratio),

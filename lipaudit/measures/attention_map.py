@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipaudit.errors import UsageError
-from lipaudit.measures.by_layer import summed
-from lipaudit.measures.measure import Part, Values, joined
+from lipaudit.measures.by_layer import sum_windows
+from lipaudit.measures.measure import Part, Values, join_parts
 from lipaudit.measures.tokens import MOST
 from lipaudit.models.attention.capture import Layer
 from lipaudit.results import Array
@@ -49,7 +49,7 @@ def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Arr
     if query is None:
         drawn = parts[0].facts["maps"][head]
         return {f"{name}@{head}": Array.of(value) for name, value in drawn.items()}
-    norms = joined(parts, "row_norms")
+    norms = join_parts(parts, "row_norms")
     known = ~np.isnan(norms[:, 0])
     if not known.any():
         raise UsageError(f"no sample has a query {query}", "Queries are counted from 0.")
@@ -62,7 +62,7 @@ def arrays(parts: Sequence[Part], head: str, query: int | None) -> dict[str, Arr
     return {f"{name}@{head},{query}": Array.of(value) for name, value in drawn.items()}
 
 
-def attended(parts: Sequence[Part], drawn: Mapping[str, Array]) -> dict[str, Attended]:
+def map_tokens(parts: Sequence[Part], drawn: Mapping[str, Array]) -> dict[str, Attended]:
     """Return what is known of the tokens of the first sample, where those of a map are they."""
     known = Attended(**parts[0].facts["attended"])
     count, whose = len(known.tokens), {}
@@ -103,8 +103,8 @@ def _row(heads: Heads, samples: int, query: int) -> dict[str, Tensor]:
     row = p[:, 0]
     there = (row.sum(-1, keepdim=True) > 0).to(row.dtype)
     norms = torch.stack([softmax.softmax_norm(row), softmax.g(row)], -1) * there
-    number = summed(there, heads.sample, samples)
+    number = sum_windows(there, heads.sample, samples)
     return {
-        "row": summed(row, heads.sample, samples) / number,
-        "row_norms": summed(norms, heads.sample, samples) / number,
+        "row": sum_windows(row, heads.sample, samples) / number,
+        "row_norms": sum_windows(norms, heads.sample, samples) / number,
     }

@@ -12,10 +12,10 @@ from lipaudit.measures.by_layer import Reduced
 from lipaudit.measures.measure import Values
 from lipaudit.results import Array, BallRow, Note, Section
 from lipaudit.results.bounds import AFFINE_PLAIN
-from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.settings.measure import BoundsOptions
 from lipaudit.theory.bounds.affine import Weights
 from lipaudit.theory.bounds.ball import ball_sharp, ball_size_bounds
-from lipaudit.theory.growth.nearby import ball_norm
+from lipaudit.theory.growth.ascent import ball_norm
 from lipaudit.theory.heads import Heads
 
 CERTIFIED = ("ball_sharp", "castin", "mean_field", "hu")

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
-from lipaudit.measures.balls import ball_section, on_balls, without
+from lipaudit.measures.balls import COLUMNS, ball_section, on_balls, without
 from lipaudit.measures.by_layer import Facts, HeadName, Reduced, by_layer, head_names, per_sample
-from lipaudit.measures.guard import below_by_rounding, require_balls_hold, require_bounds_hold
+from lipaudit.measures.guard import (
+    below_by_rounding,
+    name_head,
+    require_balls_hold,
+    require_bounds_hold,
+)
 from lipaudit.measures.measure import (
     Measure,
     Part,
     Values,
-    joined,
+    join_parts,
     lower_estimates,
     notes,
     sample_ids,
@@ -28,10 +33,9 @@ from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
 from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
-from lipaudit.settings.bounds import BoundsOptions
+from lipaudit.settings.measure import BoundsOptions
 from lipaudit.theory.bounds.affine import KnownWeights, Weights
-from lipaudit.theory.bounds.catalogue import BOUNDS
-from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import Heads
@@ -116,7 +120,7 @@ def _closed_form(
     exact = head_norms(heads, seeds=seeds, **options.accuracy)
     reduced = head_bounds(heads, weights=weights)
     gain = torch.full_like(exact.norm, torch.nan)
-    if not heads.is_causal() and heads.sink is None:
+    if options.splitting and not heads.is_causal() and heads.sink is None:
         gain = splitting_gain(heads, exact.norm, seeds=seeds)
     reduced["splitting_gain"] = gain
     reduced |= _norms(exact) | _of_layers(heads, seeds, options)
@@ -138,16 +142,16 @@ def _of_layers(heads: Heads, seeds: Sequence[int], options: BoundsOptions) -> Re
     nothing = torch.full_like(norms[0].norm, torch.nan)
     reduced = {name: nothing if each is None else each.norm for name, each in taken.items()}
     reduced["layer_within"] = torch.stack([each.within for each in norms]).amax(0)
-    reduced["layer_missed"] = torch.stack([_missed(each) for each in norms]).sum(0)
+    reduced["layer_missed"] = torch.stack([_mark_unconverged(each) for each in norms]).sum(0)
     return {name: values[:, None] for name, values in reduced.items()}
 
 
 def _norms(exact: Norms) -> Reduced:
     reduced = {"exact": exact.norm, "upper": exact.upper, "within": exact.within}
-    return reduced | {"missed": _missed(exact)}
+    return reduced | {"missed": _mark_unconverged(exact)}
 
 
-def _missed(norms: Norms) -> Tensor:
+def _mark_unconverged(norms: Norms) -> Tensor:
     return (~norms.converged & ~norms.norm.isnan()).to(norms.norm.dtype)
 
 
@@ -174,7 +178,7 @@ def _numeric(layer: Layer, seeds: Sequence[int], options: BoundsOptions) -> Redu
 def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
     """Make the sections `bounds`, `bounds.layers` and, with radii, `bounds.ball`."""
     facts = parts[0].facts
-    measured = _downgraded({name: joined(parts, name) for name in parts[0].values})
+    measured = _drop_bounds({name: join_parts(parts, name) for name in parts[0].values})
     rows = tuple(
         _row(*labels, {name: values[:, i] for name, values in measured.items() if _per_head(name)})
         for i, labels in enumerate(
@@ -193,14 +197,28 @@ def summarise(parts: Sequence[Part], options: BoundsOptions) -> list[Section]:
         notes=notes(parts)
         + _remarks(measured, facts["apart"], options)
         + below_by_rounding(
-            facts["heads"], ids, measured["exact"], {name: measured[name] for name in BOUNDS}
+            [name_head(head) for head in facts["heads"]],
+            ids,
+            measured["exact"],
+            {name: measured[name] for name in BOUNDS},
         ),
     )
     sections = [heads, _layer_section(facts, measured, options, ids)]
-    return sections + ([ball_section(facts, measured, options, ids)] if options.radius else [])
+    if options.radius:
+        sections.append(ball_section(facts, measured, options, ids))
+        found = {name: measured[f"at_r_{name}"].reshape(len(ids), -1) for name in COLUMNS}
+        places = [
+            f"{name_head(head)} at r = {radius.text}"
+            for head in facts["heads"]
+            for radius in options.radius
+        ]
+        norms = found.pop("ball_norm")
+        rounded = below_by_rounding(places, ids, norms, found, "norm found")
+        sections[-1] = sections[-1].model_copy(update={"notes": sections[-1].notes + rounded})
+    return sections
 
 
-def _downgraded(measured: dict[str, Values]) -> dict[str, Values]:
+def _drop_bounds(measured: dict[str, Values]) -> dict[str, Values]:
     """Leave the bounds out of heads that lost their closed form on some sample.
 
     There the structure depends on the data: no bound for all inputs holds, and medians of bounds
@@ -252,11 +270,12 @@ def _layer_section(
     ids: tuple[str, ...],
 ) -> Section:
     layer_of = np.array([head.layer for head in facts["heads"]])
-    rows = []
+    rows, limits = [], np.full_like(measured["layer_out"], np.nan)
     for i, (layer, module) in enumerate(facts["layers"]):
         heads = layer_of == layer
         sharp, theorem3 = measured["sharp"][:, heads], measured["theorem3"][:, heads]
         out = measured["out_norm"][:, i]
+        limits[:, i] = out * np.sqrt((sharp**2).sum(1))
         rows.append(
             LayerRow(
                 layer=layer,
@@ -265,7 +284,7 @@ def _layer_section(
                 exact_out=_median(measured["layer_out"][:, i]),
                 within=_largest(measured["layer_within"][:, i]),
                 sharp_sum=_median(out * sharp.sum(1)),
-                sharp_rss=_median(out * np.sqrt((sharp**2).sum(1))),
+                sharp_rss=_median(limits[:, i]),
                 theorem3_sum=_median(out * theorem3.sum(1)),
             )
         )
@@ -276,13 +295,19 @@ def _layer_section(
         rows=tuple(rows),
         samples={"ids": ids},
         arrays={name: Array.of(v.T) for name, v in kept.items() if not np.isnan(v).all()},
-        notes=_before_out(measured),
+        notes=_before_out(measured)
+        + below_by_rounding(
+            [f"layer {layer} ({module})" for layer, module in facts["layers"]],
+            ids,
+            measured["layer_out"],
+            {"sharp_rss": limits},
+        ),
     )
 
 
 def _before_out(measured: dict[str, Values]) -> tuple[Note, ...]:
-    """Say that norms before W_O were not asked for."""
-    text = "norms of the heads side by side, before W_O, were not asked for (--concat)"
+    """Say that norms before W_O were not computed."""
+    text = "norms before W_O were not computed; add --concat to get them"
     out, concat = measured["layer_out"], measured["layer_exact"]
     left = (~np.isnan(out) & np.isnan(concat)).any()
     return (Note(level="info", code="left-out", text=text),) if left else ()

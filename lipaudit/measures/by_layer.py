@@ -12,6 +12,7 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, first_of
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
+from lipaudit.models.attention.analysis import HALF
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.attention.sites import Site, blocks_without_attention
@@ -40,7 +41,7 @@ def head_names(sites: Sequence[Site]) -> list[HeadName]:
     ]
 
 
-def chosen(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[Site, ...]:
+def choose_layers(sites: Sequence[Site], layers: Sequence[int] | None) -> tuple[Site, ...]:
     """Return the layers that were asked for.
 
     Raises:
@@ -85,9 +86,10 @@ def by_layer(
         require_padding_is_ignored(net, batch)
         if not sites:
             sites = surveyed(net, first_of(batches, batch))
-            selected = chosen(sites, layers)
-            remarks = open_notes(selected) + unread_notes(net, sites) + _hybrid_notes(net, sites)
-        reduced, changes = _reduced(net, sites, batch, reduction)
+            selected = choose_layers(sites, layers)
+            remarks = open_notes(selected) + _input_notes(selected) + _part_notes(selected)
+            remarks += unread_notes(net, sites) + _hybrid_notes(net, sites)
+        reduced, changes = _reduce_batch(net, sites, batch, reduction)
         values = {name: t.numpy() for name, t in reduced.items()}
         yield Part(batch.ids, values, reader.facts(selected), remarks + changes)
 
@@ -102,7 +104,8 @@ class _Reduction:
 
     def __call__(self, layer: Layer) -> Reduced:
         _require_heads(layer)
-        return {name: t.cpu() for name, t in self.reader.reduce(layer).items()}
+        reduced = self.reader.reduce(layer)
+        return {name: (t.float() if t.dtype in HALF else t).cpu() for name, t in reduced.items()}
 
     def joined(self, net: Net, sites: Sequence[Site], batch: Batch) -> Reduced:
         """Reduce the layers of a batch: arrays (samples, heads or layers)."""
@@ -110,7 +113,7 @@ class _Reduction:
         return {name: torch.cat([layer[name] for layer in layers], 1) for name in layers[0]}
 
 
-def _reduced(
+def _reduce_batch(
     net: Net, sites: Sequence[Site], batch: Batch, reduction: _Reduction
 ) -> tuple[Reduced, tuple[Note, ...]]:
     """Reduce a batch; sample by sample, and without closed form, where a layer has changed."""
@@ -119,10 +122,10 @@ def _reduced(
     except StructureError as error:
         change = error
     if len(batch) == 1:
-        opened = [_opened(site, change) for site in sites]
-        reduced, changes = _reduced(net, opened, batch, reduction)
-        return reduced, (_reopened(change), *changes)
-    parts = [_reduced(net, sites, one, reduction) for one in batch.split(1)]
+        opened = [_open_layer(site, change) for site in sites]
+        reduced, changes = _reduce_batch(net, opened, batch, reduction)
+        return reduced, (_note_reopening(change), *changes)
+    parts = [_reduce_batch(net, sites, one, reduction) for one in batch.split(1)]
     whole = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
     return whole, tuple(note for _, changes in parts for note in changes)
 
@@ -139,13 +142,13 @@ def _require_heads(layer: Layer) -> None:
         )
 
 
-def _opened(site: Site, error: StructureError) -> Site:
+def _open_layer(site: Site, error: StructureError) -> Site:
     """Return the layer that an error is about without its closed form; others as they are."""
     same = site.index != error.layer
     return site if same else replace(site, structure=None, reason=error.reason)
 
 
-def _reopened(error: StructureError) -> Note:
+def _note_reopening(error: StructureError) -> Note:
     text = (
         f"layer {error.layer} ({error.module}) {error.reason} on some samples: it has no closed "
         "form there, and so no bounds on any sample"
@@ -170,6 +173,41 @@ def open_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
     )
 
 
+def _input_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
+    """Name X where it is not what the module of the attention reads first of all."""
+    texts: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        measured = site.closed_form or site.inputs
+        if measured and not (site.reads_inside and (not site.inner or not site.closed_form)):
+            what = f"X is the input of {few([name or 'the model' for name in site.reads])}"
+            where = ", inside the module" if site.reads_inside else ", outside the module"
+            level = "info" if site.reads_inside else "warning"
+            texts.setdefault((level, what + where), []).append(site)
+    return tuple(
+        Note(
+            level=level,
+            code="input-elsewhere",
+            text=f"layers {', '.join(str(s.index) for s in alike)} ({alike[0].module}): {what} "
+            "that computes the attention"
+            + "; other maps, or norms, come between"
+            * (level == "info"),
+        )
+        for (level, what), alike in texts.items()
+    )
+
+
+def _part_notes(sites: Sequence[Site]) -> tuple[Note, ...]:
+    """Say which layers are parts of one attention: rows count them one by one."""
+    groups = {site.partners: site for site in sites if site.partners}
+    texts = (
+        f"layers {few([str(index) for index in partners])} ({site.module}, {site.line}) are heads "
+        "or parts of one attention, which the model's code computes one by one: they share their "
+        "maps of q and k, and each row is of one part"
+        for partners, site in groups.items()
+    )
+    return tuple(Note(level="warning", code="in-parts", text=text) for text in texts)
+
+
 def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
     """Say which modules have attention that no layer is of: layers are numbered without it."""
     modules = unread(net, sites)
@@ -177,10 +215,10 @@ def unread_notes(net: Net, sites: tuple[Site, ...]) -> tuple[Note, ...]:
         return ()
     text = (
         f"attention that is not read ({few(modules)}): its heads are not measured, and layers are "
-        "numbered without it; it has no softmax over its keys, uses a map again, or hides it from "
-        "autograd"
+        "numbered without it; it has no softmax over its keys, uses a map again, hides it from "
+        "autograd, or runs sample by sample"
     )
-    return (Note(level="warning", code="no-softmax", text=text),)
+    return (Note(level="warning", code="attention-unread", text=text),)
 
 
 def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:
@@ -195,7 +233,7 @@ def _hybrid_notes(net: Net, sites: Sequence[Site]) -> tuple[Note, ...]:
     return (Note(level="info", code="no-attention", text=text),)
 
 
-def summed(values: Tensor, sample: Tensor, samples: int) -> Tensor:
+def sum_windows(values: Tensor, sample: Tensor, samples: int) -> Tensor:
     """Add up the batch rows (windows) of each sample."""
     return values.new_zeros(samples, *values.shape[1:]).index_add_(0, sample, values)
 

@@ -22,7 +22,7 @@ from lipaudit.measures.measure import (
     Values,
     class_names,
     distinct,
-    joined,
+    join_parts,
     moved,
     named_classes,
     notes,
@@ -44,7 +44,7 @@ from lipaudit.models.net import Net
 from lipaudit.results import CertifyRadiusRow, CertifyRow, Note, Section
 from lipaudit.results.figures import wilson
 from lipaudit.results.trials import Radius
-from lipaudit.settings.certify import CertifyOptions
+from lipaudit.settings.measure import CertifyOptions
 
 
 def measure(net: Net, batches: Iterable[Batch], options: CertifyOptions) -> Iterator[Part]:
@@ -75,9 +75,9 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
         UsageError: a radius beyond the box, or a model that computes on several devices.
     """
     if net.classes is None or net.classes < 2:
-        has = "no class scores" if net.classes is None else "one class"
+        lacks = f"{net.info.architecture} has one class" if net.classes else net.lacks_classes
         raise InputError(
-            f"{net.info.architecture} has {has}: there is no decision to certify",
+            f"{lacks}: there is no decision to certify",
             f"Certify a classifier. {ONE_LOGIT}",
         )
     if net.scored:
@@ -109,7 +109,7 @@ def _by_length(net: Net, batch: Batch) -> Iterator[Batch]:
 
 
 def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> Bracket:
-    """Settle what is asked of one sample, the so-maniest of its batch."""
+    """Certify one sample, by its index in the batch."""
     limit = math.inf if options.seconds is None else options.seconds
     proof = Proof(
         norm=options.norm or "linf",
@@ -154,7 +154,7 @@ def _values(bracket: Bracket, options: CertifyOptions) -> dict[str, Any]:
 
 def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     """Make the section `certify`, a row per ball, and that of the radii if they were searched."""
-    arrays = {name: joined(parts, name) for name in parts[0].values}
+    arrays = {name: join_parts(parts, name) for name in parts[0].values}
     once = {name: values[distinct(parts)] for name, values in arrays.items()}
     rows = tuple(_row(i, radius, once, options) for i, radius in enumerate(options.eps))
     settings = options.model_dump()
@@ -248,7 +248,7 @@ def _median(values: Values) -> float | None:
 def _remarks(
     parts: Sequence[Part], arrays: dict[str, Values], options: CertifyOptions
 ) -> tuple[Note, ...]:
-    each = [checks for part in parts for checks in part.facts["checks"]]
+    each = [checks for part in parts for checks in part.facts.get("checks", ())]
     dtype = parts[0].facts["dtype"]
     texts = {
         "real-arithmetic": "certificates are of the function of real numbers that the stored "

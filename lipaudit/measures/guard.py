@@ -17,7 +17,7 @@ from lipaudit.models.attention.sites import Site
 from lipaudit.results import Note
 from lipaudit.results.bounds import remedy
 from lipaudit.results.trials import Radius
-from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import BOUNDS
 from lipaudit.theory.condition import ball_error, bound_error
 from lipaudit.theory.heads import Heads
 
@@ -106,18 +106,20 @@ def require_balls_hold(
 
 
 def below_by_rounding(
-    heads: Sequence[HeadName],
+    places: Sequence[str],
     ids: Sequence[str],
     exact: Values,
     bounds: Mapping[str, Values],
+    norm: str = "exact norm",
 ) -> tuple[Note, ...]:
-    """Name the bound that lies furthest below the exact norm, of a run that the guard let pass.
+    """Name the bound that lies furthest below its norm, of a run that the guard let pass.
 
     Args:
-        heads: their names.
+        places: the heads, layers or heads at radii that the norms are of.
         ids: of the samples.
-        exact: the norms, (samples, heads).
-        bounds: by their names, (samples, heads) each.
+        exact: the norms, (samples, places).
+        bounds: by their names, (samples, places) each.
+        norm: what the norms are called.
     """
     with np.errstate(invalid="ignore"):
         below = {
@@ -128,14 +130,18 @@ def below_by_rounding(
         return ()
     name = max(below, key=lambda each: float(below[each].max()))
     sample, index = (int(i) for i in np.unravel_index(below[name].argmax(), exact.shape))
-    head, where = heads[index], (sample, index)
+    where = sample, index
     text = (
-        f"{count} bounds lie below the exact norm by no more than rounding can change both: at "
-        f"most by {below[name][where]:.1g} of it, {name} of head {head.layer}.{head.head} "
-        f"({head.module}) is {bounds[name][where]:.12g} on sample {ids[sample]}, the exact norm "
-        f"{exact[where]:.12g}"
+        f"{count} bounds lie below the {norm} by no more than rounding can change both: at "
+        f"most by {below[name][where]:.1g} of it, {name} of {places[index]} is "
+        f"{bounds[name][where]:.12g} on sample {ids[sample]}, the {norm} {exact[where]:.12g}"
     )
     return (Note(level="info", code="within-rounding", text=text),)
+
+
+def name_head(head: HeadName) -> str:
+    """Name a head and its module."""
+    return f"head {head.layer}.{head.head} ({head.module})"
 
 
 def root_sum(values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from lipaudit.measures.measure import (
 from lipaudit.measures.positions import (
     ALWAYS,
     columns_of,
-    filled,
+    join_ragged,
     over_positions,
     remarks,
     spread,
@@ -41,7 +41,7 @@ from lipaudit.models.derivative.positions import places
 from lipaudit.models.net import Net
 from lipaudit.results import Array, JacobianRow, Note, Section
 from lipaudit.results.columns import Cell
-from lipaudit.settings.jacobian import JacobianOptions, Target
+from lipaudit.settings.measure import JacobianOptions, Target
 
 OF_BLOCKS = ("norm", "within", "products", "converged")
 CONVERGENCE = {"converged": "norms of the model", "block_converged": "norms of blocks"}
@@ -135,7 +135,7 @@ def _of_model(
     facts: dict[str, Any] = {"from": at.start, "to": at.target, "method": norms.method}
     if end.what == "loss":
         values["loss"] = linear.output[:, 0].double().cpu().numpy()
-        facts["unlabelled"] = _unlabelled(net, batch)
+        facts["unlabelled"] = _count_unlabelled(net, batch)
     steepest = norms.direction
     if decides:
         labels = batch.y if net.classes is not None else None
@@ -147,7 +147,7 @@ def _of_model(
     return values, facts
 
 
-def _unlabelled(net: Net, batch: Batch) -> int:
+def _count_unlabelled(net: Net, batch: Batch) -> int:
     """Count the samples whose predicted class stands in for a label."""
     if net.classes is None:
         return 0
@@ -210,9 +210,9 @@ def _decision(
 
 def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     """Make the section `jacobian`: one row, and a column per quantity and sample."""
-    facts = next((part.facts for part in parts if part.facts["method"]), parts[0].facts)
+    facts = next((part.facts for part in parts if part.facts.get("method")), parts[0].facts)
     names = dict.fromkeys(name for part in parts for name in part.values)
-    arrays = {name: filled(parts, name) for name in names}
+    arrays = {name: join_ragged(parts, name) for name in names}
     outside = arrays.pop("outside", np.zeros(len(sample_ids(parts)), bool))
     positions = arrays.pop("positions", None)
     whole = {name: values for name, values in arrays.items() if not name.startswith("block_")}

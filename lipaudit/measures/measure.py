@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def moved(samples: float) -> None:
         listener(samples)
 
 
-def joined(parts: Sequence[Part], name: str) -> Values:
+def join_parts(parts: Sequence[Part], name: str) -> Values:
     """Concatenate one array of all parts along the samples."""
     return np.concatenate([part.values[name] for part in parts])
 
@@ -89,6 +90,30 @@ def joined(parts: Sequence[Part], name: str) -> Values:
 def sample_ids(parts: Sequence[Part]) -> tuple[str, ...]:
     """Return the ids of all parts in order."""
     return tuple(i for part in parts for i in part.ids)
+
+
+def in_order(parts: Sequence[Part], ids: Sequence[str]) -> list[Part]:
+    """Return parts in the order of the samples, cut where a part has others between its own.
+
+    What is of a whole part goes with its first piece.
+    """
+    place = {name: i for i, name in enumerate(ids)}
+    pieces: list[Part] = []
+    for part in parts:
+        places = enumerate(map(place.__getitem__, part.ids))
+        runs = [[i for i, _ in run] for _, run in groupby(places, key=lambda p: p[1] - p[0])]
+        pieces += [part] if len(runs) == 1 else [_piece(part, run) for run in runs]
+    return sorted(pieces, key=lambda piece: place[piece.ids[0]])
+
+
+def _piece(part: Part, run: Sequence[int]) -> Part:
+    own, first = slice(run[0], run[-1] + 1), run[0] == 0
+    whole = slice(None) if first else slice(0)
+    values = {
+        name: value[own if len(value) == len(part.ids) else whole]
+        for name, value in part.values.items()
+    }
+    return Part(part.ids[own], values, part.facts if first else {}, part.notes if first else ())
 
 
 def distinct(parts: Sequence[Part]) -> Values:
@@ -126,11 +151,8 @@ def notes(parts: Sequence[Part]) -> tuple[Note, ...]:
 
 
 def lower_estimates(within: float) -> tuple[Note, ...]:
-    """Say what is proven of norms that are met from below; nothing where they are complete."""
-    text = (
-        "norms are lower estimates: with probability 0.999 each is at most "
-        f"{100 * within:.2g} % higher"
-    )
+    """Say how far the solver may have stopped below the norms; nothing where they are exact."""
+    text = f"norms may be up to {100 * within:.2g} % too low (99.9 % confidence)"
     return (Note(level="info", code="lower-estimates", text=text),) if within > 0 else ()
 
 

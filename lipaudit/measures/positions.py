@@ -13,7 +13,7 @@ from lipaudit.measures.measure import Part, Values
 from lipaudit.models.derivative.positions import places
 from lipaudit.models.net import Net
 from lipaudit.results import Note
-from lipaudit.settings.jacobian import Target
+from lipaudit.settings.measure import Target
 
 ALWAYS = {"norm": float, "upper": float, "within": float, "products": int, "converged": bool}
 """What every norm comes with, and of which type."""
@@ -59,7 +59,7 @@ def over_positions(each: Mapping[str, Values], inside: Values) -> dict[str, Valu
     }
 
 
-def filled(parts: Sequence[Part], name: str) -> Values:
+def join_ragged(parts: Sequence[Part], name: str) -> Values:
     """Join one array of all parts: where there is a column per token, up to the longest text."""
     known = [part.values[name] for part in parts if name in part.values]
     sizes = max(values.shape[1:] for values in known)

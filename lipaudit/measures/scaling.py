@@ -17,31 +17,32 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures import bounds, jacobian
 from lipaudit.measures.by_layer import HeadName
-from lipaudit.measures.growth.exponents import (
+from lipaudit.measures.growth import (
     AGREED,
+    WorstCase,
+    any_size,
     bound_exponents,
+    cut,
     fit_of,
     groups,
     points,
+    require_lengths,
     with_fit,
     with_searches,
+    worst_case,
 )
-from lipaudit.measures.growth.lengths import any_size, cut, require_lengths
-from lipaudit.measures.growth.worst import WorstCase, worst_case
 from lipaudit.measures.measure import (
     Measure,
     Part,
     Values,
-    joined,
+    join_parts,
     lower_estimates,
     notes,
 )
 from lipaudit.models.net import Net
 from lipaudit.results import Note, ScalingRow, ScalingSplitRow, Section
 from lipaudit.results.bounds import catalogue
-from lipaudit.settings.bounds import BoundsOptions
-from lipaudit.settings.jacobian import JacobianOptions
-from lipaudit.settings.scaling import ScalingMode, ScalingOptions
+from lipaudit.settings.measure import BoundsOptions, JacobianOptions, ScalingMode, ScalingOptions
 from lipaudit.theory.growth.ascent import SEARCHES
 from lipaudit.theory.growth.worst_tokens import PowerLaw
 
@@ -53,7 +54,7 @@ OF_LAYERS = ("layer_exact", "layer_out", "out_norm")
 def measure(net: Net, batches: Iterable[Batch], options: ScalingOptions) -> Iterator[Part]:
     """Yield norms and bounds of every sample at every length; facts hold the worst case."""
     with any_size(net) as resized:
-        remarks = _resized() if resized and _is_on_data(options) else ()
+        remarks = _note_resizing() if resized and _is_on_data(options) else ()
         case: WorstCase | None = None
         for batch in batches:
             if case is None:
@@ -72,7 +73,7 @@ def _is_on_data(options: ScalingOptions) -> bool:
     return not {"real", "split"}.isdisjoint(options.modes)
 
 
-def _resized() -> tuple[Note, ...]:
+def _note_resizing() -> tuple[Note, ...]:
     text = (
         "the model is of one image size: its position embeddings are interpolated to the others, "
         "as by dynamic_img_size=true"
@@ -98,7 +99,8 @@ def _on_data(
         return {}, {}, ()
     cuts = _cuts(net, batch, options.lengths)
     how: dict[str, Any] = {"seed": options.seed, "tol": options.tol}
-    of_heads = BoundsOptions(layers=options.layers, **how)
+    splitting = "split" in options.modes
+    of_heads = BoundsOptions(layers=options.layers, splitting=splitting, **how)
     parts = list(bounds.measure(net, (c for _, c, _ in cuts), of_heads))
     at_lengths = [{n: part.values[n] for n in (*OF_HEADS, *OF_LAYERS)} for part in parts]
     facts = dict(parts[0].facts)
@@ -112,9 +114,9 @@ def _on_data(
             missed += int((~part.values["converged"]).sum())
             within.append(part.values["within"])
             facts["model"] = f"{part.facts['from']} to {part.facts['to']}"
-    arrays = _scattered(cuts, at_lengths, (len(batch), len(options.lengths)))
+    arrays = _scatter(cuts, at_lengths, (len(batch), len(options.lengths)))
     facts |= {"within": _largest(within), "kind": net.kind}
-    return arrays, facts, notes(parts) + _missed(missed)
+    return arrays, facts, notes(parts) + _note_unconverged(missed)
 
 
 def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
@@ -133,7 +135,7 @@ def _cuts(net: Net, batch: Batch, lengths: Sequence[int]) -> list[Cut]:
     return kept
 
 
-def _scattered(
+def _scatter(
     cuts: Sequence[Cut], at_lengths: Sequence[Mapping[str, Values]], shape: tuple[int, int]
 ) -> dict[str, Values]:
     """Put the values at each length where its samples and the length belong."""
@@ -149,7 +151,7 @@ def _largest(within: Sequence[Values]) -> float:
     return float(np.nanmax(np.concatenate([each.flatten() for each in within]), initial=0.0))
 
 
-def _missed(count: int) -> tuple[Note, ...]:
+def _note_unconverged(count: int) -> tuple[Note, ...]:
     text = f"{count} norms did not converge to tol: they are lower estimates"
     return (Note(level="warning", code="not-converged", text=text),) if count else ()
 
@@ -167,7 +169,7 @@ class NormCurve:
 
 def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     """Make the sections `scaling`, `scaling.fit` and, with the mode split, `scaling.split`."""
-    values = {name: joined(parts, name) for name in parts[0].values}
+    values = {name: join_parts(parts, name) for name in parts[0].values}
     within = max(part.facts.get("within", 0.0) for part in parts)
     facts = {**parts[0].facts, "within": within}
     rows, fits = [], []

@@ -89,7 +89,7 @@ def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
     return [row[mask] for row, mask in zip(values, batch.mask.cpu(), strict=True)]
 
 
-def attended(net: Net, batch: Batch) -> dict[str, Any]:
+def describe_tokens(net: Net, batch: Batch) -> dict[str, Any]:
     """Describe the tokens of the first sample and where they lie, in plain values."""
     first = batch[:1].trimmed()
     if net.kind == "text":
@@ -113,7 +113,7 @@ def _of_picture(net: Net, sample: Batch) -> dict[str, Any]:
         "tokens": tuple(written),
         "grid": (rows, columns),
         "first": start,
-        "image": thumbnail(sample.x[0]) if count else "",
+        "image": thumbnail(sample.x[0], net.box) if count else "",
     }
 
 
@@ -128,7 +128,9 @@ def patches(net: Net, sample: Batch) -> tuple[int, int, int, int] | None:
     count = _queries(net, sample, site.index).shape[2]
     for rows, columns in _grids(count, *sample.x.shape[2:]):
         corners = [(i, j) for i in (0, rows - 1) for j in (0, columns - 1)]
-        probes = torch.cat([sample.x, *(_changed(sample.x, rows, columns, c) for c in corners)])
+        probes = torch.cat(
+            [sample.x, *(_change_cell(sample.x, rows, columns, c) for c in corners)]
+        )
         q = _queries(net, Batch(probes, None, sample.ids * len(probes)), site.index)
         if q.shape[0] != len(probes) or not q.numel():
             return None
@@ -157,7 +159,7 @@ def _grids(count: int, height: int, width: int) -> Iterator[tuple[int, int]]:
             yield rows, columns
 
 
-def _changed(x: Tensor, rows: int, columns: int, cell: tuple[int, int]) -> Tensor:
+def _change_cell(x: Tensor, rows: int, columns: int, cell: tuple[int, int]) -> Tensor:
     """Return a picture in which one cell of a grid is changed."""
     changed = x.clone()
     height, width = x.shape[2] // rows, x.shape[3] // columns

@@ -1,6 +1,6 @@
 """What is proven of a model's decision on a ball around one sample.
 
-Proven of the function of real numbers that the stored weights define (`theory.relaxation`): what
+Proven of the function of real numbers that the stored weights define (`certify`): what
 rounding a program that runs it in floating point adds is no part of it.
 """
 
@@ -15,15 +15,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lipaudit.certify.branch import Effort, decide
+from lipaudit.certify.form import UnboundedError
+from lipaudit.certify.prove import ball, margins, run
+from lipaudit.certify.symbols import Norm
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager
-from lipaudit.theory.accuracy import NODES
-from lipaudit.theory.relaxation.balls import ball, margins, run
-from lipaudit.theory.relaxation.branch import Effort, decide
-from lipaudit.theory.relaxation.refusals import UnboundedError
-from lipaudit.theory.relaxation.symbols import Norm
+from lipaudit.theory.policy import NODES
 
 Why = Literal["", "bound", "signs", "nodes", "seconds", "unbounded"]
 
@@ -62,8 +62,8 @@ class Certificate:
     Attributes:
         certified: no input of the ball is classified otherwise.
         why: what ended the proof where it is not: "bound" (no ReLU is left to decide), "signs"
-            (those of all ReLUs are), "nodes" or "seconds" (the limits), or "unbounded" (a range
-            left the numbers).
+            (those of all ReLUs are), "nodes" or "seconds" (the limits), or "unbounded" (the
+            bounds overflowed: the ball is too large).
         bound: least margin of a part, or that times a positive number; proven where certified.
         nodes: parts of the ball that were looked at.
     """
@@ -135,7 +135,7 @@ def rows_of(net: Net, sample: Batch, order: int) -> int:
     """
     inputs = _inputs(net, sample)
     pairs = inputs * (inputs + 1) // 2 if order == 2 else 0
-    return inputs + pairs + sum(_returned(net, sample))
+    return inputs + pairs + sum(_count_numbers(net, sample))
 
 
 def require_room(net: Net, sample: Batch, order: int) -> None:
@@ -146,7 +146,7 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
     Raises:
         InputError: with the memory that it would take.
     """
-    widest = max([net.point(sample).numel(), *_returned(net, sample)])
+    widest = max([net.point(sample).numel(), *_count_numbers(net, sample)])
     rows = rows_of(net, sample, order)
     needed = TENSORS * rows * widest * torch.finfo(net.dtype).bits // 8
     there = _memory(net.device)
@@ -160,7 +160,7 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
         )
 
 
-def _returned(net: Net, sample: Batch) -> list[int]:
+def _count_numbers(net: Net, sample: Batch) -> list[int]:
     """Count the numbers that each innermost module returns on a sample."""
     counts: list[int] = []
     hooks = [

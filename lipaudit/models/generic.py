@@ -30,7 +30,7 @@ def generic(net: Net, batch: Batch) -> tuple[Net, Batch, Batch]:
     """
     if net.kind == "text":
         ids = _longest(net, batch)
-        return _moved(net), _pair(batch, ids, ids.flip(-1)), _pair(batch, ids, ids)
+        return _add_noise(net), _pair(batch, ids, ids.flip(-1)), _pair(batch, ids, ids)
     x = batch.x[:1]
     one, other, third = (_noisy(net, t, seed) for seed, t in enumerate((x, x.flip(-1), x)))
     return net, _pair(batch, one, other), _pair(batch, one, third)
@@ -82,7 +82,7 @@ def _size(x: Tensor) -> Tensor:
     return torch.where(size == 0, 1.0, size)
 
 
-def _moved(net: Net) -> Net:
+def _add_noise(net: Net) -> Net:
     """Return the same model with noise on its token embeddings, the same in every pass."""
 
     def call(x: Tensor, mask: Tensor | None) -> Any:

@@ -21,6 +21,9 @@ SHAPE_OPS |= {"ReshapeAlias", "Slice", "Squeeze", "T", "ToCopy", "Transpose", "U
 SHAPE_OPS |= {"UnsafeView", "View"}
 """They move numbers; names are autograd's."""
 
+_PARTS = {"Stack", "Split", "SplitWithSizes"}
+_RESIZING = {"View", "ReshapeAlias", "UnsafeView"} | _PARTS
+
 _SUMS = {"Add", "Cat", "Rsub", "Stack", "Sub"}
 """Affine in all their operands together."""
 
@@ -91,6 +94,22 @@ def root(t: Tensor) -> object:
         return _roots.setdefault(getattr(node, "variable", t), object())
     marks = cast("dict[str, object]", node.metadata)  # torch declares a method, and it is a dict
     return marks.setdefault("root", object())
+
+
+def divides_channels(t: Tensor) -> bool:
+    """Say whether rows of t are parts of one vector of the tensor that it is a rearrangement of.
+
+    Windows of tokens are whole vectors; heads that one small map is to read are not.
+    """
+    node, joined = t.grad_fn, False
+    while node is not None and op(node) in SHAPE_OPS | _PARTS:
+        name = op(node)
+        joined |= name in {"Stack", "Cat"}
+        sizes = getattr(node, "_saved_self_sym_sizes", None) if name in _RESIZING else None
+        if sizes and (joined or name not in _PARTS) and sizes[-1] > t.shape[-1]:
+            return sizes[-1] % t.shape[-1] == 0
+        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+    return False
 
 
 def nodes(t: Tensor, stop: Collection[Node] = ()) -> Iterator[Node]:

@@ -118,7 +118,7 @@ def devices(module: nn.Module) -> Iterator[torch.device]:
         yield from (given or p.device for p in dict.values(table) if p is not None)
 
 
-def held(module: nn.Module) -> bool:
+def has_lifted_weights(module: nn.Module) -> bool:
     """Say whether weights are lifted where they are read: what is stored has no gradient."""
     return any(isinstance(part._parameters, _Parameters) for part in module.modules())
 

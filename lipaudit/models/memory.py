@@ -33,10 +33,6 @@ class Footprint:
         """Return what so many samples take at a time."""
         return self.fixed + samples * self.sample
 
-    def fits(self, room: int) -> int:
-        """Return how many samples fit, at least one."""
-        return max(1, int((room - self.fixed) // max(self.sample, 1)))
-
 
 class Held(EagerMode):
     """Counts the bytes of tensors that operations make while it is active, and somebody holds.
@@ -92,7 +88,7 @@ def size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= LARGE else f"{count / 1e6:.0f} MB"
 
 
-def held(device: torch.device) -> int | None:
+def used_memory(device: torch.device) -> int | None:
     """Return how many bytes this process has on a device; None where that is not known.
 
     On a CPU they are all of its memory: libraries, weights and whatever else.
@@ -120,7 +116,7 @@ def free(device: torch.device, root: Path = Path("/")) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type != "cpu":
         return None
-    return min((*_available(root), *_allowed(root)), default=None)
+    return min((*_available(root), *_read_limits(root)), default=None)
 
 
 def _available(root: Path) -> Iterator[int]:
@@ -129,7 +125,7 @@ def _available(root: Path) -> Iterator[int]:
             yield 1024 * int(line.split()[1])
 
 
-def _allowed(root: Path) -> Iterator[int]:
+def _read_limits(root: Path) -> Iterator[int]:
     """Yield what each control group of this process, and each around it, leaves."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -139,18 +135,18 @@ def _allowed(root: Path) -> Iterator[int]:
         place = Path(path.lstrip("/"))
         # Inside a container its own group is the root, whatever the path says.
         for group in dict.fromkeys((mount / place, *(mount / p for p in place.parents), mount)):
-            yield from _left(group)
+            yield from _read_free(group)
 
 
-def _left(group: Path) -> Iterator[int]:
+def _read_free(group: Path) -> Iterator[int]:
     for limit, usage in _LIMITS:
         allowed, used = _read(group / limit).strip(), _read(group / usage).strip()
         if allowed.isdigit() and used.isdigit():
             # What files have been read is given back where memory is short.
-            yield max(0, int(allowed) - int(used) + _cached(group))
+            yield max(0, int(allowed) - int(used) + _read_cached(group))
 
 
-def _cached(group: Path) -> int:
+def _read_cached(group: Path) -> int:
     lines = _read(group / "memory.stat").splitlines()
     sizes = [line.split()[1] for line in lines if line.startswith(_CACHES)]
     return max(map(int, sizes), default=0)

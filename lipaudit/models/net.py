@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lipaudit.attacks.oracle import ByRow, Classifier
 from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.batch import Batch
-from lipaudit.data.hub.commit import Commit
+from lipaudit.data.hub import Commit
 from lipaudit.models.lifting import devices, precision
 from lipaudit.results import Note
 from lipaudit.results.trials import Norm
@@ -22,6 +22,8 @@ from lipaudit.results.trials import Norm
 Kind = Literal["image", "tokens", "text"]
 OWN = "module"
 """Source of a module that was given as it is, which no name leads back to."""
+NO_DECISION = "no-decision"
+"""Code of the note on a model whose largest logit is no decision, such as a multi-label one."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Net:
         tokenize_pair: two texts -> token ids of both; None where that is not known.
         pad_id: the id that fills shorter samples, for text.
         end_id: the id that every text must end with, where the model needs one.
+        unknown_id: the id of whatever the vocabulary does not have, where it has one.
         lexicon: makes what is known of the token ids, for text; None: nothing is.
         next_logits: of a causal language model: (embeddings (rows, tokens, width), first) ->
             logits of the token behind each position from `first` on.
@@ -118,6 +121,7 @@ class Net:
     tokenize_pair: Callable[[str, str, int], list[int]] | None = None
     pad_id: int = 0
     end_id: int | None = None
+    unknown_id: int | None = None
     lexicon: Callable[[], Lexicon] | None = None
     next_logits: Callable[[Tensor, int], Tensor] | None = None
     scored: Literal["", "continuation", "choices", "labels"] = ""
@@ -144,6 +148,24 @@ class Net:
         if self.lexicon is not None:
             return ("words", "characters")
         return () if self.tokenize is not None else ("words",)
+
+    @property
+    def lacks_classes(self) -> str:
+        """What keeps it from having an accuracy."""
+        said = next((note.text for note in self.info.notes if note.code == NO_DECISION), "")
+        return said.partition(":")[0] or f"{self.info.architecture} has no class scores"
+
+    @property
+    def why_unchanged(self) -> str:
+        """What keeps attacks from changing its texts."""
+        if self.tokenize is None:
+            return "it has no tokenizer, whose files belong beside config.json"
+        if self.lexicon is None:
+            return (
+                "its tokenizer does not say which characters a token stands for (in transformers "
+                "only fast tokenizers do)"
+            )
+        return "it has no table of embeddings, which near words are read from"
 
     def output(self, batch: Batch) -> Tensor:
         """Run the model on a batch: logits or features, (batch, ...)."""

@@ -46,11 +46,11 @@ class Widening(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call `func` with float64 in place of float32."""
-        func, args, kwargs = widened(func, args, kwargs or {})
+        func, args, kwargs = widen_call(func, args, kwargs or {})
         return func(*args, **kwargs)
 
 
-def widened(
+def widen_call(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
     """Return the same call with float64 wherever it asks for float32."""
@@ -67,7 +67,7 @@ def _wide(value: Any) -> Any:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seed_device(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the CPU and one device while the block runs; their random states come back.
 
     No other device is touched: reading the state of a GPU takes memory, which it may not have.

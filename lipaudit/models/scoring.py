@@ -44,7 +44,7 @@ def scoring(net: Net, task: Task, how: Score) -> Net:
     count = 1 if alone else len(task.classes)
 
     def call(x: Tensor, mask: Tensor | None) -> Tensor:
-        given = _follow(net, _unpacked(x, mask, net.vocabulary or 0, count))
+        given = _follow(net, _unpack(x, mask, net.vocabulary or 0, count))
         scores = given.scores(how)
         if alone:
             return torch.stack([scores, scores - given.ahead(how)], 1)
@@ -85,7 +85,7 @@ class _Rows:
     follows: Tensor
 
 
-def _unpacked(x: Tensor, mask: Tensor | None, vocabulary: int, count: int) -> _Rows:
+def _unpack(x: Tensor, mask: Tensor | None, vocabulary: int, count: int) -> _Rows:
     """Take packed samples apart, each into a prompt with one of its continuations per row."""
     part = x // vocabulary if mask is None else (x // vocabulary).masked_fill(~mask, -1)
     each = torch.arange(1, count + 1, device=x.device)[:, None]
@@ -132,7 +132,7 @@ class _Given:
 def _follow(net: Net, rows: _Rows) -> _Given:
     """Run a model on prompts with their continuations, and read the tokens of these."""
     assert net.next_logits is not None
-    z = _embedded(net, rows)
+    z = _embed_rows(net, rows)
     follows = rows.follows.flatten(0, 1)
     first = int(follows.int().argmax(1).min()) - 1
     wanted = follows[:, first + 1 :]
@@ -142,7 +142,7 @@ def _follow(net: Net, rows: _Rows) -> _Given:
     return _Given(given, tokens, wanted)
 
 
-def _embedded(net: Net, rows: _Rows) -> Tensor:
+def _embed_rows(net: Net, rows: _Rows) -> Tensor:
     """Return the embeddings of every row: (batch rows, length, width).
 
     They are looked up twice: who replaces the first output of `entry` moves prompts alone.

@@ -1,24 +1,24 @@
-"""The checkpoints of a directory, in the order of their steps, measured one by one."""
+"""The checkpoints of a folder, measured one by one in the order of their steps."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from lipaudit import schema
 from lipaudit.data.loading import Samples
 from lipaudit.engine.execute import execute
+from lipaudit.engine.files import require_folder, write
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
-from lipaudit.errors import UsageError, as_user_meets, bug
+from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.weights import OF_TRAINING, SUFFIXES, weight_files
-from lipaudit.monitor.diary import Diary, now
-from lipaudit.results.history import Point
+from lipaudit.report import of_reports, render
+from lipaudit.results import Report
 
 CONFIGS = ("config.json", "adapter_config.json")
 STEP = re.compile(r"(?:step|iter(?:ation)?|checkpoint|ckpt)s?[-_=]?(\d+)")
@@ -26,57 +26,58 @@ EPOCH = re.compile(r"epochs?[-_=]?(\d+)")
 LAST = re.compile(r"(?<![\d.])(\d+)(?:-v\d+)?$")
 """A number at the end of a name is its step; not that of an accuracy (0.91)."""
 SHARD = re.compile(r"-\d+-of-\d+$")
+PAGE = "report.html"
+FREE = {"resume", "device", "batch_size", "offline", "time_limit"}
+"""Options of a run that no figure depends on."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that says by its name when it was written.
+    """A checkpoint whose name has a step.
 
     Attributes:
         name: of its file or directory.
         model: what is loaded: the directory, or a file of weights.
         step: of the training; its epoch where the name has no step.
-        epoch: of the training, where that is known.
-        state: size and time of change of what is loaded.
+        size: of what is loaded, in bytes.
+        changed: when that was last written, in nanoseconds.
     """
 
     name: str
     model: Path
     step: int
-    epoch: float | None
-    state: str
+    size: int
+    changed: int
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a directory in the order of their steps.
+    """Return the checkpoints of a folder in the order of their steps.
 
     Of several of one step that is the one which was changed last.
     """
     known = [each for path in folder.iterdir() for each in _checkpoint(path)]
-    known.sort(key=lambda each: (each.step, int(each.state.rpartition(":")[2])))
+    known.sort(key=lambda each: (each.step, each.changed))
     return list({each.step: each for each in known}.values())
 
 
-def when(name: str) -> tuple[int, float | None] | None:
-    """Read step and epoch from the name of a checkpoint; None where it has neither.
+def read_step(name: str) -> int | None:
+    """Read the step, else the epoch, from the name of a checkpoint; None without either.
 
-    >>> when("checkpoint-100"), when("epoch=3-step=600.ckpt"), when("epoch_3.pt")
-    ((100, None), (600, 3.0), (3, 3.0))
-    >>> when("model_0200.safetensors"), when("best.ckpt"), when("acc=0.91.pt")
-    ((200, None), None, None)
+    >>> read_step("checkpoint-100"), read_step("epoch=3-step=600.ckpt"), read_step("epoch_3.pt")
+    (100, 600, 3)
+    >>> read_step("model_0200.safetensors"), read_step("best.ckpt"), read_step("acc=0.91.pt")
+    (200, None, None)
     """
     stem = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name).lower()
     if SHARD.search(stem) or stem.startswith(OF_TRAINING):
         return None
-    passed = EPOCH.search(stem)
-    epoch = float(passed[1]) if passed else None
-    said = STEP.search(stem) or passed or LAST.search(stem)
-    return (int(said[1]), epoch) if said else None
+    number = STEP.search(stem) or EPOCH.search(stem) or LAST.search(stem)
+    return int(number[1]) if number else None
 
 
 def _checkpoint(path: Path) -> Iterator[Checkpoint]:
-    said = when(path.name)
-    if said is None or path.name.startswith("."):
+    step = read_step(path.name)
+    if step is None or path.name.startswith("."):
         return
     files, model = [path], path
     if path.is_dir():
@@ -89,71 +90,116 @@ def _checkpoint(path: Path) -> Iterator[Checkpoint]:
     elif path.suffix not in SUFFIXES:
         return
     stats = [each.stat() for each in files]
-    state = f"{sum(s.st_size for s in stats)}:{max(s.st_mtime_ns for s in stats)}"
-    step, epoch = said
-    yield Checkpoint(path.name, model, step, _epoch(path) or epoch, state)
+    size, changed = sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)
+    yield Checkpoint(path.name, model, step, size, changed)
 
 
-def _epoch(path: Path) -> float | None:
-    """Read the epoch that the Trainer of transformers keeps beside a checkpoint."""
-    try:
-        return float(json.loads((path / "trainer_state.json").read_text())["epoch"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-class Directory:
-    """The checkpoints of a directory and the history of those that were measured.
+class StepReports:
+    """The reports of the steps of one training, in a folder.
 
     Args:
-        folder: the directory.
-        request: what is measured of each; its model is filled in.
-        diary: the history.
-        tries: how often one that cannot be read is tried before it counts as failed: it may not
-            be written to its end.
+        folder: where they are; it is made with the first of them.
+        suffix: of their names, where the folder holds others as well.
+
+    Raises:
+        UsageError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, request: Request, diary: Diary, *, tries: int = 1) -> None:
-        self.folder, self.request, self.diary, self.tries = folder, request, diary, tries
+    def __init__(self, folder: Path, suffix: str = "") -> None:
+        require_folder(folder)
+        self.folder, self.suffix = folder, suffix
+
+    def path(self, step: int) -> Path:
+        """Return where the report of a step is."""
+        return self.folder / f"step-{step:07}{self.suffix}.json"
+
+    def write(self, step: int, report: Report) -> None:
+        """Write the report of a step.
+
+        Raises:
+            EvaluationError: it cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EvaluationError(f"cannot write to {self.folder}: {error.strerror}") from None
+        write(self.path(step), schema.dumps(report).encode())
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a report, in their order."""
+        named = re.compile(rf"step-(\d+){self.suffix}\.json")
+        names = [path.name for path in self.folder.glob("step-*.json")]
+        return sorted(int(match[1]) for name in names if (match := named.fullmatch(name)))
+
+    def load(self, last: int | None = None) -> list[Report]:
+        """Return the reports in the order of their steps, up to the last that is asked for.
+
+        Raises:
+            InputError: one is damaged.
+        """
+        steps = [step for step in self.steps() if last is None or step <= last]
+        return [schema.load(self.path(step)) for step in steps]
+
+    def draw(self, reports: list[Report]) -> Path:
+        """Write a page with reports side by side; return where it is."""
+        page = self.folder / PAGE
+        write(page, render(of_reports(*reports, by="order"), "html"))
+        return page
+
+
+class CheckpointFolder:
+    """The checkpoints of a folder, and the reports of those that were measured.
+
+    A report is kept under a name that follows from what was asked for: with other options every
+    checkpoint is measured again.
+
+    Args:
+        folder: that holds the checkpoints.
+        request: what is measured of each; its model is filled in.
+        to: the folder of the reports.
+        tries: how often one that cannot be measured is tried: it may still be being written.
+    """
+
+    def __init__(self, folder: Path, request: Request, to: Path, *, tries: int = 1) -> None:
+        self.folder, self.request, self.tries = folder, request, tries
+        self.reports = StepReports(to, f"-{_digest(request)}")
         self.samples: Samples | None = None
         self.failed: dict[str, Exception] = {}
-        self._tried: Counter[tuple[str, str]] = Counter()
+        self._tried: Counter[Checkpoint] = Counter()
 
     def pending(self) -> list[Checkpoint]:
         """Return those that are new, changed or not yet given up, in the order of their steps."""
-        points = self.diary.history.points
-        done = {(point.checkpoint, point.state) for point in points if point.report}
-        done |= {key for key, times in self._tried.items() if times >= self.tries}
-        return [c for c in checkpoints(self.folder) if (c.name, c.state) not in done]
+        known = checkpoints(self.folder)
+        return [c for c in known if self._tried[c] < self.tries and not self._is_measured(c)]
 
-    def measure(self, checkpoint: Checkpoint, observer: Observer) -> Point | None:
-        """Measure a checkpoint; None where it could not be, and may not be given up.
+    def measure(self, checkpoint: Checkpoint, observer: Observer) -> Report | None:
+        """Measure a checkpoint and write its report; None where it could not be measured.
 
         Raises:
             UsageError: the command makes no sense, whatever the checkpoint.
         """
-        key, start = (checkpoint.name, checkpoint.state), time.monotonic()
-        known = {n: getattr(checkpoint, n) for n in ("step", "epoch", "state")}
-        known["checkpoint"] = checkpoint.name
-        self._tried[key] += 1
+        self._tried[checkpoint] += 1
         try:
             request = replace(self.request, model=str(checkpoint.model))
             job = prepare(request, samples=self.samples)
-            self.diary.require_suite(job.samples.suite_id)
             self.samples = job.samples
             report = execute(job, observer)
         except UsageError:
             raise
         except Exception as error:
             self.failed[checkpoint.name] = error
-            return self._failed(error, known) if self._tried[key] >= self.tries else None
+            return None
         self.failed.pop(checkpoint.name, None)
-        seconds = round(time.monotonic() - start, 3)
-        return self.diary.keep(report, seconds=seconds, **known)
+        self.reports.write(checkpoint.step, report)
+        self._tried[checkpoint] = self.tries
+        return report
 
-    def _failed(self, error: Exception, known: dict[str, Any]) -> Point:
-        reason = (as_user_meets(error) or bug(error)).message
-        failures = dict.fromkeys(self.request.measures, reason)
-        point = Point(time=now(), seconds=0.0, failures=failures, **known)
-        self.diary.add(point)
-        return point
+    def _is_measured(self, checkpoint: Checkpoint) -> bool:
+        path = self.reports.path(checkpoint.step)
+        return path.exists() and path.stat().st_mtime_ns > checkpoint.changed
+
+
+def _digest(request: Request) -> str:
+    measures = {name: options.model_dump() for name, options in request.measures.items()}
+    asked = (request.run.model_dump(exclude=FREE), measures, dict(request.counts))
+    return hashlib.sha256(repr(asked).encode()).hexdigest()[:8]

@@ -30,7 +30,7 @@ def _bases() -> tuple[type, ...]:
 class LightningCallback(*_bases()):  # type: ignore[misc]
     """Watches the module of a Trainer: `Trainer(callbacks=[LightningCallback(data=(x, y))])`.
 
-    Figures go to the Trainer's own loggers, and what it logged last is kept beside them.
+    Figures go to the Trainer's own loggers, too.
 
     Args:
         part: returns what is watched of the LightningModule; all of it, if None.
@@ -58,16 +58,14 @@ class LightningCallback(*_bases()):  # type: ignore[misc]
         own = Path(folder or trainer.default_root_dir) / FOLDER
         asked = {"loggers": [each.log_metrics for each in trainer.loggers]} | self.asked
         self.monitor = watch(model, to=own if self.to is None else self.to, **asked)
-        self.monitor.measure(trainer.global_step, epoch=trainer.current_epoch)
+        self.monitor.measure(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Measure where it is time to."""
         if self.monitor is not None:
-            figures = {name: float(value) for name, value in trainer.logged_metrics.items()}
-            figures.pop("epoch", None)
-            self.monitor(trainer.global_step, epoch=trainer.current_epoch, **figures)
+            self.monitor(trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Measure after the last step, and draw the page."""
+        """Measure after the last step, and write the page."""
         if self.monitor is not None:
             self.monitor.close()

@@ -1,14 +1,17 @@
-"""Where the figures of a training go besides its history: stores of metrics, by their name."""
+"""Loggers: where the figures of a training go besides its reports."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.results.history import Point, readings
+from lipaudit.results import Report
+from lipaudit.results.figures import finite
+from lipaudit.results.summary import summary
 
 Logger = Callable[[dict[str, float], int], object]
 """Takes figures by name, and the step that they are of."""
@@ -30,10 +33,24 @@ def loggers(wanted: str | Logger | Iterable[str | Logger], folder: Path) -> list
     return [each if callable(each) else _named(each, folder) for each in several]
 
 
-def logged(point: Point) -> dict[str, float]:
-    """Return the figures of a point as they are logged: by names that every store takes."""
-    figures = {PREFIX + each.name: each.value for each in readings(point.summary)}
-    return figures | {f"{PREFIX}seconds": point.seconds}
+def collect_figures(report: Report) -> dict[str, float]:
+    """Return the figures of a report that are logged, under names that every logger takes.
+
+    A figure that is not finite is left out.
+    """
+    summed, figures = summary(report), dict[str, float]()
+    for each in summed.accuracy:
+        ball = re.sub(r"[^A-Za-z0-9.]+", "_", f"{each.norm} {each.eps}")
+        figures[f"{each.kind}_accuracy" + (f"/{ball}" if each.norm else "")] = each.share
+    if summed.norms:
+        of = ("median", "p95", "max")
+        figures |= {f"jacobian_norm/{name}": getattr(summed.norms, name) for name in of}
+    if summed.heads:
+        figures["heads/steepest"] = summed.heads.steepest[0].exact
+        figures["heads/median"] = summed.heads.median
+    if summed.fragile:
+        figures["fragile_rows"] = summed.fragile.share
+    return {PREFIX + name: value for name, value in figures.items() if finite([value])}
 
 
 def _named(name: str, folder: Path) -> Logger:

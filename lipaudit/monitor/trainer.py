@@ -19,8 +19,6 @@ Part = Callable[[nn.Module], nn.Module | ModelSpec]
 class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Watches the model of a Trainer: `Trainer(..., callbacks=[TrainerCallback(data=(x, y))])`.
 
-    What the Trainer logged last is kept beside what is measured.
-
     Args:
         part: returns what is watched of the Trainer's model; all of it, if None.
         to: as of `lipaudit.watch`; by default a folder in the Trainer's output_dir.
@@ -36,7 +34,6 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.part, self.to, self.asked = part, to, asked
         self.monitor: Monitor | None = None
-        self._logged: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Measure before the first step, or before the first after a checkpoint."""
@@ -45,19 +42,14 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         model = known["model"] if self.part is None else self.part(known["model"])
         to = Path(args.output_dir) / FOLDER if self.to is None else self.to
         self.monitor = watch(model, to=to, **self.asked)
-        self.monitor.measure(state.global_step, epoch=state.epoch)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **known: Any) -> None:
-        """Keep what is logged."""
-        numbers = {n: v for n, v in (logs or {}).items() if isinstance(v, int | float)}
-        self._logged = {name: value for name, value in numbers.items() if name != "epoch"}
+        self.monitor.measure(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Measure where it is time to."""
         if self.monitor is not None:
-            self.monitor(state.global_step, epoch=state.epoch, **self._logged)
+            self.monitor(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """Measure after the last step, and draw the page."""
+        """Measure after the last step, and write the page."""
         if self.monitor is not None:
             self.monitor.close()

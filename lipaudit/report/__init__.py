@@ -1,30 +1,26 @@
 """Results as bytes: reports, comparisons and judgements, in every format.
 
 A result is a `Subject`: the forms that it can take (`page.subjects`). A page is made of blocks
-(`page.views`), and every format draws the blocks of a page or writes another form (`formats`).
+(`page.document`), and every format draws the blocks of a page or writes another form (`formats`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from lipaudit.report.form import Form as Form
-from lipaudit.report.form import Format as Format
-from lipaudit.report.form import Subject as Subject
 from lipaudit.report.formats import RENDERERS as RENDERERS
-from lipaudit.report.formats import named as named
-from lipaudit.report.formats import of_file as of_file
-from lipaudit.report.formats import usual as usual
+from lipaudit.report.formats import Form as Form
+from lipaudit.report.formats import Format as Format
+from lipaudit.report.formats import Subject as Subject
+from lipaudit.report.formats import find_file_format as find_file_format
+from lipaudit.report.formats import find_format as find_format
+from lipaudit.report.formats import find_usual_format as find_usual_format
 from lipaudit.report.page.subjects import COMPARISON as COMPARISON
 from lipaudit.report.page.subjects import DRAWN as DRAWN
-from lipaudit.report.page.subjects import HISTORY as HISTORY
 from lipaudit.report.page.subjects import JUDGEMENT as JUDGEMENT
 from lipaudit.report.page.subjects import RANKED as RANKED
 from lipaudit.report.page.subjects import REPORT as REPORT
-from lipaudit.report.page.subjects import of_attribution as of_attribution
 from lipaudit.report.page.subjects import of_comparison as of_comparison
-from lipaudit.report.page.subjects import of_history as of_history
 from lipaudit.report.page.subjects import of_judgement as of_judgement
 from lipaudit.report.page.subjects import of_reports as of_reports
 from lipaudit.report.page.subjects import of_sample as of_sample
@@ -33,16 +29,13 @@ from lipaudit.results import Report
 MOST_LINES = 25
 """Lines of a report that is printed."""
 
-if TYPE_CHECKING:
-    from lipaudit.gate import Attribution
 
-
-def render(shown: Report | Sequence[Report] | Attribution | Subject, format: str) -> bytes:
+def render(shown: Report | Sequence[Report] | Subject, format: str) -> bytes:
     """Write a result.
 
     Args:
-        shown: a report, several that go side by side, an attribution, or what `of_reports`,
-            `of_comparison` and `of_judgement` return.
+        shown: a report, several that go side by side, or what `of_reports`, `of_comparison` and
+            `of_judgement` return.
         format: a name in `RENDERERS`.
 
     Raises:
@@ -50,17 +43,16 @@ def render(shown: Report | Sequence[Report] | Attribution | Subject, format: str
     """
     reports = [shown] if isinstance(shown, Report) else shown
     subject = of_reports(*reports) if isinstance(reports, Sequence) else reports
-    subject = subject if isinstance(subject, Mapping) else of_attribution(subject)
-    how = named(format, subject.keys())
+    how = find_format(format, subject.keys())
     return how.render(subject[how.takes]())
 
 
 def summarize(report: Report) -> str:
     """Return the scorecard of a report as plain text, in at most `MOST_LINES` lines."""
-    from lipaudit.report.formats.table import render as draw
-    from lipaudit.report.page.document import card
+    from lipaudit.report import terminal
+    from lipaudit.report.page.document import make_card
 
-    lines = draw(card(report), width=100).decode().rstrip("\n").split("\n")
+    lines = terminal.render(make_card(report), width=100).decode().rstrip("\n").split("\n")
     if len(lines) > MOST_LINES:
         more = f"and {len(lines) - MOST_LINES + 1} more lines"
         lines = [*lines[: MOST_LINES - 2], more, lines[-1]]

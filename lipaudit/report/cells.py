@@ -15,26 +15,26 @@ MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
 UNMEASURED = ("d", "s", "")
 STATUS = {
     "certified": "holds on its whole domain",
-    "exact": "computed at the samples X; a norm is met from below, see within",
+    "exact": "computed at the samples X; a norm may be too low, see within",
     "bound": "proven upper bound, at the samples X only",
     "estimate": "statistical, may err on either side",
     "empirical": "what the attacks tried achieved, never a guarantee",
 }
 
 
-def text(value: Any, column: Column) -> str:
+def format_value(value: Any, column: Column) -> str:
     """Write a value in its column's format, with its unit behind it."""
     if value is None:
         return MISSING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
-        return plain(value)
+        return show_controls(value)
     unit = column.unit if column.unit in ("", "×") else f" {column.unit}"
-    return significant(value, column.format) + unit
+    return format_significant(value, column.format) + unit
 
 
-def number(value: float, spec: str) -> str:
+def format_number(value: float, spec: str) -> str:
     """Write a number; exponents without padding (1.2e3, not 1.2e+03)."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
@@ -43,39 +43,39 @@ def number(value: float, spec: str) -> str:
     return re.sub(r"e([+-])0*(\d)", lambda m: "e" + m[1].strip("+") + m[2], written)
 
 
-def significant(value: float, spec: str = ".3g") -> str:
+def format_significant(value: float, spec: str = ".3g") -> str:
     """Keep trailing zeros, so that a column shows equally many digits: 1.20, 130, 9.00e3."""
     if spec.endswith("g"):
         sign = "+" * spec.startswith("+")
         spec = f"{sign}#{spec.removeprefix(sign)}"
-    written = number(value, spec)
+    written = format_number(value, spec)
     return re.sub(r"\.(?=e|$)", "", written)
 
 
-def plain(value: str) -> str:
+def show_controls(value: str) -> str:
     """Show control characters (terminal escapes in a model's name) instead of obeying them."""
     return visible(value)
 
 
-def pretty(label: str) -> str:
+def write_math(label: str) -> str:
     """Write norms and inequalities as mathematics does."""
     return label.replace("||", "‖").replace("<=", "≤").replace(">=", "≥")
 
 
-def standing(column: Column) -> str:
+def describe_standing(column: Column) -> str:
     """Say how far a column is proven, and where: `bound at X`; names and counts are not proven."""
     if column.format in UNMEASURED or not column.domain:
         return ""
     where = {"at X": "at X", "ball": "in the ball"}.get(column.domain, f"for {column.domain}")
-    return pretty(f"{column.status} {where}")
+    return write_math(f"{column.status} {where}")
 
 
-def footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
-    """Return a mark per column and the notes that the marks stand for.
+def list_footnotes(columns: Sequence[Column]) -> tuple[list[str], list[str]]:
+    """Return a mark for each column, and a note for each mark.
 
     Names and counts carry none; where all columns stand alike, one note speaks for all.
     """
-    stand = [standing(column) for column in columns]
+    stand = [describe_standing(column) for column in columns]
     groups = list(dict.fromkeys(s for s in stand if s))
     if len(groups) < 2:
         return [""] * len(stand), groups

@@ -51,7 +51,7 @@ CERTIFICATES: Mapping[str, str] = {
     "too loose.",
     "nodes": "Why a sample is undecided: branch and bound reached --nodes.",
     "seconds": "Why a sample is undecided: --seconds were over.",
-    "unbounded": "Why a sample is undecided: the ball is so large that a range left the numbers.",
+    "unbounded": "Why a sample is undecided: the bounds overflowed; the ball is too large.",
 }
 """Verdicts of `lipaudit certify`, and what leaves a sample undecided."""
 
@@ -157,22 +157,10 @@ WORDS: Mapping[str, str] = {
     "paired": "The change that is tested, each sample against itself: of `median` the median of "
     "the samples' changes, of `each` their geometric mean, else that of the figures; of a column "
     "of rows in a comparison, the mean over samples of the change of the median over rows.",
-    "share": "Of the change of ln ||J||, what a layer explains; shares and the rest add up to it.",
-    "swapped": "The old model with one layer of the new one, against the old model.",
-    "undone": "The new model, against itself with one layer of the old one.",
-    "linear, old": "What swapping a layer would do to first order, by the derivative of the norm "
-    "at the old model: d sigma = u^T dJ v with the leading singular vectors u and v.",
-    "linear, new": "What undoing a layer would do to first order, by the derivative at the new "
-    "model.",
-    "moved": "How far a layer's weights went: ||new - old|| / ||old||.",
-    "rest": "What no layer explains alone: what three layers or more do together; of linear "
-    "figures what first order misses.",
-    "attribution": "Which layer's change explains that of the Jacobian norm: "
-    "`lipaudit compare OLD.json NEW.json --attribute` swaps them one by one.",
-    "ln(new / old)": "The logarithm of the ratio of two norms: it adds up over layers.",
     "limits": "Between them the paired change lies, at the confidence that all rules share.",
     "95 % limits": "Between them the paired change lies with 95 % confidence, figure by figure.",
-    "rank": "Of several models: one more than models are shown to be better, sample by sample.",
+    "rank": "Of several models: 1 for the best and for those not distinguishable from it, else "
+    "the place by the figure that they are ranked by.",
     "outcome": "How a model stands against the best of several: best, not distinguishable, "
     "behind.",
     "median ||J||": "The median over samples of the norm of the model's Jacobian; in brackets its "
@@ -185,8 +173,8 @@ WORDS: Mapping[str, str] = {
     "behind": "The paired samples show that the model is worse than the best.",
     "not measured": "The model has no figure of what the others are ranked by.",
     "difference": "From the best model, sample by sample: points of an accuracy, or the median "
-    "over samples of the ratio of norms; in brackets limits, so wide that with 95 % confidence "
-    "no pair of models is told apart by chance (Holm).",
+    "over samples of the ratio of norms; in brackets 95 % limits, corrected for the number of "
+    "models that are compared with the best.",
     "fragile": "The share of attention rows in the fragile regime: see intermediate.",
     "detectable": "The smallest paired change that would have been called a regression.",
     "McNemar": "An exact test of no change of a share, by the samples that changed sides: the "
@@ -277,7 +265,13 @@ NOTES: Mapping[str, str] = {
     "reused": "A resumed run took over the finished samples of a measure.",
     "kept": "An interrupted run left finished parts: --resume goes on with them.",
     "not-kept": "Finished parts cannot be kept, so that --resume would find nothing.",
-    "labels-by-order": "The classes of the data were matched to the model's by their order.",
+    "first-output": "The model returns several tensors: the first is measured.",
+    "in-parts": "Heads or chunks of one attention that the model's code takes one by one: each is "
+    "a layer here.",
+    "input-elsewhere": "X of a layer is the input of another module than the attention's, or maps "
+    "and norms come between X and the maps of q, k and v.",
+    "labels-by-order": "The classes of the data were matched to the model's by their order: the "
+    "warning lists the whole map. Where it is wrong, rename the classes to the model's.",
     "labels-unused": "The labels of the data are not used: the model has no such classes.",
     "no-label-column": "No column of a table is called label or the like: --label-column.",
     "latin-1": "A text file was not UTF-8 and was read as Latin-1.",
@@ -288,33 +282,31 @@ NOTES: Mapping[str, str] = {
     "long-maps": "The norm of very long attention maps is given as a limit, never too small.",
     "loose-ball": "A radius is so large that the constants certified there say little.",
     "loss-of-predicted": "A sample without a label has the loss of the class it is taken for.",
-    "lower-estimates": "Norms are met from below: see within for what is proven.",
+    "lower-estimates": "Norms may be too low; `within` is the proven relative error.",
     "masked-classes": "Classes whose logit is minus infinity: they are never predicted.",
     "max-tokens": "The model takes fewer tokens than were asked for.",
-    "memory": "Fewer samples are measured at a time than usual: more would not fit (estimate).",
     "never-fails": "A figure that the gate shows and never fails.",
     "new-classifier": "The classifier is new and random: train it first.",
     "no-attention": "Blocks of a hybrid model that have no softmax attention, and so no heads.",
     "no-map": "Of shards of an audit none kept the attention map of the steepest head.",
     "no-block": "No block was found whose norm could be taken by itself.",
     "no-bound": "Some bounds cannot be given for some heads, with the reason.",
-    "no-change": "The change of the norm may be none: no shares of it are given.",
     "no-closed-form": "The exact norm of some heads is taken numerically, with the reason.",
+    "no-decision": "The model has class scores and takes no one class: multi-label, or numbers.",
     "no-derivative": "The gradient of the model is not the derivative of what it computes.",
     "one-logit": "The model has one logit: its sign decides between two classes.",
     "no-labels": "The samples have no labels, and what needs them was left out.",
-    "no-softmax": "Modules with attention that is not read: its heads are left out.",
+    "attention-unread": "Modules with attention that is not read: its heads are left out.",
     "read-as": "Which reading of the arrays the model runs on.",
     "repeated-samples": "Some samples are equal: they count once in intervals and in the gate.",
     "no-words": "Texts in which there is no word that could be changed.",
+    "whole-texts": "An attack may change so many words or characters as most of the texts have.",
     "within-rounding": "A bound lies below its norm by less than rounding explains.",
     "no-worst-case": "For some heads no worst-case tokens are known, with the reason.",
     "not-compared": "A figure of two reports cannot be compared, with the reason.",
     "not-converged": "Some norms did not meet the stop rule: they are lower estimates.",
     "not-finite": "Some values are not finite.",
     "not-measured": "A measurement of a training failed at a step, with the reason.",
-    "not-linearised": "The model has no derivative of its norm in the weights: swaps alone are "
-    "given.",
     "note": "A remark of the gate on what it compared.",
     "own-predictions": "Samples without a label: what is certified is that the prediction stays.",
     "gives-up": "Where not even four times the progress of its last steps would break a sample by "
@@ -339,8 +331,6 @@ NOTES: Mapping[str, str] = {
     "searched": "The worst case is the largest that searches found: a lower estimate.",
     "searches-apart": "Independent searches for a worst case do not agree: no exponent is given.",
     "skipped-bad": "Samples that cannot be read were left out, as --skip-bad says.",
-    "small-gap": "Two singular values are almost alike: the norm has a corner there, and what is "
-    "linearised holds for small steps only.",
     "spoils": "A warning of the report that is judged: its figures may mean little.",
     "square-beats-gradients": "Square, which sees no gradient, broke what gradient attacks did "
     "not: gradients may be masked.",
@@ -348,14 +338,91 @@ NOTES: Mapping[str, str] = {
     "stored-weights": "Weights are kept in the precision they are stored in, and lifted to that "
     "of the run where a layer reads them.",
     "structure-changed": "A layer is not, on these samples, what it was when it was surveyed.",
-    "swaps": "How many norms swapping layers takes.",
+    "unknown-tokens": "More than a third of the tokens are unknown to the tokenizer: check that "
+    "it is the model's, and that the texts are in its language and case.",
     "text-cut": "Some texts were longer than --max-tokens and were cut.",
-    "tied": "A tensor has several places in the model: it is swapped in all of them at once.",
     "time-limit": "Some proofs were cut short by --seconds: another machine may get further.",
     "too-short": "Some texts have no token at the position that was asked for.",
     "what-is-measured": "What the norms of layers and of the model in `scaling` are of.",
-    "zero-norms": "Samples of which some norm is 0 have no ratio of norms.",
     "zero-gradients": "Some samples have a gradient of exactly 0: gradient attacks cannot move "
     "them.",
 }
 """Codes of notes, which stand in brackets behind them."""
+HEADINGS: Mapping[str, str] = {
+    "What stands out": "Sentences drawn from the numbers, each with the rows that it comes from.",
+    "How to read the figures": "What the standings mean, how the samples were preprocessed, and "
+    "the versions of packages.",
+    "Samples": "The ten worst samples: broken in most balls, then by their norm.",
+    "All rows": "Every row and column of a section, as the JSON has them.",
+    "Most amplifying heads": "The heads with the largest exact norms, and every bound as a "
+    "multiple of it; all heads where they are few.",
+    "All heads": "The exact norm of every head, and every bound as a multiple of it.",
+    "Tightness over all heads": "How many times each bound lies above the exact norm: the median "
+    "of the heads, and the largest of them.",
+    "Upper bounds over the exact norm": "A point for every head and bound: no bound may lie below "
+    "the line y = x.",
+    "Exact ||J|| of every head": "A cell for every layer and head: which amplify most.",
+    "Most intermediate heads": "The heads with the largest share of rows in the fragile regime.",
+    "Strongest sinks": "Heads in which one key takes most of the attention, and its position.",
+    "Share of rows in the intermediate (fragile) regime": "A cell for every layer and head.",
+    "Largest and second largest entry of a row": "Where attention rows lie: uniform at the lower "
+    "left, one-hot at the lower right, two equal peaks on top.",
+    "Query of head": "How one query of one head attends to all keys, the mean over the samples.",
+    "Attention map of head": "Which keys each query of one head attends to, on the first sample.",
+    "g1 over the exact ||M||": "How many rows are bounded how tightly by g1; 1 is exact.",
+    "Quantiles over samples": "How the norms of the samples are distributed.",
+    "Most sensitive samples": "The samples with the largest Jacobian norms.",
+    "Norms by position": "The Jacobian norms of the output at each position of a text, over the "
+    "texts that have it.",
+    "||J|| per sample": "How many samples have a value in each bin.",
+    "Accuracy under attack": "The share of samples that withstood, by attack, norm and radius.",
+    "Robust accuracy": "What is certified lies below it, what attacks left above.",
+    "What is certified": "A bar for each ball, cut by the verdicts of its samples.",
+    "Certified over adversarial radius": "A point for each sample: on the line y = x nothing is "
+    "left open between what is proven and what attacks found.",
+    "The worst samples": "The samples that are broken in most balls, then by their norm.",
+    "Norm found as a multiple of exact": "Of every ball: how much larger a norm an ascent met "
+    "than the one at the sample, and how loose the constants are that nothing there exceeds.",
+    "On data": "Norms at the samples, cut to several lengths.",
+    "At worst-case tokens": "The largest norms that any tokens of a length have, searched for.",
+    "Worst-case tokens over the radius": "How the largest norm grows with the length of a token.",
+    "Exponent of n": "By which power of the length norms and bounds grow.",
+    "Changes and what is allowed": "Of a gate: each change that was tested, with its limits over "
+    "a band of what the rule allows.",
+    "Changes": "Changes that a gate tested, with their limits over a band of what is allowed.",
+    "Values": "Current values with absolute limits, over a band of what is allowed.",
+    "Verdicts": "Of a gate: what became of every rule.",
+}
+"""Headings of sections, tables and pictures, as far as they are always alike."""
+
+FIELDS: Mapping[str, str] = {
+    "ids": "The samples of the columns beside it, by a hash of their values and label.",
+    "affine": "A kind of head: queries, keys and values are affine in the input, which closed "
+    "forms need.",
+    "local": "A kind of head: queries, keys or values are no affine function of the input, and "
+    "bounds take their derivative at the samples.",
+    "numerical": "A kind of head: its norm is taken numerically, and it has no bounds.",
+    "one input": "In what a norm is taken: X, which queries, keys and values all read.",
+    "queries apart": "In what a norm is taken: the input of the queries and that of keys and "
+    "values, varied independently.",
+    "keys and values": "In what a norm is taken: their input, the queries being constant.",
+    "module input": "In what a norm is taken: all that the module around the layer takes.",
+    "dense": "A method: the whole Jacobian was computed, and its norm by a decomposition.",
+    "lanczos": "A method that approaches the norm from below by products with the Jacobian.",
+    "max_steps": "The most Lanczos steps that a norm may take.",
+    "logical_chunk": "So many samples share the random numbers of an attack, whatever the batch.",
+    "positions": "The Jacobian norm at every position of every text; NaN behind its end.",
+    "g1_ratio_hist": "How many rows are bounded how tightly by g1: counts of the histogram.",
+    "g1_ratio_edges": "The ends of the bins of that histogram.",
+    "p1p2_hist": "How many rows have which largest and second largest entry: counts.",
+    "p1p2_edges": "The ends of the bins of those counts.",
+    "map": "An attention map; of long sequences the means of square blocks.",
+    "row": "One row of an attention map, the mean over the samples.",
+    "row_norms": "||M|| and g1 of that row.",
+    "map_tokens": "How many queries and keys an attention map has before they are joined.",
+    "size": "Channels, height and width of the images that the model takes.",
+    "interpolation": "How images are brought to the model's size.",
+    "crop_pct": "The share of a resized image that is kept.",
+    "crop_mode": "Where the kept part of a resized image lies.",
+}
+"""Settings, arrays, methods and kinds in the JSON, and what is said of preprocessing."""

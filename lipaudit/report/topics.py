@@ -48,38 +48,45 @@ class Topic:
 
 
 @cache
-def topics() -> tuple[Topic, ...]:
+def list_topics() -> tuple[Topic, ...]:
     """Return everything that a result says, in the order of the index."""
-    return (*_measures(), *_columns(), *_statuses(), *_attacks(), *_judged(), *_glossary())
+    return (
+        *_list_measures(),
+        *_list_columns(),
+        *_list_statuses(),
+        *_list_attacks(),
+        *_list_verdicts(),
+        *_list_glossary(),
+    )
 
 
-def explained(text: str, known: Sequence[Topic]) -> list[Topic]:
+def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
     """Return the topics of a name as it is printed, [] where it is none.
 
     What is put together of several names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`)
     is explained name by name; radii and other values explain themselves.
     """
     name = LIMIT.sub("", text).strip() or text
-    whole = _named(text, known) or _named(name, known)
+    whole = _find_named(text, known) or _find_named(name, known)
     if whole:
         return whole
     first, *more = [piece.strip() for piece in PIECES.split(name)]
     bare = NUMBER.sub("", first)
-    start = _named(bare, known) if more or bare != first else []
-    rest = (t for piece in more for t in _named(piece, known) if t.name == t.title)
-    return list(dict.fromkeys([*start, *rest])) if start else _provenance(name, known)
+    start = _find_named(bare, known) if more or bare != first else []
+    rest = (t for piece in more for t in _find_named(piece, known) if t.name == t.title)
+    return list(dict.fromkeys([*start, *rest])) if start else _find_provenance(name, known)
 
 
-def _provenance(name: str, known: Sequence[Topic]) -> list[Topic]:
+def _find_provenance(name: str, known: Sequence[Topic]) -> list[Topic]:
     """Return the topics of a status and a domain as footnotes print them: `exact at X`."""
     status, _, domain = name.partition(" ")
-    pair = [_named(status, known), _named(domain, known)]
-    of_status = any(topic in pair[0] for topic in _statuses())
+    pair = [_find_named(status, known), _find_named(domain, known)]
+    of_status = any(topic in pair[0] for topic in _list_statuses())
     return [topic for topics in pair for topic in topics] if of_status and all(pair) else []
 
 
-def _named(name: str, known: Sequence[Topic]) -> list[Topic]:
-    for spelled in (str, plain):
+def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
+    for spelled in (str, strip_name):
         near = [t for t in known if spelled(name) in map(spelled, t.names)]
         if near:
             near.sort(key=lambda topic: (topic.title != name, not topic.group))
@@ -88,14 +95,14 @@ def _named(name: str, known: Sequence[Topic]) -> list[Topic]:
 
 
 @cache
-def plain(name: str) -> str:
+def strip_name(name: str) -> str:
     """Return a name without what printing adds: marks, case, spaces, hyphens, mathematics."""
-    from lipaudit.report.cells import MARKS, pretty
+    from lipaudit.report.cells import MARKS, write_math
 
-    return re.sub(rf"[\s_\-]|^--|[{MARKS}]$", "", pretty(name)).lower()
+    return re.sub(rf"[\s_\-]|^--|[{MARKS}]$", "", write_math(name)).lower()
 
 
-def _measures() -> Iterator[Topic]:
+def _list_measures() -> Iterator[Topic]:
     from lipaudit.results import measures, row_types
     from lipaudit.settings import option_types
 
@@ -108,7 +115,7 @@ def _measures() -> Iterator[Topic]:
         yield Topic("Measures and sections", section, section, f"A table: {title}.", (), (title,))
 
 
-def _columns() -> Iterator[Topic]:
+def _list_columns() -> Iterator[Topic]:
     """Yield every column, by row and by sample; bounds apart from the rest."""
     from lipaudit.results import measures, row_types
     from lipaudit.results.bounds import catalogue
@@ -117,13 +124,15 @@ def _columns() -> Iterator[Topic]:
         for name, column in row.columns().items():
             bound = section == "bounds" and name in catalogue()
             group = "Bounds" if bound else f"Columns of {section}"
-            yield _column(group, section, name, column)
+            yield _make_column_topic(group, section, name, column)
     for section, record in measures().items():
         for name, column in record.samples.items():
-            yield _column(f"Columns of {section}", section, name, column, " (per sample)")
+            yield _make_column_topic(
+                f"Columns of {section}", section, name, column, " (per sample)"
+            )
 
 
-def _column(group: str, section: str, name: str, column: Column, of: str = "") -> Topic:
+def _make_column_topic(group: str, section: str, name: str, column: Column, of: str = "") -> Topic:
     from lipaudit.report.cells import STATUS, UNMEASURED
 
     full = f"{section}.{name}"
@@ -144,7 +153,7 @@ def _column(group: str, section: str, name: str, column: Column, of: str = "") -
     )
 
 
-def _statuses() -> Iterator[Topic]:
+def _list_statuses() -> Iterator[Topic]:
     from lipaudit.report.cells import STATUS
 
     for name, meaning in STATUS.items():
@@ -153,17 +162,17 @@ def _statuses() -> Iterator[Topic]:
         )
 
 
-def _attacks() -> Iterator[Topic]:
+def _list_attacks() -> Iterator[Topic]:
     from lipaudit.attacks.kinds import RESERVED, attack_kinds
     from lipaudit.report.glossary import ATTACKS
 
     for name, kind in attack_kinds().items():
         meaning = ATTACKS.get(name, f"An attack of the package {kind.package}.")
         yield Topic("Attacks", name, name, meaning, (f"Norms: {', '.join(kind.norms)}.",))
-    yield from _listed("Attacks", {name: ATTACKS[name] for name in sorted(RESERVED)})
+    yield from _list_meanings("Attacks", {name: ATTACKS[name] for name in sorted(RESERVED)})
 
 
-def _judged() -> Iterator[Topic]:
+def _list_verdicts() -> Iterator[Topic]:
     from typing import get_args
 
     from lipaudit.gate.rules import STATS
@@ -171,29 +180,28 @@ def _judged() -> Iterator[Topic]:
     from lipaudit.report.glossary import CERTIFICATES, NORMS, STATISTICS, VERDICTS
     from lipaudit.results.trials import Norm
 
-    yield from _listed("Norms of attacks", {name: NORMS[name] for name in get_args(Norm)})
-    yield from _listed("Verdicts of certificates", CERTIFICATES)
-    yield from _listed("Statistics of rules", {name: STATISTICS[name] for name in STATS})
+    yield from _list_meanings("Norms of attacks", {name: NORMS[name] for name in get_args(Norm)})
+    yield from _list_meanings("Verdicts of certificates", CERTIFICATES)
+    yield from _list_meanings("Statistics of rules", {name: STATISTICS[name] for name in STATS})
     verdicts = {name: VERDICTS[name] for name in get_args(VerdictStatus)}
-    yield from _listed("Verdicts of the gate", verdicts)
+    yield from _list_meanings("Verdicts of the gate", verdicts)
 
 
-def _glossary() -> Iterator[Topic]:
-    from lipaudit.report.glossary import NOTES, WORDS
-    from lipaudit.report.headings import FIELDS, HEADINGS
+def _list_glossary() -> Iterator[Topic]:
+    from lipaudit.report.glossary import FIELDS, HEADINGS, NOTES, WORDS
 
-    yield from _listed("Words of pages", WORDS)
-    yield from _listed("Headings of pages", HEADINGS)
-    yield from _listed("Names in the JSON", FIELDS)
-    yield from _listed("Notes, by their code", NOTES)
+    yield from _list_meanings("Words of pages", WORDS)
+    yield from _list_meanings("Headings of pages", HEADINGS)
+    yield from _list_meanings("Names in the JSON", FIELDS)
+    yield from _list_meanings("Notes, by their code", NOTES)
 
 
-def _listed(group: str, meanings: Mapping[str, str]) -> Iterator[Topic]:
+def _list_meanings(group: str, meanings: Mapping[str, str]) -> Iterator[Topic]:
     for name, meaning in meanings.items():
         yield Topic(group, name, name, meaning)
 
 
-def option_topics(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
+def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
     """Yield the options of groups, by the command that has them, and the words that they take."""
     for owner, group in groups.items():
         said = _values(inspect.getdoc(group) or "")

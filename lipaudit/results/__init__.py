@@ -4,8 +4,6 @@ Everything a renderer or the gate must know about a column (label, unit, format,
 better, the domain on which the figure holds and how far it is proven) stands beside it here.
 """
 
-from lipaudit.results.certify import CertifyRadiusRow as CertifyRadiusRow
-from lipaudit.results.certify import CertifyRow as CertifyRow
 from lipaudit.results.columns import Array as Array
 from lipaudit.results.columns import Column as Column
 from lipaudit.results.columns import Row as Row
@@ -25,6 +23,8 @@ from lipaudit.results.rows import AttackRow as AttackRow
 from lipaudit.results.rows import AttentionRow as AttentionRow
 from lipaudit.results.rows import BallRow as BallRow
 from lipaudit.results.rows import BoundsRow as BoundsRow
+from lipaudit.results.rows import CertifyRadiusRow as CertifyRadiusRow
+from lipaudit.results.rows import CertifyRow as CertifyRow
 from lipaudit.results.rows import JacobianRow as JacobianRow
 from lipaudit.results.rows import LayerRow as LayerRow
 from lipaudit.results.rows import ScalingFitRow as ScalingFitRow

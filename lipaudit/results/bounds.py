@@ -54,7 +54,7 @@ class Bound:
         scaling: whether `lipaudit scaling` follows it over the length as well.
         function: "module:function" of a bound that is computed by itself, imported when it is
             first computed: `(heads: Heads) -> Tensor`, (batch, heads), NaN where it cannot be
-            given; see `lipaudit.theory.bounds.catalogue`. Empty for those that share their
+            given; see `lipaudit.theory.bounds.head_bounds`. Empty for those that share their
             ingredients, all of which `head_bounds` computes.
 
     Raises:

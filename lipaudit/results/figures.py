@@ -1,13 +1,65 @@
-"""Numbers out of rows, where some are missing or no numbers at all."""
+"""Numbers out of rows and arrays, where some are missing or no numbers at all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
-from lipaudit.results.columns import Row
+from lipaudit.results.columns import Array, Row
+
+SHAPES: Mapping[str, tuple[int | None, ...]] = {
+    "map": (None, None),
+    "map_tokens": (2,),
+    "row": (None,),
+    "row_norms": (2,),
+    "first_row": (None,),
+    "p1p2_hist": (None, None),
+    "positions": (None, None),
+}
+"""The shape of arrays by kind, the name before @; None is any length."""
+BESIDE = {"map": "map_tokens", "row": "row_norms"}
+"""Arrays that need another one of the same head."""
+BINNED = {"g1_ratio_hist": "g1_ratio_edges", "p1p2_hist": "p1p2_edges"}
+"""Histograms, and the edges of their bins: one more than there are bins."""
+AXES = frozenset({"map_tokens", *BINNED.values()})
+"""Arrays that say where others are drawn: all of them finite numbers."""
+
+
+def require_drawable(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Return the arrays of a section, which can be drawn.
+
+    Raises:
+        ValueError: one has another shape, lacks the array it needs, or is not finite.
+    """
+    for name, array in arrays.items():
+        kind, _, head = name.partition("@")
+        if array.data and not _has_shape(array.shape, SHAPES.get(kind)):
+            raise ValueError(f"{name} has the shape {array.shape}")
+        if kind in BESIDE and f"{BESIDE[kind]}@{head}" not in arrays:
+            raise ValueError(f"{name} without {BESIDE[kind]}@{head}")
+        if kind in AXES and not all(v is not None and math.isfinite(v) for v in array.data):
+            raise ValueError(f"{name} has values that are no numbers")
+        if kind in BINNED:
+            _require_edges(name, array, arrays.get(BINNED[kind]))
+    return arrays
+
+
+def _has_shape(shape: tuple[int, ...], known: tuple[int | None, ...] | None) -> bool:
+    if known is None:
+        return True
+    pairs = zip(shape, known, strict=False)
+    return len(shape) == len(known) and all(b in (None, a) for a, b in pairs)
+
+
+def _require_edges(name: str, counts: Array, edges: Array | None) -> None:
+    bins = counts.shape[-1] if counts.shape else 0
+    if edges is None or not edges.shape or edges.shape[-1] != bins + 1:
+        raise ValueError(f"{name} has {bins} bins, and other edges")
+    if not all(v is not None and v >= 0 for v in counts.data):
+        raise ValueError(f"{name} has counts below 0")
+
 
 R = TypeVar("R", bound=Row)
 
@@ -66,16 +118,19 @@ def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:
     (None, (0.0, 5.0), (5.0, 14.0))
     """
     numbers = sorted(finite(values))
-    count, cut, ways = len(numbers), 0, 1
-    below, most = (
-        1,
-        2**count // 40,
-    )  # of all throws of as many coins: those with cut heads or fewer
-    while below <= most:
-        cut += 1
-        ways = ways * (count - cut + 1) // cut
-        below += ways
-    return (numbers[cut - 1], numbers[-cut]) if cut else None
+    place = sign_test_place(len(numbers), 0.025)
+    return (numbers[place - 1], numbers[-place]) if place else None
+
+
+def sign_test_place(count: int, level: float) -> int:
+    """Return the largest k with P(B <= k - 1) <= level, for B ~ Binomial(count, 1/2).
+
+    The k-th smallest and the k-th largest of so many values hold the median between them, each
+    with confidence 1 - level. 0 where there are too few values.
+    """
+    from scipy.special import bdtr  # it takes half a second to import
+
+    return int((bdtr(range(count), count, 0.5) <= level).sum()) if count else 0
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:

@@ -51,7 +51,7 @@ class HeadNorms(HeadRow):
     softmax_norm_max: Float | None = column("max ||M||", "Largest ||diag(p) - p p^T|| over rows.")
     splitting_gain: Float | None = column(
         "splitting",
-        "How much ||J|| grows when tokens are duplicated.",
+        "How much ||J|| grows when tokens are duplicated (--splitting).",
         reading="Attacks that may insert copies of tokens can gain this factor on the head; 1 "
         "means that duplicating tokens does not help them.",
     )

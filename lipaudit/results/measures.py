@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from lipaudit.errors import UsageError
-from lipaudit.results.certify import CertifyRadiusRow, CertifyRow
 from lipaudit.results.columns import Column, Row
 from lipaudit.results.plugins import entries
 from lipaudit.results.rows import (
@@ -22,6 +21,8 @@ from lipaudit.results.rows import (
     AttentionRow,
     BallRow,
     BoundsRow,
+    CertifyRadiusRow,
+    CertifyRow,
     JacobianRow,
     LayerRow,
     ScalingFitRow,
@@ -73,7 +74,7 @@ def _own(name: str, kind: str, *rows: type[Row]) -> MeasureRecord:
         name=name,
         rows=rows,
         samples=SAMPLES.get(name, {}),
-        options=f"lipaudit.settings.{name}:{kind}Options",
+        options=f"lipaudit.settings.measure:{kind}Options",
         runs=f"lipaudit.measures.{name}:MEASURE",
     )
 

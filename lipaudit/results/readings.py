@@ -51,6 +51,6 @@ def norm_of(source: str, target: str) -> str:
     """Say what the norm of a Jacobian at the samples is, and what it is not."""
     return (
         f"The largest factor by which an infinitesimal change of {source} can be magnified in "
-        f"{target}, at each sample. A large change may be magnified more. It is met from below: "
-        "see within."
+        f"{target}, at each sample. A large change may be magnified more. The solver "
+        "approaches the norm from below: see within."
     )

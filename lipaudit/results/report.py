@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from lipaudit.results.arrays import require_drawable
 from lipaudit.results.columns import Array, Cell, Column, Float, Frozen, Row
+from lipaudit.results.figures import require_drawable
 from lipaudit.results.measures import row_types, sample_columns
 from lipaudit.results.samples import require_flags
 from lipaudit.results.trials import parse_column
@@ -347,14 +347,17 @@ class Report(Frozen):
 
     def __str__(self) -> str:
         """Return the scorecard, in at most 25 lines."""
-        # By name: what draws reports stands above them, and nothing else needs it from here.
-        return str(import_module("lipaudit.report").summarize(self))
+        import lipaudit  # by the public names: rendering is a layer above
+
+        return lipaudit.summarize(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """Show itself in a notebook: its page, in a frame of its own so that styles stay apart."""
-        page = import_module("lipaudit.report").render(self, "html").decode()
+        import lipaudit
+
+        page = lipaudit.render(self, "html").decode()
         return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:40em;border:0"></iframe>'
 
 

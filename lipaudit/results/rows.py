@@ -1,4 +1,4 @@
-"""The row type of every section: one line per column, and what it means."""
+"""One row type per section of a report: what each column is, and how it reads."""
 
 from __future__ import annotations
 
@@ -112,52 +112,66 @@ class BallRow(HeadRow):
     )
 
 
+OVER_ROWS = "mean over the rows (queries) of all samples, of which long texts have more"
+OVER_SAMPLES = "mean over a sample's rows, then over samples"
+
+
 class AttentionRow(HeadRow):
-    """One head: how its attention rows are distributed (means over rows and samples)."""
+    """One head: how its attention rows are distributed, and where attention goes."""
 
     section: ClassVar[str] = "attention"
     title: ClassVar[str] = "Heads: attention distributions"
     tokens: int = column("tokens", "Keys of the longest sample.", 0, format="d")
-    top1: Float | None = column("p(1)", "Largest entry of a row.")
-    top2: Float | None = column("p(2)", "Second largest entry of a row.")
+    top1: Float | None = column("p(1)", f"Largest entry of a row; {OVER_ROWS}.")
+    top2: Float | None = column("p(2)", f"Second largest entry of a row; {OVER_ROWS}.")
     g1: Float | None = column(
         "g1",
-        "p(1) (1 - p(1) + p(2)), bounds ||M||.",
+        f"p(1) (1 - p(1) + p(2)), bounds ||M||; {OVER_ROWS}.",
         better="lower",
         reading="Between 0 (one-hot, or spread over very many keys) and 1/2 (two keys share the "
         "row). The Jacobian of the softmax has norm at most g1, and nearly that.",
     )
-    g1_max: Float | None = column("g1 max", "Largest g1.")
-    softmax_norm: Float | None = column("||M||", "||diag(p) - p p^T||.", better="lower")
-    softmax_norm_max: Float | None = column("||M|| max", "Largest ||diag(p) - p p^T||.")
-    g1_ratio: Float | None = column("g1/||M||", "How tight g1 is (1 is exact).")
+    g1_max: Float | None = column("g1 max", "Largest g1 of any row of any sample.")
+    softmax_norm: Float | None = column(
+        "||M||", f"||diag(p) - p p^T|| of a row; {OVER_ROWS}.", better="lower"
+    )
+    softmax_norm_max: Float | None = column("||M|| max", "Largest ||M|| of any row of any sample.")
+    g1_ratio: Float | None = column("g1/||M||", f"How tight g1 is (1 is exact); {OVER_ROWS}.")
     gk_ratio: Float | None = column(
         "g1/gk",
-        "g1 / g_k.",
+        f"g1 / g_k; {OVER_ROWS}.",
         reading="How much of g1 is left when the k largest keys have equal weights; what JaSMin "
         "with k > 1 pushes towards 1.",
     )
-    entropy: Float | None = column("entropy", "Shannon entropy.", unit="nat")
-    entropy_normalized: Float | None = column("entropy/log n", "Entropy over its largest value.")
+    entropy: Float | None = column(
+        "entropy", f"Shannon entropy of a row; {OVER_ROWS}.", unit="nat"
+    )
+    entropy_normalized: Float | None = column(
+        "entropy/log n", f"Entropy over its largest value; {OVER_ROWS}."
+    )
     support: Float | None = column(
         "support",
-        "exp(entropy), the effective number of keys.",
+        f"exp(entropy), the effective number of keys; {OVER_ROWS}.",
         reading="Over how many keys the row would spread if all had the same weight.",
     )
-    sink_first: Float | None = column("sink first", "Mass on the first key.")
+    sink_first: Float | None = column(
+        "sink first", f"Share of attention on the first key; {OVER_SAMPLES}."
+    )
     sink_max: Float | None = column(
         "sink max",
-        "Mass on the most attended key.",
+        f"Share of attention on a sample's most attended key; {OVER_SAMPLES}.",
         reading="Attention mass that all queries together put on one key. Sinks are normal in "
         "language models; a change of the sink token reaches every other one.",
     )
-    sink_token: int | None = column("sink at", "Position of the most attended key.", format="d")
+    sink_token: int | None = column(
+        "sink at", "Position of the most attended key, in most samples.", format="d"
+    )
     uniform: Float | None = column(
-        "uniform", "Share of rows in the uniform-like regime.", format=".1%"
+        "uniform", "Share of the rows of all samples in the uniform-like regime.", format=".1%"
     )
     intermediate: Float | None = column(
         "intermediate",
-        "Share of rows in the fragile regime, g1 > gamma.",
+        "Share of the rows of all samples in the fragile regime, g1 > gamma.",
         better="lower",
         format=".1%",
         reading="Rows that are neither near uniform nor near one-hot: small changes of the logits "
@@ -165,10 +179,14 @@ class AttentionRow(HeadRow):
         "vulnerability.",
     )
     categorical: Float | None = column(
-        "categorical", "Share of rows close to one-hot.", format=".1%"
+        "categorical", "Share of the rows of all samples close to one-hot.", format=".1%"
     )
-    short_rows: int = column("short rows", "Rows with fewer than 3 keys, left out.", 0, format="d")
-    p_norm: Float | None = column("||P||", "Spectral norm of the attention matrix.")
+    short_rows: int = column(
+        "short rows", "Rows with fewer than 3 keys: no share counts them.", 0, format="d"
+    )
+    p_norm: Float | None = column(
+        "||P||", "Spectral norm of a sample's attention matrix; mean over samples."
+    )
 
 
 class JacobianRow(Row):
@@ -340,4 +358,94 @@ class ScalingSplitRow(HeadRow):
     )
     split: Float | None = column(
         "split", "The same with every token duplicated first.", status="empirical"
+    )
+
+
+class CertifyRow(Row):
+    """One ball around every sample: certified accuracy beside accuracy under attack."""
+
+    section: ClassVar[str] = "certify"
+    title: ClassVar[str] = "Certificates"
+    norm: str = column("norm", "Of the ball.", ..., format="s")
+    eps: Float = column(
+        "eps", "Radius, of pixels in [0, 1] or of token embeddings.", ..., format=".4g", domain=""
+    )
+    eps_text: str = column("eps", "The radius as it was typed.", "", format="s")
+    samples: int = column("samples", "Number of samples.", 0, format="d")
+    clean: Float | None = column(
+        "clean", "Accuracy without attack.", format=".1%", better="higher", status="empirical"
+    )
+    robust: Float | None = column(
+        "robust",
+        "Accuracy under attack.",
+        format=".1%",
+        better="higher",
+        status="empirical",
+        domain="ball",
+        reading=readings.ROBUST,
+    )
+    robust_low: Float | None = wilson_limit("low")
+    robust_high: Float | None = wilson_limit("high")
+    certified: Float | None = column(
+        "certified",
+        "Share of samples that are classified rightly on their whole ball, proven.",
+        format=".1%",
+        better="higher",
+        status="certified",
+        domain="ball",
+        reading=readings.CERTIFIED,
+    )
+    certified_low: Float | None = wilson_limit("low")
+    certified_high: Float | None = wilson_limit("high")
+    undecided: int = column("undecided", "Samples neither broken nor certified.", 0, format="d")
+    order: int = column(
+        "order", "1: affine in the input, 2: quadratic, tighter and dearer.", 1, format="d"
+    )
+    nodes: int | None = column("nodes", "Parts that branch and bound looked at.", format="d")
+    seconds: Float | None = column(
+        "seconds", "Wall time of certificates.", format=".1f", unit="s", domain=""
+    )
+
+    @property
+    def key(self) -> TrialKey:
+        """Its ball."""
+        return TrialKey("", self.norm, parse_radius(self.eps_text or f"{self.eps:.4g}"))
+
+
+class CertifyRadiusRow(Row):
+    """The largest certified radius of the samples, beside the smallest adversarial one found."""
+
+    section: ClassVar[str] = "certify.radius"
+    title: ClassVar[str] = "Certified radii"
+    norm: str = column("norm", "Of the ball.", ..., format="s")
+    samples: int = column("samples", "Samples that are classified rightly.", 0, format="d")
+    radius: Float | None = column(
+        "certified", "Median certified radius.", better="higher", status="certified", domain="ball"
+    )
+    radius_adversarial: Float | None = column(
+        "adversarial",
+        "Median of the smallest adversarial radii found.",
+        better="higher",
+        status="empirical",
+        domain="ball",
+    )
+    ratio: Float | None = column(
+        "ratio",
+        "Median of certified over adversarial radius, sample by sample.",
+        better="higher",
+        status="empirical",
+        domain="ball",
+        reading="How much of the way to the nearest adversarial example that was found is proven "
+        "to be free of any. 1 would leave nothing open; what is open may be the proof's weakness "
+        "or the attack's.",
+    )
+    smallest: Float | None = column(
+        "smallest", "Smallest certified radius.", status="certified", domain="ball"
+    )
+    largest: Float | None = column(
+        "largest", "Largest certified radius.", status="certified", domain="ball"
+    )
+    passes: int | None = column("passes", "Balls that were tried.", format="d")
+    seconds: Float | None = column(
+        "seconds", "Wall time of certificates.", format=".1f", unit="s", domain=""
     )

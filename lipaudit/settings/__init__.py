@@ -3,18 +3,18 @@
 from functools import cache
 
 from lipaudit.results import measures
-from lipaudit.settings.attack import AttackOptions as AttackOptions
-from lipaudit.settings.attention import AttentionOptions as AttentionOptions
 from lipaudit.settings.audit import AuditOptions as AuditOptions
-from lipaudit.settings.bounds import BoundsOptions as BoundsOptions
-from lipaudit.settings.certify import CertifyOptions as CertifyOptions
-from lipaudit.settings.jacobian import JacobianOptions as JacobianOptions
+from lipaudit.settings.measure import AttackOptions as AttackOptions
+from lipaudit.settings.measure import AttentionOptions as AttentionOptions
+from lipaudit.settings.measure import BoundsOptions as BoundsOptions
+from lipaudit.settings.measure import CertifyOptions as CertifyOptions
+from lipaudit.settings.measure import JacobianOptions as JacobianOptions
 from lipaudit.settings.measure import MeasureOptions as MeasureOptions
+from lipaudit.settings.measure import ScalingOptions as ScalingOptions
 from lipaudit.settings.option import Settings as Settings
 from lipaudit.settings.option import option as option
 from lipaudit.settings.recipe import Recipe as Recipe
 from lipaudit.settings.run import RunOptions as RunOptions
-from lipaudit.settings.scaling import ScalingOptions as ScalingOptions
 
 
 @cache

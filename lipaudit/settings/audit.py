@@ -10,15 +10,18 @@ from pydantic import field_validator, model_validator
 
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.results import measures
-from lipaudit.settings.attack import AttackOptions
-from lipaudit.settings.attention import AttentionOptions
-from lipaudit.settings.bounds import BoundsOptions
-from lipaudit.settings.certify import BallNorm, CertifyOptions
-from lipaudit.settings.jacobian import JacobianOptions
-from lipaudit.settings.measure import MeasureOptions
+from lipaudit.settings.measure import (
+    AttackOptions,
+    AttentionOptions,
+    BallNorm,
+    BoundsOptions,
+    CertifyOptions,
+    JacobianOptions,
+    MeasureOptions,
+)
 from lipaudit.settings.option import Need, Settings, option
 from lipaudit.settings.parsing import Names
-from lipaudit.theory.accuracy import NODES
+from lipaudit.theory.policy import NODES
 
 QUICK_SAMPLES = {"attention": 16, "bounds": 8, "jacobian": 64, "attack": 64, "certify": 4}
 FULL_SAMPLES = {"attention": 128, "bounds": 32, "jacobian": 256, "attack": 512, "certify": 32}
@@ -57,9 +60,7 @@ class AuditOptions(Settings):
     eps: str | None = _of_attack("eps", f" Default: {EPS}, of a demo {DEMO_EPS}.")
     attack: str | None = _of_attack("attack")
     norm: str | None = _of_attack("norm")
-    run_dir: Path | None = option(
-        None, "Where report.json and report.html go; of watch the history."
-    )
+    run_dir: Path | None = option(None, "Where the reports go.")
 
     @field_validator("only", "skip")
     @classmethod

@@ -221,12 +221,12 @@ def distinct(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def _parsed(read: Callable[[str], Any]) -> BeforeValidator:
+def _read_with(read: Callable[[str], Any]) -> BeforeValidator:
     """Read text, and leave what has its type already."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
-def _listed(text: str) -> tuple[str, ...]:
+def _split_list(text: str) -> tuple[str, ...]:
     return tuple(distinct([piece.strip() for piece in text.split(",") if piece.strip()]))
 
 
@@ -257,24 +257,24 @@ def _layers(value: Any) -> Any:
     return (value,) if isinstance(value, int) else value
 
 
-def _counted(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def _order_layers(layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Put layers in order, each once, as `read_layers` does."""
     if layers is not None and (not layers or min(layers) < 0):
         raise ValueError("layers are counted from 0, and one is the least")
     return None if layers is None else tuple(sorted(set(layers)))
 
 
-Layers = Annotated[tuple[int, ...] | None, BeforeValidator(_layers), AfterValidator(_counted)]
-Lengths = Annotated[tuple[int, ...], _parsed(read_lengths)]
-listed = _parsed(_listed)
+Layers = Annotated[tuple[int, ...] | None, BeforeValidator(_layers), AfterValidator(_order_layers)]
+Lengths = Annotated[tuple[int, ...], _read_with(read_lengths)]
+listed = _read_with(_split_list)
 """Reads a comma-separated list."""
 Names = Annotated[tuple[str, ...] | None, listed]
-Numbers = Annotated[tuple[float, ...] | None, _parsed(read_numbers)]
-Keywords = Annotated[Mapping[str, Any] | None, _parsed(read_keywords)]
-Size = Annotated[int | None, _parsed(read_size)]
-Duration = Annotated[float | None, _parsed(read_duration), AfterValidator(_lasting)]
+Numbers = Annotated[tuple[float, ...] | None, _read_with(read_numbers)]
+Keywords = Annotated[Mapping[str, Any] | None, _read_with(read_keywords)]
+Size = Annotated[int | None, _read_with(read_size)]
+Duration = Annotated[float | None, _read_with(read_duration), AfterValidator(_lasting)]
 """Seconds."""
-ShardNumber = Annotated[tuple[int, int] | None, _parsed(read_shard)]
+ShardNumber = Annotated[tuple[int, int] | None, _read_with(read_shard)]
 Sizes = Annotated[tuple[int, ...] | None, BeforeValidator(_sizes), AfterValidator(_is_shape)]
 OneRadius = Annotated[
     Radius, BeforeValidator(_radius), PlainSerializer(lambda radius: radius.text)

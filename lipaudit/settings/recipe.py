@@ -6,16 +6,12 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from lipaudit.settings.option import Need, Settings, needs, option
+from lipaudit.settings.option import Settings, needs, option
 from lipaudit.settings.parsing import OneRadius
 
 PENALTY, ADVERSARIAL = "Penalty", "Adversarial training"
 DESCENT, IMAGES = "Optimization", "Augmentation of images"
 JASMIN, ATTACKED = needs("penalty", "jasmin"), needs("adversarial", "pgd")
-CERTIFIED = needs("penalty", "certified")
-BALL = Need(
-    f"{ATTACKED.text} or {CERTIFIED.text}", lambda r: ATTACKED.holds(r) or CERTIFIED.holds(r)
-)
 
 
 class Recipe(Settings):
@@ -30,8 +26,8 @@ class Recipe(Settings):
         seed: of everything random.
     """
 
-    penalty: Literal["jasmin", "specformer", "certified"] | None = option(
-        None, "jasmin, specformer or certified; none if not given.", panel=PENALTY
+    penalty: Literal["jasmin", "specformer"] | None = option(
+        None, "jasmin or specformer; none if not given.", panel=PENALTY
     )
     k: int = option(0, "Of JaSMin: 0, or more than 1.", panel=PENALTY, need=JASMIN, ge=0)
     weight: float = option(
@@ -40,22 +36,14 @@ class Recipe(Settings):
     reduction: Literal["max", "mean"] = option(
         "mean", "Of JaSMin over rows: mean or max.", panel=PENALTY, need=JASMIN
     )
-    ramp: float = option(
-        0.5,
-        "Of certified: share of the steps in which its radius grows from 0 to eps.",
-        panel=PENALTY,
-        need=CERTIFIED,
-        ge=0,
-        le=1,
-    )
     adversarial: Literal["pgd"] | None = option(
         None, "pgd: train on adversarial examples.", panel=ADVERSARIAL
     )
     eps: OneRadius = option(
         "2/255",
-        "L-inf radius of the examples, or of certified, in pixels of [0, 1].",
+        "L-inf radius of the examples, in pixels of [0, 1].",
         panel=ADVERSARIAL,
-        need=BALL,
+        need=ATTACKED,
     )
     steps: int = option(5, "Their PGD steps.", panel=ADVERSARIAL, need=ATTACKED, ge=1)
     epochs: int = option(40, "Passes over the data.", panel=DESCENT, ge=1)

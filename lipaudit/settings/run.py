@@ -115,7 +115,7 @@ class RunOptions(Settings):
     )
     batch_size: Size = option(
         None,
-        "auto (what a measure usually takes, as far as it fits), or samples at a time.",
+        "auto (what a measure usually takes; halved where memory runs out), or samples at a time.",
         panel=RUN,
         usual="auto",
     )

@@ -14,7 +14,7 @@ sums of one product have together. In exact arithmetic, with ||W||_F for ||Phi||
 
 at most in norm; sums of products are off by gamma times that. c_ij itself is off by gamma times
 d_ij = 2 P_ij max ||v||, for v_j - o_i may cancel, and in the largest entry of a row, at key a, by
-gamma times 2 (1 - P_ia) max ||v||: see `anchored`. So J^T u is off by at most
+gamma times 2 (1 - P_ia) max ||v||: see `anchor_outputs`. So J^T u is off by at most
 
     E = gamma (T(c) + T(d)) ||u||,
 
@@ -29,9 +29,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.centred import local_map, projections
-from lipaudit.theory.exact.attend import anchored
-from lipaudit.theory.exact.pairs import largest_gradients
+from lipaudit.theory.bounds.affine import local_map, projections
+from lipaudit.theory.exact.attend import anchor_outputs, largest_gradients
 from lipaudit.theory.heads import Heads, Projection
 
 _PLAIN = "donot_use_mm_for_euclid_dist"  # products would cost distances half of their digits
@@ -121,7 +120,7 @@ def _parts(heads: Heads) -> tuple[Tensor, Tensor]:
     squares, most = torch.zeros(2, 2, *heads.q.shape[:2]).to(heads.q)
     for i, j in heads.row_blocks():
         p = heads.rows(i, j)
-        rows = anchored(p, heads.v, None if sink is None else sink[:, :, i:j])
+        rows = anchor_outputs(p, heads.v, None if sink is None else sink[:, :, i:j])
         true = p * torch.cdist(rows.o, heads.v, compute_mode=_PLAIN)
         true = true.scatter(-1, rows.key, torch.linalg.vector_norm(rows.c, dim=-1, keepdim=True))
         lost = 2 * longest[..., None, None] * p.scatter(-1, rows.key, rows.share)

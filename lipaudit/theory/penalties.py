@@ -63,14 +63,14 @@ def jasmin_rows(
         (tensor([ -0.6931, -13.8155]), tensor([ True, False]))
     """
     p = p.float() if p.dtype in (torch.float16, torch.bfloat16) else p
-    return jasmin_of_largest(p.topk(needed(p.shape[-1], k)).values, k)
+    return jasmin_of_largest(p.topk(count_entries(p.shape[-1], k)).values, k)
 
 
-def needed(keys: int, k: int) -> int:
+def count_entries(keys: int, k: int) -> int:
     """Return how many of the largest entries of a row the penalty depends on.
 
     Examples:
-        >>> needed(200, 0), needed(200, 10), needed(7, 10)
+        >>> count_entries(200, 0), count_entries(200, 10), count_entries(7, 10)
         (2, 11, 7)
     """
     return min(keys, max(2, k + 1))

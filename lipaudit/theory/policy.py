@@ -1,9 +1,18 @@
-"""How a computation is cut up and rounded, in one place: what it costs, never what it proves."""
+"""How exactly norms are computed by default, and how a computation is cut up and rounded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+TOL = 1e-4
+"""Relative accuracy of a norm, estimated."""
+WITHIN = 0.03
+"""How far the probabilistic limit may lie above a norm: what is proven."""
+LAYER_WITHIN = 0.2
+"""The same of the norm of a whole layer, where a product costs as much as the layer."""
+NODES = 60_000
+"""Parts of a ball that branch and bound looks at."""
 
 
 @dataclass(frozen=True)

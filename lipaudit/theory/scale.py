@@ -1,4 +1,4 @@
-"""Heads whose values are of size one, and their sizes apart.
+"""Scales: powers of two, and heads with values of size one beside the sizes of the values.
 
 The Jacobian of a head and every bound of it are homogeneous in W_V, and depend on the size of
 nothing else. A head that weight decay has shrunk to 1e-20 has squares that single precision takes
@@ -8,6 +8,7 @@ change no digit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,43 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipaudit.theory.heads import Heads, Projection
-from lipaudit.theory.powers import powers_of_two, shifted
+
+
+def powers_of_two(exponent: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return 2^exponent without rounding (`torch.ldexp` goes by way of float32), on the CPU.
+
+    >>> powers_of_two(torch.tensor([1, -2]))
+    tensor([2.0000, 0.2500], dtype=torch.float64)
+    """
+    powers = [math.ldexp(1.0, k) for k in exponent.flatten().tolist()]
+    return torch.tensor(powers, dtype=torch.float64).view(exponent.shape)
+
+
+def shift_exponent(
+    t: Float[Tensor, "*shape"], exponent: Int[Tensor, "*#shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return t 2^exponent, exact while t can hold it: in two steps, for 2^exponent may be out.
+
+    >>> shift_exponent(torch.tensor([3.0, 2.0**-140]), torch.tensor([1, 139]))
+    tensor([6.0000, 0.5000])
+    """
+    exponent = exponent.cpu()
+    half = exponent // 2
+    first, second = powers_of_two(torch.stack([half, exponent - half])).to(t)
+    return t * first * second
+
+
+def times_power(
+    z: Float[Tensor, "problems ..."], exponent: Int[Tensor, " problems"]
+) -> Float[Tensor, "problems ..."]:
+    """Return z 2^exponent, an exponent for each problem.
+
+    >>> times_power(torch.tensor([[3.0], [3.0]]), torch.tensor([1, -2]))
+    tensor([[6.0000],
+            [0.7500]])
+    """
+    return shift_exponent(z, exponent.view(-1, *[1] * (z.ndim - 1)))
+
 
 _SWAMPED = 16
 """Times the values that their bias may be: it drops out of J, but it costs them their digits.
@@ -38,17 +75,17 @@ def unit_values(heads: Heads) -> tuple[Heads, Float[Tensor, " heads"]]:
     to_v = heads.to_v
     if to_v is None:
         exponents = _exponents(heads.v.abs().amax((0, 2, 3)))
-        v = shifted(heads.v, -exponents[:, None, None])
+        v = shift_exponent(heads.v, -exponents[:, None, None])
         return heads.with_same_map(v=v), powers_of_two(exponents)
     # An expanded weight stays one: heads that are normalised together share it.
     weight = to_v.weight[:1] if to_v.weight.stride(0) == 0 else to_v.weight
     own = _exponents(weight.abs().amax((1, 2)))
-    weight = shifted(weight, -own[:, None, None]).expand_as(to_v.weight)
-    bias = None if to_v.bias is None else shifted(to_v.bias, -own[:, None])
+    weight = shift_exponent(weight, -own[:, None, None]).expand_as(to_v.weight)
+    bias = None if to_v.bias is None else shift_exponent(to_v.bias, -own[:, None])
     unit, exponents = replace(to_v, weight=weight, bias=bias), own.expand(len(to_v.weight))
     if to_v.local is not None:
         behind = _exponents(to_v.local.abs().amax((0, 2, 3, 4)))
-        unit = replace(unit, local=shifted(to_v.local, -behind[:, None, None, None]))
+        unit = replace(unit, local=shift_exponent(to_v.local, -behind[:, None, None, None]))
         exponents = exponents + behind
     v = _values(heads, unit, exponents)
     return heads.with_same_map(v=v, to_v=unit), powers_of_two(exponents)
@@ -61,12 +98,12 @@ def unit_matrices(stack: Float[Tensor, "heads n m"]) -> tuple[Float[Tensor, "hea
     16.0
     """
     exponent = _exponents(stack.abs().amax())
-    return shifted(stack, -exponent), 2.0 ** int(exponent)
+    return shift_exponent(stack, -exponent), 2.0 ** int(exponent)
 
 
 def _values(heads: Heads, unit: Projection, exponents: Tensor) -> Tensor:
     """Return v / c; without their bias, by X W_V again, where it is most of affine values."""
-    v = shifted(heads.v, -exponents[:, None, None])
+    v = shift_exponent(heads.v, -exponents[:, None, None])
     if unit.local is not None or unit.bias is None or heads.sink is not None:
         return v
     bias = unit.bias[:, None]

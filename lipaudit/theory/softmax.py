@@ -61,7 +61,7 @@ def softmax_norm(p: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
         >>> softmax_norm(p)
         tensor([0.3344, 0.0000], dtype=torch.float64)
     """
-    return _secular_root(_ordered(p))
+    return _secular_root(_sort_rows(p))
 
 
 def row_maxima(
@@ -76,7 +76,7 @@ def row_maxima(
         >>> row_maxima(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.5, 0.0]], dtype=torch.float64))
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
-    rows = _ordered(_strongest(p))
+    rows = _sort_rows(_strongest(p))
     g1 = rows.g1
     # Rounding is monotone: no row's g_1 falls below its own p_(1) (1 - p_(1)), nor, by its last
     # step, below p_(2). So the row that attains `lower` is left, on ties too.
@@ -134,7 +134,7 @@ def regimes(p: Float[Tensor, "*rows n"], gamma: float = 0.1) -> Int[Tensor, "*ro
         >>> regimes(torch.eye(4) * 0.96 + 0.01).unique() == CATEGORICAL
         tensor([True])
     """
-    rows = _ordered(p)
+    rows = _sort_rows(p)
     return _regimes(rows.first, rows.g1, rows.keys, gamma)
 
 
@@ -185,7 +185,7 @@ def profile_rows(
         >>> profile_rows(torch.tensor([[0.5, 0.25, 0.25]]), k=2).gk
         tensor([0.2500])
     """
-    rows = _ordered(p, k)
+    rows = _sort_rows(p, k)
     kth, following = rows.p[..., -k], rows.p[..., -k - 1]
     norm = _secular_root(rows)
     keys = rows.keys if keys is None else keys
@@ -274,7 +274,7 @@ class _Ordered(NamedTuple):
         return self.p.shape[-1] - torch.searchsorted(self.p, zero, right=True)[..., 0]
 
 
-def _ordered(p: Tensor, k: int = 1) -> _Ordered:
+def _sort_rows(p: Tensor, k: int = 1) -> _Ordered:
     """Sort rows, filled up with zeros to more than k entries."""
     p = p if p.shape[-1] > k else F.pad(p, (0, k + 1 - p.shape[-1]))
     if p.device.type == "cpu":  # NumPy's vectorised sort takes a fifth of the time of topk

@@ -1,35 +1,36 @@
-"""The training loop: an epoch at a time, each with all that is needed to go on from there."""
+"""The training loop: an epoch at a time, each with all that is needed to go on from there.
+
+The augmentation of images and the optimizers of its recipes stand below the loop.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from lipaudit.attacks.balls import Ball, random_start
 from lipaudit.attacks.pgd import pgd, usual_step
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.lifting import held
+from lipaudit.models.lifting import has_lifted_weights
 from lipaudit.models.net import Net
-from lipaudit.models.precision import seeded
+from lipaudit.models.precision import seed_device
 from lipaudit.settings.recipe import Recipe
-from lipaudit.train.augment import Mix, flipped, mixing, translated
-from lipaudit.train.descent import batched, optimizer_of, schedule_of
-from lipaudit.train.penalty import SpecformerPenalty, attention_penalty, certified_loss
-from lipaudit.train.replicas import ALONE, Objective, Replica
+from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 
 LOOK = 32
 """Steps between two looks at the losses: an accelerator works on while nobody looks."""
+
+Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 CheckpointState = dict[str, Any]
 """What a checkpoint holds: tensors, numbers, strings, and lists and dictionaries of them."""
@@ -63,13 +64,11 @@ def train(
     *,
     held_out: Batch | None = None,
     state: Mapping[str, Any] | None = None,
-    replica: Replica = ALONE,
 ) -> Iterator[Epoch]:
     """Fine-tune a classifier in place, and yield after every epoch.
 
     Runs with the same recipe, data and start repeat to the last bit on a CPU, also when they are
-    cut in two by way of `state`. The caller's random state is left alone. Several processes take
-    the steps of one, each on its part of every batch: what is random is drawn for the whole.
+    cut in two by way of `state`. The caller's random state is left alone.
 
     Args:
         net: the model; its module is trained, and put back in eval mode with frozen parameters.
@@ -77,7 +76,6 @@ def train(
         recipe: how.
         held_out: samples to measure the accuracy on.
         state: of an earlier epoch, to go on from.
-        replica: which of several processes this is; all of them have the same arguments.
 
     Raises:
         UsageError: the samples have no labels, or the recipe does not fit the model.
@@ -87,14 +85,14 @@ def train(
     _require_labels(net, data, "the data")
     if held_out is not None:
         _require_labels(net, held_out, "the held-out data")
-    with _trainable(net.module):
-        run = _Training.start(net, data, recipe, replica)
+    with _make_trainable(net.module):
+        run = _Training.start(net, data, recipe)
         first = run.restore(state) if state is not None else 0
         for number in range(first, recipe.epochs):
-            with _seeded(recipe.seed, number, net.device, replica.stream):
+            with _seed_epoch(recipe.seed, number, net.device):
                 loss, penalty = run.epoch(data)
             share = (
-                None if held_out is None else accuracy(net, held_out, recipe.batch_size, replica)
+                None if held_out is None else measure_accuracy(net, held_out, recipe.batch_size)
             )
             lr = float(run.optimizer.param_groups[0]["lr"])
             yield Epoch(number + 1, loss, penalty, share, lr, run.state(number + 1))
@@ -111,34 +109,26 @@ class _Training:
     mix: Mix
     rng: torch.Generator
     weights: SpecformerPenalty | None
-    steps: int
-    replica: Replica
 
     @classmethod
-    def start(cls, net: Net, data: Batch, recipe: Recipe, replica: Replica = ALONE) -> _Training:
-        steps = recipe.epochs * len(batched(torch.arange(len(data)), recipe.batch_size))
-        optimizer = optimizer_of(net.module, recipe)
-        whole = recipe.adversarial is not None or recipe.penalty == "certified"
-        mixes = net.kind == "image" and not whole
-        mix = mixing(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
+    def start(cls, net: Net, data: Batch, recipe: Recipe) -> _Training:
+        steps = recipe.epochs * len(split_batches(torch.arange(len(data)), recipe.batch_size))
+        optimizer = make_optimizer(net.module, recipe)
+        mixes = net.kind == "image" and recipe.adversarial is None
+        mix = make_mix(mixes * recipe.mixup, mixes * recipe.cutmix, net.classes or 0)
         rng = torch.Generator().manual_seed(recipe.seed)
         weights = None
         if recipe.penalty == "specformer":
             weights = SpecformerPenalty(net, data[:2].to(net.device, net.dtype))
-        schedule = schedule_of(optimizer, recipe, steps)
-        return cls(net, recipe, optimizer, schedule, mix, rng, weights, steps, replica)
-
-    @cached_property
-    def objective(self) -> Objective:
-        """What a step descends, with gradients that are those of the whole batch."""
-        return self.replica.synchronised(self.net.module, self.value)
+        schedule = make_schedule(optimizer, recipe, steps)
+        return cls(net, recipe, optimizer, schedule, mix, rng, weights)
 
     def state(self, epochs: int) -> CheckpointState:
         # Copies: the next epoch changes the tensors in place.
         return {
-            "model": _copied(self.net.module.state_dict()),
-            "optimizer": _copied(self.optimizer.state_dict()),
-            "schedule": _copied(self.schedule.state_dict()),
+            "model": _copy(self.net.module.state_dict()),
+            "optimizer": _copy(self.optimizer.state_dict()),
+            "schedule": _copy(self.schedule.state_dict()),
             "rng": self.rng.get_state(),
             "vectors": [] if self.weights is None else list(self.weights.vectors),
             "epochs": epochs,
@@ -158,12 +148,12 @@ class _Training:
         self.net.module.train()
         sums, losses = np.zeros(2), []
         order = torch.randperm(len(data), generator=self.rng)
-        batches = batched(order, self.recipe.batch_size)
+        batches = split_batches(order, self.recipe.batch_size)
         for number, index in enumerate(batches, 1):
             batch = data.rows(index).to(self.net.device, self.net.dtype)
             losses.append(self.step(batch))
             if number % LOOK == 0 or number == len(batches):
-                sums = np.sum([sums, *_lost(losses, self.replica)], axis=0)
+                sums = np.sum([sums, *_sum_losses(losses)], axis=0)
                 losses.clear()
         self.net.module.eval()
         loss, penalty = sums / len(data)
@@ -184,26 +174,22 @@ class _Training:
     def step(self, batch: Batch) -> tuple[int, Tensor]:
         """Take one step; return of how many samples, and their loss and penalty, (2,).
 
-        It does not wait for them. Where others step along, the samples are a part of the batch.
+        It does not wait for them.
         """
-        part = self.replica.part(len(batch))
-        batch = replace(batch, x=self.changed(batch))
-        x, target = self.mix(batch.x, _labels(batch))
+        batch = replace(batch, x=self.augment(batch))
+        x, target = self.mix(batch.x, _read_labels(batch))
         if self.recipe.adversarial:
-            x = self.attacked(batch.x, _labels(batch), part.rows)
-        else:
-            x = x[part.rows]
+            x = self.attack(batch.x, _read_labels(batch))
         self.optimizer.zero_grad()
-        with self.replica.drawing(part):
-            total, losses = self.objective(x, target[part.rows], batch[part.rows])
-            torch.autograd.backward(part.factor * total)
+        total, losses = self.compute_loss(x, target, batch)
+        torch.autograd.backward(total)
         if self.recipe.clip:
             nn.utils.clip_grad_norm_(self.net.module.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.schedule.step()
-        return part.samples, losses
+        return len(batch), losses
 
-    def value(self, x: Tensor, target: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def compute_loss(self, x: Tensor, target: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of loss and penalty, and both, (2,), without a gradient.
 
         Args:
@@ -211,60 +197,51 @@ class _Training:
             target: their labels, or shares of the classes.
             batch: the samples themselves.
         """
-        with self.watched(batch) as penalty:
+        with self.observe_penalty(batch) as penalty:
             logits = self.net.read(self.net.call(x, batch.mask))
         loss, extra = F.cross_entropy(logits, target), penalty()
         both = torch.stack([loss.detach(), extra.detach().to(loss)])
         return loss + self.recipe.weight * extra, both
 
-    def changed(self, batch: Batch) -> Tensor:
+    def augment(self, batch: Batch) -> Tensor:
         """Return the samples, shifted and flipped as the recipe says."""
         x = batch.x
         if self.net.kind != "image":
             return x
-        x = translated(x, self.recipe.shift, self.rng) if self.recipe.shift else x
-        return flipped(x, self.rng) if self.recipe.flip else x
+        x = shift_images(x, self.recipe.shift, self.rng) if self.recipe.shift else x
+        return flip_images(x, self.rng) if self.recipe.flip else x
 
-    def attacked(self, x: Tensor, y: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Return adversarial examples of some rows for the model as it is used: in eval mode."""
+    def attack(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return adversarial examples for the model as it is used: in eval mode."""
         net, steps = self.net, self.recipe.steps
         ball = Ball("linf", float(self.recipe.eps), net.box)
-        start = random_start(x, ball, self.rng)[rows]
-        with _evaluated(net.module):
+        start = random_start(x, ball, self.rng)
+        with _use_eval_mode(net.module):
             return pgd(
                 lambda z: net.read(net.call(z, None)),
-                x[rows],
-                y[rows],
+                x,
+                y,
                 ball,
                 start=start,
                 steps=steps,
                 step_size=usual_step(ball.eps, steps),
             )
 
-    def watched(self, batch: Batch) -> AbstractContextManager[Callable[[], Tensor]]:
+    def observe_penalty(self, batch: Batch) -> AbstractContextManager[Callable[[], Tensor]]:
         """Read the penalty of the forward pass in the block."""
         if self.weights is not None:
             return nullcontext(self.weights)
         if self.recipe.penalty is None:
             return nullcontext(lambda: torch.zeros((), device=self.net.device))
-        if self.recipe.penalty == "certified":
-            return nullcontext(lambda: self.certified(batch))
         return attention_penalty(
             self.net.module, k=self.recipe.k, reduction=self.recipe.reduction, mask=batch.mask
         )
 
-    def certified(self, batch: Batch) -> Tensor:
-        """Return the loss at the radius of this step, for the model as it is used."""
-        growth = self.recipe.ramp * self.steps
-        share = min(1.0, self.schedule.last_epoch / growth) if growth else 1.0
-        with _evaluated(self.net.module):
-            return certified_loss(self.net, batch, share * float(self.recipe.eps))
 
-
-def _lost(losses: Sequence[tuple[int, Tensor]], replica: Replica) -> Any:
-    """What steps lost, each times its samples; the host waits for a device once."""
+def _sum_losses(losses: Sequence[tuple[int, Tensor]]) -> Any:
+    """Weigh the losses of steps with their samples; the host waits for a device once."""
     values = torch.stack([loss for _, loss in losses]).cpu().double().numpy()
-    total = replica.total(np.array([[size] for size, _ in losses]) * values)
+    total = np.array([[size] for size, _ in losses]) * values
     if not np.isfinite(total).all():
         raise EvaluationError("the loss is not finite", "Lower --lr or --weight.")
     return total
@@ -276,15 +253,13 @@ def _require_fit(net: Net, recipe: Recipe) -> None:
             f"training needs a classifier, and {net.info.spec} is none",
             "--classes gives a model of timm or transformers a new one.",
         )
-    if held(net.module) or net.info.device_map:
+    if has_lifted_weights(net.module) or net.info.device_map:
         raise UsageError(
             "training needs its weights on one device, in the precision of the run",
             "Leave --weights and --device-map out: they are for measuring.",
         )
     if recipe.adversarial and net.kind != "image":
         raise UsageError("adversarial training is for images", "Leave --adversarial out.")
-    if recipe.penalty == "certified" and net.kind != "image":
-        raise UsageError("the certified penalty is for images", "Give another --penalty.")
 
 
 def _require_labels(net: Net, data: Batch, name: str) -> None:
@@ -297,31 +272,31 @@ def _require_labels(net: Net, data: Batch, name: str) -> None:
         )
 
 
-def _labels(batch: Batch) -> Tensor:
+def _read_labels(batch: Batch) -> Tensor:
     assert batch.y is not None
     return batch.y
 
 
-def accuracy(net: Net, data: Batch, size: int, replica: Replica = ALONE) -> float:
+def measure_accuracy(net: Net, data: Batch, size: int) -> float:
     """Return the share of samples that get their label, so many at a time."""
     right = 0
     with torch.no_grad():
-        for part in list(data.split(size))[replica.rank :: replica.size]:
+        for part in data.split(size):
             batch = part.to(net.device, net.dtype)
-            right += int((net.output(batch).argmax(1) == _labels(batch)).sum())
-    return float(replica.total(right)) / len(data)
+            right += int((net.output(batch).argmax(1) == _read_labels(batch)).sum())
+    return right / len(data)
 
 
-def _copied(state: Any) -> Any:
+def _copy(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, Mapping):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else state
+        return {key: _copy(value) for key, value in state.items()}
+    return [_copy(value) for value in state] if isinstance(state, list) else state
 
 
 @contextmanager
-def _trainable(module: nn.Module) -> Iterator[None]:
+def _make_trainable(module: nn.Module) -> Iterator[None]:
     module.requires_grad_(True)
     try:
         yield
@@ -330,7 +305,7 @@ def _trainable(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluated(module: nn.Module) -> Iterator[None]:
+def _use_eval_mode(module: nn.Module) -> Iterator[None]:
     module.eval()
     try:
         yield
@@ -339,12 +314,72 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int, epoch: int, device: torch.device, stream: int = 0) -> Iterator[None]:
-    """Give dropout and timm's mixing a state that depends on the epoch, and on a stream of it."""
+def _seed_epoch(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
+    """Give dropout and timm's mixing a state that depends on the epoch."""
     kept, number = np.random.get_state(), seed * 100_003 + epoch
-    with seeded(number + stream * 2**40, device):
+    with seed_device(number, device):
         np.random.seed(number % 2**32)
         try:
             yield
         finally:
             np.random.set_state(kept)
+
+
+def split_batches(order: Tensor, size: int) -> list[Tensor]:
+    """Cut into batches; a sample left over, a batch without variance, joins the last of them."""
+    *full, last = torch.split(order, size)
+    if len(last) > 1 or size == 1 or not full:
+        return [*full, last]
+    return [*full[:-1], torch.cat([full[-1], last])]
+
+
+def make_optimizer(module: nn.Module, recipe: Recipe) -> Optimizer:
+    """Return the optimizer of a recipe."""
+    weights, decay = module.parameters(), recipe.weight_decay
+    if recipe.optimizer == "adamw":
+        return AdamW(weights, lr=recipe.lr, weight_decay=decay)
+    return SGD(weights, lr=recipe.lr, momentum=recipe.momentum, weight_decay=decay)
+
+
+def make_schedule(optimizer: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
+    """Return the schedule of the learning rate over so many steps."""
+    if recipe.schedule == "onecycle":
+        return OneCycleLR(optimizer, recipe.lr, total_steps=steps)
+    return CosineAnnealingLR(optimizer, steps)
+
+
+def shift_images(x: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
+    """Move each image by up to so many pixels in each direction, zeros coming in."""
+    padded = F.pad(x, (pixels, pixels, pixels, pixels))
+    windows = padded.unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
+    dy, dx = torch.randint(2 * pixels + 1, (2, len(x)), generator=rng)
+    return windows[torch.arange(len(x)), :, dy, dx]
+
+
+def flip_images(x: Tensor, rng: torch.Generator) -> Tensor:
+    """Mirror each image with probability one half."""
+    mirror = torch.rand(len(x), generator=rng) < 0.5
+    return torch.where(mirror.to(x.device)[:, None, None, None], x.flip(-1), x)
+
+
+def make_mix(mixup: float, cutmix: float, classes: int) -> Mix:
+    """Return timm's MixUp and CutMix of a batch with its labels; they draw from numpy's state.
+
+    Labels become shares of the classes. Samples are mixed in pairs: in a batch of odd size the
+    last one stays whole.
+    """
+    if not mixup and not cutmix:
+        return lambda x, y: (x, y)
+    from timm.data import Mixup
+
+    mixer = Mixup(mixup, cutmix, label_smoothing=0.0, num_classes=classes)
+
+    def mix(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = len(x) // 2 * 2
+        whole = F.one_hot(y[pairs:], classes).to(x.dtype)
+        if not pairs:
+            return x, whole
+        images, shares = mixer(x[:pairs].clone(), y[:pairs])
+        return torch.cat([images, x[pairs:]]), torch.cat([shares, whole])
+
+    return mix

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -22,12 +21,11 @@ from lipaudit.models.attention.observe.origins import Address
 from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
-from lipaudit.theory.hybrid.bound import box, worst_logits
 from lipaudit.theory.penalties import (
     Reduction,
+    count_entries,
     jasmin_of_largest,
     jasmin_rows,
-    needed,
     over_rows,
     specformer,
 )
@@ -177,7 +175,7 @@ def _fused_rows(q: Tensor, keys: Tensor, mask: Tensor | None, k: int) -> tuple[T
     def rows(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         p = _probabilities(q, keys, mask)
         if not places:  # they need not be looked for again in the backward pass
-            places.append(p.detach().topk(needed(p.shape[-1], k)).indices)
+            places.append(p.detach().topk(count_entries(p.shape[-1], k)).indices)
         return jasmin_of_largest(p.gather(-1, places[0]), k)
 
     return checkpoint(rows, q, keys, use_reentrant=False, preserve_rng_state=False)
@@ -282,23 +280,3 @@ def _weights(net: Net, batch: Batch) -> dict[Address, Tensor]:
     with undisturbed(net.module):
         run_observed(net, batch, Tracer(lambda *_: None, note))
     return weights
-
-
-def certified_loss(net: Net, batch: Batch, eps: float) -> Tensor:
-    """Return a bound of the cross-entropy of any images within `eps` of these, L-inf, averaged.
-
-    Hybrid zonotopes give it (`theory.hybrid`), up to rounding: it falls as what can be certified
-    grows. The module should be in eval mode, as it is when it is certified.
-
-    Args:
-        net: a classifier of images.
-        batch: samples with labels.
-        eps: radius, in pixels of [0, 1].
-
-    Raises:
-        NoRuleError: the model uses an operation without a rule; it is named with its module.
-    """
-    assert batch.y is not None
-    images = box(batch.x, eps, net.box)
-    worst = worst_logits(lambda z: net.forward(z, batch), images, batch.y, module=net.module)
-    return F.cross_entropy(worst, batch.y)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipaudit import __version__
-from lipaudit.engine.files import ordinary_mode, write
+from lipaudit.engine.files import ordinary_mode, require_folder, write
 from lipaudit.engine.provenance import versions
 from lipaudit.errors import EvaluationError, InputError, UsageError, out_of_memory
 from lipaudit.schema import read_json
@@ -37,13 +37,11 @@ def check_target(out: Path, *, resume: bool) -> None:
             f"{out} holds {held} already",
             "Give another --out, or --resume to go on with the run in it.",
         )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EvaluationError(f"cannot write to {out}: {error.strerror}") from None
+    require_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
 
 
-def written(out: Path) -> dict[str, Any]:
+def read_record(out: Path) -> dict[str, Any]:
     """Return the record in the directory of a run."""
     record = read_json(out / RECORD)
     if not isinstance(record, dict):
@@ -63,10 +61,8 @@ class TrainingRecord:
         recipe: Recipe,
         *,
         command: str,
-        processes: int = 1,
     ) -> None:
         self.out, self.device, self.command = out, str(net.device), command
-        self.processes = processes
         self.notes = [note.text for note in net.info.notes + data.notes]
         self.same: dict[str, dict[str, Any] | None] = {
             "model": {
@@ -75,8 +71,8 @@ class TrainingRecord:
                 "preprocess": dict(net.info.preprocess),
                 "dtype": str(net.dtype).removeprefix("torch."),
             },
-            "data": _described(data),
-            "held_out": None if held_out is None else _described(held_out),
+            "data": _describe(data),
+            "held_out": None if held_out is None else _describe(held_out),
             "recipe": recipe.model_dump(mode="json"),
         }
         self.epochs: list[dict[str, Any]] = []
@@ -103,7 +99,7 @@ class TrainingRecord:
             if kept.get(name) != value:
                 raise UsageError(
                     f"{self.out} was trained with another {name}: "
-                    f"{_difference(kept.get(name) or {}, value or {})}",
+                    f"{_name_difference(kept.get(name) or {}, value or {})}",
                     "Repeat the command of the run, or give another --out.",
                 )
         self.epochs = epochs
@@ -135,7 +131,6 @@ class TrainingRecord:
             "lipaudit": __version__,
             "versions": versions(),
             "device": self.device,
-            "processes": self.processes,
             "notes": self.notes,
             **self.same,
             "finished": finished,
@@ -144,7 +139,7 @@ class TrainingRecord:
         write(self.out / RECORD, (json.dumps(record, indent=2) + "\n").encode())
 
 
-def _described(samples: Samples) -> dict[str, Any]:
+def _describe(samples: Samples) -> dict[str, Any]:
     return {
         "spec": samples.spec,
         "samples": len(samples.batch),
@@ -152,28 +147,9 @@ def _described(samples: Samples) -> dict[str, Any]:
     }
 
 
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _name_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
     return f"{key} {before.get(key)}, not {now.get(key)}"
-
-
-def require_shared(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse processes that would not train one model alike.
-
-    Args:
-        runs: what each has (`TrainingRecord.same`), in their order.
-
-    Raises:
-        UsageError: one has another model, other data or another recipe than the first.
-    """
-    for rank, other in enumerate(runs):
-        for name, value in runs[0].items():
-            if other[name] != value:
-                raise UsageError(
-                    f"rank {rank} has another {name} than rank 0: "
-                    f"{_difference(other[name] or {}, value or {})}",
-                    "Give all processes the same command, and the same files.",
-                )
 
 
 def save_model(net: Net, out: Path, options: LoadOptions) -> bool:

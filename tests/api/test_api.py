@@ -168,12 +168,12 @@ def test_no_other_module_goes_on_with_what_one_has_finished(module, tmp_path, mo
     asked = {"data": torch.rand(3, 3, 4, 4), "input_shape": (3, 4, 4), "batch_size": 1}
     with pytest.raises(KeyboardInterrupt):
         lipaudit.measure(module, "jacobian", observer=Stop(), **asked)
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.npz"))
     with pytest.raises(UsageError, match="resume"):
         lipaudit.measure(module, "jacobian", resume=True, **asked)
     with pytest.raises(KeyboardInterrupt):
         lipaudit.measure("demo", "jacobian", samples=2, batch_size=1, observer=Stop())
-    assert list(tmp_path.rglob("*.part"))
+    assert list(tmp_path.rglob("*.npz"))
 
 
 def test_it_is_left_as_it_was_after_an_error(module):

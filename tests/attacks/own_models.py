@@ -7,12 +7,15 @@ closed forms of linear and monotone models, brute force over grids of small ones
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import lipaudit
@@ -224,6 +227,24 @@ def _rooted(norm: str, eps: float, attack: str, classes: int = 4) -> Any:
 case("gradient NaN at pixels of 0, PGD, linf")(lambda: _rooted("linf", 0.05, "pgd", 2))
 case("gradient NaN at pixels of 0, AutoAttack, linf")(lambda: _rooted("linf", 0.05, "quick"))
 case("gradient NaN at pixels of 0, APGD, l2")(lambda: _rooted("l2", 0.2, "custom:apgd-ce,apgd-t"))
+
+
+def _counting(norm: str, eps: float, attack: str, classes: int = 4) -> Any:
+    """Four pixels are 0 in every sample, and the logits depend on them."""
+    w, b, x, _ = linear(classes)
+    x.flatten(1)[:, :4] = 0
+    y = Lin(w, b)(x).argmax(1)
+    figure = attacked(Rooted(Lin(w, b)), x, y, eps=str(eps), norm=norm, attack=attack)
+    return figure, percent(linear_truth(w, b, x, y, eps, norm))
+
+
+case("gradient NaN at a pixel that counts, PGD, linf")(lambda: _counting("linf", 0.1, "pgd", 2))
+case("gradient NaN at a pixel that counts, FGSM, linf")(lambda: _counting("linf", 0.1, "fgsm", 2))
+case("gradient NaN at a pixel that counts, AutoAttack")(lambda: _counting("linf", 0.05, "quick"))
+case("gradient NaN at a pixel that counts, APGD, l2")(
+    lambda: _counting("l2", 0.2, "custom:apgd-ce,apgd-t")
+)
+case("gradient NaN at a pixel that counts, FAB, l2")(lambda: _counting("l2", 0.2, "custom:fab-t"))
 
 
 @case("gradient NaN: a warning")
@@ -550,6 +571,31 @@ case("uint8, box -1..1, linf 0.1")(lambda: _bytes((-1.0, 1.0), 0.1))
 case("uint8, box 0..255, linf 8")(lambda: _bytes((0.0, 255.0), 8.0))
 
 
+def _folder(box: tuple[float, float], eps: float) -> Any:
+    """Pictures in a folder per class, for a model that normalises nothing itself."""
+    w, b, *_ = linear(box=box)
+    pixels = torch.randint(0, 256, (64, 4, 4), generator=draw(10), dtype=torch.uint8)
+    x = (box[0] + (box[1] - box[0]) * pixels.double() / 255)[:, None].float()
+    y = Lin(w, b)(x).argmax(1)
+
+    def get() -> str:
+        with tempfile.TemporaryDirectory() as root:
+            for i, (picture, label) in enumerate(zip(pixels, y.tolist(), strict=True)):
+                (Path(root) / str(label)).mkdir(exist_ok=True)
+                Image.fromarray(picture.numpy()).save(Path(root) / str(label) / f"{i}.png")
+            spec = ModelSpec(Lin(w, b), (1, 4, 4), box=box)
+            report = lipaudit.measure(spec, "attack", data=root, samples=64, eps=str(eps))
+        row = report.section("attack").rows[0]
+        return f"{100 * row.clean:.1f} %, {100 * row.robust:.1f} %"
+
+    return get, f"100.0 %, {percent(linear_truth(w, b, x, y, eps, box=box))}"
+
+
+case("folder of images, box -1..1, linf 0.1")(lambda: _folder((-1.0, 1.0), 0.1))
+case("folder of images, box 0..255, linf 8")(lambda: _folder((0.0, 255.0), 8.0))
+case("folder of images, box 0..1, linf 0.05")(lambda: _folder((0.0, 1.0), 0.05))
+
+
 # What a classifier may return.
 
 
@@ -725,19 +771,32 @@ def _() -> Any:
     return figure, "refused (4)"
 
 
-@case("classes that changed places: a note of the gate")
-def _() -> Any:
+def _named(new: tuple[str, str] | None, old: tuple[str, str] | None, truth: str) -> Any:
     w, b, x, y = linear(classes=2, n=32)
 
-    def report(labels: tuple[str, str]) -> Any:
-        spec = ModelSpec(Lin(w, b), (1, 4, 4), labels=labels)
+    def report(labels: tuple[str, str] | None) -> Any:
+        spec = ModelSpec(Lin(w, b), (1, 4, 4), classifier=True, labels=labels)
         return measured(spec, x, y, eps="0.05", attack="pgd")
 
     def figure() -> str:
-        notes = judge(report(("dog", "cat")), report(("cat", "dog"))).notes
+        notes = judge(report(new), report(old)).notes
         return next((n for n in notes if "cat" in n), "not noted")
 
-    return figure, "class 0"
+    return figure, truth
+
+
+case("classes that changed places: a note of the gate")(
+    lambda: _named(("dog", "cat"), ("cat", "dog"), "class 0")
+)
+case("classes named in the new report alone: a note")(
+    lambda: _named(("dog", "cat"), None, "only the new report names its classes")
+)
+case("classes named in the baseline alone: a note")(
+    lambda: _named(None, ("dog", "cat"), "only the baseline names its classes")
+)
+case("classes of the same names: no note")(
+    lambda: _named(("dog", "cat"), ("dog", "cat"), "not noted")
+)
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import PRESETS, Attack, Trial
 from lipaudit.results.trials import parse_radius
-from lipaudit.train.demos import shipped
+from lipaudit.train.demos import load_shipped
 from tests.benchmarks.shared.models import TIMM, loaded
 from tests.benchmarks.shared.rounds import Round, Subject
 from tests.benchmarks.shared.timing import cpu_seconds, timed
@@ -57,7 +57,7 @@ class Model:
     def samples(self, size: int) -> tuple[Tensor, Tensor]:
         """Return samples and the classes that the model gives them, or their own labels."""
         if self.spec not in TIMM:
-            data = shipped("test")[:size]
+            data = load_shipped("test")[:size]
             return data.x, data.y
         x = torch.rand(size, 3, 224, 224, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():

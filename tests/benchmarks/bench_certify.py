@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipaudit.certify.prove import ball, margins
+from lipaudit.certify.prove import run as passed
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.models.sources.loading import load_net
-from lipaudit.theory.relaxation.balls import ball, margins
-from lipaudit.theory.relaxation.balls import run as passed
 from tests.benchmarks.shared.timing import cpu_seconds, spread, timed
 
 DEPTH, WIDTH, HEADS, PATCH, SIDE, CLASSES = 3, 48, 3, 8, 32, 10

@@ -26,7 +26,7 @@ from scipy.special import stdtrit
 
 from lipaudit.measures import MEASURES
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.report.blocks import Series
+from lipaudit.report.pictures import Series
 from lipaudit.settings import AttackOptions, JacobianOptions
 from tests.benchmarks.bench_heads import (
     BOUNDS,

@@ -28,20 +28,18 @@ STATISTICS = "attention statistics"
 EXACT = "exact norms of all heads"
 LAYERS = "exact norms of all layers"
 BOUNDS = "all bounds"
-GAINS = "splitting gains"
 FUNCTIONS = {
     SURVEY: ("surveyed", "survey", "whole_survey", "require_padding_is_ignored"),
     READING: ("capture", "Layer.heads"),
     EXACT: ("head_norms",),
     LAYERS: ("layer_norms",),
     BOUNDS: ("head_bounds",),
-    GAINS: ("splitting_gain",),
     WEIGHTS: ("KnownWeights.of", "_NormsAndBounds._out_norm"),
     STATISTICS: ("layer_statistics",),
     "the rest": ("_NormsAndBounds.reduce",),
 }
 """What a quantity is made of, by the names of functions, at whatever commit."""
-PARTS = (EXACT, LAYERS, BOUNDS, GAINS)
+PARTS = (EXACT, LAYERS, BOUNDS)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +105,7 @@ def profiled(
 
 def figures(values: Any) -> dict[str, list[float]]:
     """Exact norms, and every bound with what it bounds."""
-    from lipaudit.theory.bounds.catalogue import BOUNDS as KNOWN
+    from lipaudit.theory.bounds.head_bounds import BOUNDS as KNOWN
 
     exact = {"exact norms of heads": "exact", "exact norms of layers before W_O": "layer_exact"}
     exact["exact norms of layers after W_O"] = "layer_out"

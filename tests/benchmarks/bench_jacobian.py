@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import DENSE, jacobian_norms
 from lipaudit.models.sources.demo import MEAN, STD, WIDTH, demo_model
-from lipaudit.train.demos import shipped
+from lipaudit.train.demos import load_shipped
 from tests.benchmarks.shared.models import random_gpt2
 from tests.benchmarks.shared.rounds import Round, Subject
 from tests.benchmarks.shared.timing import cpu_seconds, quartiles, resident, spread, timed
@@ -63,7 +63,7 @@ class Problem:
 def demo(samples: int) -> Problem:
     """The demo on held-out digits: ten classes."""
     model = demo_model().module.eval().requires_grad_(False)
-    x = (shipped("test").x[:samples] - MEAN) / STD
+    x = (load_shipped("test").x[:samples] - MEAN) / STD
     return Problem("demo, C=10", model, copy.deepcopy(model).double(), x, 17, WIDTH)
 
 

@@ -28,7 +28,7 @@ TIMES = "measuring"
 
 
 def timed() -> None:
-    """Let rank 0 note how long it takes to have all parts."""
+    """Let rank 0 note how long its shard takes."""
     parts = Task.parts
 
     @functools.wraps(parts)

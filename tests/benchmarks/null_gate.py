@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from lipaudit.gate import DEFAULT_RULES, judge
-from lipaudit.gate.statistics import mean_change, median_change, share_change
+from lipaudit.gate.statistics import judge_mean, judge_median, judge_share
 from lipaudit.results import Array, AttackRow, BoundsRow, Data, Model, Report, Run, Section
 
 ALPHA = 0.05
@@ -83,7 +83,7 @@ def wrong_heads(noise: Noise, truth: float, n: int, runs: int) -> str:
     """Flag any of the heads, whose log-ratios are `truth` plus noise."""
     level, bound = LEVEL / (LAYERS * HEADS), round(np.log(1.2), 12)
     draws = truth + NOISE * noise((runs, LAYERS * HEADS, n))
-    return rate(any(mean_change(x).p(bound) <= level for x in heads) for heads in draws)
+    return rate(any(judge_mean(x).p(bound) <= level for x in heads) for heads in draws)
 
 
 def pair(n: int, *, limit: bool) -> tuple[Report, Report]:
@@ -126,13 +126,13 @@ def caught_drop(n: int, drop: float, runs: int) -> str:
     """Power of `attack.robust >= -2pp`."""
     better = max(0.0, (CHURN - drop) / 2)
     flips = RNG.multinomial(n, [better + drop, better, 1 - 2 * better - drop], size=runs)
-    return rate(share_change(int(w), int(b), n).p(0.02) <= LEVEL for w, b, _ in flips)
+    return rate(judge_share(int(w), int(b), n).p(0.02) <= LEVEL for w, b, _ in flips)
 
 
 def caught_ratio(n: int, ratio: float, runs: int) -> str:
     """Power of `jacobian.norm:median <= +5%`."""
     changes = RNG.normal(np.log(ratio), NOISE, (runs, n))
-    return rate(median_change(x).p(round(np.log(1.05), 12)) <= LEVEL for x in changes)
+    return rate(judge_median(x).p(round(np.log(1.05), 12)) <= LEVEL for x in changes)
 
 
 def head_table(runs: int) -> Iterator[tuple[object, ...]]:
@@ -152,7 +152,7 @@ def head_table(runs: int) -> Iterator[tuple[object, ...]]:
 def caught_head(heads: int, n: int, ratio: float, noise: float, runs: int) -> str:
     """Power for one head, at the level of the first of all heads."""
     changes = RNG.normal(np.log(ratio), noise, (runs, n))
-    return rate(mean_change(x).p(round(np.log(1.2), 12)) <= LEVEL / heads for x in changes)
+    return rate(judge_mean(x).p(round(np.log(1.2), 12)) <= LEVEL / heads for x in changes)
 
 
 def rate(outcomes: Iterable[bool]) -> str:

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipaudit.theory.relaxation.balls import ball, margins
-from lipaudit.theory.relaxation.balls import run as passed
-from lipaudit.theory.relaxation.branch import Effort, decide
+from lipaudit.certify.branch import Effort, decide
+from lipaudit.certify.prove import ball, margins
+from lipaudit.certify.prove import run as passed
 from tests.benchmarks.shared.timing import cpu_clock
 
 CLASSES = 10

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from lipaudit.cli import main, progress
-from lipaudit.train.demos import shipped
+from lipaudit.train.demos import load_shipped
 from tests.benchmarks.shared.timing import cpu_clock
 
 Reading = tuple[int, float, float]
@@ -30,7 +30,7 @@ Reading = tuple[int, float, float]
 def digits(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Digits of the training set, moved and made noisy: no two are equal."""
     generator = np.random.default_rng(0)
-    known = shipped("train")
+    known = load_shipped("train")
     x, y = known.x.numpy(), known.y.numpy()
     at = generator.integers(len(x), size=count)
     moves = generator.integers(-1, 2, size=(count, 2))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lipaudit.models.net import Net
 from lipaudit.settings import AttackOptions, AttentionOptions, JacobianOptions
-from lipaudit.train.demos import STANDARD, shipped, trained
+from lipaudit.train.demos import STANDARD, load_shipped, train_demo
 from tests.benchmarks.shared.study import change, sections
 
 VARIANTS = {
@@ -26,7 +26,7 @@ RECIPE = STANDARD.model_copy(update={"epochs": 40})
 
 def figures(net: Net, accuracy: float) -> dict[str, float]:
     """Measure one trained model."""
-    held_out = shipped("test")
+    held_out = load_shipped("test")
     attention = sections("attention", AttentionOptions(), net, held_out)[0].rows
     jacobian = sections("jacobian", JacobianOptions(), net, held_out)[0].rows[0]
     values = {
@@ -57,7 +57,7 @@ def run(asked: argparse.Namespace) -> None:
     for seed in range(asked.seeds):
         for name, update in VARIANTS.items():
             if (name, seed) not in done:
-                *_, (net, last) = trained(RECIPE.model_copy(update={"seed": seed, **update}))
+                *_, (net, last) = train_demo(RECIPE.model_copy(update={"seed": seed, **update}))
                 done[name, seed] = figures(net, last.accuracy)
                 line = {"variant": name, "seed": seed, "figures": done[name, seed]}
                 with asked.results.open("a") as file:

@@ -35,7 +35,6 @@ NUMBERS += ["2147483648", str(2**63 - 1), str(2**63), str(-(2**63) - 1), "9" * 4
 MODELS = ["demo"] * 12 + [
     "demo:jasmin",
     "demo:robust",
-    "demo:certified",
     "demo:",
     "demo:x",
     "timm:nope",
@@ -82,7 +81,7 @@ USUAL = {
         "bounds.exact:each <=",
     ],
     "epochs": ["1"],
-    "penalty": ["jasmin", "specformer", "certified"],
+    "penalty": ["jasmin", "specformer"],
     "kind": ["py"],
     "name": ["sharp", "bounds", "jacobian.norm", "tol", "vit_tiny", "g1", "bounds.", "."],
 }

@@ -17,7 +17,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 from lipaudit.measures.attack import check
-from lipaudit.models.sources.hf.lexicon import lexicon
+from lipaudit.models.sources.hf.language import lexicon
 from lipaudit.models.sources.loading import load_net
 from lipaudit.settings import AttackOptions
 
@@ -294,3 +294,53 @@ def test_corner_texts_do_not_depend_on_their_neighbours(attack, reviews, tmp_pat
     for name, ids, mask in zip(data.ids, data.x, data.mask, strict=True):
         if tuple(ids[mask].tolist()) in wordless:
             assert changed[name] == 0
+
+
+LENGTHS = [3, 4, 4, 6, 9]
+"""Words of each text: half of them have four at most."""
+
+
+@pytest.mark.parametrize(
+    ("attacks", "eps", "whole"),
+    [
+        ("words", "2,3", None),
+        ("words", "1,4", "4 words are whole texts: 3 of 5 have no more (median 4)"),
+        ("words", "50", "50 words are whole texts: 5 of 5 have no more"),
+        ("characters", "4", None),
+        ("characters", "19", "19 characters are whole texts: 3 of 5 have no more (median 19)"),
+    ],
+)
+def test_a_budget_as_large_as_the_texts_is_said_so(attack, reviews, tmp_path, attacks, eps, whole):
+    lines = [{"text": " ".join(["good"] * n), "label": "yes"} for n in LENGTHS]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asked = ("--data", "t.jsonl", "--attack", attacks, "--eps", eps, "--queries", "8")
+    notes = section(attack(reviews[0], *asked))["notes"]
+    said = [note["text"] for note in notes if note["code"] == "whole-texts"]
+    assert len(said) == (whole is not None)
+    for text in said:
+        assert text.startswith(whole)
+        assert f"--attack {attacks} --eps 1,2" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--attack", "words", "--eps", "2/255"), "balls of embeddings are for --attack pgd"),
+        (("--attack", "fgsm", "--eps", "2words"), "for texts add it: --attack fgsm,words"),
+    ],
+)
+def test_a_radius_of_another_unit_is_answered(attack, reviews, options, says):
+    done = attack(reviews[0], "--data", reviews[1], *options)
+    assert done.exit_code == 2
+    assert says in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", ["attack", "audit"])
+def test_words_of_an_image_are_answered(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(build(), [command, "demo", "-n", "1", "--eps", "2words"])
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.split())
+    if command == "attack":
+        assert "counts words of a text, and the model takes images" in said
+    assert "--eps 2/255" in said

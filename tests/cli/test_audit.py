@@ -35,14 +35,11 @@ def drawn(tmp_path_factory) -> tuple[Path, str]:
         os.chdir(back)
 
 
-def test_a_map_is_drawn_in_the_terminal_and_as_a_picture(drawn):
+def test_a_map_is_named_in_the_terminal_and_drawn_as_a_picture(drawn):
     folder, text = drawn
-    lines = text[text.index("Attention map of head 1.3") :].splitlines()[1:19]
-    ticks, rows = zip(*(line.split("│") for line in lines[:17]), strict=True)
-    assert [ticks[0].strip(), *ticks[1:-1], ticks[-1].strip()] == ["0", *["   "] * 15, "16"]
-    assert all(set(row) <= set(" ░▒▓█") and len(row) <= 34 for row in rows)
-    assert any("█" in row for row in rows)
-    assert lines[17] == f"   └{'─' * 34}"
+    said = " ".join(text.split())
+    assert "in the html format: Attention map of head 1.3, " in said
+    assert ": 17 x 17 entries, largest " in said
     assert (folder / "map.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -6,9 +6,11 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
@@ -67,9 +69,10 @@ def test_what_cannot_be_had_is_named_with_the_reason(tmp_path):
     seen = json.loads(check(model, "-f", "json"))
     assert (seen["heads"], seen["closed_form"], sum(seen["numerical"].values())) == (4, 2, 2)
     assert "attack" not in seen["measures"]
-    left = next(note for note in seen["notes"] if note.startswith("attack was left out: "))
+    assert not any("left out" in note for note in seen["notes"])
     told = " ".join(check(model).split())
-    assert left in told
+    assert f"not run attack: {seen['needs']['attack']}" in told
+    assert "no class scores" in seen["needs"]["attack"]
     assert seen["measures"]["bounds"]["bytes"] > 0  # of the layer with a closed form
     for reason in seen["numerical"]:
         assert reason
@@ -149,3 +152,103 @@ def test_attention_that_is_no_softmax_is_named(tmp_path):
     assert seen["layers"] == 1
     (note,) = [note for note in seen["notes"] if "softmax" in note]
     assert note.startswith("attention that is not read (blocks.1, own.py:")
+
+
+OTHERS = """
+import torch
+from lipaudit import ModelSpec
+
+class Bag(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(30, 8), torch.nn.Linear(8, classes)
+        self.mix = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, ids, mask=None):
+        x = self.embed(ids)
+        x = x + self.mix(x, x, x, None if mask is None else ~mask, need_weights=False)[0]
+        return self.head(x.mean(1))
+
+class Convolution(torch.nn.Sequential):
+    def __init__(self):
+        pool = torch.nn.AdaptiveAvgPool2d(1)
+        super().__init__(torch.nn.Conv2d(1, 4, 3), pool, torch.nn.Flatten(), torch.nn.Linear(4, 3))
+
+def text():
+    return ModelSpec(Bag(2), (6,), kind="text", vocabulary=30)
+
+def bare():
+    return Bag(2)
+
+def convolution():
+    return ModelSpec(Convolution(), (1, 8, 8))
+"""
+USUAL = {"bounds", "attention", "jacobian", "attack"}
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "needs"),
+    [
+        ("demo", (), {}),
+        ("demo", ("--data", "random"), {"attack": "Name some with --data"}),
+        ("demo", ("--data", "pictures"), {"attack": "Name some with --data"}),
+        ("demo", ("--data", "labels.npz"), {"attack": "`lipaudit audit --only bounds,attention,"}),
+        ("text", (), {"attack": "Name some with --data"}),
+        ("text", ("--data", "ids.npz"), {}),
+        (
+            "convolution",
+            (),
+            {"attack": "labelled", "bounds": "no attention was", "attention": "no attention was"},
+        ),
+        (
+            "convolution",
+            ("--data", "fits.npz"),
+            {"bounds": "has no heads", "attention": "no heads"},
+        ),
+        ("bare", (), dict.fromkeys((*USUAL, "certify"), "let it return a lipaudit.ModelSpec")),
+    ],
+)
+def test_each_measure_runs_or_says_what_it_needs(model, data, needs):
+    """Without data, without labels, with labels of other classes, without attention, unknown."""
+    Path("own.py").write_text(OTHERS)
+    np.savez("labels.npz", x=np.zeros((2, 1, 8, 8), np.float32), y=np.array([3, 17]))
+    np.savez("fits.npz", x=np.zeros((2, 1, 8, 8), np.float32), y=np.array([0, 2]))
+    np.savez("ids.npz", x=np.ones((2, 6), np.int64), y=np.array([0, 1]))
+    Path("pictures").mkdir()
+    Image.new("L", (8, 8)).save("pictures/a.png")
+    line = (model if model == "demo" else f"py:own.py:{model}", *data, "--samples", "2")
+    seen = json.loads(check(*line, "-f", "json"))
+    assert seen["needs"].keys() == needs.keys()
+    assert seen["measures"].keys() == USUAL - needs.keys()
+    told = check(*line)
+    for name, words in needs.items():
+        assert words in seen["needs"][name]
+        row = next(line for line in told.splitlines() if re.match(rf"not run .*\b{name}\b", line))
+        assert row.startswith("not run   ")
+
+
+@pytest.mark.parametrize(
+    ("options", "limits", "chosen", "says"),
+    [
+        ((), (None, 60_000), [], "no time limit (default), 60,000 parts of a ball (default)"),
+        (("--nodes", "7"), (None, 7), ["nodes"], "no time limit (default), 7 parts of a ball"),
+        (("--seconds", "9"), (9, None), ["seconds"], "9 s (--seconds), no limit of parts of a"),
+        (
+            ("--seconds", "9", "--nodes", "7"),
+            (9, 7),
+            ["seconds", "nodes"],
+            "9 s (--seconds), 7 parts of a ball (--nodes)",
+        ),
+    ],
+)
+def test_limits_of_certificates_are_said(options, limits, chosen, says):
+    seen = json.loads(check("demo", *options, "-f", "json"))["limits"]
+    assert ((seen["seconds"], seen["nodes"]), seen["set"]) == (limits, chosen)
+    assert f"limits of a proof: {says}" in " ".join(check("demo", *options).split())
+    proof = ("certify", "demo", "-n", "1", "--eps", "0.001", *options)
+    first = CliRunner().invoke(build(), proof).stderr.splitlines()[0]
+    assert first == f"certify of demo: 1 samples; limits of a proof: {seen['text']}"
+
+
+def test_limits_that_make_no_sense_are_refused():
+    assert "--seconds" in check("demo", "--seconds", "0", code=2)

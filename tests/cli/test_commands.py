@@ -236,13 +236,13 @@ def test_an_internal_error_is_3_and_not_a_regression(tmp_path):
 @pytest.mark.parametrize(("args", "code"), [((), 130), (("terminated",), 143)])
 def test_a_stopped_run_has_a_status_of_its_own(args, code, tmp_path, monkeypatch):
     from lipaudit.cli.commands import build
-    from lipaudit.engine import execute
+    from lipaudit.engine import merging
 
     def stopped(*_args, **_options):
         raise KeyboardInterrupt(*args)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(execute, "executed", stopped)
+    monkeypatch.setattr(merging, "executed_together", stopped)
     done = CliRunner().invoke(build(), ["bounds", "demo", "-o", "x.json"])
     assert done.exit_code == code
     assert done.stdout == ""

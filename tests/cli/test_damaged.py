@@ -1,4 +1,4 @@
-"""Damaged reports, baselines, shards and histories: shown, judged, or refused in one line.
+"""Damaged reports, baselines and shards: shown, judged, or refused in one line.
 
 Every file is changed in one to three places and given to a command that reads it. The exit code
 is 0 (of the gate also 1), 4, 5 or 6, and an error is one line with one hint.
@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 import lipaudit
 from lipaudit.cli.commands import build
-from lipaudit.results.history import History, measured
 from lipaudit.schema import dumps
 from tests.report.conftest import make_report
 
@@ -57,9 +56,8 @@ CRAFTED: list[tuple[str, str, tuple[str | int, ...], Any]] = [
 ]
 """What once ended in an internal error: a document, a command, a place, a value (...: none)."""
 READERS = {
-    "report": ("report", "compare", "gate", "inspect", "baseline", "rank"),
+    "report": ("report", "compare", "gate", "inspect", "baseline", "promote", "rank"),
     "shard": ("merge", "report"),
-    "history": ("history",),
 }
 """The commands that read each kind of file."""
 JUDGED = ("bounds", "jacobian", "attack", "certify")
@@ -91,12 +89,7 @@ def documents(tmp_path_factory) -> dict[str, str]:
         name: dumps(lipaudit.measure("demo", name, **options))
         for name, options in MEASURES.items()
     }
-    whole = make_report()
-    texts["everything"] = dumps(whole)
-    history = History(lipaudit="0", created="now", model="m", data="d").with_points(
-        [measured(whole, step=step, seconds=1.0) for step in range(3)]
-    )
-    texts["history"] = history.model_dump_json(by_alias=True)
+    texts["everything"] = dumps(make_report())
     folder = tmp_path_factory.mktemp("shards")
     for number in (1, 2):
         path = folder / f"{number}.json"
@@ -164,11 +157,11 @@ def command(name: str, reader: str, folder: Path, chosen: random.Random) -> tupl
     lines = {
         "report": ("report", bad, *show),
         "rank": ("report", *pair, *show),
-        "history": ("report", bad, "-f", chosen.choice(FORMATS[:4])),
         "inspect": ("inspect", bad, *show),
         "compare": ("compare", *pair, *show),
         "gate": ("gate", pair[0], "-b", pair[1], *show),
         "baseline": ("baseline", "show", bad, *show) if first else ("baseline", "check", bad),
+        "promote": ("baseline", "update", bad, "-o", str(folder / "new.json"), "--reason", "x"),
         "merge": ("merge", bad, str(folder / f"shard{3 - int(name[-1:])}.json"), *show)
         if reader == "merge"
         else (),
@@ -203,9 +196,7 @@ def run_all(
         others = [documents[chosen.choice(names)]]
         how, text = damage(documents[name], chosen, others)
         (folder / "bad.json").write_text(text)
-        readers = READERS[
-            "history" if name == "history" else "shard" if "shard" in name else "report"
-        ]
+        readers = READERS["shard" if "shard" in name else "report"]
         reader = chosen.choice([each for each in readers if each != "gate" or name in JUDGED])
         args = command(name, reader, folder, chosen)
         code, fault = outcome(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import json
 import os
 import re
 import subprocess
@@ -175,6 +176,51 @@ def saved(tmp_path_factory) -> str:
     return str(path)
 
 
+UNFIT = {
+    "cut-short": ((("status",), "partial"), "cut short"),
+    "stuck": ((("sections", 0, "rows", 0, "converged"), False), "1 rows have not converged"),
+    "empty": ((("sections",), []), "it has no sections"),
+    "failed": (
+        (("sections", 0, "failure"), {"reason": "no", "advice": "", "exit_code": 3}),
+        "bounds failed: no",
+    ),
+}
+"""Reports that cannot be baselines: what is changed of a good one, and what is said of it."""
+
+
+@pytest.mark.parametrize("command", ["save", "update"])
+@pytest.mark.parametrize("how", UNFIT)
+def test_a_report_that_cannot_be_a_baseline(how, command, saved):
+    document = inner = json.loads(Path(saved).read_text())
+    (place, value), says = UNFIT[how]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    Path("bad.json").write_text(json.dumps(document))
+    run("baseline", command, "bad.json", "--reason", "x", code=5, says=says)
+    assert not Path("lipaudit-baseline.json").exists()
+
+
+def test_one_shard_is_neither_a_baseline_nor_judged():
+    how = ("-n", "2", "--layers", "0")
+    run("bounds", "demo", *how, "--shard", "1/2", "-o", "shard.json", code=0)
+    run("bounds", "demo", *how, "-o", "whole.json", code=0)
+    run("baseline", "save", "shard.json", code=5, says="lipaudit merge makes one of all")
+    for pair in (("shard.json", "-b", "whole.json"), ("whole.json", "-b", "shard.json")):
+        done = CliRunner().invoke(build(), ["gate", *pair])
+        assert done.exit_code == 5
+        assert "the report is shard 1 of 2: lipaudit merge" in done.stdout
+
+
+@pytest.mark.parametrize("place", ["nowhere/new", "file/new", "folder"])
+def test_a_place_that_cannot_be_written_to_is_a_usage_error(place, saved):
+    Path("folder").mkdir()
+    Path("file").touch()
+    run("baseline", "update", saved, "--reason", "x", "-o", place, code=2, says="cannot write")
+    if place == "file/new":
+        run("train", "demo", "--out", place, code=2, says="file is a file")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 @pytest.mark.parametrize("args", [("report", "SAVED"), ("report", "SAVED", "-fjson"), ("schema",)])
 def test_a_full_disk_behind_stdout(args, saved):
@@ -323,7 +369,6 @@ BESIDE = {
     "engine/preview.py:_footprint": "asks as_user_meets",
     "engine/ranks.py:_asked": "asks the store of the processes",
     "engine/ranks.py:_store": "meets the other processes",
-    "train/collective.py:collective": "raises again what it does not know",
 }
 """Broad handlers that need not ask whose fault an error is, and why."""
 

@@ -14,11 +14,39 @@ from typer.testing import CliRunner
 
 import lipaudit
 from lipaudit.cli.commands import build
+from lipaudit.measures import Part
+from lipaudit.measures.texts import table
 from lipaudit.schema import dumps
 
 EVIL = "=a\x1b]0;t\x07\x9b2J\x7f\u202e\r|`<b>"
 """A title and a bell, a cleared screen, a turned direction, a formula, a table's bar, HTML."""
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+OWN = """
+import torch
+from torch import nn
+from lipaudit.models.sources.demo import demo_model
+
+class Named(nn.Module):
+    def __init__(self, fails):
+        super().__init__()
+        self.parts = nn.ModuleDict({EVIL: demo_model("standard").module})
+        self.fails = fails
+
+    def forward(self, x):
+        if self.fails and not torch.equal(x[:, 0, 0, 0], torch.zeros(len(x))):
+            raise RuntimeError(EVIL)
+        return self.parts[EVIL](x)
+
+def named():
+    return Named(False)
+
+def fails():
+    return Named(True)
+
+def refuses():
+    raise RuntimeError(EVIL)
+"""
+"""Models whose modules and errors have hostile names."""
 FORMATS = ("table", "json", "markdown", "html", "csv", "latex")
 GATE = ("text", *FORMATS[:4], "junit", "brief")
 
@@ -42,15 +70,16 @@ def run(*args: Any) -> tuple[int, str]:
 def folder(tmp_path_factory) -> Path:
     """Return a folder of pictures, arrays and reports with hostile names and values."""
     root = tmp_path_factory.mktemp("x") / EVIL
-    for name in ("0", f"1{EVIL}"):
-        (root / "pictures" / name).mkdir(parents=True)
-        for i in range(2):
-            pixels = np.random.default_rng(i).integers(0, 256, (8, 8), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / "pictures" / name / f"{i}{EVIL}.png")
+    for i in range(10):  # as many classes as the model has: they are its own, in their order
+        path = root / "pictures" / f"{i}{EVIL}"
+        path.mkdir(parents=True)
+        pixels = np.random.default_rng(i).integers(0, 256, (8, 8), dtype=np.uint8)
+        Image.fromarray(pixels).save(path / f"{i}{EVIL}.png")
     np.savez(root / "keys.npz", **{EVIL: np.zeros(3)})
     np.savez(root / "arrays.npz", x=np.zeros((2, 1, 8, 8), dtype=np.uint8), y=np.arange(2))
     (root / "rows.csv").write_text(f"text,{EVIL}\na,{EVIL}\n", newline="")
     (root / "rows.jsonl").write_text(json.dumps({EVIL: EVIL}))
+    (root / "own.py").write_text(OWN.replace("EVIL", ascii(EVIL)))
     return root
 
 
@@ -90,7 +119,8 @@ def damaged(path: Path) -> list[str]:
     for key in ("rows", "settings", "name", "samples"):
         section = document["sections"][0] | {key: EVIL}
         texts.append(json.dumps(document | {"sections": [section]}))
-    section = document["sections"][0]
+    if not (section := document["sections"][0])["rows"]:  # of a shard
+        return texts
     row = {EVIL: EVIL} | {name + EVIL: each for name, each in section["rows"][0].items()}
     texts.append(json.dumps(document | {"sections": [section | {"rows": [row]}]}))
     texts.append(json.dumps(document | {"sections": [section | {EVIL: EVIL}]}))
@@ -101,8 +131,10 @@ def damaged(path: Path) -> list[str]:
 @pytest.mark.parametrize("command", ["bounds", "attack", "check"])
 def test_data(folder, data, command):
     more = {"attack": ["--attack", "fgsm", "--eps", "0.1"]}.get(command, [])
-    for format in FORMATS if data == "pictures" and command == "attack" else FORMATS[:1]:
-        run(command, "demo", "-n", 1, "--data", folder / data, "-f", format, *more)
+    formats = FORMATS if data == "pictures" and command == "attack" else FORMATS[1:2]
+    for format in formats:
+        code, said = run(command, "demo", "-n", 1, "--data", folder / data, "-f", format, *more)
+        assert code == 0 or data != "pictures", said
 
 
 def test_reports_and_text_files(folder, reports):
@@ -125,6 +157,157 @@ def test_damaged_reports(folder, reports):
         (folder / "bad.json").write_text(text)
         run("report", folder / "bad.json", "-f", "markdown")
         run("gate", folder / "bad.json", "-b", path)
+
+
+def assert_shown(folder: Path) -> None:
+    """Check every text file below a folder, its JSON without reading it."""
+    for path in folder.rglob("*"):
+        if path.suffix in (".json", ".jsonl", ".html", ".md", ".csv", ".txt", ".tex"):
+            found = OBEYED.search(path.read_bytes().decode())
+            assert found is None, (path, found)
+
+
+def test_baselines(folder, reports):
+    path, kept = reports[1], folder / f"kept{EVIL}" / f"base{EVIL}.json"
+    kept.parent.mkdir()
+    assert run("baseline", "save", path, "-o", kept, "--reason", EVIL)[0] == 0
+    assert run("baseline", "save", path, "-o", kept, "--reason", EVIL)[0] == 2
+    assert run("baseline", "update", path, "-o", kept, "--reason", EVIL)[0] == 0
+    for format in FORMATS:
+        assert run("baseline", "show", kept, "-f", format)[0] == 0
+    for format in ("text", "json"):
+        assert run("baseline", "check", kept, "-f", format)[0] == 0
+    for format in GATE:
+        run("gate", path, "-b", kept, "-f", format)
+    assert_shown(kept.parent)
+    for text in damaged(path):
+        (folder / "bad.json").write_text(text)
+        run("baseline", "check", folder / "bad.json")
+        run("baseline", "update", folder / "bad.json", "-o", kept, "--reason", "x")
+    for how in (EVIL, f"{EVIL}/{EVIL}", f"{path}/{EVIL}"):
+        assert run("baseline", "check", how)[0] == 5
+        assert run("baseline", "update", path, "-o", how + "/x", "--reason", "x")[0] == 2
+
+
+def test_shards(folder):
+    shards = [folder / f"{number}{EVIL}.json" for number in (1, 2)]
+    how = ("-n", 4, "--data", folder / "pictures", "--attack", "fgsm", "--eps", "0.1")
+    for number, path in enumerate(shards, 1):
+        assert run("attack", "demo", *how, "--shard", f"{number}/2", "-o", path)[0] == 0
+    for format in FORMATS:
+        assert run("merge", *shards, "-f", format)[0] == 0
+    merged = folder / "merged" / f"{EVIL}.json"
+    merged.parent.mkdir()
+    assert run("merge", *shards, "-o", merged)[0] == 0
+    assert_shown(merged.parent)
+    document = json.loads(shards[1].read_text())
+    for changed in (tainted(document), *map(json.loads, damaged(shards[1]))):
+        (folder / "bad.json").write_text(json.dumps(changed))
+        run("merge", shards[0], folder / "bad.json")
+    for key, value in document["shard"].items():
+        other = {EVIL: value} if isinstance(value, dict) else EVIL
+        changed = document | {"shard": document["shard"] | {key: other}}
+        (folder / "bad.json").write_text(json.dumps(changed))
+        assert run("merge", shards[0], folder / "bad.json")[0] == 4
+    assert run("merge", shards[0], EVIL)[0] == 4
+
+
+def test_certificates_and_audits(folder):
+    pictures = ("-n", 2, "--data", folder / "pictures")
+    certify = ("certify", "demo", *pictures, "--eps", "0.001", "--nodes", 1)
+    audit = ("audit", "demo", *pictures, "--only", "attack,jacobian", "--eps", "0.1")
+    audit += ("--attack", "fgsm")
+    for line in (certify, audit):
+        for format in FORMATS:
+            assert run(*line, "-f", format)[0] == 0
+    two = (*audit, "demo:robust", "--run-dir", folder / f"runs{EVIL}")
+    for format in ("table", "json", "markdown", "html"):
+        run(*two, "-f", format, *(["--resume"] if format != "table" else []))
+    assert_shown(folder / f"runs{EVIL}")
+    for model in (EVIL, f"py:{EVIL}", f"hf:{EVIL}", f"{folder}/own.py:{EVIL}"):
+        run("audit", "demo", model, *audit[2:])
+        assert run("audit", model, *pictures)[0] != 0
+        assert run("certify", model, *pictures)[0] != 0
+    for option in ("--only", "--skip", "--eps", "--norm", "--run-dir"):
+        run("audit", "demo", "-n", 1, option, f"{EVIL}\0" if option == "--run-dir" else EVIL)
+    for option in ("--eps", "--nodes", "--seconds", "--norm"):
+        assert run("certify", "demo", "-n", 1, option, EVIL)[0] == 2
+
+
+def test_saved_texts_read_back_as_they_were():
+    kept = {"id": "a", "text": EVIL, "original": EVIL}
+    saved = table([Part(("a",), {"label": np.zeros(1, int)}, {"texts": [kept]})]).decode()
+    assert not OBEYED.search(saved)
+    assert json.loads(saved)["text"] == EVIL
+
+
+@pytest.mark.parametrize("name", ["named", "fails", "refuses"])
+def test_own_models(folder, name):
+    how = ("--data", folder / "arrays.npz", "-n", 2, "--layers", "0")
+    for command in ("bounds", "audit", "check"):
+        for more in ((), ("-v",)):
+            line = (command, f"py:{folder}/own.py:{name}", *how, *more)
+            run(*(line if command == "bounds" else (*line[:6], *more)))
+    model = f"py:{folder}/own.py:{name}"
+    for format in FORMATS:
+        code, said = run("bounds", model, *how, "-f", format)
+        assert (code == 0) == (name == "named"), said
+    run("audit", "demo", model, *how[:4], "--only", "jacobian", "-v")
+    run("watch", folder, "--arch", model, *how[:4])
+    run("train", model, *how[:2], "--out", folder / f"out-{name}")
+
+
+def test_trainings(folder):
+    out = folder / f"trained{EVIL}"
+    pictures = folder / "pictures"
+    line = ("train", "demo", "--data", pictures, "--held-out", pictures, "--epochs", 1)
+    line += ("--batch-size", 2, "--out", out)
+    assert run(*line, "--watch", 1)[0] == 0
+    assert run(*line)[0] == 2
+    assert run(*line, "--resume")[0] == 0
+    assert run(*line, "--resume", "-f", "json")[0] == 0
+    assert_shown(out)
+    run("report", *(out / "lipaudit-watch").glob("step-*.json"))
+    record = json.loads((out / "train.json").read_text())
+    for key in record:
+        other = {EVIL: EVIL} if isinstance(record[key], dict) else EVIL
+        (out / "train.json").write_text(json.dumps(record | {key: other}))
+        run(*line, "--resume")
+    (out / "train.json").write_text(EVIL)
+    run(*line, "--resume")
+    (out / "checkpoint.pt").write_text(EVIL)
+    run(*line, "--resume")
+    for option in ("--data", "--held-out", "--penalty", "--lr", "--adversarial", "--out"):
+        assert run("train", "demo", option, f"{EVIL}\0" if option == "--out" else EVIL)[0] != 0
+
+
+def test_checkpoints(folder):
+    from lipaudit.models.sources.loading import load_net
+    from lipaudit.models.sources.saving import save_net
+
+    root = folder / f"checkpoints{EVIL}"
+    for name in (f"checkpoint-1{EVIL}", f"{EVIL}checkpoint-2", f"checkpoint-3{EVIL}"):
+        (root / name).mkdir(parents=True)
+        save_net(load_net("demo"), root / name)
+    config = json.loads((root / f"checkpoint-3{EVIL}/config.json").read_text())
+    (root / f"checkpoint-3{EVIL}/config.json").write_text(
+        json.dumps(tainted(config) | {EVIL: EVIL})
+    )
+    (root / f"step_4{EVIL}.pt").write_text(EVIL)
+    line = ("watch", root, "--data", folder / "pictures", "-n", 1, "--only", "jacobian")
+    page = folder / "pages" / f"{EVIL}.html"
+    page.parent.mkdir()
+    assert run(*line, "-o", page, "-f", "markdown")[0] != 0  # the last cannot be read
+    run(*line)
+    reports = sorted((root / "lipaudit-checkpoints").glob("step-*.json"))
+    assert len(reports) == 3
+    for format in ("table", "markdown", "html", "json"):
+        assert run("report", *reports, "--rank-by", "order", "-f", format)[0] == 0
+    assert_shown(root)
+    assert_shown(page.parent)
+    run("watch", f"{root}{EVIL}")
+    for option in ("--logger", "--poll", "--run-dir", "--eps"):
+        run("watch", root, option, f"{EVIL}\0" if option == "--run-dir" else EVIL)
 
 
 @pytest.mark.parametrize("start", ["", "hf:", "py:", "timm:", "demo:", "hf:a/", "py:own.py:"])

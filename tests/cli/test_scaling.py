@@ -15,7 +15,8 @@ def invoke(*args):
 def test_the_first_line_says_what_will_run_and_stdout_is_the_report(tmp_path):
     page = tmp_path / "scaling.html"
     done = invoke(
-        "demo", "-n", "1", "--layers", "2", "--lengths", "8:40:log3", "-f", "json", "-o", str(page)
+        *("demo", "-n", "1", "--layers", "2", "--lengths", "8:40:log3", "-f", "json"),
+        *("--mode", "real,adversarial,radius,ascent,split", "-o", str(page)),
     )
     assert done.exit_code == 0, done.stderr
     assert done.stderr.splitlines()[0] == (

@@ -215,8 +215,7 @@ def test_a_report_says_how_it_scored(run):
 def test_a_dry_run_plans_what_can_be_measured_of_scores(run, table):
     seen = json.loads(run("check", table, "--score", "sum").stdout)
     assert (*seen["measures"],) == ("jacobian", "attack")
-    (said,) = [text for text in seen["notes"] if text.startswith("bounds was left out")]
-    assert "cannot be measured of scores" in said
+    assert "cannot be measured of scores" in seen["needs"]["bounds"]
     assert {planned["samples"] for planned in seen["measures"].values()} == {len(TABLES[table])}
     assert all(each["place"].startswith("line ") and each["class"] for each in seen["first"])
 

@@ -95,7 +95,7 @@ def test_what_was_measured_before_the_disk_was_full_is_not_measured_again(tmp_pa
     assert f"--resume goes on: lipaudit {' '.join(NORMS)} -o a.html --resume" in said
     assert [path.name for path in tmp_path.glob("tmp*")] == []
     assert "note: 6 of 6 samples of jacobian are kept: " in said
-    assert len(list(tmp_path.rglob("*.part"))) == 3
+    assert len(list(tmp_path.rglob("*.npz"))) == 3
     again = invoke(*NORMS, "-o", "a.json", "--resume")
     assert "finished 6 of 6 samples" in again.stderr
     invoke(*NORMS, "-o", "b.json")
@@ -123,7 +123,7 @@ def test_two_equal_runs_at_once_write_equal_reports(tmp_path):
     both = [processes.begun(*NORMS, "-o", f"{i}.json", cwd=tmp_path) for i in range(2)]
     assert [each.ended()[0] for each in both] == [0, 0]
     assert written("0.json") == written("1.json")
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.npz"))
 
 
 def test_a_clock_that_goes_back_changes_nothing(monkeypatch):
@@ -134,9 +134,24 @@ def test_a_clock_that_goes_back_changes_nothing(monkeypatch):
     assert written("a.json") == written("b.json")
 
 
+def hold_before_second() -> None:
+    """Let an audit of several models wait for a signal once the first is measured."""
+    from lipaudit.engine import execute
+
+    measured, executed = [], execute.executed
+
+    def execute_once(*given, **options):
+        if measured:
+            processes.wait_for_signal()
+        measured.append(given)
+        return executed(*given, **options)
+
+    execute.executed = execute_once
+
+
 def test_an_audit_of_several_models_that_is_stopped_goes_on(tmp_path):
     """Once the first model is finished: its report is taken as it is."""
-    command = processes.begun(*MODELS, "--run-dir", "run", cwd=tmp_path)
+    command = processes.begun(*MODELS, "--run-dir", "run", cwd=tmp_path, before=hold_before_second)
     first = tmp_path / "run" / "1-demo" / "report.json"
     while not first.exists():
         assert command.alive

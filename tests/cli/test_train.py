@@ -20,7 +20,7 @@ from lipaudit.cli.commands import build
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.saving import save_net
 from lipaudit.train.record import save_model
-from tests.processes import begun, completed
+from tests.processes import begun, completed, wait_for_signal
 
 FGSM = ("--eps", "0.01", "--attack", "fgsm")
 ARGS = ("demo", "-n", "256", "--epochs", "8", "--batch-size", "32", "--lr", "1e-3")
@@ -41,8 +41,21 @@ def whole(tmp_path_factory) -> Path:
     return folder / "whole"
 
 
+def hold_after_an_epoch() -> None:
+    from lipaudit.train.record import TrainingRecord
+
+    keep = TrainingRecord.keep
+
+    def keep_and_wait(self, epoch):
+        keep(self, epoch)
+        wait_for_signal()
+
+    TrainingRecord.keep = keep_and_wait
+
+
 def test_a_killed_run_goes_on_to_the_same_weights(whole, tmp_path):
-    process = begun("train", *ARGS, "--out", "cut", "-q", cwd=tmp_path)
+    how = {"cwd": tmp_path, "before": hold_after_an_epoch}
+    process = begun("train", *ARGS, "--out", "cut", "-q", **how)
     record = tmp_path / "cut/train.json"
     while not record.exists():
         assert process.alive

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lipaudit.data.images import resized
+from lipaudit.data.images import resize
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Taker:
     tokenize_pair: object = None
     pad_id: int = 0
     end_id: int | None = None
+    unknown_id: int | None = None
     prepare: object = None
     aliases: dict[str, int] = field(default_factory=dict)
 
@@ -44,7 +45,7 @@ def image_taker():
     def make(shape=(3, 8, 8), classes=None, labels=None, **more):
         return Taker(
             "image", shape, classes, Facts(labels=labels), (0.0, 1.0),
-            prepare=lambda image: resized(image, shape), **more,
+            prepare=lambda image: resize(image, shape), **more,
         )  # fmt: skip
 
     return make

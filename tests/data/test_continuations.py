@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lipaudit.data.continuations import packed
+from lipaudit.data.continuations import pack
 from lipaudit.data.loading import DataOptions, load_data
 
 V = 100
@@ -43,7 +43,7 @@ def loaded(tmp_path, text_taker):
 def ids(prompt, *texts, tokenize=begun):
     """Prompt and continuations: what the ids of both have behind those of the prompt."""
     start = tokenize(prompt, 99)
-    return packed(start, [tokenize(f"{prompt} {t}", 99)[len(start) :] for t in texts], V).tolist()
+    return pack(start, [tokenize(f"{prompt} {t}", 99)[len(start) :] for t in texts], V).tolist()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_blanks_belong_to_what_follows(loaded, prompt, text):
     _, x, _ = loaded({"prompt": prompt, "continuation": text}, tokenize=byte)
     whole = prompt + text if (prompt + text) != "abcd" else "ab cd"
     start = byte(prompt.rstrip(), 99)
-    assert x == [packed(start, [byte(whole, 99)[len(start) :]], V).tolist()]
+    assert x == [pack(start, [byte(whole, 99)[len(start) :]], V).tolist()]
 
 
 def test_a_token_that_ends_every_text_is_left_out(loaded):
@@ -136,7 +136,7 @@ def test_a_token_that_ends_every_text_is_left_out(loaded):
 def test_prompts_lose_their_beginning(loaded):
     row = {"prompt": "a b c d e", "continuation": "f g"}
     found, x, _ = loaded(row, max_tokens=5)
-    assert x == [packed(begun("a b c d e", 9)[-3:], [begun("f g", 9)[1:]], V).tolist()]
+    assert x == [pack(begun("a b c d e", 9)[-3:], [begun("f g", 9)[1:]], V).tolist()]
     assert [note.code for note in found.notes] == ["text-cut", "fewer-samples"]
     found, x, _ = loaded(row, max_tokens=8)
     assert x == [ids("a b c d e", "f g")]

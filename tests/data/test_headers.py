@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from lipaudit.data.headers import lacks_header
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.tables import lacks_header
 
 ROWS = ["a fine film,1", "a very bad one,0", "good,1"]
 THREE = DataOptions(samples=3)

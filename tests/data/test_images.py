@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lipaudit.data.images import resized
+from lipaudit.data.images import resize, thumbnail, to_box
 from lipaudit.data.loading import DataOptions, load_data
 
 
@@ -103,21 +103,28 @@ def test_other_sizes_are_scaled_to_cover_and_cropped_in_the_middle():
     """Bright left and right thirds of a wide picture fall to the crop."""
     wide = Image.new("L", (90, 30), 255)
     wide.paste(0, (30, 0, 60, 30))
-    pixels = resized(wide, (1, 10, 10))
+    pixels = resize(wide, (1, 10, 10))
     assert pixels.shape == (1, 10, 10)
     assert pixels[0, :, 2:8].max() < 0.02
 
 
 def test_sixteen_bit_greys_keep_their_shades():
     array = np.array([[0, 65535], [257, 32896]], dtype=np.uint16)
-    pixels = resized(Image.fromarray(array), (1, 2, 2))
+    pixels = resize(Image.fromarray(array), (1, 2, 2))
     assert (pixels * 255).round().int().tolist() == [[[0, 255], [1, 128]]]
+
+
+@pytest.mark.parametrize("box", [(-1.0, 1.0), (0.0, 255.0)])
+def test_pictures_are_shown_as_they_lie_in_the_box_of_a_model(box):
+    pixels = torch.rand(3, 5, 5, generator=torch.Generator().manual_seed(0))
+    assert thumbnail(to_box(pixels, box), box) == thumbnail(pixels)
+    assert thumbnail(pixels, box) != thumbnail(pixels)
 
 
 def test_channels_are_those_of_the_model():
     colour = Image.new("RGBA", (4, 4), (255, 0, 0, 255))
-    assert resized(colour, (1, 4, 4)).shape == (1, 4, 4)
-    assert resized(colour, (3, 4, 4))[:, 0, 0].tolist() == [1, 0, 0]
+    assert resize(colour, (1, 4, 4)).shape == (1, 4, 4)
+    assert resize(colour, (3, 4, 4))[:, 0, 0].tolist() == [1, 0, 0]
 
 
 def test_folders_that_are_refused(tmp_path, image_taker, text_taker, refused):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from lipaudit.data.hub.splits import Reference, parse_reference
+from lipaudit.data.hub import Reference, parse_reference
 from lipaudit.data.loading import DataOptions, load_data
 from tests.hub import hub as hub
 
@@ -192,10 +192,10 @@ def test_a_row_without_a_label_is_named(sets, says):
 
 
 def test_bars_follow_those_of_the_hub(sets, read, capfd):
-    from lipaudit.data.hub.commit import hushed
+    from lipaudit.data.hub import silence_clients
 
     sets.add("datasets/org/two", FILES)
-    with hushed():
+    with silence_clients():
         read("hf:org/two/plain")
     assert capfd.readouterr().err == ""
     read("hf:org/two/plain[train]")

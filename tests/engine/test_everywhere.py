@@ -211,7 +211,7 @@ def test_what_is_killed_goes_on_with_any_number_of_processes(case, model, tmp_pa
     chance = random.Random(f"{case} {model.args}")
     both = processes.ranks(2, *command(case, model.args, "two"), cwd=tmp_path, before=dawdle)
     parts = chance.randint(0, 2)
-    while len(list(tmp_path.rglob("*.part"))) < parts and all(each.alive for each in both):
+    while len(list(tmp_path.rglob("*.npz"))) < parts and all(each.alive for each in both):
         time.sleep(0.005)
     time.sleep(chance.uniform(0, 0.3))
     killed = chance.randrange(2)

@@ -100,4 +100,4 @@ def test_what_is_measured_before_is_kept_and_the_other_measures_go_on(data, tmp_
     report = load("run/report.json")
     assert report.failures.keys() == {"jacobian"}
     assert len(report.section("attention").samples["ids"]) == 6
-    assert list(tmp_path.rglob("*.part"))
+    assert list(tmp_path.rglob("*.npz"))

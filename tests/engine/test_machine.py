@@ -13,7 +13,7 @@ import lipaudit
 from lipaudit.errors import EvaluationError, as_user_meets
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.spec import ModelSpec
-from lipaudit.theory.bounds import catalogue
+from lipaudit.theory.bounds import head_bounds
 from lipaudit.theory.heads import affine_heads
 from tests.models.conftest import Handwritten
 
@@ -142,8 +142,8 @@ def test_a_bound_is_not_blamed_for_memory_but_for_its_own_files(monkeypatch, err
     def fails(_heads):
         raise error
 
-    monkeypatch.setattr(catalogue, "_function", lambda _bound: fails)
+    monkeypatch.setattr(head_bounds, "_function", lambda _bound: fails)
     eye = torch.eye(2)[None]
     heads = affine_heads(torch.ones(1, 3, 2), eye, eye, eye)
     with pytest.raises(kind):
-        catalogue.separate_bounds(heads, [replace(catalogue.BOUNDS["sharp"], function="a:b")])
+        head_bounds.separate_bounds(heads, [replace(head_bounds.BOUNDS["sharp"], function="a:b")])

@@ -1,4 +1,4 @@
-"""What measures take of memory, what there is of it, and how many samples fit."""
+"""What measures take of memory, what there is of it, and what is done where it runs out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import lipaudit
-from lipaudit.engine import fitting, task
+from lipaudit.data.batch import Share
+from lipaudit.engine import fitting
 from lipaudit.engine.execute import execute
 from lipaudit.engine.fitting import footprint
-from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import MEASURES
 from lipaudit.models.memory import Footprint, Held, free
@@ -112,38 +112,33 @@ def test_a_sample_that_is_tried_tells_what_many_take(name):
     assert (counted.most - weights) / 2 < known.of(size) < 2 * counted.most
 
 
-def test_as_many_samples_fit_as_there_is_room_for():
+def test_what_many_samples_take_is_what_one_takes_and_more():
     assert Footprint(fixed=100, sample=30).of(4) == 220
-    assert Footprint(fixed=100, sample=30).fits(219) == 3
-    assert Footprint(fixed=100, sample=30).fits(50) == 1
-    assert Footprint(fixed=100, sample=0).fits(200) == 100
-
-
-class Heard(Observer):
-    def __init__(self):
-        self.notes = []
-
-    def note(self, note):
-        self.notes.append(note)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batches_are_cut_to_what_is_free_and_figures_stay(monkeypatch, name):
-    asked = job(dtype="float64")
+def test_batches_are_halved_until_they_fit_and_nothing_is_measured_twice(monkeypatch, name):
+    """No more than three samples fit: five are tried, then two at a time."""
+    asked = job(5, dtype="float64", batch_size=5)
     options = {name: asked.request.measures[name]}
-    asked = replace(asked, counts={name: 8}, request=replace(asked.request, measures=options))
-    whole = execute(asked)
-    known, sizes = footprint(asked, name), []
-    room = (known.of(3) + known.of(4)) / 2 / fitting.SHARE
-    monkeypatch.setattr(fitting, "free", lambda _device: room)
-    run = task.Task._run
-    monkeypatch.setattr(
-        task.Task, "_run", lambda t, *rest: (sizes.append(rest[2]), run(t, *rest))[1]
-    )
-    heard = Heard()
-    cut = execute(asked, heard)
-    assert sizes == [3]
-    assert [n.code for n in heard.notes if "at a time" in n.text] == ["memory"]
+    asked = replace(asked, counts={name: 5}, request=replace(asked.request, measures=options))
+    whole, sizes = execute(asked), []
+    measure = MEASURES[name]
+
+    def parts(net, batches, options):
+        for part in measure.parts(net, Share(batches.first, fit(batches, options)), options):
+            sizes.append(len(part.ids))
+            yield part
+
+    def fit(batches, options):
+        for batch in batches:
+            if min(len(batch), getattr(options, "batch_size", None) or 5) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            yield batch
+
+    monkeypatch.setitem(MEASURES, name, replace(measure, parts=parts))
+    cut = execute(asked)
+    assert sizes == ([5] if measure.chunk else [2, 2, 1])
     for before, after in zip(whole.sections, cut.sections, strict=True):
         for one, other in zip(before.rows, after.rows, strict=True):
             for key, value in one.model_dump(exclude={"seconds"}).items():
@@ -152,27 +147,13 @@ def test_batches_are_cut_to_what_is_free_and_figures_stay(monkeypatch, name):
                 ), key
 
 
-def test_a_size_that_is_given_is_kept(monkeypatch):
-    monkeypatch.setattr(fitting, "free", lambda _device: 1)
-    assert fitting.fitting(job(batch_size=5), "jacobian") == 5
-    assert fitting.fitting(job(), "jacobian") == 1
-
-
 def test_random_numbers_of_the_caller_stay_as_they_were():
     asked = job()
     module = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))  # in training mode
     net = replace(asked.net, module=module, call=lambda x, _mask: module(x))
     state = torch.get_rng_state()
-    fitting.fitting(replace(asked, net=net), "attack")
+    footprint(replace(asked, net=net), "attack")
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_processes_of_a_run_share_what_is_free(monkeypatch):
-    asked = job()
-    known = footprint(asked, "jacobian")
-    monkeypatch.setattr(fitting, "free", lambda _device: 2 * known.of(3) / fitting.SHARE + 2)
-    assert fitting.fitting(asked, "jacobian") > 3
-    assert fitting.fitting(replace(asked, processes=2), "jacobian") == 3
 
 
 def test_where_one_sample_is_too_much_the_error_says_what_helps(monkeypatch):

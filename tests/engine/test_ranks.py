@@ -1,13 +1,13 @@
-"""Several processes of one run: each batch is measured once, and the report is that of one."""
+"""Several processes of one run: each measures a shard, and the report is that of one."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
+import socket
 import threading
 import time
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
-from lipaudit.data.batch import Batch
 from lipaudit.engine import ranks
 from lipaudit.engine.place import Place, placed
-from lipaudit.engine.ranks import Begun, Ranks
+from lipaudit.engine.ranks import Ranks
 from lipaudit.errors import EvaluationError, InputError, LipauditError, UsageError
-from lipaudit.measures import Part
-from lipaudit.measures.measure import sample_ids
 from lipaudit.schema import dumps, load
 from tests import processes
 
@@ -56,23 +53,13 @@ def test_processes_that_cannot_meet_are_told_how(env):
     assert "MASTER_ADDR" in error.value.advice
 
 
-def batches(count: int) -> list[Batch]:
-    return [Batch(torch.zeros(1, 1), None, (f"{i}",), start=i) for i in range(count)]
-
-
-def measured(units, pause: float = 0.0):
-    for batch in units:
-        time.sleep(pause)
-        yield Part(batch.ids, {"x": np.array([float(batch.start)])})
-
-
 def together(size: int, act) -> list:
     """What each of some processes returns or raises, here threads that share a store."""
     store, ends = torch.distributed.HashStore(), [None] * size
 
     def run(rank: int) -> None:
         try:
-            with Ranks(store, rank, size) as each:
+            with Ranks(lambda: store, rank, size) as each:
                 ends[rank] = act(each)
         except (LipauditError, KeyboardInterrupt) as error:
             ends[rank] = error
@@ -86,95 +73,70 @@ def together(size: int, act) -> list:
     return ends
 
 
-def test_every_batch_is_measured_once_and_the_slow_take_fewer():
+def said(error: LipauditError) -> tuple[str, str, int]:
+    return error.message, error.advice, error.exit_code
+
+
+def test_the_first_has_what_all_give_in_their_order_and_all_end_with_its_code():
     def act(each: Ranks):
         if each.rank == 0:
-            each.begin("m", Begun({"map": "1.0"}, ("done",), keeps=True))
-            own = measured(each.units("m", batches(40)), pause=0.1)
-            return list(each.gathered("m", own, batches(40)))
-        assert each.begun("m") == Begun({"map": "1.0"}, ("done",), keeps=True)
-        taken = []
-        for part in measured(each.units("m", batches(40)), pause=0.001):
-            each.hand_in("m", part)
-            taken += part.ids
-        return taken
+            texts = each.gather()
+            each.exit_code = 6
+            return texts
+        time.sleep(0.1 / each.rank)
+        each.give(f"of {each.rank}")
+        return each.exit_code
 
-    parts, *others = together(3, act)
-    assert sorted(sample_ids(parts), key=int) == [f"{i}" for i in range(40)]
-    assert {part.values["x"][0] for part in parts} == set(map(float, range(40)))
-    of_others = len(others[0]) + len(others[1])
-    assert 20 < of_others < 40
+    assert together(3, act) == [["of 1", "of 2"], 6, 6]
 
 
-def test_once_time_is_up_only_what_is_begun_is_awaited():
-    taken = threading.Event()
-
-    def act(each: Ranks):
-        units = each.units("m", batches(40))
-        if each.rank == 0:
-            each.begin("m", Begun({}, (), keeps=False))
-            assert taken.wait(60)
-            return list(each.gathered("m", measured(islice(units, 2)), batches(40), end=0.0))
-        each.begun("m")
-        begun = list(islice(units, 1))
-        taken.set()
-        for part in measured(begun, pause=0.5):
-            each.hand_in("m", part)
-        return list(units)
-
-    parts, left = together(2, act)
-    assert len(parts) == 3
-    assert left == []
-
-
-def test_a_measure_that_fails_in_one_process_ends_in_all():
+def test_what_fails_in_one_process_is_said_in_all():
     def act(each: Ranks):
         if each.rank == 0:
-            each.begin("m", Begun({}, (), keeps=False))
-            own = measured(each.units("m", batches(1000)), 0.01)
-            return list(each.gathered("m", own, batches(1000)))
-        each.begun("m")
+            return each.gather()
         if each.rank == 1:
-            each.fail("m", InputError("no such thing", "Do so."))
-            return None
-        list(each.units("m", batches(1000)))
-        return each.begun("next")
+            raise InputError("no such thing", "Do so.")
+        return each.give("fine")
 
-    failed, _, other = together(3, act)
-    for error in (failed, other):
-        assert (error.message, error.advice, error.exit_code) == ("no such thing", "Do so.", 4)
+    assert {said(error) for error in together(3, act)} == {("no such thing", "Do so.", 4)}
+
+
+def test_what_fails_in_the_first_is_said_in_all():
+    """In those that wait for it, and in those that still measure."""
+    ended = threading.Event()
+
+    def act(each: Ranks):
+        if each.rank == 0:
+            ended.set()
+            raise InputError("no such thing", "Do so.")
+        if each.rank == 1:
+            return each.give("fine")
+        each.require_first()
+        assert ended.wait(60)
+        while True:
+            each.require_first()
+
+    assert {said(error) for error in together(3, act)} == {("no such thing", "Do so.", 4)}
 
 
 def test_a_process_that_gives_no_sign_of_life_has_ended(monkeypatch):
     monkeypatch.setattr(ranks, "LOST", 0.5)
+    looked = threading.Event()
 
     def act(each: Ranks):
         if each.rank == 0:
-            each.begin("m", Begun({}, (), keeps=False))
-            own = measured(each.units("m", batches(1)[:0]))
-            return list(each.gathered("m", own, batches(1)))
+            try:
+                return each.gather()
+            finally:
+                looked.set()
         each._ended.set()
+        assert looked.wait(60)
         return None
 
     failed, _ = together(2, act)
     assert isinstance(failed, EvaluationError)
     assert failed.message == "rank 1 of 2 has ended"
     assert "--resume" in failed.advice
-
-
-def test_what_failed_in_one_process_is_said_in_all():
-    told = threading.Event()
-
-    def act(each: Ranks):
-        each.require_whole()
-        if each.rank == 1:
-            each.end(InputError("no such thing", "Do so."))
-            told.set()
-        assert told.wait(60)
-        each.require_whole()
-
-    for error in together(3, act):
-        assert (error.message, error.advice, error.exit_code) == ("no such thing", "Do so.", 4)
 
 
 def test_the_first_leaves_last():
@@ -187,9 +149,9 @@ def test_the_first_leaves_last():
             left.append(each.rank)
 
     store = torch.distributed.HashStore()
-    other = threading.Thread(target=lambda: entered(Ranks(store, 1, 2), act))
+    other = threading.Thread(target=lambda: entered(Ranks(lambda: store, 1, 2), act))
     other.start()
-    entered(Ranks(store, 0, 2), act)
+    entered(Ranks(lambda: store, 0, 2), act)
     assert left == [1]
     other.join(60)
 
@@ -199,82 +161,60 @@ def entered(each: Ranks, act) -> None:
         act(each)
 
 
-def test_all_end_with_the_code_of_the_first():
-    def act(each: Ranks):
-        return each.conclude(6) if each.rank == 0 else each.conclusion()
-
-    assert together(3, act) == [None, 6, 6]
-
-
 def test_a_suspended_job_goes_on(monkeypatch):
     """All of them were silent meanwhile; one that stays silent has ended."""
     clock = [0.0]
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    first = Ranks(torch.distributed.HashStore(), 0, 2)
+    store = torch.distributed.HashStore()
+    second = Ranks(lambda: store, 1, 2)
 
     def look(*at: float) -> None:
         for clock[0] in at:
-            first.require_whole()
+            second.require_first()
 
     look(0.0, 1.0, 1000.0)
-    with pytest.raises(EvaluationError, match="rank 1 of 2 has ended"):
+    with pytest.raises(EvaluationError, match="rank 0 of 2 has ended"):
         look(*np.arange(1000.0, 1000.0 + ranks.LOST, 0.5))
 
 
-def test_a_process_that_is_stopped_is_not_waited_for(monkeypatch):
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_is_stopped_stops_the_others(monkeypatch, stopped):
     monkeypatch.setattr(ranks, "LOST", 1e9)
 
     def act(each: Ranks):
-        if each.rank == 0:
-            each.begin("m", Begun({}, (), keeps=False))
-            own = measured(each.units("m", batches(1)[:0]))
-            return list(each.gathered("m", own, batches(1)))
-        raise KeyboardInterrupt("terminated")
+        if each.rank == stopped:
+            raise KeyboardInterrupt("terminated")
+        return each.give("fine") if each.rank else each.gather()
 
-    failed, _ = together(2, act)
-    assert failed.message == "rank 1 of 2 has ended"
-
-
-def test_a_first_process_that_is_stopped_stops_the_others(monkeypatch):
-    monkeypatch.setattr(ranks, "LOST", 1e9)
-    taken = threading.Event()
-
-    def act(each: Ranks):
-        if each.rank == 0:
-            each.begin("m", Begun({}, (), keeps=False))
-
-            def interrupted():
-                assert taken.wait(60)
-                raise KeyboardInterrupt
-                yield
-
-            return list(each.gathered("m", interrupted(), batches(1000)))
-        units = each.units("m", batches(1000))
-        next(units)
-        taken.set()
-        while not each._store.check(["0/over"]):
-            time.sleep(0.01)
-        assert len(list(units)) < 999
-        return each.begun("next")
-
-    _, other = together(2, act)
-    assert other.message == "rank 0 was stopped"
+    other = together(2, act)[1 - stopped]
+    assert other.message == f"rank {stopped} was stopped"
     assert "--resume" in other.advice
 
 
 def test_processes_that_do_not_come_are_missed(monkeypatch):
     monkeypatch.setattr(ranks, "JOIN", 0.1)
     with pytest.raises(EvaluationError, match="1 of 2 processes") as error:
-        Ranks(torch.distributed.HashStore(), 0, 2).__enter__()
+        Ranks(torch.distributed.HashStore, 0, 2).__enter__()
     assert "WORLD_SIZE" in error.value.advice
 
 
 def test_one_run_after_the_other_shares_nothing():
     store = torch.distributed.HashStore()
-    for samples in (3, 5):
-        with Ranks(store, 0, 1) as alone:
-            own = measured(alone.units("m", batches(samples)))
-            assert len(list(alone.gathered("m", own, batches(samples)))) == samples
+
+    def act(each: Ranks, text: str):
+        return each.give(text) if each.rank else each.gather()
+
+    def second() -> None:
+        for text in ("a", "b"):
+            with Ranks(lambda: store, 1, 2) as each:
+                act(each, text)
+
+    other = threading.Thread(target=second)
+    other.start()
+    for text in ("a", "b"):
+        with Ranks(lambda: store, 0, 2) as each:
+            assert act(each, "") == [text]
+    other.join(60)
 
 
 class Closed:
@@ -285,12 +225,29 @@ class Closed:
 
 
 def test_a_process_that_meets_the_command_before_waits_for_the_next():
-    store = torch.distributed.HashStore()
-    with Ranks(Closed(), 0, 1, again=lambda: store) as alone:
-        own = measured(alone.units("m", batches(3)))
-        assert len(list(alone.gathered("m", own, batches(3)))) == 3
-    with pytest.raises(EvaluationError, match="has ended"), Ranks(Closed(), 0, 1):
+    stores = [Closed(), torch.distributed.HashStore()]
+    with Ranks(lambda: stores.pop(0), 0, 1) as alone:
+        assert alone.gather() == []
+    with pytest.raises(EvaluationError, match="has ended"), Ranks(Closed, 0, 1):
         pass
+
+
+def test_a_port_that_is_still_taken_is_tried_again(monkeypatch):
+    """By the store of the command before, which may take a moment to close."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = Place(0, 1, 0, "127.0.0.1", taken.getsockname()[1])
+        tried = threading.Event()
+        monkeypatch.setattr(ranks, "CLOSING", -1.0)
+        with pytest.raises(EvaluationError, match=f"rank 0 of 1.*{place.port}.*in use"):
+            ranks.join(place)
+        monkeypatch.setattr(ranks, "CLOSING", 60.0)
+        monkeypatch.setattr(ranks.time, "sleep", lambda _seconds: (taken.close(), tried.set()))
+        with ranks.join(place) as alone:
+            assert alone.gather() == []
+    assert tried.is_set()
 
 
 AUDIT = (
@@ -307,10 +264,10 @@ AUDIT = (
 NORMS = ("jacobian", "demo", "-n", "24", "--batch-size", "1", "--per-layer", "-q")
 
 
-def lazy() -> None:
-    """Let rank 0 leave all the work to the others, and miss them soon."""
-    ranks.BEAT, ranks.LOST, units = 0.2, 5.0, Ranks.units
-    Ranks.units = lambda self, *given: iter(()) if self.rank == 0 else units(self, *given)
+def hold_second() -> None:
+    """Let rank 1 wait to be killed once it has kept two parts, and miss the dead soon."""
+    ranks.BEAT, ranks.LOST = 0.2, 5.0
+    processes.hold_after_parts(2, rank="1")
 
 
 @pytest.fixture
@@ -333,34 +290,53 @@ def written(path: Path) -> dict:
     return document
 
 
-def test_what_others_measured_is_the_report_of_one_process(alone, tmp_path):
-    """Rank 0 measures nothing here: all figures, and the map it asks for, come from rank 1."""
-    both = processes.ranks(2, *AUDIT, "--run-dir", "two", cwd=tmp_path, before=lazy)
+def test_two_processes_write_the_report_of_one(alone, tmp_path):
+    """With the map of the most amplifying head, which none of them knows alone."""
+    both = processes.ranks(2, *AUDIT, "--run-dir", "two", cwd=tmp_path)
     assert [each.ended() for each in both] == [(0, ""), (0, "")]
     alone(*AUDIT, "--run-dir", "one")
     two, one = (written(tmp_path / name / "report.json") for name in ("two", "one"))
     assert any(name.startswith("map@") for name in one["sections"][2]["arrays"])
     assert two == one
+    assert not list(tmp_path.rglob("*.npz"))
 
 
 def test_a_killed_process_loses_what_it_had_begun_alone(alone, tmp_path):
     """Any number of processes goes on with the rest."""
-    first, second = processes.ranks(2, *NORMS, "-o", "two.json", cwd=tmp_path, before=lazy)
-    while not list(tmp_path.rglob("*.part")):
+    first, second = processes.ranks(2, *NORMS, "-o", "two.json", cwd=tmp_path, before=hold_second)
+    while len(list(tmp_path.rglob("*.npz"))) < 14:  # all of the first, two of the second
         assert second.alive
         time.sleep(0.005)
     second.send(signal.SIGKILL)
-    code, said = first.ended()
-    assert code == 3, said
-    assert "rank 1 of 2 has ended" in said
+    code, text = first.ended()
+    assert code == 3, text
+    assert "rank 1 of 2 has ended" in text
     assert second.ended()[0] == -signal.SIGKILL
     assert not (tmp_path / "two.json").exists()
-    assert 0 < len(list(tmp_path.rglob("*.part"))) < 24
+    assert len(list(tmp_path.rglob("*.npz"))) == 14
     shutil.copytree(tmp_path / "lipaudit", tmp_path / "three" / "lipaudit")
     alone(*NORMS, "-o", "three/one.json", "--resume")
     three = processes.ranks(3, *NORMS, "-o", "three.json", "--resume", cwd=tmp_path / "three")
     assert [each.ended()[0] for each in three] == [0, 0, 0]
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.npz"))
     alone(*NORMS, "-o", "whole.json")
     for name in ("three/one.json", "three/three.json"):
         assert written(tmp_path / name) == written(tmp_path / "whole.json")
+
+
+def test_the_time_limit_of_several_processes_ends_all(alone, tmp_path):
+    args = (*NORMS, "--time-limit", "0.001s", "-o", "cut.json")
+    both = processes.ranks(2, *args, cwd=tmp_path)
+    ends = [each.ended() for each in both]
+    assert [code for code, _ in ends] == [7, 7], ends
+    cut = load(tmp_path / "cut.json")
+    assert (cut.status, cut.unmeasured) == ("partial", {"jacobian": 24})
+
+
+def test_what_is_made_of_all_samples_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **MEETING}.items():
+        monkeypatch.setenv(name, value)
+    attack = ["attack", "demo", "-n", "4", "--eps", "0.1", "-q"]
+    for more in (["--save-adv", "adv.npz"], ["--shard", "1/2", "-o", "a.json"]):
+        assert CliRunner().invoke(build(), [*attack, *more]).exit_code == 2

@@ -19,7 +19,7 @@ from lipaudit.attacks.plan import CHUNK
 from lipaudit.cli.commands import build
 from lipaudit.data.batch import Share
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.engine.journal import packed
+from lipaudit.engine.journal import pack_parts
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.gate import judge
 from lipaudit.measures import MEASURES
@@ -210,8 +210,8 @@ def test_damaged_or_foreign_parts_are_refused_and_run_nothing(three, tmp_path, m
     monkeypatch.chdir(tmp_path)
     good = three[1].shard.parts["jacobian"]
     harm = b64encode(compress(pickle.dumps(Harmful()))).decode()
-    numbers = b64encode(compress(pickle.dumps([1]))).decode()
-    for text in ("", good[:-40], "?", harm, numbers, packed([])):
+    numbers = b64encode(b"[1]").decode()
+    for text in ("", good[:-40], "?", harm, numbers, pack_parts([])):
         shard = three[1].shard.model_copy(update={"parts": {"jacobian": text}})
         bad = three[1].model_copy(update={"shard": shard})
         refused([three[0], bad, three[2]])
@@ -220,7 +220,7 @@ def test_damaged_or_foreign_parts_are_refused_and_run_nothing(three, tmp_path, m
 
 def test_a_shard_is_no_baseline_and_passes_no_gate(three):
     whole = run("jacobian")
-    for current, baseline, code in ((three[0], whole, 3), (whole, three[0], 5)):
+    for current, baseline, code in ((three[0], whole, 5), (whole, three[0], 5)):
         judgement = judge(current, baseline)
         assert judgement.exit_code == code
         assert all("shard 1 of 3" in verdict.line for verdict in judgement.verdicts)

@@ -16,8 +16,8 @@ import lipaudit
 from lipaudit.cli.commands import build
 from lipaudit.data.batch import Share
 from lipaudit.engine import task
-from lipaudit.errors import InputError, UsageError
-from lipaudit.gate.comparable import fault
+from lipaudit.errors import UsageError
+from lipaudit.gate.comparable import find_fault
 from lipaudit.measures import MEASURES
 from lipaudit.report import render
 from lipaudit.schema import dumps, load, loads
@@ -112,17 +112,19 @@ def test_several_models_have_one_limit():
     assert loads(dumps(reports[1])) == reports[1]
 
 
-def test_no_gate_is_passed_and_no_shards_are_merged_in_part():
+def test_a_shard_that_the_limit_ended_is_merged_in_part_and_no_gate_is_passed():
+    asked = {"samples": 4, "batch_size": 1}
     with time_for(1):
-        cut = lipaudit.measure(
-            "demo", "jacobian", samples=4, batch_size=1, shard="1/2", time_limit=60
-        )
-    rest = lipaudit.measure("demo", "jacobian", samples=4, batch_size=1, shard="2/2")
-    with pytest.raises(InputError, match="the time limit ended shard 1 of 2") as error:
-        lipaudit.merge([cut, rest])
-    assert "--resume" in error.value.advice
-    alone = cut.model_copy(update={"shard": None})
-    assert "the time limit ended its run" in fault(alone, alone.sections[0])
+        cut = lipaudit.measure("demo", "jacobian", shard="1/2", time_limit=60, **asked)
+    rest = lipaudit.measure("demo", "jacobian", shard="2/2", **asked)
+    whole = lipaudit.measure("demo", "jacobian", **asked).sections[0]
+    merged = lipaudit.merge([cut, rest])
+    section = merged.sections[0]
+    assert (merged.status, merged.unmeasured) == ("partial", {"jacobian": 1})
+    assert section.samples["norm"] == tuple(whole.samples["norm"][i] for i in (0, 1, 3))
+    note = next(note for note in section.notes if note.code == "cut-short")
+    assert note.text == "the time limit ended jacobian after 3 of 4 samples"
+    assert "the time limit ended its run" in find_fault(merged, section)
 
 
 @pytest.mark.parametrize(

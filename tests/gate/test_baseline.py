@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from lipaudit import schema
 from lipaudit.cli.commands import build
-from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.gate import judge, load_baseline, problems, promote, protocol
+from lipaudit.errors import BaselineError, UsageError
+from lipaudit.gate import find_problems, judge, load_baseline, promote, read_protocol
 from lipaudit.results import Array
 
 EXACT = np.random.default_rng(1).lognormal(0, 0.3, (144, 8))
@@ -76,13 +76,13 @@ def test_an_unfit_report_is_not_promoted(report, jacobian, bounds, norms):
             "no sections": report(),
         }
     for words, bad in unfit.items():
-        assert words in problems(bad)[0]
-        with pytest.raises(EvaluationError, match=words):
+        assert words in find_problems(bad)[0]
+        with pytest.raises(BaselineError, match=words):
             promote(bad, "why")
 
 
 def test_the_protocol_is_what_a_run_must_repeat(full):
-    found = protocol(promote(full, "why"))
+    found = read_protocol(promote(full, "why"))
     assert (found.data, found.seed, found.dtype) == ("demo", 0, "float32")
     assert found.samples == {"bounds": 8, "jacobian": 64, "attack": 128}
     assert found.options == full.run.options

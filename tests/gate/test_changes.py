@@ -8,8 +8,8 @@ from scipy import stats
 
 from lipaudit.errors import BaselineError
 from lipaudit.gate import compare
-from lipaudit.gate.comparable import same_conditions
-from lipaudit.gate.comparison.heads import head_changes
+from lipaudit.gate.changes import compute_head_changes
+from lipaudit.gate.comparable import require_same_conditions
 from lipaudit.gate.contrasts import TOLERANCE
 from lipaudit.results import Array, AttentionRow, CertifyRow, Section
 from lipaudit.results.report import Failure
@@ -68,7 +68,7 @@ def test_heads_that_have_not_changed_are_hardly_ever_named(report, bounds):
     old, named = report(bounds(EXACT)), 0
     for each in noise:
         new = report(bounds(EXACT * np.exp(each)), weights="b")
-        named += any(head.stands for head in head_changes("bounds.exact", old, new).heads)
+        named += any(head.stands for head in compute_head_changes("bounds.exact", old, new).heads)
     assert 0 < named <= 21
 
 
@@ -268,10 +268,10 @@ def test_a_resizing_that_one_report_alone_states_spoils_nothing(report, jacobian
     fine = {"mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 0.875}
     old, new = report(jacobian(norms)), report(jacobian(norms), weights="b", preprocess=fine)
     assert pair_of(old, new).warnings == ()
-    same_conditions(new.run, old.run)
+    require_same_conditions(new.run, old.run)
     nearest = old.run.model_copy(update={"preprocess": fine | {"interpolation": "nearest"}})
     with pytest.raises(BaselineError, match="interpolation nearest became bicubic"):
-        same_conditions(new.run, nearest)
+        require_same_conditions(new.run, nearest)
 
 
 def test_what_does_not_is_a_note(report, jacobian, norms):

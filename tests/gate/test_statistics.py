@@ -15,11 +15,11 @@ from scipy import stats
 from lipaudit.gate.statistics import (
     MIN_RESAMPLED,
     RESAMPLES,
-    holm,
-    mean_change,
-    median_change,
-    resampled_change,
-    share_change,
+    correct_by_holm,
+    judge_by_bootstrap,
+    judge_mean,
+    judge_median,
+    judge_share,
 )
 
 LEVELS = (0.05, 0.0125, 0.001)
@@ -37,7 +37,7 @@ def p95_change(old, new):
 @pytest.mark.parametrize("level", LEVELS)
 def test_median_limits_are_the_order_statistics_of_the_binomial(n, level):
     x = np.random.default_rng(n).normal(size=n)
-    low, high = median_change(x).limits(level)
+    low, high = judge_median(x).limits(level)
     binomial = stats.binom(n, 0.5)
     ranks = [k for k in range(1, n + 1) if binomial.cdf(k - 1) <= level]
     if not ranks:
@@ -53,18 +53,18 @@ def test_median_p_is_the_sign_test(margin):
     x = np.random.default_rng(3).normal(size=31)
     above = int((x > margin).sum())
     expected = stats.binomtest(above, 31, 0.5, alternative="greater").pvalue
-    assert median_change(x).p(margin) == pytest.approx(expected, rel=1e-12)
+    assert judge_median(x).p(margin) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_tie_with_the_margin_does_not_count_against_the_model():
-    assert median_change(np.full(64, 0.1)).p(0.1) == 1.0
-    assert mean_change(np.full(64, 0.1)).p(0.1) == 1.0
+    assert judge_median(np.full(64, 0.1)).p(0.1) == 1.0
+    assert judge_mean(np.full(64, 0.1)).p(0.1) == 1.0
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_mean_limits_and_p_are_students(level):
     x = np.random.default_rng(4).normal(0.3, 1.0, 8)
-    evidence = mean_change(x)
+    evidence = judge_mean(x)
     expected = stats.ttest_1samp(x, 0.1, alternative="greater").pvalue
     assert evidence.p(0.1) == pytest.approx(expected, rel=1e-9)
     low, high = stats.t.interval(1 - 2 * level, 7, x.mean(), stats.sem(x))
@@ -81,7 +81,7 @@ def test_mean_limits_and_p_are_students(level):
     ],
 )
 def test_changes_without_a_spread_leave_no_doubt_but_one_sample_proves_nothing(changes, limits):
-    evidence = mean_change(np.array(changes))
+    evidence = judge_mean(np.array(changes))
     assert evidence.limits(0.01) == limits
     assert (evidence.p(0.2) == 0.0) == (limits[0] > 0.2)
 
@@ -90,7 +90,7 @@ def test_share_limits_agree_with_a_published_example():
     # Response before and after consolidation (Cavo et al. 2012), as analysed by Fagerland,
     # Lydersen and Laake: 6 and 16 discordant pairs of 161, -0.0621 (-0.1195 to -0.0032),
     # exact McNemar p = 0.052479.
-    evidence = share_change(6, 16, 161)
+    evidence = judge_share(6, 16, 161)
     assert evidence.estimate == pytest.approx(-0.0621, abs=5e-5)
     assert evidence.limits(0.025) == pytest.approx((-0.1195, -0.0032), abs=5e-5)
     assert evidence.mcnemar == pytest.approx(0.052479, abs=5e-7)
@@ -101,29 +101,29 @@ def test_share_limits_by_hand():
     error = math.sqrt((1 / 2 - 1 / 16) / 16)
     z = 1.6448536269514722
     expected = (-0.25 - z * error, -0.25 + z * error)
-    assert share_change(1, 5, 14).limits(0.05) == pytest.approx(expected, rel=1e-12)
+    assert judge_share(1, 5, 14).limits(0.05) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("worse", "better"), [(0, 0), (1, 0), (3, 9), (9, 3), (12, 12), (0, 30)])
 def test_mcnemar_is_the_exact_binomial_test(worse, better):
     flips = worse + better
     expected = stats.binomtest(worse, flips).pvalue if flips else 1.0
-    assert share_change(worse, better, 100).mcnemar == pytest.approx(expected, rel=1e-9)
+    assert judge_share(worse, better, 100).mcnemar == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_reach_of_a_share_is_the_first_count_that_is_flagged():
-    reach = share_change(2, 3, 128).reach(0.02, 0.0125)
-    counts = [k for k in range(3, 126) if share_change(k, 3, 128).limits(0.0125)[0] > 0.02]
+    reach = judge_share(2, 3, 128).reach(0.02, 0.0125)
+    counts = [k for k in range(3, 126) if judge_share(k, 3, 128).limits(0.0125)[0] > 0.02]
     assert reach == pytest.approx((counts[0] - 3) / 128, rel=1e-12)
 
 
 @pytest.mark.parametrize("better", [0, 10, 60, 90, 100])
 def test_so_many_samples_detect_a_fall_whatever_got_better(better):
-    assert 0 < share_change(0, better, 100).reach(0.02, 0.0125) < 1
-    assert share_change(0, min(better, 2), 2).reach(0.02, 0.0125) == math.inf
+    assert 0 < judge_share(0, better, 100).reach(0.02, 0.0125) < 1
+    assert judge_share(0, min(better, 2), 2).reach(0.02, 0.0125) == math.inf
 
 
-@pytest.mark.parametrize("judged", [median_change, mean_change])
+@pytest.mark.parametrize("judged", [judge_median, judge_mean])
 @pytest.mark.parametrize("changes", [[math.inf] * 20, [-math.inf, *([0.0] * 9), math.inf] * 3])
 def test_infinite_changes_say_nothing_of_what_is_detectable(judged, changes):
     reach = judged(np.array(changes)).reach(0.05, 0.01)
@@ -131,7 +131,7 @@ def test_infinite_changes_say_nothing_of_what_is_detectable(judged, changes):
     assert judged(np.array(changes[:1])).reach(0.05, 0.01) == math.inf
 
 
-@pytest.mark.parametrize("judged", [median_change, mean_change])
+@pytest.mark.parametrize("judged", [judge_median, judge_mean])
 def test_the_reach_of_a_location_is_the_least_shift_that_is_flagged(judged):
     x = np.random.default_rng(6).normal(0.0, 0.1, 40)
     evidence = judged(x)
@@ -144,7 +144,7 @@ def test_the_bootstrap_agrees_with_scipys():
     generator = np.random.default_rng(7)
     old = generator.lognormal(0, 0.5, 200)
     new = old * np.exp(generator.normal(0.1, 0.2, 200))
-    ours = resampled_change(old, new, p95_change).limits(0.05)
+    ours = judge_by_bootstrap(old, new, p95_change).limits(0.05)
     theirs = stats.bootstrap(
         (old, new),
         lambda a, b, axis: np.quantile(b, 0.95, axis=axis) - np.quantile(a, 0.95, axis=axis),
@@ -160,13 +160,13 @@ def test_the_bootstrap_agrees_with_scipys():
 
 def test_the_bootstrap_gives_the_same_answer_every_time():
     old, new = np.random.default_rng(9).normal(size=(2, 50))
-    first, second = (resampled_change(old, new, p95_change) for _ in range(2))
+    first, second = (judge_by_bootstrap(old, new, p95_change) for _ in range(2))
     assert first.limits(0.05) == second.limits(0.05)
 
 
 def test_the_bootstrap_proves_nothing_from_few_samples():
     old = np.linspace(1, 2, MIN_RESAMPLED - 1)
-    evidence = resampled_change(old, 10 * old, p95_change)
+    evidence = judge_by_bootstrap(old, 10 * old, p95_change)
     assert evidence.limits(0.05) == (-math.inf, math.inf)
     assert evidence.p(0.0) == 1.0
 
@@ -174,7 +174,7 @@ def test_the_bootstrap_proves_nothing_from_few_samples():
 @given(CHANGES, st.floats(-1, 1).map(lambda x: round(x, 2)), st.sampled_from(LEVELS))
 @settings(deadline=None, max_examples=150)
 def test_p_and_limits_say_the_same_of_medians_and_means(changes, margin, level):
-    for judged in (median_change, mean_change):
+    for judged in (judge_median, judge_mean):
         evidence = judged(np.array(changes))
         p, low = evidence.p(margin), evidence.limits(level)[0]
         if abs(p - level) > 1e-9 and abs(low - margin) > 1e-9:
@@ -184,7 +184,7 @@ def test_p_and_limits_say_the_same_of_medians_and_means(changes, margin, level):
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.sampled_from(LEVELS))
 @settings(deadline=None, max_examples=150)
 def test_p_and_limits_say_the_same_of_shares(worse, better, rest, level):
-    evidence = share_change(worse, better, worse + better + rest + 1)
+    evidence = judge_share(worse, better, worse + better + rest + 1)
     assert (evidence.p(0.02) <= level) == (evidence.limits(level)[0] > 0.02)
 
 
@@ -192,7 +192,7 @@ def test_p_and_limits_say_the_same_of_shares(worse, better, rest, level):
 @settings(deadline=None, max_examples=15)
 def test_p_and_limits_say_the_same_of_the_bootstrap(seed, level):
     old, new = np.random.default_rng(seed).normal(size=(2, 30))
-    evidence = resampled_change(old, new, p95_change)
+    evidence = judge_by_bootstrap(old, new, p95_change)
     for margin in (-0.2, 0.0, 0.3):
         assert (evidence.p(margin) <= level) == (evidence.limits(level)[0] > margin)
     assert evidence.p(-99.0) == 1 / (RESAMPLES + 1)
@@ -200,7 +200,7 @@ def test_p_and_limits_say_the_same_of_the_bootstrap(seed, level):
 
 def test_holm_by_hand():
     # Sorted: .01 x 4 = .04, .02 x 3 = .06, .03 x 2 = .06, .04 x 1 = .04 -> running .06.
-    adjusted, levels = holm([0.03, 0.01, 0.04, 0.02], 0.05)
+    adjusted, levels = correct_by_holm([0.03, 0.01, 0.04, 0.02], 0.05)
     assert adjusted == pytest.approx([0.06, 0.04, 0.06, 0.06])
     # The first falls at .05/4, the second stands at .05/3 and with it all later ones.
     assert levels == pytest.approx([0.05 / 3, 0.05 / 4, 0.05 / 3, 0.05 / 3])
@@ -209,7 +209,7 @@ def test_holm_by_hand():
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=200)
 def test_holm_decides_alike_by_adjusted_p_and_by_level(p_values):
-    adjusted, levels = holm(p_values, 0.05)
+    adjusted, levels = correct_by_holm(p_values, 0.05)
     ranked = sorted(range(len(p_values)), key=p_values.__getitem__)
     running = 0.0
     for rank, i in enumerate(ranked):

@@ -59,7 +59,11 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "minilm attention": ("attention", "MINILM", *TEXTS, "--layers", "0,5"),
     "minilm jacobian": ("jacobian", "MINILM", "--samples", "1", "--max-tokens", "8"),
-    "vit_tiny bounds": ("bounds", f"{PY}vit_tiny", "--samples", "1", "--layers", "0,6,11"),
+    "vit_tiny bounds": (
+        "bounds",
+        f"{PY}vit_tiny",
+        *("--samples", "1", "--layers", "0,6,11", "--splitting"),
+    ),
     "vit_tiny attention": ("attention", f"{PY}vit_tiny", *BRIEF, "--layers", "0,6,11"),
     "vit_tiny jacobian": ("jacobian", f"{PY}vit_tiny", "--samples", "1"),
     "hybrid bounds": ("bounds", f"{PY}hybrid", "--samples", "1", "--layers", "0,4,8"),
@@ -81,6 +85,9 @@ CASES: dict[str, tuple[str, ...]] = {
         for measure in ("bounds", "attention", "jacobian")
     },
 }
+
+PAIRS = ("pair compare", "pair gate", "pair gate back")
+"""Cases of test_pairs.py."""
 
 
 def number_tables(report: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -117,15 +124,15 @@ def is_close(found: Any, stored: Any, within: float = WITHIN) -> bool:
     return math.isclose(found, stored, rel_tol=within, abs_tol=ABSOLUTE)
 
 
-def run_command(*args: str) -> None:
-    """Run a command in this process; it must end well."""
+def run_command(*args: str, code: int = 0) -> None:
+    """Run a command in this process; it must end with `code`."""
     from lipaudit.cli import main
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["lipaudit", *args])
         with pytest.raises(SystemExit) as end:
             main()
-    assert not end.value.code
+    assert (end.value.code or 0) == code
 
 
 @pytest.fixture(scope="module")
@@ -181,5 +188,6 @@ def test_measuring_takes_as_many_operations_as_before(folders, tmp_path):
 
 
 def test_no_stored_file_is_left_over():
-    assert {path.stem for path in STORED.iterdir()} == {name.replace(" ", "-") for name in CASES}
+    names = {name.replace(" ", "-") for name in (*CASES, *PAIRS)}
+    assert {path.stem for path in STORED.iterdir()} == names
     assert torch.get_default_dtype() == torch.float32

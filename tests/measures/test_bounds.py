@@ -12,7 +12,7 @@ from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.spec import ModelSpec
-from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import BOUNDS
 from lipaudit.theory.policy import Policy
 
 
@@ -97,6 +97,17 @@ def test_norms_before_the_output_projection_are_taken_on_request(demo, found):
     assert layers.rows[0].exact_out == pytest.approx(found[1][1].rows[1].exact_out, rel=1e-8)
     assert [note.code for note in layers.notes] == ["left-out"]
     assert not found[1][1].notes
+
+
+def test_splitting_gains_are_computed_on_request(demo):
+    net, batch = demo
+    gains = []
+    for splitting in (False, True):
+        options = BoundsOptions(layers="1", splitting=splitting)
+        (part,) = measure(net, [batch], options)
+        gains.append([row.splitting_gain for row in summarise([part], options)[0].rows])
+    assert set(gains[0]) == {None}
+    assert all(gain >= 1 for gain in gains[1])
 
 
 def test_the_proof_for_layers_is_an_option_of_its_own(demo):
@@ -297,6 +308,6 @@ def test_attention_that_is_no_softmax_is_named(little, layers, said):
     batch = Batch(torch.randn(2, 5, 8, dtype=torch.float64), None, ("a", "b"))
     section = summarise(list(measure(net, [batch], BoundsOptions())), BoundsOptions())[0]
     assert {row.layer for row in section.rows} == set(range(layers))
-    notes = [note for note in section.notes if note.code == "no-softmax"]
+    notes = [note for note in section.notes if note.code == "attention-unread"]
     assert [note.level for note in notes] == ["warning"] * said
     assert all("(the model itself, test_bounds.py:" in note.text for note in notes)

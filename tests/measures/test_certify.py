@@ -16,6 +16,7 @@ import lipaudit
 from lipaudit import ModelSpec
 from lipaudit.attacks.balls import Ball
 from lipaudit.attacks.pgd import pgd, usual_step
+from lipaudit.certify.form import NoRuleError
 from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.errors import InputError, UsageError
 from lipaudit.gate import compare, judge
@@ -23,11 +24,10 @@ from lipaudit.measures.certify import check
 from lipaudit.models import bracket
 from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
-from lipaudit.models.sources.own import borrowed
+from lipaudit.models.sources.own import borrow
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.results import Note
 from lipaudit.settings import CertifyOptions
-from lipaudit.theory.relaxation.refusals import NoRuleError
 from tests.simulated.conftest import MODELS
 
 SHAPE = (1, 3, 4)
@@ -153,7 +153,7 @@ def test_no_certificate_holds_where_attacks_succeed(small, norm, order):
         assert not _broken(model, x[i], y[i], Ball(norm, told["radius"][i]))
         beyond = told["radius_adversarial"][i]
         assert _broken(model, x[i], y[i], Ball(norm, 1.1 * beyond))
-        with borrowed(model, LoadOptions(), SHAPE) as net:
+        with borrow(model, LoadOptions(), SHAPE) as net:
             sample = Batch(x[i : i + 1], None, ("0",))
             proof = Proof(norm=norm, order=order)
             assert not certificate(net, sample, int(y[i]), beyond * (1 + 1e-5), proof).certified
@@ -259,7 +259,7 @@ def test_texts_move_in_their_embeddings():
         section.samples["radius"], section.samples["radius_adversarial"], strict=True
     ):
         assert 0 < radius < found
-    with borrowed(spec, LoadOptions(), None) as net:
+    with borrow(spec, LoadOptions(), None) as net:
         proof = Proof(norm="l2")
         padded = torch.cat([ids, torch.zeros(2, 2, dtype=torch.long)], 1)
         label = int(net.output(Batch(ids[:1], None, ("0",))).argmax())
@@ -281,7 +281,7 @@ def test_a_time_limit_is_named_where_it_ends_a_proof(small):
 def test_a_ball_that_is_too_large_is_undecided(small):
     """The norm of a sequence of tokens has no box that would end it."""
     model, (x, y), _ = small
-    with borrowed(model, LoadOptions(), SHAPE) as net:
+    with borrow(model, LoadOptions(), SHAPE) as net:
         batch = Batch(x[1:2], y[1:2], ("0",))
         verdict = certificate(replace(net, box=None), batch, int(y[1]), 1e30, Proof())
     assert (verdict.certified, verdict.why) == (False, "unbounded")
@@ -312,7 +312,7 @@ def test_what_makes_no_sense_is_refused(small, options, says):
 
 def test_a_model_that_decides_nothing_is_refused(small):
     batch, options = Batch(small[1][0], None, ("0",) * 5), CertifyOptions(eps=("0.1",))
-    with borrowed(small[0], LoadOptions(), SHAPE) as net:
+    with borrow(small[0], LoadOptions(), SHAPE) as net:
         for classes, says in ((None, "no class scores"), (1, "one class")):
             with pytest.raises(InputError, match=says):
                 check(replace(net, classes=classes), batch, options)
@@ -327,7 +327,7 @@ def test_an_operation_without_a_rule_is_refused_before_anything_runs(monkeypatch
 
 def test_a_pass_that_no_memory_holds_is_refused_with_the_figure():
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 512 * 512, 2, bias=False))
-    with borrowed(model, LoadOptions(), (3, 512, 512)) as net:
+    with borrow(model, LoadOptions(), (3, 512, 512)) as net:
         batch = Batch(torch.rand(1, 3, 512, 512), None, ("0",))
         with pytest.raises(InputError, match=r"takes about 18,432 GiB at order 1"):
             require_room(net, batch, 1)
@@ -342,7 +342,7 @@ def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeyp
     options, ids = CertifyOptions(eps=("0.01",)), torch.full((3, 12), 5)
     mask = torch.arange(12) < torch.tensor([[9], [12], [7]])
     batch = Batch(ids, torch.zeros(3, dtype=torch.long), ("0", "1", "2"), mask)
-    with borrowed(MODELS["bert"](), LoadOptions(), None) as net:
+    with borrow(MODELS["bert"](), LoadOptions(), None) as net:
         check(net, batch[:1], options)
         with pytest.raises(InputError, match="no room"):
             check(net, batch, options)
@@ -350,7 +350,7 @@ def test_there_is_room_for_the_longest_sample_too_not_only_for_the_first(monkeyp
 
 def test_rules_are_looked_for_at_the_price_of_a_forward(small):
     """No symbol is born: an operation is found missing before anything is computed."""
-    with borrowed(small[0], LoadOptions(), SHAPE) as net:
+    with borrow(small[0], LoadOptions(), SHAPE) as net:
         x = small[1][0][:1]
         turned = x.mT.contiguous().mT
         for each in (x, turned):  # whatever the order in memory
@@ -424,6 +424,8 @@ def test_a_limit_that_is_given_is_the_only_one(small, monkeypatch, given, nodes,
 
 def test_the_first_line_says_which_limits_hold():
     options = CertifyOptions(eps=("0.1",))
-    assert options.outline(8).endswith("a proof ends after 60,000 parts of a ball")
+    assert options.outline(8).endswith("no time limit (default), 60,000 parts of a ball (default)")
     options = CertifyOptions(eps=("0.1",), seconds=100)
-    assert options.outline(8).endswith("a proof ends after 100 s a sample")
+    assert options.outline(8).endswith(
+        "100 s (--seconds), no limit of parts of a ball (default beside --seconds)"
+    )

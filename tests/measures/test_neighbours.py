@@ -1,6 +1,7 @@
 """No figure of a text depends on the texts beside it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,10 +9,15 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from lipaudit.data.batch import Share
+from lipaudit.engine.execute import execute
+from lipaudit.engine.merging import merge
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.engine.task import Task
 from lipaudit.errors import InputError
+from lipaudit.measures import MEASURES
+from lipaudit.schema import dumps, loads
 from lipaudit.settings import (
     AttackOptions,
     AttentionOptions,
@@ -108,3 +114,65 @@ def test_an_attack_refuses_a_model_that_reads_padding(tmp_path, kind):
         prepare(request)
     data.write_text("\n".join(map(json.dumps, [r for r in rows if r["text"] in ("c e", "d e")])))
     assert prepare(request).samples.batch.mask is None  # nothing is padded, nothing refused
+
+
+MIXED = [" ".join("bcdefgh"[(i + j) % 7] for j in range((2, 5, 3, 2)[i % 4])) for i in range(11)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_texts_of_one_length_fill_batches_and_keep_their_order(tmp_path, name):
+    save_classifier(tmp_path / "model", "Bert")
+    data = write_texts(tmp_path / "mixed.jsonl", MIXED)
+
+    def request(**more) -> Request:
+        run = RunOptions(data=data, samples=len(MIXED), dtype="float64", device="cpu", **more)
+        return Request(str(tmp_path / "model"), {name: OPTIONS[name]}, run)
+
+    job = prepare(request(batch_size=4))
+    batches = job.batches(name)
+    alike = job.samples.batch.mask.sum(1).bincount()
+    assert len(batches) == sum(-(-count // 4) for count in alike.tolist())  # as few as can be
+    assert all(batch.mask is None for batch in batches)
+    together, alone = execute(job), execute(prepare(request(batch_size=1)))
+    shards = [execute(prepare(request(batch_size=4, shard=f"{i}/2"))) for i in (1, 2)]
+    merged = merge([loads(dumps(report)) for report in shards])
+    for kept, section in zip(together.sections, merged.sections, strict=True):
+        # Shards know the notes of their own batches alone: rows and samples are compared.
+        assert (kept.rows, kept.samples) == (section.rows, section.samples)
+        for what, array in kept.arrays.items():
+            np.testing.assert_array_equal(array.data, section.arrays[what].data, what)
+    for kept, section in zip(together.sections, alone.sections, strict=True):
+        assert kept.samples["ids"] == section.samples["ids"] == job.samples.batch.ids
+        for what in kept.samples.keys() - {"ids"}:
+            assert kept.samples[what] == pytest.approx(section.samples[what], rel=1e-9), what
+        for ours, truth in zip(kept.rows, section.rows, strict=True):
+            for what, value in truth.model_dump().items():
+                number = isinstance(value, float)  # bounds are computed up to a tolerance
+                wanted = pytest.approx(value, rel=1e-7, nan_ok=True) if number else value
+                assert ours.model_dump()[what] == wanted, what
+
+
+def test_a_run_goes_on_with_batches_of_another_size(tmp_path, monkeypatch):
+    save_classifier(tmp_path / "model", "Bert")
+    data = write_texts(tmp_path / "mixed.jsonl", MIXED)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def job(size: int):
+        run = RunOptions(data=data, samples=len(MIXED), device="cpu", batch_size=size, resume=True)
+        return prepare(Request(str(tmp_path / "model"), {"jacobian": JacobianOptions()}, run))
+
+    own, taken = MEASURES["jacobian"], list[str]()
+
+    def parts(net, batches, options):
+        for batch in batches:
+            taken.extend(batch.ids)
+            yield from own.parts(net, Share(batches.first, [batch]), options)
+            if len(taken) == 6:
+                raise KeyboardInterrupt
+
+    monkeypatch.setitem(MEASURES, "jacobian", replace(own, parts=parts))
+    with pytest.raises(KeyboardInterrupt):
+        execute(job(2))
+    (section,) = execute(job(3)).sections
+    assert len(taken) == len({*taken}) == len(MIXED)  # none is measured twice
+    assert section.samples["ids"] == job(3).samples.batch.ids

@@ -12,7 +12,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import scaling
-from lipaudit.measures.growth.lengths import cut
+from lipaudit.measures.growth import cut
 from lipaudit.measures.scaling import ScalingOptions, measure, summarise
 from lipaudit.models.attention import survey
 from lipaudit.models.sources.assembly import assemble

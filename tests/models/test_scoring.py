@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.continuations import packed
+from lipaudit.data.continuations import pack
 from lipaudit.data.drawing import Drawn, to_batch
 from lipaudit.data.intake import Task
 from lipaudit.errors import InputError
@@ -60,7 +60,7 @@ def language_model(name, attention="eager", dtype="float64", **options):
 
 
 def batch_of(net, rows):
-    x = [packed(prompt, choices, VOCABULARY) for prompt, choices in rows]
+    x = [pack(prompt, choices, VOCABULARY) for prompt, choices in rows]
     return to_batch(Drawn(x, [0] * len(rows)), net)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lipaudit import schema
+from lipaudit.results import Report
 
 
 class Classifier(nn.Module):
@@ -50,6 +54,17 @@ def module() -> Classifier:
 def data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     return torch.rand(12, 3, 4, 4, generator=generator), torch.arange(12) % 3
+
+
+def reports(folder: Path) -> dict[int, Report]:
+    """Return the reports of a watched training, by their step."""
+    paths = folder.glob("step-*.json")
+    return {int(path.stem.split("-")[1]): schema.load(path) for path in paths}
+
+
+def median(report: Report) -> float:
+    """Return the median Jacobian norm."""
+    return report.section("jacobian").rows[0].median
 
 
 Watcher = Callable[[int], Any]

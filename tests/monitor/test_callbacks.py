@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import lipaudit
-from lipaudit import schema
-from tests.monitor.conftest import Classifier
+from tests.monitor.conftest import Classifier, median, reports
 
 CHEAP = {"measures": ["jacobian"], "samples": 2}
 
@@ -57,13 +56,12 @@ def test_a_trainer_is_watched_and_trains_as_it_would(texts, tmp_path):
     watched.train()
     weights = zip(alone.model.parameters(), watched.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in weights)
-    points = schema.load_history(tmp_path / "watched/lipaudit-watch/history.jsonl").points
-    assert [(p.step, p.epoch) for p in points] == [(0, 0), (2, 1.0), (4, 2.0)]
-    assert points[1].figures["loss"] > 0
-    assert points[0].summary.norms.median != points[2].summary.norms.median
+    known = reports(tmp_path / "watched/lipaudit-watch")
+    assert sorted(known) == [0, 2, 4]
+    assert median(known[0]) != median(known[4])
 
 
-def test_a_trainer_that_goes_on_from_a_checkpoint_goes_on_in_the_history(texts, tmp_path):
+def test_a_trainer_that_goes_on_from_a_checkpoint_goes_on_in_the_folder(texts, tmp_path):
     ids, rows = texts
 
     def callback():
@@ -74,9 +72,7 @@ def test_a_trainer_that_goes_on_from_a_checkpoint_goes_on_in_the_history(texts, 
     bert(rows, tmp_path, callback(), steps=4, **saving).train(
         resume_from_checkpoint=str(tmp_path / "checkpoint-2")
     )
-    points = schema.load_history(tmp_path / "lipaudit-watch/history.jsonl").points
-    assert [p.step for p in points] == [0, 1, 2, 3, 4]
-    assert len({p.session for p in points[:2]} | {p.session for p in points[2:]}) == 2
+    assert sorted(reports(tmp_path / "lipaudit-watch")) == [0, 1, 2, 3, 4]
 
 
 def test_a_part_of_the_model_may_be_watched(texts, tmp_path):
@@ -84,7 +80,7 @@ def test_a_part_of_the_model_may_be_watched(texts, tmp_path):
     asked = {"data": ids, "to": tmp_path / "part", **CHEAP}
     callback = lipaudit.monitor.TrainerCallback(lambda model: model.bert, strict=True, **asked)
     bert(rows, tmp_path, callback, steps=1).train()
-    assert callback.monitor.history.model == "BertModel"
+    assert callback.monitor.report.run.model.spec == "BertModel, step 1"
 
 
 @pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
@@ -133,10 +129,9 @@ def test_lightning_is_watched_under_either_name(name, data, tmp_path, monkeypatc
     watched = fitted(callback, folder=tmp_path / "watched")
     pairs = zip(alone.state_dict().values(), watched.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    points = schema.load_history(tmp_path / "watched/lipaudit-watch/history.jsonl").points
-    assert [(p.step, p.epoch) for p in points] == [(0, 0), (2, 0), (4, 1), (5, 1)]
-    assert points[1].figures["loss"] > 0
+    known = reports(tmp_path / "watched/lipaudit-watch")
+    assert sorted(known) == [0, 2, 4, 5]
     rows = list(csv.DictReader((tmp_path / "watched/metrics.csv").open()))
     name = "lipaudit/jacobian_norm/median"
     logged = {int(row["step"]): float(row[name]) for row in rows if row[name]}
-    assert logged == {p.step: pytest.approx(p.summary.norms.median) for p in points}
+    assert logged == {step: pytest.approx(median(each)) for step, each in known.items()}

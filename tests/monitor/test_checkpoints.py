@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,13 @@ from typer.testing import CliRunner
 import lipaudit
 from lipaudit import schema
 from lipaudit.cli.commands import build
+from lipaudit.measures import MEASURES
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.saving import save_net
-from lipaudit.monitor.checkpoints import checkpoints, when
+from lipaudit.monitor.checkpoints import checkpoints, read_step
+from lipaudit.results import Report
+from tests.monitor.conftest import median
+from tests.monitor.conftest import reports as watched
 
 ARGS = ("--data", "demo", "-n", "2", "--only", "jacobian", "-f", "table")
 
@@ -24,15 +29,15 @@ ARGS = ("--data", "demo", "-n", "2", "--only", "jacobian", "-f", "table")
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("checkpoint-100", (100, None)),
-        ("step_200.pt", (200, None)),
-        ("epoch=3-step=600.ckpt", (600, 3.0)),
-        ("epoch=3-step=600-v1.ckpt", (600, 3.0)),
-        ("val_loss=0.25-epoch=7.ckpt", (7, 7.0)),
-        ("vit_base_patch16_224_iter_50.pth", (50, None)),
-        ("model_0200.safetensors", (200, None)),
-        ("epoch_3.pt", (3, 3.0)),
-        ("global_step1200", (1200, None)),
+        ("checkpoint-100", 100),
+        ("step_200.pt", 200),
+        ("epoch=3-step=600.ckpt", 600),
+        ("epoch=3-step=600-v1.ckpt", 600),
+        ("val_loss=0.25-epoch=7.ckpt", 7),
+        ("vit_base_patch16_224_iter_50.pth", 50),
+        ("model_0200.safetensors", 200),
+        ("epoch_3.pt", 3),
+        ("global_step1200", 1200),
         ("best.ckpt", None),
         ("last.ckpt", None),
         ("acc=0.91.pt", None),
@@ -42,7 +47,7 @@ ARGS = ("--data", "demo", "-n", "2", "--only", "jacobian", "-f", "table")
     ],
 )
 def test_the_name_of_a_checkpoint_says_its_step(name, says):
-    assert when(name) == says
+    assert read_step(name) == says
 
 
 def filled(folder: Path, names: dict[str, int]) -> None:
@@ -70,19 +75,18 @@ def test_checkpoints_come_in_the_order_of_their_steps(tmp_path):
             "best.ckpt": 1,
         },
     )
-    (tmp_path / "checkpoint-1000/trainer_state.json").write_text('{"epoch": 2.5}')
     seen = checkpoints(tmp_path)
-    assert [(c.name, c.step, c.epoch) for c in seen] == [
-        ("step_20.pt", 20, None),
-        ("checkpoint-900", 900, None),
-        ("checkpoint-1000", 1000, 2.5),
+    assert [(c.name, c.step) for c in seen] == [
+        ("step_20.pt", 20),
+        ("checkpoint-900", 900),
+        ("checkpoint-1000", 1000),
     ]
     assert seen[1].model == tmp_path / "checkpoint-900/model.safetensors"
     assert seen[2].model == tmp_path / "checkpoint-1000"
     filled(tmp_path, {"checkpoint-1000/optimizer.pt": 30})
-    assert checkpoints(tmp_path)[2].state == seen[2].state
+    assert checkpoints(tmp_path)[2] == seen[2]
     filled(tmp_path, {"checkpoint-1000/model.safetensors": 30})
-    assert checkpoints(tmp_path)[2].state != seen[2].state
+    assert checkpoints(tmp_path)[2] != seen[2]
 
 
 @pytest.fixture(scope="module")
@@ -104,80 +108,95 @@ def folder(made, tmp_path, monkeypatch) -> Path:
 
 
 def watch(folder: Path, *args: str):
-    return CliRunner().invoke(build(), ["watch", str(folder), *ARGS, *args])
+    return CliRunner().invoke(build(), ["watch", os.path.relpath(folder), *ARGS, *args])
 
 
-def points(folder: Path):
-    return schema.load_history(folder / "lipaudit-checkpoints/history.jsonl").points
+def reports(folder: Path) -> dict[int, Report]:
+    """Return the reports of a folder of checkpoints, by their step."""
+    return watched(folder / "lipaudit-checkpoints")
 
 
 def test_every_checkpoint_is_measured_once_and_as_it_is_alone(folder):
     moved = shutil.move(folder / "checkpoint-100", folder.parent / "later")
-    done = watch(folder, "-o", "curves.html")
+    done = watch(folder, "-o", "training.html")
     assert done.exit_code == 0, done.output
     assert "step 5: checkpoint-5 (1 of 2 new)" in done.stderr
-    assert "Jacobian norm, median" in done.stdout
-    assert "over its training" in Path("curves.html").read_text()
+    assert "2 models side by side" in Path("training.html").read_text()
+    page = folder / "lipaudit-checkpoints/report.html"
+    assert page.read_bytes() == Path("training.html").read_bytes()
     shutil.move(moved, folder / "checkpoint-100")
     done = watch(folder)
     assert "step 100: checkpoint-100 (1 of 1 new)" in done.stderr
     assert "checkpoint-5 " not in done.stderr
-    assert [(p.step, p.checkpoint) for p in points(folder)] == [
-        (step, f"checkpoint-{step}") for step in (5, 10, 100)
-    ]
+    known = reports(folder)
+    assert sorted(known) == [5, 10, 100]
+    order = [done.stdout.index(f"out/checkpoint-{step} ") for step in (5, 10, 100)]
+    assert order == sorted(order)
     alone = lipaudit.measure(str(folder / "checkpoint-10"), "jacobian", data="demo", samples=2)
-    kept = schema.load(folder / "lipaudit-checkpoints" / points(folder)[1].report)
-    assert kept.section("jacobian").samples == alone.section("jacobian").samples
-    assert points(folder)[1].summary.norms.median == alone.section("jacobian").rows[0].median
+    assert known[10].section("jacobian").samples == alone.section("jacobian").samples
     assert "new)" not in watch(folder).stderr
 
 
 def test_one_that_was_written_anew_is_measured_anew(folder):
     watch(folder)
-    before = points(folder)
+    before = reports(folder)
     shutil.copytree(folder / "checkpoint-100", folder / "checkpoint-5", dirs_exist_ok=True)
     weights = folder / "checkpoint-5/model.safetensors"
     os.utime(weights, (time.time() + 5,) * 2)
     assert "checkpoint-5 (1 of 1 new)" in watch(folder).stderr
-    after = points(folder)
-    assert [p.step for p in after] == [5, 10, 100]
-    assert after[0].summary.norms == after[2].summary.norms
-    assert after[1:] == before[1:]
+    after = reports(folder)
+    assert median(before[5]) != median(after[5]) == median(after[100])
+    assert [after[step] for step in (10, 100)] == [before[step] for step in (10, 100)]
 
 
-def test_one_that_is_damaged_leaves_its_reason_and_is_tried_the_next_time(folder):
+def test_one_that_is_damaged_is_an_error_and_is_tried_the_next_time(folder):
     weights = folder / "checkpoint-10/model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:1000])
     done = watch(folder)
     assert done.exit_code == 4
     assert "not every checkpoint was measured: checkpoint-10: " in done.stderr
-    assert "not a complete safetensors file" in points(folder)[1].failures["jacobian"]
-    assert "step 10: jacobian failed" in done.stdout
-    assert points(folder)[2].summary.norms is not None
+    assert "not a complete safetensors file" in done.stderr
+    assert sorted(reports(folder)) == [5, 100]
+    assert "checkpoint-100" in done.stdout
     again = watch(folder)
     assert again.exit_code == 4
     assert "checkpoint-10 (1 of 1 new)" in again.stderr
     weights.write_bytes(whole)
     done = watch(folder)
     assert done.exit_code == 0, done.output
-    assert not any(p.failures for p in points(folder))
+    assert sorted(reports(folder)) == [5, 10, 100]
 
 
-def test_other_options_or_samples_are_refused(folder):
+def test_a_measure_that_fails_is_an_error_and_the_others_are_reported(folder, monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("no attention today")
+
+    monkeypatch.setitem(MEASURES, "attention", replace(MEASURES["attention"], parts=broken))
+    done = watch(folder, "--only", "jacobian,attention")
+    assert done.exit_code == 3
+    assert "no attention today" in done.stderr
+    assert [len(each.failures) for each in reports(folder).values()] == [1, 1, 1]
+    assert "Jacobian" in done.stdout or "median" in done.stdout
+
+
+def test_with_other_options_every_checkpoint_is_measured_again(folder):
     watch(folder)
-    done = watch(folder, "--seed", "4")
-    assert done.exit_code == 2
-    assert "holds a history of other options: seed 0, not 4" in done.stderr
-    done = watch(folder, "--only", "jacobian,bounds")
-    assert "of other measures: bounds unset, not measured" in done.stderr
-    done = watch(folder, "--seed", "4", "--run-dir", "elsewhere", "-q")
+    before = reports(folder)
+    done = watch(folder, "--samples", "3", "--batch-size", "1")
+    assert "(3 of 3 new)" in done.stderr
+    assert "3 samples" in done.stdout
+    assert len(list((folder / "lipaudit-checkpoints").glob("step-*.json"))) == 6
+    assert "new)" not in watch(folder, "--batch-size", "2").stderr  # no figure depends on it
+    done = watch(folder, "--run-dir", "elsewhere", "-q")
     assert done.exit_code == 0, done.output
     assert done.stderr == ""
-    assert Path("elsewhere/history.html").exists()
+    assert Path("elsewhere/report.html").exists()
+    kept = [schema.load(path) for path in Path("elsewhere").glob("step-*.json")]
+    assert sorted(map(median, kept)) == sorted(map(median, before.values()))
 
 
-def test_a_history_is_of_all_samples(folder, monkeypatch):
+def test_a_training_is_watched_on_all_samples(folder, monkeypatch):
     done = watch(folder, "--shard", "1/2")
     assert (done.exit_code, "one MODEL, not for the course" in done.stderr) == (2, True)
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -227,21 +246,21 @@ def test_followed_it_waits_for_more_and_ends_with_ctrl_c(folder, monkeypatch):
     seen = []
 
     def begun():
-        seen.append([p.step for p in points(folder)])
+        seen.append(sorted(reports(folder)))
         weights.parent.mkdir()
         for path in (folder.parent / "later").iterdir():
             (weights.parent / path.name).write_bytes(path.read_bytes()[:500])
 
     def finished():
-        seen.append([p.step for p in points(folder)])
+        seen.append(sorted(reports(folder)))
         shutil.copytree(folder.parent / "later", weights.parent, dirs_exist_ok=True)
 
     monkeypatch.setattr("lipaudit.cli.watch.time", Clock(begun, finished, lambda: None))
     done = watch(folder, "--follow", "--logger", "tensorboard")
     assert done.exit_code == 0, done.output
     assert seen == [[5, 10], [5, 10]]
-    assert [(p.step, p.failures) for p in points(folder)] == [(5, {}), (10, {}), (100, {})]
-    assert "Scorecard" in done.stdout
+    assert sorted(reports(folder)) == [5, 10, 100]
+    assert "3 models side by side" in done.stdout
     assert list((folder / "lipaudit-checkpoints/tensorboard").iterdir())
 
 
@@ -254,7 +273,7 @@ def test_followed_a_checkpoint_that_stays_damaged_is_given_up(folder, monkeypatc
     assert (
         done.stderr.count("checkpoint-10 (1 of ") + done.stderr.count("checkpoint-10 (2 of ") == 3
     )
-    assert [bool(p.failures) for p in points(folder)] == [False, True, False]
+    assert sorted(reports(folder)) == [5, 100]
 
 
 def test_ctrl_c_while_it_measures_keeps_what_there_is(folder, monkeypatch):
@@ -269,5 +288,5 @@ def test_ctrl_c_while_it_measures_keeps_what_there_is(folder, monkeypatch):
     monkeypatch.setattr(measure, cut_short)
     done = watch(folder)
     assert done.exit_code == 130
-    assert [p.step for p in points(folder)] == [5]
-    assert "Scorecard" in done.stdout
+    assert sorted(reports(folder)) == [5]
+    assert "Jacobian norm, median" in done.stdout

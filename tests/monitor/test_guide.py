@@ -10,7 +10,7 @@ import pytest
 from lipaudit import schema
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/watch.md"
-HISTORIES = {
+FOLDERS = {
     "loop": "watched",
     "trainer": "bert/lipaudit-watch",
     "lightning": "lipaudit-watch",
@@ -23,14 +23,15 @@ def examples() -> dict[str, str]:
 
 
 def test_the_guide_has_its_examples():
-    assert list(examples()) == list(HISTORIES)
+    assert list(examples()) == list(FOLDERS)
 
 
-@pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_an_example_runs_and_measures(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(examples()[name], f"{GUIDE.name}: {name}", "exec"), {"__name__": "example"})  # noqa: S102
-    history = schema.load_history(tmp_path / HISTORIES[name] / "history.jsonl")
-    assert [point.step for point in history.points] == [0, 2, 4]
-    assert not any(point.failures for point in history.points)
-    assert (tmp_path / HISTORIES[name] / "history.html").exists()
+    reports = {
+        step: schema.load(tmp_path / FOLDERS[name] / f"step-{step:07}.json") for step in (0, 2, 4)
+    }
+    assert not any(report.failures for report in reports.values())
+    assert (tmp_path / FOLDERS[name] / "report.html").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -9,18 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from lipaudit.errors import UsageError
-from lipaudit.monitor.loggers import LOGGERS, logged, loggers
-from lipaudit.results.history import Point
-from lipaudit.results.summary import Accuracy, Summary
-
-BALL = {"norm": "linf", "eps": "2/255", "ball": "linf 2/255", "attacks": ("pgd",)}
+from lipaudit.monitor.loggers import LOGGERS, collect_figures, loggers
+from lipaudit.results.summary import summary
+from tests.report.conftest import make_report
 
 
-def point(step: int) -> Point:
-    attacked = Accuracy(
-        kind="attacked", share=step / 100, low=None, high=None, samples=100, **BALL
-    )
-    return Point(step=step, time="", seconds=0.5, summary=Summary(accuracy=(attacked,)))
+@pytest.fixture(scope="module")
+def report():
+    return make_report()
 
 
 ROBUST = "lipaudit/attacked_accuracy/linf_2_255"
@@ -29,7 +26,7 @@ ROBUST = "lipaudit/attacked_accuracy/linf_2_255"
 def write(name: str, folder) -> None:
     (log,) = loggers(name, folder)
     for step in (10, 20):
-        log(logged(point(step)), step)
+        log({ROBUST: step / 100, "lipaudit/seconds": 0.5}, step)
 
 
 def test_tensorboard_has_every_figure_at_its_step(tmp_path):
@@ -105,3 +102,27 @@ def test_a_function_is_a_logger(tmp_path):
     for log in loggers(lambda figures, step: told.append((figures, step)), tmp_path):
         log({"a": 1.0}, 2)
     assert told == [({"a": 1.0}, 2)]
+
+
+def test_the_figures_are_those_of_the_scorecard(report):
+    figures = collect_figures(report)
+    summed = summary(report)
+    assert figures["lipaudit/jacobian_norm/median"] == summed.norms.median
+    assert figures["lipaudit/heads/steepest"] == summed.heads.steepest[0].exact
+    assert figures["lipaudit/fragile_rows"] == summed.fragile.share
+    attacked = {
+        f"lipaudit/attacked_accuracy/{a.norm}_{a.eps.replace('/', '_')}": a.share
+        for a in summed.accuracy
+        if a.kind == "attacked"
+    }
+    assert attacked
+    assert {n: v for n, v in figures.items() if "attacked" in n} == attacked
+
+
+def test_what_is_not_finite_is_not_logged(report):
+    section = report.section("jacobian")
+    row = section.rows[0].model_copy(update={"median": math.nan})
+    broken = section.model_copy(update={"rows": (row, *section.rows[1:])})
+    whole = report.model_copy(update={"sections": (broken,)})
+    assert "lipaudit/jacobian_norm/median" not in collect_figures(whole)
+    assert "lipaudit/jacobian_norm/max" in collect_figures(whole)

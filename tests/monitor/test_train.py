@@ -1,4 +1,4 @@
-"""`lipaudit train --watch`: curves of an own training, whose weights stay the same."""
+"""`lipaudit train --watch`: reports of an own training, whose weights stay the same."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.models.sources.loading import load_net
+from lipaudit.results import Report
 from lipaudit.train.record import TrainingRecord
+from tests.monitor.conftest import reports
 
 ARGS = ("demo", "-n", "64", "--batch-size", "32", "--lr", "1e-3", "--no-flip")
 
@@ -25,29 +26,25 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def points(out: str):
-    return schema.load_history(Path(out) / "lipaudit-watch/history.jsonl").points
+def watched(out: str) -> dict[int, Report]:
+    return reports(Path(out) / "lipaudit-watch")
 
 
 def test_the_weights_are_the_same_and_every_epoch_is_measured_as_it_was(here):
     assert train("--epochs", "3", "--out", "alone").exit_code == 0
     done = train("--epochs", "3", "--out", "watched", "--watch", "2")
     assert done.exit_code == 0, done.output
-    assert "Curves: watched/lipaudit-watch/history.html" in done.stderr
+    assert "Watched: watched/lipaudit-watch/report.html" in done.stderr
     weights = [Path(name, "model.safetensors").read_bytes() for name in ("alone", "watched")]
     assert weights[0] == weights[1]
-    known = points("watched")
-    assert [(p.step, sorted(p.figures)) for p in known] == [
-        (0, []),
-        (2, ["accuracy", "loss", "lr"]),
-        (3, ["accuracy", "loss", "lr"]),
-    ]
-    seen = [schema.load(Path("watched/lipaudit-watch", p.report)).run.model for p in known]
+    known = watched("watched")
+    assert sorted(known) == [0, 2, 3]
+    seen = [known[step].run.model for step in (0, 2, 3)]
     assert seen[-1].weights_sha256 == load_net("watched").info.weights_sha256
     assert len({model.weights_sha256 for model in seen}) == 3
 
 
-def test_a_resumed_training_goes_on_in_its_curves(here, monkeypatch):
+def test_a_resumed_training_goes_on_in_its_folder(here, monkeypatch):
     args = ("--out", "cut", "--watch", "1", "--epochs")
     kept = TrainingRecord.keep
 
@@ -59,16 +56,15 @@ def test_a_resumed_training_goes_on_in_its_curves(here, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(TrainingRecord, "keep", killed)
         assert train(*args, "3").exit_code == 130
-    before = points("cut")
-    assert [p.step for p in before] == [0, 1]
+    before = watched("cut")
+    assert sorted(before) == [0, 1]
     assert train(*args, "3", "--resume").exit_code == 0
-    after = points("cut")
-    assert [p.step for p in after] == [0, 1, 3]
-    assert after[:2] == before
+    after = watched("cut")
+    assert sorted(after) == [0, 1, 3]
+    assert {step: after[step] for step in before} == before
     assert train(*args, "3", "--resume").exit_code == 0
-    assert points("cut") == after
-    last = schema.load(Path("cut/lipaudit-watch", after[2].report)).run.model
-    assert last.weights_sha256 == load_net("cut").info.weights_sha256
+    assert watched("cut") == after
+    assert after[3].run.model.weights_sha256 == load_net("cut").info.weights_sha256
 
 
 def test_without_held_out_data_there_is_nothing_to_watch(here):

@@ -19,10 +19,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import Tensor
 
+from lipaudit.certify.form import NoRuleError, UnboundedError
+from lipaudit.certify.prove import ball, run
 from lipaudit.data.batch import Batch
 from lipaudit.models.net import Net
-from lipaudit.theory.relaxation.balls import ball, run
-from lipaudit.theory.relaxation.refusals import NoRuleError, UnboundedError
 from tests.reference.cases import Case, cases
 from tests.reference.limits import OutOfTime, time_limit
 from tests.reference.loaded import (

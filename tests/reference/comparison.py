@@ -17,7 +17,7 @@ from lipaudit.measures import MEASURES
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.settings import option_types
-from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import BOUNDS
 from tests.reference import loaded, truth
 
 GAINS = (1.3, 0.6, 0.2)

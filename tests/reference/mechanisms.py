@@ -22,6 +22,7 @@ from lipaudit.models.sources.hf.outputs import hf_spec
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.theory.bounds.head_bounds import affine_only
 from lipaudit.theory.heads import Heads
+from tests.models.attention import own_modules
 from tests.reference.loaded import perturb
 
 TOKENS = 7
@@ -333,11 +334,12 @@ A softmax that a model writes out itself, e / e.sum(-1, keepdim=True) with e = e
 like any other. Other maps made of q k^T that weight values (something added to the sum, a softmax
 over the queries, sigmoid or linear attention, a map used again or hidden from autograd) are no
 layer here: where others are, these are measured, and a warning names the modules that are not,
-with a line of code (`no-softmax`).
+with a line of code (`attention-unread`).
 """
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    print(page(), end="")
+    own_modules.load_cases()
+    print(page() + own_modules.section(own_modules.read_outcome), end="")

@@ -158,20 +158,6 @@ MUTATIONS = (
         "if False:",
         "tests/models/derivative/test_adjoints.py",
     ),
-    Mutation(
-        "where points lie at embeddings, they go along with the weights that make them",
-        "models/derivative/sensitivity.py",
-        'if at.start != "embeddings" or by_point is None:',
-        "if True:",
-        "tests/models/derivative/test_sensitivity.py",
-    ),
-    Mutation(
-        "layers are not swapped between models that differ in more than weights",
-        "engine/attribution.py",
-        "if names == every:",
-        "if False:",
-        "tests/engine/test_attribution.py",
-    ),
 )
 
 

@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from lipaudit.report import of_reports, render
-from lipaudit.report.formats import html
-from lipaudit.report.page.document import document
+from lipaudit.report import html, of_reports, render
+from lipaudit.report.page.document import make_page
 from lipaudit.results import (
     Array,
     AttackRow,
@@ -29,7 +28,6 @@ from lipaudit.results import (
     Section,
     row_types,
 )
-from lipaudit.results.history import History, Point, measured
 from lipaudit.results.report import Shard
 
 HOSTILE = "<script>alert(1)</script>"
@@ -406,6 +404,23 @@ def make_report(**changes: object) -> Report:
     return Report(run=run, sections=sections).model_copy(update=changes)
 
 
+def keep(report: Report, *sections: Section) -> Report:
+    """The report with these sections and no others."""
+    return report.model_copy(update={"sections": sections})
+
+
+def swap(report: Report, section: Section) -> Report:
+    """The report with a section in place of the one of its measure."""
+    same = section.measure
+    return keep(report, *(section if s.measure == same else s for s in report.sections))
+
+
+def rename(report: Report, **changes: str) -> Report:
+    """The report of a model of another name, source or hash."""
+    model = report.run.model.model_copy(update=changes)
+    return report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
+
+
 @pytest.fixture(scope="session")
 def report() -> Report:
     """A report with every section, nulls, NaN, infinities, notes and a hostile model name."""
@@ -444,7 +459,7 @@ def make_other() -> Report:
 @pytest.fixture(scope="session")
 def page(report) -> str:
     """The HTML page of one report."""
-    return html.render(document(report)).decode()
+    return html.render(make_page(report)).decode()
 
 
 @pytest.fixture(scope="session")
@@ -486,19 +501,3 @@ def blank_report() -> Report:
         required = {n: names[n] for n, field in kind.model_fields.items() if field.is_required()}
         sections.append(Section(measure=measure, rows=(kind(**required),)))
     return make_report().model_copy(update={"sections": tuple(sections)})
-
-
-@pytest.fixture(scope="session")
-def history(report, other) -> History:
-    """Four steps of a training: what was measured at the third failed."""
-    empty = History(lipaudit="0.1.0", created="2026-09-30", model=HOSTILE, data="val")
-    failed = Point(step=200, time="2026-09-30", seconds=0, failures={"bounds": f"no {HOSTILE}"})
-    own = {"epoch": 0.5, "figures": {"loss": 0.25}, "share": 0.125}
-    return empty.with_points(
-        [
-            measured(report, step=0, seconds=2.0),
-            measured(other, step=100, seconds=3.0, **own),
-            failed,
-            measured(report, step=300, seconds=2.5, checkpoint="step-300.pt"),
-        ]
-    )

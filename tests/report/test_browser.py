@@ -7,8 +7,14 @@ import re
 
 import pytest
 
-from lipaudit.report.blocks import Chapter, Density, Document, Heatmap, Scatter, Series, Table
-from lipaudit.report.formats import html
+from lipaudit.report import html
+from lipaudit.report.blocks import Chapter, Document, Table
+from lipaudit.report.pictures import (
+    Density,
+    Heatmap,
+    Scatter,
+    Series,
+)
 from lipaudit.results import Column
 from tests.report import chromium
 
@@ -22,14 +28,13 @@ LOOK = """({
   scroll: document.documentElement.scrollWidth,
   height: document.documentElement.scrollHeight,
   outside: [...document.querySelectorAll("body *")]
-    .filter(e => !e.closest(".scroll > *, nav > *, #tip"))
+    .filter(e => !e.closest(".scroll > *, nav > *"))
     .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
     .map(e => e.tagName + " " + e.className),
   loads: performance.getEntriesByType("resource").map(e => e.name)
     .filter(name => !name.startsWith("data:")),
 })"""
 ROWS = '[...document.querySelectorAll("#bounds details tbody tr")]'
-TIP = 'document.querySelector("#tip").checkVisibility() ? tip.textContent : ""'
 NUMBER = Column(label="number", meaning="What a heading means.")
 
 
@@ -178,7 +183,7 @@ def test_headings_sort_by_key_and_say_what_they_mean(browser):
         browser.press("Tab")
         if browser.run('document.activeElement.matches("th button")'):
             break
-    assert browser.run(TIP) == "What a heading means."
+    assert browser.run('document.querySelector("th").title') == "What a heading means."
     browser.press("Enter")
     assert browser.run('[...document.querySelectorAll("td")].map(e => e.textContent)') == [
         "1.00",
@@ -267,84 +272,6 @@ def middle(browser, selector: str, index: int = 0) -> tuple[float, float]:
     return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
 
-def test_cells_say_their_figures_under_the_pointer(browser, page):
-    browser.open(page)
-    browser.point(*middle(browser, "#bounds svg .marks > rect", 6))
-    assert browser.run(TIP) == "head 1.2: 12.6"
-    assert browser.run("it.textContent") == ""  # else the browser shows its own, too
-    browser.point(1, 1)
-    assert browser.run(TIP) == ""
-
-
-def test_figures_stay_in_the_window(browser, page):
-    """Those of the leftmost and of the rightmost point."""
-    browser.open(page, width=400)
-    points = browser.run(
-        '[...document.querySelectorAll("#bounds circle")].map(e => e.cx.baseVal.value)'
-    )
-    for place in (min(points), max(points)):
-        browser.point(*middle(browser, "#bounds circle", points.index(place)))
-        assert browser.run(TIP).startswith("head ")
-        box = browser.run('document.querySelector("#tip").getBoundingClientRect().toJSON()')
-        assert box["left"] >= 0
-        assert box["right"] <= 400
-        assert box["top"] >= 0
-
-
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ("bounds", "head 0.0, sharp: exact 1.21, bound 1.36"),
-        (
-            "attack",  # two curves through one point
-            "pgd: eps 4/255, accuracy 20.8% (1.8% to 37.8%)\n"
-            "worst: eps 4/255, accuracy 20.8% (1.8% to 37.8%)",
-        ),
-        ("certify", "0303030303030303: adversarial radius 0.0120, certified radius 0.000900"),
-    ],
-)
-def test_points_say_their_figures_under_the_pointer(browser, page, section, said):
-    browser.open(page)
-    points = browser.run(
-        f'[...document.querySelectorAll("#{section} .marks circle")].map(e => e.textContent)'
-    )
-    browser.point(*middle(browser, f"#{section} .marks circle", points.index(said)))
-    assert browser.run(TIP) == said
-
-
-def test_arrow_keys_read_a_picture(browser, page):
-    browser.open(page)
-    browser.run('document.querySelector("#bounds svg").focus({focusVisible: true})')
-    assert browser.run(TIP) == "head 0.0: 1.21"
-    for key, said in (
-        ("ArrowRight", "head 0.1: 0.874"),
-        ("ArrowDown", "head 1.1: 0.412"),
-        ("ArrowRight", "head 1.2: 12.6"),
-        ("ArrowUp", "head 0.2: 2.05"),
-        ("ArrowUp", "head 0.2: 2.05"),
-        ("ArrowLeft", "head 0.1: 0.874"),
-    ):
-        browser.press(key)
-        assert browser.run(TIP) == said
-    assert browser.run('document.querySelectorAll(".marks .at").length') == 1
-    browser.press("Escape")
-    assert browser.run(TIP) == ""
-
-
-def test_every_picture_is_reached_by_the_tab_key(browser, page):
-    browser.open(page)
-    pictures = browser.run('document.querySelectorAll("svg[tabindex]:has(.marks)").length')
-    assert pictures == browser.run('document.querySelectorAll(".marks").length')
-    reached = 0
-    for _ in range(400):
-        browser.press("Tab")
-        where = browser.run("document.activeElement.tagName")
-        reached += where == "svg"
-        if where == "BODY":
-            break
-    assert reached == pictures > 8
-
-
 def cut_labels(browser) -> list[str]:
     """Return the texts of pictures that reach beyond their picture, where they are cut off."""
     return browser.run(
@@ -402,7 +329,7 @@ def test_text_is_legible_in_light_and_dark(browser, page):
 
 def test_pictures_change_their_colours_in_the_dark(browser, page):
     browser.open(page)
-    browser.run("window.point = document.querySelector('#bounds g[style*=\"--c0\"]')")
+    browser.run("window.point = document.querySelector('#bounds use[style*=\"--c0\"]')")
     fills = []
     for scheme in ("light", "dark"):
         browser.media("screen", color_scheme=scheme)
@@ -420,7 +347,7 @@ def test_paper_gets_everything_in_light_colours(browser, page):
     hidden = '[...document.querySelectorAll("main td, main th, svg, figcaption")]'
     assert browser.run(f"{hidden}.filter(e => !e.checkVisibility()).length") == 0
     assert browser.run('document.querySelectorAll("details:not([open]) td").length') > 100
-    left = '[...document.querySelectorAll("input, nav, #tip, .anchor")]'
+    left = '[...document.querySelectorAll("input, nav, .anchor")]'
     assert browser.run(f"{left}.filter(e => e.checkVisibility()).length") == 0
     cut = '[...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right'
     assert browser.run(f"{cut} > {PAPER + 1}).map(e => e.outerHTML.slice(0, 80))") == []

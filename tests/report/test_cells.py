@@ -37,23 +37,25 @@ def column(**how: object) -> Column:
     ],
 )
 def test_text_of_a_value(value, how, text):
-    assert cells.text(value, column(**how)) == text
+    assert cells.format_value(value, column(**how)) == text
 
 
 @pytest.mark.parametrize("value", [1.0, -0.00123, 123456.0, 6.02e23, 1.6e-19])
 def test_text_reads_back_as_the_rounded_value(value):
-    assert float(cells.text(value, column())) == float(f"{value:.3g}")
+    assert float(cells.format_value(value, column())) == float(f"{value:.3g}")
 
 
 def test_columns_that_stand_alike_share_one_note():
-    marks, notes = cells.footnotes([column(format="s"), column(), column(unit="s", domain="")])
+    marks, notes = cells.list_footnotes(
+        [column(format="s"), column(), column(unit="s", domain="")]
+    )
     assert marks == ["", "", ""]
     assert notes == ["exact at X"]
 
 
 def test_columns_that_stand_apart_are_marked():
     columns = [column(), column(status="empirical", domain="ball"), column(format="d"), column()]
-    marks, notes = cells.footnotes(columns)
+    marks, notes = cells.list_footnotes(columns)
     assert marks == ["ᵃ", "ᵇ", "", "ᵃ"]
     assert notes == ["ᵃ exact at X", "ᵇ empirical in the ball"]
 
@@ -61,12 +63,12 @@ def test_columns_that_stand_apart_are_marked():
 @pytest.mark.parametrize("kind", row_types().values(), ids=row_types())
 def test_marks_suffice_for_every_row_type(kind):
     columns = list(kind.columns().values())
-    marks, notes = cells.footnotes(columns)
-    standings = {cells.standing(c) for c in columns} - {""}
+    marks, notes = cells.list_footnotes(columns)
+    standings = {cells.describe_standing(c) for c in columns} - {""}
     assert len(notes) == len(standings)
     assert len(set(marks) - {""}) in (0, len(standings))
 
 
 def test_a_signed_number_keeps_its_trailing_zeros():
-    assert cells.significant(1.2, "+.3g") == "+1.20"
-    assert cells.significant(-130.0, "+.3g") == "-130"
+    assert cells.format_significant(1.2, "+.3g") == "+1.20"
+    assert cells.format_significant(-130.0, "+.3g") == "-130"

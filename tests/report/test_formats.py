@@ -14,40 +14,28 @@ from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report import (
     COMPARISON,
     DRAWN,
-    HISTORY,
     JUDGEMENT,
     RANKED,
     RENDERERS,
     REPORT,
     Format,
-    formats,
-    named,
+    find_file_format,
     of_comparison,
-    of_file,
     of_judgement,
     of_reports,
     render,
 )
 from lipaudit.report.page.judgement import COLUMNS
+from tests.report.conftest import keep
 
 RULES = "bounds.exact:median <= +20%", "attack.robust >= -2pp"
-OUTLINE = """
-from lipaudit.report.form import Format
-
-
-def render(page):
-    return "".join(f"* {chapter.title}\\n" for chapter in page.chapters).encode()
-
-
-FORMAT = Format("outline", takes="page", render=render, suffixes=(".org",))
-"""
 
 
 @pytest.fixture
 def folder(report, tmp_path, monkeypatch):
     """A working directory with a report that the gate can judge."""
     kept = tuple(report.section(name) for name in ("bounds.layers", "attack"))
-    saved = report.model_copy(update={"sections": kept})
+    saved = keep(report, *kept)
     (tmp_path / "a.json").write_text(schema.dumps(saved), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
@@ -61,13 +49,13 @@ def lipaudit(*args):
 GATE = ("gate", "a.json", "-b", "a.json", "--fail-on", "bounds.layers.exact <= +5%")
 
 
-def test_a_format_is_one_file(tmp_path, folder, monkeypatch):
-    """A file in the folder is all that a new format takes, whatever is written in it."""
-    (tmp_path / "outline.py").write_text(OUTLINE, encoding="utf-8")
-    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
-    collected = formats.collect()
-    assert collected.keys() - RENDERERS.keys() == {"outline"}
-    monkeypatch.setitem(RENDERERS, "outline", collected["outline"])
+def test_a_format_is_a_function_and_an_entry(folder, monkeypatch):
+    """Every command that has a page writes it, whatever is written in it."""
+
+    def outline(page):
+        return "".join(f"* {chapter.title}\n" for chapter in page.chapters).encode()
+
+    monkeypatch.setitem(RENDERERS, "outline", Format("outline", "page", outline, (".org",)))
     assert "* Attacks\n" in lipaudit("report", "a.json", "-f", "outline").stdout
     compared = lipaudit("compare", "a.json", "a.json", "-o", "c.org")
     assert (compared.exit_code, compared.stdout) == (0, "")
@@ -92,8 +80,8 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     }
     suffixes = [s for known in RENDERERS.values() for s in known.suffixes if not known.asked]
     assert {s for s in suffixes if suffixes.count(s) > 1} == {".txt"}
-    assert of_file(Path("a.TXT"), REPORT).name == "table"
-    assert of_file(Path("a.txt"), JUDGEMENT).name == "text"
+    assert find_file_format(Path("a.TXT"), REPORT).name == "table"
+    assert find_file_format(Path("a.txt"), JUDGEMENT).name == "text"
 
 
 @pytest.mark.parametrize(
@@ -107,12 +95,7 @@ def test_what_each_format_shows_and_how_its_files_are_called():
     ],
 )
 def test_of_formats_of_one_suffix_a_file_gets_the_one_that_was_named(name, chosen, gets):
-    assert of_file(Path(name), REPORT, RENDERERS.get(chosen)).name == gets
-
-
-def test_a_history_has_no_brief_and_says_what_has():
-    with pytest.raises(UsageError, match="of one report, of a comparison or of a judgement"):
-        named("brief", HISTORY)
+    assert find_file_format(Path(name), REPORT, RENDERERS.get(chosen)).name == gets
 
 
 def test_a_file_is_what_the_format_says_where_its_suffix_leaves_a_choice(folder):
@@ -126,9 +109,7 @@ def test_a_file_is_what_the_format_says_where_its_suffix_leaves_a_choice(folder)
 
 def test_the_forms_that_are_promised_are_those_that_come(report, other):
     section = report.section("attention")
-    bare = report.model_copy(
-        update={"sections": (section.model_copy(update={"arrays": {}}), report.section("bounds"))}
-    )
+    bare = keep(report, section.model_copy(update={"arrays": {}}), report.section("bounds"))
     assert of_reports(bare).keys() - {"screen"} == REPORT
     assert of_reports(report).keys() - {"screen"} == DRAWN
     assert of_reports(bare, bare).keys() - {"screen"} == RANKED
@@ -139,7 +120,7 @@ def test_the_forms_that_are_promised_are_those_that_come(report, other):
 
 @pytest.mark.parametrize("name", [n for n, f in RENDERERS.items() if f.takes not in REPORT])
 def test_a_format_that_cannot_show_a_report_says_what_to_type(report, name):
-    plain = report.model_copy(update={"sections": ()})
+    plain = keep(report)
     with pytest.raises(UsageError) as refused:
         render(plain, name)
     assert refused.value.message

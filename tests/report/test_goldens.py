@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from lipaudit.report.formats import json, markdown, table
-from lipaudit.report.page.document import document
+from lipaudit.report import markdown, records, terminal
+from lipaudit.report.page.document import make_page
 from lipaudit.results import row_types
 
 GOLDENS = Path(__file__).parent / "goldens"
 FORMATS = {
-    "table, 80 columns": lambda report: table.render(document(report), width=80),
-    "table, 120 columns": lambda report: table.render(document(report), width=120),
-    "markdown": lambda report: markdown.render(document(report)),
-    "json": json.render,
+    "table, 80 columns": lambda report: terminal.render(make_page(report), width=80),
+    "table, 120 columns": lambda report: terminal.render(make_page(report), width=120),
+    "markdown": lambda report: markdown.render(make_page(report)),
+    "json": records.write_json,
 }
 HEADS = (
     "{title}",  # a terminal: underlined

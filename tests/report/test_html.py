@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lipaudit.report.formats import html
-from lipaudit.report.page.document import document
+from lipaudit.report import html
+from lipaudit.report.page.document import make_page
 from lipaudit.results import Array
 from lipaudit.results.report import Example
 from lipaudit.results.worst import worst
+from tests.report.conftest import keep
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -123,12 +124,12 @@ def test_every_section_is_there(report, parsed):
 
 
 def test_equal_reports_give_equal_bytes(report):
-    alone = report.model_copy(update={"sections": report.sections[3:5]})
-    assert html.render(document(alone)) == html.render(document(alone))
+    alone = keep(report, *report.sections[3:5])
+    assert html.render(make_page(alone)) == html.render(make_page(alone))
 
 
 def test_page_of_a_large_model_stays_small(large_report):
-    assert len(html.render(document(large_report))) < 2_000_000
+    assert len(html.render(make_page(large_report))) < 2_000_000
 
 
 def scaled(row, layer: int, head: int):
@@ -158,7 +159,7 @@ def test_page_of_an_audit_of_144_heads_stays_within_2_mb(report):
         many = tuple(scaled(rows[i % len(rows)], *at) for i, at in enumerate(heads))
         changes.setdefault(measure, {})["rows"] = many
     sections = [s.model_copy(update=changes.get(s.measure, {})) for s in report.sections]
-    page = html.render(document(report.model_copy(update={"sections": tuple(sections)}))).decode()
+    page = html.render(make_page(keep(report, *tuple(sections)))).decode()
     assert page.count(picture) == 30
     assert page.count("<title>head ") > 3 * 144 + 7 * 100
     assert len(page.encode()) < 2_000_000
@@ -167,4 +168,4 @@ def test_page_of_an_audit_of_144_heads_stays_within_2_mb(report):
 
 def test_rows_beyond_the_limit_are_announced(large_report, monkeypatch):
     monkeypatch.setattr(html, "MOST_ROWS", 100)
-    assert "The first 100 of 1024 rows" in html.render(document(large_report)).decode()
+    assert "The first 100 of 1024 rows" in html.render(make_page(large_report)).decode()

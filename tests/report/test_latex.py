@@ -7,10 +7,11 @@ import re
 import pytest
 
 from lipaudit.gate import compare
-from lipaudit.report import of_comparison, render
-from lipaudit.report.blocks import Chapter, Document, Heatmap, Table
-from lipaudit.report.formats import latex
+from lipaudit.report import latex, of_comparison, render
+from lipaudit.report.blocks import Chapter, Document, Table
+from lipaudit.report.pictures import Heatmap
 from lipaudit.results import Column
+from tests.report.conftest import rename
 
 NAME = Column(label="name", meaning="", format="s")
 VALUE = Column(label="value", meaning="")
@@ -82,9 +83,7 @@ def test_every_special_character_is_set_as_it_is(hostile):
                         ((hostile, 1.0), (hostile, 2.0)),
                         strong=frozenset({1}),
                     ),
-                    Heatmap(
-                        hostile, ((1.0,),), (hostile,), (hostile,), VALUE, axes=("a", hostile)
-                    ),
+                    Heatmap(hostile, ((1.0,),), (hostile,), (hostile,), VALUE),
                 ),
             ),
         ),
@@ -93,8 +92,7 @@ def test_every_special_character_is_set_as_it_is(hostile):
 
 
 def test_a_hostile_model_stays_within_its_table(report):
-    model = report.run.model.model_copy(update={"spec": "".join(HOSTILE)})
-    named = report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
+    named = rename(report, spec="".join(HOSTILE))
     assert len(check(render(named, "latex").decode())) == len(
         check(render(report, "latex").decode())
     )

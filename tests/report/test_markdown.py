@@ -4,13 +4,14 @@ import re
 
 import pytest
 
-from lipaudit.report.formats import markdown
-from lipaudit.report.page.document import document
+from lipaudit.report import markdown
+from lipaudit.report.page.document import make_page
+from tests.report.conftest import rename
 
 
 def test_tables_have_as_many_cells_in_every_row(report, other):
     for reports in ((report,), (report, other)):
-        text = markdown.render(document(*reports)).decode()
+        text = markdown.render(make_page(*reports)).decode()
         for grid in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
             assert len({len(re.findall(r"(?<!\\)\|", line)) for line in grid.splitlines()}) == 1
 
@@ -32,8 +33,8 @@ def test_markup_is_taken_literally(hostile, escaped):
 
 def test_only_our_own_tags_are_markup(report, other):
     text = (
-        markdown.render(document(report)).decode()
-        + markdown.render(document(report, other)).decode()
+        markdown.render(make_page(report)).decode()
+        + markdown.render(make_page(report, other)).decode()
     )
     lines = [line for line in text.splitlines() if not line.startswith("    ")]
     tags = set(re.findall(r"<[^>]*>", "\n".join(lines)))
@@ -44,7 +45,6 @@ def test_only_our_own_tags_are_markup(report, other):
 
 
 def test_drawings_cannot_be_left_by_a_hostile_label(report):
-    model = report.run.model.model_copy(update={"spec": "~~~~\n```\n# heading"})
-    hostile = report.model_copy(update={"run": report.run.model_copy(update={"model": model})})
-    lines = markdown.render(document(hostile, report)).decode().splitlines()
+    hostile = rename(report, spec="~~~~\n```\n# heading")
+    lines = markdown.render(make_page(hostile, report)).decode().splitlines()
     assert not [line for line in lines if line.startswith(("# heading", "~~~", "```"))]

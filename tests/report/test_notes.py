@@ -6,9 +6,10 @@ import pytest
 
 from lipaudit.gate import compare, judge
 from lipaudit.report import of_comparison, of_judgement, of_reports, render
-from lipaudit.report.page.document import document
-from lipaudit.report.page.remarks import merged
+from lipaudit.report.page.document import make_page
+from lipaudit.report.page.opening import merge_notes
 from lipaudit.results import Note
+from tests.report.conftest import keep
 
 PAGES = ("table", "markdown", "html")
 RANDOM = Note(level="warning", code="random-weights", text="the weights are random numbers")
@@ -26,19 +27,19 @@ def spoiled(report):
         own = (STUCK,) if section.measure == "bounds" else ()
         return section.model_copy(update={"notes": (RANDOM, FEWER, *section.notes, *own)})
 
-    return report.model_copy(update={"sections": tuple(map(noted, report.sections))})
+    return keep(report, *tuple(map(noted, report.sections)))
 
 
 def only(report, measure):
     kept = tuple(s for s in report.sections if s.measure == measure)
-    return report.model_copy(update={"sections": kept})
+    return keep(report, *kept)
 
 
 @pytest.mark.parametrize("format", PAGES)
 @pytest.mark.parametrize("measure", ["bounds", "attention", "jacobian", "attack", "scaling"])
 def test_a_warning_stands_above_the_figures_of_its_section(spoiled, format, measure):
     text = render(of_reports(only(spoiled, measure)), format).decode()
-    chapter = document(only(spoiled, measure)).chapters[0].title
+    chapter = make_page(only(spoiled, measure)).chapters[0].title
     assert 0 < text.find(RANDOM.text) < text.rfind(chapter)
     assert text.count(RANDOM.text) == 1
 
@@ -81,7 +82,7 @@ def test_other_formats_of_a_judgement_hold_the_warnings(spoiled, report):
 def test_notes_that_differ_in_one_word_are_one():
     texts = [f"no {name} for 12 heads: needs one input" for name in ("castin", "hu", "sharp")]
     notes = [Note(level="info", code="no-bound", text=text) for text in (*texts, "other words")]
-    assert [note.text for note in merged(notes)] == [
+    assert [note.text for note in merge_notes(notes)] == [
         "no castin, hu, sharp for 12 heads: needs one input",
         "other words",
     ]
@@ -89,7 +90,7 @@ def test_notes_that_differ_in_one_word_are_one():
 
 def test_many_notes_alike_are_counted():
     notes = [Note(level="info", code="c", text=f"layer {i}: none") for i in range(9)]
-    (note,) = merged(notes)
+    (note,) = merge_notes(notes)
     assert note.text == "layer 0, 1, 2, 3, 4, 5, ... (9 in all): none"
 
 
@@ -100,13 +101,13 @@ def test_many_notes_alike_are_counted():
 def test_notes_of_another_kind_stay_apart(level, code, text):
     notes = [Note(level="info", code="c", text="layer 0 fails")]
     notes.append(Note(level=level, code=code, text=text))
-    assert merged(notes) == tuple(notes)
+    assert merge_notes(notes) == tuple(notes)
 
 
 def test_what_a_comparison_leaves_out_is_said_once_for_a_reason(spoiled, report):
     attention = report.section("attention").model_copy(update={"settings": {"k": 3}})
     layers = report.section("bounds.layers")
-    other = report.model_copy(update={"sections": (layers, attention)})
+    other = keep(report, layers, attention)
     text = render(of_comparison(compare([report, other]), [report, other]), "table").decode()
     words = " ".join(text.split())
     assert words.count("gamma 0.1 became unset, k 10 became 3") == 1

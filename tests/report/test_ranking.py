@@ -7,19 +7,34 @@ import re
 
 import pytest
 
-from lipaudit.cli.tools import known
+from lipaudit.cli.tools import list_explanations
 from lipaudit.gate import rank
-from lipaudit.gate.contests import Difference
+from lipaudit.gate.verdicts import Verdict
 from lipaudit.report import of_reports, render
-from lipaudit.report.blocks import Paragraph, Scatter, Table
-from lipaudit.report.cells import pretty, significant
-from lipaudit.report.draw.plots import svg
-from lipaudit.report.page.ranking import chapter, leading, said_of, table
-from lipaudit.report.page.scorecard import scorecard
-from lipaudit.report.topics import explained
+from lipaudit.report.blocks import Paragraph, Table
+from lipaudit.report.cells import format_significant, write_math
+from lipaudit.report.charts import draw_svg
+from lipaudit.report.page.opening import make_scorecard
+from lipaudit.report.page.ranking import (
+    describe_ranking,
+    make_leading_chapters,
+    make_ranking_chapter,
+    tabulate_ranking,
+)
+from lipaudit.report.pictures import Scatter
+from lipaudit.report.topics import find_topics
+from tests.report.conftest import keep
 
-BEHIND = Difference(
-    estimate=-0.25, low=-0.4, high=-0.125, unit="pp", p=1e-3, p_adjusted=2e-3, samples=24
+BEHIND = Verdict(
+    rule="attack.robust",
+    metric="attack.robust:mean",
+    status="regressed",
+    paired=-0.25,
+    low=-0.4,
+    high=-0.125,
+    unit="pp",
+    p=1e-3,
+    samples=24,
 )
 
 
@@ -30,7 +45,9 @@ def ranking(report, other):
     third = second.model_copy(
         update={"model": "third", "outcome": "behind the best", "difference": BEHIND, "rank": 3}
     )
-    return rank([report, other]).model_copy(update={"models": (first, second, third), "pairs": 3})
+    return rank([report, other]).model_copy(
+        update={"models": (first, second, third), "compared": 2}
+    )
 
 
 def cell(block: Table, row: int, label: str):
@@ -40,29 +57,29 @@ def cell(block: Table, row: int, label: str):
 
 def test_the_outcome_is_said_in_words(ranking, report):
     first, second, _ = (model.model for model in ranking.models)
-    assert said_of(ranking) == [
+    assert describe_ranking(ranking) == [
         f"Best: {first}.",
         f"Not distinguishable from the best: {second}.",
         "Behind the best: third.",
     ]
-    apart = report.model_copy(update={"sections": (report.section("attack"),)})
+    apart = keep(report, report.section("attack"))
     ids = {"ids": tuple(f"{i:03x}" for i in range(24))}
     section = apart.sections[0].model_copy(update={"samples": apart.sections[0].samples | ids})
-    elsewhere = apart.model_copy(update={"sections": (section,)})
-    (said,) = said_of(rank([apart, elsewhere]))
+    elsewhere = keep(apart, section)
+    (said,) = describe_ranking(rank([apart, elsewhere]))
     assert said.startswith("Not comparable: A: ")
-    assert said.endswith("(attack: other samples were measured).")
+    assert said.endswith("samples are in the current report).")
 
 
 def test_limits_stand_behind_their_figures(ranking):
-    block, model = table(ranking), ranking.models[2]
+    block, model = tabulate_ranking(ranking), ranking.models[2]
     attacked = next(each for each in model.accuracy if each.kind == "attacked")
     limits = f"({100 * attacked.low:.1f} to {100 * attacked.high:.1f}%)"
     assert cell(block, 2, f"under attack, {attacked.ball}") == f"{attacked.share:.1%} {limits}"
     assert cell(block, 2, "difference") == "-25pp (-40 to -12.5pp)"
     assert cell(block, 0, "difference") is None
     norm = model.norm
-    shown = [significant(value) for value in (norm.median, norm.low, norm.high)]
+    shown = [format_significant(value) for value in (norm.median, norm.low, norm.high)]
     assert cell(block, 2, "median ||J||") == f"{shown[0]} ({shown[1]} to {shown[2]})"
     # What is proven is said of each figure, and a page sorts columns of numbers by them.
     kinds = {column.label: column.format for column in block.columns}
@@ -72,12 +89,12 @@ def test_limits_stand_behind_their_figures(ranking):
 def test_too_few_samples_for_any_limits_are_called_so(ranking):
     unknown = BEHIND.model_copy(update={"low": -1.0, "high": math.inf, "unit": "%"})
     few = ranking.models[2].model_copy(update={"difference": unknown})
-    block = table(ranking.model_copy(update={"models": (ranking.models[0], few)}))
+    block = tabulate_ranking(ranking.model_copy(update={"models": (ranking.models[0], few)}))
     assert cell(block, 1, "difference") == "-25% (too few samples)"
 
 
 def test_what_is_traded_is_drawn_with_both_intervals(ranking, report):
-    part = leading(ranking)[1]
+    part = make_leading_chapters(ranking)[1]
     for block in part.blocks:
         assert isinstance(block, Scatter)
         assert [series.label for series in block.series] == [m.model for m in ranking.models]
@@ -88,16 +105,16 @@ def test_what_is_traded_is_drawn_with_both_intervals(ranking, report):
     assert (drawn.x, drawn.left, drawn.right) == ((clean.share,), (clean.low,), (clean.high,))
     assert (last.x.label, last.series[0].x) == ("median ||J||", (model.norm.median,))
     assert (last.series[0].left, last.series[0].right) == ((model.norm.low,), (model.norm.high,))
-    element = svg(first)
+    element = draw_svg(first)
     (said,) = re.findall(r"<title>([^<]*: clean accuracy[^<]*)</title>", element)[:1]
     assert f"{clean.share:.1%} ({clean.low:.1%} to {clean.high:.1%})" in said
-    only = report.model_copy(update={"sections": (report.section("bounds"),)})
-    assert len(leading(rank([only, only]))) == 1
+    only = keep(report, report.section("bounds"))
+    assert len(make_leading_chapters(rank([only, only]))) == 1
 
 
 def test_every_heading_can_be_explained(ranking):
-    for column in table(ranking).columns:
-        assert explained(column.label.partition(",")[0], known()), column.label
+    for column in tabulate_ranking(ranking).columns:
+        assert find_topics(column.label.partition(",")[0], list_explanations()), column.label
 
 
 @pytest.mark.parametrize("name", ["table", "markdown", "html"])
@@ -106,10 +123,22 @@ def test_the_ranking_stands_first_then_the_scorecards(report, other, name):
     assert 0 < page.index("Ranking") < page.index("Scorecards") < page.index("What was audited")
 
 
+def test_in_the_order_given_no_report_is_ranked(report, other):
+    ranked = [model.model for model in rank([report, other]).models]
+    back = [other, report] if ranked[0] == report.run.model.spec else [report, other]
+    kept = rank(back, "order")
+    assert [model.model for model in kept.models] == [each.run.model.spec for each in back]
+    assert [model.model for model in kept.models] != ranked
+    assert {model.rank for model in kept.models} == {None}
+    page = render(of_reports(*back, by="order"), "table").decode()
+    assert "In the order given" in page
+    assert "Ranking" not in page
+
+
 def test_scorecards_stand_beside_each_other(report, other):
     document = of_reports(report, other)["page"]()
     (block,) = next(c for c in document.chapters if c.name == "scorecards").blocks
-    labels = [pretty(line.label) for line in scorecard(report).lines]
+    labels = [write_math(line.label) for line in make_scorecard(report).lines]
     assert [row[0] for row in block.rows] == labels
     assert len(block.columns) == 3
     clean = next(row for row in block.rows if row[0] == "clean accuracy")
@@ -119,8 +148,8 @@ def test_scorecards_stand_beside_each_other(report, other):
 
 
 def test_without_a_common_figure_models_stand_as_they_were_given(report, other):
-    kept = [r.model_copy(update={"sections": (r.section("bounds"),)}) for r in (report, other)]
-    part = chapter(rank(kept))
+    kept = [keep(r, r.section("bounds")) for r in (report, other)]
+    part = make_ranking_chapter(rank(kept))
     (block,) = part.blocks
     assert [row[0] for row in block.rows] == [r.run.model.spec for r in kept]
     assert not any(isinstance(each, Paragraph) for each in part.blocks)

@@ -14,32 +14,29 @@ from scipy.stats import binom
 from lipaudit.gate import judge
 from lipaudit.report import of_judgement, of_reports, render
 from lipaudit.report.blocks import Table
-from lipaudit.report.formats.markdown import escape
-from lipaudit.report.page.document import document, screen
-from lipaudit.report.page.scorecard import scorecard
+from lipaudit.report.markdown import escape
+from lipaudit.report.page.document import make_page, make_screen
+from lipaudit.report.page.opening import make_scorecard
 from lipaudit.results import AttentionRow, Section
-from lipaudit.results.certify import CertifyRow
 from lipaudit.results.figures import median_limits, wilson
+from lipaudit.results.rows import CertifyRow
 from lipaudit.results.summary import summary
+from tests.report.conftest import keep
 
 
 def lines(report) -> dict[str, tuple[object, str, str]]:
-    card = scorecard(report)
+    card = make_scorecard(report)
     return {line.label: (line.value, line.text, line.command) for line in card.lines}
-
-
-def with_sections(report, *sections):
-    return report.model_copy(update={"sections": sections})
 
 
 def with_rows(report, measure, **changes):
     section = report.section(measure)
     rows = tuple(row.model_copy(update=changes) for row in section.rows)
-    return with_sections(report, section.model_copy(update={"rows": rows}))
+    return keep(report, section.model_copy(update={"rows": rows}))
 
 
 def test_accuracies_and_their_limits(report):
-    attack = with_sections(report, report.section("attack"))
+    attack = keep(report, report.section("attack"))
     clean, *attacked = summary(attack).accuracy
     assert (clean.share, clean.samples) == (23 / 24, 24)
     assert (clean.low, clean.high) == wilson(23, 24)
@@ -65,7 +62,7 @@ def test_what_is_proven_stands_below_what_attacks_left(report):
              "certified, linf 2/255"],
         ),
     ):  # fmt: skip
-        said = lines(with_sections(report, *others, section))
+        said = lines(keep(report, *others, section))
         assert list(said) == labels
         assert said["certified, linf 2/255"] == (
             0.25, "10.0% to 40.0%, 8 samples, 3 undecided", "",
@@ -74,7 +71,7 @@ def test_what_is_proven_stands_below_what_attacks_left(report):
 
 def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(report):
     proven = report.section("certify"), report.section("certify.radius")
-    both = with_sections(report, *proven)
+    both = keep(report, *proven)
     summed, radii = summary(both).radii, sorted(filter(None, proven[0].samples["radius"]))
     assert (summed.norm, summed.median, summed.adversarial) == ("linf", 0.0033, 0.029)
     assert [0.0, *radii].index(summed.low) + 1 == 7  # the ranks in tables of the sign test, n = 23
@@ -82,15 +79,15 @@ def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(rep
     text = "0.00180 to 0.00480, median of 23 samples, nearest adversarial 0.0290"
     assert lines(both)["certified radius, linf"] == (0.0033, text, "")
     assert f"| 0.00330 | {text} |" in render(both, "brief").decode()
-    assert summary(with_sections(report, proven[0])).radii is None
+    assert summary(keep(report, proven[0])).radii is None
 
 
 def test_what_is_not_measured_of_a_certificate_has_no_column(report):
     section = report.section("certify")
     unknown = tuple(row.model_copy(update={"clean": None}) for row in section.rows)
-    bare = with_sections(report, section.model_copy(update={"rows": unknown}))
+    bare = keep(report, section.model_copy(update={"rows": unknown}))
     for shown, there in ((report, True), (bare, False)):
-        chapter = next(c for c in document(shown).chapters if c.name == "certify")
+        chapter = next(c for c in make_page(shown).chapters if c.name == "certify")
         table = next(block for block in chapter.blocks if isinstance(block, Table))
         assert ("clean" in [column.label for column in table.columns]) == there
         assert {len(row) for row in table.rows} == {len(table.columns)}
@@ -101,8 +98,8 @@ def test_settings_are_written_once(report):
     assert text.count("Settings: eps 1/255, 2/255; norm linf; radius; attack pgd.") == 1
     radii = report.section("certify.radius")
     other = radii.model_copy(update={"settings": radii.settings | {"norm": "l2"}})
-    assert "norm l2; radius;" in render(with_sections(report, other), "table").decode()
-    both = with_sections(report, report.section("certify"), other)
+    assert "norm l2; radius;" in render(keep(report, other), "table").decode()
+    both = keep(report, report.section("certify"), other)
     assert "norm l2; radius;" in render(both, "table").decode()
 
 
@@ -116,7 +113,7 @@ def test_limits_of_a_median_hold_it_as_often_as_they_say(count):
 
 
 def test_what_is_right_is_counted_without_an_attack_too(report):
-    (clean,) = summary(with_sections(report, report.section("jacobian"))).accuracy
+    (clean,) = summary(keep(report, report.section("jacobian"))).accuracy
     assert (clean.kind, clean.share) == ("clean", 23 / 24)
 
 
@@ -149,7 +146,7 @@ def test_one_sample_has_one_norm_and_no_quantiles(report):
     row = section.rows[0].model_copy(update={"samples": 1})
     samples = {name: values[:1] for name, values in section.samples.items()}
     one = section.model_copy(update={"rows": (row,), "samples": samples})
-    labels = [name for name in lines(with_sections(report, one)) if name.startswith("Jacobian")]
+    labels = [name for name in lines(keep(report, one)) if name.startswith("Jacobian")]
     assert labels == ["Jacobian norm"]
 
 
@@ -178,7 +175,7 @@ def test_steepest_heads_are_the_largest_norms(report):
 def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
     row = AttentionRow(layer=0, head=0, intermediate=0.2, tokens=tokens, **shares)
     section = Section(measure="attention", settings={"k": 10}, rows=(row,))
-    fragile = summary(with_sections(report, section)).fragile
+    fragile = summary(keep(report, section)).fragile
     assert (fragile.share, fragile.heads, fragile.of, fragile.k) == (0.2, 0, 1, k)
 
 
@@ -193,11 +190,11 @@ def test_the_command_that_lowers_the_share_of_fragile_rows(report):
     features = report.section("jacobian")
     rows = tuple(row.model_copy(update={"to": "features"}) for row in features.rows)
     encoder = (report.section("attention"), features.model_copy(update={"rows": rows}))
-    assert lines(with_sections(report, *encoder))["fragile rows"][2] == ""
+    assert lines(keep(report, *encoder))["fragile rows"][2] == ""
 
 
 def test_what_attacks_are_shown_to_break_comes_with_the_training_against_them(report):
-    attack = with_sections(report, report.section("attack"))
+    attack = keep(report, report.section("attack"))
     clean = summary(attack).accuracy[0]
     for robust, known in ((3, True), (23, False)):
         low, high = wilson(robust, 24)
@@ -220,7 +217,7 @@ def test_a_95th_percentile_needs_twenty_samples(report, samples):
 
 
 def test_a_page_explains_the_words_of_its_scorecard(report):
-    chapter = document(report).chapters[-1]
+    chapter = make_page(report).chapters[-1]
     said = [block.text for block in chapter.blocks]
     for word in ("Fragile rows: ", "Under attack: ", "Linf: ", "Pgd: ", "Steepest head: "):
         assert sum(text.startswith(word) for text in said) == 1
@@ -235,11 +232,11 @@ def test_where_no_head_is_fragile_no_training_is_offered(report):
 
 def test_heads_are_named_as_such_with_the_samples_they_were_measured_at(report):
     section = report.section("bounds").model_copy(update={"samples": {"ids": ("00", "01")}})
-    said = lines(with_sections(report, section))["steepest head, ||J||"][1]
+    said = lines(keep(report, section))["steepest head, ||J||"][1]
     assert said.startswith("head 1.2; next ")
     assert said.endswith("; at 2 samples")
     bare = section.model_copy(update={"samples": {}})
-    assert " samples" not in lines(with_sections(report, bare))["steepest head, ||J||"][1]
+    assert " samples" not in lines(keep(report, bare))["steepest head, ||J||"][1]
 
 
 def test_bounds_shown_are_the_tightest_of_each_standing(report):
@@ -260,8 +257,8 @@ def test_bounds_shown_are_the_tightest_of_each_standing(report):
 
 
 def test_a_report_without_figures_has_no_scorecard(report, blank_report):
-    for bare in (with_sections(report), blank_report):
-        assert scorecard(bare) is None
+    for bare in (keep(report), blank_report):
+        assert make_scorecard(bare) is None
         assert render(bare, "brief")
 
 
@@ -275,7 +272,7 @@ def test_every_format_draws_it_above_findings_and_sections(report, format):
 
 
 def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
-    page, first = document(report), screen(report)
+    page, first = make_page(report), make_screen(report)
     assert first.chapters == ()
     assert (first.notes, first.scorecard) == (page.notes, page.scorecard)
     assert [text for text, _ in first.findings] == [text for text, _ in page.findings]
@@ -291,8 +288,8 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
         for n in range(1, 60)
         for row in attack.rows[:1]
     )
-    many = with_sections(report, attack.model_copy(update={"rows": balls}))
-    noted = sum(note.level == "warning" for note in screen(report).notes)
+    many = keep(report, attack.model_copy(update={"rows": balls}))
+    noted = sum(note.level == "warning" for note in make_screen(report).notes)
     for each in (report, blank_report, many):
         printed = str(each).split("\n")
         assert len(printed) <= 25
@@ -301,7 +298,7 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
         assert printed[-1].endswith("lipaudit.render(report, 'table') has all sections.")
         assert all(len(line) <= 100 for line in printed)
     assert f"Warnings: {noted}." in str(report)
-    for line in scorecard(report, short=True).lines:
+    for line in make_scorecard(report, short=True).lines:
         assert line.label.partition(",")[0].replace("||", "‖") in str(report)
 
 
@@ -315,7 +312,7 @@ def test_a_printed_report_that_is_cut_says_how_many_lines_are_left(report, monke
 
 def test_a_single_measure_is_shown_whole(report):
     assert "screen" in of_reports(report)
-    alone = with_sections(report, report.section("bounds"), report.section("bounds.layers"))
+    alone = keep(report, report.section("bounds"), report.section("bounds.layers"))
     assert "screen" not in of_reports(alone)
 
 

@@ -3,15 +3,16 @@ from __future__ import annotations
 import shlex
 
 from lipaudit.cli.commands import build
-from lipaudit.report.formats import table
-from lipaudit.report.page.document import document
-from lipaudit.report.page.scorecard import scorecard
+from lipaudit.report import terminal
+from lipaudit.report.page.document import make_page
+from lipaudit.report.page.opening import make_scorecard
 from lipaudit.results import Note
 from lipaudit.results.worst import worst
+from tests.report.conftest import keep
 
 
 def commands(report) -> list[str]:
-    return [command for _, command in document(report).steps]
+    return [command for _, command in make_page(report).steps]
 
 
 def test_worst_sample_comes_with_its_command(report):
@@ -20,7 +21,7 @@ def test_worst_sample_comes_with_its_command(report):
 
 
 def test_every_command_of_the_scorecard_is_a_step(report):
-    known = [line.command for line in document(report).scorecard.lines if line.command]
+    known = [line.command for line in make_page(report).scorecard.lines if line.command]
     assert known
     assert set(known) <= set(commands(report))
 
@@ -37,7 +38,7 @@ def test_a_gate_is_offered_on_what_is_complete(report):
 def test_noise_calls_for_data(report):
     note = Note(level="warning", code="random-data", text="noise")
     first = report.sections[0].model_copy(update={"notes": (note,)})
-    noise = report.model_copy(update={"sections": (first, *report.sections[1:])})
+    noise = keep(report, first, *report.sections[1:])
     assert any(each.endswith("--data DATA") for each in commands(noise))
     assert not any(each.endswith("--data DATA") for each in commands(report))
     assert not any("--baseline" in each for each in commands(noise))
@@ -46,13 +47,13 @@ def test_noise_calls_for_data(report):
 def test_random_weights_call_for_trained_ones(report):
     note = Note(level="warning", code="random-weights", text="random")
     first = report.sections[0].model_copy(update={"notes": (note,)})
-    random = report.model_copy(update={"sections": (first, *report.sections[1:])})
-    assert document(random).steps[0][0] == "Load trained weights: these are random."
+    random = keep(report, first, *report.sections[1:])
+    assert make_page(random).steps[0][0] == "Load trained weights: these are random."
     assert commands(random)[0].startswith("lipaudit audit ")
 
 
 def test_every_step_says_what_its_command_is_for(report):
-    steps, card = document(report).steps, scorecard(report)
+    steps, card = make_page(report).steps, make_scorecard(report)
     (line,) = [line for line in card.lines if "--adversarial" in line.command]
     ball, left = line.label.removeprefix("under attack, "), f"{100 * line.value:.1f}%"
     aim = f"Train against attacks: at {ball} they leave {left} of the samples right."
@@ -62,13 +63,13 @@ def test_every_step_says_what_its_command_is_for(report):
 
 def test_what_was_not_attacked_calls_for_an_attack(report):
     attack = [each for each in commands(report) if "attack" in each]
-    calm = report.model_copy(update={"sections": (report.section("jacobian"),)})
+    calm = keep(report, report.section("jacobian"))
     assert attack == []
     assert any(shlex.split(each)[1] == "attack" for each in commands(calm))
 
 
 def test_terminal_keeps_to_its_screen(report):
-    assert b"What to do next" not in table.render(document(report), width=80)
+    assert b"What to do next" not in terminal.render(make_page(report), width=80)
 
 
 def test_commands_are_those_of_the_tool(report):

@@ -9,11 +9,13 @@ import pytest
 
 from lipaudit import schema
 from lipaudit.report import RENDERERS, of_comparison, of_reports, render
-from lipaudit.report.blocks import Heatmap, Histogram, Table
-from lipaudit.report.page.views import blocks, side_by_side
+from lipaudit.report.blocks import Table
+from lipaudit.report.page.document import compare_sections, show_section
+from lipaudit.report.pictures import Heatmap, Histogram
 from lipaudit.results import Column, Note, Row, Section
 from lipaudit.results.columns import Float, column
 from lipaudit.results.heads import HeadRow
+from tests.report.conftest import keep
 from tests.strangers import register
 from tests.strangers import registry as registry
 
@@ -75,7 +77,7 @@ def strange(monkeypatch, registry):
 
 @pytest.fixture
 def strangers(report, strange):
-    return report.model_copy(update={"sections": strange})
+    return keep(report, *strange)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -111,13 +113,13 @@ def test_a_row_of_another_measure_is_refused(strange):
 def test_a_new_column_appears_by_itself(strangers, monkeypatch, name):
     register(monkeypatch, WiderRow)
     wider = Section(measure="spread", rows=[WiderRow(stage="stem", depth=0, extra=2.5)])
-    text = render(strangers.model_copy(update={"sections": (wider,)}), name).decode()
+    text = render(keep(strangers, wider), name).decode()
     assert "extra" in text
     assert "2.5 s" in text
 
 
 def test_figures_of_heads_are_mapped_and_those_of_samples_counted(strange):
-    spread, heat = map(blocks, strange)
+    spread, heat = map(show_section, strange)
     (bars,) = (block for block in spread if isinstance(block, Histogram))
     assert (bars.title, sum(bars.counts["samples"])) == ("tension per sample", 3)
     (mapped,) = (block for block in heat if isinstance(block, Heatmap))
@@ -140,7 +142,7 @@ def test_reports_with_it_stand_side_by_side(strangers, strange, name):
 
 
 def test_rows_of_one_name_stand_together(strange):
-    tables = [b for b in side_by_side(dict.fromkeys("AB", strange[1])) if isinstance(b, Table)]
+    tables = [b for b in compare_sections(dict.fromkeys("AB", strange[1])) if isinstance(b, Table)]
     assert [row[:4] for row in tables[0].rows[:4]] == [
         (0, 0, "A", 0.0),
         (0, 0, "B", 0.0),
@@ -155,9 +157,7 @@ def test_a_comparison_shows_what_changed_of_it(strangers, strange, name):
 
     spread, heat = strange
     hotter = [row.model_copy(update={"heat": 2 * row.heat + 0.1}) for row in heat.rows]
-    changed = strangers.model_copy(
-        update={"sections": (spread, heat.model_copy(update={"rows": tuple(hotter)}))}
-    )
+    changed = keep(strangers, spread, heat.model_copy(update={"rows": tuple(hotter)}))
     reports = [strangers, changed]
     text = render(of_comparison(compare(reports), reports), name).decode()
     assert "heat.heat: change of every head" in text

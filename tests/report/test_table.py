@@ -10,15 +10,21 @@ from rich.cells import cell_len
 from lipaudit.cli.emit import emit
 from lipaudit.cli.options import Output
 from lipaudit.gate import compare
-from lipaudit.report import of_comparison
-from lipaudit.report.draw.colours import viridis
-from lipaudit.report.formats import table
-from lipaudit.report.page.document import document
-from lipaudit.report.page.views import bounds
+from lipaudit.report import markdown, of_comparison, terminal
+from lipaudit.report.page.document import make_page
+from lipaudit.report.page.heads import view_bounds
+from lipaudit.report.pictures import (
+    Curve,
+    Density,
+    Heatmap,
+    Histogram,
+    Picture,
+    Scatter,
+)
 
 
 def test_off_a_terminal_no_table_is_split(report):
-    text = table.render(document(report)).decode()
+    text = terminal.render(make_page(report)).decode()
     assert text.count("head  exact") == 1
     assert "…" not in text
 
@@ -26,7 +32,7 @@ def test_off_a_terminal_no_table_is_split(report):
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_no_line_is_wider_than_the_terminal(report, other, width):
     for reports in ((report,), (report, other)):
-        lines = table.render(document(*reports), width=width).decode().splitlines()
+        lines = terminal.render(make_page(*reports), width=width).decode().splitlines()
         assert max(map(cell_len, lines)) <= width
 
 
@@ -38,34 +44,47 @@ def test_every_number_and_heading_survives_a_narrow_terminal(report, width):
     def words(text: bytes) -> set[str]:
         return set(pattern.findall(text.decode()))
 
-    assert words(table.render(document(report))) <= words(
-        table.render(document(report), width=width)
+    assert words(terminal.render(make_page(report))) <= words(
+        terminal.render(make_page(report), width=width)
     )
 
 
 def test_colour_changes_no_word(report):
-    coloured = table.render(document(report), width=80, colour="truecolor").decode()
-    plain = table.render(document(report), width=80).decode()
+    coloured = terminal.render(make_page(report), width=80, colour="truecolor").decode()
+    plain = terminal.render(make_page(report), width=80).decode()
     assert "\x1b[" in coloured
     stripped = re.sub(r"\x1b\[[\d;]*m", "", coloured)
-    shaded = "[▁▂▃▄▅▆▇█░▒▓]|│ *$"
-    outside_maps = [line for line in plain.splitlines() if not re.search(shaded, line)]
+    outside_maps = [line for line in plain.splitlines() if not re.search("[▁▂▃▄▅▆▇█]", line)]
     assert set(outside_maps) <= {line.rstrip() for line in stripped.splitlines()}
 
 
 def test_control_characters_never_reach_the_terminal(report):
-    assert b"\x1b" not in table.render(document(report))
-    assert r"\x1b[31mred" in table.render(document(report)).decode()
+    assert b"\x1b" not in terminal.render(make_page(report))
+    assert r"\x1b[31mred" in terminal.render(make_page(report)).decode()
 
 
 def test_partial_report_says_so(report):
     partial = report.model_copy(update={"status": "partial"})
-    assert b"PARTIAL" in table.render(document(partial))
-    assert b"PARTIAL" not in table.render(document(report))
+    assert b"PARTIAL" in terminal.render(make_page(partial))
+    assert b"PARTIAL" not in terminal.render(make_page(report))
 
 
 def test_worst_case_is_marked_without_colour(report):
-    assert table.render(document(report)).decode().count("▸ worst") == 2
+    assert terminal.render(make_page(report)).decode().count("▸ worst") == 2
+
+
+def test_charts_are_said_in_words_and_only_the_map_of_heads_is_drawn(report):
+    """A chart's place has its title and what it shows, in a terminal and in Markdown."""
+    page = make_page(report)
+    charts = [b for c in page.chapters for b in c.blocks if isinstance(b, Picture)]
+    assert {type(chart) for chart in charts} >= {Curve, Density, Heatmap, Histogram, Scatter}
+    for text in (terminal.render(page).decode(), markdown.render(page).decode().replace("\\", "")):
+        said = " ".join(text.split())
+        assert "░" not in text
+        assert "▀" not in text
+        for chart in charts:
+            drawn = isinstance(chart, Heatmap)
+            assert (f"Chart, in the html format: {chart.title}" in said) != drawn
 
 
 class Terminal(io.StringIO):
@@ -74,7 +93,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal(monkeypatch):
+def screen(monkeypatch):
     """A terminal of 70 columns in 256 colours."""
     for name, value in {"COLUMNS": "70", "TERM": "xterm-256color", "COLORTERM": ""}.items():
         monkeypatch.setenv(name, value)
@@ -82,15 +101,15 @@ def terminal(monkeypatch):
     return Terminal()
 
 
-def test_a_terminal_gets_its_width_and_its_colours(report, terminal):
-    table.screen(document(report), terminal)
-    assert terminal.getvalue().encode() == table.render(document(report), width=70, colour="256")
+def test_a_terminal_gets_its_width_and_its_colours(report, screen):
+    terminal.write(make_page(report), screen)
+    assert screen.getvalue().encode() == terminal.render(make_page(report), width=70, colour="256")
 
 
-def test_no_color_is_honoured(report, terminal, monkeypatch):
+def test_no_color_is_honoured(report, screen, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    table.screen(document(report), terminal)
-    assert terminal.getvalue().encode() == table.render(document(report), width=70)
+    terminal.write(make_page(report), screen)
+    assert screen.getvalue().encode() == terminal.render(make_page(report), width=70)
 
 
 def no_terminal(_descriptor: int = 0) -> os.terminal_size:
@@ -102,15 +121,15 @@ def test_a_pipe_gets_plain_text_as_wide_as_columns_says(report, columns, width, 
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr("os.get_terminal_size", no_terminal)
     pipe = io.StringIO()
-    table.screen(document(report), pipe)
-    assert pipe.getvalue().encode() == table.render(document(report), width=width)
+    terminal.write(make_page(report), pipe)
+    assert pipe.getvalue().encode() == terminal.render(make_page(report), width=width)
 
 
 def test_names_that_rows_go_by_are_not_broken(report, other):
     """A comparison is wider than 80 columns: its metrics stand whole in every piece of it."""
     comparison = compare([report, other])
     page = of_comparison(comparison, [report, other])["page"]()
-    lines = table.render(page, width=80).decode().splitlines()
+    lines = terminal.render(page, width=80).decode().splitlines()
     names = {v.metric for pair in comparison.pairs for v in pair.verdicts if not v.reason}
     assert max(map(len, names)) > 80 // 3
     for name in names:
@@ -120,25 +139,13 @@ def test_names_that_rows_go_by_are_not_broken(report, other):
 def test_a_file_that_is_named_gets_full_width(report, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     emit(report, Output(format="json", output=(tmp_path / "x.txt",)), always=False)
-    assert (tmp_path / "x.txt").read_bytes() == table.render(document(report))
+    assert (tmp_path / "x.txt").read_bytes() == terminal.render(make_page(report))
 
 
 def test_text_that_fits_is_not_broken(report):
     """The longest domain of a bound stands on one line where the table has room for it."""
-    said = table.render(document(report), width=80).decode()
+    said = terminal.render(make_page(report), width=80).decode()
     assert "all inputs, every ‖x_i‖ ≤ R" in said
-
-
-def test_a_map_in_colour_has_two_of_its_lines_in_each_line_of_half_blocks(report):
-    text = table.render(document(report), width=80, colour="truecolor").decode()
-    drawn = text[text.index("Attention map of head 1.2") :].splitlines()[1:18]
-    plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in drawn]
-    assert [line.partition(" │")[2] for line in plain] == ["▀" * 34] * 17
-    assert [plain[0][:2], plain[-1][:2]] == [" 0", "16"]
-    stored = report.section("attention").arrays["map@1.2"].numpy()
-    brightest = ";".join(map(str, viridis(1.0)))
-    top = drawn[int(stored.argmax() // 17)]  # every entry is two lines high: both halves alike
-    assert f"38;2;{brightest};48;2;{brightest}m" in top
 
 
 def test_heads_say_in_what_their_norm_is_taken(report):
@@ -147,7 +154,7 @@ def test_heads_say_in_what_their_norm_is_taken(report):
     other = section.rows[0].model_copy(update={"input": "queries apart"})
     mixed = section.model_copy(update={"rows": (other, *section.rows[1:])})
     for part, shown in ((section, False), (mixed, True)):
-        (table,) = [b for b in bounds.view(part) if "amplifying" in getattr(b, "title", "")]
+        (table,) = [b for b in view_bounds(part) if "amplifying" in getattr(b, "title", "")]
         labels = [column.label for column in table.columns]
         assert ("input" in labels) == shown
         assert all(len(row) == len(labels) for row in table.rows)
@@ -158,7 +165,7 @@ def test_names_of_wide_characters_are_wrapped_by_their_width(report, other):
         update={"model": report.run.model.model_copy(update={"spec": "模型权重/" * 12})}
     )
     wide = report.model_copy(update={"run": run})
-    lines = table.render(document(wide, other), width=80).decode().splitlines()
+    lines = terminal.render(make_page(wide, other), width=80).decode().splitlines()
     assert max(cell_len(line) for line in lines if " " in line) <= 80
     assert sum(line.count("模型权重") for line in lines) > 12
 
@@ -179,7 +186,7 @@ def test_long_names_leave_room_for_the_widest_column(report, other):
         )
 
     pair = renamed(report, "models/first/a/long/one"), renamed(other, "models/another/long/one")
-    lines = table.render(document(*pair), width=80).decode().splitlines()
+    lines = terminal.render(make_page(*pair), width=80).decode().splitlines()
     rows = [line for line in lines if line.startswith("pixels")]
     assert rows
     assert max(map(cell_len, rows)) <= 80

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 import lipaudit
 from lipaudit.attacks.kinds import RESERVED, attack_kinds
 from lipaudit.cli.commands import build
-from lipaudit.cli.tools import known
+from lipaudit.cli.tools import list_explanations
 from lipaudit.gate import compare, judge
 from lipaudit.gate.rules import DEFAULT_RULES, STATS, metrics
 from lipaudit.gate.verdicts import VerdictStatus
-from lipaudit.report import of_comparison, of_history, of_judgement, topics
+from lipaudit.report import of_comparison, of_judgement, topics
 from lipaudit.report.blocks import Item
-from lipaudit.report.cells import footnotes, pretty, standing
-from lipaudit.report.page.document import document
+from lipaudit.report.cells import describe_standing, list_footnotes, write_math
+from lipaudit.report.page.document import make_page
 from lipaudit.results import Column, measures, row_types
 from lipaudit.results.bounds import catalogue
 from lipaudit.results.columns import Status
@@ -35,7 +35,7 @@ MAKERS = {"Note", "remark", "warning", "_info", "_warning", "_note"}
 def unexplained(names) -> list[str]:
     names = list(dict.fromkeys(names))
     assert names
-    return [name for name in names if not topics.explained(name, known())]
+    return [name for name in names if not topics.find_topics(name, list_explanations())]
 
 
 def columns() -> list[tuple[str, str, Column]]:
@@ -46,10 +46,10 @@ def columns() -> list[tuple[str, str, Column]]:
 
 def test_every_column_by_its_names_and_its_heading():
     for section, name, column in columns():
-        for word in (f"{section}.{name}", name, column.label, pretty(column.label)):
+        for word in (f"{section}.{name}", name, column.label, write_math(column.label)):
             titles = [
                 topic.title.removesuffix(" (per sample)")
-                for topic in topics.explained(word, known())
+                for topic in topics.find_topics(word, list_explanations())
             ]
             assert f"{section}.{name}" in titles, word
 
@@ -68,7 +68,7 @@ def test_every_metric_and_rule_of_the_gate():
     rules = [rule.text for rule in DEFAULT_RULES] + [rule.metric for rule in DEFAULT_RULES]
     names = [f"{metric}:{stat}" for metric in metrics() for stat in STATS]
     assert unexplained([*names, *rules]) == []
-    told = topics.explained("attack.robust@worst,linf,2/255:mean >= -2pp", known())
+    told = topics.find_topics("attack.robust@worst,linf,2/255:mean >= -2pp", list_explanations())
     assert [topic.title for topic in told] == [
         "attack.robust", "attack.robust (per sample)", "worst", "linf", "mean",
     ]  # fmt: skip
@@ -106,25 +106,24 @@ def shown(block, kind) -> list:
     return [e for b in block for e in shown(b, kind)] if isinstance(block, (tuple, list)) else []
 
 
-@pytest.mark.parametrize("kind", ["single", "double", "comparison", "judgement", "history"])
-def test_every_heading_of_a_page(kind, report, other, history):
+@pytest.mark.parametrize("kind", ["single", "double", "comparison", "judgement"])
+def test_every_heading_of_a_page(kind, report, other):
     pages = {
-        "single": lambda: document(report),
-        "double": lambda: document(report, other),
+        "single": lambda: make_page(report),
+        "double": lambda: make_page(report, other),
         "comparison": lambda: of_comparison(compare([report, other]), [report, other])["page"](),
         "judgement": lambda: of_judgement(judge(other, report))["page"](),
-        "history": lambda: of_history(history)["page"](),
     }
     page = pages[kind]()
     heads = [column for chapter in page.chapters for column in shown(chapter.blocks, Column)]
     labels = [
-        pretty(column.label) for column in heads if column.label not in models(report, other)
+        write_math(column.label) for column in heads if column.label not in models(report, other)
     ]
-    stands = [standing(column) for column in heads]
-    marked = [label + mark for label in labels for mark in footnotes(heads)[0][:1]]
+    stands = [describe_standing(column) for column in heads]
+    marked = [label + mark for label in labels for mark in list_footnotes(heads)[0][:1]]
     facts = [name for name, _ in page.facts]
     scored = [line.label for line in page.scorecard.lines] if page.scorecard else []
-    assert bool(scored) == (kind in ("single", "history", "comparison"))
+    assert bool(scored) == (kind in ("single", "comparison"))
     assert (
         unexplained([*labels, *marked, *facts, *scored, *(s.split()[0] for s in stands if s)])
         == []
@@ -144,7 +143,7 @@ def titles(block) -> list[str]:
 @pytest.mark.parametrize("kind", ["single", "judgement"])
 def test_every_title_of_a_page_of_one_report_or_judgement(kind, report, other):
     judged = of_judgement(judge(other, report))["page"]()
-    page = document(report) if kind == "single" else judged
+    page = make_page(report) if kind == "single" else judged
     names = [
         name for chapter in page.chapters for name in (chapter.title, *titles(chapter.blocks))
     ]
@@ -196,7 +195,7 @@ def test_without_a_name_every_name_stands_under_its_topic():
     done = run()
     assert done.exit_code == 0, done.output
     words = " ".join(done.stdout.split())
-    for topic in known():
+    for topic in list_explanations():
         assert topic.group in done.stdout
         assert topic.name in words or not topic.group
 
@@ -224,7 +223,7 @@ def test_what_is_asked_for_by_its_own_name_comes_first():
 def test_json_has_what_the_text_has():
     import json
 
-    (topic,) = json.loads(run("splitting", "-f", "json").stdout)
-    assert topic["title"] == "bounds.splitting_gain"
+    topics = json.loads(run("splitting", "-f", "json").stdout)
+    (topic,) = (each for each in topics if each["title"] == "bounds.splitting_gain")
     assert topic["meaning"] in run("splitting", width=300).stdout
-    assert len(json.loads(run("-f", "json").stdout)) == len(known())
+    assert len(json.loads(run("-f", "json").stdout)) == len(list_explanations())

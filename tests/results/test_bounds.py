@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 from lipaudit import schema
 from lipaudit.cli.commands import build
 from lipaudit.gate.rules import metrics, parse_rule
-from lipaudit.report.blocks import Scatter, Table
-from lipaudit.report.cells import STATUS, pretty
-from lipaudit.report.page.views import blocks
+from lipaudit.report.blocks import Table
+from lipaudit.report.cells import STATUS, write_math
+from lipaudit.report.page.document import show_section
+from lipaudit.report.pictures import Scatter
 from lipaudit.results import BoundsRow, ScalingFitRow, ScalingRow, Section
 from lipaudit.results.bounds import AT_X, EVERYWHERE, OWN, Bound, catalogue, ranked
-from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import BOUNDS
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/reading-a-report.md"
 NUMBER = [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}]
@@ -64,7 +65,9 @@ def said_by_explain(bound):
 
 
 def said_by_the_page(bound):
-    table = [b for b in blocks(Section(measure="bounds", rows=rows())) if isinstance(b, Table)][1]
+    table = [
+        b for b in show_section(Section(measure="bounds", rows=rows())) if isinstance(b, Table)
+    ][1]
     return {(line[1], line[2]) for line in table.rows if line[0] == bound.label}
 
 
@@ -87,11 +90,11 @@ PLACES = (
 @pytest.mark.parametrize("name", OWN)
 def test_every_place_says_the_status_and_domain_of_the_record(name, place):
     bound = OWN[name]
-    said = {(status, pretty(domain)) for status, domain in place(bound)}
+    said = {(status, write_math(domain)) for status, domain in place(bound)}
     if place is said_over_lengths and not bound.scaling:
         assert not said
     else:
-        assert said == {(bound.status, pretty(bound.domain))}
+        assert said == {(bound.status, write_math(bound.domain))}
 
 
 def test_what_each_bound_is():
@@ -107,7 +110,7 @@ def test_every_bound_has_its_column_its_rule_and_its_place_on_the_page():
     assert catalogue().keys() <= BoundsRow.columns().keys()
     assert {f"bounds.{name}" for name in catalogue()} <= set(metrics())
     assert parse_rule("bounds.castin:each <= +5%").column == "castin"
-    parts = blocks(Section(measure="bounds", rows=rows()))
+    parts = show_section(Section(measure="bounds", rows=rows()))
     (scatter,) = [block for block in parts if isinstance(block, Scatter)]
     labels = [bound.label for bound in ranked()]
     assert [series.label for series in scatter.series] == labels
@@ -151,7 +154,7 @@ def test_a_bound_of_a_plugin_that_is_not_installed_is_kept_and_printed(value, re
     again = json.loads(section.model_dump_json(by_alias=True))
     assert again["rows"][0]["stranger"] == value
     assert section.columns()["stranger"].label == "stranger"
-    table = [block for block in blocks(section) if isinstance(block, Table)][-1]
+    table = [block for block in show_section(section) if isinstance(block, Table)][-1]
     assert table.columns[-1].label == "stranger"
     assert [line[-1] for line in table.rows] == [read, None]
 

@@ -12,7 +12,7 @@ from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.settings import Recipe
 from lipaudit.train import train
-from lipaudit.train.demos import shipped
+from lipaudit.train.demos import load_shipped
 from tests.simulated import device
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.test_measures import same
@@ -64,7 +64,7 @@ def test_training_without_memory_is_said_so(simulated, share, tmp_path):
     before = extension.used()
     extension.restart_peak()
     net = load_net("demo", LoadOptions(device=simulated))
-    list(train(net, shipped("train")[:64], Recipe(epochs=1, batch_size=32)))
+    list(train(net, load_shipped("train")[:64], Recipe(epochs=1, batch_size=32)))
     needed = extension.peak() - before
     del net
     arguments = ["train", "demo", "--data", "demo:train", "--samples", "64", "--epochs", "1"]

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from lipaudit.theory import heads as heads_module
-from lipaudit.theory.bounds.catalogue import BOUNDS
-from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain, vjp_x
-from lipaudit.theory.heads import Projection, affine_heads
+from lipaudit.theory.heads import Projection, affine_heads, rows_in_reach
 from lipaudit.theory.policy import Policy
-from lipaudit.theory.reach import rows_in_reach
 from tests.live import Live
 
 SEEDS = range(10)

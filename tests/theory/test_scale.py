@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds.catalogue import BOUNDS
-from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.scale import unit_values
 

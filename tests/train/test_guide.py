@@ -16,10 +16,10 @@ def examples() -> dict[str, str]:
 
 
 def test_the_guide_has_its_examples():
-    assert list(examples()) == ["loop", "trainer", "specformer", "certified"]
+    assert list(examples()) == ["loop", "trainer", "specformer"]
 
 
-@pytest.mark.parametrize("name", ["loop", "trainer", "specformer", "certified"])
+@pytest.mark.parametrize("name", ["loop", "trainer", "specformer"])
 def test_an_example_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "trainer":

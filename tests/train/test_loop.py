@@ -14,13 +14,9 @@ from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.settings import Recipe
-from lipaudit.theory.relaxation.refusals import NoRuleError
 from lipaudit.train import train
-from lipaudit.train.augment import flipped, mixing, translated
-from lipaudit.train.demos import RECIPES, shipped, untrained
-from lipaudit.train.descent import batched
-from lipaudit.train.loop import _Training
-from lipaudit.train.penalty import certified_loss
+from lipaudit.train.demos import RECIPES, load_shipped, make_demo
+from lipaudit.train.loop import _Training, flip_images, make_mix, shift_images, split_batches
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)
 
@@ -52,7 +48,7 @@ def net_with_dropout():
 
 @pytest.fixture(scope="module")
 def digits():
-    return shipped("train")[:200]
+    return load_shipped("train")[:200]
 
 
 def weights(net):
@@ -81,65 +77,22 @@ def test_a_penalty_goes_down_and_is_resumed(name):
     recipe = RECIPES["standard"].model_copy(update={"epochs": 3, "penalty": name, "weight": 0.05})
     runs = {}
     for weight in (0.0, 0.05):
-        net = untrained(0)
+        net = make_demo(0)
         with_weight = recipe.model_copy(update={"weight": weight})
-        runs[weight] = list(train(net, shipped("train")[:300], with_weight))
+        runs[weight] = list(train(net, load_shipped("train")[:300], with_weight))
     assert runs[0.05][-1].penalty < runs[0.0][-1].penalty
-    again = untrained(0)
-    rest = list(train(again, shipped("train")[:300], recipe, state=runs[0.05][0].state))
+    again = make_demo(0)
+    rest = list(train(again, load_shipped("train")[:300], recipe, state=runs[0.05][0].state))
     assert [e.penalty for e in rest] == [e.penalty for e in runs[0.05][1:]]
     assert same(weights(again), runs[0.05][-1].state["model"])
 
 
-def small_net(*behind):
+def small_net():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        layers = nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), *behind, nn.Linear(24, 10)
+        layers = nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10)
     spec = ModelSpec(nn.Sequential(*layers), (1, 8, 8))
     return assemble(spec, LoadOptions(), name="toy", source="py")
-
-
-CERTIFIED = Recipe(
-    epochs=3, batch_size=20, lr=0.05, flip=False, penalty="certified", eps="0.02", weight=1.0
-)
-
-
-def test_the_certified_penalty_raises_what_can_be_certified(digits):
-    """The loss grows with its radius first, so that it is compared at the end."""
-    shares, held = {}, shipped("test")[:100]
-    for weight in (0.0, 1.0):
-        net = small_net(nn.Dropout(0.1))
-        epochs = list(train(net, digits, CERTIFIED.model_copy(update={"weight": weight})))
-        assert all(epoch.penalty > 0 for epoch in epochs)
-        shares[weight] = float(certified_loss(net, held, 0.02))
-    assert shares[1.0] < 0.9 * shares[0.0]
-    again = small_net(nn.Dropout(0.1))
-    rest = list(train(again, digits, CERTIFIED, state=epochs[0].state))
-    assert [e.penalty for e in rest] == [e.penalty for e in epochs[1:]]
-    assert same(weights(again), epochs[-1].state["model"])
-
-
-def test_the_radius_of_the_certified_penalty_grows_from_nothing(digits):
-    net, recipe = small_net(), CERTIFIED.model_copy(update={"lr": 1e-9, "epochs": 4})
-    first, second, third, fourth = (epoch.penalty for epoch in train(net, digits, recipe))
-    assert float(certified_loss(net, digits, 0.0)) < first < second < third
-    assert third == pytest.approx(fourth, rel=1e-4)
-    assert fourth == pytest.approx(float(certified_loss(net, digits, 0.02)), rel=1e-4)
-
-
-def test_a_certified_loss_is_no_less_than_that_of_attacks(digits):
-    net = small_net()
-    run = _Training.start(net, digits, CERTIFIED.model_copy(update={"adversarial": "pgd"}))
-    z = run.attacked(digits.x, digits.y)
-    attacked = nn.functional.cross_entropy(net.read(net.call(z, None)), digits.y)
-    assert attacked <= certified_loss(net, digits, 0.02)
-
-
-def test_the_certified_penalty_names_what_it_has_no_rule_for(digits):
-    with pytest.raises(NoRuleError, match=r"no rule for the operation softplus \(in 3\)"):
-        list(train(small_net(nn.Softplus()), digits, CERTIFIED))
-    with pytest.raises(UsageError, match="for images"):
-        next(train(replace(small_net(), kind="tokens"), digits, CERTIFIED))
 
 
 def test_gradients_are_cut_to_a_norm(digits):
@@ -156,7 +109,7 @@ def test_gradients_are_cut_to_a_norm(digits):
 @pytest.mark.parametrize("changes", [{"penalty": "specformer"}, {"penalty": "jasmin", "k": 3}])
 def test_double_precision_trains_alike(changes, digits):
     recipe = RECIPES["standard"].model_copy(update={"epochs": 1, "weight": 0.05, **changes})
-    nets = untrained(0), untrained(0)
+    nets = make_demo(0), make_demo(0)
     nets[1].module.double()
     single, double = (next(train(net, digits, recipe)) for net in nets)
     assert double.state["model"]["cls_token"].dtype == torch.float64
@@ -195,8 +148,8 @@ def test_an_abandoned_run_puts_the_model_back(digits):
 
 
 def test_the_recipe_of_the_demo_learns():
-    net, recipe = untrained(0), RECIPES["standard"].model_copy(update={"epochs": 4})
-    epochs = list(train(net, shipped("train")[:600], recipe, held_out=shipped("test")))
+    net, recipe = make_demo(0), RECIPES["standard"].model_copy(update={"epochs": 4})
+    epochs = list(train(net, load_shipped("train")[:600], recipe, held_out=load_shipped("test")))
     assert epochs[-1].loss < epochs[0].loss
     assert epochs[-1].accuracy > 0.15
     assert epochs[-1].lr < max(e.lr for e in epochs)
@@ -208,7 +161,7 @@ def test_adversarial_examples_are_in_the_ball_and_worse(digits):
     list(train(net, digits, QUICK))
     run = _Training.start(net, digits, recipe)
     net.module.train()
-    z = run.attacked(digits.x, digits.y)
+    z = run.attack(digits.x, digits.y)
     assert net.module.training
     net.module.eval()
     assert (z - digits.x).abs().max() <= 0.1 + 1e-6
@@ -245,18 +198,18 @@ def test_the_last_step_may_not_destroy_the_weights(digits):
 
 
 def test_a_sample_left_over_is_trained_on_with_others(digits):
-    sizes = [len(part) for part in batched(torch.arange(129), 64)]
+    sizes = [len(part) for part in split_batches(torch.arange(129), 64)]
     assert sizes == [64, 65]
-    assert torch.equal(torch.cat(batched(torch.arange(129), 64)), torch.arange(129))
-    assert [len(part) for part in batched(torch.arange(3), 1)] == [1, 1, 1]
+    assert torch.equal(torch.cat(split_batches(torch.arange(129), 64)), torch.arange(129))
+    assert [len(part) for part in split_batches(torch.arange(3), 1)] == [1, 1, 1]
     assert len(list(train(net_with_dropout(), digits[:129], QUICK))) == 3
 
 
 def test_a_penalty_that_no_row_can_have_is_refused(digits):
     recipe = QUICK.model_copy(update={"penalty": "jasmin", "k": 17, "epochs": 1})
     with pytest.raises(UsageError, match="k = 17"):
-        list(train(untrained(0), digits, recipe))
-    list(train(untrained(0), digits, recipe.model_copy(update={"k": 16})))
+        list(train(make_demo(0), digits, recipe))
+    list(train(make_demo(0), digits, recipe.model_copy(update={"k": 16})))
 
 
 def test_between_epochs_the_model_is_as_it_is_used(digits):
@@ -268,7 +221,7 @@ def test_between_epochs_the_model_is_as_it_is_used(digits):
 def test_shifts_move_every_image_within_reach():
     x = torch.zeros(50, 1, 5, 5)
     x[:, :, 2, 2] = 1
-    moved = translated(x, 1, torch.Generator().manual_seed(0))
+    moved = shift_images(x, 1, torch.Generator().manual_seed(0))
     places = {tuple(place) for place in moved.nonzero()[:, 2:].tolist()}
     assert moved.sum() == 50
     assert places == {(i, j) for i in (1, 2, 3) for j in (1, 2, 3)}
@@ -276,14 +229,14 @@ def test_shifts_move_every_image_within_reach():
 
 def test_flips_mirror_about_half():
     x = torch.rand(200, 2, 3, 4)
-    made = flipped(x, torch.Generator().manual_seed(0))
+    made = flip_images(x, torch.Generator().manual_seed(0))
     kept = (made == x).flatten(1).all(1)
     assert torch.equal(made[~kept], x[~kept].flip(-1))
     assert 70 < int(kept.sum()) < 130
 
 
 def test_mixing_shares_out_the_classes():
-    mix = mixing(0.8, 1.0, classes=10)
+    mix = make_mix(0.8, 1.0, classes=10)
     x, y = torch.rand(8, 1, 8, 8), torch.arange(8)
     before = x.clone()
     mixed, target = mix(x, y)
@@ -302,10 +255,13 @@ def test_mixing_shares_out_the_classes():
 def test_shipped_digits_have_the_ids_of_loading():
     from lipaudit.data.loading import DataOptions, load_data
 
-    net = untrained(0)
+    net = make_demo(0)
     loaded = load_data("demo", net, DataOptions(samples=360)).batch
-    assert set(shipped("test").ids) == set(loaded.ids)
-    assert sample_ids(list(shipped("test").x), shipped("test").y.tolist()) == shipped("test").ids
+    assert set(load_shipped("test").ids) == set(loaded.ids)
+    assert (
+        sample_ids(list(load_shipped("test").x), load_shipped("test").y.tolist())
+        == load_shipped("test").ids
+    )
 
 
 def test_recipes_that_make_no_sense():
@@ -319,10 +275,12 @@ def test_the_shipped_demo_is_what_its_recipe_makes():
     """To the last bit where it was made; elsewhere as good."""
     from lipaudit.models.sources.loading import load_net
 
-    net = untrained(0)
-    *_, last = train(net, shipped("train"), RECIPES["standard"], held_out=shipped("test"))
+    net = make_demo(0)
+    *_, last = train(
+        net, load_shipped("train"), RECIPES["standard"], held_out=load_shipped("test")
+    )
     with torch.no_grad():
-        theirs = load_net("demo").output(shipped("test")).argmax(1)
-        mine = net.output(shipped("test")).argmax(1)
+        theirs = load_net("demo").output(load_shipped("test")).argmax(1)
+        mine = net.output(load_shipped("test")).argmax(1)
     assert last.accuracy > 0.96
     assert (mine == theirs).double().mean() > 0.95

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.capture import capture
 from lipaudit.theory.penalties import jasmin, jasmin_rows
 from lipaudit.train import penalty
+from lipaudit.train.demos import load_shipped, make_demo
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
+from tests import processes
 
 NAMES = ["timm-vit", "timm-swin", "bert", "bert-eager", "gpt2", "llama", "torch-encoder"]
 NAMES += ["handwritten", "t5"]
@@ -91,6 +94,35 @@ def test_distributed_data_parallel_changes_nothing(zoo, one_process, how):
     with attention_penalty(alone, **how) as read:
         alone(batch.x)
         assert torch.equal(read(), inside)
+
+
+def compute_gradients(images: torch.Tensor, *, parallel: bool) -> dict[str, torch.Tensor]:
+    """Take one step of a training loop as the guide has it, and return the gradients."""
+    module = make_demo(0).module.double().requires_grad_(True)
+    model = DistributedDataParallel(module) if parallel else module
+    with attention_penalty(model, k=3, reduction="mean") as read:
+        loss = model(images).square().mean() + 0.1 * read()
+    loss.backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def run_rank(rank: int, port: int, images: torch.Tensor, folder: Path) -> None:
+    store = distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.save(compute_gradients(images.chunk(2)[rank], parallel=True), folder / f"{rank}.pt")
+    distributed.barrier()
+
+
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    """Each adds the penalty of its own samples; DistributedDataParallel averages the gradients."""
+    images, port = load_shipped("train").x[:6].double(), int(processes.free_port())
+    ranks = [processes.forked(run_rank, rank, port, images, tmp_path) for rank in range(2)]
+    for process in ranks:
+        process.join(300)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    alone = compute_gradients(images, parallel=False)
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), alone)
 
 
 def test_autocast_gives_the_penalty_of_its_own_maps(zoo):

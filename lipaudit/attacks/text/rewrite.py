@@ -7,7 +7,7 @@ are known, a change is cut into them, and the model reads the changed characters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
@@ -89,6 +89,8 @@ class Lexicon:
         write: id -> the characters that it adds to a word; nothing where it is no whole one.
         special: ids that stand around texts, and between two that are read as a pair.
         tokens: how the vocabulary writes every token id, marks of its own included; or nothing.
+        marked: whether the vocabulary marks what begins a word. Where it does not, as one of
+            characters, tokens without a gap between them are a word.
     """
 
     kinds: Int[Tensor, " vocabulary"]
@@ -98,6 +100,7 @@ class Lexicon:
     tokens: Sequence[str] = ()
     read: Callable[[tuple[str, ...], int], tuple[Ids, tuple[Span, ...]]] | None = None
     write: Callable[[int], str] = str
+    marked: bool = True
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Write token ids as a text, or as the two of a pair."""
@@ -140,8 +143,9 @@ class Lexicon:
         words: list[list[int]] = []
         before, end = FIXED, NOWHERE
         kinds = self.kinds[list(ids)].tolist()
+        further = GOES_ON if self.marked or not spans else BEGINS
         for token, kind, span in zip(ids, kinds, spans or [NOWHERE] * len(ids), strict=True):
-            if kind == GOES_ON and before != FIXED and span[0] == end[0] and span[1] <= end[2]:
+            if kind == further and before != FIXED and span[0] == end[0] and span[1] <= end[2]:
                 words[-1].append(token)
             else:
                 words.append([token])
@@ -200,6 +204,7 @@ class Reader:
         most: the longest text that the model takes, in tokens.
         pad_id: the id that fills shorter texts.
         near: the neighbours of token ids, as they are asked for.
+        reads_padding: whether the model reads padding: only texts of one length go together then.
     """
 
     output: Callable[[Tensor, Tensor | None], Tensor]
@@ -210,6 +215,7 @@ class Reader:
     most: int
     pad_id: int = 0
     near: dict[int, Tensor] = field(default_factory=dict, compare=False)
+    reads_padding: bool = False
 
     def read(self, draft: Draft) -> Ids:
         """Return the ids of a text, from its characters; none where the model cannot take it."""
@@ -247,28 +253,47 @@ class TextOracle:
     def __call__(self, texts: Sequence[Ids]) -> Float[Tensor, "texts classes"]:
         """Return the logits of texts, from their token ids."""
         self.meter.forwards += len(texts)
-        pieces = [self.reader.output(*self.reader.padded(part)) for part in self._pieces(texts)]
-        return torch.cat(pieces)
+        pieces = self._pieces(texts)
+        batches = (self.reader.padded([texts[i] for i in rows]) for rows in pieces)
+        logits = torch.cat([self.reader.output(*batch) for batch in batches])
+        return logits[_places(pieces)]
 
     def slopes(
         self, texts: Sequence[Ids], y: Int[Tensor, " texts"]
     ) -> list[Float[Tensor, "tokens width"]]:
-        """Return the gradient of each text's margin in the embeddings of its tokens."""
+        """Return the gradient of each text's margin in the embeddings of its tokens.
+
+        Words that are tokenized alone may be more tokens than the model takes: those before the
+        last one are left out, and have no gradient.
+        """
+        whole, most = [len(ids) for ids in texts], self.reader.most
+        texts = [ids if len(ids) <= most else (*ids[: most - 1], ids[-1]) for ids in texts]
         self.meter.forwards += len(texts)
         self.meter.backwards += len(texts)
-        slopes: list[Tensor] = []
-        for part in self._pieces(texts):
-            labels = y[len(slopes) : len(slopes) + len(part)]
-            ids, mask = self.reader.padded(part)
+        slopes: dict[int, Tensor] = {}
+        for rows in self._pieces(texts):
+            ids, mask = self.reader.padded([texts[i] for i in rows])
             with torch.enable_grad():
                 z = self.reader.point(ids, mask).requires_grad_()
-                total = margins(self.reader.forward(z, ids, mask), labels).sum()
+                total = margins(self.reader.forward(z, ids, mask), y[rows]).sum()
             gradient = pull((z, total), torch.ones_like(total))
-            slopes += [row[: len(text)] for row, text in zip(gradient, part, strict=True)]
-        return slopes
+            for i, slope in zip(rows, gradient, strict=True):
+                own, left = slope[: len(texts[i])], whole[i] - len(texts[i])
+                slopes[i] = torch.cat([own[:-1], own.new_zeros(left, own.shape[1]), own[-1:]])
+        return [slopes[i] for i in range(len(texts))]
 
-    def _pieces(self, texts: Sequence[Ids]) -> Iterator[Sequence[Ids]]:
-        return (texts[i : i + self.batch_size] for i in range(0, len(texts), self.batch_size))
+    def _pieces(self, texts: Sequence[Ids]) -> list[list[int]]:
+        """Return which texts go together: as many as fit, of one length if padding is read."""
+        length = (lambda i: len(texts[i])) if self.reader.reads_padding else (lambda _: 0)
+        runs = [[*run] for _, run in groupby(sorted(range(len(texts)), key=length), key=length)]
+        size = self.batch_size
+        return [run[i : i + size] for run in runs for i in range(0, len(run), size)]
+
+
+def _places(pieces: Sequence[Sequence[int]]) -> list[int]:
+    """Return where each text is among all pieces."""
+    order = [i for rows in pieces for i in rows]
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 Propose = Callable[[Draft, Tensor], Sequence[Draft]]

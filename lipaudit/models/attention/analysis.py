@@ -25,6 +25,9 @@ from lipaudit.models.graph import is_affine
 from lipaudit.models.lifting import keep
 from lipaudit.theory.condition import forward_error
 
+HALF = (torch.bfloat16, torch.float16)
+"""Types in which a Jacobian is rounded to two or three digits."""
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -38,6 +41,9 @@ class Analysis:
 
 def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     """Read a call in the first layout in which it has a closed form, or else in the likeliest."""
+    if call.output.dtype in HALF:
+        reason = f"it is computed in {str(call.output.dtype).removeprefix('torch.')}"
+        return Analysis(layouts(call, len(batch))[0], ("rounded",) * 3, None, reason)
     tried = []
     for layout in layouts(call, len(batch)):
         tried.append(_analyse(call, layout, batch))
@@ -85,6 +91,12 @@ def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
 def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
     arranged = canonical(call, layout, len(batch))
     parts = {name: _attempt(arranged, name, len(batch)) for name in "qkv"}
+    behind = call.origins.leaves(call.q, call.k, call.v)
+    unread = any(isinstance(part, NotClosedForm) for part in parts.values())
+    windows = len(arranged.q) != len(batch)
+    if (unread or windows) and any(leaf.origin.divided for leaf in behind):
+        reason = "one map reads its heads, parts of each token, one by one"
+        return Analysis(layout, ("shared", "shared", "shared"), None, reason)
     q, k, v = ("constant" if part is None else part.kind for part in parts.values())
     try:
         structure = _structure(call, arranged, parts)
@@ -137,10 +149,13 @@ def _structure(
     forms = {n: part for n, part in parts.items() if isinstance(part, ProjectionForm)}
     q, k, v = (forms.get(name) for name in "qkv")
     if k is None or v is None:
-        raise NotClosedForm("constant", "its keys or values do not depend on the input")
+        raise NotClosedForm("constant", "its keys or values are constants, or have no gradient")
     if not _read_alike(arranged, ("k", k), ("v", v)):
         raise NotClosedForm("two inputs", "its keys and values read different inputs")
     joint = q is not None and _read_alike(arranged, ("q", q), ("k", k))
+    if q is not None and not joint and _reordered(arranged, q, k):
+        reason = "its keys are the tokens of its queries in another order"
+        raise NotClosedForm("reordered", reason)
     return Structure(q, k, v, joint, out=None)
 
 
@@ -165,3 +180,18 @@ def _read_alike(
         and index.samples_first == others.samples_first
         and torch.equal(index.tokens, others.tokens)
     )
+
+
+def _reordered(call: AttentionCall, q: ProjectionForm, k: ProjectionForm) -> bool:
+    """Say whether queries and keys read the same tokens, at a generic point, in another order."""
+    sides = []
+    for t, form in ((call.q, q), (call.k, k)):
+        (leaf,) = call.origins.leaves(t)
+        assert leaf.origin.linear is not None
+        inputs = leaf.origin.linear.inputs
+        rows = form.index.rows(len(inputs) // form.index.length)
+        sides.append(inputs[rows.flatten()].detach())
+    one, other = sides
+    if one.shape != other.shape or torch.equal(one, other):
+        return False
+    return torch.equal(*(torch.unique(t, dim=0) for t in sides))

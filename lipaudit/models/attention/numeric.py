@@ -16,8 +16,8 @@ from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.trace import Frame
 from lipaudit.models.attention.to_heads import canonical
 from lipaudit.models.derivative.linearize import Linearization
-from lipaudit.theory.accuracy import TOL, WITHIN
-from lipaudit.theory.powers import powers_of_two
+from lipaudit.theory.policy import TOL, WITHIN
+from lipaudit.theory.scale import powers_of_two
 from lipaudit.theory.spectral.lanczos import Norms, Products, random_starts, spectral_norms
 
 

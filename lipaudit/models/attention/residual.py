@@ -22,7 +22,7 @@ from lipaudit.models.derivative.model_norms import JacobianNorms, jacobian_norms
 from lipaudit.models.graph import leaves
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.accuracy import TOL, WITHIN
+from lipaudit.theory.policy import TOL, WITHIN
 
 
 class Residual(NamedTuple):

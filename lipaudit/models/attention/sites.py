@@ -80,6 +80,9 @@ class Site:
         inner: linear maps between what q, k and v read and what they are, beside the first ones.
         direct: whether the projections read those arguments themselves: then the norm in the
             inputs of the projections is the norm in the module's.
+        line: the line of code that computes it, `file:line`.
+        partners: numbers of all layers that share its maps of q and k: heads or chunks that the
+            model's code takes one by one; empty where it has them to itself.
     """
 
     index: int
@@ -96,11 +99,26 @@ class Site:
     inputs: tuple[int | str, ...]
     inner: frozenset[Address] = frozenset()
     direct: bool = False
+    line: str = ""
+    partners: tuple[int, ...] = ()
 
     @property
     def closed_form(self) -> bool:
         """Whether the Jacobian has the closed form of the theory."""
         return self.structure is not None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The modules whose input X is; of a layer without closed form the one it is given to."""
+        if not self.closed_form:
+            return (self.scope,)
+        return tuple(sorted({source.module for source in self.sources}))
+
+    @property
+    def reads_inside(self) -> bool:
+        """Whether these are the module of the attention and its parts."""
+        within = f"{self.module}." if self.module else ""
+        return all(f"{name}.".startswith(within) for name in self.reads)
 
     @property
     def input(self) -> str:

@@ -70,6 +70,10 @@ def unread(net: Net, sites: tuple[Site, ...]) -> tuple[str, ...]:
     return ()
 
 
+class NoHeadsError(InputError):
+    """The model has no attention that can be read; other measures need none."""
+
+
 @dataclass(frozen=True)
 class _Known:
     """A survey, and for what it holds.
@@ -185,6 +189,11 @@ def _observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -
     alone = run_observed(net, other, Tracer(surveyor.compare, wanted=written_out))
     if not agree(output[0], alone[0]):
         requirements.require_isolation(net, pair, other, output)
+    if not torch.equal(pair.x, other.x):
+        surveyor.leave_loops()
+        if not surveyor.layers:
+            raise _no_attention(net, uses.beyond(()), {})
+    surveyor.join()
     return surveyor
 
 
@@ -215,20 +224,20 @@ def _surveyor(
 
 def _no_attention(net: Net, modules: Sequence[str], passed_over: Mapping[str, str]) -> InputError:
     if modules:
-        return InputError(
-            f"no attention of {net.info.architecture} can be read: products of its activations "
-            f"weight others ({few(modules)}), and neither scaled_dot_product_attention nor a "
-            "softmax over q k^T with its gradient does so",
+        return NoHeadsError(
+            f"no attention of {net.info.architecture} can be read ({few(modules)}): its maps of "
+            "q k^T are no softmax over their keys, are hidden from autograd, or are of one sample "
+            "of the batch after the other",
             "load the model uncompiled, with attn_implementation='sdpa' or 'eager', without "
-            "detach, no_grad, vmap and TorchScript around its maps; lipaudit jacobian and "
-            "lipaudit attack need no heads",
+            "detach, no_grad, vmap, TorchScript and loops over samples around its maps; lipaudit "
+            "jacobian and lipaudit attack need no heads",
         )
     places = (
         f"{what}, first in {module or 'the model itself'}"
         for what, module in sorted(passed_over.items())
     )
     seen = f" (only {'; '.join(places)})" if passed_over else ""
-    return InputError(
+    return NoHeadsError(
         f"no attention was seen in {net.info.architecture}: neither scaled_dot_product_attention "
         f"nor a softmax over q k^T was called{seen}",
         (HIDDEN if passed_over or _may_hide_attention(net.module) else "")
@@ -246,7 +255,7 @@ def _may_hide_attention(module: nn.Module) -> bool:
 
 def _chunked(net: Net, modules: Sequence[str]) -> InputError:
     """Some layers would be left out without a word, or read as what they are not."""
-    return InputError(
+    return NoHeadsError(
         f"{net.info.architecture} lays its attention out anew between the softmax and the values, "
         f"in chunks or sliding windows ({few(list(dict.fromkeys(modules)))}): its heads cannot be "
         "read",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from os.path import commonprefix
 from typing import Any
 
 from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention.agreement import agree
-from lipaudit.models.attention.analysis import analyse, output_map
+from lipaudit.models.attention.analysis import HALF, analyse, output_map
 from lipaudit.models.attention.capture import layer_at
 from lipaudit.models.attention.numeric import obstacle
 from lipaudit.models.attention.observe.calls import AttentionCall, Explicit
@@ -19,6 +18,7 @@ from lipaudit.models.attention.observe.layouts import arrange
 from lipaudit.models.attention.observe.linears import Linear
 from lipaudit.models.attention.observe.origins import Address, Origins
 from lipaudit.models.attention.observe.trace import Frame, Place, Tracer
+from lipaudit.models.attention.observe.uses import line_of_code
 from lipaudit.models.attention.project.chains import Chains
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.sites import Site, Structure
@@ -34,12 +34,16 @@ class Surveyed:
         site: what is known of it.
         first: q, k and v of the first sample.
         transposed: whether its output keeps tokens last.
+        maps: the modules and tensors that made q, and the ops that made k.
+        sizes: what tells its q, k and v from others.
         projected: whether a linear map of its output has been met.
     """
 
     site: Site
     first: tuple[Tensor, ...]
     transposed: bool
+    maps: tuple[frozenset[object], frozenset[object]]
+    sizes: tuple[float, ...]
     projected: bool = False
 
     def as_rows(self, t: Tensor) -> Tensor:
@@ -78,6 +82,7 @@ class Surveyor:
     place: Place = field(default_factory=Place)
     origins: Origins = field(default_factory=Origins)
     _chains: Chains = field(default_factory=Chains)
+    _moved: dict[str, set[bool]] = field(default_factory=dict)  # by the companion of a sample
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -115,7 +120,8 @@ class Surveyor:
             if _tokens_as_heads(site, call, self.batch):
                 reason = f"{site.reason}; nor can its heads be told from its tokens"
                 site = replace(site, reason=reason, inputs=())
-        self.layers[address] = Surveyed(site, _first_sample(call, site), call.transposed)
+        first = _first_sample(call, site)
+        self.layers[address] = Surveyed(site, first, call.transposed, _maps(call), _sizes(call))
 
     def _site(self, call: AttentionCall, address: Address) -> Site:
         frames = self.place.frames
@@ -134,6 +140,7 @@ class Surveyor:
             scope=scope.name,
             inputs=tuple(key for key, _ in _inputs(scope)),
             direct=_direct(analysis.structure, call, scope),
+            line=line_of_code(),
         )
 
     def linear(self, linear: Linear, address: Address) -> None:
@@ -151,13 +158,53 @@ class Surveyor:
 
     def compare(self, call: AttentionCall, address: Address) -> None:
         """Check in a second pass that a layer's rows belong to the samples they are given to."""
-        layer = self.layers[address]
+        layer = self.layers.get(address)
+        if layer is None:
+            return
+        if layer.site.sources:
+            # What holds both samples changes with one of them, maybe less than any tolerance.
+            moved = layer.sizes != _sizes(call)
+            self._moved.setdefault(address.module, set()).add(moved)
+        if len(layer.first[0]) == 0:
+            return
         pairs = zip(layer.first, _first_sample(call, layer.site), strict=True)
         if not all(agree(a, b, each=1) for a, b in pairs):
             layer.open("its rows cannot be attributed to samples")
 
+    def leave_loops(self) -> None:
+        """Leave out the modules that attend to one sample after the other.
+
+        The companion of a sample moves some of their calls, and not the others.
+        """
+        alone = {module for module, moved in self._moved.items() if len(moved) > 1}
+        alone |= {each.site.module for each in self.layers.values() if len(each.first[0]) == 0}
+        kept = [layer for layer in self.layers.values() if layer.site.module not in alone]
+        for index, layer in enumerate(kept):
+            layer.site = replace(layer.site, index=index)
+        self.layers = {layer.site.address: layer for layer in kept}
+
+    def join(self) -> None:
+        """Find the layers that are heads or chunks of one attention.
+
+        What reads a part of the queries has norms that are none of a head.
+        """
+        groups: dict[tuple[frozenset[object], frozenset[object]], list[Surveyed]] = {}
+        for layer in self.layers.values():
+            if all(layer.maps):
+                groups.setdefault(layer.maps, []).append(layer)
+        for group in groups.values():
+            for layer in group if len(group) > 1 else ():
+                layer.site = replace(layer.site, partners=tuple(g.site.index for g in group))
+                if layer.first[0].shape[2] < layer.first[1].shape[2] and any(
+                    g.sizes[0] != layer.sizes[0] and g.sizes[1] == layer.sizes[1] for g in group
+                ):
+                    layer.open("its queries are a part of those that meet its keys")
+
     def _with_obstacle(self, site: Site, call: AttentionCall) -> Site:
         """Try whether the layer can be differentiated numerically."""
+        if call.output.dtype in HALF:
+            reason = f"{site.reason}: switch autocast off, or use --dtype float64"
+            return replace(site, reason=reason, inputs=())
         why = obstacle(layer_at(site, call, self.batch, self.place.frames))
         if why is None:
             return site
@@ -186,13 +233,46 @@ def _first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
     return tuple(t[: len(t) // 2].detach() for t in parts)
 
 
+def _maps(call: AttentionCall) -> tuple[frozenset[object], frozenset[object]]:
+    queries = [origin for _, origin in call.origins.leaves(call.q)]
+    keys = [origin for _, origin in call.origins.leaves(call.k)]
+    made = frozenset((o.address.module, o.address.op, o.root) for o in queries)
+    return made, frozenset(origin.address for origin in keys)
+
+
+def _sizes(call: AttentionCall) -> tuple[float, ...]:
+    return tuple(float(t.detach().double().norm()) for t in (call.q, call.k, call.v))
+
+
 def _scope(call: AttentionCall, frames: Sequence[Frame]) -> Frame:
-    """Return the innermost module call that holds an attention call and its projections."""
-    maps = [o for _, o in call.origins.leaves(call.q, call.k, call.v) if o.linear is not None]
-    names = [frames[-1].name] + [origin.address.module for origin in maps]
-    shared = commonprefix([name.split(".") for name in names])
-    inside = (f for f in reversed(frames) if f.name.split(".") == shared[: f.name.count(".") + 1])
-    return next(inside, frames[0])
+    """Return the innermost module call that holds an attention call and its projections.
+
+    All else that q, k, v and the logits are made of has to enter it as an argument.
+    """
+    return next((frame for frame in reversed(frames) if _holds(frame, call)), frames[0])
+
+
+def _holds(frame: Frame, call: AttentionCall) -> bool:
+    behind = [(root(t), call.origins.leaves(t)) for t in (call.q, call.k, call.v)]
+    made_by = [origin for _, leaves in behind for _, origin in leaves]
+    maps = [origin for origin in made_by if origin.is_map]
+    # Values that are the input of the keys' map were made by no map of this layer.
+    projections = [
+        leaves[0].origin
+        for mark, leaves in behind
+        if len(leaves) == 1 and leaves[0].origin.is_map and all(o.root is not mark for o in maps)
+    ]
+    if not all(frame.holds(origin.address.module) for origin in projections):
+        return False
+    held = any(frame.holds(origin.address.module) for origin in maps)
+    given = [value for _, value in _inputs(frame)]
+    # What is given q, k and v one by one holds no map of theirs, and is no module of attention.
+    if made_by and not held and call.origins.met(call.q, call.k, call.v, given=given) != 1:
+        return False
+    made = [call.q, call.k, call.v]
+    made += [call.form.logits] if isinstance(call.form, Explicit) else []
+    beside = call.origins.beside(made, given)
+    return all(frame.holds(origin.address.module) for origin in beside)
 
 
 def _inputs(frame: Frame) -> Iterator[tuple[int | str, Tensor]]:

@@ -176,7 +176,7 @@ def layer_norm(
 
     def jvp(saved: tuple[Tensor, Tensor, Tensor, Tensor | None], v: Tensor) -> Tensor:
         x, mean, rstd, w = saved
-        return _weighted(symmetric(x, mean, rstd, None, v.contiguous()), w)
+        return _weigh(symmetric(x, mean, rstd, None, v.contiguous()), w)
 
     return _Forward.apply(Derivative(forward, vjp, jvp), input)
 
@@ -196,18 +196,18 @@ def rms_norm(
         floor = torch.finfo(x.dtype).eps if eps is None else eps
         inverse = x.square().mean(dims, keepdim=True).add_(floor).rsqrt_()
         z = x * inverse
-        return _weighted(z, weight), (z, inverse, weight)
+        return _weigh(z, weight), (z, inverse, weight)
 
     def symmetric(z: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
         return (v - z * (z * v).mean(dims, keepdim=True)).mul_(inverse)
 
     def vjp(saved: tuple[Tensor, Tensor, Tensor | None], u: Tensor) -> tuple[Tensor]:
         z, inverse, w = saved
-        return (symmetric(z, inverse, _weighted(u, w)),)
+        return (symmetric(z, inverse, _weigh(u, w)),)
 
     def jvp(saved: tuple[Tensor, Tensor, Tensor | None], v: Tensor) -> Tensor:
         z, inverse, w = saved
-        return _weighted(symmetric(z, inverse, v), w)
+        return _weigh(symmetric(z, inverse, v), w)
 
     return _Forward.apply(Derivative(forward, vjp, jvp), input)
 
@@ -239,7 +239,7 @@ def _pair(value: int | tuple[int, ...] | str) -> tuple[int, ...]:
     return (value, value) if isinstance(value, int) else tuple(value)
 
 
-def _weighted(x: Tensor, weight: Tensor | None) -> Tensor:
+def _weigh(x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else x * weight
 
 
@@ -307,7 +307,7 @@ def _attention_vjp(
     rows = read.of(u)
     k, v = saved[1:3]
     q, p, u = (only(rows, t) for t in (saved[0], saved[3], u))
-    ds = _centred((u @ v.mT).mul_(p), p)
+    ds = _centre((u @ v.mT).mul_(p), p)
     return among(rows, (ds @ k).mul_(scale), saved[0]), ds.mT @ q, p.mT @ u
 
 
@@ -318,9 +318,9 @@ def _attention_jvp(
     q, p, dq = (only(read.rows, t) for t in (saved[0], saved[3], dq))
     # One product for dq k^T + q dk^T.
     ds = torch.cat([dq * scale, q], -1) @ torch.cat([k, dk], -1).mT
-    return among(read.rows, (_centred(ds.mul_(p), p) @ v).add_(p @ dv), saved[0])
+    return among(read.rows, (_centre(ds.mul_(p), p) @ v).add_(p @ dv), saved[0])
 
 
-def _centred(weighted: Tensor, p: Tensor) -> Tensor:
+def _centre(weighted: Tensor, p: Tensor) -> Tensor:
     """P * (G - rowsum(P * G)) of P * G, in place."""
     return weighted.addcmul_(p, weighted.sum(-1, keepdim=True), value=-1)

@@ -24,7 +24,7 @@ from lipaudit.models.derivative.positions import (
     text_loss,
 )
 from lipaudit.models.net import Net, NextToken
-from lipaudit.settings.jacobian import PLACED, StartPoint, Target
+from lipaudit.settings.measure import PLACED, StartPoint, Target
 
 
 @dataclass(frozen=True)
@@ -241,19 +241,21 @@ def _tokens(ends: _Ends, part: Batch, index: Tensor, forward: Forward) -> Tensor
 @contextmanager
 def _linear_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
     """Collect the inputs of the linear layers while the block runs."""
-    with _hooked(module, lambda m: isinstance(m, nn.Linear), lambda args, _: args[0]) as seen:
+    with _hook_modules(
+        module, lambda m: isinstance(m, nn.Linear), lambda args, _: args[0]
+    ) as seen:
         yield seen
 
 
 @contextmanager
 def _norm_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
     """Collect the outputs of the layer norms while the block runs."""
-    with _hooked(module, lambda m: "Norm" in type(m).__name__, lambda _, out: out) as seen:
+    with _hook_modules(module, lambda m: "Norm" in type(m).__name__, lambda _, out: out) as seen:
         yield seen
 
 
 @contextmanager
-def _hooked(
+def _hook_modules(
     module: nn.Module,
     wanted: Callable[[nn.Module], bool],
     pick: Callable[[tuple[Any, ...], Any], Any],

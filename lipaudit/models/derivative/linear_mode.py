@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lipaudit.errors import InputError, of_machine
 from lipaudit.models.derivative import adjoints
 from lipaudit.models.graph import leaves
-from lipaudit.models.precision import widened
+from lipaudit.models.precision import widen_call
 
 
 def _refuse_dropout(probability: float) -> None:
@@ -79,19 +79,6 @@ def _batch_norm(
     return (input - _channels(running_mean, input)) * _channels(gain, input) + shift
 
 
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    """Write it out: the backward pass of a fused one, as on CUDA, has no derivative."""
-    dims = tuple(range(-len(normalized_shape), 0))
-    floor = torch.finfo(input.dtype).eps if eps is None else eps
-    z = input * (input.square().mean(dims, keepdim=True) + floor).rsqrt()
-    return z if weight is None else z * weight
-
-
 def _channels(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 2))
 
@@ -120,12 +107,6 @@ _REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.dropout: _dropout,
     F.batch_norm: _batch_norm,
 }
-_OF_WEIGHTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    F.dropout: _dropout,
-    F.batch_norm: _batch_norm,
-    F.rms_norm: _rms_norm,
-}
-"""Of torch's operations those whose backward pass has no derivative, or none in a buffer."""
 
 
 class AdjointMode(TorchFunctionMode):
@@ -133,17 +114,15 @@ class AdjointMode(TorchFunctionMode):
 
     Outputs change by rounding only. In a float64 run (`widen`) nothing is computed in float32 on
     the way: many models cast to float32 inside, for norms, rotary positions or softmax, which
-    would leave seven of the sixteen digits. J^T u is differentiable in u alone; with `weights` it
-    is so in everything, by operations of torch's own.
+    would leave seven of the sixteen digits. J^T u is differentiable in u alone.
 
     Raises:
         InputError: inside the block, where the model uses dropout or batch statistics.
     """
 
-    def __init__(self, *, widen: bool, weights: bool = False) -> None:
+    def __init__(self, *, widen: bool) -> None:
         super().__init__()
         self.widen = widen
-        self.replacements = _OF_WEIGHTS if weights else _REPLACEMENTS
 
     def __torch_function__(
         self,
@@ -155,10 +134,18 @@ class AdjointMode(TorchFunctionMode):
         """Call the replacement of `func` where there is one that applies, else `func`."""
         kwargs = kwargs or {}
         if self.widen:
-            func, args, kwargs = widened(func, args, kwargs)
-        replacement = self.replacements.get(func)
+            func, args, kwargs = widen_call(func, args, kwargs)
+        replacement = None if _is_mapped() else _REPLACEMENTS.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _is_mapped() -> bool:
+    """Say whether torch.func maps over a function, which the operations of `adjoints` do not let.
+
+    torch's own can be differentiated twice too; they take more time.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def evaluate(f: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, index: Tensor) -> Tensor:
@@ -183,7 +170,7 @@ _CAUSES = {
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Turn what autograd says of an unsuitable model into advice."""
     try:
         yield

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, InputError, UsageError, of_machine
-from lipaudit.models.derivative.linear_mode import evaluate, explained
+from lipaudit.models.derivative.linear_mode import evaluate, explain_errors
 from lipaudit.models.derivative.reads import learning
 from lipaudit.models.derivative.trail import Trail
 from lipaudit.models.precision import exact_arithmetic
-from lipaudit.theory.powers import times_power
+from lipaudit.theory.scale import times_power
 
 Function = Callable[[Tensor, Tensor], Tensor]
 """f(x, index) -> y: row i of x and of y is sample index[i] of the batch, whose mask applies."""
@@ -147,14 +147,14 @@ class Linearization:
     @cached_property
     def _graph(self) -> tuple[Tensor, Tensor]:
         """A leaf at x and f of it."""
-        with exact_arithmetic(self.x.device), explained():
+        with exact_arithmetic(self.x.device), explain_errors():
             leaf = self.x.clone().requires_grad_()
             return leaf, evaluate(self.f, leaf, self.index)
 
     def _transpose(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """A leaf at u and J^T u of it."""
         leaf, value = self._graph
-        with exact_arithmetic(self.x.device), explained():
+        with exact_arithmetic(self.x.device), explain_errors():
             u = u.detach().clone().requires_grad_()
             (pullback,) = torch.autograd.grad(value, leaf, u, create_graph=True)
         return u, pullback
@@ -206,7 +206,7 @@ class Linearization:
         return torch.stack([self.vjp(each) for each in u])
 
     def _gradient(self, of: Tensor, leaf: Tensor, cotangent: Tensor) -> Tensor:
-        with exact_arithmetic(self.x.device), explained():
+        with exact_arithmetic(self.x.device), explain_errors():
             (gradient,) = torch.autograd.grad(of, leaf, cotangent, retain_graph=True)
         return gradient
 
@@ -250,11 +250,11 @@ def linearize(f: Function, x: Tensor) -> Linearization:
     """
     if x.dtype not in (torch.float32, torch.float64):
         raise UsageError(f"cannot linearise in {x.dtype}", "use float32 or float64")
-    pair = None if x.device.type == "cpu" else _checked(f, x)
+    pair = None if x.device.type == "cpu" else _check_outputs(f, x)
     whole = Linearization(f, x, torch.arange(len(x), device=x.device))
     _require_samples(whole)
     if pair is None and not _stands_alone(whole):
-        pair = _checked(f, x)
+        pair = _check_outputs(f, x)
     if pair is not None:
         beside = whole.output[[0, len(x) - 1]]
         _require_equal(beside, pair, "depends on which samples are beside it")
@@ -283,7 +283,7 @@ def _stands_alone(whole: Linearization) -> bool:
     return _agree(whole.output[-1:], plain[1:2])
 
 
-def _checked(f: Function, x: Tensor) -> Tensor:
+def _check_outputs(f: Function, x: Tensor) -> Tensor:
     """The outputs of the ends, once they are known to be independent functions of the two."""
     index = torch.tensor([0, len(x) - 1], device=x.device)
     x = x[index]
@@ -343,5 +343,6 @@ def _require_equal(output: Tensor, reference: Tensor, what: str) -> None:
         gap = (output - reference).abs().max()
         raise EvaluationError(
             f"the model's output {what} (by up to {gap:.1e})",
-            "call model.eval(), and switch off dropout, noise and random token selection",
+            "call model.eval(), and switch off dropout, noise, random token selection, autocast "
+            "and parts in half precision",
         )

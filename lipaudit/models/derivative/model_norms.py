@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lipaudit.errors import UsageError
 from lipaudit.models.derivative.linearize import Linearization, require_finite
-from lipaudit.theory.accuracy import TOL, WITHIN
-from lipaudit.theory.powers import powers_of_two, times_power
+from lipaudit.theory.policy import TOL, WITHIN
+from lipaudit.theory.scale import powers_of_two, times_power
 from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
 OutputNorm = Literal["2", "inf"]

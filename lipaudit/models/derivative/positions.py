@@ -105,7 +105,7 @@ def text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward) -> Ten
     vocabulary = net.vocabulary or 1
 
     def score(rows: Tensor) -> Tensor:
-        return _headed(net, scorer, part.x, rows)
+        return _apply_head(net, scorer, part.x, rows)
 
     losses = _CrossEntropy.apply(
         states[:, :-1][leads],
@@ -118,7 +118,7 @@ def text_loss(net: Net, scorer: NextToken, part: Batch, forward: Forward) -> Ten
     return (sums / leads.sum(1))[:, None]
 
 
-def _headed(net: Net, scorer: NextToken, ids: Tensor, rows: Tensor) -> Tensor:
+def _apply_head(net: Net, scorer: NextToken, ids: Tensor, rows: Tensor) -> Tensor:
     """Return the logits of hidden states, (rows, vocabulary).
 
     By the model's own head and whatever it does behind it: the model runs on one token, and its
@@ -183,7 +183,7 @@ def has_head(net: Net, batch: Batch) -> bool:
         plain = scorer.read(forward())[0]
         try:
             last = next_token(scorer, end, forward)
-            every = _headed(net, scorer, text, hidden_states(scorer, forward)[0])
+            every = _apply_head(net, scorer, text, hidden_states(scorer, forward)[0])
         except (IndexError, RuntimeError, ValueError) as error:
             if of_machine(error):
                 raise

@@ -13,7 +13,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lipaudit.data.images import resized
+from lipaudit.data.images import resize
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError, LipauditError, UsageError, of_machine, out_of_memory
 from lipaudit.models.lifting import devices, hold, lifting, precision
@@ -42,7 +42,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         InputError: weights that are not finite, a model that cannot be run on its own sample.
         UsageError: a normalisation that does not fit the images, an unknown dtype or device.
     """
-    spec = replace(spec, module=unwrapped(spec.module))
+    spec = replace(spec, module=unwrap(spec.module))
     _require_images(spec, options)
     require_values(spec.module, name)
     spread = _spread(spec.module, options)
@@ -51,12 +51,12 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     digest = sha256(module)
     module.eval().requires_grad_(False)
     call, preprocess = _call(spec, options)
-    call, said = _placed(module, call, options, spread)
+    call, said = _place_weights(module, call, options, spread)
     notes += said
     read = spec.read or main_output
-    output, entry = _probe(spec, call, read)
+    result, output, entry = _probe(spec, call, lambda result: _by_row(read(result)))
     classify, said = _classify(spec, output)
-    notes += said
+    notes += said + (_first_of_several(result, output) if spec.read is None else ())
     info = ModelInfo(
         spec=name,
         source=source,
@@ -74,7 +74,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         module=module,
         kind=spec.kind,
         call=call,
-        read=lambda result: classify(read(result)),
+        read=lambda result: classify(_by_row(read(result))),
         entry=spec.entry or entry,
         sample_shape=spec.input_shape,
         box=spec.box or ((0.0, 1.0) if spec.kind == "image" else None),
@@ -85,6 +85,7 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         tokenize_pair=spec.tokenize_pair,
         pad_id=spec.pad_id,
         end_id=spec.end_id,
+        unknown_id=spec.unknown_id,
         lexicon=spec.lexicon,
         next_logits=spec.next_logits,
         prepare=_prepare(spec),
@@ -124,7 +125,7 @@ def _require_float64(place: torch.device) -> None:
         ) from error
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` wraps: the same function, of the same weights."""
     return getattr(module, "_orig_mod", module)
 
@@ -147,6 +148,26 @@ def main_output(result: Any) -> Tensor:
             "Wrap it: a py: factory may return ModelSpec(..., read=lambda result: TENSOR).",
         )
     return result
+
+
+def _by_row(output: Tensor) -> Tensor:
+    """Return one row per sample: a number per sample is a row of one."""
+    return output[:, None] if output.ndim == 1 else output
+
+
+def _first_of_several(result: Any, output: Tensor) -> tuple[Note, ...]:
+    """Say which of several tensors is measured."""
+    if not isinstance(result, tuple | list) or len(result) < 2 or hasattr(result, "logits"):
+        return ()
+    shapes = [str(tuple(t.shape[1:])) for t in result[1:] if isinstance(t, Tensor)]
+    if not shapes:
+        return ()
+    text = (
+        f"the model returns several tensors: the first is measured, of shape "
+        f"{tuple(output.shape[1:])} per sample, not the others ({few(shapes)}); a py: factory may "
+        "return ModelSpec(..., read=lambda result: TENSOR)"
+    )
+    return (Note(level="warning", code="first-output", text=text),)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -203,7 +224,7 @@ def _spread(module: nn.Module, options: LoadOptions) -> Spread | None:
     return plan(module, options.device_map, dtype, device)
 
 
-def _placed(
+def _place_weights(
     module: nn.Module, call: Call, options: LoadOptions, spread: Spread | None
 ) -> tuple[Call, tuple[Note, ...]]:
     """Put the weights where and in which precision they are to be, and say what is held."""
@@ -213,14 +234,14 @@ def _placed(
         if not stored:
             module.to(dtype)
             return call, ()
-        return lifting(call), (_held(hold(module, dtype), dtype),)
+        return lifting(call), (_note_storage(hold(module, dtype), dtype),)
     spread.lay(module, None if stored else dtype)
     kinds = hold(module, dtype, spread.runs)
-    notes = (spread.note(module), *((_held(kinds, dtype),) if stored else ()))
+    notes = (spread.note(module), *((_note_storage(kinds, dtype),) if stored else ()))
     return lifting(spread.connect(module, call)), notes
 
 
-def _held(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
+def _note_storage(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
     """Say which function is measured where weights are kept as they are stored."""
     to = str(dtype).removeprefix("torch.")
     text = (
@@ -237,6 +258,8 @@ def _call(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
     """Return what runs the model on samples, and the facts on what it does to them first."""
     module = spec.module
     call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
+    if spec.kind == "tokens":  # a copy, which the module may write to
+        return (lambda x, mask: call(x.clone(), mask)), dict(spec.preprocess)
     if spec.kind != "image":
         return call, dict(spec.preprocess)
     channels = spec.input_shape[0]
@@ -245,10 +268,10 @@ def _call(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
     if not all(s > 0 for s in std):
         raise UsageError(f"std {std} must be positive", "Pixels are divided by it.")
     facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
-    return _normalised(call, mean, std), dict(spec.preprocess) | facts
+    return _prepend_normalisation(call, mean, std), dict(spec.preprocess) | facts
 
 
-def _normalised(call: Call, mean: tuple[float, ...], std: tuple[float, ...]) -> Call:
+def _prepend_normalisation(call: Call, mean: tuple[float, ...], std: tuple[float, ...]) -> Call:
     """Put the normalisation between pixels and the network."""
 
     @cache
@@ -275,18 +298,19 @@ def _per_channel(name: str, values: tuple[float, ...], channels: int) -> tuple[f
 def _prepare(spec: ModelSpec) -> Callable[[Image], Tensor] | None:
     if spec.kind != "image":
         return None
-    return spec.prepare or (lambda image: resized(image, spec.input_shape))
+    return spec.prepare or (lambda image: resize(image, spec.input_shape))
 
 
 def _probe(
     spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
-) -> tuple[Tensor, nn.Module | None]:
-    """Run one blank sample: the output, and the embedding module on the way."""
+) -> tuple[Any, Tensor, nn.Module | None]:
+    """Run one blank sample: the result, its output, and the embedding module on the way."""
     module = spec.module
     x = _blank(spec, torch.empty(0, device=next(devices(module)), dtype=precision(module)))
     try:
         with eager(), torch.no_grad(), _first_entry(module, spec.kind, x) as entries:
-            output = read(call(x, None))
+            result = call(x, None)
+            output = read(result)
     except Exception as error:  # whatever the model's own code raises
         if isinstance(error, LipauditError) or of_machine(error):
             raise
@@ -302,14 +326,19 @@ def _probe(
             f"the model returns {str(output.dtype).removeprefix('torch.')}, which has no gradient",
             "Let it return its scores (logits), not a decision made from them.",
         )
-    if not bool((torch.isfinite(output) | _masked(output)).all()):
+    if output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32:
+        raise InputError(
+            f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
+            "Switch autocast in its own code off, or use --dtype float64, which overrides it.",
+        )
+    if not bool((torch.isfinite(output) | _find_masked(output)).all()):
         raise InputError(
             "the model's output on a blank sample is not finite", "Check the weights."
         )
-    return output, entries[0] if entries else None
+    return result, output, entries[0] if entries else None
 
 
-def _masked(output: Tensor) -> Tensor:
+def _find_masked(output: Tensor) -> Tensor:
     """Tell which classes are masked: those at minus infinity, beside others that are not."""
     some = output.isfinite().any(-1, keepdim=True)
     return output.isneginf() & some & (output.ndim == 2)
@@ -326,7 +355,7 @@ def _classify(
     if spec.classifier and spec.labels and len(spec.labels) == 2 and output.numel() == 1:
         text = f"one logit is read as two classes: {spec.labels[1]!r} where it is positive"
         return _two_logits, (remark("one-logit", text),)
-    masked = _masked(output).flatten()
+    masked = _find_masked(output).flatten()
     if not bool(masked.any()):
         return lambda logits: logits, ()
 

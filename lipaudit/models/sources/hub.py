@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lipaudit.data.hub.commit import Commit, find_commit
-from lipaudit.data.hub.refusal import Repository, refusal
+from lipaudit.data.hub import Commit, Repository, find_commit, refusal
 from lipaudit.errors import InputError
 from lipaudit.models.sources.weights import few, weight_files
 
@@ -33,7 +32,7 @@ def fetch(
         path = snapshot_download(
             name,
             revision=commit.sha,
-            allow_patterns=_wanted(commit, weights=weights),
+            allow_patterns=_list_wanted(commit, weights=weights),
             local_files_only=bool(commit.unasked),
         )
     except Exception as error:  # every HTTP library has exceptions of its own
@@ -42,7 +41,7 @@ def fetch(
     return Path(path), commit
 
 
-def _wanted(commit: Commit, *, weights: bool) -> list[str]:
+def _list_wanted(commit: Commit, *, weights: bool) -> list[str]:
     """Return the files that are read.
 
     Raises:
@@ -62,11 +61,11 @@ def _without_weights(commit: Commit) -> tuple[str, str]:
     if commit.unasked:
         text = f"the local cache has no weights of {name}, and {commit.unasked}"
         return text, "Run it once with a connection."
-    text = f"{name} has no weights for PyTorch (it has: {_listed(commit.files)})"
+    text = f"{name} has no weights for PyTorch (it has: {_name_files(commit.files)})"
     return text, "Name a repository with model.safetensors or pytorch_model.bin."
 
 
-def _listed(files: Iterable[str]) -> str:
+def _name_files(files: Iterable[str]) -> str:
     return few([file for file in files if _at_root(file)]) or "no files"
 
 

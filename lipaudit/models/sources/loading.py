@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from lipaudit.data.hub.commit import Commit, hub_access
+from lipaudit.data.hub import Commit, hub_access
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.models.net import Net
-from lipaudit.models.precision import seeded
+from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.assembly import assemble, device
 from lipaudit.models.sources.demo import demo_model
 from lipaudit.models.sources.names import DEMOS, FORMS, similar_models
@@ -47,7 +47,7 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
     """
     options = options or LoadOptions()
     place = device(options.device)
-    with seeded(SEED, place):
+    with seed_device(SEED, place):
         source, model = _resolve(spec, options)
         if options.arch is not None and source != "file":
             raise UsageError(f"--arch is for files of weights; {spec} says what it is", "Drop it.")
@@ -83,7 +83,9 @@ def _bare(name: str, options: LoadOptions) -> NamedSpec:
     """Look a bare name up, and say what it was taken for."""
     path = Path(name)
     if name in DEMOS:
-        return _noted(_demo(name, options), f"{name!r} taken as the demo checkpoint demo:{name}")
+        return _add_note(
+            _demo(name, options), f"{name!r} taken as the demo checkpoint demo:{name}"
+        )
     if path.is_dir():
         return _directory(path, options)
     if path.is_file():
@@ -94,14 +96,14 @@ def _bare(name: str, options: LoadOptions) -> NamedSpec:
     from lipaudit.models.sources import timm
 
     if timm.is_timm(name):
-        return _noted(_timm(name, options), f"{name!r} taken as the timm model timm:{name}")
+        return _add_note(_timm(name, options), f"{name!r} taken as the timm model timm:{name}")
     if name.count("/") == 1:
         try:
             source = _hub(name, options)
         except InputError as error:
             message = f"there is no file or directory {name}; as a repository, {error.message}"
             raise InputError(message, error.advice) from error
-        return _noted(source, f"{name!r} taken as the Hugging Face repository hf:{name}")
+        return _add_note(source, f"{name!r} taken as the Hugging Face repository hf:{name}")
     return _unknown(name)
 
 
@@ -120,7 +122,7 @@ def _as_repository(name: str) -> list[str]:
     return [f"hf:{name}"] if known and "_" not in name else []
 
 
-def _noted(source: NamedSpec, note: str) -> NamedSpec:
+def _add_note(source: NamedSpec, note: str) -> NamedSpec:
     rule, model = source
     return rule, replace(model, notes=(remark("resolved", note), *model.notes))
 
@@ -136,19 +138,19 @@ def _timm(name: str, options: LoadOptions) -> NamedSpec:
     if colon and place in WITHIN_TIMM:
         return WITHIN_TIMM[place](rest, options)
     with hub_access(offline=options.offline):
-        return "timm", timm.pretrained(name, options)
+        return "timm", timm.load_pretrained(name, options)
 
 
 def _hub(name: str, options: LoadOptions) -> NamedSpec:
     repository, _, revision = name.partition("@")
     if repository.count("/") > 1 or not repository:
         raise UsageError(f"{name!r} is no repository of the Hub", "Write hf:ORG/NAME[@REVISION].")
-    path, commit = _fetched(repository, revision, options)
+    path, commit = _fetch(repository, revision, options)
     rule, model = _directory(path, options)
     return rule, replace(model, commit=commit)
 
 
-def _fetched(repository: str, revision: str | None, options: LoadOptions) -> tuple[Path, Commit]:
+def _fetch(repository: str, revision: str | None, options: LoadOptions) -> tuple[Path, Commit]:
     from lipaudit.models.sources.hub import fetch
 
     weights = _weights_wanted(options)
@@ -164,7 +166,7 @@ def _directory(path: Path, options: LoadOptions) -> NamedSpec:
     from lipaudit.models.sources.hf.adapter import is_adapter
 
     if is_adapter(path):
-        return _adapted(path, options)
+        return _load_adapter(path, options)
     keys = _config_keys(path)
     if "model_type" in keys:
         from lipaudit.models.sources.hf import directory as hf
@@ -180,7 +182,7 @@ def _directory(path: Path, options: LoadOptions) -> NamedSpec:
     )
 
 
-def _adapted(path: Path, options: LoadOptions) -> NamedSpec:
+def _load_adapter(path: Path, options: LoadOptions) -> NamedSpec:
     """Read an adapter of peft's on its base model, which it names."""
     from lipaudit.models.sources.hf import adapter
     from lipaudit.models.sources.hf import directory as hf
@@ -194,7 +196,7 @@ def _adapted(path: Path, options: LoadOptions) -> NamedSpec:
             "adapter_config.json.",
         )
     if not where.is_dir():
-        where, commit = _fetched(base, revision, options)
+        where, commit = _fetch(base, revision, options)
     if adapter.is_adapter(where) or "model_type" not in _config_keys(where):
         raise InputError(
             f"{base}, the base model of the adapter in {path}, is no model of transformers",
@@ -240,7 +242,7 @@ def _file(path: Path, options: LoadOptions) -> NamedSpec:
             "py:FILE:FACTORY of a factory of yours.",
         )
     if options.arch.startswith("py:"):
-        from lipaudit.models.sources.factory import from_weights
+        from lipaudit.models.sources.own import from_weights
 
         return "file", from_weights(path, options.arch.removeprefix("py:"), options)
     from lipaudit.models.sources import timm
@@ -249,7 +251,7 @@ def _file(path: Path, options: LoadOptions) -> NamedSpec:
 
 
 def _factory(reference: str, options: LoadOptions) -> NamedSpec:
-    from lipaudit.models.sources.factory import from_factory
+    from lipaudit.models.sources.own import from_factory
 
     return "py", from_factory(reference, options)
 

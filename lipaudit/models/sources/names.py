@@ -13,7 +13,6 @@ DEMOS = {
     "standard": "trained without any defence",
     "jasmin": "trained with the JaSMin penalty, k = 10",
     "robust": "trained on adversarial examples, L-inf 0.1",
-    "certified": "trained for certificates, L-inf 0.05",
 }
 """Every demo checkpoint by name, with what distinguishes it."""
 SOURCES = ("demo", "timm", "hf", "hf-hub", "py")

@@ -40,7 +40,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     if hasattr(module, "save_pretrained"):
         source = Path(module.config._name_or_path)
         if source.is_dir():
-            shutil.copytree(source, folder, ignore=_ignored(folder), dirs_exist_ok=True)
+            shutil.copytree(source, folder, ignore=_list_ignored(folder), dirs_exist_ok=True)
         with quiet():
             module.save_pretrained(folder)
         return True
@@ -52,7 +52,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
     return config is not None
 
 
-def _ignored(folder: Path) -> Callable[[str, list[str]], set[str]]:
+def _list_ignored(folder: Path) -> Callable[[str, list[str]], set[str]]:
     """Leave out weights, and the copy itself where it lies inside what is copied."""
     weights = shutil.ignore_patterns(*WEIGHTS)
     around = {folder.resolve(), *folder.resolve().parents}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipaudit.attacks.text.rewrite import Lexicon
 from lipaudit.data.forms import Form
-from lipaudit.data.hub.commit import Commit
+from lipaudit.data.hub import Commit
 from lipaudit.data.intake import warning
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Kind, NextToken
@@ -54,6 +54,7 @@ class ModelSpec:
         tokenize_pair: two texts -> token ids of both, likewise; text only.
         pad_id: the id that fills shorter samples; text only.
         end_id: the id that every text must end with, where the model needs one; text only.
+        unknown_id: the id of whatever the vocabulary does not have, where it has one; text only.
         lexicon: makes what is known of the token ids, for attacks that change texts; by default
             every id but pad_id and end_id is a word.
         next_logits: of a causal language model, what scores continuations: (embeddings,
@@ -86,6 +87,7 @@ class ModelSpec:
     tokenize_pair: Callable[[str, str, int], list[int]] | None = None
     pad_id: int = 0
     end_id: int | None = None
+    unknown_id: int | None = None
     lexicon: Callable[[], Lexicon] | None = None
     next_logits: Callable[[Tensor, int], Tensor] | None = None
     prepare: Callable[[Image], Tensor] | None = None

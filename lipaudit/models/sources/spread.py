@@ -83,7 +83,7 @@ class Spread:
     def _laid(self, name: str, p: Tensor, dtype: torch.dtype | None, file: Path) -> Tensor:
         place = self.place(name)
         if place == DISK:
-            return p.data if name in self.mapped else _mapped(p.data, file)
+            return p.data if name in self.mapped else _map_weight(p.data, file)
         device = self.devices[place]
         converted = p.is_floating_point() and device in self.computing
         return p.data.to(device, dtype if converted else None)
@@ -134,7 +134,7 @@ def plan(
         UsageError: this machine has no such device.
     """
     _require_accelerate()
-    found = _planned(module, dtype) if wanted in PLANNED else _written(module, wanted)
+    found = _plan_devices(module, dtype) if wanted in PLANNED else _read_device_map(module, wanted)
     places = {name: _word(place) for name, place in found.items()}
     try:
         words = [word for word in dict.fromkeys(places.values()) if word != DISK]
@@ -175,7 +175,7 @@ def _require_accelerate() -> None:
         ) from error
 
 
-def _planned(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
+def _plan_devices(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
     """Let Accelerate spread a model over the memory that is free."""
     from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
@@ -200,7 +200,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
                 yield child
 
 
-def _written(module: nn.Module, wanted: str) -> dict[str, Any]:
+def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
     """Read the map of a file.
 
     Raises:
@@ -251,7 +251,7 @@ def _users(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]]]]:
     return list(users.values())
 
 
-def _mapped(values: Tensor, path: Path) -> Tensor:
+def _map_weight(values: Tensor, path: Path) -> Tensor:
     """Write a weight to a file, and return it as it is mapped from there.
 
     What is mapped takes no memory that the system could not have back. The file has no name any

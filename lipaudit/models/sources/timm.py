@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipaudit.data.hub.commit import Commit, find_commit, is_offline
-from lipaudit.data.hub.refusal import OFFLINE, Repository, first_line, refusal
-from lipaudit.data.images import resized
+from lipaudit.data.hub import (
+    OFFLINE,
+    Commit,
+    Repository,
+    find_commit,
+    first_line,
+    is_offline,
+    refusal,
+)
+from lipaudit.data.images import resize
 from lipaudit.data.intake import remark, warning
 from lipaudit.errors import InputError, UsageError, of_machine, out_of_memory, suggestion
 from lipaudit.models.sources.names import timm_names
@@ -26,7 +33,7 @@ from lipaudit.models.sources.weights import (
     load_strictly,
     mismatches,
     read_weights,
-    unprefixed,
+    strip_prefix,
 )
 from lipaudit.results import Note
 
@@ -48,7 +55,7 @@ def is_timm(name: str) -> bool:
     return bool(timm.is_model(name.partition(".")[0]))
 
 
-def pretrained(name: str, options: LoadOptions) -> ModelSpec:
+def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
     """Load a registry model with the weights timm names for it, or with random ones on request.
 
     Raises:
@@ -98,7 +105,7 @@ def from_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     kwargs = dict(options.model_kwargs)
     kwargs.pop("pretrained", None)
     state, notes = read_weights(path)
-    state = unprefixed(state)  # every model of timm has more than one part
+    state = strip_prefix(state)  # every model of timm has more than one part
     kwargs.setdefault("num_classes", _count_classes(arch, state))
     module = _create(arch, kwargs)
     notes += _load(module, state, path)
@@ -291,7 +298,7 @@ def _preparation(config: dict[str, Any], shape: tuple[int, int, int]) -> Any:
     before = [step for step in steps if not isinstance(step, Normalize)]
 
     def prepare(image: Image) -> Tensor:
-        return resized(image, shape, before)
+        return resize(image, shape, before)
 
     return prepare
 

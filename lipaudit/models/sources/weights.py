@@ -49,14 +49,14 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     Raises:
         InputError: the file is damaged, holds code, or holds no weights.
     """
-    content = _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
-    content, notes = _opened(content)
+    content = _safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    content, notes = _find_state(content)
     state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
     if not state:
         raise InputError(
             f"{path} holds no tensors by name", "Save the model's state_dict(), nothing around it."
         )
-    return _unwrapped(state), notes + half_precision(v.dtype for v in state.values())
+    return _unwrap_state(state), notes + half_precision(v.dtype for v in state.values())
 
 
 def weight_files(names: Iterable[str]) -> list[str]:
@@ -120,7 +120,7 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
     module.load_state_dict(dict(state))
 
 
-def unprefixed(state: State) -> State:
+def strip_prefix(state: State) -> State:
     """Return weights without the first part of their names, where all share it.
 
     It is the attribute of something around the model that was saved: `vit.` of a LightningModule.
@@ -184,7 +184,7 @@ def _safetensors(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _pickled(path: Path) -> Any:
+def _read_pickle(path: Path) -> Any:
     try:
         # timm's training checkpoints keep their arguments beside the weights
         with torch.serialization.safe_globals([argparse.Namespace]), catch_warnings():
@@ -240,7 +240,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _opened(content: Any) -> tuple[Mapping[str, Any], tuple[Note, ...]]:
+def _find_state(content: Any) -> tuple[Mapping[str, Any], tuple[Note, ...]]:
     """Descend to the state dict of a training checkpoint."""
     if not isinstance(content, Mapping):
         return {}, ()
@@ -252,7 +252,7 @@ def _opened(content: Any) -> tuple[Mapping[str, Any], tuple[Note, ...]]:
     return content, ()
 
 
-def _unwrapped(state: State) -> State:
+def _unwrap_state(state: State) -> State:
     for prefix in WRAPPERS:
         if all(k.startswith(prefix) for k in state):
             state = {k.removeprefix(prefix): v for k, v in state.items()}

@@ -1,1 +1,1 @@
-"""What stands on a page, and in which order."""
+"""Pages of results: a chapter of each in a file."""

@@ -1,36 +1,110 @@
-"""A judgement of the gate: line by line, and as a page."""
+"""A judgement of the gate: line by line, as a page, and how far changes are from their limits."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
-from lipaudit.gate.rules import parse_rule
+from lipaudit.gate.rules import Rule, parse_rule
 from lipaudit.gate.verdicts import UNPROVEN, Judgement, Verdict, VerdictStatus
 from lipaudit.report.blocks import (
+    Banner,
     Block,
     Brief,
     Chapter,
     Document,
     Notes,
-    Outcome,
     Paragraph,
     Table,
 )
-from lipaudit.report.page.margins import margins
-from lipaudit.report.page.views.common import CHARACTERS
+from lipaudit.report.page.common import CHARACTERS
+from lipaudit.report.pictures import Interval, Intervals, State
 from lipaudit.results import Column, Note
+
+NEAREST = 8
+"""So many rows of a rule are drawn, those that are nearest to breaking it."""
+TITLES = {
+    "%": "Changes, in % of the baseline",
+    "pp": "Changes, in percentage points",
+}
+STATES: dict[str, State] = {
+    "regressed": "broken",
+    "inconclusive": "open",
+    "pass (not proven)": "open",
+}
+"""How a verdict is drawn; any other is kept."""
+
+
+def draw_margins(groups: Sequence[Sequence[Verdict]]) -> tuple[Intervals, ...]:
+    """Draw the verdicts on each rule: a picture for each unit, with a line for each row.
+
+    Of a rule over many rows those are drawn that are nearest to breaking it; one where all keep
+    it. What could not be judged, and what grew from nothing, has no place on an axis.
+    """
+    pictures: dict[tuple[str, Column], list[Interval]] = {}
+    for verdicts in groups:
+        rule = parse_rule(verdicts[0].rule)
+        lines = [line for verdict in verdicts for line in _draw_intervals(rule, verdict)]
+        lines.sort(key=_compute_excess, reverse=True)
+        if len(lines) > 1 and all(line.state == "kept" for line in lines):
+            named = f"{lines[0].label} (nearest of {len(lines)})"
+            lines = [replace(lines[0], label=named)]
+        pictures.setdefault(_describe_axis(rule), []).extend(lines[:NEAREST])
+    return tuple(
+        Intervals(title, axis, tuple(rows)) for (title, axis), rows in pictures.items() if rows
+    )
+
+
+def _describe_axis(rule: Rule) -> tuple[str, Column]:
+    """Return the title of the picture that a rule belongs to, and how its axis reads."""
+    if rule.limit.kind == "absolute":
+        axis = Column(label="current", meaning="", format=".3g", domain="")
+        return f"Values: {rule.metric}", axis
+    unit = rule.limit.unit
+    axis = Column(label="paired change", meaning="", format="+.3g", unit=unit, domain="")
+    return TITLES.get(unit, f"Changes: {rule.metric}"), axis
+
+
+def _draw_intervals(rule: Rule, verdict: Verdict) -> Iterator[Interval]:
+    absolute, times = rule.limit.kind == "absolute", 100 if rule.limit.unit else 1
+    value = verdict.new if absolute else verdict.paired
+    if value is None and not absolute:
+        value = verdict.change
+    if verdict.reason or value is None or not math.isfinite(value):
+        return
+    low, high = (None if e is None else times * e for e in (verdict.low, verdict.high))
+    yield Interval(
+        label=f"{verdict.metric} {verdict.name}".strip(),
+        value=times * value,
+        low=low,
+        high=high,
+        end=times * float(rule.limit.value),
+        below=rule.op == "<=",
+        state=STATES.get(verdict.status, "kept"),
+    )
+
+
+def _compute_excess(line: Interval) -> float:
+    """Return how far an interval reaches beyond its limit; negative if it does not."""
+    far = line.high if line.below else line.low
+    reached = line.value if far is None else far
+    broken = 1e9 if line.state == "broken" else 0.0
+    return broken + (reached - line.end) * (1 if line.below else -1)
+
+
+# Verdicts
+
 
 MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
 GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
-"""Verdicts, what fails first."""
+"""Verdicts, the gravest first."""
 FEW = 6
-"""Rows of one rule that are written out when none of them stands out."""
+"""A rule with at most so many rows has all of them written out."""
 TOLD = 8
-"""How many verdicts are told in full: of each rule line by line, and above the table."""
+"""Most verdicts that are written out: for each rule line by line, and above the table."""
 COLUMNS = {
     "verdict": "s",
     "rule": "s",
@@ -42,7 +116,7 @@ COLUMNS = {
     "limits": "s",
     "samples": "",
 }
-"""Columns of the table: `s` is text, set to the left; what is empty is set to the right."""
+"""Columns of the table: `s` is text and aligned left, others are aligned right."""
 PAIRED = (
     "Change: of the two figures. Paired: what was tested, each sample against itself; limits are "
     "of it."
@@ -50,7 +124,7 @@ PAIRED = (
 
 
 @dataclass(frozen=True)
-class Judged:
+class RuleVerdicts:
     """The verdicts on one rule.
 
     Attributes:
@@ -66,13 +140,13 @@ class Judged:
     rest: Counter[str]
 
 
-def lines(judgement: Judgement) -> list[str]:
+def list_lines(judgement: Judgement) -> list[str]:
     """Write a judgement line by line, the outcome last."""
     written = [f"{judgement.current} against {judgement.baseline}", ""]
     written += [f"! warning: {text}" for text in judgement.warnings]
-    for judged in _by_rule(judgement):
-        told = _worst_first(judgement, judged.written)[:TOLD]
-        written += [f"{_mark(judgement, verdict)} {verdict.line}" for verdict in told]
+    for judged in _group_by_rule(judgement):
+        told = _sort_verdicts(judgement, judged.written)[:TOLD]
+        written += [f"{_choose_mark(judgement, verdict)} {verdict.line}" for verdict in told]
         untold = Counter[str](v.status for v in judged.written if v not in told)
         more = "more " if told else ""
         listed = "; -f table lists them" if untold else ""
@@ -81,42 +155,46 @@ def lines(judgement: Judgement) -> list[str]:
             f"  {judged.rule}: {count} {more}rows {status}{listed if status in untold else ''}"
             for status, count in rest
         ]
-    written += [f"  shown, never failing: {_figures(verdict)}" for verdict in judgement.shown]
+    written += [
+        f"  shown, never failing: {_write_figures(verdict)}" for verdict in judgement.shown
+    ]
     written += [f"  note: {note}" for note in judgement.notes]
-    return [*written, "", _reason(judgement)]
+    return [*written, "", _write_reason(judgement)]
 
 
-def page(judgement: Judgement) -> Document:
+def make_judgement_page(judgement: Judgement) -> Document:
     """Lay a judgement out: the outcome, a table of verdicts, the remarks."""
-    shown = [Note(level="info", code="never-fails", text=_figures(v)) for v in judgement.shown]
-    pictures = margins([judged.verdicts for judged in _by_rule(judgement)])
+    shown = [
+        Note(level="info", code="never-fails", text=_write_figures(v)) for v in judgement.shown
+    ]
+    pictures = draw_margins([judged.verdicts for judged in _group_by_rule(judgement)])
     notes = [Note(level="info", code="note", text=text) for text in judgement.notes]
     remarks: list[Block] = [Notes((*shown, *notes))] if shown or notes else []
     return Document(
-        title=_title(judgement),
-        outcome=_outcome(judgement),
-        facts=tuple(_facts(judgement)),
-        findings=tuple(_findings(judgement)),
+        title=_write_title(judgement),
+        outcome=_find_outcome(judgement),
+        facts=tuple(_list_facts(judgement)),
+        findings=tuple(_list_findings(judgement)),
         notes=tuple(
             Note(level="warning", code="spoils", text=text) for text in judgement.warnings
         ),
         chapters=(
             *([Chapter("margins", "Changes and what is allowed", pictures)] if pictures else []),
-            Chapter("verdicts", "Verdicts", (_table(judgement), Paragraph(PAIRED), *remarks)),
+            Chapter("verdicts", "Verdicts", (_tabulate(judgement), Paragraph(PAIRED), *remarks)),
         ),
     )
 
 
-def _outcome(judgement: Judgement) -> Outcome:
+def _find_outcome(judgement: Judgement) -> Banner:
     """Count the verdicts, the gravest first."""
     statuses = [verdict.status for verdict in judgement.verdicts]
     counts = ", ".join(f"{statuses.count(s)} {s}" for s in GRAVEST if s in statuses)
     if judgement.exit_code:
-        return Outcome(f"FAILED (exit code {judgement.exit_code}): {counts}", "broken")
-    return Outcome(f"PASSED: {counts}", "open" if UNPROVEN.intersection(statuses) else "kept")
+        return Banner(f"FAILED (exit code {judgement.exit_code}): {counts}", "broken")
+    return Banner(f"PASSED: {counts}", "open" if UNPROVEN.intersection(statuses) else "kept")
 
 
-def _facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
+def _list_facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
     yield "current", judgement.current
     yield "baseline", judgement.baseline + file
@@ -124,40 +202,42 @@ def _facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
     yield "confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"
 
 
-def _findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
-    """Say what fails, then what is open, the first of them in full."""
+def _list_findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
+    """Yield the verdicts that fail, then the inconclusive ones; of many the first few."""
     verdicts = [
-        v for judged in _by_rule(judgement) for v in _worst_first(judgement, judged.verdicts)
+        v
+        for judged in _group_by_rule(judgement)
+        for v in _sort_verdicts(judgement, judged.verdicts)
     ]
     telling = [v for v in verdicts if judgement.fails(v)]
     telling += [v for v in verdicts if v.status == "inconclusive" and v not in telling]
     for verdict in telling[:TOLD]:
-        yield f"{verdict.line}{_moved(judgement, verdict)}", "verdicts"
+        yield f"{verdict.line}{_name_moved(judgement, verdict)}", "verdicts"
     if len(telling) > TOLD:
         yield f"and {len(telling) - TOLD} more", "verdicts"
 
 
-def _moved(judgement: Judgement, verdict: Verdict) -> str:
+def _name_moved(judgement: Judgement, verdict: Verdict) -> str:
     """Name the samples that changed most, and where they are found."""
     places = {name: f" ({place})" for name, place in judgement.places.items()}
     named = ", ".join(name[:CHARACTERS] + places.get(name, "") for name in verdict.moved)
     return f"; samples that changed most: {named}" if named else ""
 
 
-def brief(judgement: Judgement) -> Brief:
+def brief_judgement(judgement: Judgement) -> Brief:
     """Return the outcome for a pull request: what fails first, and of that the gravest."""
-    written = [v for judged in _by_rule(judgement) for v in judged.written]
+    written = [v for judged in _group_by_rule(judgement) for v in judged.written]
     written.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
     return Brief(
-        title=_title(judgement),
-        remarks=(_reason(judgement), *(f"warning: {text}" for text in judgement.warnings)),
+        title=_write_title(judgement),
+        remarks=(_write_reason(judgement), *(f"warning: {text}" for text in judgement.warnings)),
         heads=("verdict", "rule", "row", "baseline", "current", "change", "paired, limits"),
-        rows=tuple((*_named(judgement, verdict), *_briefly(verdict)) for verdict in written),
+        rows=tuple((*_name_row(judgement, verdict), *_shorten(verdict)) for verdict in written),
         align="lllrrrr",
     )
 
 
-def _briefly(verdict: Verdict) -> tuple[str, ...]:
+def _shorten(verdict: Verdict) -> tuple[str, ...]:
     """Return the figures, their change, and the change that was tested with its limits."""
     texts = verdict.texts
     limits = f" ({texts['limits']})" if texts["limits"] else ""
@@ -165,32 +245,36 @@ def _briefly(verdict: Verdict) -> tuple[str, ...]:
     return (*first, f"{texts['paired']}{limits}")
 
 
-def _title(judgement: Judgement) -> str:
+def _write_title(judgement: Judgement) -> str:
     outcome = "passed" if judgement.exit_code == 0 else "failed"
     return f"lipaudit gate {outcome}: {judgement.current} against {judgement.baseline}"
 
 
-def _reason(judgement: Judgement) -> str:
+def _write_reason(judgement: Judgement) -> str:
     return f"{judgement.reason} (exit code {judgement.exit_code})"
 
 
-def _named(judgement: Judgement, verdict: Verdict) -> tuple[str, str, str]:
-    said = f"{_mark(judgement, verdict)} {verdict.status}"
+def _name_row(judgement: Judgement, verdict: Verdict) -> tuple[str, str, str]:
+    said = f"{_choose_mark(judgement, verdict)} {verdict.status}"
     return said, verdict.rule, verdict.reason or verdict.name
 
 
-def _by_rule(judgement: Judgement) -> Iterator[Judged]:
+def _group_by_rule(judgement: Judgement) -> Iterator[RuleVerdicts]:
     rules: dict[str, list[Verdict]] = {}
     for verdict in judgement.verdicts:
         rules.setdefault(verdict.rule, []).append(verdict)
     for rule, verdicts in rules.items():
-        telling = [v for v in verdicts if len(verdicts) <= FEW or _stands_out(judgement, v)]
+        telling = [
+            v
+            for v in verdicts
+            if len(verdicts) <= FEW or judgement.fails(v) or v.status not in ("pass", "unchanged")
+        ]
         rest = Counter[str](v.status for v in verdicts if v not in telling)
-        yield Judged(rule, tuple(verdicts), tuple(telling), rest)
+        yield RuleVerdicts(rule, tuple(verdicts), tuple(telling), rest)
 
 
-def _worst_first(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
-    """Sort the verdicts on one rule, where there are many: what fails, by how much is worse."""
+def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
+    """Sort many verdicts on one rule: those that fail first, then by the size of the change."""
     if len(verdicts) <= TOLD:
         return verdicts
     sign = 1 if parse_rule(verdicts[0].rule).op == "<=" else -1
@@ -203,31 +287,23 @@ def _worst_first(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[
     return sorted(verdicts, key=worse, reverse=True)
 
 
-def _stands_out(judgement: Judgement, verdict: Verdict) -> bool:
-    return judgement.fails(verdict) or verdict.status not in {"pass", "unchanged"}
-
-
-def _mark(judgement: Judgement, verdict: Verdict) -> str:
+def _choose_mark(judgement: Judgement, verdict: Verdict) -> str:
     return "✗" if judgement.fails(verdict) else MARKS.get(verdict.status, "~")
 
 
-def _figures(verdict: Verdict) -> str:
+def _write_figures(verdict: Verdict) -> str:
     texts = verdict.texts
     chance = "" if verdict.mcnemar is None else f", exact McNemar p = {verdict.mcnemar:.3g}"
     values = f"{texts['baseline']} -> {texts['current']}"
     return f"{verdict.metric}: {values} ({texts['change']}{chance})"
 
 
-def _table(judgement: Judgement) -> Table:
+def _tabulate(judgement: Judgement) -> Table:
     rows: list[tuple[str, ...]] = []
-    for judged in _by_rule(judgement):
-        rows += [_row(judgement, verdict) for verdict in judged.written]
+    for judged in _group_by_rule(judgement):
+        rows += [(*_name_row(judgement, v), *v.texts.values()) for v in judged.written]
         more = "more " if judged.written else ""
         blank = ("",) * (len(COLUMNS) - 3)
         rows += [(s, judged.rule, f"{n} {more}rows", *blank) for s, n in judged.rest.items()]
     columns = (Column(label=name, meaning="", format=how) for name, how in COLUMNS.items())
     return Table("", tuple(columns), tuple(rows))
-
-
-def _row(judgement: Judgement, verdict: Verdict) -> tuple[str, ...]:
-    return (*_named(judgement, verdict), *verdict.texts.values())

@@ -1,20 +1,19 @@
-"""What the commands show: reports, a comparison, a judgement, in each form that it has."""
+"""Results that commands show (reports, a comparison, a judgement), in each of their forms."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lipaudit.errors import UsageError
-from lipaudit.report.form import Form, Subject
+from lipaudit.report.formats import Form, Subject
 
 if TYPE_CHECKING:
-    from lipaudit.gate import Attribution, Comparison, Judgement
-    from lipaudit.report.blocks import Curve, Density, Document, Passage
+    from lipaudit.gate import Comparison, Judgement
+    from lipaudit.report.blocks import Document, Passage
+    from lipaudit.report.pictures import Curve, Density
     from lipaudit.results import Report
-    from lipaudit.results.history import History
 
 RANKED: frozenset[Form] = frozenset({"page", "brief", "record", "frame"})
 """The forms of several reports."""
@@ -23,7 +22,6 @@ DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
 COMPARISON: frozenset[Form] = frozenset({"page", "screen", "brief", "record", "frame"})
 JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "record", "lines", "judgement"})
-HISTORY: frozenset[Form] = frozenset({"page", "record", "frame"})
 
 
 def of_reports(*reports: Report, by: str | None = None) -> Subject:
@@ -31,7 +29,7 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
 
     Args:
         reports: what is shown.
-        by: the metric that several are ranked by, if not by the usual one.
+        by: the metric that several are ranked by, if not by the usual one; or `order`: none.
     """
     subject = _of_one(reports[0]) if len(reports) == 1 else _of_several(reports, by)
     if _pictures(reports):
@@ -40,39 +38,43 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
 
 
 def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
-    from lipaudit.report import frame
-    from lipaudit.report.page.document import document, screen
-    from lipaudit.report.page.scorecard import brief
+    from lipaudit.report import records
+    from lipaudit.report.page.document import make_page, make_screen
+    from lipaudit.report.page.opening import brief_report
 
     subject: dict[Form, Callable[[], Any]] = {
-        "page": cache(lambda: document(report)),
+        "page": cache(lambda: make_page(report)),
         "record": lambda: report,
-        "brief": lambda: brief(report),
-        "frame": lambda: frame.of_report(report),
+        "brief": lambda: brief_report(report),
+        "frame": lambda: records.list_cells(report),
     }
     if sum("." not in s.measure for s in report.sections) > 1:
-        subject["screen"] = lambda: screen(report)
+        subject["screen"] = lambda: make_screen(report)
     return subject
 
 
 def _of_several(reports: Sequence[Report], by: str | None) -> dict[Form, Callable[[], Any]]:
     from lipaudit.gate import rank
-    from lipaudit.report import frame
-    from lipaudit.report.page.document import document, screen_of_several
-    from lipaudit.report.page.ranking import brief, chapter, leading
+    from lipaudit.report import records
+    from lipaudit.report.page.document import make_page, make_ranking_screen
+    from lipaudit.report.page.ranking import (
+        brief_ranking,
+        make_leading_chapters,
+        make_ranking_chapter,
+    )
 
     ranking = cache(lambda: rank(reports, by))
     return {
-        "page": cache(lambda: document(*reports, lead=leading(ranking()))),
-        "screen": lambda: screen_of_several(reports, chapter(ranking())),
+        "page": cache(lambda: make_page(*reports, lead=make_leading_chapters(ranking()))),
+        "screen": lambda: make_ranking_screen(reports, make_ranking_chapter(ranking())),
         "record": ranking,
-        "brief": lambda: brief(ranking(), reports),
-        "frame": lambda: frame.of_ranking(ranking()),
+        "brief": lambda: brief_ranking(ranking(), reports),
+        "frame": lambda: records.list_models(ranking()),
     }
 
 
 def of_sample(report: Report, name: str, sample: str | None) -> Subject:
-    """Show what is known of a sample, by its id or place; of none: which are the worst.
+    """Show all figures of one sample; without a sample, the worst ones.
 
     Args:
         report: that has it.
@@ -87,80 +89,67 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
     from lipaudit.results.worst import worst
 
     if sample is None:
-        page = samples.overview(report, name)
+        page = samples.make_overview(report, name)
         return {
             "page": lambda: page,
-            "record": lambda: [samples.record(report, each) for each in worst(report)],
+            "record": lambda: [samples.record_sample(report, each) for each in worst(report)],
         }
-    one = samples.chosen(report, sample)
+    one = samples.choose_sample(report, sample)
     return {
-        "page": lambda: samples.inspected(report, one),
-        "picture": lambda: (samples.portrait(report, one),),
-        "record": lambda: samples.record(report, one),
+        "page": lambda: samples.inspect_sample(report, one),
+        "picture": lambda: (samples.find_portrait(report, one),),
+        "record": lambda: samples.record_sample(report, one),
     }
 
 
 def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
-    """Show what changed between reports, before the reports themselves side by side."""
-    from lipaudit.report import frame
-    from lipaudit.report.page.comparison.chapters import chapters
-    from lipaudit.report.page.comparison.opening import brief, opened, screen
-    from lipaudit.report.page.document import document
-    from lipaudit.report.page.views.common import places
+    """Show the changes between reports, then the reports side by side."""
+    from lipaudit.report import records
+    from lipaudit.report.page.common import find_places
+    from lipaudit.report.page.comparison import (
+        brief_comparison,
+        make_chapters,
+        make_comparison_screen,
+        open_comparison,
+    )
+    from lipaudit.report.page.document import make_page
 
     @cache
     def page() -> Document:
-        known = {name: place for report in reports for name, place in places(report).items()}
-        whole = document(*reports, lead=chapters(comparison, known))
-        return opened(whole, comparison, reports)
+        known = {name: place for report in reports for name, place in find_places(report).items()}
+        whole = make_page(*reports, lead=make_chapters(comparison, known))
+        return open_comparison(whole, comparison, reports)
 
     return {
         "page": page,
-        "screen": lambda: screen(page()),
-        "brief": lambda: brief(comparison),
+        "screen": lambda: make_comparison_screen(page()),
+        "brief": lambda: brief_comparison(comparison),
         "record": lambda: comparison,
-        "frame": lambda: frame.of_comparison(comparison),
+        "frame": lambda: records.list_samples(comparison),
     }
-
-
-def of_history(history: History) -> Subject:
-    """Show what was measured over a training."""
-    from lipaudit.report.page.history import frame, page, screen
-
-    return {
-        "page": cache(lambda: page(history)),
-        "screen": lambda: screen(history),
-        "record": lambda: json.loads(history.model_dump_json(by_alias=True)),
-        "frame": lambda: frame(history),
-    }
-
-
-def of_attribution(attribution: Attribution) -> Subject:
-    """Show which layers explain the change of a norm."""
-    from lipaudit.report.page.comparison.attribution import page
-
-    return {"page": cache(lambda: page(attribution)), "record": lambda: attribution}
 
 
 def of_judgement(judgement: Judgement) -> Subject:
-    """Show what the gate decided."""
-    from lipaudit.report.page.judgement import brief, lines, page
+    """Show the verdicts of the gate."""
+    from lipaudit.report.page.judgement import brief_judgement, list_lines, make_judgement_page
 
     return {
-        "page": cache(lambda: page(judgement)),
-        "brief": lambda: brief(judgement),
+        "page": cache(lambda: make_judgement_page(judgement)),
+        "brief": lambda: brief_judgement(judgement),
         "record": lambda: judgement,
-        "lines": lambda: lines(judgement),
+        "lines": lambda: list_lines(judgement),
         "judgement": lambda: judgement,
     }
 
 
 def _pictures(reports: Sequence[Report]) -> list[tuple[Density | Curve | Passage, ...]]:
-    """Return what was drawn of a head, report by report."""
-    from lipaudit.report.page.views.attention import drawn
+    """Return the attention maps or rows of each report that has any."""
+    from lipaudit.report.page.heads import draw_attention
 
     sections = [report.section("attention") for report in reports]
-    return [blocks for section in sections if section and (blocks := tuple(drawn(section)))]
+    return [
+        blocks for section in sections if section and (blocks := tuple(draw_attention(section)))
+    ]
 
 
 def _picture(reports: Sequence[Report]) -> tuple[Density | Curve | Passage, ...]:

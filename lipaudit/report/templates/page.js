@@ -1,5 +1,5 @@
 "use strict";
-// The page is whole without this: it adds sorting, filters, and figures under the pointer.
+// The page is whole without this: it adds sorting and filters.
 const MISSING = ["", "–", "NaN"];
 const FEW = 8; // rows that need no filter
 const STATES = { none: "ascending", ascending: "descending", descending: "none" };
@@ -43,8 +43,6 @@ function sortable(table, rows) {
     th.append(button);
     th.setAttribute("aria-sort", "none");
     button.addEventListener("click", () => sort(table, rows, th));
-    button.addEventListener("focus", () => button.matches(":focus-visible") && show(th, th.title));
-    button.addEventListener("blur", hide);
   }
 }
 
@@ -81,88 +79,6 @@ for (const table of document.querySelectorAll("main table")) {
   if (rows.length > 1) sortable(table, rows);
   if (rows.length > FEW) filterable(table, rows, caption ? caption.textContent : "this table");
 }
-
-// pictures: what a place says, under the pointer and by the arrow keys
-
-const tip = make("div", { id: "tip", hidden: true });
-tip.setAttribute("role", "status");
-document.body.append(tip);
-
-let pointed = null;
-
-function show(place, text) {
-  if (!text) return hide();
-  pointed = place;
-  tip.textContent = text;
-  tip.hidden = false;
-  put();
-}
-
-function put() {
-  if (tip.hidden) return;
-  const box = pointed.getBoundingClientRect(), own = tip.getBoundingClientRect();
-  const right = document.documentElement.clientWidth - own.width - 4;
-  const left = box.left + box.width / 2 - own.width / 2, above = box.top - own.height - 6;
-  tip.style.left = `${Math.max(4, Math.min(left, right))}px`;
-  tip.style.top = `${above < 4 ? box.bottom + 6 : above}px`;
-}
-
-function hide() {
-  tip.hidden = true;
-}
-
-function said(mark) {
-  const title = mark.querySelector("title");
-  if (title) { // else the browser shows it a second time
-    mark.dataset.said = title.textContent;
-    title.remove();
-  }
-  return mark.dataset.said;
-}
-
-const ARROWS = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
-
-function middle(mark) {
-  const box = mark.getBoundingClientRect();
-  return [box.left + box.width / 2, box.top + box.height / 2];
-}
-
-function next(marks, at, [right, down]) {
-  const [x, y] = middle(at);
-  let best = at, least = Infinity;
-  for (const mark of marks) {
-    const [u, v] = middle(mark), ahead = (u - x) * right + (v - y) * down;
-    const far = ahead + 3 * Math.abs((u - x) * down + (v - y) * right);
-    if (ahead > 0.5 && far < least) [best, least] = [mark, far];
-  }
-  return best;
-}
-
-for (const group of document.querySelectorAll(".marks")) {
-  const picture = group.closest("svg"), marks = [...group.children];
-  let at = null;
-  const go = mark => {
-    at?.classList.remove("at");
-    at = mark;
-    at?.classList.add("at");
-    if (at) show(at, said(at));
-    else hide();
-  };
-  picture.setAttribute("tabindex", "0");
-  picture.closest(".scroll")?.removeAttribute("tabindex");
-  group.addEventListener("pointerover", event => go(event.target.closest(".marks > *")));
-  group.addEventListener("pointerout", () => go(null));
-  picture.addEventListener("blur", () => go(null));
-  picture.addEventListener("focus", () => picture.matches(":focus-visible") && go(marks[0]));
-  picture.addEventListener("keydown", event => {
-    if (event.key === "Escape") go(null);
-    if (!(event.key in ARROWS)) return;
-    event.preventDefault();
-    go(at ? next(marks, at, ARROWS[event.key]) : marks[0]);
-    at.scrollIntoView({ block: "nearest", inline: "nearest" });
-  });
-}
-addEventListener("scroll", put, { capture: true, passive: true });
 
 // print: everything is open
 

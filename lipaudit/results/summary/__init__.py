@@ -5,6 +5,7 @@ from __future__ import annotations
 from lipaudit.results.summary.drawn import shared as shared
 from lipaudit.results.summary.drawn import steepest as steepest
 from lipaudit.results.summary.drawn import summary as summary
+from lipaudit.results.summary.records import KINDS as KINDS
 from lipaudit.results.summary.records import Accuracy as Accuracy
 from lipaudit.results.summary.records import Fragile as Fragile
 from lipaudit.results.summary.records import Head as Head

@@ -8,10 +8,16 @@ from statistics import median
 from typing import Any
 
 from lipaudit.results.bounds import ranked
-from lipaudit.results.certify import CertifyRadiusRow, CertifyRow
 from lipaudit.results.figures import finite, largest, median_limits, middle, order, typed, wilson
 from lipaudit.results.report import Note, Report, Section
-from lipaudit.results.rows import AttackRow, AttentionRow, BoundsRow, JacobianRow
+from lipaudit.results.rows import (
+    AttackRow,
+    AttentionRow,
+    BoundsRow,
+    CertifyRadiusRow,
+    CertifyRow,
+    JacobianRow,
+)
 from lipaudit.results.samples import is_repeat
 from lipaudit.results.summary.records import (
     Accuracy,

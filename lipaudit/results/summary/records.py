@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 from lipaudit.results.columns import Float, Frozen, Status
+from lipaudit.results.rows import AttackRow, CertifyRow
+
+KINDS = {
+    "clean": ("clean accuracy", AttackRow.columns()["clean"]),
+    "attacked": ("under attack", AttackRow.columns()["robust"]),
+    "certified": ("certified", CertifyRow.columns()["certified"]),
+}
+"""The label and the column of each kind of accuracy."""
 
 
 class Accuracy(Frozen):

@@ -29,13 +29,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.errors import UsageError
-from lipaudit.theory.bounds.affine import Weights, affine_rows, weights_of
-from lipaudit.theory.bounds.centred import (
+from lipaudit.theory.bounds.affine import (
+    Weights,
+    affine_rows,
     are_affine,
-    centred,
+    centre_heads,
     factor,
     projections,
     squared_distances,
+    weights_of,
 )
 from lipaudit.theory.bounds.head_bounds import ROUNDING, affine_only, chunks, head_bounds
 from lipaudit.theory.bounds.published import size_bounds, tokens_of
@@ -141,7 +143,7 @@ class _Point:
 
 
 def _point(heads: Heads, weights: Weights) -> _Point:
-    at = centred(heads)
+    at = centre_heads(heads)
     rows = affine_rows(heads, at, weights)
     visible = heads.visible(0, at.p.shape[2])
     # An entry that underflowed is at most the smallest number.
@@ -154,7 +156,7 @@ def _point(heads: Heads, weights: Weights) -> _Point:
     twice = 2 * p * _others(p)
     one_hot = twice.amax(-1, keepdim=True) < p.amax(-1, keepdim=True)
     even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
-    uneven = _lengths(_weighted(p, p, w)[0]) < _lengths(even)
+    uneven = _lengths(_bound_weights(p, p, w)[0]) < _lengths(even)
     return _Point(p, z, w, rows.u, rows.wv, a, slope, bend, one_hot, uneven)
 
 
@@ -242,12 +244,12 @@ def _spread(at: _Point, p: Tensor) -> Tensor:
 def _weighted_spread(at: _Point, on: _Limits) -> Tensor:
     """Return h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X."""
     even = on.spread * at.w.amax(-1, keepdim=True)
-    uneven, holds = _weighted(at.p, on.p, at.w)
+    uneven, holds = _bound_weights(at.p, on.p, at.w)
     # Where it does not hold, the larger of both goes on from it: no limit falls as rho grows.
     return torch.where(at.uneven, torch.where(holds, uneven, torch.maximum(uneven, even)), even)
 
 
-def _weighted(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Return p_ij (w_ij + |d_ij| D_i / (m_i - D_i)), and whether D_i <= m_i / 2, so that it holds.
 
     m_i = sum_j centre_ij w_ij, d = w - m and D_i = sum_j p_ij |d_ij|. In one coordinate t of f,

@@ -1,4 +1,4 @@
-"""Upper bounds of the Jacobian norm of attention heads: the published ones and a sharp one.
+"""Upper bounds of the Jacobian norm of attention heads: published ones, a sharp one, plug-ins'.
 
 [Y25] Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv
 2507.07814. [C24] Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024. [H24] Hu et al.,
@@ -7,16 +7,16 @@ Specformer, ECCV 2024. Biases enter as [Y25] Remark 2 says: X becomes [X 1], W b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.errors import EvaluationError
-from lipaudit.theory.bounds.affine import Weights, weights_of
-from lipaudit.theory.bounds.catalogue import BOUNDS, separate_bounds
-from lipaudit.theory.bounds.centred import are_affine, centred
+from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
+from lipaudit.results.bounds import Bound, catalogue, remedy
+from lipaudit.theory.bounds.affine import Weights, are_affine, centre_heads, weights_of
 from lipaudit.theory.bounds.published import Tokens, affine_bounds, general_bounds, tokens_of
 from lipaudit.theory.bounds.sharp import block_bound
 from lipaudit.theory.heads import Heads
@@ -24,6 +24,61 @@ from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.scale import unit_values
 from lipaudit.theory.softmax import row_maxima
 from lipaudit.theory.spectral.upper import map_norm
+
+BOUNDS: Mapping[str, Bound] = catalogue()
+"""The record of every bound."""
+
+BoundFunction = Callable[[Heads], Tensor]
+"""Computes a bound of ||J||, (batch, heads) on the device of the heads; NaN where there is none.
+
+It is handed heads of every kind, in float64, W_V of each scaled to size one (J is homogeneous in
+it), and of a large layer some heads at a time. Padding must not change it: see `Heads`."""
+
+
+def separate_bounds(
+    heads: Heads, records: Iterable[Bound] = tuple(BOUNDS.values())
+) -> dict[str, Float[Tensor, "batch heads"]]:
+    """Return every bound whose record names a function, by its name.
+
+    Args:
+        heads: what the functions are handed.
+        records: of bounds with and without a function.
+
+    Raises:
+        UsageError: a function cannot be imported.
+        EvaluationError: a function fails, or returns anything but floats of shape (batch, heads).
+    """
+    return {bound.name: _compute(bound, heads) for bound in records if bound.function}
+
+
+def _compute(bound: Bound, heads: Heads) -> Tensor:
+    shape = heads.q.shape[:2]
+    try:
+        values = _function(bound)(heads)
+    except Exception as error:
+        file = isinstance(error, OSError)  # of the plug-in's own
+        if isinstance(error, LipauditError) or (of_machine(error) and not file):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise EvaluationError(f"the bound {bound.name} failed: {reason}", remedy(bound)) from error
+    if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
+        is_now = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        reason = f"returned {is_now}, not floats of shape {tuple(shape)} (batch, heads)"
+        raise EvaluationError(f"the bound {bound.name} {reason}", remedy(bound))
+    return values.to(torch.float64)
+
+
+def _function(bound: Bound) -> BoundFunction:
+    module, _, name = bound.function.partition(":")
+    try:
+        function: BoundFunction = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"the bound {bound.name} cannot be computed: {bound.function} is not there: {error}",
+            remedy(bound),
+        ) from error
+    return function
+
 
 ROUNDING = 1e-12
 """Every bound is raised by this share: more than float64 rounding takes from it.
@@ -127,7 +182,7 @@ def chunks(heads: Heads, policy: Policy) -> Iterator[slice]:
 def _bounds(
     heads: Heads, weights: Weights | None, tokens: Tokens, policy: Policy
 ) -> dict[str, Tensor]:
-    at = centred(heads)
+    at = centre_heads(heads)
     p_norm = map_norm(at.p, single=at.single.p, policy=policy)
     # M of the keys is a part of M with the sink: its norm is at most that.
     p = heads.attention(whole=True)

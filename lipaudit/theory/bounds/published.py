@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.affine import Weights
-from lipaudit.theory.bounds.centred import Centred, factor, local_map, projections, tiles
+from lipaudit.theory.bounds.affine import Centred, Weights, factor, local_map, projections, tiles
 from lipaudit.theory.bounds.sharp import value_norms
-from lipaudit.theory.exact.pairs import key_gradients, query_gradients
+from lipaudit.theory.exact.attend import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads, Projection
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import gram_norm, single_pays, spectral_norm
@@ -125,7 +124,7 @@ def size_bounds(
     size = n * (n + 1) * (tokens.frobenius + r).square()
     # ||P||^2 <= (largest row sum) (largest column sum) <= 1 N; unmasked logits of at most `reach`
     # in size give P_ij <= e^(2 reach) / N, so columns sum to at most e^(2 reach).
-    crowd = torch.where(_unmasked(heads), reach.exp().minimum(root), root)
+    crowd = torch.where(_sees_all_tokens(heads), reach.exp().minimum(root), root)
     return {
         "hu": (size * v * (q * k + 1)).masked_fill(size < root, torch.nan),
         "castin": 3**0.5 * v * torch.hypot(reach * (4 * n + 1).sqrt(), root),
@@ -186,7 +185,7 @@ def _images_norm(rows: Tensor, projection: Projection, tokens: slice) -> Tensor:
     return spectral_norm(rows @ (local @ factor(projection).mT))
 
 
-def _unmasked(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
+def _sees_all_tokens(heads: Heads) -> Bool[Tensor, "#batch #heads"]:
     """Whether every token sees every other one and no position bias acts."""
     if heads.causal or heads.bias is None:
         return torch.full_like(heads.scale, not heads.causal, dtype=torch.bool)

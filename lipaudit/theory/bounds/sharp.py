@@ -16,12 +16,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.affine import Weights, affine_rows
-from lipaudit.theory.bounds.centred import Centred, are_affine, factor, local_map, projections
+from lipaudit.theory.bounds.affine import (
+    Centred,
+    Weights,
+    affine_rows,
+    are_affine,
+    factor,
+    local_map,
+    projections,
+)
 from lipaudit.theory.bounds.gram import gram_bound
-from lipaudit.theory.exact.attend import Anchored, anchored, joined_rows
+from lipaudit.theory.exact.attend import (
+    Anchored,
+    anchor_outputs,
+    join_rows,
+    key_gradients,
+    query_gradients,
+)
 from lipaudit.theory.exact.head_norms import dense_jacobian
-from lipaudit.theory.exact.pairs import key_gradients, query_gradients
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import nonnegative_norm, spectral_norm
@@ -51,18 +63,18 @@ def block_bound(
     if are_affine(heads):
         rows = affine_rows(heads, at, weights)
         return gram_bound(at, rows, joint=joint, policy=policy)
-    largest = _anchored(heads, at, policy)
+    largest = _anchor_rows(heads, at, policy)
     blocks = _local_beta(heads, at, largest, policy).mul_(at.p)
     t = _local_query_term(heads, at, largest, policy)
     return nonnegative_norm(_matrix(t, blocks, joint), steps)
 
 
-def _anchored(heads: Heads, at: Centred, policy: Policy) -> Anchored:
+def _anchor_rows(heads: Heads, at: Centred, policy: Policy) -> Anchored:
     """Return what the largest entry of each row contributes, some queries at a time."""
     sink, queries = heads.sink_share(), [*policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())]
     shares = [None if sink is None else sink[:, :, i] for i in queries]
     blocks = zip(queries, shares, strict=True)
-    return joined_rows([anchored(at.p[:, :, i], at.v, share) for i, share in blocks])
+    return join_rows([anchor_outputs(at.p[:, :, i], at.v, share) for i, share in blocks])
 
 
 def _matrix(t: Tensor, blocks: Tensor, joint: bool) -> Tensor:

@@ -1,23 +1,150 @@
-"""The derivative of O = P V in the rows q, k and v, with P kept or met again block by block.
+"""The derivative of O = P V in the rows q, k and v, and of logits pair by pair.
+
+dS_ij = <a_ij, dq_i> + <b_ij, dk_j> with a_ij = f_ij s k_j + r_ij and b_ij = f_ij s q_i + t_ij (see
+`Pairs`). The softmax only asks for dS: every formula of the theory holds with a_ij in place of
+s k_j and b_ij in place of s q_i, except where it moves all keys by a constant. With a slope that
+changes a_ij by more than a constant of the row.
 
 With c_ij = P_ij (v_j - o_i), dO_i = sum_j P_ij dv_j + sum_j dS_ij c_ij. Where P_i is nearly
 one-hot at key a, v_a - o_i cancels, and its rounding error meets gradients of the logits of any
-size. So c_ia is computed from the other keys: see `anchored`.
+size. So c_ia is computed from the other keys: see `anchor_outputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipaudit.theory.exact.pairs import PairProducts, pair_products
-from lipaudit.theory.heads import Heads
-from lipaudit.theory.reach import rows_in_reach
+from lipaudit.theory.heads import Heads, rows_in_reach
+
+
+def key_gradients(heads: Heads, queries: slice) -> Float[Tensor, "batch heads rows m d"]:
+    """Return a_ij = dS_ij / dq_i of some queries i and all keys j."""
+    s = heads.scale[..., None, None, None]
+    slope, extra = _terms(heads, "with_q")
+    a = s * heads.k[:, :, None]
+    a = a if slope is None else slope[:, :, queries, :, None] * a
+    if extra is not None:
+        return a + extra[:, :, queries]
+    return a.expand(-1, -1, len(range(heads.q.shape[2])[queries]), -1, -1)
+
+
+def query_gradients(heads: Heads, keys: slice) -> Float[Tensor, "batch heads columns n d"]:
+    """Return b_ij = dS_ij / dk_j of some keys j and all queries i, by key."""
+    s = heads.scale[..., None, None, None]
+    slope, extra = _terms(heads, "with_k")
+    b = s * heads.q[:, :, None]
+    b = b if slope is None else slope[..., keys].mT[..., None] * b
+    if extra is not None:
+        return b + extra[:, :, :, keys].transpose(2, 3)
+    return b.expand(-1, -1, len(range(heads.k.shape[2])[keys]), -1, -1)
+
+
+def largest_gradients(heads: Heads) -> tuple[Float[Tensor, "batch heads"], ...]:
+    """Return limits of ||b_ij|| and ||a_ij||, the gradients in keys and in queries."""
+    limits = []
+    for rows, name in ((heads.q, "with_k"), (heads.k, "with_q")):
+        slope, extra = _terms(heads, name)
+        limit = heads.scale.abs() * torch.linalg.vector_norm(rows, dim=-1).amax(-1)
+        limit = limit if slope is None else limit * slope.abs().amax((-2, -1))
+        if extra is not None:
+            limit = limit + torch.linalg.vector_norm(extra, dim=-1).amax((-2, -1))
+        limits.append(limit)
+    return tuple(limits)
+
+
+def _terms(heads: Heads, name: str) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if heads.pairs is None else (heads.pairs.slope, getattr(heads.pairs, name))
+
+
+@dataclass(frozen=True)
+class PairProducts:
+    """Products with f, r and t of many problems; a problem is one head on one batch row.
+
+    Attributes:
+        slope: f of each problem, or None.
+        with_q: the different r, by query, or None.
+        with_k: the different t, by key, or None.
+        sets: which r and t each problem has.
+    """
+
+    slope: Float[Tensor, "problems n m"] | None
+    with_q: Float[Tensor, "#sets n m d"] | None
+    with_k: Float[Tensor, "#sets m n d"] | None
+    sets: tuple[Int[Tensor, " problems"], Int[Tensor, " problems"]]
+
+    def scale_logits(self, ds: Tensor) -> Tensor:
+        """Return f_ij ds_ij."""
+        return ds if self.slope is None else ds * self.slope
+
+    def pull(self, ds: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return sum_j ds_ij r_ij and sum_i ds_ij t_ij, (problems, tokens, d); None for 0."""
+        return (
+            _each(self.with_q, self.sets[0], ds, _sum_keys),
+            _each(self.with_k, self.sets[1], ds.mT, _sum_keys),
+        )
+
+    def push(self, dq: Tensor | None, dk: Tensor | None) -> list[Tensor]:
+        """Return <r_ij, dq_i> and <t_ij, dk_j>, (problems, n, m), where they are not 0."""
+        r = None if dq is None else _each(self.with_q, self.sets[0], dq, _images)
+        t = None if dk is None else _each(self.with_k, self.sets[1], dk, _images)
+        return ([] if r is None else [r]) + ([] if t is None else [t.mT])
+
+    def select(self, index: Tensor | slice) -> PairProducts:
+        """Return those of some problems."""
+        slope = None if self.slope is None else self.slope[index]
+        return replace(self, slope=slope, sets=(self.sets[0][index], self.sets[1][index]))
+
+
+def pair_products(heads: Heads) -> PairProducts | None:
+    """Return the products of every head on every batch row; None for plain logits."""
+    pairs, shape = heads.pairs, heads.q.shape[:2]
+    if pairs is None:
+        return None
+    slope = pairs.slope
+    if slope is not None:
+        slope = slope.expand(*shape, -1, -1).flatten(0, 1)
+    r, t = pairs.with_q, pairs.with_k
+    sets = _sets(r, shape, heads.q.device), _sets(t, shape, heads.q.device)
+    with_k = None if t is None else t.transpose(2, 3).flatten(0, 1)
+    return PairProducts(slope, None if r is None else r.flatten(0, 1), with_k, sets)
+
+
+def _sets(term: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
+    """Number the pairs (row, head) of a term, and expand the numbers as the term would be."""
+    own = torch.Size((1, 1)) if term is None else term.shape[:2]
+    number = torch.arange(own.numel(), device=device).view(own)
+    return number.expand(shape).flatten()
+
+
+def _sum_keys(ds: Tensor, vectors: Tensor) -> Tensor:
+    """sum_j ds_ij x_ij of several problems with the same vectors: one product per token i."""
+    return (ds.transpose(0, 1) @ vectors).transpose(0, 1)
+
+
+def _images(tangents: Tensor, vectors: Tensor) -> Tensor:
+    """<x_ij, y_i> of several problems with the same vectors."""
+    return (tangents.transpose(0, 1) @ vectors.mT).transpose(0, 1)
+
+
+def _each(
+    vectors: Tensor | None, sets: Tensor, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
+    """Apply a product to the problems of each set at once: no vectors are copied."""
+    if vectors is None:
+        return None
+    used = sorted(set(sets.tolist()))
+    if len(used) == 1:
+        return product(rows, vectors[used[0]])
+    parts = [(sets == i).nonzero()[:, 0] for i in used]
+    products = [product(rows[part], vectors[i]) for part, i in zip(parts, used, strict=True)]
+    return torch.cat(products)[torch.cat(parts).argsort()]
+
 
 EVERY = slice(None)
 
@@ -91,7 +218,7 @@ class Anchored(NamedTuple):
     share: Tensor
 
 
-def anchored(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
+def anchor_outputs(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
     """Return o_i and c_ia, the latter to nearly all digits however close to one-hot P_i is.
 
     v_a - o_i = (1 - P_ia) v_a - sum_{j != a} P_ij v_j, where 1 - P_ia is the sum of the others.
@@ -111,7 +238,7 @@ def anchored(p: Tensor, v: Tensor, sink: Tensor | None = None) -> Anchored:
     return Anchored(o, key, gap, largest * gap, share)
 
 
-def joined_rows(blocks: Sequence[Anchored]) -> Anchored:
+def join_rows(blocks: Sequence[Anchored]) -> Anchored:
     """Return those of some blocks of queries as one."""
     if len(blocks) == 1:
         return blocks[0]
@@ -121,7 +248,7 @@ def joined_rows(blocks: Sequence[Anchored]) -> Anchored:
 def deviations(heads: Heads) -> Float[Tensor, "batch heads n m dv"]:
     """Return c_ij = P_ij (v_j - o_i) of all pairs: for small cases."""
     p, v = heads.attention(), heads.v
-    rows = anchored(p, v, heads.sink_share())
+    rows = anchor_outputs(p, v, heads.sink_share())
     c = p[..., None] * (v[:, :, None] - rows.o[:, :, :, None])
     index = rows.key[..., None].expand(*rows.key.shape, v.shape[-1])
     return c.scatter(3, index, rows.c[:, :, :, None])
@@ -145,14 +272,14 @@ class Attend:
         # sum_j P_ij <u_i, v_j> = <u_i, o_i>: the softmax needs no sum over the keys.
         inner = (u * self.o).sum(-1, keepdim=True)
         if self.maps.kept is not None:
-            return self._pulled(next(iter(self.maps)), u, inner, names)
+            return self._pull_rows(next(iter(self.maps)), u, inner, names)
         total = {name: torch.zeros_like(getattr(self, name)) for name in names}
         for block in self.maps:
-            for name, rows in self._pulled(block, u, inner, names).items():
+            for name, rows in self._pull_rows(block, u, inner, names).items():
                 total[name][:, block.queries if name == "q" else block.keys] += rows
         return total
 
-    def _pulled(
+    def _pull_rows(
         self, block: Block, u: Tensor, inner: Tensor, names: Sequence[str]
     ) -> dict[str, Tensor]:
         """What some rows of P add to the cotangents, where they do."""
@@ -160,7 +287,7 @@ class Attend:
         u, key = u[:, i], self._key(block)
         ds = (u @ self.v[:, j].mT).sub_(inner[:, i]).mul_(p)
         ds.scatter_(-1, key, (u * self.c[:, i]).sum(-1, keepdim=True))
-        plain = ds if self.pairs is None else self.pairs.scaled(ds)
+        plain = ds if self.pairs is None else self.pairs.scale_logits(ds)
         rules = {
             "q": lambda: plain @ self.k[:, j],
             "k": lambda: plain.mT @ self.q[:, i],
@@ -174,9 +301,9 @@ class Attend:
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
         """Tangent of O under tangents of the rows; rows that are not named stand still."""
-        return _joined([self._pushed(block, tangents) for block in self.maps])
+        return _join_blocks([self._push_rows(block, tangents) for block in self.maps])
 
-    def _pushed(self, block: Block, tangents: dict[str, Tensor]) -> Tensor:
+    def _push_rows(self, block: Block, tangents: dict[str, Tensor]) -> Tensor:
         """The tangent of some rows of O."""
         p, i, j = block
         pairs = [(tangents["q"][:, i], self.k[:, j])] if "q" in tangents else []
@@ -191,7 +318,7 @@ class Attend:
             dp.baddbmm_(left, right.mT)
         if self.pairs is not None:
             more = self.pairs.push(tangents.get("q"), tangents.get("k"))
-            dp = sum(more, start=self.pairs.scaled(dp))
+            dp = sum(more, start=self.pairs.scale_logits(dp))
         key = self._key(block)
         largest = dp.gather(-1, key)
         dp.mul_(p).scatter_(-1, key, 0.0)
@@ -223,15 +350,15 @@ def derivative(heads: Heads) -> Attend:
     q, k, v = (t.flatten(0, 1) for t in (scale * heads.q, scale * heads.k, heads.v))
     sink = heads.sink_share()
     sink = None if sink is None else sink.flatten(0, 1)
-    rows = joined_rows([_anchored_block(block, v, sink) for block in maps])
+    rows = join_rows([_anchored_block(block, v, sink) for block in maps])
     return Attend(maps, q, k, v, rows.o, rows.key, rows.c, pair_products(heads))
 
 
 def _anchored_block(block: Block, v: Tensor, sink: Tensor | None) -> Anchored:
     sink = None if sink is None else sink[:, block.queries]
-    rows = anchored(block.p, v[:, block.keys], sink)
+    rows = anchor_outputs(block.p, v[:, block.keys], sink)
     return rows._replace(key=rows.key + (block.keys.start or 0))
 
 
-def _joined(rows: list[Tensor]) -> Tensor:
+def _join_blocks(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)

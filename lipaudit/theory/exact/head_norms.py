@@ -20,15 +20,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.accuracy import LAYER_WITHIN, TOL, WITHIN
-from lipaudit.theory.exact.attend import deviations
-from lipaudit.theory.exact.pairs import key_gradients, query_gradients
-from lipaudit.theory.exact.products import ScaledHeads, Through, head_products, layer_products
-from lipaudit.theory.exact.values import head_guess, layer_guess
+from lipaudit.theory.exact.attend import deviations, key_gradients, query_gradients
+from lipaudit.theory.exact.products import (
+    ScaledHeads,
+    Through,
+    head_guess,
+    head_products,
+    layer_guess,
+    layer_products,
+)
 from lipaudit.theory.heads import Heads
+from lipaudit.theory.policy import LAYER_WITHIN, TOL, WITHIN
 from lipaudit.theory.scale import unit_matrices, unit_values
-from lipaudit.theory.spectral.double import Solve, norms_in_double
-from lipaudit.theory.spectral.lanczos import Norms, random_starts, spectral_norms
+from lipaudit.theory.spectral.lanczos import (
+    Norms,
+    Solve,
+    norms_in_double,
+    random_starts,
+    spectral_norms,
+)
 
 _SCREEN = 6  # products after which most heads are known to gain nothing from splitting tokens
 
@@ -77,7 +87,7 @@ def head_norms(
     batch, count = heads.q.shape[:2]
     solve = partial(spectral_norms, tol=tol, max_steps=max_steps, within=within)
     parts = [_head_norms(some, seeds, solve) for some in _kept_together(heads)]
-    return _joined(parts).map(lambda values: values.view(batch, count))
+    return _join_norms(parts).map(lambda values: values.view(batch, count))
 
 
 def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
@@ -92,7 +102,7 @@ def _head_norms(heads: Heads, seeds: Sequence[int], solve: Solve) -> Norms:
     return norms_in_double(solve, families, start, guess).times(size.repeat(batch))
 
 
-def _joined(parts: Sequence[Norms]) -> Norms:
+def _join_norms(parts: Sequence[Norms]) -> Norms:
     """Return the norms of all problems of some groups."""
     names = ("norm", "upper", "products", "converged")
     return Norms(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
@@ -131,7 +141,7 @@ def layer_norms(
     each = [_layer_norms(some, seeds, solve, concat=side_by_side) for some in parts]
     before = [norms.concat for norms in each if norms.concat is not None]
     after = [norms.out for norms in each if norms.out is not None]
-    return LayerNorms(*(_joined(norms) if norms else None for norms in (before, after)))
+    return LayerNorms(*(_join_norms(norms) if norms else None for norms in (before, after)))
 
 
 def _layer_norms(heads: Heads, seeds: Sequence[int], solve: Solve, *, concat: bool) -> LayerNorms:
@@ -219,6 +229,30 @@ def vjp_x(
     gradients = dict(zip([side.source for side in layer.sides], layer.pull(u), strict=True))
     dx = gradients.get("x", torch.zeros_like(heads.x))
     return dx, None if heads.x_kv is None else gradients.get("x_kv", torch.zeros_like(heads.x_kv))
+
+
+def sketched_vjp_x(
+    heads: Heads,
+    u: Float[Tensor, "batch heads n dv"],
+    size: Float[Tensor, "batch heads"],
+    sketches: dict[str, Tensor],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return u, scaled, and R^T J^T u of X_q (`x`) and X_kv (`x_kv`), where the heads read them.
+
+    Args:
+        heads: one layer.
+        u: a cotangent of O; each head and row is scaled such that ||R^T J^T u|| is `size`.
+        size: of each head and row.
+        sketches: R, some directions of the channels of each input, (D, r).
+
+    >>> from lipaudit.theory.heads import affine_heads
+    >>> x, eye = torch.tensor([[[3.0, 4.0]]]), torch.eye(2)[None]
+    >>> heads, size = affine_heads(x, eye, eye, 2 * eye), torch.full((1, 1), 8.0**0.5)
+    >>> sketched_vjp_x(heads, torch.ones(1, 1, 1, 2), size, {"x": torch.eye(2)})[1]
+    {'x': tensor([[[2., 2.]]])}
+    """
+    factor, pulled = layer_products(heads).pull_scaled(u, size, sketches)
+    return u * factor[..., None, None], pulled
 
 
 def dense_jacobian(heads: Heads) -> Float[Tensor, "batch heads outputs inputs"]:

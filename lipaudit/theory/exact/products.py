@@ -1,23 +1,34 @@
-"""Products with the Jacobian of an attention layer, without forming it.
+"""Products with the Jacobian of an attention layer, without forming it, and where Lanczos starts.
 
 A cotangent u of O is pulled back to the rows q, k, v, from there through each token-wise
 projection to x; tangents are pushed the other way. One product with J J^T costs about one
 attention forward. In a single head the width D leaves it: J J^T = J_qkv (I kron W^T W) J_qkv^T
 with W = [W_Q W_K W_V].
+
+Without the derivative of P, J is P kron W_V^T: P mixes the tokens, W_V the channels. Its leading
+left singular vector is J's own where attention is weak, and often near it elsewhere. For a single
+head that vector is a Kronecker product. For all heads together it is sought among the images of
+b kron y, for one b that all maps together send far: y is then the leading singular vector of a
+matrix as small as W_V, with or without W_O behind it, and a step towards it costs little beside a
+product with J.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from lipaudit.theory.exact.attend import Attend, derivative
 from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.spectral.lanczos import Products, random_starts, spectral_norms
 
+_DEAD = 1e-30  # heads with smaller gradients are zero: float32 ends at 1e-38
 _IN_CACHE = 2**20
 """Numbers that a core's cache holds, or nearly so: of more a product waits for its operands."""
 
@@ -137,6 +148,23 @@ class LayerProducts:
             for side, weight in zip(self.sides, self.weights, strict=True)
         ]
 
+    def pull_scaled(
+        self, u: Tensor, size: Tensor, sketches: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return R^T J^T u of each input, with u scaled such that ||R^T J^T u|| = size.
+
+        In each head and row; the factors, (rows, heads), come first. R, of each input, is a few
+        directions of its channels: no head is pulled back to all.
+        """
+        rows = self.attend.pull(u.flatten(0, 1), _names(self.sides))
+        each = {
+            side.source: self._split(side.pull(rows)) @ (side.weight.mT @ sketches[side.source])
+            for side in self.sides
+        }
+        squares = torch.stack([z.square().sum((2, 3)) for z in each.values()]).sum(0)
+        factor = size / squares.sqrt().clamp_min(_DEAD)
+        return factor, {name: torch.einsum("bhnr,bh->bnr", z, factor) for name, z in each.items()}
+
     def push(self, inputs: list[Tensor]) -> Tensor:
         """J x for a tangent x of each input; what `pull` is the adjoint of."""
         tangents: dict[str, Tensor] = {}
@@ -194,7 +222,7 @@ class ScaledHeads:
         rows = self.gains[:, None] * t
         return (tokens.mT[..., None] * rows[:, None]).flatten(1)
 
-    def returned(self, t: Tensor, inner: Tensor) -> Tensor:
+    def pull_image(self, t: Tensor, inner: Tensor) -> Tensor:
         """Return what of that image gets back to each t, given all <a_h, a_g>."""
         return (inner.diagonal(0, 1, 2) * self.sizes)[..., None] * t
 
@@ -240,7 +268,7 @@ class Through:
         """Return sum_h a_h kron W_O,h^T t_h: t is (rows, heads, d_v), a (rows, heads, n)."""
         return (tokens.mT @ torch.einsum("bhd,hdo->bho", t, self.weight)).flatten(1)
 
-    def returned(self, t: Tensor, inner: Tensor) -> Tensor:
+    def pull_image(self, t: Tensor, inner: Tensor) -> Tensor:
         """Return what of that image gets back to each t, given all <a_h, a_g>."""
         after = inner @ torch.einsum("bhd,hdo->bho", t, self.weight)
         return torch.einsum("bho,hdo->bhd", after, self.weight)
@@ -303,3 +331,55 @@ def _per_problem(local: Tensor | None, shape: torch.Size) -> Tensor | None:
     if local is None or local.shape[:2] == (1, 1):
         return None if local is None else local[0]
     return local.expand(*shape, -1, -1, -1).flatten(0, 1)
+
+
+_TOKEN_STEPS = 4  # power steps: the first singular value of a map stands apart
+_CHANNEL_STEPS = 12  # Lanczos steps: those of weights crowd
+
+
+def head_guess(products: HeadProducts) -> Tensor:
+    """Return the leading left vector of P kron W_V^T of every problem, (problems, n dv), or 0."""
+    attend, weight = products.attend, value_weight(products)
+    if weight is None:
+        return torch.zeros_like(attend.o).flatten(1)
+    # The norm and left vector of a Kronecker product are those of its factors.
+    tokens = _token_images(attend, attend.v.new_ones(1))
+    values, vectors = torch.linalg.eigh(weight.mT @ weight)
+    channels = values[:, -1:].clamp_min(0.0).sqrt() * vectors[..., -1]
+    return (tokens.mT * channels.repeat(len(tokens) // len(channels), 1)[:, None]).flatten(1)
+
+
+def layer_guess(family: ScaledHeads | Through) -> Tensor:
+    """Return what all values together make of the b kron y they stretch most, one a row, or 0."""
+    layer, weight = family.layer, value_weight(family.layer)
+    heads, (count, n, dv) = layer.heads, layer.attend.o.shape
+    if weight is None:
+        return layer.attend.o.new_zeros(count // heads, n * family.channels)
+    tokens = _token_images(layer.attend, family.sizes).view(-1, heads, n)
+    flat, inner = weight.transpose(0, 1).flatten(1), tokens @ tokens.mT
+
+    def select(index: Tensor) -> Products:
+        some = inner[index.to(inner.device)]
+        return lambda y: (
+            family.pull_image((y @ flat).view(-1, heads, dv), some).flatten(1) @ flat.mT
+        )
+
+    start = random_starts([0], len(flat)).to(flat).expand(len(inner), -1)
+    few = partial(spectral_norms, tol=1e-3, max_steps=_CHANNEL_STEPS, within=math.inf)
+    y = few(select, start, vectors=True).vector
+    assert y is not None
+    return family.image((y @ flat).view(-1, heads, dv), tokens)
+
+
+def _token_images(attend: Attend, sizes: Tensor) -> Tensor:
+    """P b of every problem, (problems, 1, n), for one b a row, shared by as many heads as sizes.
+
+    Power steps on sum_h size_h P_h^T P_h are enough for a guess.
+    """
+    heads = len(sizes)
+    rows = attend.v.new_ones(len(attend.q), 1, attend.q.shape[1])
+    for _ in range(_TOKEN_STEPS):
+        back = attend.maps.left(rows).view(-1, heads, attend.k.shape[1])
+        b = normalize((sizes[:, None] * back).sum(1, keepdim=True), dim=-1)
+        rows = attend.maps.right(b.repeat_interleave(heads, 0))
+    return rows

@@ -1,6 +1,6 @@
 """Searches for bad inputs of a head by gradient ascent; what they find is a lower limit.
 
-Every function takes one head of affine self-attention.
+Searches over tokens take one head of affine self-attention; `ball_norm` takes any heads.
 
 The steepest tokens stand at three points (ours): most of them follow, they share their attention
 among two leaders on opposite sides of the ball, and every follower's output moves when a leader
@@ -13,16 +13,138 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lipaudit.theory.bounds.affine import are_affine, projections
+from lipaudit.theory.bounds.head_bounds import chunks
 from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.growth.climb import climb, standing
-from lipaudit.theory.growth.worst_tokens import affine_projections, duplicated_norm, relocated
+from lipaudit.theory.growth.worst_tokens import affine_projections, duplicated_norm, move_heads
 from lipaudit.theory.heads import Heads, Projection
+from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.scale import unit_values
+from lipaudit.theory.spectral.lanczos import random_starts
+
+Heights = Callable[[Float[Tensor, "rows size"]], Float[Tensor, " rows"]]
+
+_MEMORY = 12
+_FIRST = 0.1  # length of a step without a memory
+_RISE = 1e-4  # least share of the rise that the gradient promises
+_SHRINK, _TRIES = 0.2, 10
+_PATIENCE = 5
+
+
+class Place(NamedTuple):
+    """Where the rows are, how high, and the gradient there."""
+
+    x: Float[Tensor, "rows size"]
+    height: Float[Tensor, " rows"]
+    slope: Float[Tensor, "rows size"]
+
+
+def climb(
+    heights: Heights, x: Float[Tensor, "rows size"], *, steps: int, gain: float = 1e-6
+) -> Place:
+    """Return where each row gets to from its start; rows do not know of each other.
+
+    Args:
+        heights: what is maximised; differentiable, one number a row.
+        x: the starts.
+        steps: most steps.
+        gain: a row rests when it gains less than this, relatively, in `_PATIENCE` steps on end.
+
+    >>> peak = climb(lambda x: 5 - (x - 3).square().sum(1), torch.zeros(1, 2), steps=50)
+    >>> peak.x
+    tensor([[3., 3.]])
+    """
+    place = standing(heights, x)
+    memory = _Memory()
+    idle = torch.zeros_like(place.height)
+    for _ in range(steps):
+        last, place = place, _step(heights, place, memory.direction(place.slope), idle < _PATIENCE)
+        memory.keep(last, place)
+        gained = place.height - last.height > gain * place.height.abs()
+        idle = torch.where(gained, 0.0, idle + 1)
+        if bool((idle >= _PATIENCE).all()):
+            break
+    return place
+
+
+def standing(heights: Heights, x: Float[Tensor, "rows size"]) -> Place:
+    """Return the heights at x with their gradients."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        height = heights(x)
+        (slope,) = torch.autograd.grad(height.sum(), x)
+    return Place(x.detach(), height.detach(), slope)
+
+
+def _step(heights: Heights, place: Place, move: Tensor, active: Tensor) -> Place:
+    """Go along the move in active rows, less far until they rise; stay where they do not."""
+    size = torch.ones_like(place.height)
+    promised = _dot(move, place.slope)[:, 0]
+    arrived = promised <= torch.finfo(move.dtype).eps ** 0.5 * place.height.abs()
+    left = (active & ~arrived).nonzero()[:, 0]
+    for _ in range(_TRIES):
+        if not len(left):
+            break
+        tried = standing(heights, place.x[left] + size[left, None] * move[left])
+        rises = tried.height >= place.height[left] + _RISE * size[left] * promised[left]
+        to = left[rises]
+        place = Place(*(a.index_copy(0, to, b[rises]) for a, b in zip(place, tried, strict=True)))
+        left = left[~rises]
+        size = size * _SHRINK  # of rows that have risen it is of no use any more
+    return place
+
+
+class _Memory:
+    """The last steps and how the slope fell along each: the inverse Hessian of L-BFGS."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def keep(self, last: Place, place: Place) -> None:
+        """Add a step; rows in which the slope did not fall count for nothing."""
+        step, fall = place.x - last.x, last.slope - place.slope
+        bend = _dot(step, fall)
+        firm = bend > 1e-12 * step.norm(dim=1, keepdim=True) * fall.norm(dim=1, keepdim=True)
+        weight = torch.where(firm, 1 / bend, 0.0)
+        self.pairs = [*self.pairs[1 - _MEMORY :], (step, fall, weight)]
+
+    def direction(self, slope: Tensor) -> Tensor:
+        """Return where to go: no further than 1 in any row."""
+        move, shares = slope, []
+        for step, fall, weight in reversed(self.pairs):
+            shares.append(weight * _dot(step, move))
+            move = move - shares[-1] * fall
+        move = self._size(slope) * move
+        for (step, fall, weight), share in zip(self.pairs, reversed(shares), strict=True):
+            move = move + (share - weight * _dot(fall, move)) * step
+        move = torch.where(_dot(move, slope) > 0, move, _FIRST * _unit_norm(slope))
+        return move / move.norm(dim=1, keepdim=True).clamp_min(1.0)
+
+    def _size(self, slope: Tensor) -> Tensor:
+        """The length scale of the last step; of a first one by convention."""
+        first = _FIRST / slope.norm(dim=1, keepdim=True).clamp_min(_tiny(slope))
+        if not self.pairs:
+            return first
+        _, fall, weight = self.pairs[-1]
+        return torch.where(
+            weight > 0, 1 / (weight * _dot(fall, fall)).clamp_min(_tiny(fall)), first
+        )
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(1, keepdim=True)
+
+
+def _tiny(x: Tensor) -> float:
+    return float(torch.finfo(x.dtype).tiny)
+
 
 SEARCHES = 4
 """Independent searches: how far apart they end says how far to trust them."""
@@ -79,7 +201,7 @@ def steepest_tokens(
     for n in lengths:
         slope = _Slope(head, radius, n, causal)
         fresh = slope.starts(SEARCHES * STARTS, generator).view(SEARCHES, STARTS, -1)
-        last = slope.climbed(torch.cat([fresh, last], 1), generator)[:, None]
+        last = slope.climb_all(torch.cat([fresh, last], 1), generator)[:, None]
         yield slope.steepest(last[:, 0], basis, seed)
 
 
@@ -121,13 +243,13 @@ class _Slope:
         turns[::2] = 0.0
         return torch.cat([points.flatten(1), turns], 1)
 
-    def climbed(self, starts: Tensor, generator: torch.Generator) -> Tensor:
+    def climb_all(self, starts: Tensor, generator: torch.Generator) -> Tensor:
         """Return the highest end of each search, with whole copies."""
         rows = self._with_vector(starts.flatten(0, 1), generator)
         place = climb(self._heights, rows, steps=STEPS, gain=_ROUGH)
         ends = _highest(place.x.view(*starts.shape[:2], -1), place.height)
         ways = (torch.floor, torch.ceil) if self._most > 1 else (torch.floor,)
-        ends = torch.stack([self._rounded(ends, way) for way in ways], 1)
+        ends = torch.stack([self._round_copies(ends, way) for way in ways], 1)
         whole = replace(self, whole=True)
         place = climb(whole._heights, ends.flatten(0, 1), steps=_POLISH)
         ends = _highest(place.x.view_as(ends), place.height)
@@ -138,10 +260,10 @@ class _Slope:
         points, copies = self._points(rows), replace(self, whole=True)._copies(rows)
         if self.causal:
             x = points[:, self._places]
-            at = relocated(self.head, x, causal=True)
+            at = move_heads(self.head, x, causal=True)
             norm = head_norms(at, seeds=[seed] * len(x)).norm[:, 0]
         else:
-            at = relocated(self.head, points, causal=False)
+            at = move_heads(self.head, points, causal=False)
             pairs = enumerate(copies)
             norm = torch.cat([duplicated_norm(at.row(i), each)[0] for i, each in pairs])
         return Steepest(points @ basis, copies.long(), norm)
@@ -172,7 +294,7 @@ class _Slope:
     def _log_most(self) -> float:
         return math.log(self.n / 3) if self._most > 1 else 0.0
 
-    def _rounded(self, rows: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    def _round_copies(self, rows: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Bring the copies of the leaders to a whole number."""
         turn = 3 * self.head.x.shape[2]
         leaders = whole(self._copies(rows)[:, 0]).clamp(1, self._most)
@@ -194,7 +316,7 @@ class _Slope:
         points, copies = self._points(rows), self._copies(rows)
         x = points[:, self._places] if self.causal else points
         u = rows[:, 3 * self.head.x.shape[2] + 1 :].view(*x.shape[:2], -1)
-        at = relocated(self.head, x, causal=self.causal)
+        at = move_heads(self.head, x, causal=self.causal)
         root = torch.ones_like(x[..., :1]) if self.causal else copies.sqrt()[..., None]
         if not self.causal:
             at = replace(at, bias=copies.log()[:, None, None])
@@ -212,7 +334,7 @@ def _in_span(heads: Heads) -> tuple[Heads, Tensor]:
     to_q, to_k, to_v = (_in_basis(projection, basis) for projection in projections)
     scale = heads.scale[:1].cpu()
     head = replace(heads, to_q=to_q, to_k=to_k, to_v=to_v, scale=scale, out=None)
-    return relocated(head, basis.new_zeros(1, 1, len(basis))), basis
+    return move_heads(head, basis.new_zeros(1, 1, len(basis))), basis
 
 
 def _in_basis(projection: Projection, basis: Tensor) -> Projection:
@@ -244,7 +366,9 @@ def largest_shift(
     the budget falls the result tends to ||J||.
     """
     start = _output(heads, x)
-    move = budget * _unit(torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device))
+    move = budget * _unit_norm(
+        torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+    )
     best = x.new_zeros(len(x))
     for _ in range(steps):
         with torch.enable_grad():
@@ -252,16 +376,84 @@ def largest_shift(
             shift = (_output(heads, x + move) - start).flatten(1).norm(dim=1)
             (gradient,) = torch.autograd.grad(shift.sum(), move)
         best = torch.maximum(best, shift.detach() / budget)
-        move = budget * _unit(gradient)
+        move = budget * _unit_norm(gradient)
     return best
 
 
 def _output(heads: Heads, x: Tensor) -> Tensor:
-    at = relocated(heads, x)
+    at = move_heads(heads, x)
     return at.attention() @ at.v
 
 
-def _unit(t: Tensor) -> Tensor:
+def _unit_norm(t: Tensor) -> Tensor:
     """Scale every batch row to norm 1."""
     size = t.flatten(1).norm(dim=1).clamp_min(torch.finfo(t.dtype).tiny)
     return t / size.view(-1, *[1] * (t.ndim - 1))
+
+
+AT_X, UPHILL = 20, 12
+"""Power steps at X, and steps of the ascent: more raised few norms, and those by a per cent."""
+
+
+@torch.inference_mode(False)
+def ball_norm(
+    heads: Heads, r: float, *, seeds: Sequence[int], policy: Policy = POLICY
+) -> Float[Tensor, "batch heads"]:
+    """Return the largest ||J(X')|| found with ||X' - X||_F <= r, each head on its own; from below.
+
+    In turn the unit vector u goes to J J^T u and X' to the end of the gradient of ||J^T u|| in the
+    ball: power steps on both, exact as r falls. ||J^T u|| is never above ||J(X')||.
+
+    Args:
+        heads: self-attention with affine (or constant) projections; others give NaN.
+        r: radius, in the Frobenius norm over all tokens of a sample (of a window).
+        seeds: one per sample.
+        policy: how many heads are met at a time.
+    """
+    if heads.x_kv is not None or not are_affine(heads):
+        return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
+    unit, size = unit_values(heads.to(torch.float64))
+    n, dv = unit.q.shape[2], unit.v.shape[3]
+    u = random_starts(seeds, n * dv).to(unit.q)[unit.sample].view(-1, 1, n, dv)
+    norms = [_climb_ball(unit.pick(some), r, u) for some in chunks(unit, policy)]
+    return torch.cat(norms, 1) * size.to(u)
+
+
+def _climb_ball(heads: Heads, r: float, u: Tensor) -> Tensor:
+    # In coordinates of what the projections of a head read; R keeps the lengths of moves there.
+    weights = torch.cat([to.weight for to in projections(heads)], -1)
+    read = torch.linalg.qr(weights, mode="r").R
+    move = heads.q.new_zeros(*heads.q.shape[:3], read.shape[1])
+    u = u.expand(-1, heads.q.shape[1], -1, -1)
+    best = torch.zeros_like(heads.q[..., 0, 0])
+    for step in range(AT_X + UPHILL):
+        height, uphill, u = _slopes(heads, read, move, _unit_matrices(u))
+        best = torch.maximum(best, height)
+        if step >= AT_X:  # out to the edge in half of the ascent, along it in the other
+            move = r * min(1.0, 2 * (step - AT_X + 1) / UPHILL) * _unit_matrices(uphill)
+    return best
+
+
+def _slopes(heads: Heads, read: Tensor, move: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ||J^T u|| at the moved tokens, and its gradients in the move and in u."""
+    move, u = (t.detach().clone().requires_grad_() for t in (move, u))
+    with torch.enable_grad():
+        widths = [rows.shape[-1] for rows in (heads.q, heads.k, heads.v)]
+        steps = torch.split(move @ read, widths, -1)
+        q, k, v = (
+            rows + step for rows, step in zip((heads.q, heads.k, heads.v), steps, strict=True)
+        )
+        output = replace(heads, q=q, k=k, v=v).attention() @ v
+        (pulled,) = torch.autograd.grad(output, move, u, create_graph=True)
+        height = torch.linalg.vector_norm(pulled, dim=(-2, -1))
+        uphill, further = torch.autograd.grad(height.sum(), (move, u))
+    return height.detach(), uphill, further
+
+
+def _unit_matrices(t: Tensor) -> Tensor:
+    # By the largest entry first: squares of entries below 1e-154 vanish, and what is divided by
+    # the tiny number in place of their sum is no unit vector.
+    tiny = torch.finfo(t.dtype).tiny
+    t = t / t.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
+    size = torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True)
+    return t / size.clamp_min(tiny)

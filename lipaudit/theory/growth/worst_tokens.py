@@ -106,7 +106,9 @@ def adversary(heads: Heads) -> Adversary | None:
     return Adversary(u if tilt >= 0 else -u, float(real[index]), lead, follow, abs(tilt))
 
 
-def relocated(heads: Heads, x: Float[Tensor, "batch n D"], *, causal: bool | None = None) -> Heads:
+def move_heads(
+    heads: Heads, x: Float[Tensor, "batch n D"], *, causal: bool | None = None
+) -> Heads:
     """Return affine heads at other tokens, without padding or position bias.
 
     Args:
@@ -176,7 +178,7 @@ def mean_field_norm(heads: Heads, worst: Adversary, radius: float) -> tuple[floa
     The maximum of `weighted_norm` over the weights (1, m), log m within 6 of log n_max: what the
     norm of the worst-case tokens reaches as n grows. It grows like R^2 e^{c R^2} with the radius.
     """
-    at = relocated(heads, worst.points(radius), causal=False)
+    at = move_heads(heads, worst.points(radius), causal=False)
 
     def norm(log_m: float) -> float:
         weights = torch.tensor([1.0, math.exp(log_m)], dtype=at.x.dtype, device=at.x.device)

@@ -1,1 +1,1 @@
-"""Spectral norms: proven from above, and met from below by Lanczos."""
+"""Spectral norms: upper bounds, and estimates from below by Lanczos."""

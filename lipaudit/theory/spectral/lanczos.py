@@ -1,5 +1,28 @@
 """Spectral norms of many Jacobians at once: the Lanczos process on A = J J^T.
 
+T = U^T A U is the tridiagonal matrix of the steps, theta_1 >= ... >= theta_k its eigenvalues (the
+Ritz values), beta_j what couples step j to the next one, u the start, |u| = 1. Only ratios to
+theta_1 are squared or multiplied, so nothing depends on the scale of A.
+
+The limit that holds. The basis vectors are p_j(A) u for the orthonormal polynomials of u, and
+
+    p_k(t) = det(t - T) / (beta_1 ... beta_k).
+
+With v_1 the leading eigenvector, <u_{k+1}, v_1> = p_k(lambda_1) <u, v_1> is at most 1 in size, so
+|p_k(lambda_1)| <= 1 / |<u, v_1>|. A random start has |<u, v_1>| >= delta with probability 1 - eta
+(`log_delta`), and p_k grows above theta_1: with that probability lambda_1 is at most the t with
+p_k(t) = 1 / delta. The event is one of the start alone: the limit holds at every step at once, so
+a stop rule may look at all of them (Van Dorsselaer et al., Theorem 3.1).
+
+What the estimate misses. Kato-Temple takes the gap to theta_2 for the gap below lambda_1. Two
+eigenvalues closer together than the residual share one Ritz value theta_1, between them, and
+theta_2 is the third one: the error is then up to their distance, whatever the estimate says. No
+rule that stops early mends it: where v_1 has weight 1 / p_k(t) or less in the start, k steps look
+the same with and without lambda_1 = t. A proof to tol costs ln((1 + limit) / tol) / ln(rho) more
+steps than one to a wider limit, rho being the growth of p_k per step (1.4 to 2.4 times as many at
+1e-4 and 1e-6 on the heads and models of the benchmarks); a second start or a block of b costs b
+times as many vectors and saves only the eta in delta, which is the smaller part.
+
 Only products A u = J (J^T u) are needed, in the space of outputs. Vectors live in the precision of
 the products, fully reorthogonalised; the small tridiagonal algebra is float64 on the CPU. Powers
 of two keep A near one, so that norms of any size are met alike.
@@ -8,21 +31,94 @@ A norm is always a lower estimate. A problem ends when the estimate of its error
 and what can be proven, that with probability 1 - ETA the truth is at most `upper`, is at most
 `within` above it; or once `tol` itself is proven. `spectral.ritz` derives both, and why the first
 is no proof.
+
+For any u, ||J^T u|| / ||u|| <= ||J||, with equality at the leading vector, near which it is flat:
+an error of e in u costs e^2. So one product in double precision with the vector of an iteration in
+single gives the norm to nearly the digits of double, and never above it: no proven bound can lie
+below. Where the two precisions do not agree, the logits are too large for single precision to tell
+P, and the whole iteration is made again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory.accuracy import TOL, WITHIN
-from lipaudit.theory.powers import times_power
-from lipaudit.theory.spectral.ritz import below, kato_temple, log_delta, probabilistic_limit
+from lipaudit.theory.policy import TOL, WITHIN
+from lipaudit.theory.scale import times_power
+
+
+def log_delta(size: Tensor, eta: float) -> Tensor:
+    """Log of delta with P(|<u, v>| >= delta) >= 1 - eta for u uniform on the sphere, v fixed.
+
+    For size >= 3 the density of <u, v> is at most Gamma(n/2) / (sqrt(pi) Gamma((n-1)/2)).
+    """
+    half = size.double() / 2
+    # P(|<u, v>| < delta) <= 2 delta density = eta.
+    density = torch.lgamma(half) - torch.lgamma(half - 0.5) - 0.5 * math.log(math.pi)
+    return math.log(eta / 2) - density
+
+
+def below(ritz: Tensor, level: Tensor, factor: float) -> Tensor:
+    """Whether lambda_1 <= factor theta_1 with the start's probability: p_k there is 1 / delta.
+
+    Args:
+        ritz: eigenvalues of T, ascending.
+        level: log of beta_1 ... beta_k / delta.
+        factor: above 1.
+    """
+    # det(t - T) = prod_i (t - theta_i) at t = factor theta_1; p_k increases beyond theta_1.
+    return (factor * ritz[:, -1:] - ritz).log().sum(1) >= level
+
+
+def probabilistic_limit(ritz: Tensor, level: Tensor) -> Tensor:
+    """Solve log det(t - T) = level for t above theta_1 and return t.
+
+    Newton's method in y = log(t - theta_1), where the left side is convex and increasing: started
+    to the right it only descends, so every iterate is a limit too.
+    """
+    top = ritz[:, -1].clamp_min(0.0)
+    gaps = (ritz[:, -1:] - ritz[:, :-1]).log()
+    # f(y) = y + sum_i log(e^y + gap_i) lies above k y and above y + sum_i log gap_i: where either
+    # reaches the level, f is not below it. f is convex, so Newton's steps from there stay above.
+    y = torch.minimum(level / ritz.shape[1], level - gaps.sum(1))
+    for _ in range(60):
+        value = y + torch.logaddexp(y[:, None], gaps).sum(1)
+        slope = 1 + torch.sigmoid(y[:, None] - gaps).sum(1)
+        step = (value - level).clamp_min(0.0) / slope
+        y = y - step
+        if not (step > 1e-5).any():  # what is left is of the order of its square
+            break
+    return top + y.exp()
+
+
+def kato_temple(ritz: Tensor, shorter: Tensor, beta: Tensor) -> Tensor:
+    """Estimate lambda_1 / theta_1 - 1: |A x - theta_1 x|^2 over the gap to theta_2.
+
+    Args:
+        ritz: eigenvalues of T, ascending.
+        shorter: those one step earlier.
+        beta: what couples the newest basis vector to T.
+
+    Source: Kato, J. Phys. Soc. Japan 4, 1949.
+    """
+    top = ritz[:, -1:].clamp_min(torch.finfo(ritz.dtype).tiny)
+    gaps = ((top - ritz[:, :-1]) / top).clamp_min(1e-300)
+    # The squared last entry of T's top eigenvector, in terms of the interlacing eigenvalues.
+    last = (((top - shorter) / top).clamp_min(0.0) / gaps).prod(1)
+    residual = (beta / top[:, 0]).square() * last
+    # |lambda - theta_1| <= |r| for some eigenvalue lambda; <= |r|^2 / gap where the gap holds.
+    if ritz.shape[1] == 1:
+        return residual.sqrt()
+    return torch.minimum(residual.sqrt(), residual / gaps[:, -1])
+
 
 Products = Callable[[Tensor], Tensor]
 """u -> A u for every problem, (problems, size) to (problems, size)."""
@@ -64,7 +160,7 @@ class Norms:
         """Return the norms of the same problems times a factor, one or one for each."""
         return replace(self, norm=self.norm * factor, upper=self.upper * factor)
 
-    def updated(self, index: Int[Tensor, " some"], rest: Norms) -> Norms:
+    def update(self, index: Int[Tensor, " some"], rest: Norms) -> Norms:
         """Return the same with some problems solved anew; their products add up."""
         return Norms(
             self.norm.index_put((index,), rest.norm),
@@ -146,7 +242,7 @@ def spectral_norms(
     products = select(running.index)
     for _ in range(max_steps):
         running.advance(running.image(products))
-        fresh = running.settled(tol, within) & ~running.done
+        fresh = running.has_settled(tol, within) & ~running.done
         if not fresh.any():
             continue
         _record(norms, running, fresh)
@@ -211,14 +307,14 @@ class _Running:
         tiny = torch.finfo(w.dtype).tiny
         torch.div(w, beta.clamp_min(tiny), out=self._vector(self.steps))
 
-    def settled(self, tol: float, within: float) -> Tensor:
+    def has_settled(self, tol: float, within: float) -> Tensor:
         """Which problems meet the stop rule."""
         reached = below(self.ritz, self.level, (1 + within) ** 2)
         if within > tol and reached.any():
             proven = below(self.ritz, self.level, (1 + tol) ** 2)
             error = kato_temple(self.ritz, self.shorter, self.beta)
             reached &= proven | (error <= (1 + tol) ** 2 - 1)
-        return reached | self.exhausted()
+        return reached | self.is_exhausted()
 
     def vectors(self, mask: Tensor) -> Tensor:
         """The combinations of basis vectors that belong to the largest Ritz values of some."""
@@ -229,7 +325,7 @@ class _Running:
             total.baddbmm_(part[:, None], block[rows, : part.shape[1]])
         return total.squeeze(1)
 
-    def exhausted(self) -> Tensor:
+    def is_exhausted(self) -> Tensor:
         """Where the Krylov space is invariant: T has every eigenvalue that the start can see."""
         return (self.beta == 0) | (self.size <= self.steps)
 
@@ -289,14 +385,14 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
     live = start.ne(0).sum(1)
     dimension = live.cpu()
     block, length = start.new_zeros(count, _GROWTH, size), torch.ones(count, dtype=torch.float64)
-    block[:, 0] = _normalized(start)
+    block[:, 0] = _normalize(start)
     # <u, v> = (<g, v> + <h, v>) / |g + h|: P(|<g, v> + c| < delta) is largest for c = 0 (Anderson,
     # symmetric unimodal density), so delta / |g + h| holds as delta did.
     if guess is not None:
         # In one dimension every vector is right, and the sum of two opposite ones is none.
-        mixed = block[:, 0] + _normalized(guess) * (live > 1)[:, None]
+        mixed = block[:, 0] + _normalize(guess) * (live > 1)[:, None]
         length = torch.linalg.vector_norm(mixed, dim=1).to("cpu", torch.float64)
-        block[:, 0] = _normalized(mixed)
+        block[:, 0] = _normalize(mixed)
     empty = torch.zeros(count, 0, dtype=torch.float64)
     return _Running(
         index=torch.arange(count),
@@ -315,7 +411,7 @@ def _begin(start: Tensor, guess: Tensor | None) -> _Running:
     )
 
 
-def _normalized(vectors: Tensor) -> Tensor:
+def _normalize(vectors: Tensor) -> Tensor:
     """Unit vectors; 0 stays 0. Squares of small numbers underflow: a power of two goes first."""
     exponent = torch.frexp(vectors.abs().amax(1).to("cpu", torch.float64))[1]
     return torch.nn.functional.normalize(times_power(vectors, -exponent), dim=1)
@@ -339,9 +435,60 @@ def _record(norms: Norms, running: _Running, mask: Tensor) -> None:
     which, ritz, exponent = running.index[mask], running.ritz[mask], running.exponent[mask]
     top = ritz[:, -1].clamp_min(0.0)
     limit = probabilistic_limit(ritz, running.level[mask])
-    limit = torch.where(running.exhausted()[mask], top, limit)
+    limit = torch.where(running.is_exhausted()[mask], top, limit)
     norms.norm[which] = times_power(top.sqrt(), -exponent // 2)
     norms.upper[which] = times_power(limit.sqrt(), -exponent // 2)
     norms.products[which] = running.steps + running.repeated[mask]
     if norms.vector is not None and len(which):
         norms.vector[which] = running.vectors(mask)
+
+
+SINGLE_ERROR = 1e-5
+"""What single precision may lack of a norm where it can tell P; measured: at most 3e-6."""
+
+Solve = Callable[..., Norms]
+"""`spectral_norms` with its stop rule: takes select, start, guess and vectors."""
+
+
+class Family(Protocol):
+    """The Jacobians of some problems."""
+
+    def select(self, index: Tensor) -> Products:
+        """Return u -> J J^T u of these problems."""
+
+    def pulled_norm(self, u: Float[Tensor, "problems size"]) -> Float[Tensor, " problems"]:
+        """Return ||J^T u|| of every problem."""
+
+
+def norms_in_double(
+    solve: Solve,
+    families: tuple[Select, Callable[[], Family]],
+    start: Float[Tensor, "problems size"],
+    guess: Float[Tensor, "problems size"],
+) -> Norms:
+    """Return norms that are never above the truth, beyond the rounding of double precision.
+
+    Args:
+        solve: finds norms and vectors from products, a start and a guess.
+        families: the products in the precision of `start`; makes the same problems in double.
+        start: as `spectral_norms` takes it.
+        guess: likewise.
+    """
+    select, double = families
+    norms = solve(select, start, guess=guess, vectors=True)
+    if start.dtype == torch.float64:
+        return replace(norms, vector=None)
+    family, vector = double(), norms.vector
+    assert vector is not None
+    # At an angle e from the leading vector ||J^T u||^2 >= cos^2 e ||J||^2 >= (1 - e^2) ||J||^2.
+    # No u gives more than ||J||: what single precision left in the vector cannot raise the norm.
+    length = torch.linalg.vector_norm(vector.double(), dim=1).clamp_min(1e-300)
+    single, norm = norms.norm, (family.pulled_norm(vector.double()) / length).cpu()
+    norms = replace(norms, norm=norm, upper=torch.maximum(norms.upper, norm), vector=None)
+    # P of large logits differs between the precisions, and so does the leading vector.
+    again = ((single - norm).abs() > SINGLE_ERROR * norm).nonzero()[:, 0]
+    if not len(again):
+        return norms
+    start, guess = (rows[again.to(rows.device)].double() for rows in (start, guess))
+    rest = solve(lambda index: family.select(again[index]), start, guess=guess)
+    return norms.update(again, rest)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from lipaudit.report.blocks import Curve, Series
-from lipaudit.report.draw.plots import svg
+from lipaudit.report.charts import draw_svg
+from lipaudit.report.pictures import Curve, Series
 from lipaudit.results import Column
 
 SPACE = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" color="#333333"'
@@ -20,7 +20,7 @@ def curves(title: str, x: str, y: str, series: tuple[Series, ...]) -> Curve:
 
 def standalone(block: Curve) -> str:
     """Draw a picture, dark on white, as a file."""
-    text = re.sub(r"var\(--c\d+, (#\w+)\)", r"\1", svg(block))
+    text = re.sub(r"var\(--c\d+, (#\w+)\)", r"\1", draw_svg(block))
     width = int(re.search(r"--width:(\d+)px", text)[1])
     text = text.replace('<g class="marks">', '<g fill="none" pointer-events="all">')
     text = re.sub(r' style="--width:\d+px"', "", text, count=1)

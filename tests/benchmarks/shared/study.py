@@ -17,7 +17,7 @@ from lipaudit.attacks.oracle import logits_and_gradient
 from lipaudit.data.batch import Batch
 from lipaudit.measures import MEASURES
 from lipaudit.models.net import Net
-from lipaudit.report.page.correlation import spearman
+from lipaudit.report.page.findings import compute_spearman
 from lipaudit.results import Section
 from lipaudit.settings import MeasureOptions
 
@@ -55,7 +55,7 @@ def mean_rho(pairs: Sequence[Pair], rows: np.ndarray) -> float:
     each = []
     for values, radius in pairs:
         there = rows[np.isfinite(radius[rows])]
-        one = spearman(values[there].tolist(), radius[there].tolist())
+        one = compute_spearman(values[there].tolist(), radius[there].tolist())
         each.append(math.nan if one is None else one.rho)
     return float(np.mean(each))
 

@@ -195,154 +195,135 @@ def _linear(s: Tensor) -> Tensor:
 
 _WEIGHT = torch.tensor([[0.8, 0.3], [-0.2, 0.9]], dtype=torch.float64)
 
-for _name, _what, _outcome, _share, _pending in (
-    ("sigmoid", "sigmoid attention", "left", torch.sigmoid, ""),
+for _name, _what, _outcome, _share in (
+    ("sigmoid", "sigmoid attention", "left", torch.sigmoid),
     (
         "sigmoid_shifted",
         "sigmoid attention less the log of the length",
         "left",
         lambda s: torch.sigmoid(s - 1.6),
-        "",
     ),
-    ("relu_attention", "ReLU attention", "left", lambda s: s.relu() / TOKENS, ""),
+    ("relu_attention", "ReLU attention", "left", lambda s: s.relu() / TOKENS),
     (
         "squared_relu",
         "squared ReLU, divided by its sum",
         "left",
         lambda s: s.relu().square() / (s.relu().square().sum(-1, keepdim=True) + 1),
-        "",
     ),
-    ("raw_logits", "logits as they are", "left", lambda s: s / TOKENS, ""),
-    ("sinkhorn", "rows and columns normalised in turn (Sinkhorn)", "numerical", _sinkhorn, ""),
-    ("sparsemax", "sparsemax", "left", _entmax, ""),
-    ("tanh_map", "tanh attention", "left", torch.tanh, ""),
+    ("raw_logits", "logits as they are", "left", lambda s: s / TOKENS),
+    ("sinkhorn", "rows and columns normalised in turn (Sinkhorn)", "numerical", _sinkhorn),
+    ("sparsemax", "sparsemax", "left", _entmax),
+    ("tanh_map", "tanh attention", "left", torch.tanh),
     (
         "softplus",
         "softplus divided by its sum",
         "left",
         lambda s: F.softplus(s) / F.softplus(s).sum(-1, keepdim=True),
-        "",
     ),
-    ("elu_plus_one", "elu + 1 of logits, divided by its sum", "left", _linear, ""),
-    ("squared", "softmax, squared", "numerical", lambda s: s.softmax(-1).square(), ""),
+    ("elu_plus_one", "elu + 1 of logits, divided by its sum", "left", _linear),
+    ("squared", "softmax, squared", "numerical", lambda s: s.softmax(-1).square()),
     (
         "sharpened",
         "softmax, squared and normalised again",
         "numerical",
         lambda s: s.softmax(-1).square() / s.softmax(-1).square().sum(-1, keepdim=True),
-        "",
     ),
-    ("twice", "softmax of a softmax", "numerical", lambda s: s.softmax(-1).softmax(-1), ""),
-    ("renormalised", "softmax, masked and normalised again", "numerical", _renormalised, ""),
+    ("twice", "softmax of a softmax", "numerical", lambda s: s.softmax(-1).softmax(-1)),
+    ("renormalised", "softmax, masked and normalised again", "numerical", _renormalised),
     (
         "masked_behind",
         "softmax, masked behind",
         "numerical",
         lambda s: s.softmax(-1) * torch.ones(s.shape[-2:], dtype=s.dtype).tril(),
-        "",
     ),
     (
         "plus_identity",
         "softmax plus the identity",
         "numerical",
         lambda s: s.softmax(-1) + torch.eye(s.shape[-1], dtype=s.dtype),
-        "",
     ),
     (
         "less_mean",
         "softmax less 1 / n",
         "numerical",
         lambda s: s.softmax(-1) - 1 / s.shape[-1],
-        "",
     ),
-    ("scaled_map", "softmax times a number", "numerical", lambda s: 0.5 * s.softmax(-1), ""),
+    ("scaled_map", "softmax times a number", "numerical", lambda s: 0.5 * s.softmax(-1)),
     (
         "talking",
         "heads mixed behind the softmax",
         "numerical",
         lambda s: torch.einsum("gh,...hij->...gij", _WEIGHT, s.softmax(-1)),
-        "",
     ),
     (
         "dropped",
         "dropout, off",
         "read",
         lambda s: F.dropout(s.softmax(-1), 0.5, training=False),
-        "",
     ),
     (
         "talking_before",
         "heads mixed before the softmax",
         "numerical",
         lambda s: torch.einsum("gh,...hij->...gij", _WEIGHT, s).softmax(-1),
-        "",
     ),
     (
         "capped",
         "a soft cap of the logits",
         "read",
         lambda s: (2 * torch.tanh(s / 2)).softmax(-1),
-        "",
     ),
     (
         "relu_logits",
         "ReLU of the logits before the softmax",
         "numerical",
         lambda s: s.relu().softmax(-1),
-        "",
     ),
-    ("clamped", "clamped logits", "numerical", lambda s: s.clamp(-0.5, 0.5).softmax(-1), ""),
-    ("absolute", "absolute logits", "read", lambda s: s.abs().softmax(-1), ""),
-    ("log_one", "softmax of log(1 + e^l)", "read", lambda s: F.softplus(s).softmax(-1), ""),
-    ("cubed", "softmax of cubed logits", "read", lambda s: (s**3).softmax(-1), ""),
+    ("clamped", "clamped logits", "numerical", lambda s: s.clamp(-0.5, 0.5).softmax(-1)),
+    ("absolute", "absolute logits", "read", lambda s: s.abs().softmax(-1)),
+    ("log_one", "softmax of log(1 + e^l)", "read", lambda s: F.softplus(s).softmax(-1)),
+    ("cubed", "softmax of cubed logits", "read", lambda s: (s**3).softmax(-1)),
     (
         "centred",
         "logits less their mean over the keys",
         "numerical",
         lambda s: (s - s.mean(-1, keepdim=True)).softmax(-1),
-        "",
     ),
     (
         "normed_logits",
         "logits divided by their norm over the keys",
         "numerical",
         lambda s: (s / s.norm(dim=-1, keepdim=True)).softmax(-1),
-        "",
     ),
     (
         "convolved",
         "logits smoothed over neighbouring keys",
         "numerical",
         lambda s: (s + 0.3 * s.roll(1, -1)).softmax(-1),
-        "",
     ),
     (
         "symmetric",
         "logits plus their transpose",
         "numerical",
         lambda s: (s + s.mT).softmax(-1),
-        "",
     ),
     (
         "causal_filled",
         "a causal mask by masked_fill",
         "read",
         lambda s: s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1),
-        "",
     ),
     (
         "causal_added",
         "a causal mask that is added",
         "read",
         lambda s: (s + torch.full(s.shape[-2:], -torch.inf, dtype=s.dtype).triu(1)).softmax(-1),
-        "",
     ),
     (
         "causal_where",
         "a causal mask by where, -1e9",
         "read",
         lambda s: torch.where(torch.ones(s.shape[-2:]).tril().bool(), s, -1e9).softmax(-1),
-        "",
     ),
     (
         "causal_product",
@@ -353,7 +334,6 @@ for _name, _what, _outcome, _share, _pending in (
             * torch.ones(s.shape[-2:], dtype=s.dtype).tril()
             / (s.exp() * torch.ones(s.shape[-2:], dtype=s.dtype).tril()).sum(-1, keepdim=True)
         ),
-        "",
     ),
     (
         "windowed",
@@ -362,7 +342,6 @@ for _name, _what, _outcome, _share, _pending in (
         lambda s: s.masked_fill(
             (torch.ones(s.shape[-2:]).tril(1) * torch.ones(s.shape[-2:]).triu(-1)) == 0, -torch.inf
         ).softmax(-1),
-        "",
     ),
     (
         "distances",
@@ -371,7 +350,6 @@ for _name, _what, _outcome, _share, _pending in (
         lambda s: (s - 0.3 * (torch.arange(5.0)[:, None] - torch.arange(5.0)).abs().to(s)).softmax(
             -1
         ),
-        "",
     ),
     (
         "masked_rows",
@@ -382,14 +360,12 @@ for _name, _what, _outcome, _share, _pending in (
             .softmax(-1)
             .nan_to_num(0.0)
         ),
-        "a row of NaN is no number",
     ),
     (
         "top_two",
         "the two largest logits of each row, others masked",
         "read",
         lambda s: s.masked_fill(s < s.topk(2, -1).values[..., -1:], -torch.inf).softmax(-1),
-        "",
     ),
     (
         "straight_through",
@@ -398,7 +374,6 @@ for _name, _what, _outcome, _share, _pending in (
         lambda s: (
             F.one_hot(s.argmax(-1), s.shape[-1]).to(s) - s.softmax(-1).detach() + s.softmax(-1)
         ),
-        "",
     ),
 ):
 
@@ -410,7 +385,6 @@ for _name, _what, _outcome, _share, _pending in (
         _what,
         _outcome,
         heads=of(share=_share),
-        pending=_pending,
         derivative=_name != "straight_through",
     )(_forward)
 

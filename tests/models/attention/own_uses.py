@@ -24,9 +24,6 @@ from tests.models.attention.own_modules import (
 )
 from tests.models.attention.own_weights import add, parameter, sdpa
 
-HEADS_APART = "heads and queries that the code takes apart are not joined yet"
-UNREAD = "attention that is not read is not named yet"
-
 
 def layers(*heads: Any) -> Any:
     """Return the truth of several uses."""
@@ -191,9 +188,9 @@ def of_small(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "one linear layer for every head, as in tutorials",
+    "numerical",
     build=SMALL,
     heads=of_small,
-    pending=HEADS_APART,
 )
 def tutorial(a: Any, x: Tensor) -> Tensor:
     z = x.unflatten(-1, (HEADS, -1))
@@ -202,7 +199,7 @@ def tutorial(a: Any, x: Tensor) -> Tensor:
     return a.o(torch.einsum("bhnm,bmhd->bnhd", p, v).flatten(2))
 
 
-@own("the same behind a transpose", build=SMALL, heads=of_small, pending=HEADS_APART)
+@own("the same behind a transpose", "numerical", build=SMALL, heads=of_small)
 def tutorial_split(a: Any, x: Tensor) -> Tensor:
     z = split(x)
     return a.o(join(F.scaled_dot_product_attention(a.sq(z), a.sk(z), a.sv(z))))
@@ -255,32 +252,59 @@ def over_channels(a: Any, x: Tensor) -> Tensor:
 # --- chunks and loops
 
 
-@own("chunks of queries", pending=HEADS_APART)
+@own("chunks of queries", "named")
 def query_chunks(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(part @ k.mT).softmax(-1) @ v for part in q.split(3, -2)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("chunks of queries, fused", pending=HEADS_APART)
+@own("chunks of queries, fused", "named")
 def fused_chunks(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [F.scaled_dot_product_attention(part, k, v, scale=1.0) for part in q.split(3, -2)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("a loop over the queries", pending=HEADS_APART)
+@own("a loop over the queries", "named")
 def query_loop(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(q[:, :, i : i + 1] @ k.mT).softmax(-1) @ v for i in range(TOKENS)]
     return a.o(join(torch.cat(o, -2)))
 
 
-@own("a loop over the heads", pending=HEADS_APART)
+@own("a loop over the heads", "read in parts")
 def head_loop(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     o = [(q[:, h] @ k[:, h].mT).softmax(-1) @ v[:, h] for h in range(HEADS)]
     return a.o(torch.cat(o, -1))
+
+
+@own("a loop over the heads, fused", "read in parts")
+def fused_head_loop(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    parts = zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True)
+    return a.o(torch.cat([F.scaled_dot_product_attention(*part, scale=1.0) for part in parts], -1))
+
+
+@own(
+    "a loop over the heads, which share one key",
+    "read in parts",
+    build=add(one=lambda: nn.Linear(WIDTH, 4)),
+    heads=lambda a, x: attend(a, x, k=x @ a.one.weight.T + a.one.bias),
+)
+def shared_key_loop(a: Any, x: Tensor) -> Tensor:
+    q, _, v = qkv(a, x)
+    k = a.one(x)
+    o = [(q[:, h] @ k.mT).softmax(-1) @ v[:, h] for h in range(HEADS)]
+    return a.o(torch.cat(o, -1))
+
+
+@own("chunks of tokens whose queries are made one after the other", "named")
+def token_chunks(a: Any, x: Tensor) -> Tensor:
+    k, v = split(a.k(x)), split(a.v(x))
+    o = [F.scaled_dot_product_attention(split(a.q(part)), k, v) for part in x.split(3, 1)]
+    return a.o(join(torch.cat(o, -2)))
 
 
 class Head(nn.Module):
@@ -322,13 +346,35 @@ def head_modules(a: Any, x: Tensor) -> Tensor:
     return a.o(torch.cat([head(x) for head in a.heads], -1))
 
 
-@own("a loop over the samples", "left", pending=UNREAD, waits=("alone", "beside"))
+@own("a loop over the samples", "left")
 def sample_loop(a: Any, x: Tensor) -> Tensor:
     out = []
     for one in x:
         q, k, v = qkv(a, one)
         out.append(a.o(join((q @ k.mT).softmax(-1) @ v)))
     return torch.stack(out)
+
+
+@own("a loop over the samples, batches of one", "left")
+def sample_batches(a: Any, x: Tensor) -> Tensor:
+    return torch.cat([sdpa(a, a.q(one), a.k(one), a.v(one)) for one in x.split(1)])
+
+
+@own("a loop over the samples around the attention alone", "left")
+def sample_index(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    o = [F.scaled_dot_product_attention(q[i], k[i], v[i], scale=1.0) for i in range(len(x))]
+    return a.o(join(torch.stack(o)))
+
+
+@own("a loop over the samples and the heads", "left")
+def sample_head_loop(a: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(a, x)
+    o = [
+        torch.cat([(q[i, h] @ k[i, h].mT).softmax(-1) @ v[i, h] for h in range(HEADS)], -1)
+        for i in range(len(x))
+    ]
+    return a.o(torch.stack(o))
 
 
 @own("torch.func.vmap over the samples", "left")
@@ -552,7 +598,7 @@ def map_without_grad(a: Any, x: Tensor) -> Tensor:
     return a.o(join(p @ v))
 
 
-@own("values detached", "autograd", derivative=False, pending=UNREAD)
+@own("values detached", "left", derivative=False)
 def detached_values(a: Any, x: Tensor) -> Tensor:
     q, k, v = qkv(a, x)
     return a.o(join((q @ k.mT).softmax(-1) @ v.detach()))
@@ -566,9 +612,7 @@ def detached_keys(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "all under no_grad but the residual",
-    "left",
-    pending=UNREAD,
-    waits=("alone",),
+    "named",
     derivative=False,
 )
 def without_grad(a: Any, x: Tensor) -> Tensor:

@@ -22,8 +22,6 @@ from tests.models.attention.own_modules import (
     split,
 )
 
-CONSTANT = "a weight that is computed is no weight yet"
-
 
 def sdpa(a: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     """Attend to q, k and v of (batch, tokens, width), and project."""
@@ -233,14 +231,14 @@ def _pruned(w: Tensor) -> Tensor:
     return w * (w.abs() > 0.2)
 
 
-@own("values that are the input", heads=lambda a, x: attend(a, x, v=split(x)), pending=CONSTANT)
+@own("values that are the input", "numerical", heads=lambda a, x: attend(a, x, v=split(x)))
 def identity_values(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, a.q(x), a.k(x), x)
 
 
 @own(
     "queries, keys and values that are the input",
-    pending=CONSTANT,
+    "numerical",
     heads=lambda a, x: attend(a, x, q=split(x), k=split(x), v=split(x)),
 )
 def identity_all(a: Any, x: Tensor) -> Tensor:
@@ -249,7 +247,7 @@ def identity_all(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "the same behind a LayerNorm in the module",
-    pending=CONSTANT,
+    "numerical",
     build=add(norm=lambda: nn.LayerNorm(WIDTH)),
     truth=lambda a: (Layer(lambda x: attend(a, x, q=split(x), k=split(x), v=split(x)), a.norm),),
 )
@@ -260,7 +258,7 @@ def identity_normed(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "keys and values that are the input",
-    pending=CONSTANT,
+    "numerical",
     heads=lambda a, x: attend(a, x, k=split(x), v=split(x)),
 )
 def identity_keys(a: Any, x: Tensor) -> Tensor:
@@ -280,8 +278,8 @@ def tied_values(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "queries that are the input times a vector",
+    "numerical",
     build=add(gain=parameter(WIDTH)),
-    pending=CONSTANT,
     heads=lambda a, x: attend(a, x, q=split(x * a.gain)),
 )
 def diagonal_queries(a: Any, x: Tensor) -> Tensor:
@@ -313,7 +311,7 @@ def addmm(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(torch.addmm(m.bias, rows, m.weight.T).view_as(x) for m in (a.q, a.k, a.v)))
 
 
-@own("tensordot", heads=_plain, pending=CONSTANT)
+@own("tensordot", heads=_plain)
 def tensordot(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, *(torch.tensordot(x, m.weight, ([2], [1])) for m in (a.q, a.k, a.v)))
 
@@ -386,8 +384,6 @@ def normed_keys(a: Any, x: Tensor) -> Tensor:
     "values that are the input, q and k behind a LayerNorm",
     "numerical",
     build=NORM,
-    pending=CONSTANT,
-    waits=("beside",),
     heads=lambda a, x: attend(
         a, x, q=affine(a.q, a.norm(x)), k=affine(a.k, a.norm(x)), v=split(x)
     ),
@@ -550,12 +546,9 @@ def cross(a: Any, x: Tensor) -> Tensor:
     return x + sdpa(a, a.q(y), a.k(z), a.v(z)).mean(1, keepdim=True)
 
 
-ONE = "rolled or flipped keys are said to read another input"
-
-
 @own(
     "rolled keys",
-    pending=ONE,
+    "numerical",
     heads=lambda a, x: attend(a, x, k=affine(a.k, x.roll(1, 0)), v=affine(a.v, x.roll(1, 0))),
 )
 def rolled(a: Any, x: Tensor) -> Tensor:
@@ -565,8 +558,124 @@ def rolled(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "flipped keys",
-    pending=ONE,
+    "numerical",
     heads=lambda a, x: attend(a, x, k=affine(a.k, x).flip(1), v=affine(a.v, x).flip(1)),
 )
 def flipped(a: Any, x: Tensor) -> Tensor:
     return sdpa(a, a.q(x), a.k(x).flip(1), a.v(x).flip(1))
+
+
+class Core(nn.Module):
+    """Attention of a tensor to itself, without maps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return join(F.scaled_dot_product_attention(split(x), split(x), split(x)))
+
+
+def of_core(a: Any, x: Tensor) -> Tensor:
+    y = affine(a.q, x)
+    return attend(a, x, q=y, k=y, v=y)
+
+
+@own(
+    "a map, and another module that attends to its output",
+    "read+elsewhere",
+    build=add(core=Core),
+    heads=of_core,
+)
+def mapped_outside(a: Any, x: Tensor) -> Tensor:
+    return a.o(a.core(a.q(x)))
+
+
+@own(
+    "a map, and another module with maps for queries and keys alone",
+    "read+elsewhere",
+    build=add(inner=lambda: Keys()),
+    heads=lambda a, x: attend(
+        a,
+        x,
+        **{n: affine(m, affine_rows(a.q, x)) for n, m in (("q", a.inner.q), ("k", a.inner.k))},
+        v=affine(a.q, x),
+    ),
+)
+def values_outside(a: Any, x: Tensor) -> Tensor:
+    return a.o(a.inner(a.q(x)))
+
+
+def affine_rows(map_: Any, x: Tensor) -> Tensor:
+    """Return x W^T + b."""
+    return x @ map_.weight.T + map_.bias
+
+
+class Keys(nn.Module):
+    """Attention whose values are its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return join(F.scaled_dot_product_attention(split(self.q(x)), split(self.k(x)), split(x)))
+
+
+@own(
+    "parts of each token stacked, read by one small map",
+    "numerical",
+    build=add(**{f"s{n}": lambda: nn.Linear(4, 4) for n in "qkv"}),
+    heads=lambda a, x: attend(
+        a,
+        x,
+        **{
+            n: split(x) @ m.weight.T + m.bias
+            for n, m in zip("qkv", (a.sq, a.sk, a.sv), strict=True)
+        },
+    ),
+)
+def stacked_parts(a: Any, x: Tensor) -> Tensor:
+    z = torch.stack(x.chunk(HEADS, -1), 1)
+    return a.o(join(F.scaled_dot_product_attention(a.sq(z), a.sk(z), a.sv(z))))
+
+
+@own(
+    "queries and keys that are the input",
+    "numerical",
+    heads=lambda a, x: attend(a, x, q=split(x), k=split(x)),
+)
+def identity_queries(a: Any, x: Tensor) -> Tensor:
+    return sdpa(a, x, x, a.v(x))
+
+
+@own(
+    "queries and keys that are the input times vectors, values that are the input",
+    "numerical",
+    build=add(gain=parameter(WIDTH), other=parameter(WIDTH)),
+    heads=lambda a, x: attend(a, x, q=split(x * a.gain), k=split(x * a.other), v=split(x)),
+)
+def diagonal_all(a: Any, x: Tensor) -> Tensor:
+    return sdpa(a, x * a.gain, x * a.other, x)
+
+
+class Products(nn.Module):
+    """Attention to q, k and v that are given to it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return join(F.scaled_dot_product_attention(split(q), split(k), split(v)))
+
+
+@own(
+    "another module for the products, values that are the input",
+    "numerical+elsewhere",
+    build=add(core=Products),
+    heads=lambda a, x: attend(a, x, v=split(x)),
+)
+def products_outside(a: Any, x: Tensor) -> Tensor:
+    return a.o(a.core(a.q(x), a.k(x), x))
+
+
+@own(
+    "queries in another order",
+    "numerical",
+    heads=lambda a, x: attend(a, x, q=affine(a.q, x).flip(1)),
+)
+def flipped_queries(a: Any, x: Tensor) -> Tensor:
+    return sdpa(a, a.q(x).flip(1), a.k(x), a.v(x))

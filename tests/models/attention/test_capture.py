@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from lipaudit.data.batch import Batch
@@ -259,7 +261,9 @@ def test_weights_of_a_shared_layer(zoo):
 def eager_maps(net, batch: Batch) -> list[torch.Tensor]:
     """Attention maps as transformers reports them, in call order."""
     module = copy.deepcopy(net.module)
-    module.set_attn_implementation("eager")
+    for part in module.modules():  # some versions leave the encoder's and the decoder's as it was
+        if hasattr(part, "set_attn_implementation"):
+            part.set_attn_implementation("eager")
     mask = None if batch.mask is None else batch.mask.long()
     if net.kind == "image":
         return list(module(pixel_values=batch.x, output_attentions=True).attentions)
@@ -406,6 +410,10 @@ def test_bounds_of_models_with_other_logits_are_above_the_exact_norms(zoo, name)
             assert found[bound].isnan().all(), bound
 
 
+DEBERTA_SCALE = 1e-9 if Version(transformers.__version__) >= Version("5.23") else 2e-7
+"""Before 5.23 a scripted function rounds DeBERTa's scale to float32 (6e-8), in every precision."""
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_closed_form_jacobian_is_that_of_the_module(zoo, name):
     net, sites, batch = zoo(name, "float64")
@@ -417,7 +425,8 @@ def test_closed_form_jacobian_is_that_of_the_module(zoo, name):
     count = heads.q.shape[1]
     true = true.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2).flatten(2)
     found = dense_jacobian(heads)[-1]
-    torch.testing.assert_close(found, true, rtol=0, atol=1e-9 * float(true.abs().max()))
+    within = DEBERTA_SCALE if name.startswith("deberta") else 1e-9
+    torch.testing.assert_close(found, true, rtol=0, atol=within * float(true.abs().max()))
 
 
 def test_output_weights_rebuild_the_layer(zoo):

@@ -79,7 +79,7 @@ class Pointwise(Attention):
 
 
 class Reversed(Attention):
-    """The same tokens in another order are another input."""
+    """Keys and values from the same tokens in another order: one input all the same."""
 
     def inputs(self, x):
         return x, x.view(-1, 2, TOKENS // 2, WIDTH).transpose(1, 2).reshape(x.shape)
@@ -209,12 +209,22 @@ def test_weights_that_agree_do_not_make_one_input_of_two():
 @pytest.mark.parametrize(
     ("kind", "joint"),
     [(Attention, True), (OneNorm, True), (Pointwise, True)]
-    + [(Reduced, False), (Class, False), (TwoNorms, False), (Reversed, False), (Cross, False)],
+    + [(Reduced, False), (Class, False), (TwoNorms, False), (Cross, False)],
 )
 def test_one_input_is_one_tensor(kind, joint):
     (site,) = survey(net_of(kind()), batch())
     assert site.closed_form
     assert site.structure.joint == joint
+
+
+def test_tokens_in_another_order_are_no_other_input():
+    """Varied independently their norms would be those of a cross-attention."""
+    attention = Reversed()
+    want = dense(attention, attention, *given_to(attention))
+    rows, found, codes = rows_of(attention)
+    torch.testing.assert_close(found, want, rtol=1e-7, atol=0.0)
+    assert {row.kind for row in rows} == {"numerical"}
+    assert "inputs-apart" not in codes
 
 
 def test_a_query_that_is_constant_has_the_input_of_keys_and_values():

@@ -12,7 +12,7 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.hf.outputs import hf_spec
 from lipaudit.models.sources.spec import LoadOptions
-from lipaudit.theory.bounds.catalogue import BOUNDS
+from lipaudit.theory.bounds.head_bounds import BOUNDS
 
 CONFIG = {
     "vocab_size": 60,

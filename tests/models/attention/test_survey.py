@@ -192,7 +192,7 @@ class Lambda(nn.Module):
 def test_products_of_a_mixer_are_no_logits_to_the_next(mixer):
     torch.manual_seed(0)
     with pytest.raises(
-        InputError, match=r"softmax without q k\^T, first in 0|weight others \(0, test_"
+        InputError, match=r"softmax without q k\^T, first in 0|can be read \(0, test_"
     ):
         sites_of(nn.Sequential(mixer(), mixer(), mixer()))
     (site,) = sites_of(nn.Sequential(mixer(), mixer(), Model()))
@@ -444,7 +444,7 @@ class Crossing(Model):
         (Reflected, "q depends on several tokens"),
         (Gated, "q is made from several linear maps"),
         (Raw, "v is not the output of a linear map"),
-        (Constant, "keys or values do not depend on the input"),
+        (Constant, "keys or values are constants, or have no gradient"),
         (Biased, "its logits depend on the input beside"),
         (Normed, "its logits mix heads or keys"),
         (Stretched, "its logits depend on the largest one of their row"),

@@ -174,3 +174,19 @@ def test_reading_notices_a_closed_form_that_is_gone(model):
         dense = dense[0].flatten(3).flatten(1, 2)
         want = torch.linalg.matrix_norm(dense, 2)
         torch.testing.assert_close(torch.as_tensor(norms), want, rtol=1e-6, atol=0.0)
+
+
+class Faint(Branching):
+    """Samples move queries, keys and values by a millionth of what all samples share."""
+
+    def forward(self, x):
+        return self.attend(10 + 1e-6 * x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_attention_that_samples_hardly_move_is_read(dtype):
+    spec = ModelSpec(Faint(), (5, WIDTH), kind="tokens")
+    net = assemble(spec, LoadOptions(dtype=dtype), name="faint", source="py")
+    x = torch.rand(1, 5, WIDTH, dtype=net.dtype, generator=torch.Generator().manual_seed(0))
+    (site,) = surveyed(net, Batch(x, None, ("a",)))
+    assert site.heads == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lipaudit.data.hub.commit import hushed
+from lipaudit.data.hub import silence_clients
 from lipaudit.errors import InputError, LipauditError
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.weights import weight_files
@@ -294,7 +294,7 @@ def test_timm_models_without_weights_or_with_weights_elsewhere(hub, tmp_path, mo
     assert hub.log == []
     said = capsys.readouterr()
     assert (said.out, "Downloading" in said.err) == ("", True)
-    with hushed():
+    with silence_clients():
         refused("timm:gcvit_xxtiny")
     assert capsys.readouterr() == ("", "")
 

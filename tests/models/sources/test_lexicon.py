@@ -4,7 +4,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lipaudit.attacks.text.rewrite import BEGINS, GOES_ON
-from lipaudit.models.sources.hf.lexicon import lexicon
+from lipaudit.models.sources.hf.language import lexicon
 
 
 def test_a_byte_level_vocabulary_that_holds_hashes_is_no_wordpiece():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lipaudit.cli.commands import build
 from lipaudit.data.forms import forms_of
 from lipaudit.errors import ExitCode, InputError
-from lipaudit.models.sources.readings import spec_by_data
+from lipaudit.models.sources.own import spec_by_data
 from lipaudit.models.sources.spec import LoadOptions
 
 MODEL = """

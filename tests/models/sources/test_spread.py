@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lipaudit import measure, merge
-from lipaudit.engine.place import Place, local
+from lipaudit.engine.place import Place, share_run
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import lifting
 from lipaudit.models.lifting import devices
@@ -20,7 +20,7 @@ from lipaudit.models.sources import spread
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.train import train
-from lipaudit.train.demos import shipped
+from lipaudit.train.demos import load_shipped
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -274,9 +274,9 @@ def test_what_cannot_be_spread_is_refused_in_one_line(qwen, written, monkeypatch
         measure(nn.Linear(2, 2), "jacobian", input_shape=(1, 2), device_map=places)
     place, run = Place(0, 2, 0, "localhost", 1), RunOptions(device_map="auto")
     with pytest.raises(UsageError, match="each process would spread its model"):
-        local(run, place)
+        share_run(run, place)
     asked = RunOptions(device_map=places)
-    assert local(asked, place) is asked
+    assert share_run(asked, place).device_map == places
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(InputError, match="`accelerate`.*not installed"):
         load_net("demo", LoadOptions(device_map=places))
@@ -291,7 +291,7 @@ def test_weights_that_are_held_cannot_be_trained(tmp_path, written, how):
     else:
         net = load_net("demo", LoadOptions(**how))
     with pytest.raises(UsageError, match="training needs its weights on one device"):
-        next(iter(train(net, shipped("train")[:8], Recipe(epochs=1))))
+        next(iter(train(net, load_shipped("train")[:8], Recipe(epochs=1))))
 
 
 def test_a_full_disk_is_one_line(written, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures import Measure, Part
-from lipaudit.measures.measure import joined, sample_ids
+from lipaudit.measures.measure import join_parts, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import Section
 from lipaudit_example.measures import ConfidenceOptions, ConfidenceRow
@@ -24,7 +24,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ConfidenceOptions) -> I
 
 def summarise(parts: Sequence[Part], options: ConfidenceOptions) -> list[Section]:
     """Make the section."""
-    values = joined(parts, "confidence")
+    values = join_parts(parts, "confidence")
     row = ConfidenceRow(
         temperature=options.temperature, mean=float(values.mean()), low=float(values.min())
     )

@@ -10,9 +10,9 @@ import torch
 from lipaudit.theory.bounds.affine import (
     KnownWeights,
     affine_rows,
+    centre_heads,
     query_term,
 )
-from lipaudit.theory.bounds.centred import centred
 from lipaudit.theory.bounds.gram import gram_bound
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
@@ -27,7 +27,7 @@ NAMES = ["affine", "biases", "causal", "position-bias", "padding", "cross-attent
 
 def both(heads):
     """The ingredients of a layer in both precisions."""
-    at = centred(heads)
+    at = centre_heads(heads)
     rows = affine_rows(heads, at)
     return (at, rows), (at.single, rows.to_single())
 
@@ -85,7 +85,7 @@ def test_a_nearly_singular_key_projection_keeps_its_images(random_layer):
     weak = replace(heads, to_k=replace(heads.to_k, weight=weight), k=heads.x[:, None] @ weight)
     weak = replace(weak, q=heads.q * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
     u = torch.linalg.vector_norm(weak.scale[..., None, None] * weak.q @ weight.mT, dim=-1)
-    images = affine_rows(weak, centred(weak)).u[..., 0]
+    images = affine_rows(weak, centre_heads(weak)).u[..., 0]
     torch.testing.assert_close(images, u, rtol=1e-6, atol=0)
 
 

@@ -16,7 +16,7 @@ from lipaudit.theory.bounds import ball
 from lipaudit.theory.bounds.affine import weights_of
 from lipaudit.theory.bounds.ball import ball_sharp
 from lipaudit.theory.bounds.head_bounds import head_bounds
-from lipaudit.theory.growth.nearby import ball_norm
+from lipaudit.theory.growth.ascent import ball_norm
 from lipaudit.theory.heads import affine_heads
 
 AFFINE = ("affine", "biases", "causal", "position-bias", "padding", "padding-causal", "windows")
@@ -135,7 +135,7 @@ def test_a_weighted_variance_is_limited_key_by_key(peak):
     w = torch.rand(p.shape, generator=gen, dtype=torch.float64)
     f = torch.randn(p.shape, generator=gen, dtype=torch.float64)
     centre = rows_of_weights(2, peak)  # another mean is as good
-    limit, holds = ball._weighted(centre, p, w)
+    limit, holds = ball._bound_weights(centre, p, w)
     square = (f - (p * f).sum(-1, keepdim=True)).square()
     least = (limit * f.square()).sum(-1) / (p * w * square).sum(-1)
     assert holds.any()

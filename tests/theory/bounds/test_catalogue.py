@@ -10,7 +10,7 @@ import torch
 
 from lipaudit.errors import EvaluationError, LipauditError, UsageError
 from lipaudit.results.bounds import OWN, Bound
-from lipaudit.theory.bounds.catalogue import BOUNDS, separate_bounds
+from lipaudit.theory.bounds.head_bounds import BOUNDS, separate_bounds
 
 WORDS = dict.fromkeys(("label", "meaning", "formula", "source", "explanation"), "x")
 

@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lipaudit.theory.bounds.catalogue import BOUNDS
-from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
 from lipaudit.theory.heads import Heads, Projection, affine_heads
 from lipaudit.theory.scale import unit_values

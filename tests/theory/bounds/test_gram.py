@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipaudit.theory.bounds.affine import affine_rows, query_term
-from lipaudit.theory.bounds.centred import Centred, centred
+from lipaudit.theory.bounds.affine import Centred, affine_rows, centre_heads, query_term
 from lipaudit.theory.bounds.gram import (
     KeyBlocks,
     block_norms,
@@ -55,7 +54,7 @@ def pw_of(at: Centred) -> Tensor:
 
 
 def m_of(heads: Heads) -> Tensor:
-    at = centred(heads)
+    at = centre_heads(heads)
     rows, pw = affine_rows(heads, at), pw_of(at)
     keys = KeyBlocks(pw @ pw.mT, (rows.images @ rows.images.mT).abs())
     sizes = query_term(at, rows)[0], row_lengths(at, rows, pw)[0]
@@ -80,7 +79,7 @@ def test_m_bounds_the_blocks_of_every_product_of_paths_but_one(random_layer, nam
 @pytest.mark.parametrize("name", NAMES)
 def test_what_values_and_keys_share_is_bounded(random_layer, name, gain):
     heads = random_layer(name, gain=gain).heads
-    at = centred(heads)
+    at = centre_heads(heads)
     rows = affine_rows(heads, at)
     f = row_lengths(at, rows, pw_of(at))
     a, b, _ = paths(heads)
@@ -92,7 +91,7 @@ def test_what_values_and_keys_share_is_bounded(random_layer, name, gain):
 @pytest.mark.parametrize("gain", GAINS)
 def test_the_spread_lies_between_the_norm_and_the_frobenius_norm(random_layer, gain):
     heads = random_layer("biases", n=7, gain=gain).heads
-    at = centred(heads)
+    at = centre_heads(heads)
     f = pw_of(at)[..., None] * 0 + at.p[..., None] * (at.v[:, :, None] - at.o[:, :, :, None])
     exact = torch.linalg.matrix_norm(f, 2)
     length = pw_of(at).norm(dim=-1)
@@ -105,7 +104,7 @@ def test_the_spread_lies_between_the_norm_and_the_frobenius_norm(random_layer, g
 
 def parts_of(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """The bound, ||M|| and the limit of ||A B^T||, of one head."""
-    at = centred(heads)
+    at = centre_heads(heads)
     rows = affine_rows(heads, at)
     e = torch.ones_like(at.p[..., :1, :])
     cross = value_key_norm(at, rows, row_lengths(at, rows, pw_of(at)), e)[0]
@@ -147,7 +146,7 @@ def test_tokens_of_any_size_are_bounded(scale, precision):
     weights[:2] /= scale  # logits of one size
     heads = affine_heads(x, *weights)
     policy = replace(FORMULA, single_blocks=precision)
-    bound = block_bound(heads, centred(heads), policy=policy)[0, 0]
+    bound = block_bound(heads, centre_heads(heads), policy=policy)[0, 0]
     whole = norm(sum(paths(heads)))
     assert whole * (1 - 1e-12) <= bound <= 3 * whole
 
@@ -156,7 +155,7 @@ def test_blocks_of_the_product_are_closer_than_those_of_the_jacobian(random_laye
     for name in ("biases", "rotary", "softcap"):
         layer = random_layer(name)
         exact, j = norm(layer.jacobian()), layer.jacobian()
-        at = centred(layer.heads)
+        at = centre_heads(layer.heads)
         bound = block_bound(layer.heads, at)
         n, dv = layer.heads.q.shape[2], layer.heads.v.shape[3]
         each = norm(j.reshape(*j.shape[:2], n, dv, n, -1).transpose(-3, -2))

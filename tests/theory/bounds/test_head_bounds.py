@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory.bounds.affine import affine_rows, query_term
+from lipaudit.theory.bounds.affine import affine_rows, centre_heads, query_term
 from lipaudit.theory.bounds.ball import ball_size_bounds
-from lipaudit.theory.bounds.catalogue import BOUNDS
-from lipaudit.theory.bounds.centred import centred
-from lipaudit.theory.bounds.head_bounds import affine_only, head_bounds
+from lipaudit.theory.bounds.head_bounds import BOUNDS, affine_only, head_bounds
 from lipaudit.theory.bounds.sharp import block_bound
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Pairs
@@ -89,7 +87,7 @@ def test_hu_is_not_given_where_it_does_not_hold(random_layer):
 
 def test_the_query_term_is_the_frobenius_norm(random_layer):
     heads = random_layer("biases").heads
-    at = centred(heads)
+    at = centre_heads(heads)
     p, v, k = heads.attention(), heads.v, heads.k
     c = p[..., None] * (v[:, :, None] - (p @ v)[:, :, :, None])
     t = torch.einsum("bhija,bhjd->bhiad", c, k) @ heads.to_q.weight.mT[:, None]
@@ -199,7 +197,7 @@ def test_blocks_rounded_to_single_precision_are_bounded_with_two_inputs(random_l
     heads = replace(heads, v=heads.v[..., :1], to_v=narrow, out=None)
     exact = torch.linalg.matrix_norm(dense_jacobian(heads), 2)
     long = Policy(dense_entries=0, map_limit=0)
-    assert (block_bound(heads, centred(heads), policy=long) >= exact).all()
+    assert (block_bound(heads, centre_heads(heads), policy=long) >= exact).all()
 
 
 @pytest.mark.parametrize("name", OTHER)

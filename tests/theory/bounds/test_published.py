@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lipaudit.theory.bounds import centred, published
-from lipaudit.theory.bounds.catalogue import BOUNDS
-from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds import affine, published
+from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import keeps_single, single_pays
 
@@ -25,7 +24,7 @@ def maps_and_tokens(spread, outlier):
 
 def as_centred(p):
     rows, one = p[..., :0], p[..., :1]
-    return centred.Centred(p, seen=one, k=rows, v=rows, o=rows, s=one[..., :1, :])
+    return affine.Centred(p, seen=one, k=rows, v=rows, o=rows, s=one[..., :1, :])
 
 
 def dense_spread(p, x):

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from lipaudit.theory.exact.head_norms import layer_norms
-from lipaudit.theory.exact.products import ScaledHeads, Through, head_products, layer_products
-from lipaudit.theory.exact.values import head_guess, layer_guess
+from lipaudit.theory.exact.products import (
+    ScaledHeads,
+    Through,
+    head_guess,
+    head_products,
+    layer_guess,
+    layer_products,
+)
 from lipaudit.theory.heads import affine_heads
 
 

@@ -8,9 +8,8 @@ import torch
 
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.growth import ascent
-from lipaudit.theory.growth.ascent import steepest_tokens
-from lipaudit.theory.growth.climb import climb
-from lipaudit.theory.growth.worst_tokens import power_law, relocated
+from lipaudit.theory.growth.ascent import climb, steepest_tokens
+from lipaudit.theory.growth.worst_tokens import move_heads, power_law
 from lipaudit.theory.heads import Projection, affine_heads
 
 
@@ -20,11 +19,11 @@ def random_head(seed, *, width=6, d=3, gain=1.5, bias=True):
     weights = [gain * draw(1, width, d) / width**0.5 for _ in "qkv"]
     heads = affine_heads(draw(1, 4, width), *weights)
     to_q = Projection(weights[0], draw(1, d) if bias else None, None, "affine")
-    return relocated(replace(heads, to_q=to_q), heads.x)
+    return move_heads(replace(heads, to_q=to_q), heads.x)
 
 
 def norm(heads, x, causal):
-    jacobian = dense_jacobian(relocated(heads, x[None], causal=causal))[0, 0]
+    jacobian = dense_jacobian(move_heads(heads, x[None], causal=causal))[0, 0]
     return float(torch.linalg.matrix_norm(jacobian, 2))
 
 
@@ -54,7 +53,7 @@ def free(heads, radius, n, starts=12):
     def heights(rows):
         z = rows.view(len(rows), n, width)
         x = radius * z / z.norm(dim=2, keepdim=True).clamp_min(1.0)
-        jacobian = dense_jacobian(relocated(heads, x, causal=False))[:, 0]
+        jacobian = dense_jacobian(move_heads(heads, x, causal=False))[:, 0]
         return torch.linalg.matrix_norm(jacobian, 2)
 
     start = torch.randn(starts, n * width, generator=gen, dtype=torch.float64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lipaudit.theory.exact.head_norms import head_norms
-from lipaudit.theory.growth.nearby import ball_norm
+from lipaudit.theory.growth.ascent import ball_norm
 
 AFFINE = ("affine", "biases", "causal", "position-bias", "padding", "windows")
 AFFINE += ("learned-query-same-length", "one-token")

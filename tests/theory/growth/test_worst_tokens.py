@@ -15,8 +15,8 @@ from lipaudit.theory.growth.worst_tokens import (
     adversary,
     duplicated_norm,
     mean_field_norm,
+    move_heads,
     power_law,
-    relocated,
     weighted_norm,
 )
 from lipaudit.theory.heads import Projection, affine_heads
@@ -36,7 +36,7 @@ def random_head(seed, *, n=4, width=5, d=3, dv=2, gain=1.5, biases=True):
         f"to_{name}": Projection(w, draw(1, w.shape[2]), None, "affine")
         for name, w in zip("qkv", weights, strict=True)
     }
-    return relocated(replace(heads, **maps), heads.x)
+    return move_heads(replace(heads, **maps), heads.x)
 
 
 def output(heads, x, causal=False):
@@ -117,7 +117,7 @@ def test_splitting_can_gain_a_third():
 def test_worst_case_tokens_are_an_eigenvector_with_the_gap_that_n_max_says(sign, biases):
     heads = random_head(3, biases=biases, gain=2.0)
     maps = replace(heads.to_k, weight=sign * heads.to_q.weight)  # A is definite
-    heads = relocated(replace(heads, to_k=maps), heads.x)
+    heads = move_heads(replace(heads, to_k=maps), heads.x)
     worst = adversary(heads)
     assert (worst.lead, worst.follow) == ((1, 0.5) if sign == 1 else (-1, 1))
     wq, wk = heads.to_q.weight[0], heads.to_k.weight[0]
@@ -125,7 +125,7 @@ def test_worst_case_tokens_are_an_eigenvector_with_the_gap_that_n_max_says(sign,
     torch.testing.assert_close(a @ worst.u, worst.eigenvalue * worst.u)
     # At n = n_max the first token holds half of the attention of the others.
     radius = worst.radius(101.0)
-    p = relocated(heads, worst.tokens(101, radius)).attention()[0, 0]
+    p = move_heads(heads, worst.tokens(101, radius)).attention()[0, 0]
     assert float(p[5, 0]) == pytest.approx(0.5, abs=1e-9)
     assert worst.n_max(radius) == pytest.approx(101.0)
 
@@ -136,12 +136,12 @@ def test_worst_case_norms_need_only_the_two_points():
     x = worst.tokens(9, 1.3)
     counts = torch.tensor([1.0, 8.0], dtype=torch.float64)
     dense = norm(jacobian(heads, x[0]))
-    at = relocated(heads, worst.points(1.3))
+    at = move_heads(heads, worst.points(1.3))
     assert float(duplicated_norm(at, counts)) == pytest.approx(dense, rel=1e-10)
 
 
 def worst_norms(heads, worst, radius, lengths):
-    at = relocated(heads, worst.points(radius))
+    at = move_heads(heads, worst.points(radius))
     counts = [torch.tensor([1.0, n - 1.0], dtype=torch.float64) for n in lengths]
     return [float(duplicated_norm(at, c)) for c in counts]
 
@@ -176,7 +176,7 @@ def test_the_mean_field_norm_is_the_plateau_over_all_multiplicities():
     worst = adversary(heads)
     radius = worst.radius(300.0)
     top, at = mean_field_norm(heads, worst, radius)
-    points = relocated(heads, worst.points(radius))
+    points = move_heads(heads, worst.points(radius))
     weights = torch.logspace(-2, 6, 400, dtype=torch.float64)
     each = [float(weighted_norm(points, torch.tensor([1.0, w]).double())) for w in weights]
     assert top == pytest.approx(max(each), rel=1e-3)
@@ -229,4 +229,4 @@ def test_rotations_have_no_real_eigenvalue():
 def test_other_logits_have_no_worst_case_tokens(random_layer, name):
     heads = random_layer(name).heads
     with pytest.raises(ValueError, match="affine"):
-        relocated(heads, heads.x)
+        move_heads(heads, heads.x)

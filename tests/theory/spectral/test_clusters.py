@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lipaudit.theory.exact.head_norms import dense_jacobian, head_norms
-from lipaudit.theory.exact.products import head_products
-from lipaudit.theory.exact.values import head_guess
+from lipaudit.theory.exact.products import head_guess, head_products
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.spectral.lanczos import WITHIN, random_starts, spectral_norms
 

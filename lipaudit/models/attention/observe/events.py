@@ -249,10 +249,17 @@ class AttentionMode(TorchFunctionMode):
         return out.permute([axes.index(x) for x in c.out]).clone()
 
     def _softmax(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Await the values of a softmax whose logits contain a noted product."""
+        """Await the values of a softmax whose logits contain a noted product.
+
+        A row whose keys are all masked is NaN, and constant; torch has NaN for its gradient too.
+        """
         p = func(*args, **kwargs)
         logits = args[0] if args else kwargs["input"]
-        self._await(logits, p, kwargs.get("dim", args[1] if len(args) > 1 else -1))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        if self._products and logits.requires_grad and p.isnan().any():
+            empty = logits.isneginf().all(dim, keepdim=True)
+            p = torch.where(empty, p.detach(), torch.softmax(logits.where(~empty, 0.0), dim).to(p))
+        self._await(logits, p, dim)
         return p
 
     def _exp(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -172,7 +172,13 @@ def _matmul(*operands: Any, **kwargs: Any) -> Iterator[Operands]:
 
 
 def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Iterator[Operands]:
-    return _matmul(a, b) if dims == 1 and b.ndim == 2 else iter(())
+    if isinstance(dims, int):
+        dims = range(a.ndim - dims, a.ndim), range(dims)
+    first, second = ascii_lowercase[: a.ndim], list(ascii_lowercase[a.ndim :][: b.ndim])
+    for i, j in zip(*dims, strict=True):
+        second[j] = first[i]
+    out = "".join(c for c in [*first, *second] if (c in first) != (c in second))
+    yield from _either(a, first, b, "".join(second), out)
 
 
 def _einsum(equation: Any, *operands: Any) -> Iterator[Operands]:

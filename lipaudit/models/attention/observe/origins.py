@@ -35,16 +35,23 @@ class Origin:
         linear: the linear map.
         root: marks the tensor whose tokens the linear map reads, see `root`; None in a pass that
             is not the survey's.
+        divided: whether the linear map reads parts of the channels of a token, row by row.
     """
 
     address: Address
     linear: Linear | None = None
     root: object = None
+    divided: bool = False
+
+    @property
+    def is_map(self) -> bool:
+        """Whether it is a linear map, forgotten or not."""
+        return self.address.op in (LEFT, RIGHT)
 
     @property
     def forgotten(self) -> bool:
         """Whether it was a linear map, which `Origins.release` has forgotten."""
-        return self.linear is None and self.address.op in (LEFT, RIGHT)
+        return self.linear is None and self.is_map
 
     def reads_same(self, other: Origin) -> bool:
         """Say whether two linear maps of one pass read the same tokens of one tensor.
@@ -87,6 +94,20 @@ class Origins:
         behind: Iterable[Tensor] = (leaf for t in tensors for leaf in self._leaves(t))
         pairs = ((leaf, self._origins.get(leaf)) for leaf in behind)
         return [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
+
+    def beside(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> list[Origin]:
+        """Return the origins of what some tensors are made of beside others that are given."""
+        given = list(given)
+        stop = [t.grad_fn for t in given if t.grad_fn is not None]
+        known = {id(t) for t in given}
+        behind = (leaf for t in made for leaf in leaves(t, stop)[0] if id(leaf) not in known)
+        origins = (self._origins.get(leaf) for leaf in behind)
+        return [origin for origin in origins if origin is not None]
+
+    def met(self, *made: Tensor, given: Iterable[Tensor]) -> int:
+        """Count which of the tensors that are given lead to others."""
+        stop = [t.grad_fn for t in given if t.grad_fn is not None]
+        return len({node for t in made for node in leaves(t, stop)[1]})
 
     def _leaves(self, t: Tensor) -> list[Tensor]:
         """Walk the graph behind a tensor once, or again where it has been written to."""

@@ -18,7 +18,7 @@ from lipaudit.models.attention.observe.events import AttentionMode, Cut
 from lipaudit.models.attention.observe.linears import RIGHT, Linear, Operands
 from lipaudit.models.attention.observe.origins import Address, Origin, Origins
 from lipaudit.models.generic import token_embeddings
-from lipaudit.models.graph import is_affine, root
+from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.lifting import keep
 from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening
@@ -36,6 +36,10 @@ class Frame:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     attentions: int = 0
+
+    def holds(self, module: str) -> bool:
+        """Say whether a module, by its path, is this one or a part of it."""
+        return not self.name or f"{module}.".startswith(f"{self.name}.")
 
 
 @dataclass
@@ -159,8 +163,10 @@ class Tracer:
             self.origins.mix(linear.x)
         bias = None if linear.bias is None else linear.bias.detach()
         constant = Linear(linear.x.detach(), keep(linear.weight), bias, linear.arrange)
-        source = root(linear.x) if self.wanted is None else None
-        return self._cut(output, Origin(address, constant, source))
+        if self.wanted is not None:
+            return self._cut(output, Origin(address, constant))
+        source, divided = root(linear.x), divides_channels(linear.x)
+        return self._cut(output, Origin(address, constant, source, divided))
 
     def attention(self, call: AttentionCall) -> Tensor:
         """Report an attention call, and cut after it."""

@@ -109,7 +109,7 @@ class Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = self._where()
         self.counts[module] += 1
         if module not in self.lines:
-            self.lines[module] = _line()
+            self.lines[module] = line_of_code()
         return _SAMPLE
 
     def _marks_of(self, t: object) -> int:
@@ -150,7 +150,7 @@ def _is_outer(args: tuple[Any, ...], out: Any) -> bool:
     return len(sizes) == 2 and isinstance(out, Tensor) and out.numel() > max(sizes)
 
 
-def _line() -> str:
+def line_of_code() -> str:
     """Return the line of code that torch was called from, `file:line`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

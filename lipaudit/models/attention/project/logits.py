@@ -230,8 +230,8 @@ def _check_weights(form: Explicit, keys: slice) -> None:
 
 
 def _unchanged(form: Explicit, keys: slice) -> bool:
-    """Say whether the values are met by these columns of P as they are."""
-    p, weights = form.p.detach()[..., keys], form.weights.detach()
+    """Say whether the values are met by these columns of P as they are; a row of NaN, by zeros."""
+    p, weights = form.p.detach()[..., keys].nan_to_num(0.0), form.weights.detach()
     return p.numel() == weights.numel() and torch.equal(
         p.reshape(weights.shape).to(weights), weights
     )

@@ -48,12 +48,12 @@ def base_of(folder: Path) -> tuple[str, str | None]:
 
 def classes_of(folder: Path) -> int | None:
     """Return the number of classes of the classifier that an adapter brings; None without one."""
-    stored = _stored(folder)
+    stored = _read_weights(folder)
     heads = sorted(name for name in stored if HEAD.fullmatch(name))
     return len(stored[heads[-1]]) if heads else None
 
 
-def merged(module: Any, folder: Path, *, random: Iterable[str]) -> Any:
+def merge_adapter(module: Any, folder: Path, *, random: Iterable[str]) -> Any:
     """Merge an adapter into its base model: the same outputs, without any module of peft's.
 
     Args:
@@ -64,7 +64,7 @@ def merged(module: Any, folder: Path, *, random: Iterable[str]) -> Any:
     Raises:
         InputError: it does not fit, cannot be merged, or leaves something random.
     """
-    peft, stored = _peft(folder), _stored(folder)
+    peft, stored = _peft(folder), _read_weights(folder)
     left = [name for name in random if PREFIX + name not in stored]
     if left:
         raise InputError(
@@ -113,7 +113,7 @@ def _peft(folder: Path) -> Any:
     return peft
 
 
-def _stored(folder: Path) -> dict[str, Tensor]:
+def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the weights of an adapter.
 
     Raises:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipaudit.data.hub.commit import hub_bars
+from lipaudit.data.hub import hub_bars
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError, UsageError, out_of_memory
-from lipaudit.models.sources.hf.adapter import classes_of, merged
+from lipaudit.models.sources.hf.adapter import classes_of, merge_adapter
+from lipaudit.models.sources.hf.heads import CLASSIFIERS, HEADS, has_head
+from lipaudit.models.sources.hf.language import text_config
 from lipaudit.models.sources.hf.outputs import hf_spec
-from lipaudit.models.sources.hf.padding import text_config
-from lipaudit.models.sources.hf.task_heads import CLASSIFIERS, HEADS, has_head
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.weights import few, half_precision, weight_files
 from lipaudit.results import Note
@@ -53,18 +53,20 @@ def from_directory(path: Path, options: LoadOptions, adapter: Path | None = None
         if not kwargs.pop("pretrained", True):
             module = _random(_loader(auto, config), config)
         else:
-            kinds = _stored(path)
+            kinds = _list_dtypes(path)
             kept = options.weights == "stored" or options.device_map is not None
             alone = kept and adapter is None and len(kinds) == 1
             dtype = HALF_NAMES.get(min(kinds), torch.float32) if alone else torch.float32
             loader = _loader(auto, config)
-            module, random, notes = _trained(loader, path, config, new=bool(added), dtype=dtype)
+            module, random, notes = _load_trained(
+                loader, path, config, new=bool(added), dtype=dtype
+            )
             if dtype == torch.float32:
                 notes += half_precision(HALF_NAMES[k] for k in kinds if k in HALF_NAMES)
             else:
                 _take_buffers(module, loader, config)
             if adapter is not None:
-                module, added = merged(module, adapter, random=random), ()
+                module, added = merge_adapter(module, adapter, random=random), ()
         spec = hf_spec(module, options, path=path)
     return replace(spec, notes=added + notes + spec.notes)
 
@@ -126,7 +128,7 @@ def _with_classes(config: Any, classes: int | None) -> tuple[str, tuple[Note, ..
     return auto, (new_classifier(classes),)
 
 
-def _trained(
+def _load_trained(
     auto: Any, path: Path, config: Any, *, new: bool, dtype: torch.dtype
 ) -> tuple[Any, list[str], tuple[Note, ...]]:
     """Load the weights, and refuse any part that would be random, but for a new classifier.
@@ -274,7 +276,7 @@ def _without_weights() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _stored(path: Path) -> set[str]:
+def _list_dtypes(path: Path) -> set[str]:
     """Return in which types the safetensors of a directory hold their floating-point weights.
 
     None of those that cannot be read: loading says what is wrong with them.

@@ -1,32 +1,358 @@
-"""Models of transformers that take text: token ids, and what is read behind them."""
+"""Texts for models of transformers: words of a vocabulary, pairs, padding, and how a model is run.
+
+Many classifiers look for the last token of a text by its id: the last that is not
+`config.pad_token_id`. A text is read here as the model reads it alone. Where the configuration
+names a padding id, that fills the batch. Where it names none, the model reads the very last token,
+and an id is taken for padding that no text of the batch ends with.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipaudit.attacks.text.rewrite import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.data.intake import remark
 from lipaudit.errors import InputError
 from lipaudit.models.net import NextToken
-from lipaudit.models.sources.hf.lexicon import lexicon
-from lipaudit.models.sources.hf.padding import end_of, known_pad, padded, text_config
-from lipaudit.models.sources.hf.pairs import Feed
-from lipaudit.models.sources.hf.pooling import Pooling, sentence_pooling
-from lipaudit.models.sources.hf.task_heads import (
+from lipaudit.models.sources.hf.heads import (
+    Pooling,
     class_names,
+    decides,
     has_head,
     is_classifier,
     is_language_model,
+    reads_last_position,
+    sentence_pooling,
+    tower_call,
+    tower_features,
+    undecided_notes,
 )
-from lipaudit.models.sources.hf.towers import reads_last_position, tower_call, tower_features
 from lipaudit.models.sources.spec import ModelSpec
 from lipaudit.results import Note
+
+READINGS = 2**14
+"""Texts of which the token ids are remembered."""
+GOES_ON_MARK = "##"
+"""WordPiece writes it before what goes on with a word."""
+BEGINS_MARKS = ("\u0120", "\u2581")
+"""Byte-level BPE and SentencePiece write one of them before what begins a word."""
+
+
+def lexicon(
+    tokenizer: Any, vocabulary: int, encode: Callable[..., Mapping[str, Any]] | None = None
+) -> Lexicon:
+    """Read the vocabulary of a tokenizer of transformers that says where its tokens stand.
+
+    Special ids, ids that the tokenizer does not know, and what has no letter or digit (signs,
+    single bytes) are fixed. In a vocabulary without marks every id begins a word. Spelled texts
+    have no special tokens but that of unknown words.
+
+    Args:
+        tokenizer: of transformers.
+        vocabulary: how many ids the model has an embedding for.
+        encode: (texts, most tokens, further options) -> what the tokenizer makes of them; the
+            tokenizer itself by default.
+    """
+
+    def plain(texts: Sequence[str], most: int, **more: bool) -> Mapping[str, Any]:
+        encoded: Mapping[str, Any] = tokenizer(*texts, truncation=True, max_length=most, **more)
+        return encoded
+
+    count = min(vocabulary, len(tokenizer))
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
+    mark = _mark(tokenizer)
+    kinds = [_kind(token, mark) for token in tokens]
+    for special in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder):
+        if special < count:
+            kinds[special] = FIXED
+    kinds += [FIXED] * (vocabulary - count)
+    special = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+
+    def spell(ids: Sequence[int]) -> str:
+        shown = [token for token in ids if token not in special]
+        return str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+
+    @lru_cache(maxsize=READINGS)
+    def read(texts: tuple[str, ...], most: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
+        encoded: Any = (encode or plain)(texts, most, return_offsets_mapping=True)
+        stands = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
+        spans = [_bare(texts, piece, *span) for piece, span in stands]
+        return tuple(encoded["input_ids"]), tuple(spans)
+
+    def write(token: int) -> str:
+        text = tokens[token].removeprefix(mark) if mark and mark not in BEGINS_MARKS else ""
+        text = text or spell([token]).strip()
+        return "" if "\ufffd" in text else text
+
+    return Lexicon(
+        torch.tensor(kinds),
+        spell,
+        lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        special,
+        tokens,
+        read,
+        write,
+        marked=mark is not None,
+    )
+
+
+def _bare(texts: Sequence[str], piece: int | None, start: int, end: int) -> Span:
+    """Return the span of a token without the space around it."""
+    if piece is None:
+        return NOWHERE
+    token = texts[piece][start:end]
+    left = start + len(token) - len(token.lstrip())
+    return piece, left, max(left, start + len(token.rstrip()))
+
+
+def _mark(tokenizer: Any) -> str | None:
+    """Return the mark of a tokenizer's kind: WordPiece, byte-level BPE, SentencePiece or none."""
+    kind = json.loads(tokenizer.backend_tokenizer.to_str())
+    if kind["model"].get("type") == "WordPiece":
+        return str(kind["model"].get("continuing_subword_prefix") or GOES_ON_MARK)
+    decoder = json.dumps(kind.get("decoder"), ensure_ascii=False)
+    byte_level, sentence_piece = BEGINS_MARKS
+    if "ByteLevel" in decoder:
+        return byte_level
+    return sentence_piece if sentence_piece in decoder else None
+
+
+def _kind(token: str, mark: str | None) -> int:
+    plain = token.removeprefix(mark or "")
+    reserved = plain.startswith(("[", "<")) and plain.endswith(("]", ">"))  # [unused1], <0x0A>
+    if reserved or not any(letter.isalnum() for letter in plain):
+        return FIXED
+    if mark is None or token.startswith(mark) == (mark in BEGINS_MARKS):
+        return BEGINS
+    return GOES_ON
+
+
+ORDINARY = -1
+"""Stands for the id of every token that the tokenizer did not put around the texts."""
+
+
+class Feed:
+    """A tokenizer in front of a model.
+
+    Types of tokens follow from the ids: a type belongs to a stretch between separators, of one
+    text or of two, and within it to a special id. The rules are read off two examples, and checked
+    on every text. Of a text on which they fail, as where it holds "[SEP]" as a word, the types are
+    kept, and found again by its ids.
+
+    Attributes:
+        rules: (of a pair, separators before, special id or `ORDINARY`) -> type; None where the
+            model takes no types, or the tokenizer returns none.
+        exceptions: token ids -> their types, where these are not what the rules say.
+    """
+
+    def __init__(self, module: Any, tokenizer: Any, size: int) -> None:
+        """Read the rules.
+
+        Args:
+            module: the model.
+            tokenizer: a tokenizer of transformers.
+            size: how many ids the model has an embedding for.
+        """
+        self.tokenizer, self.size = tokenizer, size
+        self.separator: int | None = getattr(tokenizer, "sep_token_id", None)
+        one, two = self._encoded("a"), self._encoded("a", "b")
+        self.rules = _rules(one, self.separator, pair=False) if _takes_types(module, one) else None
+        self.exceptions: dict[tuple[int, ...], list[int]] = {}
+        self.separators = 0
+        if self.rules is not None:
+            self.separators = list(two["input_ids"]).count(self.separator)
+            differs = self.separators > list(one["input_ids"]).count(self.separator)
+            both = _rules(two, self.separator, pair=differs)
+            if both and all(both.get(key, kind) == kind for key, kind in self.rules.items()):
+                self.rules |= both
+
+    @property
+    def unknown(self) -> int | None:
+        """The id of unknown tokens alone; GPT-2's is also that of the end of a text."""
+        named = self.tokenizer.special_tokens_map
+        others = {token for name, token in named.items() if name != "unk_token"}
+        known = named.get("unk_token") in {None, *others}
+        return None if known else self.tokenizer.unk_token_id
+
+    def one(self, text: str, most: int) -> list[int]:
+        """Return the ids of a text, cut to a number of tokens."""
+        return self._ids(text, most=most)
+
+    def two(self, first: str, second: str, most: int) -> list[int]:
+        """Return the ids of two texts that are read together, cut to a number of tokens."""
+        return self._ids(first, second, most=most)
+
+    def types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the types of tokens as the model takes them; nothing where it takes none."""
+        if self.rules is None:
+            return {}
+        ends = (x == self.separator).long() if self.separator is not None else torch.zeros_like(x)
+        ends = ends if mask is None else ends * mask
+        before, types = ends.cumsum(1) - ends, torch.zeros_like(x)
+        pair = (ends.sum(1, keepdim=True) >= self.separators) & any(key[0] for key in self.rules)
+        for (two, section, special), kind in sorted(self.rules.items(), key=lambda r: r[0][2]):
+            here = (pair == two) & (before == section)
+            here = here if special == ORDINARY else here & (x == special)
+            types = torch.where(here, kind, types)
+        real = torch.ones_like(x) > 0 if mask is None else mask > 0
+        for row in range(len(x)) if self.exceptions else ():
+            if own := self.exceptions.get(tuple(x[row, real[row]].tolist())):
+                types[row, real[row]] = types.new_tensor(own)
+        return {"token_type_ids": types}
+
+    def _encoded(self, *texts: str) -> Mapping[str, Any]:
+        known = inspect.signature(self.tokenizer.__call__).parameters
+        marks = (
+            {"return_special_tokens_mask": True} if "return_special_tokens_mask" in known else {}
+        )
+        encoded: Mapping[str, Any] = self.tokenizer(*texts, **marks)
+        return encoded
+
+    def _ids(self, *texts: str, most: int) -> list[int]:
+        ids = list(self.encode(texts, most)["input_ids"])
+        if ids and max(ids) >= self.size:
+            token = self.tokenizer.convert_ids_to_tokens(max(ids))
+            raise InputError(
+                f"the tokenizer has {len(self.tokenizer)} tokens and the model embeddings for "
+                f"{self.size}: {texts[0][:40]!r} holds {token!r}, id {max(ids)}",
+                "Use the tokenizer that the model was trained with, or enlarge its embedding "
+                "(resize_token_embeddings) and train it.",
+            )
+        return ids
+
+    def encode(self, texts: Sequence[str], most: int, **more: bool) -> Mapping[str, Any]:
+        """Return what the tokenizer makes of a text, or of two, cut to a number of tokens.
+
+        Raises:
+            InputError: the same ids have had other types.
+        """
+        encoded = self.tokenizer(*texts, truncation=True, max_length=most, **more)
+        if self.rules is None or not encoded["input_ids"]:
+            return encoded
+        ids, own = list(encoded["input_ids"]), list(encoded["token_type_ids"])
+        usual = self.types(torch.tensor([ids]))["token_type_ids"][0].tolist()
+        if usual != own and self.exceptions.setdefault(tuple(ids), own) != own:
+            raise InputError(
+                f"the token ids of {texts[0][:40]!r} and of another text are the same, and the "
+                "types of their tokens are not",
+                "Does one of them hold special tokens, such as [SEP], as words? Remove it.",
+            )
+        return encoded
+
+
+def _takes_types(module: Any, encoded: Mapping[str, Any]) -> bool:
+    """Say whether a tokenizer returns types of tokens, and a model looks at them."""
+    sizes = getattr(module.config, "type_vocab_size", None)
+    takes = "token_type_ids" in inspect.signature(module.forward).parameters
+    return "token_type_ids" in encoded and takes and sizes != 1
+
+
+def _rules(
+    encoded: Mapping[str, Any], separator: int | None, *, pair: bool
+) -> dict[tuple[bool, int, int], int] | None:
+    """Read off an example which type a token has; None where one rule would give two."""
+    rules: dict[tuple[bool, int, int], int] = {}
+    section = 0
+    ids = encoded["input_ids"]
+    marks = encoded.get("special_tokens_mask") or [0] * len(ids)
+    for token, kind, mark in zip(ids, encoded["token_type_ids"], marks, strict=True):
+        if rules.setdefault((pair, section, token if mark else ORDINARY), kind) != kind:
+            return None
+        section += token == separator
+    return rules
+
+
+READS_IDS = ("cohere_compass", "dpr", "flaubert", "xlm")
+"""Models that mask by id what no mask is given for."""
+
+
+def text_config(config: Any) -> Any:
+    """Return the settings of the part that reads text; of all where none, or several, do."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
+
+
+def end_of(config: Any) -> int | None:
+    """Return the id of the end of a text; the first of several."""
+    end = getattr(config, "eos_token_id", None)
+    return end[0] if isinstance(end, list) else end
+
+
+def known_pad(config: Any) -> int | None:
+    """Return the padding id of a configuration; None where it names none of the vocabulary."""
+    pad = getattr(config, "pad_token_id", None)
+    return pad if pad is not None and 0 <= pad < config.vocab_size else None
+
+
+@contextmanager
+def pad_inputs(
+    module: Any, x: Tensor, mask: Tensor | None, end: int | None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the ids and the mask to run a model on; it reads each text as if it were alone.
+
+    Args:
+        module: the model.
+        x: token ids (batch, tokens), padded behind each text.
+        mask: True at the tokens of the texts; None where nothing is padded.
+        end: the id whose state is read, where a model does that: never to be padded with.
+
+    Raises:
+        InputError: every id of the vocabulary ends some text of the batch.
+    """
+    config = text_config(module.config)
+    own = known_pad(config)
+    fill = own if own is not None and own != end else _free_id(config, x, mask, end)
+    with ExitStack() as undo:
+        if own is None and is_classifier(module):
+            undo.callback(setattr, config, "pad_token_id", config.pad_token_id)
+            config.pad_token_id = fill
+        if mask is None:
+            told = torch.ones_like(x) if module.config.model_type in READS_IDS else None
+            yield x, told
+            return
+        for part in module.modules():
+            if getattr(part, "summary_type", None) == "last":  # of the padded text, else
+                undo.callback(part.register_forward_pre_hook(_last_of(mask)).remove)
+        yield x.masked_fill(~mask, fill), mask.long()
+
+
+def _last_of(mask: Tensor) -> Any:
+    """Return a hook that hands a module the hidden states of the last token of every text."""
+    last = mask.long().cumsum(1).argmax(1)
+
+    def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        rows = torch.arange(len(last), device=last.device)
+        return (args[0][rows, last][:, None], *args[1:])
+
+    return hook
+
+
+def _free_id(config: Any, x: Tensor, mask: Tensor | None, end: int | None) -> int:
+    """Return an id that ends no text; without padding one that is not in the vocabulary."""
+    size: int = config.vocab_size
+    if mask is None:
+        return size
+    last = x.gather(1, mask.long().cumsum(1).argmax(1, keepdim=True))
+    used = {*last.flatten().tolist(), end}
+    free = next((i for i in range(size) if i not in used), None)
+    if free is None:
+        raise InputError(
+            "every token id ends some text of a batch, and none is left to pad with",
+            "Measure fewer texts at a time, with --batch-size.",
+        )
+    return free
+
 
 MOST_TOKENS = 512
 ENDLESS = 2**20
@@ -53,23 +379,24 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
         module,
         (_most_tokens(module, config, tokenizer),),
         kind="text",
-        classifier=is_classifier(module),
+        classifier=decides(module),
         labels=class_names(module),
         vocabulary=size,
         next_token=_scores(module, tower),
         tokenize=None if feed is None else feed.one,
-        tokenize_pair=feed.two if feed is not None and feed.pairs else None,
+        tokenize_pair=None if feed is None else feed.two,
         pad_id=known_pad(config) or 0,
         end_id=_end_id(module, tower),
-        lexicon=partial(lexicon, tokenizer, size)
-        if getattr(tokenizer, "is_fast", False)
+        unknown_id=None if feed is None else feed.unknown,
+        lexicon=partial(lexicon, tokenizer, size, feed.encode)
+        if feed is not None and getattr(tokenizer, "is_fast", False)
         else None,
         next_logits=_next_logits(module, feed),
         call=call,
         read=read,
         entry=module.get_input_embeddings() if _tokens_first(module) else None,
         architecture=type(module).__name__,
-        notes=_still_decoder(module, tower),
+        notes=_still_decoder(module, tower) + undecided_notes(module),
     )
 
 
@@ -153,7 +480,7 @@ def _text_output(
     end = _end_id(module, tower)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
-        with padded(module, x, mask, end) as (ids, attention):
+        with pad_inputs(module, x, mask, end) as (ids, attention):
             return run(attention_mask=attention, **inputs(ids, mask)), mask
 
     if tower is not None:

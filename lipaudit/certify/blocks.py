@@ -1,0 +1,138 @@
+"""Coefficients of errors that each act within one row of a tensor.
+
+What a row-wise operation is off by in row t is nothing to the other rows, until attention mixes
+them. A stack (rows, *shape) of it would be zeros, but for one row in all of them. A `Block` folds
+it: its r-th layer holds one symbol for every group of entries, at the group's entries. Row-wise
+operations act on layers as they do on a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Coefficients of errors, several symbols a layer.
+
+    Attributes:
+        rows: (layers, *shape).
+        group: (*shape), to which group an entry belongs.
+        numbers: (layers, groups), the symbol of a layer at a group, -1 for none (zeros there).
+        key: number of the first symbol, the same in all forms that share these errors.
+    """
+
+    rows: Tensor
+    group: Tensor
+    numbers: Tensor
+    key: int
+
+    @property
+    def end(self) -> int:
+        """One more than the largest number."""
+        return int(self.numbers.max()) + 1 if self.numbers.numel() else 0
+
+    def map_rows(self, op: Callable[[Tensor], Tensor]) -> Block:
+        """Apply an operation by rows of the last axis, or by entries."""
+        rows = op(self.rows)
+        same = rows.shape == self.rows.shape
+        group = self.group if same else self.group[..., :1].expand(rows.shape[1:])
+        return replace(self, rows=rows, group=group)
+
+    def move(self, move: Callable[[Tensor], Any]) -> list[Block]:
+        """Move entries about; a move may have several results."""
+        rows, group = move_stack(move, self.rows), move(self.group)
+        if isinstance(group, Tensor):
+            return [replace(self, rows=rows, group=group)]
+        return [replace(self, rows=r, group=g) for r, g in zip(rows, group, strict=True)]
+
+    def repeat_axes(self, shape: torch.Size) -> Block:
+        """Repeat entries along axes of size one, or along new ones in front."""
+        rows = self.rows
+        rows = rows.view(len(rows), *[1] * (len(shape) - self.group.ndim), *self.group.shape)
+        return replace(self, rows=rows.expand(-1, *shape), group=self.group.expand(shape))
+
+    def like(self, other: Block) -> bool:
+        """Say whether layers of both can be added."""
+        return torch.equal(self.group, other.group) and torch.equal(self.numbers, other.numbers)
+
+    def by_row(self) -> Block | None:
+        """Return it with one group a row of the last axis; None where symbols span rows."""
+        if bool((self.group == self.group[..., :1]).all()):
+            return self
+        ids = self.group.reshape(-1, self.group.shape[-1])
+        own = [torch.unique(row) for row in ids]
+        if len({len(each) for each in own}) > 1:
+            return None
+        kept = torch.stack(own)  # (rows, m)
+        if len(torch.unique(kept)) < kept.numel():
+            return None
+        place = (ids[..., None] == kept[:, None]).long().argmax(-1).view(self.group.shape)
+        at = torch.arange(kept.shape[1], device=ids.device)
+        at = (place == at.view(-1, *[1] * place.ndim))[:, None]
+        group = torch.arange(len(kept), device=ids.device)
+        return replace(
+            self,
+            rows=(self.rows * at).flatten(0, 1),
+            group=group.view(*place.shape[:-1], 1).expand(place.shape),
+            numbers=self.numbers[:, kept].permute(2, 0, 1).flatten(0, 1),
+        )
+
+    def add_to(self, stack: Tensor) -> None:
+        """Add it to a stack (rows, *shape) that has a row of its own for every symbol."""
+        at = self.numbers[:, self.group.flatten()]
+        flat = self.rows.flatten(1) if self.rows.ndim > 1 else self.rows[:, None]
+        stack.view(len(stack), at.shape[1]).scatter_add_(0, at.clamp_min(0), flat)
+
+    def columns(self, mask: Tensor) -> Block:
+        """Return the entries of a mask, along one axis."""
+        return replace(self, rows=self.rows[:, mask], group=self.group[mask])
+
+
+def join_blocks(
+    x: Sequence[Block], y: Sequence[Block], both: Callable[[Tensor, Tensor], Tensor]
+) -> list[Block]:
+    """Return the blocks of two aligned forms, `both` of those that they share."""
+    other = {block.key: block for block in y}
+    own = {block.key for block in x}
+    shared = [
+        replace(block, rows=both(block.rows, other[block.key].rows))
+        if block.key in other
+        else block
+        for block in x
+    ]
+    return shared + [block for block in y if block.key not in own]
+
+
+def move_stack(move: Callable[[Tensor], Any], rows: Tensor) -> Any:
+    """Apply a move of entries to all rows of a stack."""
+    if len(rows):
+        return torch.vmap(move)(rows)
+    one = move(rows.new_empty(rows.shape[1:]))
+    if isinstance(one, Tensor):
+        return one[None][:0]
+    return tuple(each[None][:0] for each in one)
+
+
+def create_errors(radius: Tensor, first: int, dtype: torch.dtype) -> Block:
+    """Return an error of its own for every entry of positive radius, numbered in their order.
+
+    Its group is the entry's row along the last axis.
+    """
+    last = radius.shape[-1] if radius.ndim else 1
+    flat = radius.reshape(-1, last)
+    positive = flat > 0
+    row, column = positive.nonzero(as_tuple=True)
+    layer = (positive.cumsum(1) - 1)[row, column]
+    layers = int(positive.sum(1).max()) if len(row) else 0
+    rows = torch.zeros(layers, *flat.shape, dtype=dtype, device=radius.device)
+    rows[layer, row, column] = flat[row, column].to(dtype)
+    numbers = torch.full((layers, len(flat)), -1, device=radius.device)
+    numbers[layer, row] = first + torch.arange(len(row), device=radius.device)
+    group = torch.arange(len(flat), device=radius.device)[:, None].expand(flat.shape)
+    return Block(rows.view(layers, *radius.shape), group.reshape(radius.shape), numbers, first)

@@ -1,0 +1,294 @@
+"""Which rows of a pass are read: those of one token, behind the last mixing, if only it is judged.
+
+A model is first run on plain numbers, call by call. Backwards from its results follows what of
+every call is read, entry by entry, from the shapes alone. Where a call that works row by row is
+read along some axis in one place only (the class token; the last token), it is given that place,
+and its result is repeated along the axis without memory. **What is not read has a slack of NaN**:
+were it read all the same, no range would be finite and nothing would be certified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.certify.form import Form, forms_of
+from lipaudit.certify.rules.moves import MOVES
+from lipaudit.certify.symbols import Sizes, Symbols
+from lipaudit.errors import of_machine
+
+ENTRIES = frozenset(
+    (
+        *("add", "radd", "sub", "rsub", "mul", "rmul", "multiply", "div", "truediv", "rtruediv"),
+        *("divide", "true_divide", "neg", "negative", "gelu", "silu", "relu", "tanh", "sigmoid"),
+        *("exp", "square", "pow", "rsqrt", "sqrt", "reciprocal", "dropout", "masked_fill"),
+        *("contiguous", "clone", "to", "float", "double", "detach"),
+    )
+)
+"""Calls whose arguments broadcast to the shape of the result, entry by entry."""
+
+MIXING = frozenset(("matmul", "bmm", "scaled_dot_product_attention"))
+"""Calls that make rows of the result of the same rows of the first argument, and of all others."""
+
+ROWS = frozenset(("linear", "softmax", "layer_norm", "rms_norm", "batch_norm", *MIXING))
+"""Calls that make rows of the result of the same rows of the first argument."""
+
+PLACES = frozenset((*MOVES, "view", "getitem", "expand", "expand_as", "T", "mT"))
+"""Calls whose entries are entries of their first argument."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A tensor of the trial run: its shape, where it lies, and which entries are read."""
+
+    shape: torch.Size
+    device: torch.device
+    read: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the trial run, with nodes in the place of forms.
+
+    Attributes:
+        func, name: of torch.
+        args, kwargs: of it.
+        results: the nodes that came out.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Node]
+
+
+class DeviationError(Exception):
+    """A model calls other functions than in its trial run."""
+
+
+Cut = tuple[int, int]
+"""An axis, counted from the last, and the one place along it that is read."""
+
+
+class Trial:
+    """Runs every call of a model on numbers, and takes notes."""
+
+    def __init__(self, like: Symbols) -> None:
+        shown = like.shown
+        self.symbols = Symbols(0, "linf", order=1, dtype=shown, rules=like.rules, shown=shown)
+        self.symbols.trial = self.trial
+        self.calls: list[Call] = []
+
+    def start(self, centre: Tensor) -> Form:
+        """Return the form that the model is run on."""
+        centre = centre.to(self.symbols.shown)
+        form = Form(centre, centre.new_empty(0, *centre.shape), centre, self.symbols)
+        form.__dict__["node"] = Node(centre.shape, centre.device)
+        return form
+
+    def trial(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        """Run a call."""
+        numbers, named = (_replace_kind(each, Form, lambda f: f.centre) for each in (args, kwargs))
+        nodes, keyed = (_replace_kind(each, Form, _node) for each in (args, kwargs))
+        out = func(*numbers, **named)
+        out = numbers[0] if out is None else list(out) if isinstance(out, Iterator) else out
+        constant = name.endswith("_like") or name.startswith("new_")
+        constant = constant and "empty" not in name  # those are written to: forms
+        result = out if constant else _replace_kind(out, Tensor, self.start)
+        self.calls.append(Call(func, name, nodes, keyed, [_node(f) for f in forms_of(result)]))
+        return iter(result) if name == "iter" else result
+
+
+class Plan:
+    """What of every call of a pass is to be computed."""
+
+    def __init__(self, calls: list[Call], results: list[Form]) -> None:
+        for form in results:
+            _node(form).read[...] = True
+        cuts = [_demand(call) for call in reversed(calls)]
+        self.cuts = list(zip([call.name for call in calls], reversed(cuts), strict=True))
+        self.at = 0
+
+    def __call__(self, name: str, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Apply a rule to what is read of the arguments.
+
+        Raises:
+            DeviationError: the model does not repeat what it did in the trial run.
+        """
+        planned, cut = self.cuts[self.at] if self.at < len(self.cuts) else ("nothing", None)
+        if name != planned:
+            raise DeviationError
+        self.at += 1
+        if cut is None:
+            return rule(*args, **kwargs)
+        size = max(_size(value, cut[0]) for value in (args if name in ENTRIES else args[:1]))
+        return _repeat_form(rule(*_narrow_arguments(name, args, cut, size), **kwargs), cut, size)
+
+
+def plan(model: Callable[[Any], Any], x: Form) -> Plan | None:
+    """Run the model on numbers; None where it cannot be, or no form is seen in what it returns."""
+    trial = Trial(x.symbols)
+    try:
+        results = forms_of(model(trial.start(x.centre.clone())))
+        return Plan(trial.calls, results) if results else None
+    except (RuntimeError, TypeError, ValueError) as error:  # of other types than its weights, say
+        if of_machine(error):
+            raise
+        return None
+
+
+def _demand(call: Call) -> Cut | None:
+    """Note what a call reads, and say along which axis it can be cut."""
+    if call.name in PLACES and isinstance(call.args[0], Node):
+        _read_places(call, call.args[0])
+        return None
+    cut = _cut(call)
+    inner = call.args if cut and call.name in ENTRIES else call.args[:1] if cut else ()
+    for node in inner:
+        if isinstance(node, Node) and cut and node.read.ndim >= -cut[0]:
+            place = 0 if node.shape[cut[0]] == 1 else cut[1]
+            node.read.narrow(cut[0], place, 1)[...] = True
+        elif isinstance(node, Node):
+            node.read[...] = True
+    for node in _nodes((call.args[len(inner) :], call.kwargs)):
+        node.read[...] = True
+    return cut
+
+
+def _cut(call: Call) -> Cut | None:
+    """The axis along which one place is read of what a call makes row by row."""
+    if call.name not in ENTRIES | ROWS or len(call.results) != 1 or _nodes(call.kwargs):
+        return None
+    if call.name in ENTRIES and any(isinstance(each, Tensor) for each in call.kwargs.values()):
+        return None
+    read = call.results[0].read
+    if not read.numel():
+        return None
+    for axis in _axes(call, read):
+        others = [other for other in range(read.ndim) if other != axis % read.ndim]
+        places = (read.amax(others) if others else read).nonzero()[:, 0]
+        if len(places) == 1 < read.shape[axis]:
+            return axis, int(places)
+    return None
+
+
+def _axes(call: Call, read: Tensor) -> list[int]:
+    """The axes along which the results of a call are apart from each other."""
+    axes = list(range(-1, -read.ndim - 1, -1))
+    if call.name in ENTRIES:
+        return axes
+    first = call.args[0]
+    if not isinstance(first, Node) or first.shape[:-1] != read.shape[:-1]:
+        return []
+    if call.name == "softmax" and _argument(call, "dim") not in (-1, read.ndim - 1):
+        return []
+    if call.name == "layer_norm":
+        shape = _argument(call, "normalized_shape")
+        return axes[1 if isinstance(shape, int) else len(shape) :]
+    if call.name == "batch_norm":
+        return [axis for axis in axes if axis % read.ndim != 1]
+    if call.name == "scaled_dot_product_attention" and (
+        len(call.args) > 3 or _has_mask(call.kwargs)
+    ):
+        return []
+    return [-2] if call.name in MIXING and read.ndim > 1 else axes[1:]
+
+
+def _argument(call: Call, name: str) -> Any:
+    """The second argument, by its place or name."""
+    return call.kwargs[name] if name in call.kwargs else call.args[1]
+
+
+def _has_mask(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("attn_mask") is not None or bool(kwargs.get("is_causal"))
+
+
+def _read_places(call: Call, node: Node) -> None:
+    """Follow what is read through a move: it moves the numbers of the places."""
+    at = torch.arange(node.shape.numel(), device=node.device).view(node.shape)
+    args = _replace_kind(
+        call.args[1:], Node, lambda other: torch.empty(other.shape, device=other.device)
+    )
+    out = call.func(at, *args, **call.kwargs)
+    for result, places in zip(call.results, [out] if len(call.results) == 1 else out, strict=True):
+        node.read.view(-1)[places[result.read]] = True
+
+
+def _narrow_arguments(name: str, args: Any, cut: Cut, size: int) -> list[Any]:
+    """The arguments, as far as they are read."""
+
+    def narrow(value: Any) -> Any:
+        if _size(value, cut[0]) != size:
+            return value
+        return _part(value, cut) if isinstance(value, Form) else value.narrow(*cut, 1)
+
+    return [narrow(value) if name in ENTRIES or not i else value for i, value in enumerate(args)]
+
+
+def _part(form: Form, cut: Cut) -> Form:
+    """What is read of a form: one for all that read it, so that they share its symbols."""
+    parts = form.__dict__.setdefault("parts", {})
+    if cut not in parts:
+        parts[cut] = form.narrow(*cut, 1)
+        parts[cut].simplex = form.simplex and cut[0] != -1
+    part: Form = parts[cut]
+    return part
+
+
+def _size(value: Any, axis: int) -> int:
+    return value.shape[axis] if isinstance(value, Tensor) and value.ndim >= -axis else 0
+
+
+def _repeat_form(form: Form, cut: Cut, size: int) -> Form:
+    """Repeat a form along the axis, and mark what is not read."""
+    if form.waits:
+        result = Form.waiting(form.waits.move(lambda part: _repeat_form(part, cut, size)))
+        result.__dict__["parts"] = {cut: form}
+        return result
+    axis, at = cut
+    shape = list(form.shape)
+    shape[axis] = size
+
+    def wide(t: Tensor) -> Tensor:
+        return t.expand(*[-1] * (t.ndim - len(shape)), *shape)
+
+    slack = torch.full(shape, torch.nan, dtype=form.slack.dtype, device=form.device)
+    slack.narrow(axis, at, 1).copy_(form.slack)
+    blocks = [replace(b, rows=wide(b.rows), group=wide(b.group)) for b in form.blocks]
+    result = Form(wide(form.centre), wide(form.dense), slack, form.symbols, blocks=blocks)
+    result.sizes = Sizes(*(wide(each) for each in vars(form.sizes).values()))
+    if "quadratic_range" in form.__dict__:
+        low, high = form.quadratic_range
+        result.quadratic_range = wide(low), wide(high)
+    result.simplex, result.__dict__["parts"] = form.simplex, {cut: form}
+    return result
+
+
+def _node(form: Form) -> Node:
+    node: Node = form.__dict__["node"]
+    return node
+
+
+def _nodes(values: Any) -> list[Node]:
+    held: list[Node] = []
+    _replace_kind(values, Node, held.append)
+    return held
+
+
+def _replace_kind(values: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """Replace what is of a kind, in containers too."""
+    if isinstance(values, kind):
+        return by(values)
+    if isinstance(values, dict):
+        return {key: _replace_kind(value, kind, by) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_replace_kind(value, kind, by) for value in values)
+    return values

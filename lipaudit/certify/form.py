@@ -1,0 +1,409 @@
+"""A tensor as a function of the input: what runs through an unmodified model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.certify.blocks import Block
+from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, outward, tiny, up
+from lipaudit.certify.symbols import Sizes, Symbols
+from lipaudit.errors import EvaluationError, InputError
+
+PARTS = ("centre", "dense", "blocks", "slack")
+"""Attributes of a form that a quotient does not have while it waits."""
+
+METADATA = frozenset(
+    (
+        *("shape", "dtype", "device", "layout", "ndim", "size", "dim", "ndimension", "len"),
+        *("numel", "nelement", "stride", "is_contiguous", "storage_offset", "element_size"),
+        *("itemsize", "nbytes", "hash", "names", "requires_grad", "grad", "grad_fn", "is_leaf"),
+        *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_meta", "is_mkldnn", "is_sparse"),
+        *("is_nested", "is_quantized", "is_floating_point", "is_complex", "get_device"),
+        *("is_sparse_csr", "is_inference", "is_same_size"),
+    )
+)
+"""What a tensor says of itself without its numbers."""
+
+VIEWS = frozenset(
+    (
+        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
+        *("reshape", "view", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
+        *("narrow", "select", "getitem", "expand", "expand_as", "T", "mT", "data", "real"),
+        "broadcast_to",
+        *("view_as", "reshape_as", "unfold", "type"),
+        *("contiguous", "to", "float", "double", "type_as", "detach", "dropout"),
+    )
+)
+"""Operations whose result may lie in the memory of their argument."""
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function, operator, method or attribute of tensors."""
+    name = func.__name__
+    if name in ("__get__", "__set__"):
+        attribute = func.__self__.__name__  # type: ignore[attr-defined]
+        return attribute if name == "__get__" else f"assignment to {attribute}"
+    # float(x) takes the number of a tensor, x.float() casts it.
+    return name[2:-2] if name.startswith("__") and name != "__float__" else name
+
+
+def takes_a_view(index: Any) -> bool:
+    """Say whether what an index takes stays where it is; tensors and lists of places copy.
+
+    A tensor without axes is a number.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    return not any(isinstance(part, list) or getattr(part, "ndim", 0) for part in parts)
+
+
+class NoRuleError(InputError):
+    """The model uses an operation that nothing is known of on forms.
+
+    Args:
+        operation: its name, with what about it is not supported.
+        module: path of the module that uses it, where known.
+    """
+
+    def __init__(self, operation: str, module: str = "") -> None:
+        where = f" (in {module})" if module else ""
+        super().__init__(
+            f"no certificate for this model: no rule for the operation {operation}{where}",
+            "certificates know the operations of common transformers; attacks work on any model",
+        )
+        self.operation, self.module = operation, module
+
+
+class UnboundedError(EvaluationError):
+    """The bounds overflowed: the ball is too large."""
+
+    def __init__(self) -> None:
+        super().__init__("a range is not finite: the ball is too large for this model")
+
+
+def rule_of(
+    rules: Mapping[str, Callable[..., Any]], name: str, args: Any, kwargs: Any
+) -> Callable[..., Any]:
+    """Return the rule of an operation.
+
+    Raises:
+        NoRuleError: there is none, or none that takes these arguments.
+    """
+    rule = rules.get(name)
+    if rule is None:
+        raise NoRuleError(name)
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        raise NoRuleError(f"{name} with these arguments") from None
+    return rule
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """numerator / root + constant, one root a row: what a normalisation and weights make.
+
+    It waits to be multiplied out until something else than weights and moves comes: behind weights
+    w what the product of the numerator d and the inverse is off by is r |sum_k w_k d_k|, far less
+    than r sum_k |w_k| |d_k|.
+
+    Attributes:
+        numerator, constant: forms of one shape, or of one that broadcasts to it.
+        inverse, square: 1 / root > 0 and root^2; forms whose entries are equal in every row.
+    """
+
+    numerator: Form
+    inverse: Form
+    square: Form
+    constant: Form
+
+    def move(self, move: Callable[[Form], Form]) -> Quotient:
+        """The same with entries moved about."""
+        return Quotient(*(move(each) for each in vars(self).values()))
+
+    def product(self) -> Form:
+        """Return it multiplied out."""
+        rules = self.numerator.symbols.rules
+        form: Form = rules["add"](rules["mul"](self.numerator, self.inverse), self.constant)
+        return form
+
+
+class Memory:
+    """What a tensor and its views have in common: how often it was written to."""
+
+    writes = 0
+
+
+class Form(Tensor):
+    """A tensor x(e) = centre + sum of coefficients times symbols + something within +- slack.
+
+    To a model it is a tensor of its shape, device and dtype, without numbers: functions of torch,
+    methods and operators go by the rules of its symbols. An operation that writes into it
+    replaces what it holds; views that were taken of it before are then refused, not wrong. The
+    first axis of the shape is the batch of the model; forms stand for one sample.
+
+    Args:
+        centre: (*shape), float64.
+        dense: (rows, *shape), the coefficients, in the dtype of the symbols.
+        slack: (*shape), float64, >= 0: what rounding and operations since the last symbols left.
+        symbols: that the rows stand for.
+        blocks: coefficients beside the dense ones, of errors that act in one row each.
+        simplex: entries are >= 0 and sum to one along the last axis, whatever the input.
+    """
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls: type[Form], centre: Tensor, dense: Tensor, slack: Tensor, symbols: Symbols, **_: Any
+    ) -> Form:
+        shell: Form = Tensor._make_wrapper_subclass(
+            cls, centre.shape, dtype=symbols.shown, device=centre.device
+        )
+        return shell
+
+    def __init__(
+        self,
+        centre: Tensor,
+        dense: Tensor,
+        slack: Tensor,
+        symbols: Symbols,
+        *,
+        blocks: Sequence[Block] = (),
+        simplex: bool = False,
+    ) -> None:
+        self.centre, self.dense, self.slack = centre, dense, slack
+        self.blocks, self.symbols, self.simplex = tuple(blocks), symbols, simplex
+        self.quotient: Quotient | None = None
+        self.memory, self.seen = Memory(), 0
+        self.origin: tuple[Form, Any] | None = None
+
+    @classmethod
+    def waiting(cls, quotient: Quotient) -> Form:
+        """Return a quotient that is multiplied out where its numbers are asked for."""
+        like = quotient.numerator
+        form = cls.__new__(cls, like.centre, like.dense, like.slack, like.symbols)
+        form.symbols, form.simplex, form.quotient = like.symbols, False, quotient
+        form.memory, form.seen, form.origin = Memory(), 0, None
+        return form
+
+    @property
+    def waits(self) -> Quotient | None:
+        """The quotient that it is, if that is not multiplied out."""
+        return None if "dense" in self.__dict__ else self.quotient
+
+    def __getattr__(self, name: str) -> Any:
+        """End the waiting."""
+        if name not in PARTS or self.__dict__.get("quotient") is None:
+            raise AttributeError(name)
+        product = self.__dict__["quotient"].product()
+        self.__dict__.update({part: product.__dict__[part] for part in PARTS})
+        return self.__dict__[name]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Form({tuple(self.shape)}, {self.count} rows)"
+
+    @property
+    def count(self) -> int:
+        """How many symbols it may depend on: they are numbered below that."""
+        return max(len(self.dense), *(block.end for block in self.blocks), 0)
+
+    @property
+    def generators(self) -> Tensor:
+        """All coefficients, (rows, *shape); ends what blocks save."""
+        if self.blocks:
+            stack = self.dense.new_empty(self.count, *self.shape)
+            stack[: len(self.dense)] = self.dense
+            stack[len(self.dense) :] = 0
+            for block in self.blocks:
+                block.add_to(stack)
+                self.symbols.dissolved.add(block.key)
+            self.dense, self.blocks = stack, ()
+        return self.dense
+
+    def whole(self) -> Form:
+        """Dissolve the blocks, in place."""
+        return self if self.generators is self.dense else self
+
+    def by_row(self) -> Form:
+        """Let every block act in rows of the last axis, in place; dissolve them if one cannot."""
+        blocks = [block.by_row() for block in self.blocks]
+        if any(block is None for block in blocks):
+            return self.whole()
+        self.blocks = tuple(block for block in blocks if block is not None)
+        return self
+
+    def map_rows(self, op: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Block]]:
+        """Apply an operation by entries, or by rows after `by_row`, to all coefficients."""
+        return op(self.dense), [block.map_rows(op) for block in self.blocks]
+
+    def columns(self, mask: Tensor) -> Tensor:
+        """Return the coefficients of the entries of a mask, (rows, entries)."""
+        stack = self.dense.new_zeros(self.count, int(mask.sum()))
+        stack[: len(self.dense)] = self.dense[:, mask]
+        for block in self.blocks:
+            block.columns(mask).add_to(stack)
+        return stack
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """How far the parts of the generators move."""
+        return self.symbols.sizes(self.dense, self.blocks)
+
+    @property
+    def mass(self) -> Tensor:
+        """A radius of all but the slack, however the coefficients' signs change; float64."""
+        return self.sizes.mass
+
+    @cached_property
+    def quadratic_range(self) -> tuple[Tensor, Tensor]:
+        """The range of the quadratic part."""
+        return self.symbols.quadratic_range(self.dense)
+
+    @property
+    def rest(self) -> Tensor:
+        """A radius of all that is not linear in the input, slack and all; float64."""
+        low, high = self.quadratic_range
+        return up(torch.maximum(-low, high) + self.sizes.errors + self.slack)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Return the ends of a range that holds every value, (*shape) each, float64."""
+        sizes, (low, high) = self.sizes, self.quadratic_range
+        radius = up(sizes.linear + sizes.errors + self.slack)
+        size = self.centre.abs() + radius + high - low
+        return outward(self.centre - radius + low, self.centre + radius + high, size)
+
+    @property
+    def stale(self) -> bool:
+        """Whether it was changed in place by another name."""
+        return self.seen != self.memory.writes
+
+    def copy(self) -> Form:
+        """Return the same in memory of its own."""
+        form = self.__new__(Form, self, self, self, self.symbols)
+        form.__dict__.update(self.__dict__)
+        form.memory, form.seen, form.origin = Memory(), 0, None
+        return form
+
+    def hold(self, result: Form) -> None:
+        """Take the numbers of a result that was written here, in the memory as it is now."""
+        memory, origin = self.memory, self.origin
+        self.__dict__.clear()
+        self.__dict__.update(result.__dict__)
+        self.memory, self.seen, self.origin = memory, memory.writes, origin
+
+    def uncertain(self, roundings: int) -> Tensor:
+        """Return by how much entries are off, seen by a map with weights of so many roundings.
+
+        Slack, and the roundings of a sum of products over the generators, over the centre, and
+        for coefficients that a device may take for zero.
+        """
+        dtype = self.symbols.dtype
+        lost = self.count * tiny(dtype)
+        moving = gamma(roundings + 1, dtype) * self.mass
+        still = (gamma(roundings + 2, DOUBLE) * self.centre.abs()).nan_to_num(posinf=0.0)
+        return up(self.slack + moving + still + lost)
+
+    def settle(self) -> Form:
+        """Turn slack into symbols, in place, where it is a share of what the entry moves.
+
+        Slack that is mixed by weights adds up in size, symbols keep their signs. Entries whose
+        slack is small against the largest radius of their row, the last axis, keep theirs.
+        """
+        radius = self.mass + self.slack
+        limit = self.symbols.settle * (radius.amax(-1, keepdim=True) if self.ndim else radius)
+        large = self.slack > limit
+        if not large.any():
+            return self
+        radius = cast_up(self.slack * large, self.symbols.dtype)
+        errors = up(self.sizes.errors + radius)
+        self.sizes = Sizes(self.sizes.linear, self.sizes.quadratic, errors)
+        self.blocks = (*self.blocks, self.symbols.birth(radius))
+        self.slack = self.slack * ~large
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Apply the rule of a function of torch."""
+        name, kwargs = name_of(func), dict(kwargs or {})
+        if name in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        forms = forms_of((args, kwargs))
+        if any(form.stale or form.symbols is not forms[0].symbols for form in forms):
+            raise NoRuleError(f"{name} of what was changed in place by another name or pass")
+        writes = name == "setitem" or name.endswith("_") or kwargs.get("inplace")
+        name = name.removesuffix("_")
+        result = _apply_rule(forms[0].symbols, func, name, args, kwargs)
+        if writes:
+            return _write_back(name, args[0], result)
+        copied = name not in VIEWS or (name == "getitem" and not takes_a_view(args[1]))
+        for view in () if copied else forms_of(result):
+            view.memory, view.seen = forms[0].memory, forms[0].seen
+            if name == "getitem":
+                view.origin = forms[0], args[1]
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what did not come by `__torch_function__`: there are no numbers here."""
+        raise NoRuleError(str(func))
+
+
+def forms_of(values: Any) -> list[Form]:
+    """The forms among arguments, in their order."""
+    if isinstance(values, Form):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [form for value in values for form in forms_of(value)]
+
+
+def _apply_rule(symbols: Symbols, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    rule = rule_of(symbols.rules, name, args, kwargs)
+    if symbols.trial is not None:
+        return symbols.trial(func, name, args, kwargs)
+    if symbols.plan is None:
+        return rule(*args, **kwargs)
+    call, symbols.plan = symbols.plan, None  # not for the calls that rules make
+    try:
+        return call(name, rule, args, kwargs)
+    finally:
+        symbols.plan = call
+
+
+def _write_back(name: str, target: Any, result: Form) -> Form:
+    """Put a result where its first argument was, and into what that is a part of by an index.
+
+    What else lies there is out of date.
+    """
+    if not isinstance(target, Form) or result.shape != target.shape:
+        raise NoRuleError(f"{name} into a constant or another shape")
+    if result is target:
+        return target
+    if name in VIEWS:  # of what it is called by, not of what lies in the memory
+        raise NoRuleError(f"{name} in place")
+    before = target.memory.writes
+    target.memory.writes += 1
+    target.hold(result)
+    part = target
+    while part.origin is not None and part.origin[0].seen == before:
+        whole, index = part.origin
+        whole.hold(
+            _apply_rule(whole.symbols, Tensor.__setitem__, "setitem", (whole, index, part), {})
+        )
+        part = whole
+    return target

@@ -1,0 +1,179 @@
+"""A pass over a ball of inputs: its rules, where it begins, and the margins at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipaudit.certify.demand import DeviationError, plan
+from lipaudit.certify.form import Form, NoRuleError, forms_of
+from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, up
+from lipaudit.certify.rules import (
+    affine,
+    curves,
+    heads,
+    moves,
+    norms,
+    pieces,
+    products,
+    smooth,
+    softmax,
+    sums,
+)
+from lipaudit.certify.rules.affine import add, broadcast, is_row, linear_map
+from lipaudit.certify.rules.products import mul
+from lipaudit.certify.rules.smooth import SQRT, relax
+from lipaudit.certify.symbols import SETTLE, Norm, Symbols
+from lipaudit.errors import UsageError
+
+RULES: dict[str, Callable[..., Any]] = {
+    name: rule
+    for chapter in (affine, softmax, moves, smooth, products, norms, pieces, curves, sums, heads)
+    for name, rule in chapter.RULES.items()
+}
+"""Every operation that forms know, by name: of two rules the later chapter's counts."""
+
+
+def ball(
+    x: Float[Tensor, "1 ..."],
+    eps: float,
+    *,
+    norm: Norm = "linf",
+    order: int = 1,
+    box: tuple[float, float] | None = None,
+    moving: Tensor | None = None,
+    dtype: torch.dtype = DOUBLE,
+    settle: float = SETTLE,
+) -> Form:
+    """Return the form of all inputs within `eps` of x.
+
+    Args:
+        x: one input, or its token embeddings.
+        eps: radius.
+        norm: of the ball.
+        order: 1 for affine forms, 2 for quadratic ones.
+        box: values that an input can have; it cuts the L-inf ball.
+        moving: (*shape) what of x moves, by default all: the embeddings of some tokens, say.
+        dtype: of the coefficients; every one gives proven bounds.
+        settle: see `symbols.SETTLE`.
+
+    Raises:
+        UsageError: eps is negative, or the order is not 1 or 2.
+    """
+    if not eps >= 0 or order not in (1, 2):
+        raise UsageError(f"no ball of radius {eps} at order {order}")
+    shown, x = x.dtype, x.detach().to(DOUBLE)
+    low, high = x - up(torch.full_like(x, eps)), x + up(torch.full_like(x, eps))
+    if box is not None and norm == "linf":
+        low, high = low.clamp(*box), high.clamp(*box)
+    centre = (low + high) / 2 if norm == "linf" else x
+    radius = torch.maximum(high - centre, centre - low)
+    radius = radius + gamma(4, DOUBLE) * (x.abs() + radius)
+    where = torch.ones_like(x, dtype=torch.bool) if moving is None else moving.expand_as(x)
+    places = where.flatten().nonzero()[:, 0]
+    symbols = Symbols(
+        len(places), norm, order=order, dtype=dtype, rules=RULES, shown=shown, settle=settle
+    )
+    rows = torch.zeros(symbols.first_error, x.numel(), dtype=dtype, device=x.device)
+    rows[torch.arange(len(places)), places] = cast_up(radius, dtype).flatten()[places]
+    centre = torch.where(where, centre, x)
+    return Form(centre, rows.view(-1, *x.shape), torch.zeros_like(centre), symbols)
+
+
+def run(model: Callable[[Any], Any], x: Form, *, module: nn.Module | None = None) -> Any:
+    """Run a model on a form; an operation without a rule is refused with the module's path.
+
+    Args:
+        model: what is run.
+        x: on what.
+        module: whose parts have the paths, where that is not the model itself.
+
+    Raises:
+        NoRuleError: the model uses an operation that is not on the list.
+    """
+    whole = model if module is None else module
+    try:
+        with torch.no_grad(), paths_named(whole):
+            x.symbols.plan = plan(model, x)
+        try:
+            with torch.no_grad(), paths_named(whole):
+                return _current(model(x.copy()), x.symbols)
+        except DeviationError:
+            x.symbols.plan = None
+            with torch.no_grad(), paths_named(whole):
+                return _current(model(x), x.symbols)
+    finally:
+        x.symbols.plan = None
+
+
+def _current(result: Any, symbols: Symbols) -> Any:
+    if any(form.stale or form.symbols is not symbols for form in forms_of(result)):
+        raise NoRuleError("a result that was changed in place by another name or pass")
+    return result
+
+
+@contextmanager
+def paths_named(whole: Any) -> Iterator[None]:
+    """Add to a `NoRuleError` which part of a module it comes from."""
+    paths: list[str] = []
+    hooks = []
+
+    def leave(*_: Any) -> None:
+        paths.pop()
+
+    for path, part in whole.named_modules() if isinstance(whole, nn.Module) else ():
+        hooks.append(part.register_forward_pre_hook(lambda *_, path=path: paths.append(path)))
+        hooks.append(part.register_forward_hook(leave))
+    try:
+        yield
+    except NoRuleError as error:
+        where = (paths[-1] or type(whole).__name__) if paths else ""
+        raise NoRuleError(error.operation, where) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def margins(logits: Form, label: int) -> Form:
+    """Return logit_label - logit_j of every other class j, (classes - 1,), or as good as that.
+
+    Behind a normalisation the logits are n / root + constant: where it says more, what is returned
+    is root (n / root + constant), of the same signs and without the quotient; if all have one
+    root.
+    """
+    flat: Any = logits.reshape(-1)
+    plain = _differences(flat, label)
+    if logits.quotient is None:
+        return plain
+    whole = logits.shape
+    parts = logits.quotient.move(lambda form: cast("Form", broadcast(form, whole).reshape(-1)))
+    if not is_row(parts.square):
+        return plain
+    root = relax(cast("Form", parts.square[:1]), SQRT, positive=True)
+    constant = mul(_differences(parts.constant, label), broadcast(root, plain.shape))
+    times = add(_differences(parts.numerator, label), constant)
+    return times if _share(times) > _share(plain) else plain
+
+
+def _differences(logits: Form, label: int) -> Form:
+    classes = logits.shape[-1]
+    identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
+    others = torch.arange(classes, device=logits.device) != label
+    difference = (identity[label] - identity)[others]
+    return linear_map(
+        logits,
+        lambda t, w: t @ w.mT,
+        difference,
+        roundings=2,
+        bound=lambda t, w: t @ w.mT,
+    )
+
+
+def _share(margins: Form) -> float:
+    """What is left of the margins at the centre."""
+    return float((margins.range()[0] / margins.centre.abs()).nan_to_num(nan=-torch.inf).amin())

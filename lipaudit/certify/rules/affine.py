@@ -1,0 +1,344 @@
+"""Affine operations: the same operation on every row of coefficients, without its constant.
+
+y = W x + b of x = c + g . e +- s is (W c + b) + (W g) . e +- |W| s, and all but s is computed with
+rounding: `Form.uncertain` is what W sees of that, so that |W| times it is the slack of y.
+Moving data about rounds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.certify.blocks import join_blocks
+from lipaudit.certify.form import Form, NoRuleError, Quotient
+from lipaudit.certify.rounding import DOUBLE, gamma, tiny, up
+from lipaudit.certify.symbols import Sizes
+
+Linear = Callable[..., Tensor]
+
+
+def linear_map(
+    x: Form,
+    op: Linear,
+    *weights: Tensor,
+    roundings: int,
+    constant: Tensor | None = None,
+    bound: Linear | None = None,
+    within: Literal["entries", "rows", "all"] = "all",
+) -> Form:
+    """Return op(x, *weights) + constant, op linear in both and with a leading axis for the rows.
+
+    Args:
+        x: settled before, if the map mixes its entries.
+        op: takes a stack (rows, *shape).
+        weights: as stored, or off by at most so many roundings.
+        roundings: of an entry of the result: terms of its sum, and those of its weights.
+        constant: added, as stored.
+        bound: op with the sizes of all that multiplies, where that is not op of the sizes.
+        within: what op mixes: nothing, rows of the last axis alone, or all there is.
+    """
+    if within != "entries":
+        x = x.by_row() if within == "rows" else x.whole()
+    symbols, bound = x.symbols, bound or op
+    exact = [weight.detach().to(DOUBLE) for weight in weights]
+    sizes = [weight.abs() for weight in exact]
+    centre = op(x.centre[None], *exact)[0]
+    rounded = [weight.detach().to(symbols.dtype) for weight in weights]
+    dense, blocks = x.map_rows(lambda t: op(t, *rounded))
+    slack = up(bound(x.uncertain(roundings)[None], *sizes)[0], roundings)
+    slack = slack + x.count * roundings * tiny(symbols.dtype)
+    if constant is not None:
+        constant = constant.detach().to(DOUBLE)
+        # |W c| <= |W| |c| has had its rounding above, that of the sum is another one of each.
+        still = gamma(4, DOUBLE) * (constant.abs() + bound(x.centre.abs()[None], *sizes)[0])
+        slack = up(slack + still.nan_to_num(posinf=0.0))
+        centre = centre + constant
+    return Form(centre, dense, slack, symbols, blocks=blocks)
+
+
+def same(x: Form, *targets: Any, **named: Any) -> Form:
+    """The rule of casts: the value as a real number is the same; not that of whole numbers.
+
+    Some copy and some do not: what is written into one of both makes the other stale.
+    """
+    require_real(*targets, *named.values())
+    return x.copy()
+
+
+def require_real(*targets: Any) -> None:
+    """Refuse casts but to floating point."""
+    for target in targets:
+        dtype = target.dtype if isinstance(target, Tensor) else target
+        real = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if not real and (isinstance(dtype, torch.dtype | type) or "Tensor" in str(dtype)):
+            raise NoRuleError(f"a cast to {dtype}")
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Nothing, in evaluation."""
+    if training and p > 0:
+        raise NoRuleError("dropout that is on (call eval() first)")
+    return x
+
+
+def neg(x: Form) -> Form:
+    """-x."""
+    dense, blocks = x.map_rows(torch.neg)
+    return Form(-x.centre, dense, x.slack, x.symbols, blocks=blocks)
+
+
+def add(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
+    """Return x + alpha y: of two forms, or of a form and a constant."""
+    if alpha != 1:
+        y = y * alpha if isinstance(y, Form) else as_constant(y, x).to(DOUBLE) * alpha
+    if isinstance(x, Form) and isinstance(y, Form):
+        return _sum(x, y)
+    form, constant = (x, y) if isinstance(x, Form) else (y, x)
+    constant = as_constant(constant, form).to(DOUBLE)
+    parts = form.waits
+    if parts and shape_of(form.shape, constant.shape) == form.shape:
+        return Form.waiting(replace(parts, constant=add(parts.constant, constant)))
+    form = broadcast(form, constant.shape)
+    centre = form.centre + constant
+    rounded = centre.abs() + (constant.abs() if alpha != 1 else 0)
+    slack = up(form.slack + (gamma(1, DOUBLE) * rounded).nan_to_num(posinf=0.0))
+    total = Form(centre, form.dense, slack, form.symbols, blocks=form.blocks)
+    total.sizes = form.sizes
+    return total
+
+
+def sub(x: Any, y: Any, *, alpha: float | int = 1) -> Form:
+    """Return x - alpha y."""
+    return add(x, neg(y) if isinstance(y, Form) else -y, alpha=alpha)
+
+
+def _sum(x: Form, y: Form) -> Form:
+    x, y = broadcast(x, y.shape), broadcast(y, x.shape)
+    align(x, y)
+    slack = up(x.slack + y.slack)
+    dense, blocks = stack_sum(x.dense, y.dense), join_blocks(x.blocks, y.blocks, torch.add)
+    total = Form(x.centre + y.centre, dense, slack, x.symbols, blocks=blocks)
+    total.slack = total.uncertain(0)
+    return total
+
+
+def stack_sum(x: Tensor, y: Tensor) -> Tensor:
+    """Add two stacks, the shorter of which goes on with zeros."""
+    long, short = (x, y) if len(x) >= len(y) else (y, x)
+    if not len(short):
+        return long
+    total = torch.empty_like(long)
+    torch.add(long[: len(short)], short, out=total[: len(short)])
+    total[len(short) :] = long[len(short) :]
+    return total
+
+
+def align(x: Form, y: Form) -> None:
+    """Dissolve blocks of errors that both forms have, but cannot be added layer by layer."""
+    own = {block.key: block for block in x.blocks}
+    if any(b.key in own and not b.like(own[b.key]) for b in y.blocks):
+        x.whole()
+    for _ in range(2):  # what one dissolves may be a block of the other
+        for form in (x, y):
+            if any(block.key in form.symbols.dissolved for block in form.blocks):
+                form.whole()
+
+
+def shape_of(*shapes: Sequence[int]) -> torch.Size:
+    """Return the shape that shapes broadcast to; torch's own loads a computer algebra system."""
+    return torch.Size(np.broadcast_shapes(*(tuple(shape) for shape in shapes)))
+
+
+def broadcast(x: Form, other: Sequence[int]) -> Form:
+    """Return a form of the shape that both need; what one entry is off by becomes a symbol."""
+    shape = shape_of(x.shape, other)
+    if tuple(x.shape) == tuple(shape):
+        return x
+    x = x.settle() if x.centre.numel() < torch.Size(shape).numel() else x
+    rows = x.dense
+    rows = rows.view(len(rows), *[1] * (len(shape) - x.ndim), *x.shape).expand(-1, *shape)
+    blocks = [block.repeat_axes(shape) for block in x.blocks]
+    wide = Form(x.centre.expand(shape), rows, x.slack.expand(shape), x.symbols, blocks=blocks)
+    wide.sizes = Sizes(*(each.expand(shape) for each in vars(x.sizes).values()))
+    low, high = x.quadratic_range
+    wide.quadratic_range = low.expand(shape), high.expand(shape)
+    return wide
+
+
+def expand(x: Any, *shape: Any) -> Any:
+    """As of a tensor."""
+    if not isinstance(x, Form):
+        return x.expand(*shape)
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    missing = len(sizes) - x.ndim
+    own = (*[1] * missing, *x.shape)
+    return broadcast(x, [a if b == -1 else b for a, b in zip(own, sizes, strict=True)])
+
+
+def scale(x: Form, weight: Any, *, roundings: int = 1) -> Form:
+    """Return x times a constant, entry by entry."""
+    weight = as_constant(weight, x)
+    parts = x.waits
+    if parts and shape_of(x.shape, weight.shape) == x.shape:
+        numerator, constant = (
+            scale(each, weight, roundings=roundings) for each in (parts.numerator, parts.constant)
+        )
+        return Form.waiting(replace(parts, numerator=numerator, constant=constant))
+    x = broadcast(x, weight.shape)
+    return linear_map(x, torch.mul, weight, roundings=roundings + 1, within="entries")
+
+
+def as_constant(value: Any, x: Form) -> Tensor:
+    """Return numbers of a program as a tensor that holds them exactly."""
+    if isinstance(value, Tensor) and value.is_complex():
+        raise NoRuleError("complex numbers")
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().to(x.device)
+    return torch.as_tensor(value, dtype=DOUBLE, device=x.device)
+
+
+def linear(input: Form, weight: Tensor, bias: Tensor | None = None) -> Form:
+    """Weights times the last axis; a quotient waits on."""
+
+    def op(t: Tensor, w: Tensor) -> Tensor:
+        return t @ w.mT
+
+    roundings = weight.shape[-1] + 1
+    parts = _by_row(input.waits) if input.waits else None
+    if parts is None:
+        return linear_map(
+            input.settle(), op, weight, roundings=roundings, constant=bias, within="rows"
+        )
+    numerator = linear_map(
+        parts.numerator.settle(), op, weight, roundings=roundings, within="rows"
+    )
+    return Form.waiting(
+        replace(parts, numerator=numerator, constant=linear(parts.constant, weight, bias))
+    )
+
+
+def _by_row(parts: Quotient) -> Quotient | None:
+    """Return it with one entry a row of the inverse, None where that is lost."""
+    shared = (parts.inverse, parts.square)
+    if not all(is_row(each) for each in shared):
+        return None
+    inverse, square = (cast("Form", each[..., :1]) for each in shared)
+    return replace(parts, inverse=inverse, square=square)
+
+
+def is_row(x: Form) -> bool:
+    """Whether the entries of a row are one number in memory."""
+    held = (x.centre, x.dense, x.slack, *(t for b in x.blocks for t in (b.rows, b.group)))
+    return x.shape[-1] == 1 or all(each.stride(-1) == 0 for each in held)
+
+
+def multiply_constant(x: Any, y: Any) -> Form:
+    """Return x @ y with one constant factor."""
+    if isinstance(x, Form):
+        return linear_map(x.settle(), torch.matmul, y, roundings=y.shape[-2] + 1)
+    return linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
+
+
+def conv2d(
+    input: Form,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Form:
+    """A convolution as a product with the patches: those of the library may round otherwise."""
+    if input.ndim != 4:
+        raise NoRuleError("a convolution of what has no batch")
+    options = (dilation, padding, stride)
+    pair = [(v, v) if isinstance(v, int) else (*v, *v)[:2] for v in options]
+
+    def op(t: Tensor, w: Tensor) -> Tensor:
+        flat = t.flatten(0, 1)
+        patches = F.unfold(flat, w.shape[-2:], *pair)
+        patches = torch.unflatten(patches, 1, (groups, -1))
+        out = torch.unflatten(w.flatten(1), 0, (groups, -1)) @ patches
+        size = [
+            (t.shape[i - 2] + 2 * pair[1][i] - pair[0][i] * (w.shape[i - 2] - 1) - 1) // pair[2][i]
+            + 1
+            for i in (0, 1)
+        ]
+        return out.flatten(1, 2).view(*t.shape[:2], -1, *size)
+
+    constant = None if bias is None else bias.view(-1, 1, 1)
+    return linear_map(
+        input.settle(), op, weight, roundings=weight[0].numel() + 1, constant=constant
+    )
+
+
+def batch_norm(
+    input: Form,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Form:
+    """Return a (x - mean) + b with a = weight / sqrt(var + eps) of every channel, axis 1."""
+    if training or running_mean is None or running_var is None:
+        raise NoRuleError("batch_norm with statistics of the batch (call eval() first)")
+    mean, gain = running_mean.to(DOUBLE), (running_var.to(DOUBLE) + eps).rsqrt()
+    gain = gain if weight is None else gain * weight.detach().to(DOUBLE)
+    bias = torch.zeros_like(mean) if bias is None else bias.detach().to(DOUBLE)
+    uncertain = gamma(16, DOUBLE) * (bias.abs() + (gain * mean).abs())
+    gain, shift, uncertain = (
+        each.view(-1, *[1] * (input.ndim - 2)) for each in (gain, bias - gain * mean, uncertain)
+    )
+    # The gain takes a sum, a root (of the library) and a product: 10 roundings in float64.
+    form = linear_map(input, torch.mul, gain, roundings=12, constant=shift, within="entries")
+    form.slack = up(form.slack + uncertain)
+    return form
+
+
+def reduce_axes(x: Form, dim: Any = None, keepdim: bool = False, *, mean: bool = False) -> Form:
+    """Return the sum or the mean over axes."""
+    axes = [dim] if isinstance(dim, int) else dim or range(x.ndim)  # no axes are all of them
+    axes = [axis % x.ndim for axis in axes]
+    count = torch.Size(x.shape[axis] for axis in axes).numel()
+    behind = [axis + 1 for axis in axes]
+
+    def op(t: Tensor) -> Tensor:
+        total = t.sum(behind, keepdim=keepdim) if behind else t
+        return total / count if mean else total
+
+    return linear_map(x.settle(), op, roundings=count + 1)
+
+
+def total(input: Form, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Form:
+    """The sum."""
+    require_real(dtype)
+    return reduce_axes(input, dim, keepdim)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("contiguous", "to", "float", "double", "type_as", "detach", "data"), same),
+    "clone": lambda input, *, memory_format=None: input.copy(),
+    "dropout": dropout,
+    "neg": neg,
+    "negative": neg,
+    **dict.fromkeys(("add", "radd"), add),
+    "sub": sub,
+    "rsub": lambda x, other, *, alpha=1: sub(other, x, alpha=alpha),
+    "expand": expand,
+    "expand_as": lambda x, other: expand(x, *other.shape),
+    "broadcast_to": expand,
+    "linear": linear,
+    "batch_norm": batch_norm,
+    "sum": total,
+}
+"""What affine operations do to forms."""

@@ -1,0 +1,245 @@
+"""Operations that move entries, join them or put others in their place: exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.certify.blocks import Block, move_stack
+from lipaudit.certify.form import Form, NoRuleError, Quotient
+from lipaudit.certify.rounding import DOUBLE
+from lipaudit.certify.rules.affine import as_constant, broadcast, same, shape_of
+from lipaudit.certify.symbols import Sizes
+
+
+def make_move(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule of a function of tensors, or a method by its name.
+
+    It only moves entries about or copies them; a function may put zeros beside them.
+    """
+
+    def rule(x: Form, *args: Any, **kwargs: Any) -> Any:
+        x = x if isinstance(function, str) else x.whole()
+
+        def move(t: Tensor) -> Any:
+            called = getattr(Tensor, function) if isinstance(function, str) else function
+            return called(t, *args, **kwargs)
+
+        if x.waits:
+            return _moved_quotient(x.waits, lambda form: rule(form, *args, **kwargs))
+        dense = move_stack(move, x.dense)
+        per_block = [block.move(move) for block in x.blocks]
+        low_high = x.__dict__.get("quadratic_range", ())
+        known = (x.centre, x.slack, *vars(x.sizes).values(), *low_high)
+        parts = dense, *(move(each) for each in known)
+        if isinstance(dense, Tensor):
+            return _rebuild(x, [each for (each,) in per_block], *parts)
+        return tuple(
+            _rebuild(x, [block[i] for block in per_block], *each)
+            for i, each in enumerate(zip(*parts, strict=True))
+        )
+
+    return rule
+
+
+def _rebuild(x: Form, blocks: list[Block], dense: Tensor, centre: Tensor, *known: Tensor) -> Form:
+    form = Form(centre, dense, known[0], x.symbols, blocks=blocks)
+    form.sizes = Sizes(*known[1:4])  # taken once, before it is cut up
+    if known[4:]:
+        form.quadratic_range = known[4], known[5]
+    return form
+
+
+def _moved_quotient(quotient: Quotient, rule: Callable[[Form], Any]) -> Any:
+    parts: Any = quotient.move(lambda form: rule(broadcast(form, quotient.numerator.shape)))
+    if isinstance(parts.numerator, Form):
+        return Form.waiting(parts)
+    each = zip(*vars(parts).values(), strict=True)
+    return tuple(Form.waiting(Quotient(*one)) for one in each)
+
+
+def cat(tensors: Sequence[Any], dim: int = 0) -> Form:
+    """Put forms and constants side by side; one without entries is nothing, as torch has it."""
+    tensors = [each for each in tensors if each.shape != (0,)]
+    forms = [each for each in tensors if isinstance(each, Form)]
+    symbols, rows = forms[0].symbols, max(len(form.generators) for form in forms)
+    axis = dim % forms[0].ndim
+    shape = list(forms[0].shape)
+    shape[axis] = sum(each.shape[axis] for each in tensors)
+    device = forms[0].device
+    centre = torch.cat(
+        [e.centre if isinstance(e, Form) else e.detach().to(DOUBLE) for e in tensors], axis
+    )
+    slack = torch.zeros(shape, dtype=DOUBLE, device=device)
+    generators = torch.zeros(rows, *shape, dtype=symbols.dtype, device=device)
+    start = 0
+    for each in tensors:
+        if isinstance(each, Form):
+            slack.narrow(axis, start, each.shape[axis]).copy_(each.slack)
+            part = generators[: len(each.generators)].narrow(axis + 1, start, each.shape[axis])
+            part.copy_(each.generators)
+        start += each.shape[axis]
+    return Form(centre, generators, slack, symbols)
+
+
+def stack(tensors: Sequence[Any], dim: int = 0) -> Form:
+    """Put forms and constants side by side along a new axis."""
+    return cat([each.unsqueeze(dim) for each in tensors], dim)
+
+
+def masked_fill(input: Form, mask: Tensor, value: Any) -> Form:
+    """A constant in some entries."""
+    mask = mask.bool()
+    input = broadcast(input, mask.shape)
+    keep = ~mask
+    dense, blocks = input.map_rows(lambda t: t * keep)
+    centre = input.centre.masked_fill(mask, float(value))
+    return Form(centre, dense, input.slack * keep, input.symbols, blocks=blocks)
+
+
+MOVES = (
+    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze"),
+    *("reshape", "flatten", "unflatten", "unbind", "chunk", "split", "tensor_split"),
+    *("narrow", "select", "index_select", "roll", "flip", "repeat"),
+)
+"""Methods of tensors that move entries about."""
+
+
+def lift(value: Any, like: Form) -> Form:
+    """Return a constant as a form."""
+    centre = as_constant(value, like).to(DOUBLE)
+    rows = like.dense.new_zeros(like.symbols.first_error, *centre.shape)
+    return Form(centre, rows, torch.zeros_like(centre), like.symbols)
+
+
+def moving(like: Any, *constants: Any) -> tuple[Any, ...]:
+    """Return constants that one operation multiplies with each other, the first of them a form.
+
+    Their product then has slack for its rounding. Where one of them is a form, as they are.
+    """
+    first, *others = constants
+    if not isinstance(like, Form) or any(isinstance(each, Form) for each in constants):
+        return constants
+    return (lift(first, like), *others)
+
+
+def where(condition: Tensor, input: Any, other: Any) -> Form:
+    """Entries of the one where the condition, a constant, holds, else of the other."""
+    if isinstance(condition, Form):
+        raise NoRuleError("where with a condition on what moves")
+    like = input if isinstance(input, Form) else other
+    one, two = (each if isinstance(each, Form) else lift(each, like) for each in (input, other))
+    shape = shape_of(condition.shape, one.shape, two.shape)
+    one, two = broadcast(one, shape), broadcast(two, shape)
+    generators = _join(one.generators * condition, two.generators * ~condition)
+    slack = torch.where(condition, one.slack, two.slack)
+    return Form(torch.where(condition, one.centre, two.centre), generators, slack, one.symbols)
+
+
+def _join(one: Tensor, two: Tensor) -> Tensor:
+    long, short = (one, two) if len(one) >= len(two) else (two, one)
+    long = long.clone()
+    long[: len(short)] += short
+    return long
+
+
+def setitem(input: Any, index: Any, value: Any) -> Form:
+    """Return the form with other entries at an index."""
+    if not isinstance(input, Form):
+        raise NoRuleError("setitem into a constant")
+    value = value if isinstance(value, Form) else lift(value, input)
+    at = torch.arange(input.numel(), device=input.device).view(input.shape)[index]
+    part = broadcast(value, at.shape)
+    count, at = max(len(input.generators), len(part.generators)), at.flatten()
+
+    def written(whole: Tensor, rows: Tensor, length: int) -> Tensor:
+        flat = whole.new_zeros(length, input.numel())
+        flat[: len(whole)] = whole.reshape(len(whole), input.numel())
+        flat[:, at] = 0
+        flat[: len(rows), at] = rows.reshape(len(rows), len(at))
+        return flat.view(length, *input.shape)
+
+    centre, slack = (
+        written(whole[None], its[None], 1)[0]
+        for whole, its in ((input.centre, part.centre), (input.slack, part.slack))
+    )
+    generators = written(input.generators, part.generators, count)
+    return Form(centre, generators, slack, input.symbols)
+
+
+def pad(input: Form, pad: Any, mode: str = "constant", value: float | int | None = None) -> Form:  # noqa: A002
+    """More entries at the ends of axes: constants, or copies."""
+    if mode != "constant":
+        return make_move(F.pad)(input, tuple(pad), mode)
+
+    def wide(t: Tensor, filling: float = 0.0) -> Tensor:
+        return F.pad(t, tuple(pad), value=filling)
+
+    centre = wide(input.centre, float(value or 0.0))
+    return Form(centre, wide(input.generators), wide(input.slack), input.symbols)
+
+
+def triangle(name: str) -> Callable[..., Form]:
+    """Return the rule of tril or triu."""
+
+    def rule(input: Form, diagonal: int = 0) -> Form:
+        ones = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device)
+        return where(getattr(ones, name)(diagonal), input, 0.0)
+
+    return rule
+
+
+def unfold(input: Form, *args: Any, **kwargs: Any) -> Form:
+    """Patches as columns (F.unfold, which torch calls with names), or windows of an axis."""
+    rule = make_move(F.unfold if "stride" in kwargs else "unfold")
+    return rule(input, *args, **kwargs)
+
+
+def _constants(name: str) -> Callable[..., Tensor]:
+    """Return the rule of a method that makes a constant tensor like another."""
+
+    def rule(input: Form, *args: Any, **kwargs: Any) -> Tensor:
+        like = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
+        make = getattr(torch, name, None) or getattr(Tensor, name)
+        return make(like, *args, **kwargs)
+
+    return rule
+
+
+def _empty(input: Form, *size: Any, **options: Any) -> Form:
+    """Return what has no numbers yet: a form, for some will be written to."""
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return lift(torch.full(tuple(shape or input.shape), torch.nan, dtype=DOUBLE), input)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    **{name: make_move(name) for name in MOVES},
+    "view": make_move("reshape"),
+    "T": lambda x: x.permute(*range(x.ndim)[::-1]),
+    "mT": lambda x: x.transpose(-1, -2),
+    "iter": lambda x: iter(x.unbind(0)),
+    "getitem": make_move("__getitem__"),
+    "cat": cat,
+    "concat": cat,
+    "stack": stack,
+    "masked_fill": masked_fill,
+    "where": where,
+    "setitem": setitem,
+    "copy": lambda input, other, non_blocking=False: setitem(input, ..., other),
+    "pad": pad,
+    "tril": triangle("tril"),
+    "triu": triangle("triu"),
+    **{name: make_move(name) for name in ("gather", "take_along_dim", "repeat_interleave")},
+    "unfold": unfold,
+    "view_as": lambda input, other: make_move("reshape")(input, other.shape),
+    "reshape_as": lambda input, other: make_move("reshape")(input, other.shape),
+    "type": same,
+    **{name: _constants(name) for name in ("zeros_like", "ones_like", "full_like")},
+    **{name: _constants(name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor")},
+    **dict.fromkeys(("new_empty", "empty_like"), _empty),
+}
+"""What putting entries elsewhere does to forms."""

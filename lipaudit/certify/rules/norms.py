@@ -1,0 +1,219 @@
+"""Normalisations: LayerNorm, RMSNorm, over other axes, and by a norm.
+
+With y = x - mean(x) (or y = x), itself a form c + dy, the mean square is mean(c^2) +
+2 mean(c dy) + mean(dy^2). n mean(dy^2) lies in [0, sum r^2] and in [0, (l + m)^2] for lengths l
+and m of its linear part L and of the rest R (`lengths`). Order 2 can put L^2 into the quadratic
+part: 2 L R + R^2 is left, in [-2 l m, 2 l m + m^2]. Every row takes what leaves least. Then comes
+1 / sqrt, of a number that is at least eps, and the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.certify.form import Form, NoRuleError, Quotient, UnboundedError
+from lipaudit.certify.lengths import lengths
+from lipaudit.certify.rounding import DOUBLE, gamma, tiny, up
+from lipaudit.certify.rules.affine import add, linear_map, reduce_axes, scale
+from lipaudit.certify.rules.pieces import absolute, amax
+from lipaudit.certify.rules.smooth import RSQRT, SQRT, relax, square, square_rest, worth_squaring
+
+
+def layer_norm(
+    input: Form,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Form:
+    """(x - mean) / sqrt(var + eps) weight + bias."""
+    _check(input, normalized_shape)
+    return _affine(_unit(_centre(input), eps), weight, bias)
+
+
+def rms_norm(
+    input: Form, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Form:
+    """Return x / sqrt(mean x^2 + eps) weight."""
+    _check(input, normalized_shape)
+    eps = torch.finfo(input.dtype if weight is None else weight.dtype).eps if eps is None else eps
+    return _affine(_unit(input.settle(), eps), weight, None)
+
+
+def _check(x: Form, normalized_shape: Any) -> None:
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if shape != [x.shape[-1]]:
+        raise NoRuleError(f"a normalisation of the axes {tuple(shape)}")
+
+
+def _centre(x: Form) -> Form:
+    def op(t: Tensor) -> Tensor:
+        return t - t.mean(-1, keepdim=True)
+
+    def bound(t: Tensor) -> Tensor:
+        return t + t.mean(-1, keepdim=True)
+
+    return linear_map(x.settle(), op, roundings=x.shape[-1] + 2, bound=bound, within="rows")
+
+
+def _unit(y: Form, eps: float) -> Form:
+    square = add(_mean_square(y), eps)
+    inverse = relax(square, RSQRT, floor=eps).settle()
+    nothing = torch.zeros_like(y.centre)
+    constant = Form(nothing, y.dense[:0], nothing, y.symbols)
+    return Form.waiting(Quotient(y.copy(), inverse, square, constant))
+
+
+def _mean_square(y: Form) -> Form:
+    symbols, dtype, n = y.symbols, y.symbols.dtype, y.shape[-1]
+    centre = _mean(y.centre.square())
+    weights = (y.centre * (2 / n)).to(dtype)
+    dense, blocks = y.by_row().map_rows(lambda t: (t * weights).sum(-1, keepdim=True))
+    moves, size = up(y.mass + y.slack), y.centre.abs()
+    middle, radius, kept = _square(y, moves)
+    if symbols.order == 2:
+        e = y.dense[: symbols.n] * kept
+        squares = symbols.pack(torch.einsum("a...k,c...k->ac...", e / n, e))
+        dense[symbols.n : symbols.first_error] += squares[..., None]
+    # Two sums of n products, their weights rounded, and the sum of both.
+    moving = gamma(2 * n + 16, dtype) * _mean(2 * size * moves + moves.square())
+    still = gamma(n + 8, DOUBLE) * (centre + middle)
+    under = 8 * n * y.count * tiny(dtype) * (1 + size.amax())
+    slack = up(_mean(2 * size * y.slack) + radius + moving + still + under, n + 16)
+    return Form(centre + middle, dense, slack, symbols, blocks=blocks)
+
+
+def _square(y: Form, moves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return middle and radius of mean(dy^2) without squares that are kept, and which are."""
+    n = y.shape[-1]
+    long, rest = lengths(y, -1)
+    none = torch.zeros_like(moves, dtype=torch.bool)
+    wholes = (_mean(moves.square()), up((long + rest).square() / n))
+    choices = [(whole / 2, whole / 2, none) for whole in wholes]
+    if y.symbols.order == 2:
+        kept = worth_squaring(y)
+        first, second = square_rest(y.sizes.linear, y.rest)
+        middle = torch.where(kept, second, moves.square()) / 2
+        radius = torch.where(kept, first + second / 2, moves.square() / 2)
+        choices.append((_mean(middle), _mean(radius), kept))
+        first, second = square_rest(long, rest)
+        choices.append((second / n / 2, (first + second / 2) / n, ~none))
+    middle, radius, kept = choices[0]
+    for other, less, squares in choices[1:]:
+        better = less < radius
+        middle, radius = torch.where(better, other, middle), torch.where(better, less, radius)
+        kept = torch.where(better, squares, kept)
+    return middle, up(radius), kept
+
+
+def _mean(t: Tensor) -> Tensor:
+    return t.mean(-1, keepdim=True)
+
+
+def _affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
+    x = x if weight is None else scale(x, weight)
+    return x if bias is None else add(x, bias)
+
+
+def layer_norm_of_axes(
+    input: Form,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Form:
+    """A LayerNorm over the last axes, together one."""
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if len(shape) < 2:
+        return layer_norm(input, normalized_shape, weight, bias, eps)
+    flat: Any = input.flatten(-len(shape))
+    weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
+    result: Any = layer_norm(flat, flat.shape[-1], weight, bias, eps)
+    return result.unflatten(-1, shape)
+
+
+def group_norm(
+    input: Form,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Form:
+    """A LayerNorm of every group of channels (axis 1) and all places, its weights by channel."""
+    groups: Any = input.reshape(input.shape[0], num_groups, -1)
+    result: Any = layer_norm(groups, groups.shape[-1], None, None, eps).reshape(input.shape)
+    shape = (-1, *[1] * (input.ndim - 2))
+    result = result if weight is None else scale(result, weight.view(shape))
+    return result if bias is None else add(result, bias.view(shape))
+
+
+def instance_norm(
+    input: Form,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Form:
+    """A LayerNorm of all places of every channel."""
+    if not use_input_stats:
+        raise NoRuleError("instance_norm with running statistics")
+    return group_norm(input, input.shape[1], weight, bias, eps)
+
+
+def vector_norm(
+    input: Form,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,  # noqa: A002
+) -> Form:
+    """The 1-, 2- or largest norm over axes."""
+    if ord in (2, "fro", None):
+        return relax(reduce_axes(square(input), dim, keepdim), SQRT, positive=True)
+    if ord == 1:
+        return reduce_axes(absolute(input), dim, keepdim)
+    if ord == float("inf"):
+        return amax(absolute(input), dim, keepdim)
+    raise NoRuleError(f"a norm of order {ord}")
+
+
+def norm(
+    input: Form, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Form:
+    """As torch.norm of vectors."""
+    return vector_norm(input, p, dim, keepdim)
+
+
+def normalize(
+    input: Form, p: float | int = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Form:
+    """Return x / ||x|| along an axis: an RMSNorm over sqrt(n), for norms of more than eps."""
+    if p != 2 or out is not None:
+        raise NoRuleError(f"normalize by a norm of order {p}")
+    rows: Any = input.transpose(dim, -1)
+    n = rows.shape[-1]
+    low, _ = reduce_axes(square(rows), -1).range()
+    if not (low > eps**2).all():  # below it, torch divides by eps
+        raise UnboundedError
+    unit = scale(rms_norm(rows, n, None, 0.0), n**-0.5, roundings=3)
+    return unit.transpose(dim, -1)  # type: ignore[return-value]
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm_of_axes,
+    "group_norm": group_norm,
+    "instance_norm": instance_norm,
+    **dict.fromkeys(("vector_norm", "linalg_vector_norm"), vector_norm),
+    "norm": norm,
+    "normalize": normalize,
+}
+"""What these normalisations do to forms."""

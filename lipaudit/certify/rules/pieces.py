@@ -1,0 +1,236 @@
+"""Functions of linear pieces, by the ReLU h = a z + m (1 + eps): branching reaches all of them.
+
+On l < 0 < u, with a = u / (u - l), a z <= relu(z) <= a z + 2 m for m = -a l / 2: below, z >= 0
+gives (a - 1) z <= 0 and z <= 0 gives a z <= 0; the line above through both ends is the chord of a
+convex function. For a rounded a in [0, 1] the largest relu(z) - a z is at an end:
+2 m = max(-a l, (1 - a) u). The symbol eps is defined by the equation: on z >= 0 and z <= 0 apart,
+h is z and 0, and what the equation then says of eps is used (`branch`). So eps takes no slack in.
+
+|x| = 2 r(x) - x; max(x, y) = y + r(x - y); a leaky ReLU is s x + (1 - s) r(x); x held to
+[lo, hi] is lo + r(x - lo) - r(x - hi).
+
+The largest of many: for any entry i, max_j x_j - x_i = max_j r(x_j - x_i) lies in [0, h] with h
+the largest end of a difference x_j - x_i. i is the largest at the centre. Where it is the largest
+on the whole ball, h = 0 and nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.certify.form import Form, NoRuleError, UnboundedError
+from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
+from lipaudit.certify.rules.affine import add, neg, scale, sub
+from lipaudit.certify.rules.moves import make_move
+from lipaudit.certify.rules.products import div, mul
+from lipaudit.certify.symbols import Unit
+
+
+def relu(input: Form, inplace: bool = False) -> Form:
+    """max(x, 0), with one symbol for every entry that may have both signs."""
+    symbols, dtype = input.symbols, input.symbols.dtype
+    low, high = input.range()
+    if not (torch.isfinite(low) & torch.isfinite(high)).all():
+        raise UnboundedError
+    mixed = (low < 0) & (high > 0)
+    share = (high / (high - low)).to(dtype).to(DOUBLE).clamp(0, 1)
+    a = torch.where(mixed, share, (low >= 0).to(DOUBLE))
+    m = cast_up(up(torch.maximum(-a * low, (1 - a) * high) / 2) * mixed, dtype)
+    mixed = m > 0
+    errors = symbols.birth(m)
+    if mixed.any():
+        symbols.units.append(
+            Unit(
+                input.centre[mixed],
+                input.columns(mixed),
+                input.slack[mixed],
+                a[mixed],
+                m[mixed].to(DOUBLE),
+                errors.key,
+            )
+        )
+    share = a.to(dtype)
+    dense, blocks = input.map_rows(lambda t: t * share)
+    centre = a * input.centre + m
+    lost = gamma(2, DOUBLE) * (centre.abs() + m) + gamma(1, dtype) * a * input.mass * mixed
+    slack = up(a * input.slack + lost + symbols.count * tiny(dtype) * mixed)
+    return Form(centre, dense, slack, symbols, blocks=[*blocks, errors])
+
+
+class Extreme(NamedTuple):
+    """What torch returns of an axis; where an extreme is depends on the input.
+
+    Attributes:
+        values: the extremes.
+        indices: None.
+    """
+
+    values: Form
+    indices: None = None
+
+
+def leaky_relu(input: Form, negative_slope: Any = 0.01, inplace: bool = False) -> Form:
+    """Return x where x > 0, else s x; the slope s may be a tensor of constants."""
+    positive = scale(relu(input), 1 - _exact(negative_slope), roundings=2)
+    return add(scale(input, _exact(negative_slope)), positive)
+
+
+def prelu(input: Form, weight: Tensor) -> Form:
+    """A leaky ReLU of channels, axis 1."""
+    shape = [1] * (input.ndim - 2) if input.ndim > 1 and weight.numel() > 1 else []
+    return leaky_relu(input, weight.view(-1, *shape))
+
+
+def absolute(input: Form) -> Form:
+    """|x|."""
+    return sub(scale(relu(input), 2.0), input)
+
+
+def maximum(input: Any, other: Any) -> Form:
+    """The larger of two, entry by entry."""
+    return add(other, relu(sub(input, other)))
+
+
+def minimum(input: Any, other: Any) -> Form:
+    """The smaller of two, entry by entry."""
+    return sub(input, relu(sub(input, other)))
+
+
+def clamp(input: Form, min: Any = None, max: Any = None) -> Form:  # noqa: A002
+    """Return x held to [min, max]; as torch has it, max where that is less than min."""
+    held = input if min is None else maximum(input, min)
+    return held if max is None else minimum(held, max)
+
+
+def make_clamp(low: float, high: float) -> Callable[..., Form]:
+    """Return the rule of a function that holds x to a range."""
+    return lambda input, min_val=low, max_val=high, inplace=False: clamp(input, min_val, max_val)
+
+
+def hardsigmoid(input: Form, inplace: bool = False) -> Form:
+    """(x + 3) / 6 held to [0, 1]."""
+    return div(clamp(add(input, 3.0), 0.0, 6.0), 6.0)
+
+
+def hardswish(input: Form, inplace: bool = False) -> Form:
+    """Return x hardsigmoid(x)."""
+    return mul(input, hardsigmoid(input))
+
+
+def amax(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
+    """The largest over axes."""
+    axes = [dim] if isinstance(dim, int) else dim or range(input.ndim)  # no axes are all of them
+    axes = [axis % input.ndim for axis in axes]
+    others = [axis for axis in range(input.ndim) if axis not in axes]
+    flat = input.permute(*others, *axes).flatten(len(others)) if axes else input[..., None]
+    result = largest(flat)  # type: ignore[arg-type]
+    kept = [1 if axis in axes else size for axis, size in enumerate(input.shape)]
+    return result.reshape(kept) if keepdim else result  # type: ignore[return-value]
+
+
+def largest(x: Form) -> Form:
+    """The largest over the last axis."""
+    top = x.centre.argmax(-1, keepdim=True)
+    chosen = make_move("gather")(x, -1, top)
+    _, high = sub(x, chosen).range()
+    never = (x.centre == -torch.inf).scatter(-1, top, True)
+    above = up(high.masked_fill(never, 0.0).amax(-1).clamp_min(0.0) / 2)
+    return _raise(make_move("select")(chosen, -1, 0), above)
+
+
+def _raise(x: Form, half: Tensor) -> Form:
+    """Return x + [0, 2 half]."""
+    centred = Form(x.centre, x.dense, up(x.slack + half), x.symbols, blocks=x.blocks)
+    return add(centred, half)
+
+
+def maximal(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
+    """As torch.max: the largest of all, of an axis, or of two tensors."""
+    if isinstance(dim, Tensor):
+        return maximum(input, dim)
+    return amax(input) if dim is None else Extreme(amax(input, dim, keepdim))
+
+
+def minimal(input: Form, dim: Any = None, keepdim: bool = False) -> Any:
+    """As torch.min."""
+    if isinstance(dim, Tensor):
+        return minimum(input, dim)
+    return amin(input) if dim is None else Extreme(amin(input, dim, keepdim))
+
+
+def amin(input: Form, dim: Any = None, keepdim: bool = False) -> Form:
+    """The smallest over axes."""
+    return neg(amax(neg(input), dim, keepdim))
+
+
+def max_pool2d(
+    input: Form,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Form:
+    """The largest of every window; what padding adds is never it."""
+    if return_indices:
+        raise NoRuleError("max_pool2d with indices")
+    if input.ndim != 4:
+        raise NoRuleError("max_pool2d of an image without a batch axis")
+    places = torch.arange(1.0, input[0, 0].numel() + 1, dtype=torch.float64, device=input.device)
+    places = places.view(1, 1, *input.shape[-2:])
+    last = F.max_pool2d(places, kernel_size, stride, padding, dilation, ceil_mode)
+    steps = kernel_size if stride in (None, []) else stride
+    size, pad, gap, step = (_pair(v) for v in (kernel_size, padding, dilation, steps))
+    # The room that the windows need; past its end lies padding, 0.
+    room = [
+        (last.shape[i - 2] - 1) * step[i]
+        + gap[i] * (size[i] - 1)
+        + 1
+        - pad[i]
+        - places.shape[i - 2]
+        for i in (0, 1)
+    ]
+    padded = F.pad(places, (pad[1], max(0, room[1]), pad[0], max(0, room[0])))
+    windows = F.unfold(padded, size, dilation=gap, stride=step)[0].mT.long()
+    windows = torch.where(windows > 0, windows, windows.amax(-1, keepdim=True)) - 1
+    pooled: Any = largest(make_move("__getitem__")(input.flatten(2), (..., windows)))
+    return pooled.unflatten(-1, last.shape[-2:])
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    values = (value, value) if isinstance(value, int) else tuple(value)
+    return values if len(values) == 2 else values * 2
+
+
+def _exact(slope: Any) -> Any:
+    """A constant in float64, so that 1 - s is rounded as little as 1 - s can be."""
+    return slope.detach().double() if isinstance(slope, Tensor) else float(slope)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "relu": relu,
+    "leaky_relu": leaky_relu,
+    "prelu": prelu,
+    **dict.fromkeys(("abs", "absolute"), absolute),
+    "maximum": maximum,
+    "minimum": minimum,
+    **dict.fromkeys(("clamp", "clip"), clamp),
+    "clamp_min": lambda input, min: clamp(input, min),  # noqa: A006
+    "clamp_max": lambda input, max: clamp(input, None, max),  # noqa: A006
+    "relu6": make_clamp(0.0, 6.0),
+    "hardtanh": make_clamp(-1.0, 1.0),
+    "hardsigmoid": hardsigmoid,
+    "hardswish": hardswish,
+    "amax": amax,
+    "amin": amin,
+    "max": maximal,
+    "min": minimal,
+    "max_pool2d": max_pool2d,
+}
+"""What functions of linear pieces do to forms."""

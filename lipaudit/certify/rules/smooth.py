@@ -1,0 +1,306 @@
+"""Smooth functions entry by entry: a parabola and what the function is off from it.
+
+On a range [l, u] around m every f(x) is f0 + a (x - c) + b (x - c)^2 + d(x) for any a and b; c is
+the centre of the form. d is evaluated at `NODES` points. Between two of them, h apart, d'' is at
+most s = sup |f'' - 2b|, and d leaves its chord by at most h^2 s / 8: so all d lie between the
+least and the largest at the nodes, widened by that.
+
+Order 1: b = 0 and a is the slope of the chord, best for a function that bends one way. Order 2:
+with w = (u - l) / 2, the best b for powers up to the fourth is the second difference
+(f(u) - 2 f(m) + f(l)) / 2 w^2 (x^4 is w^2 x^2 - w^4/8 +- w^4/8), and the best slope there is
+f'(m) + 3/4 (chord - f'(m)) (x^3 is 3/4 w^2 x +- w^3/4). With x - c = L + R, L linear in the input
+and |R| <= rest, b L^2 goes into the quadratic part and b (2 L R + R^2) stays within
+b [-2 lin rest, 2 lin rest + rest^2]. Where that is wider than order 1 is, b is 0.
+
+All of this is float64. a and b are rounded first to what multiplies the generators, d is what
+they leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.certify.form import Form, NoRuleError, UnboundedError
+from lipaudit.certify.rounding import DOUBLE, LIBRARY, gamma, tiny, up
+
+NODES = 65
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """A function of one real number, its first two derivatives and how far the next ones go.
+
+    Attributes:
+        value, slope, bend: f, f' and f''; the two latter steer, their rounding does not matter.
+        second, third: no less than sup |f''| and sup |f'''| on [l, u].
+        offset: terms of f's formula, |x| or 1, that its rounding is relative to beside |f|.
+    """
+
+    value: Function
+    slope: Function
+    bend: Function
+    second: Callable[[Tensor, Tensor], Tensor]
+    third: Callable[[Tensor, Tensor], Tensor]
+    offset: Function = torch.zeros_like
+
+
+def relax(
+    z: Form,
+    f: Smooth,
+    *,
+    floor: float = -math.inf,
+    ceiling: float = math.inf,
+    positive: bool = False,
+) -> Form:
+    """Return f of a form.
+
+    Args:
+        z: argument.
+        f: what to take of it.
+        floor: the argument is no less, whatever its form says.
+        ceiling: nor more.
+        positive: f is only defined for numbers > 0.
+
+    Raises:
+        UnboundedError: the range of z is not finite, or reaches what f is not defined for.
+    """
+    low, high = z.range()
+    low, high = low.clamp(floor, ceiling), high.clamp(floor, ceiling)
+    if not (torch.isfinite(low) & torch.isfinite(high)).all() or (
+        positive and not (low > 0).all()
+    ):
+        raise UnboundedError
+    a, b = _parabola(f, z, low, high)
+    least, largest = _extremes(f, z.centre, (low, high), (a, b))
+    middle = (least + largest) / 2
+    radius = up(torch.maximum(largest - middle, middle - least))
+    return _assemble(z, (a, b), middle, radius)
+
+
+def _parabola(f: Smooth, z: Form, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The coefficients a and b, as numbers of the generators' precision."""
+    m, w = (low + high) / 2, (high - low) / 2
+    wide = w > 1e-6 * m.abs() + 1e-12  # below, differences are nothing but rounding
+    slope = f.slope(m)
+    chord = torch.where(wide, (f.value(high) - f.value(low)) / (2 * w), slope)
+    if z.symbols.order == 1:
+        a, b = chord, torch.zeros_like(slope)
+    else:
+        bend = f.bend(m) / 2
+        second = (f.value(high) - 2 * f.value(m) + f.value(low)) / (2 * w.square())
+        b = torch.where(w > 1e-4 * m.abs() + 1e-6, second, bend) * worth_squaring(z)
+        share = torch.where(b == 0, 1.0, 0.75)
+        a = slope + share * (chord - slope) - 2 * b * (m - z.centre)  # at c, as b is
+    a, b = (each.to(z.symbols.dtype).to(DOUBLE) for each in (a, b))
+    if not (torch.isfinite(a) & torch.isfinite(b)).all():
+        raise UnboundedError
+    return a, b
+
+
+def _extremes(
+    f: Smooth, c: Tensor, ends: tuple[Tensor, Tensor], parabola: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The least and the largest f(x) - a (x - c) - b (x - c)^2 on a range, outwards."""
+    (low, high), (a, b) = ends, parabola
+    least, largest = torch.full_like(low, torch.inf), torch.full_like(low, -torch.inf)
+    for share in torch.linspace(0, 1, NODES, dtype=DOUBLE).tolist():
+        x = torch.lerp(low, high, share).clamp(low, high) if share < 1 else high
+        value, step = f.value(x), x - c
+        d = value - a * step - b * step.square()
+        terms = value.abs() + (a * step).abs() + (b * step.square()).abs()
+        loss = gamma(4 * LIBRARY, DOUBLE) * (terms + f.offset(x).abs())
+        least, largest = torch.minimum(least, d - loss), torch.maximum(largest, d + loss)
+    m = (low + high) / 2
+    h = up((high - low) / (NODES - 1) + gamma(8, DOUBLE) * torch.maximum(low.abs(), high.abs()))
+    off = (f.bend(m) - 2 * b).abs() * (1 + 2.0**-30) + 2.0**-30 * f.second(low, high)
+    bend = torch.minimum(
+        f.second(low, high) + 2 * b.abs(), off + f.third(low, high) * (high - low) * 0.51
+    )
+    widening = up(h.square() / 8 * bend)
+    return least - widening, largest + widening
+
+
+def _assemble(z: Form, parabola: tuple[Tensor, Tensor], middle: Tensor, radius: Tensor) -> Form:
+    """Return a (z - c) + b (z - c)^2 + middle +- radius."""
+    (a, b), symbols = parabola, z.symbols
+    dense, blocks = z.map_rows(lambda t: t * a.to(symbols.dtype))
+    slack = a.abs() * z.slack + gamma(2, symbols.dtype) * a.abs() * z.mass
+    slack = radius + slack + z.count * tiny(symbols.dtype)
+    if symbols.order == 2:
+        first, second = square_rest(z.sizes.linear, z.rest)
+        middle = middle + b * second / 2
+        slack = slack + b.abs() * (first + second / 2) + gamma(4, DOUBLE) * middle.abs()
+        symbols.add_squares(dense, z.dense[: symbols.n], b.to(symbols.dtype))
+        slack = slack + gamma(8, symbols.dtype) * b.abs() * z.sizes.linear.square()
+        slack = slack + gamma(1, symbols.dtype) * a.abs() * z.sizes.quadratic
+        slack = slack + 4 * symbols.first_error * tiny(symbols.dtype) * (1 + b.abs())
+    return Form(middle, dense, up(slack, 16), symbols, blocks=blocks)
+
+
+def worth_squaring(z: Form) -> Tensor:
+    """Say where keeping the square of the linear part costs less than a range for all of it.
+
+    Of x^2 the first leaves an error of 2 lin rest + rest^2 / 2, the second (lin + rest)^2 / 2.
+    """
+    return z.sizes.linear > 2 * z.rest
+
+
+def square_rest(lin: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f and s: (L + R)^2 - L^2 lies in [-f, f + s] for |L| <= lin and |R| <= rest."""
+    return up(2 * lin * rest), up(rest.square())
+
+
+def _constant(value: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda low, high: torch.full_like(low, value)
+
+
+def _density(x: Tensor) -> Tensor:
+    return torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_K, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+def _tanh_gelu_slopes(x: Tensor) -> tuple[Tensor, Tensor]:
+    t = torch.tanh(_K * (x + _CUBIC * x**3))
+    inner, outer = _K * (1 + 3 * _CUBIC * x.square()), 1 - t.square()
+    slope = (1 + t) / 2 + x / 2 * outer * inner
+    bend = outer * inner + x / 2 * outer * (6 * _K * _CUBIC * x - 2 * t * inner.square())
+    return slope, bend
+
+
+def _silu_bend(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s) * (2 + x * (1 - 2 * s))
+
+
+# The suprema: of gelu at 0 and 0.792, of tanh at 0.658 and 0, of sigmoid at 1.317 and 0, of silu
+# at 0 and 1.032; those of exp and of powers at an end. Tested on a grid with mpmath.
+GELU = Smooth(
+    F.gelu,
+    lambda x: torch.special.ndtr(x) + x * _density(x),
+    lambda x: _density(x) * (2 - x.square()),
+    _constant(0.7979),
+    _constant(0.7789),
+    torch.abs,
+)
+TANH_GELU = Smooth(
+    _tanh_gelu,
+    lambda x: _tanh_gelu_slopes(x)[0],
+    lambda x: _tanh_gelu_slopes(x)[1],
+    _constant(0.7979),
+    _constant(0.7768),
+    torch.abs,
+)
+SILU = Smooth(
+    F.silu,
+    lambda x: torch.sigmoid(x) * (1 + x * torch.sigmoid(-x)),
+    _silu_bend,
+    _constant(0.5),
+    _constant(0.3083),
+    torch.abs,
+)
+TANH = Smooth(
+    torch.tanh,
+    lambda x: 1 - torch.tanh(x).square(),
+    lambda x: -2 * torch.tanh(x) * (1 - torch.tanh(x).square()),
+    _constant(0.7699),
+    _constant(2.0),
+)
+SIGMOID = Smooth(
+    torch.sigmoid,
+    lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
+    lambda x: torch.sigmoid(x) * torch.sigmoid(-x) * (1 - 2 * torch.sigmoid(x)),
+    _constant(0.0963),
+    _constant(0.125),
+)
+EXP = Smooth(
+    torch.exp,
+    torch.exp,
+    torch.exp,
+    lambda low, high: up(high.exp()),
+    lambda low, high: up(high.exp()),
+)
+
+
+def _power(p: float, value: Function) -> Smooth:
+    """x^p for p < 1, x > 0: derivatives fall with x."""
+    first, second, third = p, p * (p - 1), p * (p - 1) * (p - 2)
+    return Smooth(
+        value,
+        lambda x: first * x ** (p - 1),
+        lambda x: second * x ** (p - 2),
+        lambda low, high: up(abs(second) * low ** (p - 2), 32),
+        lambda low, high: up(abs(third) * low ** (p - 3), 32),
+    )
+
+
+RSQRT = _power(-0.5, torch.rsqrt)
+SQRT = _power(0.5, torch.sqrt)
+RECIPROCAL = _power(-1.0, torch.reciprocal)
+
+
+def gelu(input: Form, *, approximate: str = "none") -> Form:
+    """Return x times the normal distribution function of x, or torch's approximation by tanh."""
+    return relax(input, TANH_GELU if approximate == "tanh" else GELU)
+
+
+def silu(input: Form, inplace: bool = False) -> Form:
+    """Return x sigmoid(x)."""
+    return relax(input, SILU)
+
+
+def square(input: Form) -> Form:
+    """x^2 = c^2 + 2 c (x - c) + (x - c)^2, the last of which order 2 keeps."""
+    symbols, c = input.symbols, input.centre
+    a = (2 * c).to(symbols.dtype).to(DOUBLE)
+    b = torch.full_like(c, float(symbols.order == 2))
+    move = up(input.mass + input.slack)
+    if symbols.order == 2:
+        middle, radius = c.square(), torch.zeros_like(c)
+    else:
+        middle, radius = c.square() + move.square() / 2, up(move.square() / 2)
+    # a is 2c up to its rounding, which acts on x - c.
+    lost = (2 * c - a).abs() * move + gamma(4, DOUBLE) * (middle.abs() + c.square())
+    return _assemble(input, (a, b), middle, up(radius + lost))
+
+
+def power(input: Form, exponent: float | int) -> Form:
+    """The powers that models use."""
+    if exponent == 2:
+        return square(input)
+    known = {0.5: SQRT, -0.5: RSQRT, -1: RECIPROCAL}
+    if exponent not in known:
+        raise NoRuleError(f"pow with exponent {exponent}")
+    return relax(input, known[exponent], positive=True)
+
+
+def _unary(f: Smooth, **known: Any) -> Callable[[Form], Form]:
+    return lambda input: relax(input, f, **known)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "gelu": gelu,
+    "silu": silu,
+    "square": square,
+    "exp": _unary(EXP),
+    "tanh": _unary(TANH),
+    "sigmoid": _unary(SIGMOID),
+    "rsqrt": _unary(RSQRT, positive=True),
+    "sqrt": _unary(SQRT, positive=True),
+    "reciprocal": _unary(RECIPROCAL, positive=True),
+}
+"""What smooth functions do to forms."""

@@ -1,0 +1,215 @@
+"""Softmax rows: exp(s - LSE(s)), the log-sum-exp with one error symbol a row.
+
+Let s = c + ds, p = softmax(c), w any weights (p as computed) and d_j = ds_j - w . ds. Constants of
+a row cancel: s_j - LSE(s) = c_j - LSE(c) + d_j - rho with rho = log sum_j p_j e^(d_j), exactly.
+With |d_j| <= r_j and |sum_j p_j d_j| <= t, which is rounding (below):
+
+Let q = sum p d^2, which is at most Q = min(sum p r^2, (l + m)^2) for the lengths l and m of the
+linear part and the rest of sqrt(p) d (`lengths`). (e^x - 1 - x) / x^2 rises with x: with
+g(r) = 2 (e^r - 1 - r) / r^2 it is off from 1/2 by at most (g(r) - 1) / 2 on [-r, r]. So
+y = sum p e^d - 1 = sum p d + q / 2 + C with |C| <= T = min(sum (g(r) - 1) p r^2,
+(g(max r) - 1) (l + m)^2) / 2, and y <= Y = t + Q / 2 + T.
+
+Order 1. rho >= sum p d >= -t (Jensen), and rho <= y <= Y. On [-r, r] the chord of exp gives
+e^d <= cosh r + d sinh(r) / r; with A = sum p cosh r and the tangent of log,
+rho <= log A + sum_j (M_j / A) d_j, M_j = p_j sinh(r_j) / r_j, which is
+<= log A + sum |M_j / A - p_j| r_j + t. By Hoeffding's lemma also rho <= t + (max r)^2 / 2.
+
+Order 2. rho = log(1 + y) >= y - y^2 / 2 - t: for y < 0 because rho >= -t. So rho = q / 2 + R,
+-2 t - T - Y^2 / 2 <= R <= t + T. With d = L + R', L^2 goes into the quadratic part; that of
+sum p (2 L R' + R'^2) is at most 2 l m + m^2, or the sum of p (2 lin rest + rest^2).
+
+sum p d = sum (p - w) d + (1 - sum w) w . ds: p and w differ by the rounding of a softmax.
+Keys so far below the others that e^-1000 of the weight is left (masked ones) are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.certify.form import Form, NoRuleError, UnboundedError
+from lipaudit.certify.lengths import lengths
+from lipaudit.certify.rounding import DOUBLE, LIBRARY, gamma, up
+from lipaudit.certify.rules.affine import add, linear_map, neg, sub
+from lipaudit.certify.rules.moves import make_move, masked_fill
+from lipaudit.certify.rules.smooth import EXP, relax, square_rest
+
+_NEGLIGIBLE = 1000.0
+_LEFT = 1e-300
+
+
+def softmax(
+    input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
+) -> Form:
+    """The softmax over an axis; rows of the last one are known to sum to one."""
+    rows, axis = _rows(input, dim)
+    log_p, hidden = _log_softmax(rows)
+    out = _restore_keys(relax(log_p, EXP, ceiling=0.0), hidden)
+    return out if axis is None else make_move("transpose")(out, axis, -1)
+
+
+def log_softmax(
+    input: Form, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None
+) -> Form:
+    """The logarithm of the softmax over an axis."""
+    rows, axis = _rows(input, dim)
+    log_p, hidden = _log_softmax(rows)
+    out = masked_fill(log_p, hidden, -torch.inf) if hidden.any() else log_p
+    return out if axis is None else make_move("transpose")(out, axis, -1)
+
+
+def logsumexp(input: Form, dim: int, keepdim: bool = False) -> Form:
+    """Return s_j - log softmax(s)_j, the same for every j: for the largest at the centre."""
+    rows, axis = _rows(input, dim)
+    log_p, _ = _log_softmax(rows)
+    top = rows.centre.argmax(-1, keepdim=True)
+    gather = make_move("gather")
+    out: Any = sub(gather(rows, -1, top), gather(log_p, -1, top))
+    out = out if axis is None else out.transpose(axis, -1)
+    return out if keepdim else out.squeeze(dim)
+
+
+def _rows(input: Form, dim: int | None) -> tuple[Form, int | None]:
+    """Return the form with the axis last, and where that was, if elsewhere."""
+    if dim is None:
+        raise NoRuleError("softmax without an axis")
+    axis = dim % input.ndim
+    if axis == input.ndim - 1:
+        return input, None
+    return make_move("transpose")(input, axis, -1), axis
+
+
+def _log_softmax(input: Form) -> tuple[Form, Tensor]:
+    """Return s - LSE(s), and which keys have a negligible weight."""
+    z, hidden = _without_negligible(input.settle())
+    p = z.centre.softmax(-1)
+    # p and the logarithm below: a shift, exp, a sum of n terms, a quotient or a logarithm.
+    share = gamma(4 * LIBRARY + 2 * p.shape[-1], DOUBLE)
+    d = _centre_scores(z, p)
+    r = up(d.sizes.linear + d.rest)
+    mean_moves = up(_total(p * (z.mass + z.slack)), p.shape[-1])
+    lost = up(share * (_total(p * r) + mean_moves), p.shape[-1])
+    longest = lengths(d, -1, p.sqrt())
+    third, top = _moments(p, r, lost, longest)
+    rho = _first_order(d, p, r, lost, top)
+    if z.symbols.order == 2:
+        off = third + 2 * lost + top.square() / 2
+        rho = _better(rho, _second_order(d, p, longest, off))
+    if not torch.isfinite(rho.slack).all():
+        raise UnboundedError
+    log_p = z.centre.log_softmax(-1).masked_fill(hidden, 0.0)
+    still = share * (1 + log_p.abs() + z.centre.masked_fill(hidden, 0.0).abs())
+    shifted = Form(log_p, d.dense, up(d.slack + still), z.symbols, blocks=d.blocks)
+    return add(shifted, neg(rho)), hidden
+
+
+def _without_negligible(z: Form) -> tuple[Form, Tensor]:
+    """Take out keys with a weight of less than e^-1000, and say which."""
+    move = (z.mass + z.slack).nan_to_num(nan=0.0, posinf=torch.inf)
+    masked = z.centre == -torch.inf
+    move = move.masked_fill(masked, 0.0)
+    sure = (z.centre - move).amax(-1, keepdim=True)
+    hidden = z.centre + move < sure - _NEGLIGIBLE
+    if not hidden.any():
+        return z, hidden
+    # Generators and slack vanish with them: e^-1000 is more than the library tells from zero.
+    return masked_fill(z, hidden, -torch.inf), hidden
+
+
+def _centre_scores(z: Form, p: Tensor) -> Form:
+    """Return d = ds - w . ds, a form of centre zero."""
+
+    def op(t: Tensor, w: Tensor) -> Tensor:
+        return t - (t * w).sum(-1, keepdim=True)
+
+    def bound(t: Tensor, w: Tensor) -> Tensor:
+        return t + (t * w).sum(-1, keepdim=True)
+
+    moving = Form(torch.zeros_like(p), z.dense, z.slack, z.symbols, blocks=z.blocks)
+    moving.sizes = z.sizes
+    w = p.to(z.symbols.dtype)
+    return linear_map(moving, op, w, roundings=p.shape[-1] + 2, bound=bound, within="rows")
+
+
+def _moments(
+    p: Tensor, r: Tensor, lost: Tensor, longest: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return T and Y."""
+    keys, moves = p.shape[-1], p * r.square()
+    long = up((longest[0] + longest[1]).square())
+    by_key, of_top = _total(_excess(r) * moves), _excess(r.amax(-1, keepdim=True)) * long
+    third = up(torch.minimum(by_key, of_top) / 2, 8 * LIBRARY + keys)
+    square = up(torch.minimum(_total(moves), long), 4 * LIBRARY + keys)
+    return third, up(lost + square / 2 + third)
+
+
+def _excess(r: Tensor) -> Tensor:
+    """Return no less than g(r) - 1 = r / 3 + r^2 / 12 + ..., for small r below r / 3 (1 + r)."""
+    small = r < 0.01
+    wide = r.clamp_min(0.01)
+    g = 2 * (torch.expm1(wide) - wide) / wide.square()
+    return torch.where(small, r / 3 * (1 + r), g - 1 + 1e-9 * g)
+
+
+def _first_order(d: Form, p: Tensor, r: Tensor, lost: Tensor, top: Tensor) -> Form:
+    wide = r > 1e-6  # sinh(r) / r is 1 + r^2 / 6 there, to a last place
+    slope = p * torch.where(wide, torch.sinh(r) / r.clamp_min(1e-9), 1 + r.square() / 6)
+    level = up(_total(p * torch.cosh(r)), p.shape[-1])
+    tilted = (slope / level - p).abs() + gamma(8 * LIBRARY + p.shape[-1], DOUBLE) * p
+    chord = level.log() + 4 * LIBRARY * gamma(1, DOUBLE) + up(_total(tilted * r), p.shape[-1])
+    hoeffding = up(r.amax(-1, keepdim=True).square() / 2)
+    high = torch.minimum(torch.minimum(chord, hoeffding), top)
+    none = d.dense.new_zeros(0, *high.shape)
+    return Form(high / 2, none, up(high / 2 + lost), d.symbols)
+
+
+def _second_order(d: Form, p: Tensor, longest: tuple[Tensor, Tensor], off: Tensor) -> Form:
+    symbols, keys = d.symbols, p.shape[-1]
+    first, second = (_total(p * each) for each in square_rest(d.sizes.linear, d.rest))
+    others = square_rest(*longest)
+    less = others[0] + others[1] / 2 < first + second / 2
+    first = torch.where(less, others[0], first)
+    second = torch.where(less, others[1], second)
+    middle, slack = second / 4, first / 2 + second / 4 + off
+    moves = d.sizes.linear + d.rest
+    # Products, sums and halves of the quadratic part, and p for the true softmax.
+    rounding = gamma(2 * keys + 4 * LIBRARY, symbols.dtype) * _total(p * moves.square())
+    e = d.dense[: symbols.n]
+    half = (p / 2).to(symbols.dtype)
+    squares = symbols.pack(torch.einsum("a...j,c...j->ac...", e * half, e))[..., None]
+    generators = d.dense.new_zeros(symbols.first_error, *middle.shape)
+    generators[symbols.n :] = squares
+    return Form(middle, generators, up(slack + 2 * rounding, keys + 32), symbols)
+
+
+def _better(one: Form, other: Form) -> Form:
+    """Take of each row the form with less slack."""
+    first = one.slack < other.slack
+    centre = torch.where(first, one.centre, other.centre)
+    slack = torch.minimum(one.slack, other.slack)
+    return Form(centre, other.dense * ~first, slack, one.symbols)
+
+
+def _restore_keys(out: Form, hidden: Tensor) -> Form:
+    """Put the keys back that were taken out, and say that rows sum to one."""
+    if hidden.any():
+        out = masked_fill(out, hidden, 0.0)
+        out.slack = out.slack + _LEFT * hidden
+    out.simplex = True
+    return out
+
+
+def _total(t: Tensor) -> Tensor:
+    return t.sum(-1, keepdim=True)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+    "logsumexp": logsumexp,
+}
+"""What softmax and its logarithm do to forms."""

@@ -1,0 +1,269 @@
+"""Sums of products over axes: einsum, further convolutions and means over windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.certify.form import Form, NoRuleError
+from lipaudit.certify.rounding import DOUBLE, gamma, up
+from lipaudit.certify.rules.affine import add, conv2d, linear_map, reduce_axes, scale
+from lipaudit.certify.rules.moves import make_move, moving
+from lipaudit.certify.rules.products import matmul
+from lipaudit.certify.rules.smooth import SQRT, relax
+
+
+def einsum(equation: str, *operands: Any) -> Any:
+    """Sums of products by names of axes, two operands at a time: permuted to a matmul."""
+    factors = list(operands[0] if isinstance(operands[0], list | tuple) else operands)
+    names, wanted = _names(equation.replace(" ", ""), [factor.ndim for factor in factors])
+    like = next(each for each in factors if isinstance(each, Form))
+    here, product = names[0], factors[0]
+    for i, (axes, factor) in enumerate(zip(names[1:], factors[1:], strict=True), 1):
+        kept = wanted + "".join(names[i + 1 :])
+        product, factor = moving(like, product, factor)
+        here, product = _contract((here, product), (axes, factor), kept)
+    product, here = _sum_axes(product, here, wanted)
+    return product.permute([here.index(axis) for axis in wanted])
+
+
+def _names(equation: str, ndims: list[int]) -> tuple[list[str], str]:
+    """Return a letter for every axis of every operand, and of the result."""
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    spare = [c for c in map(chr, range(65, 91)) if c not in equation][::-1]
+    most = max(n - len(t.replace("...", "")) for t, n in zip(terms, ndims, strict=True))
+    if most and "..." not in left:
+        raise NoRuleError(f"einsum of {equation} and other axes")
+    dots = "".join(spare.pop() for _ in range(most))
+    named = []
+    for term, ndim in zip(terms, ndims, strict=True):
+        missing = ndim - len(term.replace("...", ""))
+        named.append(term.replace("...", dots[most - missing :]))
+    if any(len(set(term)) < len(term) for term in named):
+        raise NoRuleError(f"einsum of a diagonal, {equation}")
+    joined = "".join(named)
+    once = "".join(sorted(c for c in set(joined) - set(dots) if joined.count(c) == 1))
+    return named, right.replace("...", dots) if arrow else dots + once
+
+
+def _sum_axes(t: Any, axes: str, kept: str) -> tuple[Any, str]:
+    """Sum over the axes that nothing else has."""
+    gone = [i for i, axis in enumerate(axes) if axis not in kept]
+    return (t.sum(gone) if gone else t), "".join(axis for axis in axes if axis in kept)
+
+
+def _contract(one: tuple[str, Any], other: tuple[str, Any], kept: str) -> tuple[str, Any]:
+    """Multiply two operands, summed over the axes that they share and that are not kept."""
+    (a, x), (b, y) = one, other
+    x, a = _sum_axes(x, a, b + kept)
+    y, b = _sum_axes(y, b, a + kept)
+    batch = [c for c in a if c in b and c in kept]
+    inner = [c for c in a if c in b and c not in kept]
+    rows, columns = [c for c in a if c not in b], [c for c in b if c not in a]
+    sizes = dict.fromkeys(a + b, 1)
+    for its, t in ((a, x), (b, y)):
+        sizes |= {c: n for c, n in zip(its, t.shape, strict=True) if n != 1}
+    x, y = (
+        t.permute([its.index(c) for c in order]).expand([sizes[c] for c in order])
+        for t, its, order in ((x, a, batch + rows + inner), (y, b, batch + inner + columns))
+    )
+    outer = [sizes[c] for c in batch]
+    x = x.reshape(*outer, _size(sizes, rows), _size(sizes, inner))
+    y = y.reshape(*outer, _size(sizes, inner), _size(sizes, columns))
+    axes = (*batch, *rows, *columns)
+    return "".join(axes), (x @ y).reshape([sizes[c] for c in axes])
+
+
+def _size(sizes: dict[str, int], axes: list[str]) -> int:
+    return torch.Size(sizes[c] for c in axes).numel()
+
+
+def addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: float | int = 1, alpha: float | int = 1
+) -> Form:
+    """Return beta input + alpha mat1 @ mat2."""
+    mat1, mat2 = moving(input, mat1, mat2)
+    product: Any = mat1 @ mat2
+    return add(product if alpha == 1 else product * alpha, input if beta == 1 else input * beta)
+
+
+def baddbmm(
+    input: Any, batch1: Any, batch2: Any, *, beta: float | int = 1, alpha: float | int = 1
+) -> Form:
+    """Return beta input + alpha batch1 @ batch2."""
+    return addmm(input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float | int = 1) -> Form:
+    """Return input + value tensor1 tensor2."""
+    tensor1, tensor2 = moving(input, tensor1, tensor2)
+    product: Any = tensor1 * tensor2
+    return add(input, product if value == 1 else product * value)
+
+
+def interpolate(
+    input: Form,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Form:
+    """Another number of places on two axes: copies, or one matrix of weights for each axis."""
+    if input.ndim != 4 or recompute_scale_factor:
+        raise NoRuleError("interpolate of other than two axes")
+    if mode.startswith("nearest"):
+        wide = partial(F.interpolate, size=size, scale_factor=scale_factor, mode=mode)
+        return make_move(wide)(input)
+
+    def weights(axis: int) -> Tensor:
+        """What every place of an axis takes of every other, by interpolating single ones.
+
+        The other axis is two wide: with one, torch may take antialiased images for channels last.
+        """
+        n, ends = input.shape[axis - 2], [2, 2]
+        ends[axis] = _of(size, axis)
+        factors = [1.0, 1.0]
+        factors[axis] = _of(scale_factor, axis)
+        single = torch.eye(n, dtype=torch.float64, device=input.device)[:, None, :, None]
+        wide = single.repeat(1, 1, 1, 2)
+        wide = wide if axis == 0 else wide.mT.contiguous()
+        chosen = {"size": ends} if size is not None else {"scale_factor": factors}
+        options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
+        result = F.interpolate(wide, **chosen, **options)  # type: ignore[arg-type]
+        return result.select(3 - axis, 0)[:, 0].mT
+
+    def op(t: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return rows @ t @ columns.mT
+
+    down, across = weights(0), weights(1)
+    if antialias and 1 in across.shape:
+        raise NoRuleError("interpolate with antialias of images one wide, which torch mixes up")
+    places = input.shape[-2] + input.shape[-1]
+    x = input.settle()
+    result = linear_map(x, op, down, across, roundings=places + 4)
+    # A weight is the distance of two places, off by few roundings of the number of places.
+    everywhere = (x.centre.abs() + x.mass + x.slack).sum((-2, -1), keepdim=True)
+    result.slack = up(result.slack + gamma(64 * places, DOUBLE) * everywhere, places)
+    return result
+
+
+def _of(value: Any, axis: int) -> Any:
+    return value[axis] if isinstance(value, list | tuple | torch.Size) else value
+
+
+def cumsum(input: Form, dim: int, *, dtype: Any = None) -> Form:
+    """Sums up to every place of an axis."""
+    n = input.shape[dim]
+    ones = torch.ones(n, n, dtype=torch.float64, device=input.device).triu()
+    return matmul(input.movedim(dim, -1), ones).movedim(-1, dim)  # type: ignore[return-value]
+
+
+def conv1d(
+    input: Form,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Form:
+    """A convolution over the last axis."""
+    stride, dilation = (_first(v) for v in (stride, dilation))
+    wide: Any = input.unsqueeze(-2)
+    if isinstance(padding, str):
+        room = dilation * (weight.shape[-1] - 1) if padding == "same" else 0
+        wide, padding = F.pad(wide, (room // 2, room - room // 2)), 0
+    options = ((1, stride), (0, _first(padding)), (1, dilation), groups)
+    return conv2d(wide, weight.unsqueeze(-2), bias, *options).squeeze(-2)  # type: ignore[return-value]
+
+
+def convolution(
+    input: Form,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Form:
+    """A convolution over two axes, its padding in numbers or by name."""
+    wide: Any = input
+    if isinstance(padding, str):
+        gaps = dilation if isinstance(dilation, tuple) else (dilation, dilation)
+        room = [gap * (size - 1) for gap, size in zip(gaps, weight.shape[-2:], strict=True)]
+        ends = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in room]
+        wide, padding = F.pad(input, (*ends[1], *ends[0])), 0
+    return conv2d(wide, weight, bias, stride, padding, dilation, groups)
+
+
+def _first(value: Any) -> int:
+    return int(value[0]) if isinstance(value, list | tuple) else int(value)
+
+
+def make_pooling(mean: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
+    """Return the rule of a function that takes means over windows of the last axes."""
+
+    def rule(input: Form, *args: Any, **kwargs: Any) -> Form:
+        if input.ndim != axes + 2:
+            raise NoRuleError("a mean over windows of one sample without a batch axis")
+
+        def op(t: Tensor) -> Tensor:
+            return torch.unflatten(mean(t.flatten(0, 1), *args, **kwargs), 0, t.shape[:2])
+
+        # A window has no more entries than the axes; its sum is divided once.
+        terms = input.shape[-axes:].numel()
+        return linear_map(input.settle(), op, roundings=terms + 2)
+
+    return rule
+
+
+def average(
+    input: Form, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: Any = None
+) -> Form:
+    """The mean; numpy's name of axes is known too."""
+    return reduce_axes(input, axis if dim is None else dim, keepdim, mean=True)
+
+
+def variance(
+    input: Form, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **options: Any
+) -> Form:
+    """Return the sum of squares around the mean, over n - correction."""
+    if isinstance(dim, bool):  # x.var(unbiased) of all entries
+        dim, unbiased = None, dim
+    correction = options.get("correction", int(unbiased))
+    centred: Any = input - reduce_axes(input, dim, True, mean=True)
+    total = reduce_axes(centred.square(), dim, keepdim)
+    return scale(total, 1 / (input.numel() // total.numel() - correction), roundings=2)
+
+
+def deviation(*args: Any, **kwargs: Any) -> Form:
+    """The root of the variance, which must not be 0."""
+    return relax(variance(*args, **kwargs), SQRT, positive=True)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "einsum": einsum,
+    "addmm": addmm,
+    "baddbmm": baddbmm,
+    "addcmul": addcmul,
+    "interpolate": interpolate,
+    "cumsum": cumsum,
+    "conv1d": conv1d,
+    "conv2d": convolution,
+    "mean": average,
+    "var": variance,
+    "std": deviation,
+    "avg_pool1d": make_pooling(F.avg_pool1d, 1),
+    "avg_pool2d": make_pooling(F.avg_pool2d, 2),
+    "adaptive_avg_pool1d": make_pooling(F.adaptive_avg_pool1d, 1),
+    "adaptive_avg_pool2d": make_pooling(F.adaptive_avg_pool2d, 2),
+}
+"""What sums do to forms."""

@@ -1,0 +1,250 @@
+"""The symbols that forms are written in, and how far a form can move.
+
+e_1 .. e_n stand for the input, in the unit ball of its norm; at order 2 their products e_i e_j,
+i <= j, follow; then come errors in [-1, 1], each born where an operation is not what its rule
+makes of it. A stack of coefficients has one row a symbol, (rows, *shape), in that order; rows that
+are missing at its end are zero, so that older forms need not grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipaudit.certify.blocks import Block, create_errors
+from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, summed_up, tiny, up
+
+Norm = Literal["linf", "l2"]
+
+SETTLE = 5e-5
+"""Share of a radius from which slack becomes symbols where an operation would mix it."""
+
+_AT_ONCE = 2**18
+"""Numbers whose sizes are summed at once: 1 MB in single precision."""
+
+_SQUARINGS = 2
+"""How often a quadratic form is squared to bound its norm by that of a power."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How far every entry of a stack can move, part by part; float64, never too small.
+
+    Attributes:
+        linear: the largest value of the part linear in the input.
+        quadratic: no less than that of the quadratic part, whatever the signs.
+        errors: the largest value of the errors' part.
+    """
+
+    linear: Float[Tensor, "*shape"]
+    quadratic: Float[Tensor, "*shape"]
+    errors: Float[Tensor, "*shape"]
+
+    @property
+    def mass(self) -> Float[Tensor, "*shape"]:
+        """All together, also if every coefficient changed its sign."""
+        return self.linear + self.quadratic + self.errors
+
+
+@dataclass
+class Unit:
+    """The ReLUs of one call that cut the range of their input: h = a z + m (1 + eps).
+
+    Attributes:
+        centre, generators, slack: of the forms z, (k,), (rows, k) and (k,).
+        slope, offset: a and m.
+        first: number of the symbol of the first; the others follow.
+    """
+
+    centre: Tensor
+    generators: Tensor
+    slack: Tensor
+    slope: Tensor
+    offset: Tensor
+    first: int
+
+
+class Symbols:
+    """The symbols of one pass over one ball, and what its operations leave for branching.
+
+    Args:
+        n: dimension of the input.
+        norm: of the ball.
+        order: 1 for affine forms, 2 for quadratic ones.
+        dtype: of the coefficients; centres and slack are float64 in any case.
+        rules: what every operation does to forms, by name.
+        shown: dtype that the model sees.
+        settle: see `SETTLE`; decides over how tight and how large forms are, never over truth.
+
+    Attributes:
+        dissolved: the blocks that have become rows in some form.
+        trial: what runs a call of the model in place of its rule.
+        plan: what applies the rule of a call of the model, if not all of its result is read.
+    """
+
+    trial: Callable[..., Any] | None = None
+    plan: Callable[..., Any] | None = None
+
+    def __init__(
+        self,
+        n: int,
+        norm: Norm,
+        *,
+        order: int,
+        dtype: torch.dtype,
+        rules: Mapping[str, Callable[..., Any]],
+        shown: torch.dtype = DOUBLE,
+        settle: float = SETTLE,
+    ) -> None:
+        self.n, self.norm, self.order, self.dtype = n, norm, order, dtype
+        self.rules, self.shown, self.settle = rules, shown, settle
+        self.pairs = (
+            torch.triu_indices(n, n) if order == 2 else torch.empty(2, 0, dtype=torch.long)
+        )
+        self.first_error = self.count = n + self.pairs.shape[1]
+        self.units: list[Unit] = []
+        self.dissolved: set[int] = set()
+
+    def sizes(self, g: Float[Tensor, "rows ..."], blocks: Sequence[Block] = ()) -> Sizes:
+        """Return how far every entry of a stack can move.
+
+        On the L2 ball |sum g_i e_i| <= ||g||_2, and |sum q_ij e_i e_j| <= ||q||_2 for the products
+        of a unit vector's entries are a vector of norm <= 1; elsewhere 1-norms.
+        """
+        linear, quadratic, errors = torch.split(g, self._parts(len(g)))
+        moved = _one_norm(errors)
+        for block in blocks:
+            moved = up(moved + _one_norm(block.rows))
+        return Sizes(self._radius(linear), self._radius(quadratic), moved)
+
+    def quadratic_range(
+        self, g: Float[Tensor, "rows ..."]
+    ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+        """Return the least and the largest value of the quadratic part, outwards.
+
+        e^T Q e lies in [-r, r] with r = ||Q|| |e|^2, |e|^2 <= 1 or n; on the box also between the
+        sums of its coefficients' own ends, e_i^2 in [0, 1] and e_i e_j in [-1, 1].
+        """
+        q = g[self.n : self.first_error]
+        if not len(q):
+            zero = torch.zeros(g.shape[1:], dtype=DOUBLE, device=g.device)
+            return zero, zero
+        radius = self._spectral_radius(q)
+        if self.norm == "l2":
+            return -radius, radius
+        squares = (self.pairs[0] == self.pairs[1]).to(q.device)
+        mixed, own = _one_norm(q[~squares]), q[squares]
+        high = torch.minimum(mixed + _one_norm(own.clamp_min(0)), self.n * radius)
+        low = torch.minimum(mixed + _one_norm(own.clamp_max(0)), self.n * radius)
+        return -low, high
+
+    def pack(self, form: Float[Tensor, "n n ..."]) -> Float[Tensor, "rows ..."]:
+        """Return the coefficients of e_i e_j, i <= j, of sum_ij form_ij e_i e_j."""
+        i, j = self.pairs.to(form.device)
+        return torch.where(
+            (i == j).view(-1, *[1] * (form.ndim - 2)), form[i, j], form[i, j] + form[j, i]
+        )
+
+    def add_products(
+        self, rows: Float[Tensor, "rows ..."], x: Tensor, y: Tensor, f: Callable[..., Tensor]
+    ) -> None:
+        """Add sum_ij f(x_i, y_j) e_i e_j of two linear parts to a stack, in place."""
+        first = self.n
+        for i in range(self.n):
+            part = rows[first : first + self.n - i]
+            part += f(x[i : i + 1], y[i:])
+            part[1:] += f(x[i + 1 :], y[i : i + 1])
+            first += self.n - i
+
+    def add_squares(self, rows: Float[Tensor, "rows ..."], x: Tensor, weight: Tensor) -> None:
+        """Add weight (sum_i x_i e_i)^2, entry by entry, to a stack, in place."""
+        first, double = self.n, 2 * weight * x
+        for i in range(self.n):
+            rows[first].addcmul_(double[i], x[i], value=0.5)
+            rows[first + 1 : first + self.n - i].addcmul_(double[i], x[i + 1 :])
+            first += self.n - i
+
+    def birth(self, radius: Float[Tensor, "*shape"]) -> Block:
+        """Give an error of that radius to every entry where it is positive."""
+        first = self.count
+        self.count += int((radius > 0).sum())
+        return create_errors(radius, first, self.dtype)
+
+    def _parts(self, rows: int) -> list[int]:
+        linear = min(rows, self.n)
+        quadratic = min(rows, self.first_error) - linear
+        return [linear, quadratic, rows - linear - quadratic]
+
+    def _radius(self, g: Tensor) -> Tensor:
+        if self.norm == "linf":
+            return _one_norm(g)
+        return up(_sum_rows(g, torch.square).sqrt())
+
+    def _spectral_radius(self, q: Tensor) -> Tensor:
+        """||Q|| of every entry, a few at a time: they stay in the cache."""
+        some = max(1, _AT_ONCE // self.n**2)
+        parts = [self._norms(part) for part in q.reshape(len(q), -1).split(some, 1)]  # type: ignore[no-untyped-call]
+        return torch.cat(parts).view(q.shape[1:])
+
+    def _norms(self, flat: Tensor) -> Tensor:
+        """||Q|| <= ||Q^k||_F^(1/k) for the symmetric Q of every entry, k = 2^_SQUARINGS.
+
+        Q is divided by about its norm first. That of a power is raised by what rounding can take:
+        (A + E)^2 - A^2 = A E + E A + E^2, and a product itself is off by gamma ||A||_F^2.
+        """
+        n, dtype = self.n, flat.dtype
+        flat = flat.mT.contiguous()
+        small = n * n * tiny(dtype)
+        size = _norm(flat)
+        scale = cast_up(size, dtype).clamp_min(tiny(dtype) ** 0.5)
+        power = (flat * (self._halves.to(flat) / scale[:, None])).index_select(
+            1, self._full.to(flat.device)
+        )
+        power = power.view(-1, n, n)
+        size = up(size / scale.to(DOUBLE))
+        error = gamma(4, dtype) * size + small
+        for _ in range(_SQUARINGS):
+            error = (2 * error + gamma(n + 8, dtype) * size) * size + error.square() + small
+            power = torch.bmm(power, power)
+            size = _norm(power.flatten(1))
+        root = up(size + error, 8) ** (0.5**_SQUARINGS) * scale.to(DOUBLE)
+        return up(root, 32) + small
+
+    @cached_property
+    def _full(self) -> Tensor:
+        """Where each entry of a symmetric matrix stands among the pairs, (n^2,)."""
+        places = torch.zeros(self.n, self.n, dtype=torch.long)
+        i, j = self.pairs
+        places[i, j] = places[j, i] = torch.arange(len(i))
+        return places.flatten()
+
+    @cached_property
+    def _halves(self) -> Tensor:
+        """What share of its coefficient a pair has in an entry of the matrix, (pairs,)."""
+        return torch.where(self.pairs[0] == self.pairs[1], 1.0, 0.5)
+
+
+def _one_norm(g: Tensor) -> Tensor:
+    return _sum_rows(g, torch.abs)
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """No less than the 2-norms of rows; a square may be taken for zero."""
+    terms, dtype = rows.shape[1], rows.dtype
+    size = torch.linalg.vector_norm(rows, dim=1).to(DOUBLE) * (1 + gamma(terms + 8, dtype))
+    return up(size + (terms * tiny(dtype)) ** 0.5)
+
+
+def _sum_rows(g: Tensor, size: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum the sizes of rows, a few at a time: they stay in the cache, and round less."""
+    some = max(1, _AT_ONCE // max(1, g[:1].numel()))
+    total = torch.zeros(g.shape[1:], dtype=g.dtype, device=g.device)
+    for part in g.split(some):  # type: ignore[no-untyped-call]
+        total += size(part).sum(0)
+    return summed_up(total, min(some, len(g)) + len(g) // some + 4)

@@ -1,0 +1,566 @@
+"""Data sets and models of the Hugging Face Hub: references, commits, and why one cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal
+
+from lipaudit.errors import InputError, similar
+from lipaudit.results import Note
+
+Kind = Literal["model", "dataset"]
+KINDS: dict[Kind, str] = {"model": "model", "dataset": "data set"}
+HUB = "the Hugging Face Hub"
+LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
+OFFLINE = "--offline (or HF_HUB_OFFLINE) forbids to fetch it"
+
+# By name: the client's HTTP library has changed twice, and its exceptions with it.
+TIMEOUTS = {"TimeoutException", "TimeoutError", "Timeout"}
+BROKEN = {"TransportError", "NetworkError", "ConnectionError", "RequestException", "URLError"}
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What is asked of the Hub.
+
+    Attributes:
+        name: ORG/NAME.
+        kind: model or dataset.
+        revision: a branch, a tag or a commit.
+    """
+
+    name: str
+    kind: Kind = "model"
+    revision: str = "main"
+
+    @property
+    def page(self) -> str:
+        """Its address for a browser."""
+        from huggingface_hub import constants
+
+        folder = "datasets/" if self.kind == "dataset" else ""
+        return f"{constants.ENDPOINT}/{folder}{self.name}"
+
+
+Words = tuple[str, str]
+"""What happened, and what to do about it."""
+
+
+def refusal(error: Exception, repository: Repository) -> InputError:
+    """Return the error that says why a repository cannot be had, by what its client raised."""
+    causes = list(_causes(error))
+    for reason in REASONS:
+        for cause in causes:
+            if words := reason(cause, repository):
+                return InputError(*words)
+    what, cause = f"{KINDS[repository.kind]} {repository.name}", error.__cause__ or error
+    return InputError(
+        f"the {what} cannot be had ({type(cause).__name__}: {first_line(cause)})",
+        f"Look at {repository.page}, or download it elsewhere and give its directory.",
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an exception says, on one line."""
+    return str(error).strip().partition("\n")[0]
+
+
+def not_cached(repository: Repository, why: str) -> InputError:
+    """Return the error on something that may not be asked for, or can not, and is not here."""
+    option = "" if repository.kind == "model" else " --repo-type dataset"
+    elsewhere = {
+        "model": "give its directory as MODEL",
+        "dataset": "save it there with save_to_disk, and give hf:DIRECTORY as --data",
+    }
+    at = "" if repository.revision == "main" else f" at {repository.revision}"
+    return InputError(
+        f"{repository.name}{at} is not in the local cache, and {why}",
+        f"Fetch it while there is a connection (`hf download{option} {repository.name}`), or "
+        f"download it elsewhere and {elsewhere[repository.kind]}.",
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _explain_denial(error: BaseException, repository: Repository) -> Words | None:
+    """Put into words that there is no such thing, or none for this user."""
+    from huggingface_hub import errors
+
+    name, kind = repository.name, KINDS[repository.kind]
+    if isinstance(error, errors.GatedRepoError):
+        sent = "the token that was sent has none" if _token() else "no token was sent"
+        text = f"the {kind} {name} is gated: its owners give access to those who ask, and {sent}"
+        return text, f"Ask for it on {repository.page}, then {LOG_IN}."
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the {kind} {name} has no revision {repository.revision!r}", _revisions(repository)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        text = f"there is no {kind} {name} on {HUB}, or it is private"
+        return text, f"Check the name; for a private one {LOG_IN}."
+    if isinstance(error, errors.HFValidationError):
+        return f"{name!r} is no name of a repository", "Write hf:ORG/NAME."
+    return None
+
+
+def _token() -> str | None:
+    from huggingface_hub import get_token
+
+    return get_token()
+
+
+def _revisions(repository: Repository) -> str:
+    """Name the revisions that there are, the nearest ones first."""
+    from huggingface_hub import HfApi
+
+    try:
+        refs = HfApi().list_repo_refs(repository.name, repo_type=repository.kind)
+    except Exception:  # it was an error already: this is but for its advice
+        return "Name a branch, a tag or a commit."
+    names = [ref.name for ref in (*refs.branches, *refs.tags)]
+    close = similar(repository.revision, names)
+    near = f"Did you mean {' or '.join(close)}? " if close else ""
+    return f"{near}Its branches and tags are: {', '.join(names[:10])}."
+
+
+def _explain_status(error: BaseException, _repository: Repository) -> Words | None:
+    """Put into words the status that the Hub answered with."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is None:
+        return None
+    if status == 429:
+        return _too_many(error)
+    if status >= 500:
+        text = f"{HUB} has a fault of its own for now (it answers {status})"
+        return text, "Try again later; --offline reads what is in the local cache."
+    if status == 401:
+        text = f"{HUB} does not know the token that was sent"
+        return text, "Log in anew with `hf auth login`, or unset HF_TOKEN."
+    said = getattr(error, "server_message", None) or first_line(error)
+    return f"{HUB} answers {status}: {said}", f"If it is a matter of access, {LOG_IN}."
+
+
+def _too_many(error: Any) -> Words:
+    after = error.response.headers.get("retry-after", "")
+    when = f"in {after} seconds" if after.isdigit() else "in some minutes"
+    text = f"{HUB} takes no more requests from here for now (429: too many)"
+    return text, f"Try again {when}; its limit is higher for those who {LOG_IN}."
+
+
+def _explain_absence(error: BaseException, repository: Repository) -> Words | None:
+    from huggingface_hub import errors
+
+    if not isinstance(error, errors.OfflineModeIsEnabled):
+        return None
+    absent = not_cached(repository, OFFLINE)
+    return absent.message, absent.advice
+
+
+def _unheard(error: BaseException, _repository: Repository) -> Words | None:
+    """Put into words that nothing came back, or not all of it."""
+    from huggingface_hub import constants
+
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & TIMEOUTS:
+        text = f"{HUB} did not answer in time ({constants.ENDPOINT})"
+        return text, "Try again; HF_HUB_DOWNLOAD_TIMEOUT=60 waits longer."
+    if names & BROKEN:
+        reason = first_line(error) or type(error).__name__
+        text = f"there is no connection to {HUB} ({constants.ENDPOINT}: {reason})"
+        return text, (
+            "Check the network, the proxy and HF_ENDPOINT, and try again; --offline reads what is "
+            "in the local cache; what `hf download` fetched elsewhere can be given as a directory."
+        )
+    return None
+
+
+def _full(error: BaseException, repository: Repository) -> Words | None:
+    from huggingface_hub import constants
+
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        text = f"there is no room left on the disk for {repository.name}"
+    elif isinstance(error, PermissionError):
+        text = f"the local cache cannot be written ({error.strerror}: {error.filename})"
+    else:
+        return None
+    return text, f"The cache is {constants.HF_HUB_CACHE}: make room, or set HF_HOME to another."
+
+
+REASONS: tuple[Callable[[BaseException, Repository], Words | None], ...] = (
+    _explain_denial,
+    _explain_status,
+    _explain_absence,
+    _unheard,
+    _full,
+)
+"""Each puts an exception into words, if it is of its kind; the first that does is right."""
+
+
+HASH = re.compile("[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A state of a repository.
+
+    Attributes:
+        repository: whose, and the revision that was asked for.
+        sha: the commit.
+        files: the names of its files; of those on this machine where the Hub did not answer.
+        unasked: why the Hub was not asked, or did not answer; empty where it did.
+    """
+
+    repository: Repository
+    sha: str
+    files: tuple[str, ...] = ()
+    unasked: str = ""
+
+    @property
+    def note(self) -> Note:
+        """What must be said of it: a warning where the cache may be behind the Hub."""
+        name, revision, short = self.repository.name, self.repository.revision, self.sha[:12]
+        of = "" if HASH.fullmatch(revision) else f" of {revision}"
+        if self.unasked and of:
+            text = f"{name} is as it was when it was fetched, commit {short}{of}: {self.unasked}"
+            return Note(level="warning", code="hub-cache", text=text)
+        text = f"{name} is read at commit {short}{of}"
+        return Note(level="info", code="hub-commit", text=text)
+
+    def remember(self) -> None:
+        """Let the cache know the commit of a branch or tag, as its clients do for their own."""
+        revision = self.repository.revision
+        if self.unasked or HASH.fullmatch(revision):
+            return
+        reference = _cache(self.repository) / "refs" / revision
+        with suppress(OSError):  # a cache that cannot be written is read all the same
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            reference.write_text(self.sha)
+
+
+def is_offline(*, asked: bool) -> bool:
+    """Say whether no connection may be opened: by the option, or by the environment."""
+    from huggingface_hub import constants
+
+    return asked or constants.HF_HUB_OFFLINE
+
+
+def find_commit(repository: Repository, *, offline: bool) -> Commit:
+    """Ask for the commit of a revision.
+
+    Where the Hub does not answer, and what was fetched before is in the cache, that is taken.
+
+    Raises:
+        InputError: it cannot be had, with the reason.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if is_offline(asked=offline):
+        return _keep_commit(
+            repository, "the Hub was not asked (--offline or HF_HUB_OFFLINE)", OFFLINE
+        )
+    try:
+        info = HfApi().repo_info(
+            repository.name,
+            repo_type=repository.kind,
+            revision=repository.revision,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+    except Exception as error:  # every HTTP library has exceptions of its own
+        return _instead(repository, error)
+    files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
+    return Commit(repository, str(info.sha), files)
+
+
+def _instead(repository: Repository, error: Exception) -> Commit:
+    from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
+
+    refused = refusal(error, repository)
+    commit = _find_cached(repository, refused.message)
+    if commit is None or isinstance(error, (HFValidationError, RevisionNotFoundError)):
+        raise refused from error
+    return commit
+
+
+def _keep_commit(repository: Repository, unasked: str, why: str) -> Commit:
+    commit = _find_cached(repository, unasked)
+    if commit is None:
+        raise not_cached(repository, why)
+    return commit
+
+
+def _find_cached(repository: Repository, unasked: str) -> Commit | None:
+    """Return the commit that the cache knows for a revision."""
+    folder, revision = _cache(repository), repository.revision
+    reference = folder / "refs" / revision
+    sha = reference.read_text().strip() if reference.is_file() else revision
+    snapshot = folder / "snapshots" / sha
+    if not snapshot.is_dir():
+        return None
+    files = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
+    return Commit(repository, sha, tuple(sorted(files)), unasked)
+
+
+def _cache(repository: Repository) -> Path:
+    from huggingface_hub import constants
+
+    parts = (f"{repository.kind}s", *repository.name.split("/"))
+    return Path(constants.HF_HUB_CACHE) / constants.REPO_ID_SEPARATOR.join(parts)
+
+
+@contextmanager
+def silence_clients() -> Iterator[None]:
+    """Silence what the clients of the Hub draw and warn of while the block runs."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with hub_bars(), warnings.catch_warnings(), redirect_stderr(StringIO()):
+            _draw(bars=False)
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+@contextmanager
+def hub_bars() -> Iterator[None]:
+    """Have bars drawn or not as before when the block ends: other libraries switch them too."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
+    drawn = not are_progress_bars_disabled()
+    try:
+        yield
+    finally:
+        _draw(bars=drawn)
+
+
+def _draw(*, bars: bool) -> None:
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+    (enable_progress_bars if bars else disable_progress_bars)()
+
+
+@contextmanager
+def hub_access(*, offline: bool) -> Iterator[None]:
+    """Forbid connections to the Hub, where asked to, while the block runs."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+DEFAULT_SPLIT = "test"
+FORM = "hf:ORG/NAME[SPLIT], hf:ORG/NAME/CONFIGURATION[SPLIT] or hf:ORG/NAME[SPLIT]@REVISION"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `NAME[/CONFIGURATION][[SPLIT]][@REVISION]` names.
+
+    Attributes:
+        place: ORG/NAME, or a directory.
+        config: which of its configurations; None for its own choice.
+        split: one or several splits, perhaps in part, as `datasets` writes them: test[:10%].
+        revision: a branch, a tag or a commit.
+    """
+
+    place: str
+    config: str | None = None
+    split: str = DEFAULT_SPLIT
+    revision: str = "main"
+
+    def spelled(self, **changes: str) -> str:
+        """Write a reference as it is typed, with changes."""
+        of = {"config": self.config, "split": self.split} | changes
+        config = f"/{of['config']}" if of["config"] else ""
+        at = "" if self.revision == "main" else f"@{self.revision}"
+        return f"hf:{self.place}{config}[{of['split']}]{at}"
+
+
+def parse_reference(text: str) -> Reference:
+    """Read a reference; a revision may stand before or after the split.
+
+    Raises:
+        InputError: it names no data set.
+    """
+    match = re.fullmatch(r"([^\[\]]+)(?:\[(.+)\])?(?:@([^\[\]]+))?", text)
+    if match is None:
+        raise InputError(f"hf:{text} names no data set", f"Write {FORM}.")
+    name, split, after = match.groups()
+    if Path(name).is_dir():
+        return Reference(name, split=split or DEFAULT_SPLIT)
+    name, _, before = name.partition("@")
+    place, config = re.fullmatch(r"([^/]*(?:/[^/]*)?)(?:/(.*))?", name).groups()  # type: ignore[union-attr]
+    return Reference(place, config or None, split or DEFAULT_SPLIT, after or before or "main")
+
+
+def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | None]:
+    """Return the table of a split, and the commit that it is of.
+
+    Raises:
+        InputError: it cannot be had, with the reason.
+    """
+    try:
+        import datasets  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            "hf: data need the library `datasets`, which is not installed",
+            "pip install 'lipaudit[datasets]'",
+        ) from error
+    with _as_loud_as_the_hub():
+        if Path(reference.place).is_dir():
+            return _local(reference), None
+        repository = Repository(reference.place, "dataset", reference.revision)
+        commit = find_commit(repository, offline=offline)
+        tables = {split: _table(reference, commit, split) for split in _splits(reference)}
+        commit.remember()
+        return _part(reference, tables), commit
+
+
+@contextmanager
+def _as_loud_as_the_hub() -> Iterator[None]:
+    """Let `datasets` draw no bars where the client of the Hub draws none."""
+    import datasets
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
+    silenced = are_progress_bars_disabled() and datasets.is_progress_bar_enabled()
+    if silenced:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silenced:
+            datasets.enable_progress_bars()
+
+
+def _splits(reference: Reference) -> list[str]:
+    """Return the splits that are read: `train[:10%]+test` has two."""
+    return [part.partition("[")[0].strip() for part in reference.split.split("+")]
+
+
+def _part(reference: Reference, tables: dict[str, Any]) -> Any:
+    """Return the rows that are asked for, of the splits that they are in."""
+    import datasets
+
+    try:
+        instruction = datasets.ReadInstruction.from_spec(reference.split)
+        parts = instruction.to_absolute({split: len(table) for split, table in tables.items()})
+    except (ValueError, AssertionError) as error:
+        raise InputError(
+            f"the split {reference.split!r} cannot be read ({first_line(error)})",
+            f"Write {reference.spelled(split='test')}, or a part: test[:100], test[10%:20%].",
+        ) from error
+    rows = (tables[p.splitname].select(range(p.from_ or 0, p.to)) for p in parts)
+    return datasets.concatenate_datasets(list(rows))
+
+
+def _local(reference: Reference) -> Any:
+    """Read a directory: one that `save_to_disk` wrote, or one of files of data."""
+    import datasets
+
+    path = Path(reference.place)
+    try:
+        if (path / "state.json").is_file():
+            return datasets.load_from_disk(str(path))
+        if (path / "dataset_dict.json").is_file():
+            stored = datasets.load_from_disk(str(path))
+        else:
+            stored = datasets.load_dataset(str(path))
+    except Exception as error:  # whatever its reader of files raises
+        raise InputError(
+            f"{path} cannot be read as a data set ({type(error).__name__}: {first_line(error)})",
+            "Give a directory written by save_to_disk, or a file or folder without hf:.",
+        ) from error
+    for split in _splits(reference):
+        _require("split", split, list(stored), reference)
+    return _part(reference, stored)
+
+
+def _table(reference: Reference, commit: Commit, split: str) -> Any:
+    """Return a whole split, downloaded and made into a table where that was not done before."""
+    import datasets
+
+    folder = _folder(reference, commit, split)
+    if not folder.is_dir():
+        if commit.unasked:
+            text = f"{reference.spelled(split=split)} is not in the local cache"
+            raise InputError(f"{text}, and {commit.unasked}", "Run it once with a connection.")
+        try:
+            _build(reference, commit, split, folder)
+        except InputError:
+            raise
+        except Exception as error:  # every HTTP library has exceptions of its own
+            raise refusal(_shut_out(commit.repository) or error, commit.repository) from error
+    files = sorted(folder.glob("*.arrow"))
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(f)) for f in files])
+
+
+def _folder(reference: Reference, commit: Commit, split: str) -> Path:
+    """Return where a table is kept: apart from those of `datasets`, which hold every split."""
+    import datasets
+
+    name = commit.repository.name.replace("/", "___")
+    own = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit" / name / commit.sha
+    return own / (reference.config or "default") / split
+
+
+def _build(reference: Reference, commit: Commit, split: str, folder: Path) -> None:
+    """Download the files of a split and make them a table, in a folder."""
+    import datasets
+
+    name = commit.repository.name
+    try:
+        builder = datasets.load_dataset_builder(name, reference.config, revision=commit.sha)
+    except ValueError:
+        configs = datasets.get_dataset_config_names(name, revision=commit.sha)
+        _require("configuration", reference.config or "", configs, reference)
+        raise
+    files = builder.config.data_files
+    _require("split", split, [str(name) for name in files], reference)
+    builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
+    builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
+
+
+def _shut_out(repository: Repository) -> Exception | None:
+    """Return why a data set is not for this user: `datasets` drops what the Hub answered."""
+    from huggingface_hub import HfApi, errors
+
+    try:
+        HfApi().auth_check(repository.name, repo_type=repository.kind)
+    except errors.RepositoryNotFoundError as error:
+        return error
+    except Exception:  # then it is what the caller has met already
+        return None
+    return None
+
+
+def _require(what: str, name: str, names: Iterable[str], reference: Reference) -> None:
+    """Refuse a split or configuration that there is not, and name those that there are.
+
+    Raises:
+        InputError: with what may have been meant.
+    """
+    if name in names:
+        return
+    listed = ", ".join(names) or "none"
+    close = similar(name, names) or list(names)
+    key = "split" if what == "split" else "config"
+    raise InputError(
+        f"{reference.place} has no {what} {name!r} (it has: {listed})"
+        if name
+        else f"{reference.place} has several {what}s: {listed}",
+        f"Did you mean {reference.spelled(**{key: close[0]})}?" if close else f"Write {FORM}.",
+    )

@@ -1,0 +1,406 @@
+"""What two sections hold for a rule, over the samples that both have.
+
+Samples of two reports are matched by their ids or their places, rows and columns by their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggestion
+from lipaudit.gate.comparable import REPEAT
+from lipaudit.gate.rules import Rule
+from lipaudit.gate.statistics import STATISTICS, Values
+from lipaudit.results import Array, Report, Row, Section
+from lipaudit.results.columns import naming
+from lipaudit.results.samples import REDUCTIONS, Reduction, is_repeat
+from lipaudit.results.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
+
+TESTED = ("each", "median")
+"""Statistics of rows that are tested over samples; of others the figures are the contract."""
+_NAMES = ("layer", "head", "from", "to", "mode", "n", "r", "module")
+
+
+@dataclass(frozen=True)
+class RuleValues:
+    """What one report holds for one rule.
+
+    Attributes:
+        names: the rows or columns that were read.
+        points: the value to judge, by row or column; one value, named "", for a statistic over
+            rows.
+        pairs: the values behind each point, (samples,), where the report keeps them; of the median
+            over rows those behind each row.
+        ids: the samples, in the order of `pairs`.
+    """
+
+    names: tuple[str, ...]
+    points: Mapping[str, float]
+    pairs: Mapping[str, Values]
+    ids: tuple[str, ...]
+
+
+def read(rule: Rule, section: Section) -> RuleValues:
+    """Read the values of a rule; rows whose cell is null (not measured) are left out.
+
+    Raises:
+        UsageError: when the rule matches nothing.
+    """
+    if rule.per_sample:
+        pairs = _read_columns(rule, section)
+        statistic = STATISTICS[rule.stat]
+        points = {name: float(statistic(v)) if v.size else np.nan for name, v in pairs.items()}
+    else:
+        points = _read_cells(rule, section)
+        pairs = _read_behind(rule, section, points)
+    if not points:
+        raise _refuse_empty(rule, section)
+    names = tuple(points)
+    if not rule.per_sample and rule.stat != "each":
+        points = {"": float(STATISTICS[rule.stat](list(points.values())))}
+    return RuleValues(names, points, pairs, section.ids)
+
+
+def is_mean(rule: Rule) -> bool:
+    """Tell whether the rows of a rule are means over the tokens of all samples."""
+    how = REDUCTIONS.get(rule.measure, {}).get(rule.column)
+    return how is not None and how.stat == "mean"
+
+
+def name_rows(rows: Iterable[Row]) -> list[str]:
+    """Name rows by what identifies them: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
+    names: list[str] = []
+    for row in rows:
+        name = _name_row(row)
+        repeats = sum(known.partition(" #")[0] == name for known in names)
+        names.append(f"{name} #{repeats + 1}" if repeats else name)
+    return names
+
+
+def _read_columns(rule: Rule, section: Section) -> dict[str, Values]:
+    """Read the per-sample columns `column` and `column@A,B,...` that the selector matches."""
+    read = ((*parse_column(name), cells) for name, cells in section.samples.items())
+    values = {trial: _to_numbers(cells) for kind, trial, cells in read if kind == rule.column}
+    if rule.column == "robust":
+        values = _compute_worst(values) | values
+    trials = {
+        str(trial or ""): trial
+        for trial in values
+        if all(trial and trial.matches(word) for word in rule.selector)
+    }
+    return {name: values[trials[name]] for name in _choose_worst(trials, rule.selector)}
+
+
+def _compute_worst(values: Mapping[TrialKey | None, Values]) -> dict[TrialKey | None, Values]:
+    """Compute the worst case of every ball, which a report need not hold."""
+    attacks = [trial for trial in values if trial and trial.attack]
+    return {
+        ball: np.min([values[trial] for trial in inside], axis=0)
+        for ball, inside in worst_cases(attacks).items()
+    }
+
+
+def _read_cells(rule: Rule, section: Section) -> dict[str, float]:
+    """Read the column of the rows that the selector matches."""
+    rows = dict(zip(name_rows(section.rows), section.rows, strict=True))
+    kept = [name for name, row in rows.items() if all(_matches(row, w) for w in rule.selector)]
+    trials = {name: rows[name].key for name in kept}
+    kept = _choose_worst(trials, rule.selector)
+    cells = {name: rows[name].cells().get(rule.column) for name in kept}
+    return {name: float(cell) for name, cell in cells.items() if cell is not None}
+
+
+def _read_behind(rule: Rule, section: Section, points: Mapping[str, float]) -> dict[str, Values]:
+    """Read the per-sample values behind rows: an array of the column's name, rows x samples.
+
+    A mean over tokens has none where a sample has no such token: its row is compared as it is.
+    """
+    stored, shape = section.arrays.get(rule.column), (len(section.rows), len(section.ids))
+    if rule.stat not in TESTED or stored is None or stored.shape != shape:
+        return {}
+    lines = zip(name_rows(section.rows), stored.numpy(), strict=True)
+    kept = {name: line for name, line in lines if name in points}
+    if not is_mean(rule):
+        return kept
+    return {name: line for name, line in kept.items() if np.isfinite(line).all()}
+
+
+def _choose_worst(trials: Mapping[str, TrialKey | None], selector: tuple[str, ...]) -> list[str]:
+    """Keep the worst case over the attacks, unless the selector names an attack."""
+    attacks = {name: trial.attack if trial else "" for name, trial in trials.items()}
+    if {word.removeprefix("attack=") for word in selector} & set(attacks.values()):
+        return list(trials)
+    return [name for name in trials if attacks[name] == WORST] or list(trials)
+
+
+def _matches(row: Row, word: str) -> bool:
+    key, equals, value = word.partition("=")
+    cells, trial = row.cells(), row.key
+    if trial and trial.matches(word):
+        return True
+    if not equals:
+        return any(isinstance(cell, str) and cell == word for cell in cells.values())
+    if key not in cells:
+        raise UsageError(f"rows of {row.section} have no column {key!r}", suggestion(key, cells))
+    cell = cells[key]
+    return float(parse_radius(value)) == cell if isinstance(cell, float) else value == str(cell)
+
+
+def _to_numbers(cells: tuple[Any, ...]) -> Values:
+    if any(isinstance(cell, str) for cell in cells):
+        raise EvaluationError("a column of numbers holds text", "Write the report again.")
+    return np.array([np.nan if cell is None else float(cell) for cell in cells])
+
+
+def _name_row(row: Row) -> str:
+    if row.key:
+        return str(row.key)
+    cells = row.cells()
+    named = {key: cells[key] for key in _NAMES if cells.get(key) not in (None, "")}
+    if "layer" in cells:
+        layer = [f"{key} {named[key]}" for key in ("layer", "head") if key in named]
+        rest = [f"{key} {named[key]}" for key in ("mode", "n", "r") if key in named]
+        return " ".join(layer + rest)
+    if named:
+        return ",".join(str(value) for value in named.values())
+    return " ".join(
+        str(cells[name]) if isinstance(cells[name], str) else f"{name} {cells[name]}"
+        for name in naming(type(row).columns())
+        if cells[name] not in (None, "")
+    )
+
+
+def _refuse_empty(rule: Rule, section: Section) -> UsageError:
+    rows = name_rows(section.rows)
+    some = "; ".join(rows[:8]) + ("; ..." if len(rows) > 8 else "")
+    columns = [name for name in section.samples if parse_column(name)[0] == rule.column]
+    advice = f"Rows: {some}." if rows else ""
+    if columns:
+        advice = f"Columns: {', '.join(columns)}."
+    if left := [note.text for note in section.notes if note.code == "left-out"]:
+        advice = f"Left out: {'; '.join(left)}. {advice}".strip()
+    return UsageError(f"{rule.text!r} matches nothing in section {section.measure}", advice)
+
+
+ALL_BUT_FEW = 0.95
+"""Share of the baseline's samples that the gate needs: the hard ones cannot be left out."""
+
+
+def match_samples(reports: Sequence[Report]) -> list[Report]:
+    """Name the samples of every report as the first does, where they are the same inputs.
+
+    An id is of a sample as its model takes it: another size of image, another tokenizer or
+    another order of classes gives the same input another id. Inputs are the same where they stand
+    at the same place of the same data, and begin alike where they are texts.
+    """
+    first, *others = reports
+    return [
+        first,
+        *(_rename_samples(report, map_sample_names(report, first)) for report in others),
+    ]
+
+
+def explain_pairing(reports: Sequence[Report], names: Sequence[str]) -> dict[str, str]:
+    """Say which reports are matched to the first by the place of their samples, by name."""
+    return {
+        name: f"{name} sees the samples in another form than {names[0]}: they are paired by their "
+        f"place in {report.run.data.spec}"
+        for name, report in zip(names[1:], reports[1:], strict=True)
+        if map_sample_names(report, reports[0])
+    }
+
+
+def map_sample_names(report: Report, first: Report) -> dict[str, str]:
+    """Return what the first report calls the samples of another; empty where ids are alike."""
+    here, there = report.found("place"), first.found("place")
+    known = {place: name for name, place in there.items()}
+    if set(here) & set(there) or len(known) < len(there) or not _is_same_data(report, first):
+        return {}
+    names = {name: known[place] for name, place in here.items() if place in known}
+    if len(names) < min(len(here), len(there)):
+        return {}
+    texts, begun = report.found("text"), first.found("text")
+    alike = all(texts.get(name) == begun.get(old) for name, old in names.items())
+    return names if alike else {}
+
+
+def _is_same_data(report: Report, first: Report) -> bool:
+    """Tell whether other ids may be of the same inputs: else the data have changed."""
+    new, old = report.run, first.run
+    same_data = (new.data.spec, new.data.commit) == (old.data.spec, old.data.commit)
+    seen_otherwise = new.preprocess != old.preprocess or bool(report.found("text"))
+    # A command names its models: that of two reports is of one audit of both.
+    one, two = (run.command.replace(" --resume", "") for run in (new, old))
+    return same_data and (seen_otherwise or one == two)
+
+
+def _rename_samples(report: Report, names: Mapping[str, str]) -> Report:
+    if not names:
+        return report
+    sections = tuple(
+        section.model_copy(update={"samples": _rename_ids(section.samples, names)})
+        for section in report.sections
+    )
+    samples = _rename_ids(report.samples, names)
+    return report.model_copy(update={"sections": sections, "samples": samples})
+
+
+def _rename_ids(columns: dict[str, tuple[Any, ...]], names: Mapping[str, str]) -> dict[str, Any]:
+    ids = tuple(names.get(str(name), name) for name in columns.get("ids", ()))
+    return columns | ({"ids": ids} if ids else {})
+
+
+def align_sections(
+    rule: Rule, new: Section, old: Section, least: float = ALL_BUT_FEW
+) -> tuple[Section, Section]:
+    """Return both sections over their shared samples, in the old one's order.
+
+    Where both have the same samples, rows stay as they are. Otherwise the cells that the rule
+    reads are computed again, from what the reports keep of each sample.
+
+    Args:
+        rule: which of the columns is read.
+        new: a section.
+        old: the section it is compared with.
+        least: the share of the old one's samples that has to be shared.
+
+    Raises:
+        BaselineError: fewer samples are shared, or the reports do not keep what the cells are
+            made of.
+    """
+    after, before = new.ids, old.ids
+    if not after or not before:
+        return new, old  # of one suite, or `same_protocol` has refused them
+    places = find_shared(rule.measure, after, before, least)
+    how = REDUCTIONS.get(rule.measure, {}).get(rule.column)
+    arrays = {rule.column} | (how.arrays if how else set())
+    new, old = (
+        select(section, take, arrays=arrays)
+        for section, take in zip((new, old), places, strict=True)
+    )
+    if rule.per_sample or sorted(after) == sorted(before):
+        return new, old
+    return _recompute_rows(rule, how, new), _recompute_rows(rule, how, old)
+
+
+def find_shared(
+    measure: str, new: Sequence[str], old: Sequence[str], least: float
+) -> tuple[list[int], list[int]]:
+    """Return where the distinct samples of both reports stand in each of them.
+
+    Raises:
+        BaselineError: fewer than the least share of the old ones are shared, or none.
+    """
+    place = {name: i for i, name in enumerate(new)}
+    distinct = [(i, name) for i, name in enumerate(old) if not is_repeat(name)]
+    pairs = [(place[name], i) for i, name in distinct if name in place]
+    if not pairs or len(pairs) < least * len(distinct):
+        needed = f" ({100 * least:g} % are needed)" if least else ""
+        raise BaselineError(
+            f"{measure}: only {len(pairs)} of the baseline's {len(distinct)} samples are in the "
+            f"current report{needed}",
+            REPEAT,
+        )
+    return [i for i, _ in pairs], [i for _, i in pairs]
+
+
+def keep_sections(report: Report, wanted: Callable[[Section], bool]) -> Report:
+    """Return a report with some of its sections: a failure of the others does not count."""
+    status = "complete" if report.failures and not report.unmeasured else report.status
+    kept = tuple(section for section in report.sections if wanted(section))
+    return report.model_copy(update={"sections": kept, "status": status})
+
+
+def select(
+    section: Section,
+    across: Sequence[int],
+    down: Sequence[int] | None = None,
+    *,
+    arrays: Collection[str] | None = None,
+) -> Section:
+    """Return a section with some of its samples and rows, in this order.
+
+    Args:
+        section: the whole.
+        across: which samples.
+        down: which rows; None: all.
+        arrays: which arrays over rows and samples are kept; None: all of them.
+    """
+    shape = (len(section.rows), len(section.ids))
+    rows = range(shape[0]) if down is None else down
+    kept = section.arrays.keys() if arrays is None else arrays
+    return section.model_copy(
+        update={
+            "rows": tuple(section.rows[i] for i in rows),
+            "samples": {
+                name: tuple(cells[i] for i in across) for name, cells in section.samples.items()
+            },
+            "arrays": {
+                name: Array.of(array.numpy()[np.ix_(rows, across)])
+                for name, array in section.arrays.items()
+                if name in kept and array.shape == shape
+            },
+        }
+    )
+
+
+def _recompute_rows(rule: Rule, how: Reduction | None, section: Section) -> Section:
+    """Return a section with the column of a rule computed from the samples it has."""
+    if how is None and rule.stat == "each" and rule.column in section.arrays:
+        return section  # what is tested are the samples themselves
+    cells = how and _reduce_samples(how, section)
+    if not cells:
+        raise BaselineError(
+            f"{rule.measure}.{rule.column}: a report has it over all of its samples only, and "
+            "these two are not over the same ones",
+            REPEAT,
+        )
+    given = [row.cells()[rule.column] is not None for row in section.rows]
+    if any(math.isnan(cell) for cell, known in zip(cells, given, strict=True) if known):
+        raise BaselineError(
+            f"{rule.measure}.{rule.column}: none of the shared samples has it", REPEAT
+        )
+    rows = [
+        row.model_copy(update={rule.column: cell}) if known else row
+        for row, cell, known in zip(section.rows, cells, given, strict=True)
+    ]
+    return section.model_copy(update={"rows": tuple(rows)})
+
+
+def _reduce_samples(how: Reduction, section: Section) -> list[float]:
+    """Return a column of the rows from what is kept of the samples; nothing if it is not kept."""
+    behind = [_read_samples(name, section) for name in (how.values, how.per, how.weights)]
+    values, per, weights = behind
+    if values is None or (how.per and per is None):
+        return []
+    if per is not None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = np.where(per > 0, values / per, np.nan)
+    if weights is not None:
+        totals = np.where(weights > 0, values * weights, 0.0).sum(1)
+        with np.errstate(invalid="ignore"):
+            return list(map(float, totals / weights.sum(1)))
+    lines = (line[~np.isnan(line)] for line in values)
+    return [float(STATISTICS[how.stat](line)) if line.size else np.nan for line in lines]
+
+
+def _read_samples(name: str, section: Section) -> Values | None:
+    """Return what is kept of each sample for each row, (rows, samples)."""
+    if name in section.arrays:
+        return section.arrays[name].numpy()
+    columns = [_find_column(name, row, section) for row in section.rows]
+    known = [column for column in columns if column is not None]
+    return np.array(known, dtype=np.float64) if name and len(known) == len(columns) else None
+
+
+def _find_column(name: str, row: Row, section: Section) -> tuple[object, ...] | None:
+    """Return the per-sample column of the row's attack or ball, or of the only row."""
+    if row.key:
+        own = section.samples.get(row.key.column(name))
+        return own or section.samples.get(name)
+    return section.samples.get(name) if len(section.rows) == 1 else None

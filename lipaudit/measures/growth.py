@@ -1,0 +1,479 @@
+"""Parts of the measure `scaling`: lengths of samples, power laws, the worst case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError, StructureError, UsageError, of_machine
+from lipaudit.measures.by_layer import choose_layers
+from lipaudit.measures.measure import Values, number_or_none
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.sites import Site
+from lipaudit.models.attention.survey import surveyed
+from lipaudit.models.net import Net
+from lipaudit.results import Note, ScalingFitRow, ScalingRow
+from lipaudit.theory.bounds.affine import are_affine
+from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
+from lipaudit.theory.growth.ascent import Steepest, largest_shift, steepest_tokens
+from lipaudit.theory.growth.worst_tokens import (
+    Adversary,
+    PowerLaw,
+    adversary,
+    duplicated_norm,
+    mean_field_norm,
+    move_heads,
+    power_law,
+)
+from lipaudit.theory.heads import Heads
+
+if TYPE_CHECKING:
+    from lipaudit.settings.measure import ScalingOptions
+
+WELL_UNDER = 10
+"""The sqrt n law is fitted up to n_max over this."""
+
+AGREED = 1.02
+"""Searches whose interval reaches further than this times the norm have no exponent."""
+
+
+def groups(rows: Sequence[ScalingRow]) -> Iterator[tuple[dict[str, Any], list[ScalingRow]]]:
+    """Yield the rows of each head, mode, mask and, at chosen radii, radius, in their order."""
+    keys = ("mode", "layer", "head", "masked", "radius")
+    groups: dict[tuple[Any, ...], list[ScalingRow]] = {}
+    for row in rows:
+        name = {key: getattr(row, key) for key in keys}
+        if row.mode == "radius":  # where the radius is what varies
+            name["radius"] = None
+        groups.setdefault(tuple(name.values()), []).append(row)
+    for key, group in groups.items():
+        yield dict(zip(keys, key, strict=True)), group
+
+
+def points(rows: Sequence[ScalingRow]) -> tuple[Values, Values, Values]:
+    """Return n, norm and R of the rows where a power law is expected."""
+    kept = [row for row in rows if _in_law(row)]
+    columns = [[getattr(row, name) for row in kept] for name in ("n", "norm", "radius")]
+    n, norm, radius = np.array(columns, dtype=np.float64)
+    return n, norm, radius
+
+
+def _in_law(row: ScalingRow) -> bool:
+    """Whether a row is where a power law is expected."""
+    return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
+
+
+def fit_of(
+    name: Mapping[str, Any], n: Values, norm: Values, radius: Values
+) -> tuple[PowerLaw, ScalingFitRow]:
+    """Fit the norms against n alone, and against n and R together."""
+    kept = np.isfinite(norm) & (norm > 0)
+    lengths, norms, radii = (torch.from_numpy(values[kept]) for values in (n, norm, radius))
+    alone = power_law(lengths, norms)
+    known = bool(radii.isfinite().all())
+    joint = power_law(lengths, norms, radii) if known else PowerLaw(*[math.nan] * 6)
+    row = ScalingFitRow(
+        **{key: value for key, value in name.items() if key != "module"},
+        exponent=number_or_none(alone.exponent),
+        exponent_se=number_or_none(alone.exponent_se),
+        r2=number_or_none(alone.r2),
+        joint_exponent=number_or_none(joint.exponent),
+        joint_exponent_se=number_or_none(joint.exponent_se),
+        radius_exponent=number_or_none(joint.radius_exponent),
+        radius_exponent_se=number_or_none(joint.radius_exponent_se),
+    )
+    return alone, row
+
+
+def with_searches(fit: ScalingFitRow, rows: Sequence[ScalingRow]) -> ScalingFitRow | None:
+    """Widen the standard error of an ascent by its searches; None where they do not agree."""
+    above = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
+    if not (above <= AGREED).all():
+        return None
+    if fit.exponent_se is None:
+        return fit
+    logs = np.log([row.n for row in rows])
+    shares = (logs - logs.mean()) / ((logs - logs.mean()) ** 2).sum()
+    reach = float(np.abs(shares) @ np.log(above))  # if every search errs the worst way
+    return fit.model_copy(update={"exponent_se": math.hypot(fit.exponent_se, reach)})
+
+
+def bound_exponents(n: Values, bounds: Mapping[str, Values]) -> dict[str, float | None]:
+    """Return the exponent of every bound, as columns of the fit."""
+    return {
+        f"{name}_exponent": fit_of({}, n, bound, np.full_like(bound, np.nan))[1].exponent
+        for name, bound in bounds.items()
+    }
+
+
+def with_fit(row: ScalingRow, law: PowerLaw) -> ScalingRow:
+    """Return a row with what the fit says there, where it is expected to hold."""
+    if math.isnan(law.exponent) or row.mode == "ascent" or not _in_law(row):
+        return row
+    return row.model_copy(update={"fitted": law.constant * row.n**law.exponent})
+
+
+def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:
+    """Return the samples that reach n tokens, cut to n tokens, and which they are.
+
+    Text keeps its closing special tokens; images are resized to as many patches as fit into n.
+
+    Raises:
+        InputError: the patches of an image model are unknown.
+    """
+    if net.kind == "image":
+        side = math.isqrt(n) * _patch(net)
+        x = F.interpolate(batch.x, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
+        return Batch(x, None, batch.ids), torch.arange(len(batch))
+    size = batch.x.shape[1]
+    lengths = torch.full((len(batch),), size) if batch.mask is None else batch.mask.sum(1).cpu()
+    which = (lengths >= n).nonzero()[:, 0]
+    closing = _closing(net)
+    ends = lengths[which, None] - closing + torch.arange(closing)
+    places = torch.cat([torch.arange(n - closing).expand(len(which), -1), ends], 1)
+    part = batch.rows(which)
+    places = places.to(part.x.device)
+    x = part.x[torch.arange(len(which))[:, None], places]
+    return Batch(x, None, part.ids), which
+
+
+def require_lengths(net: Net, batch: Batch, lengths: Sequence[int]) -> None:
+    """Make sure that the model takes other lengths than its own.
+
+    Raises:
+        InputError: it does not.
+    """
+    try:
+        with torch.no_grad():
+            net.output(cut(net, batch[:1], lengths[0])[0])
+    except (AssertionError, ValueError, RuntimeError) as error:
+        if of_machine(error):
+            raise
+        modules = net.module.modules()
+        dynamic = any(hasattr(module, "dynamic_img_size") for module in modules)
+        advice = (
+            "Add --model-kwargs dynamic_img_size=true"
+            if dynamic
+            else "Leave out what is measured on data: --mode adversarial,radius,ascent"
+        )
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"{net.info.architecture} does not take {lengths[0]} tokens ({reason})", advice + "."
+        ) from error
+
+
+@contextmanager
+def any_size(net: Net) -> Iterator[bool]:
+    """Let vision transformers of timm take every size while it lasts; say whether it had to.
+
+    As their option dynamic_img_size does: position embeddings are interpolated, and stay what
+    they are at the size of the model.
+    """
+    changes = [change for module in net.module.modules() for change in _dynamic(module)]
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            setattr(module, name, value)
+        yield bool(changes)
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _dynamic(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield what dynamic_img_size changes; rotary positions are fixed when they are made."""
+    embed: Any = getattr(module, "patch_embed", None)
+    fixed = getattr(module, "dynamic_img_size", None) is False
+    if not fixed or not hasattr(embed, "output_fmt") or getattr(module, "rope", None) is not None:
+        return
+    yield module, "dynamic_img_size", True
+    yield embed, "strict_img_size", False
+    yield embed, "flatten", False
+    yield embed, "output_fmt", type(embed.output_fmt)("NHWC")
+
+
+def _patch(net: Net) -> int:
+    """Return the side of a patch in pixels."""
+    modules = () if net.entry is None else net.entry.modules()
+    for module in modules:
+        if isinstance(module, nn.Conv2d):
+            return int(module.stride[0])
+    raise InputError(
+        f"the patch size of {net.info.architecture} was not found",
+        "Name its patch embedding in a py: factory: ModelSpec(..., entry=MODULE).",
+    )
+
+
+def _closing(net: Net) -> int:
+    """Count the special tokens that the tokenizer sets after every text."""
+    if net.tokenize is None:
+        return 0
+    one, other = (net.tokenize(text, 64)[::-1] for text in ("one", "other words"))
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+
+
+SEARCHED = 64
+"""Most tokens of a masked search, which has no closed form of copies."""
+REPEATS = 1e-3
+"""How well searches that end at the same tokens repeat, at least."""
+RADII = 12
+BUDGET = 0.01
+"""Move of the attacks that split tokens or do not, as a share of ||X||_F."""
+
+NO_BIAS = 1e-4
+"""A bias up to this is what rounding leaves of the logits of a model that adds none."""
+
+Cells = dict[str, Any]
+"""A row as plain values, by column."""
+
+
+@dataclass(frozen=True)
+class WorstHead:
+    """One head with its worst-case tokens.
+
+    Attributes:
+        name: layer, head and module, as rows have them.
+        head: the head in float64, at the tokens of the first sample.
+        worst: its worst-case tokens.
+        own: R of the layer, at the first sample.
+        masks: whether later keys are masked, each in turn.
+        options: of the measure.
+    """
+
+    name: Cells
+    head: Heads
+    worst: Adversary
+    own: float
+    masks: tuple[bool, ...]
+    options: ScalingOptions
+
+    def radii(self) -> tuple[float, ...]:
+        """Return the layer's own R and another: if not given, where n_max is amid the lengths."""
+        if self.options.radius is not None:
+            return self.own, self.options.radius
+        lengths = self.options.lengths
+        small = self.worst.radius(math.sqrt(lengths[0] * lengths[-1]))
+        return (self.own, small) if small < self.own else (self.own,)
+
+    def norm(self, n: int, radius: float, *, masked: bool) -> float:
+        """Return ||J|| at n worst-case tokens."""
+        if masked:
+            at = move_heads(self.head, self.worst.tokens(n, radius), causal=True)
+            return float(head_norms(at, seeds=[self.options.seed], tol=self.options.tol).norm)
+        at = move_heads(self.head, self.worst.points(radius), causal=False)
+        return float(duplicated_norm(at, at.x.new_tensor([1.0, n - 1.0])))
+
+    def row(self, mode: str, n: int, radius: float, *, masked: bool, **more: Any) -> Cells:
+        """Return a row of `scaling`."""
+        where = {"n": n, "radius": radius, "n_max": self.worst.n_max(radius)}
+        return self.name | {"mode": mode, "masked": masked} | where | more
+
+    @property
+    def seed(self) -> int:
+        """Where the randomness of this head starts."""
+        own = 1000 * self.name["layer"] + self.name["head"]
+        return int(self.options.seed * 10**6 + own)
+
+
+class WorstCase(NamedTuple):
+    """The worst case of some heads.
+
+    Attributes:
+        rows: of `scaling`.
+        splits: rows of `scaling.split`.
+        missing: names of heads or layers without a worst case, each with the reason.
+    """
+
+    rows: tuple[Cells, ...] = ()
+    splits: tuple[Cells, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+
+    def notes(self) -> tuple[Note, ...]:
+        """Say which heads have no worst case: one note per reason."""
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.missing:
+            reasons.setdefault(why, []).append(name)
+        return tuple(
+            Note(
+                level="info", code="no-worst-case", text=f"{', '.join(who)}: no worst case, {why}"
+            )
+            for why, who in reasons.items()
+        )
+
+
+def worst_case(net: Net, sample: Batch, options: ScalingOptions) -> WorstCase:
+    """Return the worst case of the chosen heads of a model.
+
+    Args:
+        net: the model.
+        sample: one sample: it says where R is.
+        options: which heads, lengths and modes.
+
+    Raises:
+        UsageError: a layer or head does not exist.
+    """
+    every = surveyed(net, sample)
+    sites = choose_layers(every, options.layers)
+    _require_heads(sites, options)
+    if set(options.modes) == {"real"}:
+        return WorstCase()
+    of_layer = partial(_of_layer, options=options)
+    layers = capture(net, every, sample, of_layer, layers={site.index for site in sites})
+    return _join_cases([head for heads in layers for head in heads])
+
+
+def _join_cases(each: Sequence[WorstCase]) -> WorstCase:
+    columns = zip(*each, strict=True)
+    return WorstCase(*(tuple(chain.from_iterable(column)) for column in columns))
+
+
+def _of_layer(layer: Layer, options: ScalingOptions) -> list[WorstCase]:
+    """Return the worst case of each chosen head of a layer, while the model is in it."""
+    return [_of_head(name, head) for name, head in _worst_heads(layer, options)]
+
+
+def _of_head(name: str, head: WorstHead | str) -> WorstCase:
+    """Measure the modes of a head; of one that is only a reason, keep the reason."""
+    if isinstance(head, str):
+        return WorstCase(missing=((name, head),))
+    rows = (row for mode in MODES if mode in head.options.modes for row in MODES[mode](head))
+    split = "split" in head.options.modes and False in head.masks
+    return WorstCase(tuple(rows), (_split(head),) if split else ())
+
+
+def _require_heads(sites: Sequence[Site], options: ScalingOptions) -> None:
+    known = {f"{site.index}.{head}" for site in sites for head in range(site.heads)}
+    surplus = set(options.heads or ()) - known - {"all"}
+    if surplus:
+        raise UsageError(
+            f"there is no head {min(surplus)}", "Heads are LAYER.HEAD, counted from 0, or all."
+        )
+
+
+def _worst_heads(layer: Layer, options: ScalingOptions) -> Iterator[tuple[str, WorstHead | str]]:
+    """Yield the chosen heads of a layer, or why they have no worst case."""
+    site = layer.site
+    heads = _fit_heads(layer)
+    if isinstance(heads, str):
+        yield f"layer {site.index}", heads
+        return
+    own = float(torch.linalg.vector_norm(heads.x, dim=-1).max())
+    masks = {"none": (False,), "causal": (True,), "both": (False, True)}
+    for h in _chosen_heads(heads, site, options):
+        head, name = heads.pick(slice(h, h + 1)), f"head {site.index}.{h}"
+        worst = adversary(head)
+        if worst is None:
+            yield name, "no real eigenvalue"
+            continue
+        where = {"layer": site.index, "head": h, "module": site.module}
+        mask = masks.get(options.mask, (heads.is_causal(),))
+        yield name, WorstHead(where, head, worst, own, mask, options)
+
+
+def _fit_heads(layer: Layer) -> Heads | str:
+    """Return the heads of a layer in float64, or why the construction does not apply to it."""
+    if layer.site.reason is not None:
+        return layer.site.reason
+    try:
+        heads = layer.heads().row(0).to(torch.float64)
+    except StructureError as error:
+        return error.reason
+    return _unfit(heads) or heads
+
+
+def _unfit(heads: Heads) -> str | None:
+    """Return why the construction does not apply to a layer."""
+    if heads.x_kv is not None or not are_affine(heads) or heads.to_k is None or heads.to_v is None:
+        return "it is for self-attention with affine projections"
+    p = heads.attention()
+    bias = heads.bias_rows(0, heads.q.shape[2]).expand_as(p)
+    if float(bias[p > 0].abs().max()) > NO_BIAS:
+        return "it knows no position bias"
+    return None
+
+
+def _chosen_heads(heads: Heads, site: Site, options: ScalingOptions) -> list[int]:
+    """Return the heads asked for; by default the most amplifying one at the sample."""
+    if options.heads is None:
+        return [int(head_norms(heads, seeds=[options.seed], tol=1e-2).norm[0].argmax())]
+    wanted = set(options.heads)
+    return [h for h in range(site.heads) if wanted & {"all", f"{site.index}.{h}"}]
+
+
+def _adversarial(head: WorstHead) -> Iterator[Cells]:
+    for masked in head.masks:
+        for radius in head.radii():
+            top = None if masked else mean_field_norm(head.head, head.worst, radius)[0]
+            for n in head.options.lengths:
+                norm = head.norm(n, radius, masked=masked)
+                yield head.row("adversarial", n, radius, masked=masked, norm=norm, mean_field=top)
+
+
+def _radius(head: WorstHead) -> Iterator[Cells]:
+    """From n_max = 3 to where it is n^2, evenly in R^2: norms grow until n_max reaches n."""
+    n = head.options.lengths[-1]
+    first, last = head.worst.radius(3.0), min(head.own, head.worst.radius(n**2.0))
+    squares = torch.linspace(first**2, last**2, RADII if first < last else 1)
+    for radius in squares.double().sqrt().tolist():
+        for masked in head.masks:
+            top = None if masked else mean_field_norm(head.head, head.worst, radius)[0]
+            norm = head.norm(n, radius, masked=masked)
+            yield head.row("radius", n, radius, masked=masked, norm=norm, mean_field=top)
+
+
+def _ascent(head: WorstHead) -> Iterator[Cells]:
+    """The best of independent searches."""
+    for masked in head.masks:
+        most = SEARCHED if masked else math.inf
+        lengths = [n for n in head.options.lengths if n <= most]
+        for radius in head.radii():
+            ends = steepest_tokens(head.head, radius, lengths, seed=head.seed, causal=masked)
+            for n, end in zip(lengths, ends, strict=True):
+                yield head.row("ascent", n, radius, masked=masked, **_interval(end))
+
+
+def _interval(end: Steepest) -> Cells:
+    """The best norm, and where repeated searches end: as far above it as these end below."""
+    worst, best = float(end.norm.min()), float(end.norm.max())
+    apart = (best / worst if worst else 1.0) * (1 + REPEATS)
+    return {"norm": best, "norm_low": best / apart, "norm_high": best * apart}
+
+
+MODES: dict[str, Callable[[WorstHead], Iterator[Cells]]] = {
+    "adversarial": _adversarial,
+    "radius": _radius,
+    "ascent": _ascent,
+}
+"""Rows of a head by mode; the other modes are measured on data."""
+
+
+def _split(head: WorstHead) -> Cells:
+    """Compare an attack that moves tokens with one that duplicates each of them first."""
+    x = head.head.x[:, :SEARCHED]
+    at, budget = move_heads(head.head, x, causal=False), BUDGET * float(x.norm())
+    seeds = [head.options.seed]
+    exact = head_norms(at, seeds=seeds, tol=head.options.tol).norm
+    moved, split = (
+        largest_shift(at, tokens, budget, generator=torch.Generator().manual_seed(head.seed))
+        for tokens in (x, x.repeat_interleave(2, 1))
+    )
+    return head.name | {
+        "n": x.shape[1],
+        "budget": budget,
+        "norm": float(exact),
+        "gain": float(splitting_gain(at, exact, seeds=seeds)),
+        "moved": float(moved),
+        "split": float(torch.maximum(moved, split)),  # copies may also move alike
+    }

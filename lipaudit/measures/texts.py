@@ -1,0 +1,321 @@
+"""Texts that attacks change: what is kept and said of the changes, and by how much scores fall."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipaudit.attacks.balls import distance
+from lipaudit.attacks.evaluate import evaluate_chunk
+from lipaudit.attacks.oracle import ByRow
+from lipaudit.attacks.outcome import Chunk, Outcome, Texts
+from lipaudit.attacks.plan import Trial
+from lipaudit.attacks.text.rewrite import BEGINS, FIXED, Draft, Lexicon, Reader
+from lipaudit.data.batch import Batch
+from lipaudit.errors import InputError
+from lipaudit.measures.measure import Part, Values
+from lipaudit.models.attention.agreement import agree
+from lipaudit.models.net import Net
+from lipaudit.results import Note
+from lipaudit.results.trials import COSTS, COUNTED, parse_column
+from lipaudit.schema import escaped
+
+COLUMNS = ("text", "text_b")
+"""Of a file of changed texts, the second for pairs: those that --data reads."""
+BETWEEN = " | "
+"""Stands between the two texts of a pair where they are shown as one."""
+PADDING = 3
+"""Tokens that are padded to see whether a model reads them."""
+SHOWN = 300
+"""Letters of a text that a note shows."""
+
+
+def reader(net: Net) -> Reader:
+    """Return how a text model reads texts.
+
+    Raises:
+        InputError: its token ids are looked up in no table.
+    """
+    table = getattr(net.entry, "weight", None)
+    if not isinstance(table, Tensor) or table.ndim != 2 or not net.vocabulary:
+        raise InputError(
+            f"{net.info.architecture} has no table of embeddings, which near words are read from",
+            "Attack it in its embeddings: --attack fgsm,pgd --eps 0.1.",
+        )
+    return Reader(
+        output=lambda ids, mask: net.output(_batch(ids, mask)),
+        point=lambda ids, mask: net.point(_batch(ids, mask)),
+        forward=lambda z, ids, mask: net.forward(z, _batch(ids, mask)),
+        table=table.detach(),
+        lexicon=_plain(net) if net.lexicon is None else net.lexicon(),
+        most=net.sample_shape[0],
+        pad_id=net.pad_id,
+    )
+
+
+def _batch(ids: Tensor, mask: Tensor | None) -> Batch:
+    return Batch(ids, None, ("",) * len(ids), mask)
+
+
+def _plain(net: Net) -> Lexicon:
+    """Without a tokenizer every id is a word, but for those that are known to be none."""
+    assert net.vocabulary is not None
+    kinds = torch.full((net.vocabulary,), BEGINS)
+    for special in {net.pad_id, net.end_id} - {None}:
+        kinds[special] = FIXED
+    return Lexicon(kinds)
+
+
+def texts(how: Reader, batch: Batch, *, characters: bool) -> Texts:
+    """Return the samples of a batch as texts, without their padding.
+
+    Args:
+        how: how the model reads them.
+        batch: the samples.
+        characters: whether characters are to be changed.
+
+    Raises:
+        InputError: the characters of a text are needed, and the token ids do not follow from them.
+    """
+    masks = [None] * len(batch) if batch.mask is None else batch.mask.cpu()
+    rows = [x if mask is None else x[mask] for x, mask in zip(batch.x.cpu(), masks, strict=True)]
+    written = batch.texts or ((),) * len(rows)
+    how = replace(
+        how,
+        most=min(how.most, batch.limit or how.most),
+        reads_padding=_reads_padding(how, min(rows, key=len)),
+    )
+    drafts = [
+        how.lexicon.draft(row.tolist(), text, how.most)
+        for row, text in zip(rows, written, strict=True)
+    ]
+    lost = sum(draft.source is None for draft in drafts)
+    if lost and (batch.texts or characters):
+        raise InputError(
+            f"the token ids of {lost} samples do not follow from their characters, which words "
+            "and characters are changed in",
+            "Give texts (.csv, .jsonl) and a tokenizer.json, or attack embeddings: --attack "
+            "fgsm,pgd --eps 0.1.",
+        )
+    return Texts(how, drafts)
+
+
+def _reads_padding(how: Reader, text: Tensor) -> bool:
+    """Say whether padding behind a text changes what the model makes of it."""
+    text = text[max(0, len(text) + PADDING - how.most) :]  # the end is kept: some models need it
+    ids = torch.cat([text, text.new_full((PADDING,), how.pad_id)])[: how.most][None]
+    mask = (torch.arange(ids.shape[1]) < len(text))[None]
+    device = how.table.device
+    with torch.no_grad():
+        alone = how.output(text[None].to(device), None)
+        padded = how.output(ids.to(device), mask.to(device))
+    return not agree(alone, padded)
+
+
+def changes(outcome: Outcome, before: Texts, ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Describe every text that an attack tried, in plain values."""
+    assert outcome.drafts is not None
+    assert outcome.trial is not None
+    standing = outcome.robust.tolist()
+    return [
+        {
+            "id": name,
+            "trial": str(outcome.trial.key),
+            **dict(zip(COLUMNS, _texts(new), strict=False)),
+            "original": BETWEEN.join(_texts(old)),
+            "changes": len(new.changed),
+            "robust": bool(stands),
+        }
+        for name, old, new, stands in zip(
+            ids, before.drafts, outcome.drafts, standing, strict=True
+        )
+    ]
+
+
+def _texts(draft: Draft) -> tuple[str, ...]:
+    """Return a text, or the two of a pair; its ids where its characters are not known."""
+    return draft.texts or (" ".join(map(str, draft.ids)),)
+
+
+def scores(net: Net, how: Reader, draft: Draft) -> Tensor:
+    """Return the class scores of a text, of 1 in all."""
+    ids = torch.tensor([how.read(draft)], device=net.device)
+    return net.output(_batch(ids, None)).softmax(1)[0]
+
+
+def quote_change(outcome: Outcome, before: Texts | None, row: int) -> str:
+    """Return how a text begins that an attack changed; nothing of one that moved embeddings."""
+    if outcome.drafts is None or before is None:
+        return ""
+    return _cut(BETWEEN.join(_texts(outcome.drafts[row])))
+
+
+def table(parts: Sequence[Part]) -> bytes:
+    """Write the changed texts as a .jsonl file that --data reads: text and label come first."""
+    lines = []
+    for part in parts:
+        labels = dict(zip(part.ids, part.values["label"].tolist(), strict=True))
+        for line in part.facts["texts"]:
+            facts = {name: line[name] for name in COLUMNS if name in line}
+            facts["label"] = labels[line["id"]]
+            lines.append(escaped(json.dumps(facts | line, ensure_ascii=False)) + "\n")
+    return "".join(lines).encode()
+
+
+def remarks(parts: Sequence[Part], trials: Sequence[Trial]) -> Iterator[Note]:
+    """Say what changed texts keep of the original, what they do not, and show one of each."""
+    counted = sorted((t for t in trials if t.norm in COUNTED), key=lambda t: t.radius.value)
+    if not counted:
+        return
+    yield Note(
+        level="info",
+        code="changed-texts",
+        text="texts were changed: special tokens, signs, padding and the number of changes are "
+        "kept to; that a text still means the same, has the same label or is good language is "
+        "not checked, so read some (--save-adv adv.jsonl). A search that finds nothing proves "
+        "nothing",
+    )
+    lines = [line for part in parts for line in part.facts["texts"]]
+    for label in dict.fromkeys(trial.label for trial in counted):
+        keys = [str(trial.key) for trial in counted if trial.label == label]
+        yield from _example([line for key in keys for line in lines if line["trial"] == key])
+    yield from _large_budgets(parts, counted)
+    untouchable = sum(part.facts["sizes"]["words"].count(0) for part in parts)
+    if untouchable:
+        text = f"texts without a word that could be changed: {untouchable}"
+        yield Note(level="info", code="no-words", text=text)
+
+
+def _example(lines: Sequence[dict[str, Any]]) -> Iterator[Note]:
+    """Show a text that an attack broke, at the smallest of its budgets that broke any."""
+    broken = next((line for line in lines if line["changes"] and not line["robust"]), None)
+    if broken is not None:
+        after = _cut(BETWEEN.join(broken[name] for name in COLUMNS if name in broken))
+        before = _cut(broken["original"])
+        text = f"an example of {broken['trial']}: {before!r} became {after!r}"
+        yield Note(level="info", code="example", text=text)
+
+
+def _large_budgets(parts: Sequence[Part], counted: Sequence[Trial]) -> Iterator[Note]:
+    """Warn of numbers of changes that let an attack rewrite most of the texts from end to end."""
+    largest = {trial.norm: int(trial.radius.value) for trial in counted}  # the smallest come first
+    for norm, budget in largest.items():
+        sizes = [size for part in parts for size in part.facts["sizes"][norm]]
+        whole = sum(0 < size <= budget for size in sizes)
+        if 2 * whole > len(sizes):
+            text = (
+                f"{budget} {norm} are whole texts: {whole} of {len(sizes)} have no more (median "
+                f"{median_low(sizes)}), so the attack may write other texts. Allow fewer: "
+                f"--attack {norm} --eps 1,2"
+            )
+            yield Note(level="warning", code="whole-texts", text=text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def count_units(before: Texts) -> dict[str, list[int]]:
+    """Count, text by text, the words that can be changed and the characters."""
+    fixed = before.reader.lexicon.fixed
+    return {
+        "words": [sum(not fixed(word) for word in draft.words) for draft in before.drafts],
+        "characters": [sum(map(len, draft.texts)) for draft in before.drafts],
+    }
+
+
+SMALL = 1e-3
+"""Share of a score by which it has to fall before a loss counts as raised: beyond rounding."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The continuations of a chunk, of which the first score is log p.
+
+    Attributes:
+        net: what scores them (see `models.scoring`).
+        batch: the samples.
+        size: how many are on the device at a time.
+    """
+
+    net: Net
+    batch: Batch
+    size: int
+
+    @torch.no_grad()
+    def scores(self, z: Tensor) -> Tensor:
+        """Return the scores of every sample, moved to z."""
+        rows = torch.split(torch.arange(len(z), device=z.device), self.size)
+        return torch.cat([self.net.forward(z[i], self.batch.unnamed(i)) for i in rows])
+
+    def raised(self, chunk: Chunk, outcomes: Sequence[Outcome], seed: int) -> Iterator[Outcome]:
+        """Let the attacks of each trial raise the loss of every continuation, right or wrong.
+
+        They climb softplus(c - log p), c just below log p at the sample: in the direction of the
+        gradient of the loss -log p, to the iterate where that is highest. A sample stands if it
+        is right there too. Each trial gets one outcome more: at the point that broke the sample,
+        else at that of the higher loss.
+
+        Args:
+            chunk: the samples as they were attacked.
+            outcomes: what the attacks did to them, the clean samples first.
+            seed: of the attacks.
+        """
+        floor = self.scores(chunk.x)[:, 0]
+        floor = floor - SMALL * (1 + floor.abs())
+
+        def loss(z: Tensor, rows: Tensor) -> Tensor:
+            own = self.net.forward(z, self.batch.unnamed(rows))[:, 0]
+            return torch.stack([own, floor[rows]], 1)
+
+        ends = {str(o.trial.key): o for o in outcomes if o.trial is not None}
+        for end in ends.values():
+            assert end.trial is not None
+            how: dict[str, Any] = {"box": self.net.box, "seed": seed, "batch_size": self.size}
+            _, *climbs = evaluate_chunk(ByRow(loss), chunk, [end.trial], **how)
+            yield self._further(chunk, outcomes[0].robust, end, climbs)
+
+    def _further(
+        self, chunk: Chunk, correct: Tensor, end: Outcome, climbs: Sequence[Outcome]
+    ) -> Outcome:
+        """Return the end of a trial, moved on to where a climb broke a sample or led higher."""
+        top = climbs[-1]
+        own, other = self.scores(end.x_adv), self.scores(top.x_adv)
+        right = other.argmax(1) == chunk.y
+        further = (other[:, 0] < own[:, 0]) & ~(correct & ~end.robust & right)
+        further |= end.robust & ~right
+        x_adv = torch.where(further[:, None, None], top.x_adv, end.x_adv)
+        assert end.trial is not None
+        return replace(
+            end,
+            robust=end.robust & right,
+            x_adv=x_adv,
+            distance=distance(x_adv, chunk.x, end.trial.norm),
+            notes=(),
+            **{what: sum(getattr(climb, what) for climb in climbs) for what in COSTS},
+        )
+
+    def losses(self, points: Sequence[Tensor]) -> Tensor:
+        """Return the loss -log p of every sample at some points, (batch, points)."""
+        return torch.stack([-self.scores(z)[:, 0] for z in points], 1)
+
+
+def remark(losses: dict[str, Values]) -> Note:
+    """Say what the losses are on average.
+
+    Args:
+        losses: of every sample, as it is (`loss`), and under each attack (`loss@ATTACK,NORM,EPS`).
+    """
+    parsed = [(parse_column(name)[1], values.mean()) for name, values in losses.items()]
+    clean = next(mean for key, mean in parsed if key is None)
+    after = [
+        f"{mean:#.3g} by {key.attack} ({key.ball})" for key, mean in parsed if key is not None
+    ]
+    text = f"the mean loss of a continuation, {clean:#.3g} nats, was raised to {', '.join(after)}"
+    return Note(level="info", code="loss", text=text)

@@ -1,1 +1,0 @@
-"""What attacks do to texts: words and characters that they change, likelihoods that they lower."""

@@ -1,0 +1,266 @@
+"""The blocks of a page, as data: chapters make them, and every format renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lipaudit.report import cells
+from lipaudit.report.pictures import Heatmap, Picture, State
+from lipaudit.results import Column, Note
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A sentence or two."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns that say how they read.
+
+    Attributes:
+        title: printed above it.
+        columns: one per cell of a row.
+        rows: values; text is printed as it is.
+        keys: how many leading columns name the row (repeated when a table is split).
+        strong: numbers of the rows to emphasise.
+        folded: long; the terminal leaves it out, pages fold it away.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    keys: int = 1
+    strong: frozenset[int] = frozenset()
+    folded: bool = False
+
+
+def make_table(title: str, columns: Iterable[tuple[Column, Iterable[Any]]], **how: Any) -> Table:
+    """Return a table of columns, each with its cells from top to bottom; `how` as in `Table`."""
+    pairs = list(columns)
+    rows = tuple(zip(*(cells for _, cells in pairs), strict=True))
+    return Table(title, tuple(column for column, _ in pairs), rows, **how)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample: PNG files in base64 by their captions, and lines of text."""
+
+    title: str
+    pictures: tuple[tuple[str, str], ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures of samples.
+
+    Attributes:
+        text: said in their place where none can be drawn.
+        items: one per sample.
+    """
+
+    text: str
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text of tokens, each with its share of something.
+
+    Attributes:
+        title: printed above it.
+        tokens: the first of them.
+        shares: of each, of 1 in all.
+        column: how a share reads.
+        left_out: how many further tokens there are.
+        folded: the terminal names the tokens with the largest shares, and leaves out the others.
+    """
+
+    title: str
+    tokens: tuple[str, ...]
+    shares: tuple[float, ...]
+    column: Column
+    left_out: int = 0
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Notes:
+    """The remarks that belong to the numbers above."""
+
+    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure of a scorecard.
+
+    Attributes:
+        label: what it is.
+        value: the figure.
+        column: how the figure reads.
+        text: what belongs to it: its interval, its sample, its heads.
+        command: what to type to change it.
+        aim: what that is for, in a sentence.
+    """
+
+    label: str
+    value: Any
+    column: Column
+    text: str = ""
+    command: str = ""
+    aim: str = ""
+
+
+@dataclass(frozen=True)
+class Scorecard:
+    """The first figures of a page, a line each."""
+
+    lines: tuple[Line, ...]
+
+
+Block = Paragraph | Table | Picture | Gallery | Passage | Notes
+
+
+@dataclass(frozen=True)
+class Banner:
+    """The outcome of a gate, above all else on its page."""
+
+    text: str
+    state: State
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A heading and its blocks."""
+
+    name: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A page: an opening (facts, notes, scorecard, findings), then chapters.
+
+    Attributes:
+        title: its heading.
+        outcome: of a gate; None on other pages.
+        facts: what was audited and how, by name.
+        findings: sentences, each with the rows or the chapter that it comes from.
+        chapters: the sections.
+        partial: what is missing; empty if the report is complete.
+        notes: warnings and remarks on all figures.
+        scorecard: the first figures.
+        more: how to see the rest, of a page that is cut to a screen.
+        steps: what to do next, each with its command; shown on HTML pages.
+    """
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    findings: tuple[tuple[str, str], ...]
+    chapters: tuple[Chapter, ...]
+    outcome: Banner | None = None
+    partial: str = ""
+    notes: tuple[Note, ...] = ()
+    scorecard: Scorecard | None = None
+    more: str = ""
+    steps: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Brief:
+    """A summary for a pull request.
+
+    Attributes:
+        title: its heading.
+        remarks: on the figures, the outcome first.
+        heads: of the columns.
+        rows: texts, the gravest first.
+        align: l or r for each column.
+    """
+
+    title: str
+    remarks: tuple[str, ...]
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    align: str
+
+
+@dataclass(frozen=True)
+class Spreadsheet:
+    """Rows of plain values, for other programs; None is a missing value.
+
+    Attributes:
+        names: of the columns.
+        rows: as many values each.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as texts.
+
+    Attributes:
+        title: of the table; may be empty.
+        heads: of the columns, with the marks of the notes.
+        rows: a text for each column.
+        align: l or r for each column.
+        notes: how far the columns are proven, and where.
+        strong: the indices of rows that stand out.
+    """
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    align: str
+    notes: Sequence[str]
+    strong: Collection[int] = ()
+
+
+def lay_out(block: Table | Heatmap) -> Grid:
+    """Return a table or a map as texts."""
+    if isinstance(block, Heatmap):
+        heads = ["layer \\ head", *block.columns]
+        rows = [
+            [name, *(cells.format_value(v, block.column) for v in values)]
+            for name, values in zip(block.rows, block.values, strict=True)
+        ]
+        return Grid(
+            block.title, heads, rows, "r" * len(heads), [cells.describe_standing(block.column)]
+        )
+    marks, notes = cells.list_footnotes(block.columns)
+    return Grid(
+        block.title,
+        [cells.write_math(c.label) + mark for c, mark in zip(block.columns, marks, strict=True)],
+        [
+            [cells.format_value(value, c) for value, c in zip(row, block.columns, strict=True)]
+            for row in block.rows
+        ],
+        "".join("l" if c.format == "s" else "r" for c in block.columns),
+        notes,
+        block.strong,
+    )
+
+
+def list_scores(block: Scorecard) -> tuple[list[tuple[str, str, str, str]], list[str]]:
+    """Return the texts of each line, and the notes that its marks refer to."""
+    marks, notes = cells.list_footnotes([line.column for line in block.lines])
+    rows = [
+        (
+            cells.write_math(line.label) + mark,
+            cells.format_value(line.value, line.column),
+            cells.write_math(cells.show_controls(line.text)),
+            cells.show_controls(line.command),
+        )
+        for line, mark in zip(block.lines, marks, strict=True)
+    ]
+    return rows, notes

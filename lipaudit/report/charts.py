@@ -1,0 +1,604 @@
+"""Charts by matplotlib: SVG elements of a page with a title at every place, and PNG files.
+
+What a chart shows in words is in `pictures.describe`, which needs no matplotlib.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from lipaudit.report.blocks import Item, Passage
+from lipaudit.report.cells import format_number, format_value, show_controls, write_math
+from lipaudit.report.colours import CATEGORIES, EXTREME, choose_ink, compute_scale
+from lipaudit.report.pictures import (
+    STATES,
+    Curve,
+    Density,
+    Heatmap,
+    Histogram,
+    Intervals,
+    Picture,
+    Scatter,
+    Series,
+    Shares,
+    Span,
+    describe,
+    format_end,
+    format_interval,
+    name_places,
+)
+from lipaudit.report.portraits import draw_item, draw_passage, open_picture
+from lipaudit.results import Column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Tip = tuple[str, Span, Span]
+"""The text of a tooltip and where it is in the units of the axes: a point, or the ends in x, y."""
+INK = "#010203"
+"""Replaced by the page's colour of text, which a browser makes light in the dark."""
+GRADES = (2, 4, 1, 6)
+"""Categories for the parts of a whole, from good to bad."""
+MARKERS = "osD^vPX"
+LINES = ("-", "--", "-.", ":")
+LOOKS = {
+    "kept": (CATEGORIES[0], "o"),
+    "open": (CATEGORIES[4], "D"),
+    "broken": (CATEGORIES[1], "X"),
+}
+"""Colour and marker of each state of an interval."""
+ALLOWED = CATEGORIES[2]
+MANY = 500
+"""More points or cells than this are one PNG inside the SVG, which keeps pages small."""
+MOST_TIPS = 1200
+"""Tooltips of one picture: they are most of the size of a page."""
+MOST_NAMED, LETTERS = 40, 14
+"""Tokens named beside the axes of an attention map, and letters of each."""
+WIDTH, HEIGHT = 4.9, 3.3
+"""Inches of a picture whose size does not depend on its data."""
+STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.right", "axes.spines.top", "axes.unicode_minus"), False),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9),
+    "axes.formatter.useoffset": False,
+    "font.size": 10,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "svg.fonttype": "none",  # labels stay text: they can be searched, and take the page's font
+    "text.parse_math": False,  # a $ in a model's name is a $
+}
+
+
+def draw_svg(block: Picture) -> str:
+    """Draw a picture as an SVG element with an alternative text and a title at every place.
+
+    Equal blocks give equal bytes.
+    """
+    import matplotlib as mpl
+
+    with mpl.rc_context():
+        figure, axes, tips = _draw_picture(block)
+        file = io.BytesIO()
+        figure.savefig(file, format="svg", transparent=True, dpi=160, metadata={"Date": None})
+        marks = _write_tips(axes, tips)
+    return _embed(file.getvalue().decode(), describe(block), marks)
+
+
+def draw_png(*blocks: Picture | Item | Passage) -> bytes:
+    """Draw pictures and samples side by side as a PNG file, dark on white."""
+    import matplotlib as mpl
+    from PIL import Image
+
+    images = []
+    with mpl.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # signs that no font has are drawn as boxes
+        for block in blocks:
+            if isinstance(block, Item | Passage):
+                _set_style(block.title)
+                figure = draw_item(block) if isinstance(block, Item) else draw_passage(block)
+            else:
+                figure, axes, _ = _draw_picture(block)
+                axes.set_title(textwrap.fill(show_controls(block.title), 44), fontsize=10)
+            file = io.BytesIO()
+            figure.savefig(file, format="png", dpi=200)
+            images.append(Image.open(file).convert("RGB"))
+    width, height = sum(i.width for i in images), max(i.height for i in images)
+    page, left = Image.new("RGB", (width, height), "white"), 0
+    for image in images:
+        page.paste(image, (left, 0))
+        left += image.width
+    file = io.BytesIO()
+    page.save(file, "PNG")
+    return file.getvalue()
+
+
+def _set_style(title: str) -> None:
+    import matplotlib as mpl
+
+    mpl.rcdefaults()
+    mpl.rcParams.update({**STYLE, "svg.hashsalt": title})
+
+
+def _draw_picture(block: Picture) -> tuple[Any, Axes, list[Tip]]:
+    """Draw a picture on a figure of its size, and return its tooltips."""
+    from matplotlib.figure import Figure
+
+    _set_style(f"{type(block).__name__} {block.title}")
+    # Constrained layout places the labels of a square as if it filled its room.
+    square = isinstance(block, Density) or (isinstance(block, Scatter) and block.equal)
+    layout: Any = "compressed" if square else "constrained"
+    figure = Figure(figsize=_choose_size(block), layout=layout)
+    axes = figure.add_subplot()
+    return figure, axes, list(DRAW[type(block)](axes, block))
+
+
+def _choose_size(block: Picture) -> tuple[float, float]:
+    """Return width and height in inches: they grow with the rows and the names beside them."""
+    match block:
+        case Heatmap():
+            wide, high = 1.5 + 0.44 * len(block.columns), 0.9 + 0.31 * len(block.rows)
+            return min(max(wide, WIDTH), 9.5), min(max(high, 2.2), 9.0)
+        case Density():
+            names = len(block.names) if len(block.names) <= MOST_NAMED else 0
+            side = max(HEIGHT, 1.3 + 0.13 * names)
+            return side * 1.25, side
+        case Scatter(equal=True):
+            return HEIGHT * 1.25, HEIGHT * 1.25
+        case Shares():
+            return WIDTH, 1.1 + 0.33 * len(block.bars)
+        case Intervals():
+            return 7.5, 1.15 + 0.4 * len(block.rows)
+    return WIDTH, HEIGHT
+
+
+# An SVG file as an element of a page
+
+
+def _embed(file: str, alternative: str, marks: str) -> str:
+    """Cut an SVG file down to an element in the page's font and colours, and add its tooltips."""
+    element = file[file.index("<svg") :]
+    element = _NEEDLESS.sub("", element)
+    # Two pictures of a page have the same ids, such as axes_1: keep only those that are used.
+    used = set(re.findall(r"#(\w+)", element))
+    element = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", element)
+    element = re.sub(r">\s+<", "><", element.replace("xlink:href", "href"))
+    # No eye sees more than hundredths of a point.
+    element = re.sub(
+        r' (d|x|y|transform)="([^"]*)"',
+        lambda m: f' {m[1]}="{" ".join(_NUMBER.sub(_round_number, m[2]).split())}"',
+        element,
+    )
+    for index, colour in enumerate(CATEGORIES):
+        element = element.replace(colour, f"var(--c{index}, {colour})")
+    size = re.search(r'width="([\d.]+)pt"', element)
+    width = f"{float(size[1]) * 4 / 3:.0f}" if size else "600"
+    element = re.sub(r' (height|width)="[\d.]+pt"', "", element, count=2)
+    start = f'<svg role="img" aria-label="{html.escape(show_controls(alternative))}"'
+    start += f' style="--width:{width}px"'
+    element = start + element.strip().removeprefix("<svg").removesuffix("</svg>")
+    return f"{element.replace(INK, 'currentColor')}{marks}</svg>"
+
+
+_NEEDLESS = re.compile(
+    r"<metadata>.*?</metadata>|<style.*?</style>|<g/>|<defs/>|font-family: [^;\"]*; ?"
+    r"| xmlns(:\w+)?=\"[^\"]*\"| version=\"[^\"]*\"| transform=\"rotate\(-0 [^\"]*\"",
+    re.DOTALL,
+)
+"""Parts of an SVG file that an element of a page does not need."""
+_NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+def _round_number(found: re.Match[str]) -> str:
+    return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
+
+
+def _write_tips(axes: Axes, tips: Sequence[Tip]) -> str:
+    """Write invisible shapes with a title each; points on each other share one."""
+    figure: Any = axes.get_figure(root=True)
+    scale, height = 72 / figure.dpi, figure.get_figheight() * 72
+    texts: dict[str, list[str]] = {}
+    for said, x, y in tips:
+        ends = axes.transData.transform(list(zip(x, y, strict=True))) * scale
+        (x0, y0), (x1, y1) = ends.tolist()
+        left, top, wide, high = min(x0, x1), height - max(y0, y1), abs(x1 - x0), abs(y1 - y0)
+        shape = f'rect x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
+        if not wide and not high:
+            shape = f'circle cx="{left:.1f}" cy="{top:.1f}" r="5"'
+        texts.setdefault(shape, []).append(html.escape(show_controls(said), quote=False))
+    lines = [
+        f"<{shape}><title>{chr(10).join(said)}</title></{shape.split()[0]}>"
+        for shape, said in texts.items()
+    ]
+    return f'<g class="marks">{"".join(lines)}</g>' if lines else ""
+
+
+# Axes
+
+
+def _set_axis(
+    axes: Axes, which: str, values: Sequence[float], column: Column, *, log: bool = False
+) -> tuple[float, float]:
+    """Scale and label an axis; its ends, which are returned, are a little beyond its values."""
+    known = [v for v in values if v == 0 or 1 / EXTREME < abs(v) < EXTREME]
+    known = [v for v in known if v > 0 or not log] or [1.0]
+    low, high = min(known), max(known)
+    if log:
+        beyond = (high / low) ** 0.04 if high > low else 1.1
+        low, high = low / beyond, high * beyond
+    else:
+        away = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+        low, high = low - away, high + away
+    axes.set_autoscale_on(False)  # else a scale overflows at values that are not drawn
+    getattr(axes, f"set_{which}scale")("log" if log else "linear")
+    getattr(axes, f"set_{which}lim")(low, high)
+    getattr(axes, f"set_{which}label")(_label(column))
+    _set_ticks(getattr(axes, f"{which}axis"), low, high, column, log=log)
+    return low, high
+
+
+def _label(column: Column) -> str:
+    return write_math(column.label) + (f" ({column.unit})" if column.unit else "")
+
+
+def _set_ticks(axis: Any, low: float, high: float, column: Column, *, log: bool = False) -> None:
+    """Put two or more ticks, which their texts tell apart: decades, 1-2-5 or round numbers."""
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    places: list[float] = []
+    if log:
+        first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+        places = [10.0**power for power in range(first, last + 1, max(last - first, 0) // 8 + 1)]
+        if len(places) < 3:
+            places = [m * 10.0**power for power in range(first - 1, last + 1) for m in (1, 2, 5)]
+    places = [v for v in places if low <= v <= high]
+    if len(places) < 3:
+        whole = column.format == "d"
+        locator = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2, integer=whole)
+        places = [float(v) for v in locator.tick_values(low, high) if low <= v <= high]
+    percent = column.format.endswith("%")
+    values = [100 * v for v in places] if percent else places
+    step = min((b - a for a, b in pairwise(values)), default=0.0)
+    largest = max(map(abs, values), default=0.0)
+    least = len(str(int(largest))) if largest < 1e5 else 0  # 2000, not 2e3
+    digits = next(
+        d
+        for d in range(max(least, 3), 18)
+        if all(abs(float(f"{v:.{d}g}") - v) <= step / 100 for v in values) or d == 17
+    )
+    axis.set_ticks(
+        places, labels=[format_number(v, f".{digits}g") + "%" * percent for v in values]
+    )
+    axis.set_minor_locator(NullLocator())
+
+
+def _name_ticks(axis: Any, names: Sequence[str]) -> None:
+    """Name the places 0, 1, ...; of many every second, third, ... one."""
+    step = -(-len(names) // 16) or 1
+    axis.set_ticks(
+        range(0, len(names), step), labels=[show_controls(name) for name in names[::step]]
+    )
+    axis.set_tick_params(length=0)
+
+
+def _set_legend(axes: Axes, handles: Sequence[Any] = ()) -> None:
+    """Set the legend above the picture, where it covers nothing, in as many columns as fit."""
+    labels = [h.get_label() for h in handles] or axes.get_legend_handles_labels()[1]
+    columns = max(1, min(len(labels), 56 // (max(map(len, labels), default=0) + 6)))
+    given = {"handles": list(handles)} if handles else {}
+    axes.figure.legend(loc="outside upper left", ncols=columns, **given)
+
+
+# Matrices: the map of heads, joint histograms, attention
+
+
+def _draw_heatmap(axes: Axes, block: Heatmap) -> Iterator[Tip]:
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+
+    values, scale = np.array(block.values, dtype=np.float64), compute_scale(block)
+    colours = [[channel / 255 for channel in colour] for colour in scale.colours]
+    look: dict[str, Any] = {
+        "cmap": LinearSegmentedColormap.from_list("scale", colours),
+        "norm": (LogNorm if scale.log else Normalize)(scale.low, scale.high),
+    }
+    ends = (-0.5, len(block.columns) - 0.5), (-0.5, len(block.rows) - 0.5)
+    label = _label(block.column) + (", log scale" if scale.log else "")
+    bar = _draw_mesh(axes, values, *ends, label, **look)
+    _set_ticks(bar.ax.yaxis, scale.low, scale.high, block.column, log=scale.log)
+    axes.invert_yaxis()
+    _name_ticks(axes.xaxis, block.columns)
+    _name_ticks(axes.yaxis, block.rows)
+    axes.set(xlabel="head", ylabel="layer")
+    written = values.size <= MANY and len(block.columns) <= 20
+    for index, (y, x) in enumerate(np.ndindex(values.shape)):
+        said = format_value(block.values[y][x], block.column)
+        if written:
+            share = scale.share(block.values[y][x])
+            ink = INK if share is None else choose_ink(scale.colour(share))
+            axes.text(x, y, said, ha="center", va="center", fontsize=8, color=ink)
+        if index < MOST_TIPS:
+            head = f"head {block.rows[y]}.{block.columns[x]}"
+            yield f"{head}: {said}", (x - 0.5, x + 0.5), (y - 0.5, y + 0.5)
+
+
+def _draw_density(axes: Axes, block: Density) -> Iterator[Tip]:
+    """Draw the entries, over their picture if they have one."""
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
+
+    values = np.array(block.values, dtype=np.float64)
+    values[(values == 0) | (np.abs(values) > EXTREME)] = float("nan")
+    known = values[np.isfinite(values)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    # Roots, so that small entries stay visible.
+    norm = PowerNorm(0.5, 0.0 if block.image else low, high if high > low else low + 1.0)
+    colours: Any = "viridis"
+    if block.image:  # the larger an entry, the less of the picture shows through
+        colour = to_rgb(CATEGORIES[1])
+        colours = LinearSegmentedColormap.from_list("veil", [(*colour, 0.0), (*colour, 0.9)])
+        grey = open_picture(block.image).convert("L")
+        ends = (*block.x_range, *block.y_range[::-1])
+        axes.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=ends, aspect="auto")
+    label = write_math(block.value.label)
+    _draw_mesh(axes, values, block.x_range, block.y_range, label, cmap=colours, norm=norm)
+    axes.set_box_aspect(values.shape[0] / values.shape[1] if block.image else 1)
+    if 0 < len(block.names) <= MOST_NAMED:
+        names = [show_controls(name)[:LETTERS] for name in block.names]
+        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+    else:
+        _set_ticks(axes.xaxis, *block.x_range, block.x)
+        _set_ticks(axes.yaxis, *block.y_range, block.y)
+    if block.down:
+        axes.invert_yaxis()
+    axes.set(xlabel=write_math(block.x.label), ylabel=write_math(block.y.label))
+    across, up = name_places(block)
+    if values.size <= MOST_TIPS:
+        for (y_name, y), row in zip(up, block.values, strict=True):
+            for (x_name, x), value in zip(across, row, strict=True):
+                yield f"{x_name}, {y_name}: {format_value(value, block.value)}", x, y
+    elif block.names:
+        for (name, x), column in zip(across, zip(*block.values, strict=True), strict=True):
+            largest = max(value or 0.0 for value in column)
+            yield f"{name}: at most {format_value(largest, block.value)}", x, block.y_range
+
+
+def _draw_mesh(axes: Axes, values: Any, x: Span, y: Span, label: str, **look: Any) -> Any:
+    """Draw a matrix as coloured cells, and return its colour bar."""
+    import numpy as np
+
+    height, width = values.shape
+    corners = np.linspace(*x, width + 1), np.linspace(*y, height + 1)
+    masked, many = np.ma.masked_invalid(values), values.size > MANY
+    mesh = axes.pcolormesh(*corners, masked, rasterized=many, clip_on=False, **look)
+    axes.set(xlim=x, ylim=y)
+    figure: Any = axes.get_figure()
+    bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=30)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+    bar.solids.set_rasterized(True)
+    return bar
+
+
+# Counts and shares
+
+
+def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
+    for index, (label, counts) in enumerate(block.counts.items()):
+        colour, line = CATEGORIES[index % len(CATEGORIES)], LINES[index % len(LINES)]
+        axes.stairs(counts, block.edges, fill=True, alpha=0.3, color=colour, linewidth=0)
+        axes.stairs(counts, block.edges, label=show_controls(label), color=colour, linestyle=line)
+    log = block.edges[0] > 0 and block.edges[-1] > 10 * block.edges[0]
+    _set_axis(axes, "x", block.edges, block.x, log=log)
+    known = [n for counts in block.counts.values() for n in counts if 0 < n < EXTREME]
+    top = max(known, default=0.0)
+    axes.set(ylabel="count", ylim=(0, 1.05 * top or 1.0))
+    _set_ticks(axes.yaxis, 0, 1.05 * top or 1.0, Column("count", "", format="d"))
+    if len(block.counts) > 1:
+        _set_legend(axes)
+    for index, (low, high) in enumerate(pairwise(block.edges)):
+        counted = {
+            label: format_number(count[index], ".6g") for label, count in block.counts.items()
+        }
+        said = ", ".join(f"{k} {n}" if len(counted) > 1 else n for k, n in counted.items())
+        yield (
+            f"{format_number(low, '.3g')} to {format_number(high, '.3g')}: {said}",
+            (low, high),
+            (0, top),
+        )
+
+
+def _draw_shares(axes: Axes, block: Shares) -> Iterator[Tip]:
+    places, left = range(len(block.bars)), [0.0] * len(block.bars)
+    for grade, (label, shares) in zip(GRADES * 9, block.parts.items(), strict=False):
+        colour = CATEGORIES[grade]
+        axes.barh(places, shares, left=left, height=0.72, color=colour, label=show_controls(label))
+        for y, (bar, share) in enumerate(zip(block.bars, shares, strict=True)):
+            if share:
+                said = f"{bar}, {label}: {format_value(share, block.x)}"
+                yield said, (left[y], left[y] + share), (y - 0.36, y + 0.36)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    _name_ticks(axes.yaxis, block.bars)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1), xlabel=_label(block.x))
+    _set_ticks(axes.xaxis, 0, 1, block.x)
+    _set_legend(axes)
+
+
+# Points and lines
+
+
+def _draw_scatter(axes: Axes, block: Scatter) -> Iterator[Tip]:
+    for index, series in enumerate(block.series):
+        colour = CATEGORIES[index % len(CATEGORIES)]
+        marker = MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
+        look: dict[str, Any] = {
+            "marker": marker,
+            "color": colour,
+            "label": show_controls(series.label),
+        }
+        look["rasterized"] = len(series.x) > MANY
+        _draw_limits(axes, series, colour)
+        axes.scatter(series.x, series.y, s=18, alpha=0.8, linewidths=0, **look)
+    x, y = _values(block.series)
+    x, y = (x + y, y + x) if block.equal else (x, y)
+    ends = _set_axis(axes, "x", x, block.x, log=block.log)
+    if block.diagonal:
+        axes.plot(ends, ends, color=INK, linewidth=0.8, linestyle=(0, (4, 2)), label="y = x")
+        y += ends
+    _set_axis(axes, "y", y, block.y, log=block.log)
+    if block.equal:
+        axes.set(ylim=ends, box_aspect=1)
+    _set_legend(axes)
+    yield from _point_tips(block)
+
+
+def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
+    for index, series in enumerate(block.series):
+        colour, line = CATEGORIES[index % len(CATEGORIES)], LINES[index % len(LINES)]
+        label, marker = show_controls(series.label), MARKERS[index % len(MARKERS)]
+        if series.guide:
+            axes.plot(series.x, series.y, label=label, linewidth=0.7, color=INK, linestyle=line)
+            continue
+        if series.fit:
+            axes.plot(series.x, _array(series.fit), color=colour, linestyle=line, linewidth=1.0)
+            line = ""
+        marker = marker if len(series.x) <= 64 else ""
+        look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
+        axes.plot(series.x, series.y, label=label, **look)
+        _draw_limits(axes, series, colour)
+    x, y = _values(block.series)
+    _set_axis(axes, "x", x, block.x, log=block.log)
+    _set_axis(axes, "y", y, block.y, log=block.log)
+    if block.y.format.endswith("%") and not block.log:
+        axes.set_ylim(0, 1.02)
+        _set_ticks(axes.yaxis, 0, 1, block.y)
+    if block.ticks:
+        axes.set_xticks(list(block.ticks.values()), labels=list(block.ticks))
+    _set_legend(axes)
+    yield from _point_tips(block)
+
+
+def _draw_limits(axes: Axes, series: Series, colour: str) -> None:
+    """Draw the intervals around points, of both axes."""
+    if series.low and series.high:
+        axes.vlines(series.x, _array(series.low), _array(series.high), color=colour, linewidth=0.9)
+    if series.left and series.right:
+        axes.hlines(
+            series.y, _array(series.left), _array(series.right), color=colour, linewidth=0.9
+        )
+
+
+def _array(values: Sequence[float | None]) -> Any:
+    """Return an array of numbers and None, which becomes NaN."""
+    import numpy as np
+
+    return np.array(values, dtype=np.float64)
+
+
+def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:
+    """Return all that is drawn along each axis."""
+    x = [v for s in series for v in (*s.x, *s.left, *s.right) if v is not None]
+    y = [v for s in series for v in (*s.y, *s.low, *s.high, *s.fit) if v is not None]
+    return [v for v in x if math.isfinite(v)], [v for v in y if math.isfinite(v)]
+
+
+def _point_tips(block: Scatter | Curve) -> Iterator[Tip]:
+    """Write the names and figures of points; of very many those of the largest y."""
+    named = {v: k for k, v in block.ticks.items()} if isinstance(block, Curve) else {}
+    drawn = [series for series in block.series if not series.guide]
+    for series in drawn:
+        points = [
+            (i, x, y)
+            for i, (x, y) in enumerate(zip(series.x, series.y, strict=True))
+            if math.isfinite(x + y) and (x > 0 or not block.log) and (y > 0 or not block.log)
+        ]
+        most = MOST_TIPS // len(drawn)
+        for i, x, y in (
+            points if len(points) <= most else sorted(points, key=lambda p: -p[2])[:most]
+        ):
+            whose = [*series.names[i : i + 1]]
+            if not whose or len(block.series) > 1:
+                whose.append(series.label)
+            across = named.get(x) or format_value(x, block.x)
+            across += _limits_text(series.left, series.right, i, block.x)
+            up = format_value(y, block.y) + _limits_text(series.low, series.high, i, block.y)
+            figures = f"{write_math(block.x.label)} {across}, {write_math(block.y.label)} {up}"
+            yield f"{', '.join(filter(None, whose))}: {figures}", (x, x), (y, y)
+
+
+def _limits_text(
+    low: Sequence[float | None], high: Sequence[float | None], i: int, column: Column
+) -> str:
+    known = low and high and low[i] is not None
+    return f" ({format_value(low[i], column)} to {format_value(high[i], column)})" if known else ""
+
+
+# Intervals against what is allowed
+
+
+def _reach(block: Intervals) -> Span:
+    """Return the ends of the axis: all values and ends, 0, and limits as far as they are near."""
+    core = [0.0, *(v for row in block.rows for v in (row.value, row.end))]
+    far = 1.5 * ((max(core) - min(core)) or 1.0)  # limits beyond end in an arrow
+    limits = [v for row in block.rows for v in (row.low, row.high) if v is not None]
+    near = [min(max(v, min(core) - far), max(core) + far) for v in limits]
+    low, high = min(core + near), max(core + near)
+    room = 0.04 * ((high - low) or 1.0)
+    return low - room, high + room
+
+
+def _draw_intervals(axes: Axes, block: Intervals) -> Iterator[Tip]:
+    """Draw each interval over the allowed range; limits that are far end in an arrow."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    low, high = _reach(block)
+    for y, row in enumerate(block.rows):
+        start, end = (low, row.end) if row.below else (row.end, high)
+        axes.barh(y, end - start, left=start, height=0.8, color=ALLOWED, alpha=0.14)
+        axes.vlines(row.end, y - 0.4, y + 0.4, color=ALLOWED, linewidth=1.6)
+        colour, mark = LOOKS[row.state]
+        if row.low is not None and row.high is not None:
+            first, last = max(row.low, low), min(row.high, high)
+            axes.plot([first, last], [y, y], color=colour, linewidth=1.8, solid_capstyle="butt")
+            cut = "|" if first == row.low else "<", "|" if last == row.high else ">"
+            for place, cap in zip((first, last), cut, strict=True):
+                axes.plot([place], [y], cap, color=colour, markersize=8, clip_on=False)
+        axes.plot([row.value], [y], mark, color=colour, markersize=7, markeredgewidth=0)
+        yield format_interval(block, row), (row.value, row.value), (y, y)
+    axes.axvline(0, color=INK, linewidth=0.7, linestyle=(0, (4, 2)))
+    _name_ticks(axes.yaxis, [row.label for row in block.rows])
+    axes.set(
+        xlim=(low, high), ylim=(len(block.rows) - 0.5, -0.5), xlabel=write_math(block.x.label)
+    )
+    axes.locator_params("x", nbins=6)  # more would touch: they carry their unit
+    axes.xaxis.set_major_formatter(lambda value, _: format_end(block, value))
+    states = {row.state for row in block.rows}
+    dots = [
+        Line2D([], [], color=colour, marker=mark, markersize=7, linestyle="", label=STATES[state])
+        for state, (colour, mark) in LOOKS.items()
+        if state in states
+    ]
+    _set_legend(axes, [*dots, Patch(color=ALLOWED, alpha=0.3, label="allowed")])
+
+
+DRAW: dict[type[Any], Callable[[Axes, Any], Iterator[Tip]]] = {
+    Heatmap: _draw_heatmap,
+    Density: _draw_density,
+    Histogram: _draw_histogram,
+    Shares: _draw_shares,
+    Scatter: _draw_scatter,
+    Curve: _draw_curve,
+    Intervals: _draw_intervals,
+}

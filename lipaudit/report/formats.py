@@ -1,0 +1,185 @@
+"""All formats, and the choice of one by its name or by the suffix of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from lipaudit.errors import UsageError, suggestion
+from lipaudit.report import html, latex, markdown, records, terminal
+
+Form = Literal["page", "screen", "brief", "record", "frame", "lines", "judgement", "picture"]
+"""A `Document`, one that fits a screen, a `Brief`, a pydantic model, a `Spreadsheet`, lines of
+text, a `Judgement` of the gate, the blocks of a picture."""
+Subject = Mapping[Form, Callable[[], Any]]
+"""A result, as functions that make each of its forms."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to write a result.
+
+    Attributes:
+        name: what `--format` calls it.
+        takes: the form that it writes.
+        render: that form in, the bytes of a file out.
+        suffixes: of the files that are written so.
+        asked: whether a file is written so only where `--format` names it: what its suffix alone
+            asks for is another format.
+        refusal: what is said, and what to do instead, where a result has no such form.
+        screen: writes the form to a stream as a terminal of its width and colours takes it;
+            None where a terminal gets the bytes of a file.
+    """
+
+    name: str
+    takes: Form
+    render: Callable[[Any], bytes]
+    suffixes: tuple[str, ...] = ()
+    asked: bool = False
+    refusal: tuple[str, str] = ("", "")
+    screen: Callable[[Any, TextIO], None] | None = None
+
+
+def _draw_picture(blocks: Sequence[Any]) -> bytes:
+    """Draw an attention map or a row of one, or a sample."""
+    from lipaudit.report.charts import draw_png
+
+    return draw_png(*blocks)
+
+
+RENDERERS: dict[str, Format] = {
+    known.name: known
+    for known in (
+        Format(
+            "brief",
+            "brief",
+            markdown.render_brief,
+            (".md",),
+            asked=True,
+            refusal=(
+                "a brief is of one report, of a comparison or of a judgement",
+                "lipaudit compare OLD.json NEW.json -f brief writes one of what changed.",
+            ),
+        ),
+        Format(
+            "csv",
+            "frame",
+            records.write_csv,
+            (".csv",),
+            refusal=(
+                "CSV is of reports",
+                "lipaudit report A.json -f csv writes one cell a line, of several reports one "
+                "model.",
+            ),
+        ),
+        Format("html", "page", html.render, (".html", ".htm")),
+        Format(
+            "json",
+            "record",
+            records.write_json,
+            (".json",),
+            refusal=(
+                "there are no data here to write as JSON",
+                "lipaudit report A.json -f json writes those of a report.",
+            ),
+        ),
+        Format(
+            "junit",
+            "judgement",
+            records.write_junit,
+            (".xml",),
+            refusal=(
+                "JUnit XML is of a judgement",
+                "lipaudit gate CURRENT -o gate.xml writes it.",
+            ),
+        ),
+        Format("latex", "page", latex.render, (".tex",)),
+        Format("markdown", "page", markdown.render, (".md", ".markdown")),
+        Format(
+            "png",
+            "picture",
+            _draw_picture,
+            (".png",),
+            refusal=(
+                "a PNG shows one attention map or one sample",
+                "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws the one, "
+                "lipaudit inspect REPORT SAMPLE -o sample.png the other.",
+            ),
+        ),
+        Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
+        Format(
+            "text",
+            "lines",
+            records.write_lines,
+            (".txt",),
+            refusal=(
+                "lines of text are of a judgement",
+                "A report is written with -f table.",
+            ),
+        ),
+    )
+}
+"""Every format, by the name that `--format` takes."""
+
+
+USUAL = ("text", "table", "json")
+"""Formats for a terminal: text if the result has lines, else a page, else data."""
+
+
+def find_format(name: str, forms: Collection[Form]) -> Format:
+    """Return a format by its name.
+
+    Args:
+        name: what `--format` was given.
+        forms: those that the result has.
+
+    Raises:
+        UsageError: for an unknown format, or one that cannot show the result.
+    """
+    if name not in RENDERERS:
+        known = [known.name for known in RENDERERS.values() if known.takes in forms]
+        raise UsageError(f"unknown format {name!r}", suggestion(name, known))
+    return _require_form(RENDERERS[name], forms)
+
+
+def find_file_format(path: Path, forms: Collection[Form], chosen: Format | None = None) -> Format:
+    """Return the format that a file's name asks for.
+
+    Where formats share the suffix, the one that was chosen comes first, then the result's own
+    before that of any page: `.txt` is a judgement's lines, and a report's tables; `.md` is a page,
+    and a brief where that was chosen.
+
+    Args:
+        path: of the file.
+        forms: those that the result has.
+        chosen: what `--format` named.
+
+    Raises:
+        UsageError: for a suffix without a format, or whose format cannot show the result.
+    """
+    suffix = path.suffix.lower()
+    if chosen and suffix in chosen.suffixes:
+        return chosen
+    candidates = [f for f in RENDERERS.values() if suffix in f.suffixes and not f.asked]
+    if not candidates:
+        usual = [f for f in RENDERERS.values() if f.takes in forms and not f.asked]
+        known = [suffix for each in usual for suffix in each.suffixes]
+        message = f"cannot tell the format of {path} from its name"
+        raise UsageError(message, suggestion(suffix, dict.fromkeys(known)))
+    candidates.sort(key=lambda known: (known.takes not in forms, known.takes == "page"))
+    return _require_form(candidates[0], forms)
+
+
+def find_usual_format(forms: Collection[Form]) -> Format:
+    """Return the format that a terminal gets when none is named: the first that can be had."""
+    return next(known for n in USUAL if (known := RENDERERS[n]).takes in forms)
+
+
+def _require_form(known: Format, forms: Collection[Form]) -> Format:
+    if known.takes not in forms:
+        able = (each.name for each in RENDERERS.values() if each.takes in forms)
+        here = f"{known.name} cannot show this", f"There are: {', '.join(able)}."
+        raise UsageError(*(known.refusal if "page" in forms and known.refusal[0] else here))
+    return known

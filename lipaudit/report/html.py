@@ -1,0 +1,91 @@
+"""A page as one HTML file: it loads nothing, prints, fits a phone, and is whole without scripts.
+
+Its own script is a file beside the style; a browser is told its hash, and runs no other.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from typing import Any
+
+from lipaudit.errors import visible
+from lipaudit.report import cells, portraits
+from lipaudit.report.blocks import Block, Document, Table, list_scores
+from lipaudit.report.pictures import Picture
+from lipaudit.results import Column
+
+MOST_ROWS = 1200
+"""A folded table is cut here (the JSON has the rest), so that a page stays under 2 MB."""
+
+
+def render(page: Document) -> bytes:
+    """Write a page."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("lipaudit.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "plain": cells.show_controls,
+        "drawn": _draw,
+        "tabulated": _tabulate,
+        "scored": list_scores,
+        "tokens": portraits.shade_tokens,
+        "legend": portraits.explain_shades,
+    }
+    script = environment.get_template("page.js").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = environment.get_template("report.html")
+    text = template.render(page=page, kind=name_kind, script=script, digest=digest)
+    return visible(text, keep="\n\t").encode()
+
+
+def name_kind(block: Block) -> str:
+    """Return the template's name of a block."""
+    return "picture" if isinstance(block, Picture) else type(block).__name__.lower()
+
+
+def _draw(block: Picture) -> Any:
+    from markupsafe import Markup
+
+    from lipaudit.report.charts import draw_svg
+
+    return Markup(draw_svg(block))  # drawn here; its texts are escaped
+
+
+def _tabulate(block: Table) -> dict[str, Any]:
+    """Prepare a table's texts for the template."""
+    marks, notes = cells.list_footnotes(block.columns)
+    heads = [
+        {
+            "label": cells.write_math(cells.show_controls(c.label)),
+            "mark": mark,
+            "meaning": c.meaning,
+        }
+        | {"named": c.format == "s"}
+        for c, mark in zip(block.columns, marks, strict=True)
+    ]
+    rows = [
+        (index in block.strong, [_cell(v, c) for v, c in zip(row, block.columns, strict=True)])
+        for index, row in enumerate(block.rows[:MOST_ROWS])
+    ]
+    if len(block.rows) > MOST_ROWS:
+        notes = [*notes, f"The first {MOST_ROWS} of {len(block.rows)} rows; the JSON has all."]
+    return {"heads": heads, "rows": rows, "notes": notes}
+
+
+def _cell(value: Any, column: Column) -> tuple[str, str]:
+    """Return the text of a cell, and the number to sort it by where the text does not say it."""
+    shown = cells.format_value(value, column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return shown, ""
+    if math.isinf(value):
+        return shown, "Infinity" if value > 0 else "-Infinity"
+    exact = f"{value:.6g}"
+    return shown, "" if exact == shown else exact

@@ -1,0 +1,118 @@
+"""The tables of a page for a paper: LaTeX with booktabs, in ASCII."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator
+
+from lipaudit.report import cells
+from lipaudit.report.blocks import (
+    Block,
+    Document,
+    Grid,
+    Notes,
+    Table,
+    lay_out,
+    list_scores,
+)
+from lipaudit.report.pictures import Heatmap
+
+PROSE = r"p{0.5\textwidth}"
+"""The column of a scorecard that has sentences."""
+WRITTEN = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "{}$&#%_"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\textasciigrave{}",
+    **{character: f"{{{character}}}" for character in "[*-"},  # \\ reads [ and *, -- is a dash
+    "–": "--",
+    "—": "---",
+    "…": r"\ldots{}",
+    "‖": r"$\Vert$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "×": r"$\times$",
+    "·": r"$\cdot$",
+    "±": r"$\pm$",
+    "→": r"$\rightarrow$",
+    "∘": r"$\circ$",
+    "•": r"$\bullet$",
+    "∞": r"$\infty$",
+    "\N{MINUS SIGN}": "$-$",
+    "✓": r"$\surd$",
+    "✗": r"$\times$",
+}
+ACCENTS = dict(
+    zip("\u0300\u0301\u0302\u0303\u0304\u0308\u030a\u030c\u0327", "`'^~=\"rvc", strict=True)
+)
+
+
+def render(page: Document) -> bytes:
+    """Write the scorecard and the tables of a page; folded ones and pictures are left out."""
+    about = [page.title, *map(": ".join, page.facts)]
+    lines = [r"% needs \usepackage{booktabs}", *(f"% {escape(text)}" for text in about)]
+    outcome = page.outcome.text if page.outcome else ""
+    lines += _remarks(text for text in (outcome, page.partial) if text)
+    lines += _block(Notes(page.notes))
+    if page.scorecard:
+        rows, notes = list_scores(page.scorecard)
+        texts = [row[:3] for row in rows]
+        lines += _table(Grid("Scorecard", (), texts, "lr" + PROSE, notes))
+    for chapter in page.chapters:
+        lines += ["", f"% {escape(chapter.title)}"]
+        for block in chapter.blocks:
+            lines += _block(block)
+    return ("\n".join(lines) + "\n").encode("ascii")
+
+
+def escape(text: str) -> str:
+    """Write text that LaTeX takes literally, in ASCII."""
+    return "".join(map(_write_character, cells.show_controls(text)))
+
+
+def _write_character(character: str) -> str:
+    """Write a character; one that plain LaTeX has not by its number."""
+    if character in WRITTEN:
+        return WRITTEN[character]
+    if character.isascii():
+        return character
+    kind, *parts = unicodedata.decomposition(character).split() or [""]
+    codes = [chr(int(part, 16)) for part in parts]
+    if kind == "<super>":
+        return rf"\textsuperscript{{{''.join(map(_write_character, codes))}}}"
+    if len(codes) == 1 and codes[0] in ACCENTS and int(kind, 16) < 128:
+        return rf"\{ACCENTS[codes[0]]}{{{chr(int(kind, 16))}}}"
+    return f"U+{ord(character):04X}"
+
+
+def _block(block: Block) -> Iterator[str]:
+    match block:
+        case Table(folded=False) | Heatmap():
+            yield from _table(lay_out(block))
+        case Notes():
+            yield from _remarks(f"{n.level}: {n.text} ({n.code})" for n in block.notes)
+
+
+def _remarks(texts: Iterable[str]) -> Iterator[str]:
+    yield from (rf"{{\footnotesize {escape(text)}\par}}" for text in texts)
+
+
+def _table(grid: Grid) -> Iterator[str]:
+    yield from ("", r"\begin{table}", r"\centering")
+    yield from [rf"\caption{{{escape(grid.title)}}}"] if grid.title else []
+    yield from (rf"\begin{{tabular}}{{{grid.align}}}", r"\toprule")
+    yield from [_line(map(escape, grid.heads)), r"\midrule"] if grid.heads else []
+    for index, row in enumerate(grid.rows):
+        strong = r"\textbf{%s}" if index in grid.strong else "%s"
+        yield _line(strong % escape(text) for text in row)
+    yield from (r"\bottomrule", r"\end{tabular}")
+    yield from ["", *_remarks(["; ".join(grid.notes)])] if any(grid.notes) else []
+    yield r"\end{table}"
+
+
+def _line(texts: Iterable[str]) -> str:
+    return rf"{' & '.join(texts)} \\"

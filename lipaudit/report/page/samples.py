@@ -1,0 +1,429 @@
+"""The samples of a report: which are the worst, and all that is known of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lipaudit.errors import InputError, UsageError, suggestion
+from lipaudit.report.blocks import (
+    Block,
+    Chapter,
+    Document,
+    Gallery,
+    Item,
+    Paragraph,
+    Passage,
+    Table,
+)
+from lipaudit.report.cells import UNMEASURED, format_significant, format_value, write_math
+from lipaudit.report.page.common import (
+    CHARACTERS,
+    SAMPLE,
+    add_place_column,
+    find_places,
+    format_limits,
+)
+from lipaudit.report.page.opening import describe_gaps, list_facts, list_leading_notes
+from lipaudit.results import Column, Report
+from lipaudit.results.figures import finite, middle, order, wilson
+from lipaudit.results.report import Example
+from lipaudit.results.samples import FLAGS, is_repeat
+from lipaudit.results.summary import Accuracy, summary
+from lipaudit.results.trials import TrialKey, parse_column, parse_radius
+from lipaudit.results.worst import SHOWN as MOST
+from lipaudit.results.worst import broken, worst
+
+# Per-sample figures
+
+
+CLASSES = ("label", "predicted")
+"""Per-sample columns that hold the number of a class."""
+SHARES = ("certified", "correct", "robust")
+"""Per-sample columns whose share of yes is an accuracy."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A per-sample column of a section: how it reads, and its values by sample id."""
+
+    section: str
+    name: str
+    column: Column
+    values: Mapping[str, Any]
+    classes: Mapping[int, str]
+
+    @property
+    def label(self) -> str:
+        """Its heading, and the trial or ball that it is of."""
+        trial, label = parse_column(self.name)[1], write_math(self.column.label)
+        return label if trial is None else f"{label}, {trial}"
+
+    @property
+    def numbers(self) -> list[float]:
+        """The values of distinct samples, as the gate and a comparison count them."""
+        return finite(value for name, value in self.values.items() if not is_repeat(name))
+
+    @property
+    def flag(self) -> bool:
+        """Whether it says yes or no."""
+        return parse_column(self.name)[0] in FLAGS
+
+    def rank(self, sample: str) -> str:
+        """Return the place of a sample among all, the worst first; nothing where none is."""
+        if self.column.better is None or self.flag or not finite([self.values[sample]]):
+            return ""
+        sign = 1 if self.column.better == "lower" else -1
+        own = sign * order(self.values[sample])
+        worse = sum(sign * value > own for value in self.numbers)
+        return f"{worse + 1} of {len(self.numbers)}"
+
+    def name_class(self, number: Any) -> str:
+        """Return the number of a class, and its name where that says more."""
+        name = self.classes.get(number, "") if isinstance(number, int) else ""
+        shown = format_value(number, self.column)
+        return f"{shown} ({name})" if name not in ("", shown) else shown
+
+    def cells(self, sample: str) -> tuple[str, ...]:
+        """Return the label, the value of a sample, the typical value, and its rank."""
+        value, known = self.values[sample], self.numbers
+        if self.flag:
+            said = format_value(None if value is None else bool(value), self.column)
+            return self.label, said, self._share(known), ""
+        if self.name in CLASSES:
+            return self.label, self.name_class(value), "", ""
+        typical = (
+            "" if self.column.format in UNMEASURED else format_value(middle(known), self.column)
+        )
+        return self.label, format_value(value, self.column), typical, self.rank(sample)
+
+    def _share(self, known: list[float]) -> str:
+        """Write a share; with its limits where it says how robust the model is."""
+        if not known:
+            return ""
+        share = f"{sum(known) / len(known):.1%} yes"
+        if parse_column(self.name)[0] not in SHARES:
+            return share
+        return f"{share}, {format_limits(*wilson(int(sum(known)), len(known)))}"
+
+
+def list_figures(report: Report) -> list[Figure]:
+    """Return the per-sample columns of all sections."""
+    return [
+        Figure(
+            s.measure,
+            name,
+            s.sample_column(name),
+            dict(zip(s.ids, values, strict=True)),
+            s.classes,
+        )
+        for s in report.sections
+        for name, values in s.samples.items()
+        if name != "ids"
+    ]
+
+
+# Choosing a sample
+
+
+def choose_sample(report: Report, said: str) -> str:
+    """Return the id of a sample that is named by it, by its first characters or by its place.
+
+    Raises:
+        InputError: the report has no samples.
+        UsageError: none is named so, or several.
+    """
+    require_samples(report)
+    every, at = list_known(report), report.found("place")
+    ways: tuple[Callable[[str], bool], ...] = (
+        lambda i: i == said,
+        # The number of a place, or the name of its file: 7 of "index 7", 7.png of "cat/7.png".
+        lambda i: (
+            i in at
+            and said in (at[i], at[i].partition(",")[0].replace("/", " ").rpartition(" ")[2])
+        ),
+        lambda i: i.startswith(said),
+    )
+    named = next(filter(None, ([i for i in every if way(i)] for way in ways)), [])
+    if len(named) == 1:
+        return named[0]
+    if not named:
+        names = [*(i[:CHARACTERS] for i in every), *at.values()]
+        advice = "Name one by its id or place; lipaudit inspect REPORT lists the worst."
+        raise UsageError(f"the report has no sample {said!r}", suggestion(said, names, advice))
+    some = ", ".join(f"{i[:CHARACTERS]} ({at[i]})" if i in at else i for i in named[:MOST])
+    raise UsageError(f"{said!r} is {len(named)} samples", f"There are: {some}.")
+
+
+def list_known(report: Report) -> list[str]:
+    """Return the ids of all samples that were measured or have a place."""
+    measured = (i for section in report.sections for i in section.ids)
+    return list(dict.fromkeys([*measured, *report.found("place")]))
+
+
+def has_ranking(report: Report) -> bool:
+    """Tell whether a report knows which of its samples are the worst."""
+    return any(f.name == "norm" for f in list_figures(report)) or bool(broken(report))
+
+
+def require_samples(report: Report) -> None:
+    """Refuse a report that has no samples.
+
+    Raises:
+        InputError: with what to type for one that has.
+    """
+    if not any(section.ids for section in report.sections):
+        raise InputError(
+            "the report says nothing of single samples",
+            "bounds, jacobian, attack and certify do: lipaudit audit MODEL has most of them.",
+        )
+
+
+# Pictures and tokens
+
+
+DRAWN = (
+    "Pictures of them and of what attacks made of them: in the html format, or of one, "
+    "lipaudit inspect REPORT SAMPLE -o sample.png."
+)
+SHADES = {
+    "margin": Column(
+        label="share of the gradient",
+        meaning="Of the margin's gradient: ||grad_t m||^2 / sum_s ||grad_s m||^2 over tokens s, "
+        "m = f_y - max_(j != y) f_j.",
+        format=".1%",
+    ),
+    "direction": Column(
+        label="share of the steepest direction",
+        meaning="||v_t||^2 of the unit vector v along which the output changes most.",
+        format=".1%",
+        status="estimate",
+    ),
+}
+"""Meaning of the shade of a token, by what was differentiated."""
+
+
+def make_gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
+    """Draw samples that are pictures, what attacks made of them, and the difference."""
+    section = report.section("attack")
+    drawn = section.examples if section else {}
+    items = tuple(_make_item(report, name, drawn[name]) for name in names if name in drawn)
+    said = DRAWN if any(item.pictures for item in items) else ""
+    return [Gallery(said, items)] if items else []
+
+
+def list_passages(report: Report, names: Sequence[str]) -> list[Passage]:
+    """Show the tokens of samples, with how the gradient is shared out among them."""
+    section = report.section("jacobian")
+    kept = section.gradients if section else {}
+    return [
+        Passage(
+            _name_sample(report, name),
+            kept[name].tokens,
+            kept[name].shares,
+            SHADES[kept[name].of],
+            kept[name].left_out,
+            folded=len(names) > 1,
+        )
+        for name in names
+        if name in kept
+    ]
+
+
+def _name_sample(report: Report, sample: str) -> str:
+    """Return the beginning of the id of a sample, and where it is found."""
+    return ", ".join(filter(None, (sample[:CHARACTERS], report.found("place").get(sample))))
+
+
+def _make_item(report: Report, sample: str, example: Example) -> Item:
+    trial = TrialKey.parse(example.trial)
+    (true, said), before, after = example.classes, example.before, example.after
+    by = "" if trial is None else f" by {trial.attack}, {trial.ball}"
+    pictures = (
+        ("sample", example.image),
+        ("adversarial", example.adversarial),
+        (f"difference × {format_significant(example.times, '.2g')}", example.difference),
+    )
+    became = [f'the text became "{example.text}"'] if example.text else []
+    return Item(
+        title=_name_sample(report, sample),
+        pictures=tuple(pair for pair in pictures if pair[1]),
+        lines=(
+            f"true class {true}: score {before[0]:.0%} became {after[0]:.0%}",
+            f"taken for {said}: score {before[1]:.0%} became {after[1]:.0%}{by}",
+            *became,
+        ),
+    )
+
+
+def find_portrait(report: Report, sample: str) -> Item | Passage:
+    """Return the pictures of a sample, or its tokens.
+
+    Raises:
+        InputError: the report keeps neither of it.
+    """
+    shown: list[Item | Passage] = []
+    items = (item for block in make_gallery(report, [sample]) for item in block.items)
+    shown += [item for item in items if item.pictures]
+    shown += list_passages(report, [sample])
+    if shown:
+        return shown[0]
+    advice = (
+        "A report keeps, of the ten worst samples, pictures of those that an attack broke and the "
+        "tokens of texts that jacobian measured: lipaudit inspect REPORT names them."
+    )
+    raise InputError(f"the report keeps no picture of sample {sample[:CHARACTERS]}", advice)
+
+
+# The worst samples, and the page of one
+
+
+SHOWN = (
+    ("certify", "radius"),
+    ("jacobian", "norm"),
+    ("jacobian", "margin"),
+    ("jacobian", "radius_first_order"),
+)
+"""Per-sample columns, by section, in the table of the worst samples."""
+RANKED = {
+    "norm": "those with the largest ||J||",
+    "radius": "those of which the smallest balls are certified",
+}
+"""Order of samples that are broken in equally many balls: by the first of these columns that the
+report has."""
+BROKEN = Column(
+    label="broken", meaning="Smallest ball of each norm in which an attack broke it.", format="s"
+)
+FIGURES = (
+    Column(label="figure", meaning="What is known of the sample.", format="s"),
+    Column(label="value", meaning="Of the sample.", format=""),
+    Column(
+        label="all",
+        meaning="Of all distinct samples: the median, or the share of yes with 95 % limits.",
+        format="",
+    ),
+    Column(label="from the worst", meaning="Its place among all, the worst first.", format=""),
+)
+
+
+def tabulate_worst(report: Report) -> Table:
+    """Tabulate the worst samples."""
+    balls = broken(report)
+    kept = [f for f in list_figures(report) if (f.section, f.name) in SHOWN]
+    rows = []
+    for sample in worst(report):
+        fallen = sorted(balls.get(sample, ()), key=lambda ball: -ball.radius.value)
+        smallest = {ball.norm: ball.ball for ball in fallen}  # the last of each norm
+        figures = (figure.values.get(sample) for figure in kept)
+        rows.append((sample, ", ".join(smallest.values()) or None, *figures))
+    columns = (SAMPLE, BROKEN, *(f.column for f in kept))
+    table = Table("The worst samples", columns, tuple(rows))
+    return add_place_column(table, find_places(report))
+
+
+def show_worst(report: Report) -> tuple[Block, ...]:
+    """Return the blocks of the worst samples: a table, and pictures or tokens where kept."""
+    names = worst(report)
+    order, written = _describe_order(report), list_passages(report, names)
+    about = [f"Their tokens with the largest {written[0].column.label}:"] if written else []
+    return (
+        *([Paragraph(order)] if order else []),
+        tabulate_worst(report),
+        *make_gallery(report, names),
+        *map(Paragraph, about),
+        *written,
+    )
+
+
+def _describe_order(report: Report) -> str:
+    """Say how many samples are broken, and which come first; nothing where that is not known."""
+    accuracy, fallen = summary(report).accuracy, broken(report)
+    clean = next((each for each in accuracy if each.kind == "clean"), None)
+    said = []
+    right = round(clean.share * clean.samples) if clean else 0
+    wrong = clean.samples - right if clean else 0
+    tried = [each for each in accuracy if each.kind == "attacked"]
+    if clean and tried:
+        last = f"; wrong without, and last: {wrong}" * (wrong > 0)
+        counts = [f"{_count_broken(fallen, each)} in {each.ball}" for each in tried]
+        said.append(f"Of the {right} right samples attacks broke {', '.join(counts)}{last}.")
+    elif wrong:
+        said.append(f"Wrong, and last: {wrong}.")
+    first = ["those broken in most balls"] if fallen else []
+    columns = {name for section in report.sections for name in section.samples}
+    first += [text for column, text in RANKED.items() if column in columns][:1]
+    if first:
+        said.append(f"First stand {', then '.join(first)}.")
+    return write_math(" ".join(said))
+
+
+def _count_broken(fallen: Mapping[str, set[TrialKey]], tried: Accuracy) -> int:
+    """Count the distinct samples that are broken in a ball, as its row counts them."""
+    ball = TrialKey("", tried.norm, parse_radius(tried.eps))
+    return sum(ball in balls for name, balls in fallen.items() if not is_repeat(name))
+
+
+def make_overview(report: Report, name: str) -> Document:
+    """Return a page of the worst samples, with the command that shows one."""
+    require_samples(report)
+    more = (
+        f"lipaudit inspect {name} SAMPLE shows one of {len(list_known(report))}: its id or place."
+    )
+    facts = [fact for fact in list_facts(report) if fact[0] in ("model", "data")]
+    chapter = Chapter("worst", "Samples", (*show_worst(report), Paragraph(more)))
+    return _make_document(report, "samples", facts, [chapter])
+
+
+def _make_document(
+    report: Report, what: str, facts: Iterable[tuple[str, str]], chapters: Iterable[Chapter]
+) -> Document:
+    return Document(
+        title=f"lipaudit: {what} of {report.run.model.spec}",
+        facts=tuple(facts),
+        findings=(),
+        chapters=tuple(chapters),
+        partial=describe_gaps(report),
+        notes=list_leading_notes(report),
+    )
+
+
+def inspect_sample(report: Report, sample: str) -> Document:
+    """Return a page of all figures of a sample, each beside the typical value of all samples."""
+    chapters = []
+    for section in report.sections:
+        of = [
+            f for f in list_figures(report) if f.section == section.measure and sample in f.values
+        ]
+        if of:
+            rows = tuple(figure.cells(sample) for figure in of if figure.values[sample] != "")
+            title = type(section.rows[0]).title if section.rows else ""
+            table = Table("", FIGURES, rows)
+            chapters.append(Chapter(section.measure, title or section.measure, (table,)))
+    drawn = (
+        Chapter("pictures", "Pictures", tuple(make_gallery(report, [sample]))),
+        Chapter("tokens", "Tokens", tuple(list_passages(report, [sample]))),
+    )
+    chapters += [chapter for chapter in drawn if chapter.blocks]
+    found = {"place": report.found("place"), "text": report.found("text")}
+    said = ((name, known[sample]) for name, known in found.items() if sample in known)
+    facts = (("sample", sample), *said, *list_facts(report)[:1], ("data", report.run.data.spec))
+    return _make_document(report, f"sample {sample[:CHARACTERS]}", facts, chapters)
+
+
+def record_sample(report: Report, sample: str) -> dict[str, Any]:
+    """Return the figures of a sample as plain values."""
+    of = [figure for figure in list_figures(report) if sample in figure.values]
+    found = {name: report.found(name).get(sample, "") for name in ("place", "text")}
+    kept = {
+        kind: one.model_dump(mode="json", exclude={"image", "adversarial", "difference"})
+        for section in report.sections
+        for kind, each in (("example", section.examples), ("gradient", section.gradients))
+        if (one := each.get(sample)) is not None
+    }
+    figures = [
+        {"measure": f.section, "name": f.name, "value": f.values[sample]}
+        | ({"class": f.classes.get(f.values[sample])} if f.name in CLASSES else {})
+        for f in of
+    ]
+    return {"id": sample, **found, "figures": figures, **kept}

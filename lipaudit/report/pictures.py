@@ -1,0 +1,278 @@
+"""Charts as data, and a description of each in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lipaudit.report.cells import format_number, format_value, show_controls, write_math
+from lipaudit.results import Column
+
+Matrix = tuple[tuple[float | None, ...], ...]
+State = Literal["kept", "open", "broken"]
+"""Whether something is shown to be allowed, may be either, or is shown not to be."""
+STATES: dict[State, str] = {"kept": "kept", "open": "not proven", "broken": "broken"}
+"""Words for each."""
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """One value per layer and head.
+
+    Attributes:
+        title: printed above it.
+        values: a row per layer; None where there is no such head.
+        rows: names of the layers.
+        columns: names of the heads.
+        column: how a value reads.
+        centre: value without colour, of a scale with two sides: 0 of differences, 1 of ratios.
+    """
+
+    title: str
+    values: Matrix
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    column: Column
+    centre: float | None = None
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts per bin, for one or several groups over the same bins."""
+
+    title: str
+    x: Column
+    edges: tuple[float, ...]
+    counts: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Named points, with an interval around y where `low` and `high` are given.
+
+    Attributes:
+        label: their name.
+        x: along the horizontal axis.
+        y: along the vertical axis.
+        low: lower ends of the intervals.
+        high: upper ends of the intervals.
+        left: lower ends of intervals around x, of points that are not joined.
+        right: upper ends of those.
+        fit: values of a fit at the same x; it is then drawn in place of the joining line.
+        guide: a line to compare slopes with, drawn thin and without marks where there is ink.
+        names: what each point is of (a head, a sample), to be read at the point.
+    """
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float | None, ...] = ()
+    high: tuple[float | None, ...] = ()
+    fit: tuple[float | None, ...] = ()
+    guide: bool = field(default=False, kw_only=True)
+    names: tuple[str, ...] = field(default=(), kw_only=True)
+    left: tuple[float | None, ...] = field(default=(), kw_only=True)
+    right: tuple[float | None, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Points that are not joined.
+
+    Attributes:
+        title: printed above it.
+        x: how the horizontal axis reads.
+        y: how the vertical axis reads.
+        series: one kind of point each.
+        log: draw both axes logarithmic, and positive points only.
+        diagonal: draw the line y = x.
+        equal: give both axes the same ends.
+    """
+
+    title: str
+    x: Column
+    y: Column
+    series: tuple[Series, ...]
+    log: bool = True
+    diagonal: bool = True
+    equal: bool = False
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Joined points with intervals.
+
+    Attributes:
+        title: printed above it.
+        x: how the horizontal axis reads.
+        y: how the vertical axis reads.
+        series: one line each.
+        log: draw both axes logarithmic.
+        ticks: places on the horizontal axis by name; empty: as the drawing sees fit.
+    """
+
+    title: str
+    x: Column
+    y: Column
+    series: tuple[Series, ...]
+    log: bool = False
+    ticks: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Density:
+    """A dense matrix over two axes: a joint histogram or an attention map.
+
+    Attributes:
+        title: printed above it.
+        x: how the horizontal axis reads.
+        y: how the vertical axis reads.
+        values: one row per y.
+        x_range: outer edges of the first and of the last column.
+        y_range: outer edges of the first and of the last row.
+        value: how an entry reads.
+        down: draw the first row on top, as matrices are written.
+        names: of the places along both axes, where they have any.
+        image: what the entries lie over: a PNG file in base64.
+    """
+
+    title: str
+    x: Column
+    y: Column
+    values: Matrix
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    value: Column
+    down: bool = False
+    names: tuple[str, ...] = ()
+    image: str = ""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Bars that are each cut into the same parts, which add up to one.
+
+    Attributes:
+        title: printed above them.
+        x: how a share reads.
+        bars: what each bar is of.
+        parts: the share of each part, a number per bar, by the part's name.
+    """
+
+    title: str
+    x: Column
+    bars: tuple[str, ...]
+    parts: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its limits, and the end of the allowed range.
+
+    Attributes:
+        label: what it is of.
+        value: in the unit of the axis.
+        low: its lower limit; None where there is none.
+        high: its upper limit.
+        end: of what is allowed.
+        below: whether what is allowed lies below that end, not above it.
+        state: whether it is shown to be allowed.
+    """
+
+    label: str
+    value: float
+    low: float | None
+    high: float | None
+    end: float
+    below: bool
+    state: State
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals below each other, on one axis."""
+
+    title: str
+    x: Column
+    rows: tuple[Interval, ...]
+
+
+Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares | Intervals
+
+
+def describe(block: Picture) -> str:
+    """Describe a picture in words: its title, its axes, and the figures or the extremes."""
+    match block:
+        case Heatmap():
+            known = [
+                (value, f"{row}.{column}")
+                for row, line in zip(block.rows, block.values, strict=True)
+                for column, value in zip(block.columns, line, strict=True)
+                if value is not None and value == value
+            ]
+            said = f"{len(block.rows)} layers x {len(block.columns)} heads"
+            if known:
+                value, place = max(known)
+                said += f", largest {format_value(value, block.column)} at {place}"
+        case Histogram():
+            low, high = (format_number(end, ".3g") for end in (block.edges[0], block.edges[-1]))
+            said = f"histogram of {write_math(block.x.label)} from {low} to {high}"
+        case Density():
+            across, up = name_places(block)
+            value, y, x = max(
+                (v or 0.0, y, x) for y, row in enumerate(block.values) for x, v in enumerate(row)
+            )
+            size = f"{len(up)} x {len(across)} entries"
+            said = (
+                f"{size}, largest {format_value(value, block.value)} at {across[x][0]}, {up[y][0]}"
+            )
+        case Shares():
+            bars = []
+            for i, bar in enumerate(block.bars):
+                parts = (f"{format_value(v[i], block.x)} {k}" for k, v in block.parts.items())
+                bars.append(f"{bar}: {', '.join(parts)}")
+            said = "; ".join(bars)
+        case Intervals():
+            rows = (f"{format_interval(block, r)}: {STATES[r.state]}" for r in block.rows)
+            said = f"{write_math(block.x.label)}; {'; '.join(rows)}"
+        case Scatter() | Curve():
+            names = ", ".join(series.label for series in block.series)
+            said = f"{write_math(block.y.label)} over {write_math(block.x.label)} for {names}"
+    return f"{block.title}: {said}."
+
+
+def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str, Span]]]:
+    """Name the columns and rows of a matrix: by their number if counted, else by their ends."""
+    axes = []
+    for column, (first, last), count in (
+        (block.x, block.x_range, len(block.values[0])),
+        (block.y, block.y_range, len(block.values)),
+    ):
+        step, places = (last - first) / count, []
+        for i in range(count):
+            low, high = first + i * step, first + (i + 1) * step
+            said = f"{format_number(low, '.3g')} to {format_number(high, '.3g')}"
+            if column.format == "d" and step == 1:
+                name = f" ({show_controls(block.names[i])})" if i < len(block.names) else ""
+                said = f"{low + 0.5:.0f}{name}"
+            places.append((f"{write_math(column.label)} {said}", (low, high)))
+        axes.append(places)
+    return axes[0], axes[1]
+
+
+def format_interval(block: Intervals, row: Interval) -> str:
+    """Format an interval: its value, its limits and the end of the allowed range."""
+    limits = ""
+    if row.low is not None and row.high is not None:
+        limits = f" ({format_end(block, row.low)} to {format_end(block, row.high)})"
+    value, end = format_end(block, row.value), format_end(block, row.end)
+    return f"{show_controls(row.label)}: {value}{limits}, allowed {end}"
+
+
+def format_end(block: Intervals, value: float) -> str:
+    """Write a value on the axis of intervals, with its unit."""
+    if math.isinf(value):
+        return f"{value:+g}"
+    return (format_number(value, block.x.format) if value else "0") + block.x.unit

@@ -1,1 +1,0 @@
-"""Operations in terms of the basic ones: extremes, sums over many axes, heads, further curves."""

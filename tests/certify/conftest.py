@@ -1,0 +1,68 @@
+"""Points of a ball, as the symbols e and as inputs."""
+
+from collections.abc import Callable
+
+import jaxtyping
+import pytest
+import torch
+from torch import Tensor
+
+from lipaudit.certify.form import Form
+
+
+@pytest.fixture(autouse=True)
+def _shapes_checked_once(request):
+    """Shapes are those of either norm: where tests run over norms and orders, l2 checks none.
+
+    To check them takes twice as long as what is computed.
+    """
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    jaxtyping.config.update("jaxtyping_disable", "order" in params and params.get("norm") == "l2")
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)  # noqa: FBT003
+
+
+@pytest.fixture
+def points() -> Callable[[Form, int], tuple[Tensor, Tensor]]:
+    """Return e (count, n) in the unit ball, corners among them, and the inputs they stand for."""
+
+    def draw(x: Form, count: int) -> tuple[Tensor, Tensor]:
+        n = x.symbols.n
+        generator = torch.Generator().manual_seed(count)
+        e = torch.randn(count, n, generator=generator, dtype=torch.float64)
+        if x.symbols.norm == "linf":
+            e = e.sign()
+            e[::2] *= torch.rand(e[::2].shape, generator=generator, dtype=torch.float64)
+        else:
+            e = e / torch.linalg.vector_norm(e, dim=1, keepdim=True)
+            e[::2] *= torch.rand(len(e[::2]), 1, generator=generator, dtype=torch.float64)
+        moved = torch.einsum("bn,n...->b...", e, x.generators[:n].double())
+        return e, x.centre + moved.flatten(0, 1)
+
+    return draw
+
+
+@pytest.fixture
+def excess() -> Callable[[Form, Tensor, Tensor], float]:
+    """Return by how much true values leave what a form says of them at the points e.
+
+    Negative where all is well: the true value lies within the errors and the slack of the
+    polynomial of e. A stronger demand than that of its range.
+    """
+
+    def check(form: Form, e: Tensor, truth: Tensor) -> float:
+        symbols = form.symbols
+        g = form.generators.double()
+        value = torch.einsum("bn,n...->b...", e[:, : len(g)], g[: symbols.n])
+        if symbols.order == 2:
+            i, j = symbols.pairs
+            q = g[symbols.n : symbols.first_error]
+            value = value + torch.einsum("bn,n...->b...", e[:, i] * e[:, j], q)
+        errors = g[symbols.first_error :].abs().sum(0)
+        off = (truth - form.centre - value.view(truth.shape)).abs()
+        assert not off.isnan().any()
+        low, high = form.range()
+        outside = torch.maximum(low - truth, truth - high).amax().item()
+        return max((off - errors - form.slack).amax().item(), outside)
+
+    return check

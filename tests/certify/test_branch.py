@@ -1,0 +1,361 @@
+"""Dual bounds and branch and bound against points, exact arithmetic and full enumeration."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from lipaudit.certify.branch import (
+    Effort,
+    Nodes,
+    ascend,
+    bound,
+    decide,
+    problem_of,
+    proven,
+    restrict_to_face,
+    start,
+)
+from lipaudit.certify.prove import ball, margins, run
+
+
+class Mixer(nn.Module):
+    """ReLUs before and behind an attention over three tokens."""
+
+    def __init__(self, dim=6):
+        super().__init__()
+        self.first, self.up = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
+        self.down, self.head = nn.Linear(2 * dim, dim), nn.Linear(dim, 4)
+
+    def forward(self, x):
+        x = x + F.relu(self.first(x))
+        x = x + (x @ x.transpose(-2, -1) / 6).softmax(-1) @ x
+        return self.head((x + self.down(F.relu(self.up(x)))).mean(1))
+
+
+def _mixer(seed):
+    torch.manual_seed(seed)
+    model = Mixer().requires_grad_(requires_grad=False)
+    x = torch.randn(1, 3, 6)
+    return model, x, int(model(x).argmax())
+
+
+def _pass(model, x, label, eps, norm, dtype=torch.float64):
+    form = ball(x, eps, norm=norm, dtype=dtype)
+    return form, margins(run(model, form), label)
+
+
+def _signs(model, inputs):
+    """The signs of all ReLUs at points, call by call, (points, entries)."""
+    seen = []
+    hooks = [
+        each.register_forward_hook(lambda _m, _i, out: seen.append(out.flatten(1) > 0))
+        for each in (model.first, model.up)
+    ]
+    model(inputs)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_multipliers_bound_what_their_part_holds(norm, seed, points):
+    """Random multipliers and any part of the signs of a point: below its margin."""
+    model, x, label = _mixer(seed)
+    start_form, form = _pass(model, x, label, 0.15, norm)
+    problem = problem_of(form)
+    _, inputs = points(start_form, 200)
+    exact = model.double()
+    logits = exact(inputs)
+    others = [j for j in range(4) if j != label]
+    truth = logits[:, [label]] - logits[:, others]
+    mixed = [(low < 0) & (high > 0) for low, high in _ranges(_mixer(seed)[0], start_form)]
+    signs = torch.cat(
+        [s[:, m.flatten()] for s, m in zip(_signs(exact, inputs), mixed, strict=True)], 1
+    )
+    k = len(problem.slope)
+    assert signs.shape[1] == k > 2
+    generator = torch.Generator().manual_seed(seed)
+    for share in (0.0, 0.3, 1.0):
+        known = torch.rand(len(inputs), k, generator=generator) < share
+        state = torch.where(known, torch.where(signs, 1, -1), 0)
+        which = torch.randint(3, (len(inputs),), generator=generator)
+        y = 0.3 * torch.randn(2, len(inputs), k, generator=generator, dtype=torch.float64)
+        nodes = Nodes(which, state, y)
+        own = truth.gather(1, which[:, None])[:, 0]
+        assert (proven(problem, nodes) <= own).all()
+        value, better = ascend(problem, start(problem, which), steps=20, rate=1e-2)
+        assert (value <= own).all()
+        value, _ = ascend(problem, Nodes(which, state, better.y), steps=20, rate=1e-2)
+        assert (value <= own).all()
+
+
+def _ranges(model, form):
+    """The ranges of the inputs of both ReLUs, by the rules."""
+    seen = {}
+    hooks = [
+        each.register_forward_hook(lambda m, _i, out: seen.update({m: out.range()}))
+        for each in (model.first, model.up)
+    ]
+    run(model, form)
+    for hook in hooks:
+        hook.remove()
+    return list(seen.values())
+
+
+def test_the_bound_that_is_claimed_in_rational_arithmetic():
+    """`proven` lies below the exact dual value of the same multipliers, closely."""
+    model, x, label = _mixer(0)
+    _, form = _pass(model, x, label, 0.15, "linf", torch.float32)
+    problem = problem_of(form)
+    _, nodes = ascend(
+        problem.to(torch.float32),
+        start(problem.to(torch.float32), torch.arange(3)),
+        steps=10,
+        rate=1e-2,
+    )
+    claimed = proven(problem, nodes)
+
+    def exact(t):
+        return [Fraction(v) for v in t.double().flatten().tolist()]
+
+    for row in range(3):
+        y1, y2 = (exact(nodes.y[i, row]) for i in (0, 1))
+        a, m = exact(problem.slope), exact(problem.offset)
+        w = [q * (1 - s) - p * s for p, q, s in zip(y1, y2, a, strict=True)]
+        v = [-(p + q) * o for p, q, o in zip(y1, y2, m, strict=True)]
+        t = exact(problem.margins.slopes[row])
+        for weight, slopes in zip(w, problem.units.slopes, strict=True):
+            t = [total + weight * each for total, each in zip(t, exact(slopes), strict=True)]
+        for column, each in zip(problem.columns.tolist(), v, strict=True):
+            t[column] += each
+        value = exact(problem.margins.centre)[row] - exact(problem.margins.spread)[row] + sum(v)
+        for weight, c, spread in zip(
+            w, exact(problem.units.centre), exact(problem.units.spread), strict=True
+        ):
+            value += weight * c - abs(weight) * spread
+        value -= sum(abs(each) for each in t)
+        assert Fraction(claimed[row].item()) <= value
+        assert value - Fraction(claimed[row].item()) < Fraction(1, 10**10)
+
+
+def _plane(seed):
+    """A ReLU network of two inputs, and the least margin of every radius on a fine grid."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        *(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    ).requires_grad_(requires_grad=False)
+    x = torch.randn(1, 2)
+    return model, x, int(model(x).argmax())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_branching_settles_relu_networks(seed):
+    """Affine between ReLUs, a network is decided completely: up to the radius of the truth."""
+    model, x, label = _plane(seed)
+    side = torch.linspace(-1, 1, 201, dtype=torch.float64)
+    grid = torch.cartesian_prod(side, side)
+    truth = nn.Sequential(*model).double()
+
+    def least(eps):
+        logits = truth(x.double() + eps * grid)
+        return (
+            (logits[:, [label]] - logits).masked_fill(torch.arange(3) == label, torch.inf).amin()
+        )
+
+    low, high = 0.0, 64.0
+    assert least(high) < 0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if least(middle) > 0 else (low, middle)
+    model, x, label = _plane(seed)
+    below = decide(_pass(model, x, label, 0.9 * low, "linf")[1], Effort(steps=20))
+    above = decide(_pass(model, x, label, 1.02 * low + 1e-3, "linf")[1], Effort(nodes=500))
+    assert below.certified
+    assert not above.certified
+    assert below.bound <= least(0.9 * low) + 1e-9
+
+
+def _limit_of_forms(model, x, label):
+    """The radius up to which forms alone prove the margins."""
+    low, high = 0.0, 1.0
+    for _ in range(9):
+        middle = (low + high) / 2
+        out = _pass(model, x, label, middle, "linf")[1]
+        low, high = (middle, high) if out.range()[0].amin() > 0 else (low, middle)
+    return high
+
+
+def test_lines_prove_more_than_forms_and_branching_more_than_lines():
+    verdicts = []
+    for seed in (0, 1, 2, 3):
+        model, x, label = _mixer(seed)
+        limit = _limit_of_forms(model, x, label)
+        for more in (1.0, 1.03, 1.06):
+            out = _pass(model, x, label, more * limit, "linf")[1]
+            verdicts.append(decide(out, Effort(nodes=100)))
+    for verdict in verdicts:
+        assert verdict.pass_bound <= 0
+        assert verdict.root_bound >= verdict.pass_bound
+        assert verdict.certified == (verdict.bound > 0)
+        assert verdict.certified or not verdict.root_bound > 0
+    assert any(each.root_bound > 0 for each in verdicts), verdicts
+    assert any(each.certified and each.root_bound <= 0 for each in verdicts), verdicts
+
+
+def test_nothing_is_certified_where_an_attack_succeeds(points):
+    attacked = 0
+    for seed in range(8):
+        model, x, label = _mixer(seed)
+        for eps in (0.2, 0.4):
+            form, out = _pass(model, x, label, eps, "linf", torch.float32)
+            _, inputs = points(form, 1000)
+            broken = bool((_mixer(seed)[0].double()(inputs).argmax(1) != label).any())
+            attacked += broken
+            assert not (broken and decide(out, Effort(nodes=100)).certified)
+    assert attacked >= 4
+
+
+def test_limits_are_reported():
+    model, x, label = _mixer(1)
+    out = _pass(model, x, label, 0.5, "linf")[1]
+    assert decide(out, Effort(nodes=50)).limit == "nodes"
+    assert decide(out, Effort(seconds=0.0)).limit == "seconds"
+    verdict = decide(out, Effort(nodes=50))
+    assert not verdict.certified
+    assert verdict.bound <= 0
+    assert verdict.units > 0
+
+
+def test_margins_without_relus_need_no_search():
+    linear = nn.Linear(4, 3).requires_grad_(requires_grad=False)
+    x = torch.randn(1, 4)
+    label = int(linear(x).argmax())
+    small = decide(margins(run(linear, ball(x, 1e-6)), label))
+    large = decide(margins(run(linear, ball(x, 1e3)), label))
+    assert small.certified
+    assert small.nodes == 0
+    assert not large.certified
+
+
+def test_states_sharpen_bounds():
+    """What is known can only help: the signs of a point raise the bound of the whole ball."""
+    model, x, label = _mixer(2)
+    problem = problem_of(_pass(model, x, label, 0.2, "l2")[1])
+    whole = start(problem, torch.arange(3))
+    value, whole = ascend(problem, whole, steps=200, rate=3e-3)
+    assert (value >= bound(problem, start(problem, torch.arange(3)))[0]).all()
+    state = torch.randint(0, 2, whole.state.shape) * 2 - 1
+    better, _ = ascend(problem, Nodes(whole.which, state, whole.y), steps=200, rate=3e-3)
+    assert (better > value).all()
+
+
+def test_relus_that_no_margin_depends_on_are_left_out():
+    model, x, label = _mixer(0)
+    model.down.weight[:, ::2] = 0
+    _, form = _pass(model, x, label, 0.4, "linf")
+    first, last = form.symbols.units
+    births = torch.arange(last.first, last.first + len(last.slope))
+    read = (form.generators[births] != 0).any(1)
+    assert 0 < read.sum() < len(read)
+    problem = problem_of(form)
+    assert (problem.depth == 0).sum() == len(first.slope)
+    assert torch.equal(problem.offset[problem.depth == 1], last.offset[read])
+
+
+def test_margins_may_depend_on_no_relu_at_all():
+    """One whose result nobody reads."""
+    model, x = nn.Linear(4, 3).requires_grad_(requires_grad=False), torch.randn(1, 4)
+    label = int(model(x).argmax())
+
+    def logits(t):
+        F.relu(t)
+        return model(t)
+
+    form = margins(run(logits, ball(x, 1e3)), label)
+    verdict = decide(form)
+    assert form.symbols.units
+    assert not verdict.certified
+    assert verdict.units == 0
+
+
+def test_errors_that_rows_share_cancel(monkeypatch):
+    """A column for every symbol says more than a radius of each row."""
+    model, x, label = _mixer(2)
+    _, form = _pass(model, x, label, 0.1, "linf")
+    whole = problem_of(form)
+    monkeypatch.setattr("lipaudit.certify.branch._NUMBERS", 0)
+    apart = problem_of(form)
+    assert whole.units.slopes.shape[1] > apart.units.slopes.shape[1] == 18 + len(apart.slope)
+    first = start(whole, torch.arange(3))
+    better, _ = ascend(whole, first, steps=100, rate=3e-3)
+    value, _ = ascend(apart, first, steps=100, rate=3e-3)
+    assert (better > value + 1e-4).all()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_a_face_bounds_no_less_than_the_box_and_the_same_where_it_was_taken(norm, monkeypatch):
+    monkeypatch.setattr("lipaudit.certify.branch._FEW", 4)
+    model, x, label = _mixer(1)
+    problem = problem_of(_pass(model, x, label, 0.1, norm)[1])
+    _, nodes = ascend(problem, start(problem, torch.arange(3)), steps=20, rate=1e-2)
+    value, t = bound(problem, nodes)
+    face = restrict_to_face(problem, t, 0.0)
+    assert face.units.slopes.shape[1] < problem.units.slopes.shape[1]
+    torch.testing.assert_close(bound(face, nodes)[0], value, rtol=0, atol=1e-12)
+    generator = torch.Generator().manual_seed(0)
+    above = 0.0
+    for size in (1e-3, 1e-1, 1.0, 100.0):
+        y = nodes.y + size * torch.randn(nodes.y.shape, generator=generator).double()
+        off = bound(face, Nodes(nodes.which, nodes.state, y))[0]
+        off = off - bound(problem, Nodes(nodes.which, nodes.state, y))[0]
+        assert (off > -1e-9).all()
+        above = max(above, off.max().item())
+    assert above > 1e-6
+
+
+def test_a_search_ends_at_its_time():
+    """Out of time, the multipliers stay as they are, and what they bound is returned."""
+    model, x, label = _mixer(0)
+    problem = problem_of(_pass(model, x, label, 0.3, "linf")[1])
+    first = start(problem, torch.arange(3))
+    value, nodes = ascend(problem, first, steps=10**6, rate=1e-2, until=0.0)
+    assert torch.equal(value, bound(problem, first)[0])
+    assert torch.equal(nodes.y, first.y)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_each_multiplier_adds_nothing_positive_where_its_part_holds(slot):
+    """At a point, with the errors that its ReLUs have there: one multiplier at a time."""
+    model, x, label = _plane(0)
+    form, out = _pass(model, x, label, 3.0, "linf")
+    problem = problem_of(out)
+    side = 2 * torch.rand(300, 2, generator=torch.Generator().manual_seed(0)).double() - 1
+    e = torch.zeros(len(side), problem.units.slopes.shape[1], dtype=torch.float64)
+    e[:, :2] = side
+    for depth in (0, 1):  # a ReLU of the second call reads the errors of the first
+        own = problem.depth == depth
+        z = (problem.units.centre + e @ problem.units.slopes.mT)[:, own]
+        error = (z.relu() - problem.slope[own] * z) / problem.offset[own] - 1
+        e[:, problem.columns[own]] = error
+    z = problem.units.centre + e @ problem.units.slopes.mT
+    truth = problem.margins.centre[0] + e @ problem.margins.slopes[0]
+    assert e.abs().max() <= 1 + 1e-9
+    k, which = len(problem.slope), torch.zeros(len(e), dtype=torch.long)
+    seen = set()
+    for unit in range(k):
+        for known in (False, True):
+            state = torch.zeros(len(e), k, dtype=torch.long)
+            state[:, unit] = torch.where(z[:, unit] > 0, 1, -1) * known
+            y = torch.zeros(2, len(e), k, dtype=torch.float64)
+            y[slot, :, unit] = 1.0
+            value, t = bound(problem, Nodes(which, state, y))
+            added = value + t.abs().sum(1) + (t * e).sum(1) - truth
+            assert (added < 1e-9).all()
+            seen |= {(int(s), bool(a < -1e-3)) for s, a in zip(state[:, unit], added, strict=True)}
+    equation = 1 if slot else -1
+    assert seen >= {(0, True), (-equation, True), (equation, False)}
+    assert (equation, True) not in seen

@@ -1,0 +1,151 @@
+"""Lengths of vectors against corners, directions and spheres; what they make closer."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from lipaudit.certify.form import Form
+from lipaudit.certify.lengths import lengths
+from lipaudit.certify.prove import ball, run
+from lipaudit.certify.rules import softmax
+
+N, K, VECTORS, ERRORS = 3, 4, 5, 6
+
+
+def _form(norm, dtype, seed=0, scale=1.0):
+    """A form with random rows of every kind: vectors of K along the middle axis."""
+    symbols = ball(torch.zeros(1, N), 1.0, norm=norm, order=2, dtype=dtype).symbols
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(symbols.first_error + ERRORS, 2, K, VECTORS, generator=generator)
+    rows = (scale * rows).to(dtype)
+    slack = 0.1 * scale * torch.rand(2, K, VECTORS, generator=generator, dtype=torch.float64)
+    return Form(torch.zeros_like(slack), rows, slack, symbols)
+
+
+def _corners(n):
+    return torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * n)
+
+
+def _inputs(norm):
+    e = torch.randn(4000, N, generator=torch.Generator().manual_seed(1)).double()
+    if norm == "l2":
+        return F.normalize(e, dim=1)
+    return torch.cat([_corners(N), e.clamp(-1, 1)])
+
+
+def _longest(form, weight, axis, norm):
+    """The largest lengths of both parts over points, corners of errors and of slack."""
+    n, first = form.symbols.n, form.symbols.first_error
+    g, e = form.generators.double(), _inputs(norm)
+    i, j = form.symbols.pairs
+    linear = torch.einsum("bn,n...->b...", e, g[:n]) * weight
+    quadratic = torch.einsum("bn,n...->b...", e[:, i] * e[:, j], g[n:first])
+    errors = torch.einsum("bn,n...->b...", _corners(ERRORS), g[first:])
+    of_errors = (errors.abs() + form.slack) * weight  # corners of either sign
+    ends = [torch.linalg.vector_norm(t, dim=axis + 1).amax(0) for t in (linear, of_errors)]
+    return ends[0], torch.linalg.vector_norm(quadratic * weight, dim=axis + 1).amax(0), ends[1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_no_vector_is_longer_and_the_bound_is_near(norm, dtype, axis, scale):
+    form = _form(norm, dtype, seed=axis, scale=scale)
+    weight = torch.rand(form.shape, generator=torch.Generator().manual_seed(2)).double()
+    linear, quadratic, errors = _longest(form, weight, axis, norm)
+    long, rest = (each.squeeze(axis) for each in lengths(form, axis, weight))
+    slack = torch.linalg.vector_norm(weight * form.slack, dim=axis)
+    assert (long >= linear).all()
+    assert (rest >= torch.maximum(quadratic, errors - slack)).all()
+    assert (long <= (1.5 if norm == "linf" else 1.1) * linear).all()
+    assert (rest <= 2.2 * (quadratic + errors)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+def test_one_direction_and_a_ball_are_exact(dtype):
+    """Neither the shares of many rows, nor the power that bounds a norm, cost much there."""
+    symbols = ball(torch.zeros(1, N), 1.0, norm="l2", dtype=dtype).symbols
+    line = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)).to(dtype)
+    along = torch.linspace(0.01, 3, 700).to(dtype)[:, None] * line
+    form = Form(
+        torch.zeros(50).double(),
+        torch.cat([2 * torch.eye(N, 50).to(dtype), along]),
+        torch.zeros(50).double(),
+        symbols,
+    )
+    long, rest = lengths(form, -1)
+    exact = torch.linalg.vector_norm(along.double().sum(0))
+    assert 2 <= long < 2 * 1.1
+    assert exact <= rest < exact * (1.01 if dtype is torch.float32 else 1 + 1e-9)
+
+
+def test_many_errors_are_not_all_large_at_once():
+    """Rows that point everywhere: about sqrt(2 / pi K) of what their radii add up to."""
+    symbols = ball(torch.zeros(1, 1), 1.0, norm="linf").symbols
+    rows = torch.randn(4001, 64, generator=torch.Generator().manual_seed(4)).double()
+    rows[0] = 0
+    form = Form(torch.zeros(64).double(), rows, torch.zeros(64).double(), symbols)
+    _, rest = lengths(form, -1)
+    signs = (rows[1:] @ rows[1:].mT @ rows[1:].sign()[:, 0]).sign()
+    assert torch.linalg.vector_norm(signs @ rows[1:]) <= rest
+    assert rest < 0.25 * torch.linalg.vector_norm(form.rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+def test_symbols_of_rows_and_across_them(dtype):
+    """Blocks count as the stack that they fold, along rows and across them."""
+    x = ball(torch.rand(1, 5, 3).double(), 0.3, norm="linf", order=2, dtype=dtype)
+    form = run(lambda t: F.gelu(t), x).settle()
+    assert form.blocks
+    stack = form.copy().whole()
+    for axis in (-1, -2):
+        for one, other in zip(lengths(form.copy(), axis), lengths(stack, axis), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_products_of_long_vectors_gain(order, points, excess):
+    """Contractions of errors that many entries share: radii add up, lengths do not."""
+    generator = torch.Generator().manual_seed(5)
+    mix = torch.randn(2, 24, 24, generator=generator).double() / 5
+    x = ball(torch.randn(1, 3, 24, generator=generator), 0.2, norm="l2", order=order)
+
+    def product(t):
+        h = F.gelu(t @ mix[0]) @ mix[1]
+        return h @ h.transpose(-1, -2)
+
+    form = run(product, x)
+    e, inputs = points(x, 300)
+    assert excess(form, e, product(inputs)) <= 1e-12
+    h = run(lambda t: F.gelu(t @ mix[0]) @ mix[1], x)
+    linear, rest = h.sizes.linear, h.rest
+    plain = linear @ rest.mT + rest @ (linear + rest).mT
+    if order == 1:
+        plain = plain + linear @ linear.mT
+    assert (form.slack < 0.6 * plain).all()
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("move", [0.01, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("weight", [-6.0, 0.0, 3.0])
+def test_the_logarithm_of_a_sum_of_exponentials(monkeypatch, order, move, weight, points, excess):
+    """One key moves: the third moment then attains its bound where its weight is small."""
+    seen = []
+
+    def spied(z, f, **options):
+        seen.append(z)
+        return relax(z, f, **options)
+
+    relax = softmax.relax
+    monkeypatch.setattr(softmax, "relax", spied)
+    centre = torch.tensor([[weight, 0.0, 0.0]])
+    moving = torch.tensor([[True, False, False]])
+    x = ball(centre, move, order=order, moving=moving)
+    run(lambda t: t.softmax(-1), x)
+    e, inputs = points(x, 50)
+    assert excess(seen[0], e, inputs.log_softmax(-1)) <= 1e-12
+    if order == 2:
+        share = centre.softmax(-1)[0, 0].double()
+        square = share * (1 - share) * move**2
+        assert (seen[0].slack < square * torch.tensor(move).double().exp()).all()

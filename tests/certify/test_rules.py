@@ -1,0 +1,274 @@
+"""Every rule against the operation itself, at points of the ball in float64."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lipaudit.certify.form import NoRuleError, UnboundedError
+from lipaudit.certify.prove import ball, run
+
+TOKENS, WIDTH = 4, 6
+
+
+def _weights(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator)
+
+
+W, B = _weights(5, WIDTH, seed=1), _weights(5, seed=2)
+KERNEL = _weights(4, 3, 2, 2, seed=3)
+SCALE = _weights(WIDTH, seed=4)
+NORM = nn.BatchNorm1d(TOKENS).eval()
+NORM.running_mean, NORM.running_var = _weights(TOKENS, seed=5), 0.5 + _weights(TOKENS).square()
+NORM.weight.data = _weights(TOKENS, seed=6)
+MASK = torch.tensor([True, True, False, True])
+FAR = torch.finfo(torch.float32).min
+
+
+def _heads(x):
+    return (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (x, 1.5 * x + 0.2, 2 * x - 1))
+
+
+def _attention(x, **options):
+    return F.scaled_dot_product_attention(*_heads(x), **options)
+
+
+def _eager(x):
+    q, k, v = _heads(x)
+    logits = q @ k.transpose(-2, -1) / 3**0.5
+    logits = logits + torch.zeros(TOKENS).masked_fill(~MASK, FAR)
+    return F.dropout(logits.softmax(dim=-1), 0.1, training=False) @ v
+
+
+RULES = {
+    "linear": lambda x: F.linear(x, W.to(x.dtype), B.to(x.dtype)),
+    "matmul-right": lambda x: x @ W.T.to(x.dtype),
+    "matmul-left": lambda x: _weights(3, TOKENS).to(x.dtype) @ x,
+    "conv2d": lambda x: F.conv2d(
+        x.reshape(-1, 3, 4, 2), KERNEL.to(x.dtype), stride=(2, 1), padding=(1, 0)
+    ),
+    "conv2d-lists": lambda x: F.conv2d(
+        x.reshape(-1, 3, 4, 2), KERNEL.to(x.dtype), stride=[2, 1], padding=[1]
+    ),
+    "conv2d-groups": lambda x: F.conv2d(
+        x.reshape(-1, 6, 2, 2), KERNEL[:, :3].to(x.dtype), groups=2
+    ),
+    "batch_norm": lambda x: NORM.double()(x) if isinstance(x, Tensor) else NORM(x),
+    "scalars": lambda x: 2 - (x * 3 - 1) / 7,
+    "tensors": lambda x: (x - SCALE.to(x.dtype)) * SCALE.to(x.dtype) / (1 + SCALE.square()),
+    "alpha": lambda x: torch.add(x, x[:, :1], alpha=3),
+    "negative": lambda x: 3 - x.mT.mT,
+    "residual": lambda x: x + F.linear(x, W[:1].to(x.dtype)),
+    "mean": lambda x: x.mean(1),
+    "sum": lambda x: x.sum((1, 2), keepdim=True),
+    "cat": lambda x: (
+        torch.cat([SCALE.to(x.dtype).expand(1, 1, -1).repeat(len(x), 1, 1), x], 1)
+        if isinstance(x, Tensor)
+        else torch.cat([SCALE.expand(1, 1, -1), x], 1)
+    ),
+    "stack": lambda x: torch.stack([x[:, 0], x[:, 1]], 2),
+    "index": lambda x: x[:, 1:, ::2],
+    "moves": lambda x: x.transpose(1, 2).reshape(len(x), 2, 3, TOKENS).permute(0, 3, 1, 2),
+    "chunk": lambda x: x.chunk(2, -1)[1] - x.split(3, dim=-1)[0],
+    "unbind": lambda x: functools.reduce(torch.sub, x.unbind(1)),
+    "masked_fill": lambda x: x.masked_fill(MASK[:, None], 2.0),
+    "gelu": lambda x: F.gelu(3 * x),
+    "gelu-tanh": lambda x: F.gelu(3 * x, approximate="tanh"),
+    "silu": lambda x: F.silu(3 * x),
+    "relu": lambda x: F.relu(x),
+    "tanh": lambda x: torch.tanh(2 * x),
+    "sigmoid": lambda x: x.sigmoid(),
+    "exp": lambda x: torch.exp(x),
+    "square": lambda x: x**2,
+    "roots": lambda x: torch.rsqrt(x.pow(2) + 0.5) + (x.square() + 1).sqrt(),
+    "quotient": lambda x: x / (1 + x**2),
+    "product": lambda x: x * x.flip(1),
+    "gate": lambda x: F.silu(x) * (x @ _weights(WIDTH, WIDTH).to(x.dtype)),
+    "broadcast-product": lambda x: x * x[..., :1],
+    "forms-matmul": lambda x: x @ x.transpose(-1, -2),
+    "softmax": lambda x: (3 * x).softmax(-1),
+    "attention": _attention,
+    "attention-causal": functools.partial(_attention, is_causal=True),
+    "attention-mask": functools.partial(_attention, attn_mask=MASK.expand(TOKENS, TOKENS)),
+    "attention-eager": _eager,
+    "layer_norm": lambda x: F.layer_norm(x, (WIDTH,), SCALE.to(x.dtype), SCALE.to(x.dtype)),
+    "rms_norm": lambda x: F.rms_norm(x, (WIDTH,), SCALE.to(x.dtype), 1e-6),
+    "mlp": lambda x: F.linear(F.gelu(F.linear(x, W.to(x.dtype))), W.mT.to(x.dtype)) + x,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+@pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("linf", 2), ("l2", 1), ("l2", 2)])
+@pytest.mark.parametrize("name", RULES)
+def test_no_point_of_the_ball_leaves_a_form(name, norm, order, dtype, points, excess):
+    for eps in (1e-6, 0.3):
+        x = ball(_weights(1, TOKENS, WIDTH, seed=9), eps, norm=norm, order=order, dtype=dtype)
+        e, inputs = points(x, 100)
+        truth = RULES[name](inputs)
+        form = run(RULES[name], x)
+        assert form.shape[1:] == truth.shape[1:]
+        assert excess(form, e, truth) <= 1e-13 * truth.abs().amax()
+
+
+@pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("l2", 2)])
+@pytest.mark.parametrize("name", [each for each in RULES if each not in ("relu", "masked_fill")])
+def test_a_form_shrinks_with_its_ball(name, norm, order):
+    """What a rule says is of use: errors beside the linear part vanish against the radius."""
+    for eps, share in ((1e-3, 0.05), (1e-5, 1e-3)):
+        x = ball(_weights(1, TOKENS, WIDTH, seed=9) + 3e-3, eps, norm=norm, order=order)
+        form = run(RULES[name], x)
+        assert (form.rest.sum() <= share * form.sizes.linear.sum()).all()
+
+
+def test_settling_changes_no_range():
+    x = ball(_weights(1, TOKENS, WIDTH), 0.1, order=2, settle=0.0)
+    form = F.gelu(x)
+    before, slack = form.range(), form.slack
+    form.settle()
+    assert slack.amax() > 0
+    assert form.slack.amax() == 0
+    for one, other in zip(before, form.range(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_symbols_keep_what_slack_forgets():
+    """y - y of an operation with an error is zero in symbols, twice the error in slack."""
+    x = ball(_weights(1, TOKENS, WIDTH), 0.1, settle=0.0)
+    form = F.gelu(x)
+    loose = (form - form).mass + (form - form).slack
+    form.settle()
+    tight = (form - form).mass + (form - form).slack
+    assert loose.amax() > 1e-3
+    assert tight.amax() < 1e-12
+
+
+def test_products_turn_the_slack_of_both_factors_into_symbols():
+    """What keys and values are off by keeps its sign behind the weights of attention."""
+    x = ball(_weights(1, TOKENS, WIDTH), 0.5, order=2, settle=0.0)
+    for first in (True, False):
+        loose, still = F.gelu(x), 1e-6 * x + 1
+        size = loose.slack.amax()
+        form = loose @ still.mT if first else still @ loose.mT
+        assert size > 1e-3
+        assert form.slack.amax() < 0.01 * size
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_order_two_is_closer(norm):
+    spread = []
+    for order in (1, 2):
+        form = run(
+            RULES["layer_norm"], ball(_weights(1, TOKENS, WIDTH), 0.05, norm=norm, order=order)
+        )
+        low, high = form.range()
+        spread.append((high - low).sum())
+    assert spread[1] < spread[0]
+
+
+def test_an_operation_without_a_rule_is_named_with_its_module():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Softshrink()))
+    with pytest.raises(NoRuleError, match=r"operation softshrink \(in 1\.0\)"):
+        run(model, ball(_weights(1, TOKENS, WIDTH), 0.1))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.dropout(x, 0.5, training=True),
+        lambda x: nn.BatchNorm1d(TOKENS).train()(x),
+        lambda x: torch.cdist(x, x),
+        lambda x: F.rms_norm(x, (TOKENS, WIDTH)),
+        lambda x: x**0.3,
+        lambda x: torch.add(x, x, out=torch.empty(1)),
+        lambda x: x.cumprod(1),
+        lambda x: x.half_the_truth() if hasattr(x, "half_the_truth") else torch.sort(x),
+    ],
+)
+def test_what_is_not_known_is_refused(function):
+    with pytest.raises(NoRuleError, match="no rule for the operation"):
+        run(function, ball(_weights(1, TOKENS, WIDTH), 0.1))
+
+
+def test_a_ball_without_an_end_says_so():
+    with pytest.raises(UnboundedError):
+        run(lambda x: torch.exp(1e3 * x), ball(_weights(1, TOKENS, WIDTH), 1.0))
+    with pytest.raises(UnboundedError):
+        run(lambda x: x.rsqrt(), ball(torch.ones(1, 2), 1.5))
+
+
+def test_the_box_cuts_the_ball():
+    x = ball(torch.tensor([[0.0, 0.5, 1.0]]), 0.2, box=(0.0, 1.0))
+    low, high = x.range()
+    torch.testing.assert_close(low, torch.tensor([[0.0, 0.3, 0.8]]).double(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(high, torch.tensor([[0.2, 0.7, 1.0]]).double(), rtol=0, atol=1e-7)
+    assert (low <= torch.tensor([[0.0, 0.3, 0.8]]).double()).all()
+
+
+def test_only_some_tokens_move():
+    moving = torch.tensor([False, True, False, False])[None, :, None]
+    x = ball(_weights(1, TOKENS, WIDTH), 0.1, norm="l2", moving=moving)
+    low, high = x.range()
+    assert x.symbols.n == WIDTH
+    assert ((high - low)[0, 1] > 0.19).all()
+    assert ((high - low)[0, [0, 2, 3]] < 1e-12).all()
+
+
+@pytest.mark.parametrize(("norm", "order"), [("linf", 1), ("linf", 2), ("l2", 1), ("l2", 2)])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_variances_of_balls_much_larger_than_their_centre(norm, order, tokens, points, excess):
+    """All of the mean square is then that of what moves."""
+    centre = 0.01 * _weights(1, tokens, 2, seed=11)
+    x = ball(centre, 1.0, norm=norm, order=order)
+    e, inputs = points(x, 300)
+    square = run(lambda t: (t * t).mean(-1), x)
+    assert excess(square, e, inputs.square().mean(-1)) <= 1e-13
+    low, high = run(lambda t: F.rms_norm(t, (2,), None, 1e-2), x).range()
+    truth = F.rms_norm(inputs, (2,), None, 1e-2)
+    assert ((low <= truth) & (truth <= high)).all()
+    square = run(lambda t: F.rms_norm(t, (2,), None, 1e-2), x).quotient.square
+    assert excess(square, e, inputs.square().mean(-1, keepdim=True) + 1e-2) <= 1e-13
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+def test_quadratic_parts_against_all_corners_and_eigenvalues(norm, dtype):
+    n = 8
+    symbols = ball(torch.zeros(1, n), 1.0, norm=norm, order=2, dtype=dtype).symbols
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(n, n, 50, generator=generator, dtype=torch.float64)
+    one_sided = spread[:, None, 0] * spread[None, :, 0]  # of rank one: the bounds are sharp
+    q = torch.cat([spread, one_sided, -one_sided], -1)
+    rows = torch.cat([torch.zeros(n, q.shape[-1]), symbols.pack(q).float()]).to(dtype)
+    low, high = symbols.quadratic_range(rows)
+    packed = symbols.pack(q).float().double()
+    i, j = symbols.pairs
+    form = torch.zeros(n, n, q.shape[-1], dtype=torch.float64)
+    form[i, j] += packed / 2
+    form[j, i] += packed / 2
+    if norm == "l2":
+        values = torch.linalg.eigvalsh(form.permute(2, 0, 1))
+        least, largest = values[:, 0], values[:, -1]
+    else:
+        corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0]).double()] * n)
+        values = torch.einsum("ci,ijk,cj->ck", corners, form, corners)
+        least, largest = values.amin(0), values.amax(0)
+    assert (low <= least + 1e-12).all()
+    assert (largest - 1e-12 <= high).all()
+    assert (high[50:100] < 3 * largest[50:100]).all()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("mixing", [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 1.0], [1.0, -1.0]]])
+def test_mean_squares_of_what_errors_add_to(mixing, norm, points, excess):
+    """Errors of the same sign as the linear part: the most that the square can be off by."""
+    x = ball(torch.zeros(1, 2), 1.0, norm=norm, order=2)
+    y = F.linear(x, torch.tensor(mixing))
+    y.slack = torch.tensor([[0.3, 0.1]]).double()
+    e, inputs = points(x, 100)
+    moved = inputs @ torch.tensor(mixing).double().mT
+    truth = (moved + moved.sign() * y.slack).square().mean(-1, keepdim=True)
+    square = F.rms_norm(y, (2,), None, 1e-2).quotient.square
+    assert excess(square, e, truth + 1e-2) <= 1e-13

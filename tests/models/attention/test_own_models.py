@@ -1,0 +1,155 @@
+"""Whole models as people write them: types, shapes and writes that no library has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lipaudit
+from lipaudit.errors import InputError
+
+WIDTH, TOKENS, HEADS = 8, 5, 2
+
+
+class Plain(nn.Module):
+    """Attention, a residual, a mean and a head; subclasses change one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def parts(self, x):
+        return (
+            m(x).unflatten(-1, (HEADS, -1)).transpose(-3, -2) for m in (self.q, self.k, self.v)
+        )
+
+    def attended(self, x):
+        o = F.scaled_dot_product_attention(*self.parts(x))
+        return self.o(o.transpose(-3, -2).flatten(-2))
+
+    def forward(self, x):
+        return self.head((x + self.attended(x)).mean(1))
+
+
+class Half(Plain):
+    """Attention in bfloat16 inside a model in float32."""
+
+    def attended(self, x):
+        o = F.scaled_dot_product_attention(*(t.bfloat16() for t in self.parts(x)))
+        return self.o(o.to(x).transpose(-3, -2).flatten(-2))
+
+
+class Autocast(Plain):
+    def attended(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().attended(x).to(x)
+
+
+class AutocastWhole(Plain):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Number(Plain):
+    """One number per sample, without an axis."""
+
+    def forward(self, x):
+        return super().forward(x)[:, 0]
+
+
+class Written(Plain):
+    """Scales its input in place."""
+
+    def forward(self, x):
+        x *= 2
+        return super().forward(x)
+
+
+class Several(Plain):
+    """Returns hidden states before its logits."""
+
+    def forward(self, x):
+        hidden = x + self.attended(x)
+        return hidden, self.head(hidden.mean(1))
+
+
+class Dead(Plain):
+    """Attention behind units that are off at every sample, as in a collapsed network."""
+
+    def attended(self, x):
+        return super().attended((x - 100).relu() + self.head.weight[:1])
+
+
+def samples() -> torch.Tensor:
+    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def measured(module: nn.Module, measure: str, dtype: str = "float32"):
+    report = lipaudit.measure(module.eval(), measure, data=samples(), dtype=dtype, tol=1e-8)
+    return report.section(measure)
+
+
+@pytest.mark.parametrize("kind", [Half, Autocast])
+def test_attention_in_half_precision_has_no_figures_and_is_named(kind):
+    section = measured(kind(), "bounds")
+    assert [row.exact for row in section.rows] == [None] * HEADS
+    notes = [note for note in section.notes if note.code == "no-closed-form"]
+    assert ["computed in bfloat16" in note.text for note in notes] == [True]
+
+
+def test_autocast_is_overridden_in_float64():
+    rows, plain = (measured(kind(), "bounds", "float64").rows for kind in (Autocast, Plain))
+    for row, want in zip(rows, plain, strict=True):
+        assert row.exact == pytest.approx(want.exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("measure", ["bounds", "jacobian"])
+def test_output_in_half_precision_is_refused(measure):
+    with pytest.raises(InputError, match="returns bfloat16 in a run in float32"):
+        measured(AutocastWhole(), measure)
+
+
+@pytest.mark.parametrize("kind", [Number, Written])
+def test_norm_of_the_model_is_that_of_a_dense_jacobian(kind):
+    truth = kind().double()
+    (row,) = measured(kind(), "jacobian", "float64").rows
+
+    def output(x):
+        return truth(x.clone()[None])[0].flatten()
+
+    dense = [torch.autograd.functional.jacobian(output, x) for x in samples().double()]
+    norms = [float(torch.linalg.matrix_norm(j.flatten(1), 2)) for j in dense]
+    assert row.max == pytest.approx(max(norms), rel=1e-7)
+
+
+def test_input_that_a_model_writes_to_is_read_and_kept():
+    twice, before = Plain(), samples()
+    rows = measured(Written(), "bounds", "float64").rows
+    want = lipaudit.measure(twice.eval(), "bounds", data=2 * before, dtype="float64", tol=1e-8)
+    for row, true in zip(rows, want.section("bounds").rows, strict=True):
+        assert row.exact == pytest.approx(true.exact, rel=1e-7)
+
+
+def test_first_of_several_outputs_is_said():
+    codes = {note.code for note in measured(Several(), "jacobian").notes}
+    assert "first-output" in codes
+    assert "first-output" not in {note.code for note in measured(Plain(), "jacobian").notes}
+
+
+def test_attention_that_no_sample_moves_is_no_loop_over_samples():
+    """Its norm is that in X, which no sample moves."""
+    module = Dead().double()
+    x = module.head.weight[:1].detach().expand(TOKENS, WIDTH)
+
+    def outputs(x):
+        return F.scaled_dot_product_attention(*module.parts(x))
+
+    dense = torch.autograd.functional.jacobian(outputs, x)
+    true = torch.linalg.matrix_norm(dense.reshape(HEADS, -1, x.numel()), 2)
+    rows = measured(Dead(), "bounds", "float64").rows
+    assert [row.exact for row in rows] == pytest.approx(true.tolist(), rel=1e-7)

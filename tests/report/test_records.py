@@ -1,0 +1,118 @@
+"""JSON and CSV: every value of a report, and a row for each of several models."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+
+import pytest
+
+from lipaudit import schema
+from lipaudit.gate import rank
+from lipaudit.report import of_reports, records, render
+from lipaudit.results import Section
+from tests.report.conftest import keep, rename
+
+
+def test_file_is_strict_json_and_reads_back_the_same(report):
+    text = records.write_json(report).decode()
+    json.loads(text, parse_constant=pytest.fail)
+    assert schema.dumps(schema.loads(text)) == text
+
+
+def test_several_reports_are_their_ranking(report, other):
+    written = json.loads(render(of_reports(report, other), "json"))
+    assert [model["model"] for model in written["models"]] == [
+        model.model for model in rank([report, other]).models
+    ]
+
+
+def read(shown) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(render(shown, "csv").decode(), newline="")))
+
+
+def cells(section: Section) -> list[tuple[str, str, str, object]]:
+    """The layer, sample, column and value of every cell, in order."""
+    rows = [
+        (str(at) if (at := row.cells().get("layer")) is not None else "", "", name, value)
+        for row in section.rows
+        for name, value in row.cells().items()
+        if name not in ("layer", "head")
+    ]
+    ids = section.samples.get("ids", ())
+    return rows + [
+        ("", sample, name, value)
+        for name, values in section.samples.items()
+        for sample, value in zip(ids, values, strict=True)
+        if name != "ids"
+    ]
+
+
+def same(line: dict[str, str], value: object) -> bool:
+    if value is None or isinstance(value, str):
+        return (line["value"], line["text"]) == ("", value or "")
+    read_back = float(line["value"])
+    return line["text"] == "" and (
+        read_back == value or (math.isnan(read_back) and value != value)
+    )
+
+
+def test_every_cell_of_rows_and_samples_is_a_line_that_reads_back(report):
+    expected = [(s.measure, *cell) for s in report.sections for cell in cells(s)]
+    lines = read(report)
+    assert len(lines) == len(expected) > 1000
+    for line, (measure, layer, sample, name, value) in zip(lines, expected, strict=True):
+        known = (line["measure"], line["layer"], line["sample"], line["column"])
+        assert known == (measure, layer, sample, name)
+        assert same(line, value), line
+    assert {line["model"] for line in lines} == {report.run.model.spec}
+
+
+def test_lines_say_what_is_proven_and_nothing_of_names(report):
+    lines = {(li["measure"], li["row"], li["column"]): li for li in read(report) if li["row"]}
+    exact = lines["bounds", "layer 0 head 1", "exact"]
+    assert (exact["status"], exact["domain"]) == ("exact", "at X")
+    assert lines["bounds", "layer 0 head 1", "theorem3"]["status"] == "bound"
+    assert lines["bounds", "layer 0 head 1", "module"]["status"] == ""
+    robust = next(li for li in read(report) if li["column"].startswith("robust@"))
+    assert robust["status"] == "empirical"
+
+
+def test_samples_have_their_places(report):
+    ids = report.section("jacobian").samples["ids"]
+    places = {"ids": ids, "place": tuple(f"cat, {i}.png" for i in range(len(ids)))}
+    lines = read(report.model_copy(update={"samples": places}))
+    known = {li["sample"]: li["place"] for li in lines if li["sample"]}
+    assert known == dict(zip(ids, places["place"], strict=True))
+
+
+def test_zero_has_no_sign(report):
+    jacobian = next(s for s in report.sections if s.measure == "jacobian")
+    zeros = (-0.0,) * len(jacobian.samples["margin"])
+    samples = {**jacobian.samples, "margin": zeros}
+    bare = keep(report, jacobian.model_copy(update={"samples": samples}))
+    assert {line["value"] for line in read(bare) if line["column"] == "margin"} == {"0.0"}
+
+
+def test_control_characters_are_shown_not_obeyed(report):
+    named = rename(report, spec='a,\x1b[31m"b"\nc')
+    assert {line["model"] for line in read(named)} == {r'a,\x1b[31m"b"\x0ac'}
+    named = rename(report, spec='=HYPERLINK("x")')
+    assert {line["model"] for line in read(named)} == {'\'=HYPERLINK("x")'}
+    assert all(not line["value"].startswith("'") for line in read(named))
+
+
+def test_several_reports_are_a_row_a_model(report, other):
+    ranking = rank([report, other])
+    lines = read(of_reports(report, other))
+    assert [line["model"] for line in lines] == [model.model for model in ranking.models]
+    for line, model in zip(lines, ranking.models, strict=True):
+        assert line["outcome"] == model.outcome
+        assert float(line["norm_median"]) == model.norm.median
+        for each in model.accuracy:
+            ball = f"@{each.norm},{each.eps}" if each.norm else ""
+            assert float(line[f"{each.kind}{ball}"]) == each.share
+            assert line[f"{each.kind}_low{ball}"] == ("" if each.low is None else str(each.low))
+        assert float(line["head_norm"]) == model.head.exact

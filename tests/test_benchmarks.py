@@ -11,16 +11,16 @@ import pytest
 import torch
 from scipy.stats import linregress
 
+from benchmarks import __main__ as entry
+from benchmarks import bench_gpu
+from benchmarks.bench_growth import Growth, page
+from benchmarks.shared import rounds
+from benchmarks.shared.flops import Flops
+from benchmarks.shared.profile import Profile
+from benchmarks.shared.rounds import Round
+from benchmarks.shared.sides import Side, attempt
+from benchmarks.shared.timing import quartiles, spread
 from lipaudit.theory import scale
-from tests.benchmarks import __main__ as entry
-from tests.benchmarks import bench_gpu
-from tests.benchmarks.bench_growth import Growth, page
-from tests.benchmarks.shared import rounds
-from tests.benchmarks.shared.flops import Flops
-from tests.benchmarks.shared.profile import Profile
-from tests.benchmarks.shared.rounds import Round
-from tests.benchmarks.shared.sides import Side, attempt
-from tests.benchmarks.shared.timing import quartiles, spread
 
 EXACT = "exact norms"
 BOUND = f"bound sharp of {EXACT}"
@@ -28,7 +28,7 @@ BOUND = f"bound sharp of {EXACT}"
 
 @pytest.mark.parametrize("name", entry.names())
 def test_every_benchmark_says_its_options_and_is_listed(name, capsys):
-    module = importlib.import_module(f"tests.benchmarks.{entry.names()[name].stem}")
+    module = importlib.import_module(f"benchmarks.{entry.names()[name].stem}")
     assert hasattr(module, "subjects") or hasattr(module, "run")
     with pytest.raises(SystemExit) as end:
         entry.options_of(module, name, ["--help"])

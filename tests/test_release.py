@@ -92,7 +92,15 @@ def test_public_names_are_those_that_are_promised(kind):
 
 def test_the_source_distribution_has_what_its_tests_read():
     sent = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    read = {"lipaudit", "tests", "docs", "CHANGELOG.md", "CITATION.cff", "action.yml"}
+    read = {
+        "lipaudit",
+        "tests",
+        "benchmarks",
+        "docs",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "action.yml",
+    }
     assert read | {".pre-commit-hooks.yaml", ".ci"} == set(sent)
 
 

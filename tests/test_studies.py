@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy.stats import spearmanr, t
 
-from tests.benchmarks import __main__ as entry
-from tests.benchmarks import study_fashion as fashion
-from tests.benchmarks.shared import study
+from benchmarks import __main__ as entry
+from benchmarks import study_fashion as fashion
+from benchmarks.shared import study
 
 FEW = ("--train", "32", "--test", "4", "--read", "2", "--standard", "0", "--certified", "0")
 

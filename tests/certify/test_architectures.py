@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
+from benchmarks.reference import loaded, timm_models, transformers_models
+from benchmarks.reference.cases import Case
+from benchmarks.reference.certificates import outcome_of
 from lipaudit.certify.prove import ball, run
-from tests.reference import loaded, timm_models, transformers_models
-from tests.reference.cases import Case
-from tests.reference.certificates import outcome_of
 
 TIMM = ("vit", "deit3", "beit", "eva02", "swin", "convnext", "mlp_mixer", "resnet", "vit-relpos")
 TRANSFORMERS = ("bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "bart", "deberta-v2")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.relu_vit import images, margins_of, pgd, trained
 from lipaudit.certify.branch import Effort, decide
 from lipaudit.certify.prove import ball, margins, run
-from tests.benchmarks.relu_vit import images, margins_of, pgd, trained
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
+from benchmarks.reference.truth import AllWide
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.attention.capture import Layer, capture
@@ -22,7 +23,6 @@ from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Heads
 from lipaudit.train.penalty import SpecformerPenalty
-from tests.reference.truth import AllWide
 
 AFFINE = ("affine", "affine", "affine")
 ROTARY = ("rotation", "rotation", "affine")

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.reference import truth
+from benchmarks.reference.loaded import alone
+from benchmarks.reference.mechanisms import MECHANISMS, load, row, texts
 from lipaudit.measures import MEASURES
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.numeric import numeric_norms
@@ -18,9 +21,6 @@ from lipaudit.settings import option_types
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from tests.models.attention import own_modules
-from tests.reference import truth
-from tests.reference.loaded import alone
-from tests.reference.mechanisms import MECHANISMS, load, row, texts
 
 PAGE = Path(__file__).parents[3] / "docs" / "mechanisms.md"
 

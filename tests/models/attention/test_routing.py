@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.reference import truth
+from benchmarks.reference.loaded import alone
+from benchmarks.reference.mechanisms import load, texts
 from lipaudit.data.batch import Batch
 from lipaudit.measures import MEASURES
 from lipaudit.models.attention.routing import Routing
 from lipaudit.models.net import Net
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.settings import option_types
-from tests.reference import truth
-from tests.reference.loaded import alone
-from tests.reference.mechanisms import load, texts
 
 
 def measured(net: Net, batch: Batch):

@@ -1,0 +1,197 @@
+"""How often the gate cries wolf, and what it catches: simulated, with the gate's own code.
+
+    python -m benchmarks null_gate --runs 1000
+
+prints the tables of docs/theory/gate.md. Without --runs it takes about two minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from lipaudit.gate import DEFAULT_RULES, judge
+from lipaudit.gate.statistics import judge_mean, judge_median, judge_share
+from lipaudit.results import Array, AttackRow, BoundsRow, Data, Model, Report, Run, Section
+
+ALPHA = 0.05
+LEVEL = ALPHA / len(DEFAULT_RULES)
+SPREAD = 0.5  # of the log-norms over samples
+NOISE = 0.15  # of the log-ratios, retraining against retraining
+CHURN = 0.05  # share of samples whose robustness flips
+LAYERS, HEADS, BOUNDS_SAMPLES = 6, 4, 8
+RNG = np.random.default_rng(20260101)
+
+Noise = Callable[[tuple[int, ...]], np.ndarray]
+
+NOISES: dict[str, Noise] = {
+    "normal": lambda size: RNG.normal(size=size),
+    "heavy tails (t, 3 d.f.)": lambda size: RNG.standard_t(3, size) / np.sqrt(3),
+    "skewed up": lambda size: RNG.exponential(size=size) - 1,
+    "skewed down": lambda size: 1 - RNG.exponential(size=size),
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=int, default=250, help="simulated gates per figure")
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Print the tables."""
+    runs = asked.runs
+    print_table(null_table(runs))
+    print_table(noise_table(runs))
+    print_table(power_table(4 * runs))
+    print_table(head_table(4 * runs))
+
+
+def print_table(lines: Iterator[tuple[object, ...]]) -> None:
+    """Print rows as a Markdown table."""
+    for number, line in enumerate(lines):
+        print(f"| {' | '.join(map(str, line))} |", flush=True)
+        if number == 0:
+            print("|" + "---|" * len(line), flush=True)
+    print()
+
+
+def null_table(runs: int) -> Iterator[tuple[object, ...]]:
+    """How often the whole default gate fails although every rule holds."""
+    sizes = {64: runs, 256: runs, 1024: max(1, runs // 2)}
+    yield ("null", *(f"n = {n} ({r} runs)" for n, r in sizes.items()))
+    for limit, name in ((False, "no change"), (True, "every rule exactly at its limit")):
+        yield (name, *(false_alarms(n, limit=limit, runs=r) for n, r in sizes.items()))
+
+
+def false_alarms(n: int, *, limit: bool, runs: int) -> str:
+    """Judge simulated pairs of reports by the default rules."""
+    return rate(judge(*pair(n, limit=limit)).exit_code == 1 for _ in range(runs))
+
+
+def noise_table(runs: int) -> Iterator[tuple[object, ...]]:
+    """How often `bounds.exact:each <= +20%` fails at its own level although all heads hold."""
+    truths = {"at the limit": np.log(1.2), "half way to it": np.log(1.2) / 2}
+    counts = (8, 16, 64)
+    yield ("noise", *(f"{where}, n = {n}" for where in truths for n in counts))
+    for name, noise in NOISES.items():
+        cells = ((truth, n) for truth in truths.values() for n in counts)
+        yield (name, *(wrong_heads(noise, truth, n, runs) for truth, n in cells))
+
+
+def wrong_heads(noise: Noise, truth: float, n: int, runs: int) -> str:
+    """Flag any of the heads, whose log-ratios are `truth` plus noise."""
+    level, bound = LEVEL / (LAYERS * HEADS), round(np.log(1.2), 12)
+    draws = truth + NOISE * noise((runs, LAYERS * HEADS, n))
+    return rate(any(judge_mean(x).p(bound) <= level for x in heads) for heads in draws)
+
+
+def pair(n: int, *, limit: bool) -> tuple[Report, Report]:
+    """Simulate a report and its baseline: no change at all, or every rule exactly at its limit.
+
+    With log-norms of spread s and log-ratios of mean m and deviation d, the median of the paired
+    ratios is e^m and the 95th percentile grows by e^(m + 1.645 (sqrt(s^2 + d^2) - s)): d = 0.1705
+    puts the one at +5 % and the other at +10 %.
+    """
+    drift, deviation = (np.log(1.05), 0.1705) if limit else (0.0, NOISE)
+    norms = RNG.lognormal(0, SPREAD, n)
+    heads = RNG.lognormal(0, 0.3, (LAYERS * HEADS, BOUNDS_SAMPLES))
+    growth = np.log(1.2) if limit else 0.0
+    robust = RNG.random(n) < 0.5
+    lost, won = (CHURN / 2 + 0.01, CHURN / 2 - 0.01) if limit else (CHURN / 2, CHURN / 2)
+    draw = RNG.random(n)
+    flipped = np.where(robust, draw >= 2 * lost, draw < 2 * won)
+    changed = norms * np.exp(drift + deviation * RNG.normal(size=n))
+    louder = heads * np.exp(growth + NOISE * RNG.normal(size=heads.shape))
+    return report(changed, louder, flipped, "b"), report(norms, heads, robust, "a")
+
+
+def power_table(runs: int) -> Iterator[tuple[object, ...]]:
+    """How often a true change is caught, at the level the default gate gives at least."""
+    drops, ratios = (0.0, 0.02, 0.05, 0.1), (1.0, 1.05, 1.1, 1.2)
+    yield (
+        "n",
+        *(f"-{100 * d:.0f} pp" if d else "no drop" for d in drops),
+        *(f"x {r:.2f}" for r in ratios),
+    )
+    for n in (64, 128, 256, 512, 1024):
+        yield (
+            n,
+            *(caught_drop(n, d, runs) for d in drops),
+            *(caught_ratio(n, r, runs) for r in ratios),
+        )
+
+
+def caught_drop(n: int, drop: float, runs: int) -> str:
+    """Power of `attack.robust >= -2pp`."""
+    better = max(0.0, (CHURN - drop) / 2)
+    flips = RNG.multinomial(n, [better + drop, better, 1 - 2 * better - drop], size=runs)
+    return rate(judge_share(int(w), int(b), n).p(0.02) <= LEVEL for w, b, _ in flips)
+
+
+def caught_ratio(n: int, ratio: float, runs: int) -> str:
+    """Power of `jacobian.norm:median <= +5%`."""
+    changes = RNG.normal(np.log(ratio), NOISE, (runs, n))
+    return rate(judge_median(x).p(round(np.log(1.05), 12)) <= LEVEL for x in changes)
+
+
+def head_table(runs: int) -> Iterator[tuple[object, ...]]:
+    """How often one head's growth is caught among others by `bounds.exact:each <= +20%`."""
+    yield (
+        "heads",
+        "samples",
+        *(f"x 1.5, noise {d}" for d in (0.0, 0.05, 0.1, 0.15)),
+        "x 1.3, 0.05",
+    )
+    for heads in (12, 144):
+        for n in (8, 16, 32):
+            cells = [(1.5, 0.0), (1.5, 0.05), (1.5, 0.1), (1.5, 0.15), (1.3, 0.05)]
+            yield (heads, n, *(caught_head(heads, n, r, d, runs) for r, d in cells))
+
+
+def caught_head(heads: int, n: int, ratio: float, noise: float, runs: int) -> str:
+    """Power for one head, at the level of the first of all heads."""
+    changes = RNG.normal(np.log(ratio), noise, (runs, n))
+    return rate(judge_mean(x).p(round(np.log(1.2), 12)) <= LEVEL / heads for x in changes)
+
+
+def rate(outcomes: Iterable[bool]) -> str:
+    """Write the share of true outcomes."""
+    return f"{np.mean(list(outcomes)):.3f}"
+
+
+def report(norms: np.ndarray, heads: np.ndarray, robust: np.ndarray, weights: str) -> Report:
+    """Write simulated figures as a report."""
+    ids = tuple(map(str, range(len(norms))))
+    rows = [
+        BoundsRow(layer=i // HEADS, head=i % HEADS, exact=float(np.median(line)))
+        for i, line in enumerate(heads)
+    ]
+    run = Run(
+        lipaudit="0",
+        command="",
+        created="",
+        seed=0,
+        device="cpu",
+        dtype="float32",
+        versions={},
+        model=Model(spec="m", source="", architecture="", parameters=0, weights_sha256=weights),
+        data=Data(spec="simulated", samples=len(ids), suite_id=""),
+    )
+    return Report(
+        run=run,
+        sections=(
+            Section(
+                measure="bounds",
+                rows=rows,
+                samples={"ids": ids[:BOUNDS_SAMPLES]},
+                arrays={"exact": Array.of(heads)},
+            ),
+            Section(measure="jacobian", samples={"ids": ids, "norm": tuple(norms.tolist())}),
+            Section(
+                measure="attack",
+                rows=(AttackRow(attack="worst", norm="linf", eps=2 / 255, eps_text="2/255"),),
+                samples={"ids": ids, "robust@worst,linf,2/255": tuple(robust.tolist())},
+            ),
+        ),
+    )

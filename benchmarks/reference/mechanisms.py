@@ -1,0 +1,345 @@
+"""The attention mechanisms of causal language models, each in a tiny one, and docs/mechanisms.md.
+
+Run by hand, from the root: python -m benchmarks.reference.mechanisms > docs/mechanisms.md
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.reference.loaded import perturb
+from lipaudit.data.batch import Batch
+from lipaudit.models.attention.capture import Layer, capture
+from lipaudit.models.attention.survey import survey
+from lipaudit.models.net import Net
+from lipaudit.models.sources.assembly import assemble
+from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.spec import LoadOptions
+from lipaudit.theory.bounds.head_bounds import affine_only
+from lipaudit.theory.heads import Heads
+from tests.models.attention import own_modules
+
+TOKENS = 7
+SMALL: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 16,
+    "max_position_embeddings": 32,
+    "vocab_size": 24,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {"head_dim": 4, "num_key_value_heads": 2}
+LATENT = {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}
+LATENT |= {"v_head_dim": 3, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 4, "mamba_expand": 2}
+STATES = MAMBA | {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+LINEAR |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One mechanism, and a model that has it.
+
+    Attributes:
+        what: it is, for the page.
+        models: that have it.
+        config: class of the configuration of the tiny one.
+        settings: beside `SMALL`.
+        layer: the attention layer that shows it.
+        eager: whether the model has no fused attention.
+        steep: size of weights that leave most rows of P one entry.
+    """
+
+    what: str
+    models: str
+    config: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    layer: int = 0
+    eager: bool = False
+    steep: float = 4.0
+
+
+def _layers(*names: str) -> dict[str, Any]:
+    """Return the settings of layers of these types."""
+    return {"layer_types": list(names), "num_hidden_layers": len(names)}
+
+
+MECHANISMS: Mapping[str, Mechanism] = {
+    "learned": Mechanism("learned positions", "GPT-2, OPT", "GPT2Config"),
+    "rotary": Mechanism("rotary positions, all heads their own", "Llama 2 7B", "LlamaConfig"),
+    "grouped": Mechanism(
+        "rotary positions, heads that share keys",
+        "Llama 3, Mistral, Qwen2",
+        "LlamaConfig",
+        GROUPED,
+    ),
+    "one-key": Mechanism(
+        "one head of keys for all",
+        "Falcon 7B, StarCoder",
+        "GPTBigCodeConfig",
+        {"multi_query": True},
+    ),
+    "partial": Mechanism(
+        "rotary positions in a part of each head",
+        "GPT-NeoX, Phi, StableLM, GLM",
+        "GPTNeoXConfig",
+        {"rotary_pct": 0.5},
+    ),
+    "interleaved": Mechanism(
+        "rotary positions of neighbouring channels",
+        "GPT-J, CodeGen, Cohere",
+        "GPTJConfig",
+        {"rotary_dim": 2},
+        eager=True,
+    ),
+    "nope": Mechanism(
+        "a layer without positions",
+        "SmolLM3, Cohere 2, Llama 4",
+        "SmolLM3Config",
+        {"num_key_value_heads": 2, "no_rope_layers": [0]},
+    ),
+    "alibi": Mechanism(
+        "a bias by distance (ALiBi)", "BLOOM, MPT, Falcon RW", "BloomConfig", eager=True
+    ),
+    "fused": Mechanism(
+        "one projection for q, k and v", "Phi-3, Falcon", "Phi3Config", {"num_key_value_heads": 2}
+    ),
+    "window": Mechanism(
+        "a sliding window",
+        "Mistral, Gemma 2 and 3, Qwen2, StarCoder2",
+        "MistralConfig",
+        GROUPED | {"sliding_window": 3},
+    ),
+    "wide": Mechanism(
+        "a sliding window longer than the text",
+        "the same",
+        "MistralConfig",
+        GROUPED | {"sliding_window": 30},
+    ),
+    "chunked": Mechanism(
+        "chunks, queries and keys of length one behind rotary positions",
+        "Llama 4",
+        "Llama4TextConfig",
+        GROUPED | EXPERTS | {"attention_chunk_size": 3, "intermediate_size_mlp": 16},
+    ),
+    "tempered": Mechanism(
+        "queries scaled by position",
+        "Llama 4",
+        "Llama4TextConfig",
+        GROUPED | EXPERTS | {"no_rope_layers": [0], "floor_scale": 2, "intermediate_size_mlp": 16},
+    ),
+    "normed": Mechanism(
+        "a norm of each query and key", "Qwen3, Gemma 3, Exaone 4", "Qwen3Config", GROUPED
+    ),
+    "normed-together": Mechanism(
+        "a norm over the queries of all heads",
+        "OLMo 2, OLMoE",
+        "Olmo2Config",
+        {"num_key_value_heads": 2},
+    ),
+    "clipped": Mechanism(
+        "clipped queries, keys and values",
+        "OLMo, DBRX",
+        "OlmoConfig",
+        {"num_key_value_heads": 2, "clip_qkv": 1.0},
+    ),
+    "capped": Mechanism(
+        "a soft cap of the logits",
+        "Gemma 2",
+        "Gemma2Config",
+        GROUPED | {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0},
+        eager=True,
+    ),
+    "sinks": Mechanism(
+        "a sink beside the keys",
+        "gpt-oss",
+        "GptOssConfig",
+        GROUPED | EXPERTS | {"sliding_window": 3},
+        eager=True,
+    ),
+    "shifted": Mechanism(
+        "the largest logit of a row taken off, without a sink",
+        "MiMo-V2-Flash",
+        "MiMoV2FlashConfig",
+        GROUPED | _layers("full_attention") | {"v_head_dim": 3, "mlp_layer_types": ["dense"]},
+        eager=True,
+    ),
+    "latent": Mechanism(
+        "latent queries and keys (MLA)", "DeepSeek-V2 and V3, MiniCPM3", "DeepseekV3Config", LATENT
+    ),
+    "difference": Mechanism(
+        "the difference of two maps",
+        "DiffLlama",
+        "DiffLlamaConfig",
+        {"num_key_value_heads": 2},
+    ),
+    "state-space": Mechanism(
+        "attention among state-space layers",
+        "Jamba, Bamba, Zamba, Nemotron-H",
+        "BambaConfig",
+        STATES | {"num_key_value_heads": 2, "num_hidden_layers": 2, "attn_layer_indices": [1]},
+    ),
+    "linear": Mechanism(
+        "attention among linear attention, its output gated",
+        "Qwen3-Next, MiniMax",
+        "Qwen3_5TextConfig",
+        GROUPED | LINEAR | _layers("linear_attention", "full_attention"),
+    ),
+    "experts": Mechanism(
+        "experts behind the attention",
+        "Mixtral, Qwen3-MoE, gpt-oss, DeepSeek",
+        "MixtralConfig",
+        GROUPED | EXPERTS,
+    ),
+    "expert-queries": Mechanism(
+        "experts that make the queries",
+        "JetMoE",
+        "JetMoeConfig",
+        {"num_key_value_heads": 2, "kv_channels": 4} | EXPERTS,
+    ),
+    "dynamic": Mechanism(
+        "a mask made from the values",
+        "Doge",
+        "DogeConfig",
+        {"num_key_value_heads": 2},
+        steep=2.0,  # of its logits the logarithm
+    ),
+}
+
+
+def load(name: str, dtype: str = "float64", gain: float = 1.0) -> Net:
+    """Return the tiny model of a mechanism, with generic weights."""
+    import transformers
+
+    case = MECHANISMS[name]
+    config = getattr(transformers, case.config)(**SMALL | case.settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager" if case.eager else "sdpa"
+        )
+    perturb(module, gain)
+    options = LoadOptions(dtype=dtype, device="cpu")
+    return assemble(hf_spec(module, options), options, name=name, source="test")
+
+
+def texts(net: Net, *, doubled: bool = False) -> Batch:
+    """Return two texts, the second padded; or one that says every word twice."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(3, net.vocabulary or 0, (2, TOKENS), generator=generator)
+    if doubled:
+        return Batch(x[:1].repeat_interleave(2, 1)[:, :TOKENS], None, ("0",))
+    mask = torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 2]])
+    return Batch(x.masked_fill(~mask, net.pad_id), None, ("0", "1"), mask)
+
+
+def row(name: str) -> str:
+    """Return the line of the table for a mechanism, as its model is read."""
+    case, net = MECHANISMS[name], load(name)
+    batch = texts(net)
+    sites = survey(net, batch)
+    (line,) = capture(net, sites, batch, lambda layer: _cells(case, layer), layers=[case.layer])
+    return f"| {' | '.join(line)} |"
+
+
+def _cells(case: Mechanism, layer: Layer) -> tuple[str, ...]:
+    kinds = ", ".join(layer.site.kinds)
+    if not layer.site.closed_form:
+        return case.what, case.models, kinds, "", f"numerical: {layer.site.reason}", "none"
+    heads = layer.heads()
+    few = affine_only(heads)
+    bounds = "all" if few is None else "sharp, theorem3, theorem3_g1"
+    return case.what, case.models, kinds, _logits(heads), "closed form", bounds
+
+
+def _logits(heads: Heads) -> str:
+    plain = heads.pairs is None
+    parts = ["s q k^T" if plain else "a function of s q k^T"]
+    parts += ["bias"] * (plain and heads.bias is not None and _biased(heads.bias))
+    parts += ["sink"] * (heads.sink is not None)
+    return " + ".join(parts)
+
+
+def _biased(bias: torch.Tensor) -> bool:
+    """Say whether there is more than a mask, and what is taken off a whole row."""
+    if bias.dtype == torch.bool:
+        return False
+    seen = bias > -1e9
+    least, most = bias.where(seen, 1e9).amin(-1), bias.where(seen, -1e9).amax(-1)
+    return bool((most - least > 1e-9).any())
+
+
+INTRODUCTION = """# The attention of language models, by mechanism
+
+What is exact, what is bounded and what is left open, for every mechanism that the causal language
+models of transformers have. The table is made by reading a tiny model of each, and the tests read
+them all again: the norm of every head agrees to 1e-9 with a dense Jacobian that autograd takes in
+float64 through the model's own code, no bound is below it by more than rounding (1e-12), padding
+changes nothing, and texts that repeat their tokens and rows of one entry are among the samples.
+
+| mechanism | such as | q, k, v | logits | norm of a head | bounds |
+|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    return INTRODUCTION + "\n".join(map(row, MECHANISMS)) + "\n" + LEGEND
+
+
+LEGEND = """
+* **q, k, v**: what they are as functions of what the layer reads. *affine*: x W + b. *rotation*,
+  *linear-pos*: that, times a matrix which the position alone fixes. *local*: a function of each
+  token by itself, differentiated at X (norms, clipping: where a value is clipped, its derivative
+  is 0). *cross-head*: likewise, over the channels of all heads, or behind a shared latent.
+* **logits**: what the softmax is taken of. Masks of any kind (causal, windows, chunks, padding) go
+  without saying. The slope of a soft cap is in the Jacobian.
+* **norm of a head**: that of d O_h / d X in what the projections read, per query head: heads that
+  share keys are heads of their own, and rotary positions, norms and windows are inside. *closed
+  form*: exact, to the digits that the run states. *numerical*: exact too, by differentiating the
+  module around the layer, in what that reads.
+* **bounds**: `hu`, `castin`, `mean_field` and `appendix_c` are for affine self-attention without
+  sinks whose logits are linear in q k^T; `lipaudit bounds` names what is missing, and why.
+
+With `--dtype float64` attention, norms and bounds are computed in float64, also where a model's
+own code casts norms, rotary positions, logits or the softmax to float32. Attacks run the model as
+it is, with these casts: their losses have seven digits then.
+
+Experts, and keys that are kept by their scores, are chosen by a top-k, which is constant but where
+two scores tie: there a model jumps. The Jacobian of the model is that of the choices made at each
+sample; `lipaudit jacobian` says where they are made (`routed`), and warns of ties (`routed-tie`).
+Routers behind the attention leave its heads and bounds as they are.
+
+What cannot be read is refused by name (exit code 4):
+
+* kernels that torch does not dispatch: flash-attn, flex attention, TorchScript. lipaudit loads
+  checkpoints with fused (`sdpa`) or written-out (`eager`) attention, whatever they ask for;
+* models without a softmax over q k^T (Mamba, RWKV, linear attention alone): `lipaudit jacobian`
+  needs no heads. Of a hybrid the attention layers are read, and a note names the other blocks
+  (`no-attention`);
+* attention that is laid out anew in chunks between the softmax and the values (Longformer).
+
+A softmax that a model writes out itself, e / e.sum(-1, keepdim=True) with e = exp(logits), is read
+like any other. Other maps made of q k^T that weight values (something added to the sum, a softmax
+over the queries, sigmoid or linear attention, a map used again or hidden from autograd) are no
+layer here: where others are, these are measured, and a warning names the modules that are not,
+with a line of code (`attention-unread`).
+"""
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    own_modules.load_cases()
+    print(page() + own_modules.section(own_modules.read_outcome), end="")

@@ -1,0 +1,179 @@
+"""Every guard taken away once: some test must fail. Minutes: `pytest -m slow FILE`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    """A guard of the product, the code without it, and the tests that must notice."""
+
+    guard: str
+    file: str
+    code: str
+    without: str
+    tests: str
+
+
+MUTATIONS = (
+    Mutation(
+        "g_k is never below p_(k+1), so that ties keep their row",
+        "theory/softmax.py",
+        "return torch.maximum(kth * (others + following), following)",
+        "return kth * (others + following)",
+        "tests/theory/test_softmax.py",
+    ),
+    Mutation(
+        "||M|| is never above g_1",
+        "theory/softmax.py",
+        "return torch.minimum(root, rows.g1)",
+        "return root",
+        "tests/theory/test_softmax.py",
+    ),
+    Mutation(
+        "values are of size one",
+        "theory/scale.py",
+        "own = _exponents(weight.abs().amax((1, 2)))",
+        "own = 0 * _exponents(weight.abs().amax((1, 2)))",
+        "tests/theory/test_scale.py",
+    ),
+    Mutation(
+        "values are computed again where their bias swamps them",
+        "theory/scale.py",
+        "return source[:, None] @ unit.weight",
+        "return v",
+        "tests/theory/test_scale.py",
+    ),
+    Mutation(
+        "exact norms are met in double precision",
+        "theory/spectral/double.py",
+        "norms = replace(norms, norm=norm,",
+        "norms = replace(norms, norm=single,",
+        "tests/theory/bounds/test_corners.py",
+    ),
+    Mutation(
+        "where the two precisions disagree the norm is met again",
+        "theory/spectral/double.py",
+        "if not len(again):",
+        "if True:",
+        "tests/theory/test_condition.py",
+    ),
+    Mutation(
+        "a norm has converged only within its proven limit",
+        "theory/spectral/lanczos.py",
+        "reached = below(self.ritz, self.level, (1 + within) ** 2)",
+        "reached = below(self.ritz, self.level, 1e9)",
+        "tests/theory/spectral/test_clusters.py",
+    ),
+    Mutation(
+        "masks are told by the bias, not by P",
+        "theory/heads.py",
+        "later = (self.visible(i, j).triu(i + 1).any() for i, j in self.row_blocks())",
+        "later = [self.attention().triu(1).any()]",
+        "tests/theory/test_heads.py",
+    ),
+    Mutation(
+        "values are not centred beside a sink",
+        "theory/bounds/centred.py",
+        "free = heads.sink is None",
+        "free = True",
+        "tests/theory/bounds/test_head_bounds.py",
+    ),
+    Mutation(
+        "a bound below the norm ends the run",
+        "measures/guard.py",
+        "if not len(below):",
+        "if True:",
+        "tests/measures/test_guard.py",
+    ),
+    Mutation(
+        "what a layer is, is decided at generic points",
+        "models/generic.py",
+        "return 0.5 * (x + noise)",
+        "return x",
+        "tests/models/attention/test_generic.py",
+    ),
+    Mutation(
+        "a map is affine only by its ops",
+        "models/graph.py",
+        'return all(hasattr(node, "variable") or _is_affine_op(node) for node in nodes(t))',
+        "return True",
+        "tests/models/attention/test_generic.py",
+    ),
+    Mutation(
+        "a bias is judged by its row, and kept where it moves P",
+        "models/attention/project/logits.py",
+        "absent = ~(bias.abs() > rounding)",
+        "absent = ~(bias.abs() > 1e-5 * linear.abs().amax())",
+        "tests/models/attention/test_tolerances.py",
+    ),
+    Mutation(
+        "one input is one tensor of the graph",
+        "models/attention/observe/origins.py",
+        "self.root is not other.root",
+        "False",
+        "tests/models/attention/test_inputs.py",
+    ),
+    Mutation(
+        "the closed form is compared with autograd",
+        "models/attention/analysis.py",
+        "if not agreement.jacobian_agrees(heads, parts, arranged, lost):",
+        "if False:",
+        "tests/models/attention/test_survey.py",
+    ),
+    Mutation(
+        "the comparison allows for what rounding has lost",
+        "models/attention/agreement.py",
+        "sizes *= 1 + lost.to(u) / AGREES",
+        "pass",
+        "tests/models/attention/test_large_logits.py",
+    ),
+    Mutation(
+        "logits beyond single precision are refused with what helps",
+        "models/attention/analysis.py",
+        "if lost.amax() > agreement.HOPELESS:",
+        "if False:",
+        "tests/models/attention/test_large_logits.py",
+    ),
+    Mutation(
+        "rivals are looked at until no other can be nearer",
+        "models/derivative/model_norms.py",
+        "complete |= (later >= 0) & (later >= radius * slopes.most) | later.isinf()",
+        "complete |= True",
+        "tests/models/derivative/test_model_norms.py",
+    ),
+    Mutation(
+        "only a weight's own standardisation may use batch statistics",
+        "models/derivative/linear_mode.py",
+        "if training and (running_mean is not None or _mixes_samples(input)):",
+        "if False:",
+        "tests/models/derivative/test_adjoints.py",
+    ),
+)
+
+
+@pytest.mark.slow(seconds=11)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.guard)
+def test_some_test_fails_without(mutation, tmp_path):
+    for part in ("lipaudit", "tests"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    for part in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / part, tmp_path)
+    file = tmp_path / "lipaudit" / mutation.file
+    source = file.read_text(encoding="utf-8")
+    assert source.count(mutation.code) == 1, "the guard has moved"
+    file.write_text(source.replace(mutation.code, mutation.without), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", mutation.tests]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout[-2000:]
+    assert "failed" in done.stdout

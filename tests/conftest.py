@@ -2,11 +2,21 @@
 
 import os
 
+from hypothesis import HealthCheck, settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NO_COLOR"] = "1"
 os.environ.pop("FORCE_COLOR", None)
+
+# The same examples on every machine, however slow. `--hypothesis-profile search` draws others.
+REPEATABLE = settings(
+    derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", REPEATABLE, derandomize=False, max_examples=1000)
+settings.register_profile("repeatable", REPEATABLE)
+settings.load_profile("repeatable")
 
 
 def pytest_configure(config):

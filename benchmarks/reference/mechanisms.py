@@ -282,11 +282,11 @@ def _biased(bias: torch.Tensor) -> bool:
 
 INTRODUCTION = """# The attention of language models, by mechanism
 
-What is exact, what is bounded and what is left open, for every mechanism that the causal language
-models of transformers have. The table is made by reading a tiny model of each, and the tests read
-them all again: the norm of every head agrees to 1e-9 with a dense Jacobian that autograd takes in
-float64 through the model's own code, no bound is below it by more than rounding (1e-12), padding
-changes nothing, and texts that repeat their tokens and rows of one entry are among the samples.
+What lipaudit computes for each attention mechanism of the causal language models in transformers:
+exact norms, bounds, or neither. A tiny model of each mechanism makes its row. The tests read all of
+them again: the norm of every head agrees to 1e-9 with a dense Jacobian, which autograd computes in
+float64 with the model's own code. No bound is below the norm by more than rounding (1e-12).
+Padding, repeated tokens and rows of one entry are tested, too.
 
 | mechanism | such as | q, k, v | logits | norm of a head | bounds |
 |---|---|---|---|---|---|
@@ -299,42 +299,38 @@ def page() -> str:
 
 
 LEGEND = """
-* **q, k, v**: what they are as functions of what the layer reads. *affine*: x W + b. *rotation*,
-  *linear-pos*: that, times a matrix which the position alone fixes. *local*: a function of each
-  token by itself, differentiated at X (norms, clipping: where a value is clipped, its derivative
-  is 0). *cross-head*: likewise, over the channels of all heads, or behind a shared latent.
-* **logits**: what the softmax is taken of. Masks of any kind (causal, windows, chunks, padding) go
-  without saying. The slope of a soft cap is in the Jacobian.
-* **norm of a head**: that of d O_h / d X in what the projections read, per query head: heads that
-  share keys are heads of their own, and rotary positions, norms and windows are inside. *closed
-  form*: exact, to the digits that the run states. *numerical*: exact too, by differentiating the
-  module around the layer, in what that reads.
-* **bounds**: `hu`, `castin`, `mean_field` and `appendix_c` are for affine self-attention without
-  sinks whose logits are linear in q k^T; `lipaudit bounds` names what is missing, and why.
+* **q, k, v**: how they depend on the input of the layer. *affine*: x W + b. *rotation*,
+  *linear-pos*: the same, times a matrix that depends on the position alone. *local*: a function of
+  each token, differentiated at X (norms, clipping). *cross-head*: likewise, over the channels of
+  all heads, or behind a shared latent. *multi-source*: a sum of several linear maps.
+* **logits**: the input of the softmax. Masks of any kind may be added (causal, windows, padding).
+* **norm of a head**: of d O_h / d X, per query head, with X the input of the projections. *closed
+  form*: exact, to the accuracy that the run states. *numerical*: also exact, by differentiating the
+  module around the layer with respect to the module's input.
+* **bounds**: `hu`, `castin`, `mean_field` and `appendix_c` need affine self-attention without sinks,
+  and logits that are linear in q k^T. `lipaudit bounds` names what is missing.
 
-With `--dtype float64` attention, norms and bounds are computed in float64, also where a model's
-own code casts norms, rotary positions, logits or the softmax to float32. Attacks run the model as
-it is, with these casts: their losses have seven digits then.
+`--dtype float64` computes attention, norms and bounds in float64, even where the model's code casts
+to float32. Attacks run the model with its casts, so their losses have seven digits.
 
-Experts, and keys that are kept by their scores, are chosen by a top-k, which is constant but where
-two scores tie: there a model jumps. The Jacobian of the model is that of the choices made at each
-sample; `lipaudit jacobian` says where they are made (`routed`), and warns of ties (`routed-tie`).
-Routers behind the attention leave its heads and bounds as they are.
+Experts, and keys chosen by their scores, come from a top-k. The Jacobian is that of the choice made
+at each sample; where two scores tie, the model jumps. `lipaudit jacobian` names the modules that
+choose (`routed`) and warns of ties (`routed-tie`). Routers behind the attention do not change its
+heads and bounds.
 
-What cannot be read is refused by name (exit code 4):
+lipaudit refuses by name (exit code 4):
 
-* kernels that torch does not dispatch: flash-attn, flex attention, TorchScript. lipaudit loads
-  checkpoints with fused (`sdpa`) or written-out (`eager`) attention, whatever they ask for;
-* models without a softmax over q k^T (Mamba, RWKV, linear attention alone): `lipaudit jacobian`
-  needs no heads. Of a hybrid the attention layers are read, and a note names the other blocks
+* kernels that torch does not dispatch: flash-attn, flex attention, TorchScript. lipaudit itself
+  loads checkpoints with fused (`sdpa`) or written-out (`eager`) attention;
+* models without a softmax over q k^T (Mamba, RWKV, linear attention alone). `lipaudit jacobian`
+  needs no heads. In a hybrid the attention layers are read, and a note names the other blocks
   (`no-attention`);
-* attention that is laid out anew in chunks between the softmax and the values (Longformer).
+* attention that is rearranged in chunks between the softmax and the values (Longformer).
 
-A softmax that a model writes out itself, e / e.sum(-1, keepdim=True) with e = exp(logits), is read
-like any other. Other maps made of q k^T that weight values (something added to the sum, a softmax
-over the queries, sigmoid or linear attention, a map used again or hidden from autograd) are no
-layer here: where others are, these are measured, and a warning names the modules that are not,
-with a line of code (`attention-unread`).
+A softmax written out as e / e.sum(-1, keepdim=True), with e = exp(logits), is read like any other.
+Other maps of q k^T are not read: a term added to the sum, a softmax over the queries, sigmoid or
+linear attention, a map used twice or hidden from autograd. lipaudit then measures the other layers,
+and a warning names the module and its line of code (`attention-unread`).
 """
 
 

@@ -354,31 +354,31 @@ HEADING = "## Attention that people write themselves"
 LEGEND = f"""
 {HEADING}
 
-Modules of no library, each alone in a model and behind a usual layer, by how lipaudit reads their
-heads. The tests read them all again: heads agree to 1e-6 with dense Jacobians by autograd in
-float64, written without lipaudit, and no bound is below them. `python -m
-tests.models.attention.own_modules` makes the table.
+How lipaudit reads modules of no library. Each is tested alone in a model, and behind a usual layer.
+The tests compare the heads with dense Jacobians, which autograd computes in float64 without
+lipaudit: they agree to 1e-6, and no bound is below them. `python -m
+tests.models.attention.own_modules` writes this section.
 
-* **read**: with the closed form and its bounds. *read in parts*: a row per head, and a warning
-  that the heads are of one attention (`in-parts`). *elsewhere*: a warning names X, which is the
-  input of another module (`input-elsewhere`).
-* **numerical**: exact norms in what the module takes, without bounds, and a warning says why.
-* **named**: without figures, in a warning with the module and its line of code; **refused**: so,
-  where the model has no other attention (exit code 4).
-* **autograd**: figures are of a gradient that is no derivative, as a warning says.
-* **none**: no attention, and nothing is taken for one.
+* **read**: closed form, with bounds. **read in parts**: one row per head, with a warning that the
+  heads belong to one attention (`in-parts`). **elsewhere**: a warning names X, which is the input
+  of another module (`input-elsewhere`).
+* **numerical**: exact norms in the input of the module, no bounds; a warning says why.
+* **named**: no figures; a warning names the module and the line of code. **refused**: the same,
+  as an error (exit code 4), because the model has no other attention.
+* **autograd**: the figures follow a gradient that is not the derivative; a warning says so.
+* **none**: this is no attention, and lipaudit does not take it for one.
 
-| idea | alone | behind a usual layer |
+| alone | behind a usual layer | ideas |
 |---|---|---|
 """
 
 
 def section(outcome: Callable[[str, bool], str]) -> str:
-    """Return the section of the page, a line per module, with what is said of each."""
-    lines = (
-        f"| {case.what} | {outcome(name, False)} | {outcome(name, True)} |\n"
-        for name, case in CASES.items()
-    )
+    """Return the section of the page: the modules, grouped by how they are read."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, case in CASES.items():
+        groups.setdefault((outcome(name, False), outcome(name, True)), []).append(case.what)
+    lines = (f"| {' | '.join(key)} | {'; '.join(ideas)} |\n" for key, ideas in groups.items())
     return LEGEND + "".join(lines)
 
 

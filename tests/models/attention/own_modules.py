@@ -354,7 +354,7 @@ HEADING = "## Attention that people write themselves"
 LEGEND = f"""
 {HEADING}
 
-How lipaudit reads modules of no library. Each is tested alone in a model, and behind a usual layer.
+How lipaudit reads modules of no library. Each is tested alone in a model and behind a usual layer.
 The tests compare the heads with dense Jacobians, which autograd computes in float64 without
 lipaudit: they agree to 1e-6, and no bound is below them. `python -m
 tests.models.attention.own_modules` writes this section.

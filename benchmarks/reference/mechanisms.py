@@ -283,9 +283,9 @@ def _biased(bias: torch.Tensor) -> bool:
 INTRODUCTION = """# The attention of language models, by mechanism
 
 What lipaudit computes for each attention mechanism of the causal language models in transformers:
-exact norms, bounds, or neither. A tiny model of each mechanism makes its row. The tests read all of
-them again: the norm of every head agrees to 1e-9 with a dense Jacobian, which autograd computes in
-float64 with the model's own code. No bound is below the norm by more than rounding (1e-12).
+exact norms, bounds, or neither. A tiny model of each mechanism makes its row. The tests read all
+of them again: the norm of every head agrees to 1e-9 with a dense Jacobian, which autograd computes
+in float64 with the model's own code. No bound is below the norm by more than rounding (1e-12).
 Padding, repeated tokens and rows of one entry are tested, too.
 
 | mechanism | such as | q, k, v | logits | norm of a head | bounds |
@@ -305,18 +305,18 @@ LEGEND = """
   all heads, or behind a shared latent. *multi-source*: a sum of several linear maps.
 * **logits**: the input of the softmax. Masks of any kind may be added (causal, windows, padding).
 * **norm of a head**: of d O_h / d X, per query head, with X the input of the projections. *closed
-  form*: exact, to the accuracy that the run states. *numerical*: also exact, by differentiating the
-  module around the layer with respect to the module's input.
-* **bounds**: `hu`, `castin`, `mean_field` and `appendix_c` need affine self-attention without sinks,
-  and logits that are linear in q k^T. `lipaudit bounds` names what is missing.
+  form*: exact, to the accuracy that the run states. *numerical*: also exact, by differentiating
+  the module around the layer with respect to the module's input.
+* **bounds**: `hu`, `castin`, `mean_field` and `appendix_c` need affine self-attention without
+  sinks, and logits that are linear in q k^T. `lipaudit bounds` names what is missing.
 
-`--dtype float64` computes attention, norms and bounds in float64, even where the model's code casts
-to float32. Attacks run the model with its casts, so their losses have seven digits.
+`--dtype float64` computes attention, norms and bounds in float64, even where the model's code
+casts to float32. Attacks run the model with its casts, so their losses have seven digits.
 
-Experts, and keys chosen by their scores, come from a top-k. The Jacobian is that of the choice made
-at each sample; where two scores tie, the model jumps. `lipaudit jacobian` names the modules that
-choose (`routed`) and warns of ties (`routed-tie`). Routers behind the attention do not change its
-heads and bounds.
+Experts, and keys chosen by their scores, come from a top-k. The Jacobian is that of the choice
+made at each sample; where two scores tie, the model jumps. `lipaudit jacobian` names the modules
+that choose (`routed`) and warns of ties (`routed-tie`). Routers behind the attention do not change
+its heads and bounds.
 
 lipaudit refuses by name (exit code 4):
 
@@ -329,8 +329,8 @@ lipaudit refuses by name (exit code 4):
 
 A softmax written out as e / e.sum(-1, keepdim=True), with e = exp(logits), is read like any other.
 Other maps of q k^T are not read: a term added to the sum, a softmax over the queries, sigmoid or
-linear attention, a map used twice or hidden from autograd. lipaudit then measures the other layers,
-and a warning names the module and its line of code (`attention-unread`).
+linear attention, a map used twice or hidden from autograd. lipaudit then measures the other
+layers, and a warning names the module and its line of code (`attention-unread`).
 """
 
 

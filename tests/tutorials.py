@@ -1,6 +1,6 @@
 """Runs tutorials and guides, and writes what their commands print into them.
 
-    python tests/tutorials.py docs/tutorials/gate.md docs/guide/bounds.md ...
+    python tests/tutorials.py docs/guide/gate.md docs/guide/bounds.md ...
 
 A block with a title is a file of that name; a pyproject.toml is installed. A console block is a
 command behind each $, over several lines where they end in a backslash, and what it prints to

@@ -10,7 +10,6 @@ import argparse
 
 import lipaudit
 from benchmarks.shared.timing import timed
-from lipaudit.results import CertifyRadiusRow
 
 TOLERANCE = 0.05
 """Relative width at which the searches for radii end."""
@@ -24,7 +23,6 @@ def radii(model: str, norm: str, samples: int) -> str:
         )
     )
     (row,) = report.section("certify.radius").rows
-    assert isinstance(row, CertifyRadiusRow)
     return (
         f"{model:12s} {norm:5s} ratio {row.ratio or 0:.3f}, certified {row.radius or 0:.4f} "
         f"(medians of {row.samples}), {seconds / samples:.0f} CPU s a sample"

@@ -14,7 +14,7 @@ import numpy as np
 
 from lipaudit.gate import DEFAULT_RULES, judge
 from lipaudit.gate.statistics import judge_mean, judge_median, judge_share
-from lipaudit.results import Array, AttackRow, BoundsRow, Data, Model, Report, Run, Section
+from lipaudit.results import ATTACK_TABLE, BOUNDS_TABLE, Array, Data, Model, Report, Run, Section
 
 ALPHA = 0.05
 LEVEL = ALPHA / len(DEFAULT_RULES)
@@ -164,7 +164,7 @@ def report(norms: np.ndarray, heads: np.ndarray, robust: np.ndarray, weights: st
     """Write simulated figures as a report."""
     ids = tuple(map(str, range(len(norms))))
     rows = [
-        BoundsRow(layer=i // HEADS, head=i % HEADS, exact=float(np.median(line)))
+        BOUNDS_TABLE.row(layer=i // HEADS, head=i % HEADS, exact=float(np.median(line)))
         for i, line in enumerate(heads)
     ]
     run = Run(
@@ -190,7 +190,9 @@ def report(norms: np.ndarray, heads: np.ndarray, robust: np.ndarray, weights: st
             Section(measure="jacobian", samples={"ids": ids, "norm": tuple(norms.tolist())}),
             Section(
                 measure="attack",
-                rows=(AttackRow(attack="worst", norm="linf", eps=2 / 255, eps_text="2/255"),),
+                rows=(
+                    ATTACK_TABLE.row(attack="worst", norm="linf", eps=2 / 255, eps_text="2/255"),
+                ),
                 samples={"ids": ids, "robust@worst,linf,2/255": tuple(robust.tolist())},
             ),
         ),

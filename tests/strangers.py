@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
-from lipaudit.results import Column, MeasureRecord, Row, measures
+from lipaudit.results import Layout, MeasureRecord, measures
 from lipaudit.results.measures import OWN
 
 
-def register(
-    monkeypatch: pytest.MonkeyPatch, row: type[Row], samples: Mapping[str, Column] | None = None
-) -> None:
-    """Add a measure of one row type, until the test ends or it is registered again."""
-    record = MeasureRecord(
-        name=row.section, rows=(row,), samples=samples or {}, options="", runs=""
-    )
+def register(monkeypatch: pytest.MonkeyPatch, table: Layout) -> None:
+    """Add a measure of one table, until the test ends or it is registered again."""
+    record = MeasureRecord(name=table.name, tables=(table,), options="", runs="")
     monkeypatch.setitem(OWN, record.name, record)
     measures.cache_clear()
 

@@ -15,7 +15,7 @@ from lipaudit import errors
 from lipaudit.cli.commands import build
 from lipaudit.cli.options import CONFIGURABLE
 from lipaudit.gate.rules import configure
-from lipaudit.results import measures
+from lipaudit.results import layouts
 from lipaudit.results.bounds import catalogue
 from tests import tutorials
 
@@ -81,12 +81,12 @@ def test_what_the_theory_names_is_there():
 
 def test_the_theory_has_every_bound():
     text = (ROOT / "docs/theory/bounds.md").read_text(encoding="utf-8")
-    rows = [row for record in measures().values() for row in record.rows]
+    tables = layouts().values()
     names = {
         name
-        for row in rows
-        if row.section.startswith("bounds")
-        for name, column in row.columns().items()
+        for table in tables
+        if table.name.startswith("bounds")
+        for name, column in table.columns.items()
         if column.status in ("bound", "certified") and not name.startswith("log10_")
     }
     assert names >= {*catalogue(), "ball_sharp", "sharp_rss"}

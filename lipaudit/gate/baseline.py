@@ -14,8 +14,7 @@ from lipaudit.gate.comparable import find_fault
 from lipaudit.gate.contrasts import read_trusted
 from lipaudit.gate.pairing import ALL_BUT_FEW, find_shared
 from lipaudit.gate.rules import DEFAULT_RULES
-from lipaudit.results import Report, Section, row_types
-from lipaudit.results.samples import REDUCTIONS
+from lipaudit.results import Report, Section, layouts
 
 _SAVE = "Write one with lipaudit baseline save REPORT."
 
@@ -109,7 +108,7 @@ def promote(report: Report, reason: str) -> Report:
     if reasons := find_problems(report):
         advice = "Measure again." if report.shard is None else "Merge it with the others first."
         raise BaselineError(f"this report cannot be a baseline: {reasons[0]}", advice)
-    order = list(row_types())
+    order = list(layouts())
     run = report.run
     return report.model_copy(
         update={
@@ -145,12 +144,12 @@ def find_problems(report: Report) -> list[str]:
 
 def _slim_down(section: Section) -> Section:
     """Keep the arrays that rows are made of; drop wall times and sort the settings."""
-    columns = section.columns()
-    behind = (how.arrays for how in REDUCTIONS.get(section.measure, {}).values())
+    columns = section.columns
+    behind = (c.reduction.arrays for c in columns.values() if c.reduction)
     kept = columns.keys() | set(chain.from_iterable(behind))
     rows = section.rows
     if "seconds" in columns:
-        rows = tuple(row.model_copy(update={"seconds": None}) for row in rows)
+        rows = tuple(row.replace(seconds=None) for row in rows)
     return section.model_copy(
         update={
             "rows": rows,

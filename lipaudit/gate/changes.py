@@ -20,7 +20,7 @@ from lipaudit.gate.statistics import (
     judge_mean,
     judge_share,
 )
-from lipaudit.results import Column, Report, Section, sample_columns
+from lipaudit.results import Column, Report, Section
 from lipaudit.results.columns import Cell, Float, Frozen
 from lipaudit.results.figures import order
 from lipaudit.results.trials import WORST, TrialKey, parse_column
@@ -144,7 +144,7 @@ MAPPED = {"bounds": ("exact", "sharp"), "attention": ("softmax_norm", "intermedi
 def list_head_metrics(report: Report) -> Iterator[str]:
     """Return the columns of heads whose changes are followed."""
     for section in report.sections:
-        columns = section.columns()
+        columns = section.columns
         if {"layer", "head"} <= columns.keys():
             better = [name for name, column in columns.items() if column.better]
             names = MAPPED.get(section.measure, better)
@@ -157,8 +157,8 @@ def compute_head_changes(metric: str, old: Report, new: Report) -> HeadChanges |
     before, after = old.section(measure), new.section(measure)
     if before is None or after is None:
         return None
-    figures = (row.cells().get(name) for section in (before, after) for row in section.rows)
-    column = replace(after.columns()[name], better="lower")
+    figures = (row.get(name) for section in (before, after) for row in section.rows)
+    column = replace(after.columns[name], better="lower")
     rule = no_change(f"{metric}:each", column, (v for v in figures if v is not None))
     try:
         changes = contrast_values(rule, new, old, least=0.0)
@@ -171,7 +171,7 @@ def compute_head_changes(metric: str, old: Report, new: Report) -> HeadChanges |
     tested = dict(
         zip(lines, zip(chances, correct_by_holm(chances, ALPHA)[0], strict=True), strict=True)
     )
-    cells = {n: r.cells() for n, r in zip(name_rows(after.rows), after.rows, strict=True)}
+    cells = {n: dict(r) for n, r in zip(name_rows(after), after.rows, strict=True)}
     return HeadChanges(
         metric=metric,
         unit=rule.limit.unit,
@@ -342,7 +342,7 @@ def _count_flips(
 def _read_figures(old: Report, new: Report) -> Iterator[tuple[str, dict[str, Ends]]]:
     """Yield the per-sample columns that have a better direction, by metric: both values by id."""
     for section in old.sections:
-        columns = sample_columns(section.measure)
+        columns = section.sample_columns
         named = [n for n in section.samples if _has_direction(n, columns)]
         for before, after in _find_comparable(section.measure, old, new) if named else ():
             for name in named:

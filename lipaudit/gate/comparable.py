@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lipaudit.errors import BaselineError
-from lipaudit.results import AttackRow, JacobianRow, Note, Report, Row, Run, Section
+from lipaudit.results import Note, Report, Row, Run, Section
 from lipaudit.results.samples import is_repeat
 from lipaudit.results.trials import parse_budget, parse_column
 
@@ -39,7 +39,7 @@ def find_fault(report: Report, section: Section) -> str:
     if section.samples.get("ids") == () or not (section.rows or section.samples):
         return f"section {section.measure} has no samples"
     flags = section.samples.get("converged", ())
-    rows = [row.cells().get("converged") for row in section.rows]
+    rows = [row.get("converged") for row in section.rows]
     failed = sum(not flag for flag in flags) or sum(flag is False for flag in rows)
     what = "samples" if flags else "rows"
     return f"{section.measure}: {failed} {what} have not converged" if failed else ""
@@ -155,7 +155,7 @@ def spell_radii_as(section: Section, other: Section) -> Section:
 
     def row_spelled(row: Row) -> Row:
         text = row.key and texts.get(row.key.radius.value)
-        return row.model_copy(update={"eps_text": text}) if text else row
+        return row.replace(eps_text=text) if text else row
 
     eps = section.settings.get("eps")
     settings = dict(section.settings)
@@ -229,9 +229,7 @@ def _require_same_attacks(current: Section, baseline: Section) -> None:
     """Refuse weaker attacks than the baseline's: they would look like better robustness."""
     if current.measure not in ("attack", "certify"):
         return
-    new, old = (
-        {row.key for row in s.rows if isinstance(row, AttackRow)} for s in (current, baseline)
-    )
+    new, old = ({row.key for row in s.rows if "attack" in row} for s in (current, baseline))
     if missing := sorted(map(str, old - new)):
         raise BaselineError(
             f"attack: weaker than the baseline, which also ran {'; '.join(missing)}", REPEAT
@@ -248,7 +246,7 @@ def _require_same_attacks(current: Section, baseline: Section) -> None:
 def _require_same_map(current: Section, baseline: Section) -> None:
     """Refuse to compare norms of other maps: those of an encoder with those of a classifier."""
     new, old = (
-        {f"{row.from_} to {row.to}" for row in s.rows if isinstance(row, JacobianRow)}
+        {f"{row.from_} to {row.to}" for row in s.rows if "from" in row}
         for s in (current, baseline)
     )
     if old - new:

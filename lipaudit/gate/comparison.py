@@ -20,7 +20,7 @@ from lipaudit.gate.judging import judge_change, refuse
 from lipaudit.gate.pairing import explain_pairing, keep_sections, match_samples, name_rows, select
 from lipaudit.gate.rules import BINARY, no_change
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.results import Column, Report, Section, model_labels, sample_columns
+from lipaudit.results import Column, Report, Section, model_labels
 from lipaudit.results.columns import Frozen
 from lipaudit.results.trials import parse_column
 
@@ -175,12 +175,11 @@ def judge_columns(
         reports: both.
         names: what they are called.
     """
-    measure = sections[0].measure
-    sampled = sample_columns(measure)
+    sampled = sections[0].sample_columns
     for name, column in sampled.items():
         if column.better or name == "correct":
             yield from _judge_samples(name, column, sections, reports, names)
-    for name, column in (sections[0].columns() | sections[1].columns()).items():
+    for name, column in (sections[0].columns | sections[1].columns).items():
         if column.better and name not in sampled:
             yield from _judge_rows(name, column, sections, reports, names)
 
@@ -188,7 +187,7 @@ def judge_columns(
 def list_incomplete(sections: Sections) -> Iterator[str]:
     """Say which columns not every shared sample has a figure of in both reports."""
     measure, both = sections[0].measure, set(_find_shared(sections))
-    for name, column in sample_columns(measure).items():
+    for name, column in sections[0].sample_columns.items():
         known = both - _find_missing(name, sections)
         if column.better and 0 < len(known) < len(both):
             yield (
@@ -239,9 +238,8 @@ def _read_rows(section: Section, name: str) -> list[float]:
 
     It is so where rows are of layers, or no samples are kept.
     """
-    sampled = bool(sample_columns(section.measure))
-    cells = [row.cells() for row in section.rows]
-    shown = [row.get(name) for row in cells if "layer" in row or not sampled]
+    sampled = bool(section.sample_columns)
+    shown = [row.get(name) for row in section.rows if "layer" in row or not sampled]
     return [float(value) for value in shown if value is not None]
 
 
@@ -298,8 +296,8 @@ def leave_out_unsettled(reports: tuple[Report, Report]) -> tuple[tuple[Report, R
         both = [each for each in sections if each is not None]
         rows, samples = set[str](), set[str]()
         for each in both:
-            pairs = zip(name_rows(each.rows), each.rows, strict=True)
-            rows |= {name for name, row in pairs if row.cells().get("converged") is False}
+            pairs = zip(name_rows(each), each.rows, strict=True)
+            rows |= {name for name, row in pairs if row.get("converged") is False}
             flags = zip(each.ids, each.samples.get("converged", ()), strict=False)
             samples |= {name for name, flag in flags if flag is False}
         kept = [_leave_out(each, rows, samples) for each in both]
@@ -320,7 +318,7 @@ def _leave_out(section: Section, rows: Collection[str], samples: Collection[str]
 
     What it keeps of each sample over all of its rows goes with any of these.
     """
-    down = [i for i, name in enumerate(name_rows(section.rows)) if name not in rows]
+    down = [i for i, name in enumerate(name_rows(section)) if name not in rows]
     across = [i for i, name in enumerate(section.ids) if name not in samples]
     part = select(section, across, down)
     if len(down) < len(section.rows):

@@ -123,7 +123,7 @@ def _suggest_rules(report: Report) -> str:
     rules = [
         f"--fail-on '{section.measure}.{name} {'<= +5%' if how.better == 'lower' else '>= -5%'}'"
         for section in report.sections
-        for name, how in section.columns().items()
+        for name, how in section.columns.items()
         if how.better and name not in BINARY and f"{section.measure}.{name}" in metrics()
     ]
     which = f"Such as {rules[0]}; " if rules else ""

@@ -6,7 +6,7 @@ Samples of two reports are matched by their ids or their places, rows and column
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggesti
 from lipaudit.gate.comparable import REPEAT
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
-from lipaudit.results import Array, Report, Row, Section
-from lipaudit.results.columns import naming
-from lipaudit.results.samples import REDUCTIONS, Reduction, is_repeat
+from lipaudit.results import Array, Report, Row, Section, layouts
+from lipaudit.results.columns import Reduction, naming
+from lipaudit.results.samples import is_repeat
 from lipaudit.results.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
 
 TESTED = ("each", "median")
@@ -66,17 +66,23 @@ def read(rule: Rule, section: Section) -> RuleValues:
     return RuleValues(names, points, pairs, section.ids)
 
 
+def find_reduction(rule: Rule) -> Reduction | None:
+    """Return how the column of a rule is computed from the samples, None if it cannot be."""
+    column = layouts()[rule.measure].columns.get(rule.column)
+    return None if column is None else column.reduction
+
+
 def is_mean(rule: Rule) -> bool:
     """Tell whether the rows of a rule are means over the tokens of all samples."""
-    how = REDUCTIONS.get(rule.measure, {}).get(rule.column)
+    how = find_reduction(rule)
     return how is not None and how.stat == "mean"
 
 
-def name_rows(rows: Iterable[Row]) -> list[str]:
+def name_rows(section: Section) -> list[str]:
     """Name rows by what identifies them: `layer 3 head 1`, `apgd-ce,linf,2/255`."""
     names: list[str] = []
-    for row in rows:
-        name = _name_row(row)
+    for row in section.rows:
+        name = _name_row(row, section)
         repeats = sum(known.partition(" #")[0] == name for known in names)
         names.append(f"{name} #{repeats + 1}" if repeats else name)
     return names
@@ -107,11 +113,13 @@ def _compute_worst(values: Mapping[TrialKey | None, Values]) -> dict[TrialKey | 
 
 def _read_cells(rule: Rule, section: Section) -> dict[str, float]:
     """Read the column of the rows that the selector matches."""
-    rows = dict(zip(name_rows(section.rows), section.rows, strict=True))
-    kept = [name for name, row in rows.items() if all(_matches(row, w) for w in rule.selector)]
+    rows = dict(zip(name_rows(section), section.rows, strict=True))
+    kept = [
+        name for name, row in rows.items() if all(_matches(row, w, section) for w in rule.selector)
+    ]
     trials = {name: rows[name].key for name in kept}
     kept = _choose_worst(trials, rule.selector)
-    cells = {name: rows[name].cells().get(rule.column) for name in kept}
+    cells = {name: rows[name].get(rule.column) for name in kept}
     return {name: float(cell) for name, cell in cells.items() if cell is not None}
 
 
@@ -123,7 +131,7 @@ def _read_behind(rule: Rule, section: Section, points: Mapping[str, float]) -> d
     stored, shape = section.arrays.get(rule.column), (len(section.rows), len(section.ids))
     if rule.stat not in TESTED or stored is None or stored.shape != shape:
         return {}
-    lines = zip(name_rows(section.rows), stored.numpy(), strict=True)
+    lines = zip(name_rows(section), stored.numpy(), strict=True)
     kept = {name: line for name, line in lines if name in points}
     if not is_mean(rule):
         return kept
@@ -138,16 +146,16 @@ def _choose_worst(trials: Mapping[str, TrialKey | None], selector: tuple[str, ..
     return [name for name in trials if attacks[name] == WORST] or list(trials)
 
 
-def _matches(row: Row, word: str) -> bool:
+def _matches(row: Row, word: str, section: Section) -> bool:
     key, equals, value = word.partition("=")
-    cells, trial = row.cells(), row.key
-    if trial and trial.matches(word):
+    if (trial := row.key) and trial.matches(word):
         return True
     if not equals:
-        return any(isinstance(cell, str) and cell == word for cell in cells.values())
-    if key not in cells:
-        raise UsageError(f"rows of {row.section} have no column {key!r}", suggestion(key, cells))
-    cell = cells[key]
+        return any(isinstance(cell, str) and cell == word for cell in row.values())
+    if key not in row:
+        message = f"rows of {section.measure} have no column {key!r}"
+        raise UsageError(message, suggestion(key, row))
+    cell = row[key]
     return float(parse_radius(value)) == cell if isinstance(cell, float) else value == str(cell)
 
 
@@ -157,26 +165,25 @@ def _to_numbers(cells: tuple[Any, ...]) -> Values:
     return np.array([np.nan if cell is None else float(cell) for cell in cells])
 
 
-def _name_row(row: Row) -> str:
+def _name_row(row: Row, section: Section) -> str:
     if row.key:
         return str(row.key)
-    cells = row.cells()
-    named = {key: cells[key] for key in _NAMES if cells.get(key) not in (None, "")}
-    if "layer" in cells:
+    named = {key: row[key] for key in _NAMES if row.get(key) not in (None, "")}
+    if "layer" in row:
         layer = [f"{key} {named[key]}" for key in ("layer", "head") if key in named]
         rest = [f"{key} {named[key]}" for key in ("mode", "n", "r") if key in named]
         return " ".join(layer + rest)
     if named:
         return ",".join(str(value) for value in named.values())
     return " ".join(
-        str(cells[name]) if isinstance(cells[name], str) else f"{name} {cells[name]}"
-        for name in naming(type(row).columns())
-        if cells[name] not in (None, "")
+        str(row[name]) if isinstance(row[name], str) else f"{name} {row[name]}"
+        for name in naming(section.columns)
+        if row[name] not in (None, "")
     )
 
 
 def _refuse_empty(rule: Rule, section: Section) -> UsageError:
-    rows = name_rows(section.rows)
+    rows = name_rows(section)
     some = "; ".join(rows[:8]) + ("; ..." if len(rows) > 8 else "")
     columns = [name for name in section.samples if parse_column(name)[0] == rule.column]
     advice = f"Rows: {some}." if rows else ""
@@ -277,7 +284,7 @@ def align_sections(
     if not after or not before:
         return new, old  # of one suite, or `same_protocol` has refused them
     places = find_shared(rule.measure, after, before, least)
-    how = REDUCTIONS.get(rule.measure, {}).get(rule.column)
+    how = find_reduction(rule)
     arrays = {rule.column} | (how.arrays if how else set())
     new, old = (
         select(section, take, arrays=arrays)
@@ -360,13 +367,13 @@ def _recompute_rows(rule: Rule, how: Reduction | None, section: Section) -> Sect
             "these two are not over the same ones",
             REPEAT,
         )
-    given = [row.cells()[rule.column] is not None for row in section.rows]
+    given = [row[rule.column] is not None for row in section.rows]
     if any(math.isnan(cell) for cell, known in zip(cells, given, strict=True) if known):
         raise BaselineError(
             f"{rule.measure}.{rule.column}: none of the shared samples has it", REPEAT
         )
     rows = [
-        row.model_copy(update={rule.column: cell}) if known else row
+        row.replace(**{rule.column: cell}) if known else row
         for row, cell, known in zip(section.rows, cells, given, strict=True)
     ]
     return section.model_copy(update={"rows": tuple(rows)})

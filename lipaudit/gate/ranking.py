@@ -14,7 +14,7 @@ from lipaudit.gate.pairing import explain_pairing, keep_sections, match_samples,
 from lipaudit.gate.rules import BINARY, Rule, no_change, parse_rule
 from lipaudit.gate.statistics import LEVEL
 from lipaudit.gate.verdicts import Verdict
-from lipaudit.results import Note, Report, model_labels, row_types, sample_columns
+from lipaudit.results import Note, Report, layouts, model_labels
 from lipaudit.results.columns import Float, Frozen
 from lipaudit.results.figures import median_limits
 from lipaudit.results.summary import Accuracy, Head, Summary, summary
@@ -247,7 +247,8 @@ def make_rule(metric: str) -> Rule:
         UsageError: there is no such metric, it has no better direction, or is no single figure.
     """
     plain = parse_rule(f"{metric} <= +0")
-    known = {**row_types()[plain.measure].columns(), **sample_columns(plain.measure)}
+    layout = layouts()[plain.measure]
+    known = {**layout.columns, **layout.samples}
     better = known[plain.column].better or ("higher" if plain.column in BINARY else None)
     refused = {"each": "has a figure for each row", "max": "may be a maximum by chance"}
     why = refused.get(plain.stat, "") if better else "has no better direction"

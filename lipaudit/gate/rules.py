@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.results import Column, measures, row_types, sample_columns
+from lipaudit.results import Column, layouts
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]
@@ -74,7 +74,7 @@ class Rule:
     @property
     def per_sample(self) -> bool:
         """Whether it reads a per-sample column rather than a column of rows."""
-        return self.stat != "each" and self.column in sample_columns(self.measure)
+        return self.stat != "each" and self.column in layouts()[self.measure].samples
 
     @property
     def worse(self) -> int:
@@ -154,19 +154,11 @@ def configure(table: Mapping[str, Any], fail_on: Sequence[str] = ()) -> dict[str
 
 def metrics() -> tuple[str, ...]:
     """Return the name of every metric a rule may use."""
-    rows = (
-        f"{measure}.{name}"
-        for measure, row in row_types().items()
-        for name, column in row.columns().items()
-        if column.format != "s"
-    )
-    samples = (
-        f"{measure}.{name}"
-        for measure, record in measures().items()
-        for name, column in record.samples.items()
-        if column.format != "s"
-    )
-    return tuple(dict.fromkeys((*rows, *samples)))
+    tables = layouts().items()
+    rows = [(name, *pair) for name, layout in tables for pair in layout.columns.items()]
+    rows += [(name, *pair) for name, layout in tables for pair in layout.samples.items()]
+    known = (f"{measure}.{name}" for measure, name, column in rows if column.format != "s")
+    return tuple(dict.fromkeys(known))
 
 
 def _metric(text: str) -> tuple[str, str]:
@@ -178,12 +170,13 @@ def _metric(text: str) -> tuple[str, str]:
 
 
 def _stat(text: str | None, measure: str, column: str) -> Stat:
-    sampled = column in sample_columns(measure)
+    layout = layouts()[measure]
+    sampled = column in layout.samples
     if text is None:
         return "each" if not sampled else "mean" if column in BINARY else "median"
     if text not in STATS:
         raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
-    row = row_types()[measure].columns().get(column)
+    row = layout.columns.get(column)
     if text == "each" and (row is None or row.format == "s" or column in BINARY):
         raise UsageError(
             f"{measure}.{column} is measured per sample, `each` judges row by row",

@@ -36,7 +36,7 @@ from lipaudit.measures.measure import (
 )
 from lipaudit.measures.texts import Continued
 from lipaudit.models.net import Net
-from lipaudit.results import AttackRow, Note, Section
+from lipaudit.results import ATTACK_TABLE, Note, Row, Section
 from lipaudit.results.figures import wilson
 from lipaudit.results.trials import COSTS, COUNTED, TrialKey, worst_cases
 from lipaudit.settings.measure import TABLE, AttackOptions
@@ -289,9 +289,9 @@ def _losses(parts: Sequence[Part], trials: Sequence[Trial]) -> dict[str, Values]
     return {name: values[:, i] for i, name in enumerate(names)}
 
 
-def _row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> AttackRow:
+def _row(key: TrialKey, correct: Values, robust: Values, cost: Values) -> Row:
     low, high = wilson(int(robust.sum()), len(robust))
-    return AttackRow(
+    return ATTACK_TABLE.row(
         attack=key.attack,
         norm=key.norm,
         eps=float(key.radius),

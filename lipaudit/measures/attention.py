@@ -37,8 +37,7 @@ from lipaudit.measures.measure import (
 from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.net import Net
-from lipaudit.results import Array, AttentionRow, Section
-from lipaudit.results.samples import REDUCTIONS
+from lipaudit.results import ATTENTION_TABLE, Array, Section
 from lipaudit.settings.measure import AttentionOptions
 from lipaudit.settings.parsing import read_head
 from lipaudit.theory import softmax
@@ -248,7 +247,7 @@ def summarise(parts: Sequence[Part], options: AttentionOptions) -> list[Section]
     short, p_norm = join_parts(parts, "short").sum(0), join_parts(parts, "p_norm").mean(0)
     longest = join_parts(parts, "tokens").max(0)
     rows = tuple(
-        AttentionRow(
+        ATTENTION_TABLE.row(
             **head._asdict(),
             tokens=int(longest[i]),
             **{name: number_or_none(means[i, j]) for j, name in enumerate(MEANS)},
@@ -294,9 +293,8 @@ def _per_sample(parts: Sequence[Part]) -> dict[str, Array]:
         "long_rows": count[..., MEANS.index("uniform")],
     }
     varying = {n: w for n, w in weights.items() if (w != w[:1]).any()}
-    compared = {
-        r.values: means[..., MEANS.index(r.values)] for r in REDUCTIONS["attention"].values()
-    }
+    reductions = (column.reduction for column in ATTENTION_TABLE.columns.values())
+    compared = {r.values: means[..., MEANS.index(r.values)] for r in reductions if r}
     return {name: Array.of(values.T) for name, values in (compared | varying).items()}
 
 

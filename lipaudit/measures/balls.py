@@ -10,7 +10,7 @@ import torch
 
 from lipaudit.measures.by_layer import Reduced
 from lipaudit.measures.measure import Values
-from lipaudit.results import Array, BallRow, Note, Section
+from lipaudit.results import BALLS_TABLE, Array, Note, Row, Section
 from lipaudit.results.bounds import AFFINE_PLAIN
 from lipaudit.settings.measure import BoundsOptions
 from lipaudit.theory.bounds.affine import Weights
@@ -83,7 +83,7 @@ def ball_section(
     kept = ("ball_norm", "ball_sharp")
     arrays = {name: Array.of(columns[name].reshape(len(ids), -1).T) for name in kept}
     return Section(
-        measure=BallRow.section,
+        measure=BALLS_TABLE.name,
         settings=options.model_dump(),
         rows=tuple(rows),
         samples={"ids": ids},
@@ -92,11 +92,11 @@ def ball_section(
     )
 
 
-def _row(named: Mapping[str, Any], values: Mapping[str, Values], exact: Values) -> BallRow:
+def _row(named: Mapping[str, Any], values: Mapping[str, Values], exact: Values) -> Row:
     with np.errstate(divide="ignore", invalid="ignore"):
         share = values["ball_sharp"] / values["ball_norm"]
     share = share[np.isfinite(share)]
-    return BallRow(
+    return BALLS_TABLE.row(
         **named,
         exact=_median(exact),
         ball_ratio_max=float(share.max()) if len(share) else None,
@@ -108,7 +108,7 @@ def _median(values: Values) -> float | None:
     return None if np.isnan(values).all() else float(np.nanmedian(values))
 
 
-def _remarks(rows: Sequence[BallRow], options: BoundsOptions) -> tuple[Note, ...]:
+def _remarks(rows: Sequence[Row], options: BoundsOptions) -> tuple[Note, ...]:
     remarks = []
     open_heads = sum(row.ball_sharp is None for row in rows) // len(options.radius)
     if open_heads:

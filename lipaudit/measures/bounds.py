@@ -32,7 +32,7 @@ from lipaudit.models.attention.capture import Layer
 from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
-from lipaudit.results import Array, BoundsRow, LayerRow, Note, Section
+from lipaudit.results import BOUNDS_TABLE, LAYERS_TABLE, Array, Note, Row, Section
 from lipaudit.settings.measure import BoundsOptions
 from lipaudit.theory.bounds.affine import KnownWeights, Weights
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
@@ -232,7 +232,7 @@ def _per_head(name: str) -> bool:
     return not name.startswith(("layer_", "at_r_")) and name != "out_norm"
 
 
-def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> BoundsRow:
+def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> Row:
     """Reduce one head over the samples: medians, and what is named a maximum."""
     medians = {name: _median(measured[name]) for name in (*BOUNDS, *INGREDIENTS)}
     medians["softmax_norm_max"] = _largest(measured["softmax_norm_max"])
@@ -240,7 +240,7 @@ def _row(head: HeadName, kind: str, input: str, measured: dict[str, Values]) -> 
     logs = {f"log10_{name}": _log10(medians[name]) for name in overflowing}
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(measured["exact"] > 0, measured["sharp"] / measured["exact"], np.nan)
-    return BoundsRow(
+    return BOUNDS_TABLE.row(
         **head._asdict(),
         kind=_and(kind, NUMERICAL, measured["numerical"]),
         input=_and(input, MODULE_INPUT, measured["numerical"]),
@@ -277,7 +277,7 @@ def _layer_section(
         out = measured["out_norm"][:, i]
         limits[:, i] = out * np.sqrt((sharp**2).sum(1))
         rows.append(
-            LayerRow(
+            LAYERS_TABLE.row(
                 layer=layer,
                 module=module,
                 exact=_median(measured["layer_exact"][:, i]),

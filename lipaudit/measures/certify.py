@@ -41,7 +41,7 @@ from lipaudit.models.certificate import (
 )
 from lipaudit.models.lifting import devices
 from lipaudit.models.net import Net
-from lipaudit.results import CertifyRadiusRow, CertifyRow, Note, Section
+from lipaudit.results import CERTIFY_TABLE, RADII_TABLE, Note, Row, Section
 from lipaudit.results.figures import wilson
 from lipaudit.results.trials import Radius
 from lipaudit.settings.measure import CertifyOptions
@@ -174,11 +174,11 @@ def summarise(parts: Sequence[Part], options: CertifyOptions) -> list[Section]:
     return [first, radii]
 
 
-def _row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOptions) -> CertifyRow:
+def _row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOptions) -> Row:
     robust, certified = arrays["robust"][:, i], arrays["certified"][:, i]
     known = arrays["correct"][arrays["label"] >= 0]
     ends = [wilson(int(each.sum()), len(each)) for each in (robust, certified)]
-    return CertifyRow(
+    return CERTIFY_TABLE.row(
         norm=options.norm or "linf",
         eps=float(radius),
         eps_text=radius.text,
@@ -197,7 +197,7 @@ def _row(i: int, radius: Radius, arrays: dict[str, Values], options: CertifyOpti
     )
 
 
-def _columns(arrays: dict[str, Values], rows: Sequence[CertifyRow]) -> dict[str, tuple[Any, ...]]:
+def _columns(arrays: dict[str, Values], rows: Sequence[Row]) -> dict[str, tuple[Any, ...]]:
     """Return what is told of every sample."""
     label, correct = arrays["label"].tolist(), arrays["correct"]
     columns: dict[str, Any] = {
@@ -216,7 +216,7 @@ def _columns(arrays: dict[str, Values], rows: Sequence[CertifyRow]) -> dict[str,
             "robust": robust.astype(int),
             "certified": certified.astype(int),
         }
-        columns |= {row.key.column(name): values.tolist() for name, values in each.items()}
+        columns |= {row.trial.column(name): values.tolist() for name, values in each.items()}
     if "radius" in arrays:
         columns["radius"] = [number_or_none(r) for r in arrays["radius"]]
         found = arrays["radius_adversarial"]
@@ -224,11 +224,11 @@ def _columns(arrays: dict[str, Values], rows: Sequence[CertifyRow]) -> dict[str,
     return {name: tuple(values) for name, values in columns.items()}
 
 
-def _radius_row(arrays: dict[str, Values], options: CertifyOptions) -> CertifyRadiusRow:
+def _radius_row(arrays: dict[str, Values], options: CertifyOptions) -> Row:
     right = arrays["correct"]
     radius, nearest = arrays["radius"][right], arrays["radius_adversarial"][right]
     broken = np.isfinite(nearest)
-    return CertifyRadiusRow(
+    return RADII_TABLE.row(
         norm=options.norm or "linf",
         samples=int(right.sum()),
         radius=_median(radius),

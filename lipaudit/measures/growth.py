@@ -23,7 +23,7 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import Net
-from lipaudit.results import Note, ScalingFitRow, ScalingRow
+from lipaudit.results import FITS_TABLE, Note, Row
 from lipaudit.theory.bounds.affine import are_affine
 from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
 from lipaudit.theory.growth.ascent import Steepest, largest_shift, steepest_tokens
@@ -48,12 +48,12 @@ AGREED = 1.02
 """Searches whose interval reaches further than this times the norm have no exponent."""
 
 
-def groups(rows: Sequence[ScalingRow]) -> Iterator[tuple[dict[str, Any], list[ScalingRow]]]:
+def groups(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
     """Yield the rows of each head, mode, mask and, at chosen radii, radius, in their order."""
     keys = ("mode", "layer", "head", "masked", "radius")
-    groups: dict[tuple[Any, ...], list[ScalingRow]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        name = {key: getattr(row, key) for key in keys}
+        name = {key: row[key] for key in keys}
         if row.mode == "radius":  # where the radius is what varies
             name["radius"] = None
         groups.setdefault(tuple(name.values()), []).append(row)
@@ -61,29 +61,29 @@ def groups(rows: Sequence[ScalingRow]) -> Iterator[tuple[dict[str, Any], list[Sc
         yield dict(zip(keys, key, strict=True)), group
 
 
-def points(rows: Sequence[ScalingRow]) -> tuple[Values, Values, Values]:
+def points(rows: Sequence[Row]) -> tuple[Values, Values, Values]:
     """Return n, norm and R of the rows where a power law is expected."""
     kept = [row for row in rows if _in_law(row)]
-    columns = [[getattr(row, name) for row in kept] for name in ("n", "norm", "radius")]
+    columns = [[row[name] for row in kept] for name in ("n", "norm", "radius")]
     n, norm, radius = np.array(columns, dtype=np.float64)
     return n, norm, radius
 
 
-def _in_law(row: ScalingRow) -> bool:
+def _in_law(row: Row) -> bool:
     """Whether a row is where a power law is expected."""
     return row.mode != "adversarial" or row.n * WELL_UNDER <= (row.n_max or 0)
 
 
 def fit_of(
     name: Mapping[str, Any], n: Values, norm: Values, radius: Values
-) -> tuple[PowerLaw, ScalingFitRow]:
+) -> tuple[PowerLaw, Row]:
     """Fit the norms against n alone, and against n and R together."""
     kept = np.isfinite(norm) & (norm > 0)
     lengths, norms, radii = (torch.from_numpy(values[kept]) for values in (n, norm, radius))
     alone = power_law(lengths, norms)
     known = bool(radii.isfinite().all())
     joint = power_law(lengths, norms, radii) if known else PowerLaw(*[math.nan] * 6)
-    row = ScalingFitRow(
+    row = FITS_TABLE.row(
         **{key: value for key, value in name.items() if key != "module"},
         exponent=number_or_none(alone.exponent),
         exponent_se=number_or_none(alone.exponent_se),
@@ -96,7 +96,7 @@ def fit_of(
     return alone, row
 
 
-def with_searches(fit: ScalingFitRow, rows: Sequence[ScalingRow]) -> ScalingFitRow | None:
+def with_searches(fit: Row, rows: Sequence[Row]) -> Row | None:
     """Widen the standard error of an ascent by its searches; None where they do not agree."""
     above = np.array([(row.norm_high or math.nan) / (row.norm or math.nan) for row in rows])
     if not (above <= AGREED).all():
@@ -106,7 +106,7 @@ def with_searches(fit: ScalingFitRow, rows: Sequence[ScalingRow]) -> ScalingFitR
     logs = np.log([row.n for row in rows])
     shares = (logs - logs.mean()) / ((logs - logs.mean()) ** 2).sum()
     reach = float(np.abs(shares) @ np.log(above))  # if every search errs the worst way
-    return fit.model_copy(update={"exponent_se": math.hypot(fit.exponent_se, reach)})
+    return fit.replace(exponent_se=math.hypot(fit.exponent_se, reach))
 
 
 def bound_exponents(n: Values, bounds: Mapping[str, Values]) -> dict[str, float | None]:
@@ -117,11 +117,11 @@ def bound_exponents(n: Values, bounds: Mapping[str, Values]) -> dict[str, float 
     }
 
 
-def with_fit(row: ScalingRow, law: PowerLaw) -> ScalingRow:
+def with_fit(row: Row, law: PowerLaw) -> Row:
     """Return a row with what the fit says there, where it is expected to hold."""
     if math.isnan(law.exponent) or row.mode == "ascent" or not _in_law(row):
         return row
-    return row.model_copy(update={"fitted": law.constant * row.n**law.exponent})
+    return row.replace(fitted=law.constant * row.n**law.exponent)
 
 
 def cut(net: Net, batch: Batch, n: int) -> tuple[Batch, Tensor]:

@@ -39,7 +39,7 @@ from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import Margins, jacobian_norms, margins
 from lipaudit.models.derivative.positions import places
 from lipaudit.models.net import Net
-from lipaudit.results import Array, JacobianRow, Note, Section
+from lipaudit.results import JACOBIAN_TABLE, Array, Note, Row, Section
 from lipaudit.results.columns import Cell
 from lipaudit.settings.measure import JacobianOptions, Target
 
@@ -242,14 +242,12 @@ def summarise(parts: Sequence[Part], options: JacobianOptions) -> list[Section]:
     ]
 
 
-def _row(
-    options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]
-) -> JacobianRow:
+def _row(options: JacobianOptions, values: Mapping[str, Values], ends: Mapping[str, str]) -> Row:
     """Reduce the norms of one map over the samples."""
     norm = values["norm"].astype(float)
     if not len(norm):  # a shard may have no text that is long enough
-        return JacobianRow(**ends, norm=options.norm, samples=0, tol=options.tol)
-    return JacobianRow(
+        return JACOBIAN_TABLE.row(**ends, norm=options.norm, samples=0, tol=options.tol)
+    return JACOBIAN_TABLE.row(
         **ends,
         norm=options.norm,
         samples=len(norm),

@@ -40,7 +40,7 @@ from lipaudit.measures.measure import (
     notes,
 )
 from lipaudit.models.net import Net
-from lipaudit.results import Note, ScalingRow, ScalingSplitRow, Section
+from lipaudit.results import SCALING_TABLE, SPLITS_TABLE, Note, Row, Section
 from lipaudit.results.bounds import catalogue
 from lipaudit.settings.measure import BoundsOptions, JacobianOptions, ScalingMode, ScalingOptions
 from lipaudit.theory.growth.ascent import SEARCHES
@@ -176,9 +176,9 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
     for curve in _curves(values, facts, options) if values else ():
         law, fit = fit_of(curve.name, curve.n, curve.norm, curve.radius)
         rows += list(_rows(curve, law))
-        fits.append(fit.model_copy(update=bound_exponents(curve.n, curve.bounds)))
+        fits.append(fit.replace(**bound_exponents(curve.n, curve.bounds)))
     apart = []
-    for name, group in groups([ScalingRow(**cells) for cells in facts["rows"]]):
+    for name, group in groups([SCALING_TABLE.row(**cells) for cells in facts["rows"]]):
         law, fit = fit_of(name, *points(group))
         rows += [with_fit(row, law) for row in group]
         if fit.exponent is None:
@@ -196,7 +196,7 @@ def summarise(parts: Sequence[Part], options: ScalingOptions) -> list[Section]:
         Section(measure="scaling.fit", rows=tuple(fits)),
     ]
     if facts["splits"]:
-        splits = tuple(ScalingSplitRow(**cells) for cells in facts["splits"])
+        splits = tuple(SPLITS_TABLE.row(**cells) for cells in facts["splits"])
         sections.append(Section(measure="scaling.split", rows=splits))
     return [section for section in sections if section.rows or section.measure == "scaling"]
 
@@ -250,13 +250,13 @@ def _head_curve(
     return NormCurve(name, at["tokens"], gain * at["exact"], at["radius"], bounds)
 
 
-def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[ScalingRow]:
+def _rows(curve: NormCurve, law: PowerLaw) -> Iterator[Row]:
     """Reduce a curve over the samples, a row per length that some sample reaches."""
     for i in range(curve.n.shape[1]):
         norms = curve.norm[:, i][~np.isnan(curve.norm[:, i])]
         if not len(norms):
             continue
-        row = ScalingRow(
+        row = SCALING_TABLE.row(
             **curve.name,
             n=int(np.nanmax(curve.n[:, i])),
             radius=_middle(curve.radius[:, i], np.mean),
@@ -274,7 +274,7 @@ def _middle(values: Values, middle: Callable[[Values], Any]) -> float | None:
 
 
 def _remarks(
-    rows: Sequence[ScalingRow], facts: Mapping[str, Any], options: ScalingOptions
+    rows: Sequence[Row], facts: Mapping[str, Any], options: ScalingOptions
 ) -> tuple[Note, ...]:
     """Say what stands for what, and which lengths the samples do not reach."""
     real = [row for row in rows if row.mode == "real"]
@@ -299,9 +299,7 @@ def _remarks(
     return tuple(remarks)
 
 
-def _of_searches(
-    rows: Sequence[ScalingRow], apart: Sequence[Sequence[ScalingRow]]
-) -> tuple[Note, ...]:
+def _of_searches(rows: Sequence[Row], apart: Sequence[Sequence[Row]]) -> tuple[Note, ...]:
     """Say what the norms of an ascent are, and which searches do not agree."""
     if not any(row.mode == "ascent" for row in rows):
         return ()

@@ -183,12 +183,11 @@ def _sample(sample: SampleChange) -> Iterator[tuple[str, Any]]:
 def _section(section: Section, report: Report) -> Iterator[tuple[Any, ...]]:
     from lipaudit.gate.pairing import name_rows
 
-    columns = section.columns()
-    for name, row in zip(name_rows(section.rows), section.rows, strict=True):
-        cells = row.cells()
-        at = (section.measure, name, cells.get("layer"), cells.get("head"), None, None)
-        for key in (key for key in cells if key not in AT):
-            value = cells[key]
+    columns = section.columns
+    for name, row in zip(name_rows(section), section.rows, strict=True):
+        at = (section.measure, name, row.get("layer"), row.get("head"), None, None)
+        for key in (key for key in row if key not in AT):
+            value = row[key]
             yield (*at, *_cell(key, value, columns[key]))
     places = report.found("place")
     for key, values in section.samples.items():

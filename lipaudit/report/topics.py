@@ -103,30 +103,30 @@ def strip_name(name: str) -> str:
 
 
 def _list_measures() -> Iterator[Topic]:
-    from lipaudit.results import measures, row_types
+    from lipaudit.results import layouts, measures
     from lipaudit.settings import option_types
 
     for name in measures():
         first, *rest = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
         said = tuple(p.replace("\n", " ") for p in rest if not p.startswith("[dim]"))
         yield Topic("Measures and sections", name, name, first.replace("\n", " "), said)
-    for section, row in row_types().items():
-        title = row.title or section
+    for section, layout in layouts().items():
+        title = layout.title or section
         yield Topic("Measures and sections", section, section, f"A table: {title}.", (), (title,))
 
 
 def _list_columns() -> Iterator[Topic]:
     """Yield every column, by row and by sample; bounds apart from the rest."""
-    from lipaudit.results import measures, row_types
+    from lipaudit.results import layouts
     from lipaudit.results.bounds import catalogue
 
-    for section, row in row_types().items():
-        for name, column in row.columns().items():
+    for section, layout in layouts().items():
+        for name, column in layout.columns.items():
             bound = section == "bounds" and name in catalogue()
             group = "Bounds" if bound else f"Columns of {section}"
             yield _make_column_topic(group, section, name, column)
-    for section, record in measures().items():
-        for name, column in record.samples.items():
+    for section, layout in layouts().items():
+        for name, column in layout.samples.items():
             yield _make_column_topic(
                 f"Columns of {section}", section, name, column, " (per sample)"
             )

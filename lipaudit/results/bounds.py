@@ -13,8 +13,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
-from lipaudit.results.columns import Better, Column
-from lipaudit.results.heads import HeadNorms
+from lipaudit.results.columns import Better, Column, Reduction
+from lipaudit.results.heads import HEAD_NORMS
 from lipaudit.results.plugins import entries
 
 GROUP = "lipaudit.bounds"
@@ -52,6 +52,7 @@ class Bound:
         log10_label: label of a second column that holds its logarithm, for a bound that may
             overflow; empty for no such column.
         scaling: whether `lipaudit scaling` follows it over the length as well.
+        stored: whether a report has it for every sample, in an array of its name.
         function: "module:function" of a bound that is computed by itself, imported when it is
             first computed: `(heads: Heads) -> Tensor`, (batch, heads), NaN where it cannot be
             given; see `lipaudit.theory.bounds.head_bounds`. Empty for those that share their
@@ -76,6 +77,7 @@ class Bound:
     rank: int = 100
     log10_label: str = ""
     scaling: bool = False
+    stored: bool = False
     function: str = ""
 
     def __post_init__(self) -> None:
@@ -101,6 +103,7 @@ class Bound:
             status=self.status,
             formula=self.formula,
             reading="\n".join(paragraphs),
+            reduction=Reduction("median", self.name) if self.stored else None,
         )
 
     def columns(self) -> dict[str, Column]:
@@ -118,7 +121,8 @@ class Bound:
     def over_lengths(self) -> dict[str, Column]:
         """Return its column in the section `scaling`."""
         meaning = f"{self.name}, median over the windows."
-        return {f"bound_{self.name}": replace(self.column(), meaning=meaning, better=None)}
+        column = replace(self.column(), meaning=meaning, better=None, reduction=None)
+        return {f"bound_{self.name}": column}
 
     def exponent(self) -> dict[str, Column]:
         """Return the column of its exponent in the section `scaling.fit`."""
@@ -149,6 +153,7 @@ OWN: Mapping[str, Bound] = MappingProxyType(
                 better="lower",
                 rank=0,
                 scaling=True,
+                stored=True,
             ),
             Bound(
                 name="theorem3",
@@ -239,7 +244,7 @@ def catalogue() -> Mapping[str, Bound]:
         UsageError: a plug-in cannot be used; the message names its package.
     """
     taken = {*OWN, *(name for bound in OWN.values() for name in bound.columns())}
-    taken |= HeadNorms.model_fields.keys()
+    taken |= HEAD_NORMS.keys()
     return MappingProxyType({**OWN, **entries(GROUP, Bound, taken, check=_fault)})
 
 

@@ -1,26 +1,24 @@
-"""How a column reads, and what every row is made of."""
+"""How a column reads, what a row is, and how a section is laid out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetJsonSchemaHandler,
-    SerializerFunctionWrapHandler,
+    PlainSerializer,
+    PlainValidator,
     WithJsonSchema,
-    model_serializer,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
-from lipaudit.results.trials import TrialKey
+from lipaudit.results.trials import TrialKey, parse_radius
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +52,32 @@ class Frozen(BaseModel):
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """How the cell of a row is computed from its samples, so that a subset of them can be reduced.
+
+    Samples without a value (NaN) are left out.
+
+    Attributes:
+        stat: over the samples.
+        values: the array, (rows, samples), that is reduced; or the per-sample column, which is
+            then that of the only row, or of the row's attack.
+        per: an array to divide the values by, sample by sample; empty for none.
+        weights: an array with the weight of each sample in the mean; where it is not stored, or
+            empty, all weights are equal.
+    """
+
+    stat: Literal["median", "mean", "p95", "max"]
+    values: str
+    per: str = ""
+    weights: str = ""
+
+    @property
+    def arrays(self) -> frozenset[str]:
+        """The names of the arrays that it reads."""
+        return frozenset({self.values, self.per, self.weights} - {""})
+
+
+@dataclass(frozen=True)
 class Column:
     """How a column reads.
 
@@ -61,7 +85,8 @@ class Column:
         label: what is printed above it.
         meaning: one sentence, for `lipaudit explain` and tool tips.
         unit: printed behind numbers; empty for a pure number.
-        format: a Python format specification.
+        format: a Python format specification of a number; "d" for whole numbers, "s" for text,
+            empty for yes and no.
         better: the direction of improvement, which the gate needs; None where there is none.
         domain: where the figure holds ("at X", "all inputs of norm <= R"); empty where it claims
             nothing (a cost, a tolerance).
@@ -69,6 +94,10 @@ class Column:
             (proven upper bound, at X only) | estimate | empirical.
         formula: what is computed, in the symbols of `SYMBOLS`; of bounds.
         reading: how to read a figure that is easily misread; a paragraph a line.
+        reduction: how it is computed from the samples; None where a report cannot repeat that.
+        default: the cell of a row that does not give one; a cell may be null only if this is.
+        needed: whether every row has to give it, and not null.
+        least: the smallest value it can have.
     """
 
     label: str
@@ -80,43 +109,47 @@ class Column:
     status: Status = "exact"
     formula: str = ""
     reading: str = ""
+    reduction: Reduction | None = None
+    default: bool | int | float | str | None = None
+    needed: bool = False
+    least: float | None = None
+
+    def read(self, name: str, value: Any) -> Any:
+        """Return a cell of this column, with NaN and infinities in place of their names.
+
+        Raises:
+            ValueError: the column takes no such value.
+        """
+        if value is None:
+            if self.needed or self.default is not None:
+                raise ValueError(f"{name} is missing")
+            return None
+        kind: Any = {"s": str, "d": int, "": bool}.get(self.format, float)
+        value = _revive(value) if kind is float else value
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
+        if self.least is not None and value < self.least:
+            raise ValueError(f"{name} is {value}, below {self.least:g}")
+        return value
 
 
-def column(
-    label: str,
-    meaning: str,
-    default: Any = None,
-    *,
-    alias: str | None = None,
-    least: int | None = None,
-    **how: Any,
-) -> Any:
-    """Declare a column of a row type: a pydantic field that carries its `Column`.
-
-    Args:
-        label: its heading.
-        meaning: one line.
-        default: of the field.
-        alias: its name in a report, where that is no name of Python's.
-        least: the smallest value it can have.
-        how: further attributes of `Column`.
-    """
-    extra = asdict(Column(label=label, meaning=meaning, **how))
-    return Field(
-        default=default, description=meaning, json_schema_extra=extra, alias=alias, ge=least
-    )
+def text_column(label: str, meaning: str, default: str = "", **how: Any) -> Column:
+    """Declare a column of text."""
+    return Column(label, meaning, format="s", default=default, **how)
 
 
-def wilson_limit(label: str) -> Any:
-    """Declare an end of the interval of a share."""
-    return column(label, "Wilson 95 % limit.", format=".1%", status="estimate")
+def count_column(label: str, meaning: str, default: int = 0, **how: Any) -> Column:
+    """Declare a column of whole numbers that are never null."""
+    return Column(label, meaning, format="d", default=default, **how)
 
 
 def naming(columns: Mapping[str, Column]) -> list[str]:
     """Return the columns that name a row: the leading ones, of text or whole numbers.
 
-    A row type lists what a row is of before what was measured there, so that a type which nobody
-    here has heard of says so too. The first column always names.
+    The columns of a section start with what a row is of; measured values follow. The first
+    column always names.
 
     >>> layer, text, norm = (Column(label="", meaning="", format=f) for f in ("d", "s", ".3g"))
     >>> naming({"layer": layer, "module": text, "norm": norm, "tokens": layer})
@@ -127,88 +160,110 @@ def naming(columns: Mapping[str, Column]) -> list[str]:
     return names[: max(next(measured, len(names)), 1)]
 
 
-class Row(Frozen):
-    """One line of a section; subclasses say which columns a measure has.
+class Row(Mapping[str, Any]):
+    """One line of a section: its cells by column name, `row.exact` or `row["exact"]`.
 
-    Attributes:
-        section: the name of the section that such rows make up.
-        title: its heading on a page; empty: its name.
+    A column whose name is a keyword of Python has an underscore behind it: `row.from_`.
     """
 
-    section: ClassVar[str]
-    title: ClassVar[str] = ""
+    __slots__ = ("_cells",)
 
-    @classmethod
-    def columns(cls) -> dict[str, Column]:
-        """Return the columns of this row type in the order they are printed."""
-        return {
-            field.alias or name: Column(**cast("dict[str, Any]", field.json_schema_extra))
-            for name, field in cls.model_fields.items()
-        }
+    def __init__(self, cells: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_cells", dict(cells))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or (column := name.removesuffix("_")) not in self._cells:
+            raise AttributeError(f"the row has no column {name!r}")
+        return self._cells[column]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a row is immutable: use replace()")
+
+    def __repr__(self) -> str:
+        return f"Row({self._cells})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Row, (self._cells,)
+
+    def replace(self, **cells: Any) -> Row:
+        """Return the row with other cells."""
+        return Row(self._cells | cells)
 
     @property
     def key(self) -> TrialKey | None:
-        """The attack or the ball that it is of, by which per-sample columns are named, too."""
-        return None
+        """The attack or the ball of the row, by which per-sample columns are named, too.
 
-    def cells(self) -> dict[str, Any]:
-        """Return the values by column name."""
-        return self.model_dump(by_alias=True)
+        A report that does not say how the radius was typed has it rounded.
+        """
+        if not {"norm", "eps"} <= self._cells.keys():
+            return None
+        radius = parse_radius(self.get("eps_text") or f"{self.eps:.4g}")
+        return TrialKey(self.get("attack", ""), self.norm, radius)
+
+    @property
+    def trial(self) -> TrialKey:
+        """The key of a row that is of an attack or a ball."""
+        assert self.key is not None
+        return self.key
 
 
-class OpenRow(Row):
-    """A row with columns of numbers beside those of its type: one for every declared bound.
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a section is laid out: its title, its columns and those of its samples.
 
-    A number without a declaration is kept and written back: it is of a plug-in that is not
-    installed here. A declared one that is missing is None.
+    Attributes:
+        name: of the section.
+        title: its heading on a page; empty: its name.
+        own: its columns, in the order they are printed: first those that name a row.
+        samples: the columns that it has for every sample.
+        declared: returns columns that are declared elsewhere, those of bounds; a report may have
+            further ones, of a plug-in that is not installed.
+        behind: the column behind which the declared ones are printed.
     """
 
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Float | None] = Field(init=False)
-    behind: ClassVar[str]
-    """The column of this type behind which the declared ones are printed."""
+    name: str
+    title: str = ""
+    own: Mapping[str, Column]
+    samples: Mapping[str, Column] = field(default_factory=dict)
+    declared: Callable[[], Mapping[str, Column]] | None = None
+    behind: str = ""
 
-    @classmethod
-    def declared(cls) -> dict[str, Column]:
-        """Return the columns that are declared elsewhere, in the order they are printed."""
-        raise NotImplementedError
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns by name, in the order they are printed."""
+        if self.declared is None:
+            return dict(self.own)
+        items = list(self.own.items())
+        place = list(self.own).index(self.behind) + 1
+        return dict([*items[:place], *self.declared().items(), *items[place:]])
 
-    @classmethod
-    def columns(cls) -> dict[str, Column]:
-        """Return the columns of this row type in the order they are printed."""
-        return _inserted(super().columns(), cls.behind, cls.declared())
+    def row(self, /, **cells: Any) -> Row:
+        """Return a row of these cells (`from_` for `from`); what is not given has its default.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, values: Any) -> Any:
-        # In a union of row types rows of the other types are tried too.
-        return dict.fromkeys(cls.declared()) | values if isinstance(values, dict) else values
-
-    @model_serializer(mode="wrap")
-    def _in_order(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values = write(self)
-        return {name: values[name] for name in self.columns() if name in values} | values
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """List the declared columns among the properties."""
-        schema = handler.resolve_ref_schema(handler(core))
-        number = {"anyOf": [*_NUMBER["anyOf"], {"type": "null"}], "default": None}
-        properties = {
-            name: number | {"title": name, "description": column.meaning} | asdict(column)
-            for name, column in cls.declared().items()
+        Raises:
+            ValueError: a cell is missing, of the wrong type or of no column.
+        """
+        columns = self.columns
+        cells = {name.removesuffix("_"): value for name, value in cells.items()}
+        strange = {name: Column(name, "") for name in cells if name not in columns}
+        if strange and self.declared is None:
+            raise ValueError(f"rows of {self.name} have no column {min(strange)!r}")
+        known = {
+            name: cells.get(name, None if column.needed else column.default)
+            for name, column in columns.items()
         }
-        schema["properties"] = _inserted(schema["properties"], cls.behind, properties)
-        return schema
-
-
-def _inserted(columns: dict[str, Any], behind: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Put more columns behind one of those that are there."""
-    items = list(columns.items())
-    at = list(columns).index(behind) + 1
-    return dict([*items[:at], *more.items(), *items[at:]])
+        known |= {name: cells[name] for name in strange}
+        read = columns | strange
+        return Row({name: read[name].read(name, value) for name, value in known.items()})
 
 
 class Array(Frozen):
@@ -233,3 +288,14 @@ class Array(Frozen):
         import numpy as np
 
         return np.array(self.data, dtype=np.float64).reshape(self.shape)
+
+
+Rows = tuple[
+    Annotated[
+        Row,
+        PlainValidator(lambda row: row),
+        PlainSerializer(dict, return_type=dict[str, Cell]),
+        WithJsonSchema({"type": "object", "additionalProperties": _CELL}),
+    ],
+    ...,
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from lipaudit.results.columns import Array, Row
 
@@ -61,23 +61,8 @@ def _require_edges(name: str, counts: Array, edges: Array | None) -> None:
         raise ValueError(f"{name} has counts below 0")
 
 
-R = TypeVar("R", bound=Row)
-
 Z95 = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
-
-
-class Rows(Protocol):
-    """What has rows: a section."""
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The rows."""
-
-
-def typed(section: Rows | None, kind: type[R]) -> list[R]:
-    """Return the rows of a section as rows of its type; none where there is no section."""
-    return [] if section is None else [row for row in section.rows if isinstance(row, kind)]
 
 
 def finite(values: Iterable[Any]) -> list[float]:
@@ -96,9 +81,9 @@ def order(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and value == value else -math.inf
 
 
-def largest(rows: Iterable[R], name: str, count: int) -> list[R]:
+def largest(rows: Iterable[Row], name: str, count: int) -> list[Row]:
     """Return the rows with the largest values of a column, largest first."""
-    return sorted(rows, key=lambda row: -order(getattr(row, name)))[:count]
+    return sorted(rows, key=lambda row: -order(row[name]))[:count]
 
 
 def log10(value: float | None) -> float | None:
@@ -106,6 +91,18 @@ def log10(value: float | None) -> float | None:
     if value is None or math.isnan(value):
         return value
     return math.log10(value) if value > 0 else -math.inf
+
+
+def log10_ratio(row: Row, bound: str) -> float | None:
+    """Return log10(bound / exact) of a head, from the logarithm where the bound overflows."""
+    value, exact = row[bound], log10(row.exact)
+    if exact is None or not math.isfinite(exact):
+        return None
+    if value is None or math.isinf(value):
+        stored = row.get(f"log10_{bound}")
+        return None if stored is None else float(stored) - exact
+    ratio = log10(value)
+    return None if ratio is None else ratio - exact
 
 
 def median_limits(values: Iterable[Any]) -> tuple[float, float] | None:

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from lipaudit.errors import UsageError
-from lipaudit.results.columns import Column, Row
+from lipaudit.results.columns import Layout
 from lipaudit.results.plugins import entries
 from lipaudit.results.rows import (
-    AttackRow,
-    AttentionRow,
-    BallRow,
-    BoundsRow,
-    CertifyRadiusRow,
-    CertifyRow,
-    JacobianRow,
-    LayerRow,
-    ScalingFitRow,
-    ScalingRow,
-    ScalingSplitRow,
+    ATTACK_TABLE,
+    ATTENTION_TABLE,
+    BALLS_TABLE,
+    BOUNDS_TABLE,
+    CERTIFY_TABLE,
+    FITS_TABLE,
+    JACOBIAN_TABLE,
+    LAYERS_TABLE,
+    RADII_TABLE,
+    SCALING_TABLE,
+    SPLITS_TABLE,
 )
-from lipaudit.results.samples import SAMPLES
 
 GROUP = "lipaudit.measures"
 
@@ -40,16 +39,14 @@ class MeasureRecord:
 
     Attributes:
         name: of its command and of its section.
-        rows: row types of its sections: of the section of its own name first, then of those that
-            are called NAME.SOMETHING.
-        samples: the columns that its section has for every sample.
+        tables: the layouts of its sections: of the section of its own name first, then of those
+            that are called NAME.SOMETHING.
         options: "module:name" of its `MeasureOptions`, whose docstring is the help of its command.
         runs: "module:name" of its `lipaudit.measures.Measure`, imported when it is first run.
     """
 
     name: str
-    rows: tuple[type[Row], ...]
-    samples: Mapping[str, Column] = field(default_factory=dict)
+    tables: tuple[Layout, ...]
     options: str
     runs: str
 
@@ -69,12 +66,11 @@ class MeasureRecord:
             ) from error
 
 
-def _own(name: str, kind: str, *rows: type[Row]) -> MeasureRecord:
+def _own(name: str, *tables: Layout) -> MeasureRecord:
     return MeasureRecord(
         name=name,
-        rows=rows,
-        samples=SAMPLES.get(name, {}),
-        options=f"lipaudit.settings.measure:{kind}Options",
+        tables=tables,
+        options=f"lipaudit.settings.measure:{name.capitalize()}Options",
         runs=f"lipaudit.measures.{name}:MEASURE",
     )
 
@@ -82,12 +78,12 @@ def _own(name: str, kind: str, *rows: type[Row]) -> MeasureRecord:
 OWN: dict[str, MeasureRecord] = {
     record.name: record
     for record in (
-        _own("bounds", "Bounds", BoundsRow, LayerRow, BallRow),
-        _own("attention", "Attention", AttentionRow),
-        _own("jacobian", "Jacobian", JacobianRow),
-        _own("attack", "Attack", AttackRow),
-        _own("certify", "Certify", CertifyRow, CertifyRadiusRow),
-        _own("scaling", "Scaling", ScalingRow, ScalingFitRow, ScalingSplitRow),
+        _own("bounds", BOUNDS_TABLE, LAYERS_TABLE, BALLS_TABLE),
+        _own("attention", ATTENTION_TABLE),
+        _own("jacobian", JACOBIAN_TABLE),
+        _own("attack", ATTACK_TABLE),
+        _own("certify", CERTIFY_TABLE, RADII_TABLE),
+        _own("scaling", SCALING_TABLE, FITS_TABLE, SPLITS_TABLE),
     )
 }
 """The measures that come along."""
@@ -105,19 +101,13 @@ def measures() -> Mapping[str, MeasureRecord]:
 
 def _fault(record: MeasureRecord) -> str:
     """Say what is wrong with the record of a plug-in."""
-    sections = [row.section for row in record.rows]
+    sections = [table.name for table in record.tables]
     if not sections or sections[0] != record.name:
-        return f"has no row type of the section {record.name!r}"
+        return f"has no table of the section {record.name!r}"
     strange = [s for s in sections[1:] if not s.startswith(f"{record.name}.")]
-    return f"has rows of a section {strange[0]!r}" if strange else ""
+    return f"has a table of the section {strange[0]!r}" if strange else ""
 
 
-def row_types() -> dict[str, type[Row]]:
-    """Return the row type of every section, by the section's name."""
-    return {row.section: row for record in measures().values() for row in record.rows}
-
-
-def sample_columns(section: str) -> Mapping[str, Column]:
-    """Return the per-sample columns of a section; `robust@ATTACK,NORM,EPS` reads as `robust`."""
-    record = measures().get(section)
-    return {} if record is None else record.samples
+def layouts() -> dict[str, Layout]:
+    """Return the layout of every section, by the section's name."""
+    return {table.name: table for record in measures().values() for table in record.tables}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
-    SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
@@ -17,9 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from lipaudit.results.columns import Array, Cell, Column, Float, Frozen, Row
+from lipaudit.results.columns import Array, Cell, Column, Float, Frozen, Layout, Row, Rows
 from lipaudit.results.figures import require_drawable
-from lipaudit.results.measures import row_types, sample_columns
+from lipaudit.results.measures import layouts
 from lipaudit.results.samples import require_flags
 from lipaudit.results.trials import parse_column
 
@@ -138,7 +137,7 @@ class Section(Frozen):
     """The result of one measure.
 
     Attributes:
-        measure: its name, which decides the row type (`row_types`).
+        measure: its name, which decides its layout.
         settings: the options it ran with.
         rows: one per head, layer, attack..., ordered by (layer, head) where there are any.
         samples: per-sample columns in the order of its `ids`.
@@ -155,7 +154,7 @@ class Section(Frozen):
 
     measure: str
     settings: dict[str, Any] = Field({}, repr=False)
-    rows: tuple[SerializeAsAny[Row], ...] = Field((), repr=False)
+    rows: Rows = Field((), repr=False)
     samples: dict[str, tuple[Cell, ...]] = Field({}, repr=False)
     arrays: dict[str, Array] = Field({}, repr=False)
     notes: tuple[Note, ...] = ()
@@ -176,12 +175,12 @@ class Section(Frozen):
     @classmethod
     def _typed(cls, rows: Any, info: ValidationInfo) -> Any:
         measure = info.data.get("measure", "")
-        kind = row_types().get(measure)
-        if kind is None:
+        layout = layouts().get(measure)
+        if layout is None:
             raise ValueError(f"no measure {measure!r} is installed here")
-        if not isinstance(rows, (list, tuple)):
-            raise ValueError("rows are a list")
-        return tuple(row if isinstance(row, kind) else kind.model_validate(row) for row in rows)
+        if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
+            raise ValueError("rows are a list of objects")
+        return tuple(layout.row(**row) for row in rows)
 
     _aligned = field_validator("samples")(aligned)
     _drawable = field_validator("arrays")(require_drawable)
@@ -196,24 +195,39 @@ class Section(Frozen):
 
         Columns stand as in the tables, in their units (`columns` says which).
         """
-        cells = [row.cells() for row in self.rows]
+        cells = [dict(row) for row in self.rows]
         try:
             pandas = import_module("pandas")
         except ImportError:
             return cells
-        return pandas.DataFrame(cells, columns=list(self.columns()))
+        return pandas.DataFrame(cells, columns=list(self.columns))
 
+    @property
+    def _layout(self) -> Layout:
+        return layouts()[self.measure]
+
+    @property
+    def title(self) -> str:
+        """Its heading on a page."""
+        return self._layout.title or self.measure
+
+    @property
     def columns(self) -> dict[str, Column]:
-        """Return how the columns of `rows` read.
+        """How the columns of `rows` read.
 
         One that is declared nowhere here, of a plug-in that is not installed, reads as its name.
         """
-        columns = row_types()[self.measure].columns()
-        absent = {name for row in self.rows for name in row.model_extra or ()} - columns.keys()
+        columns = self._layout.columns
+        absent = {name for row in self.rows for name in row} - columns.keys()
         strange = "A number of a plug-in that is not installed here."
         return columns | {
             name: Column(label=name, meaning=strange, domain="") for name in sorted(absent)
         }
+
+    @property
+    def sample_columns(self) -> Mapping[str, Column]:
+        """How the per-sample columns read; `robust@ATTACK,NORM,EPS` reads as `robust`."""
+        return self._layout.samples
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -222,8 +236,7 @@ class Section(Frozen):
 
     def sample_column(self, name: str) -> Column:
         """Return how a per-sample column reads (`robust@pgd,linf,2/255` reads as `robust`)."""
-        known = sample_columns(self.measure)
-        return known.get(parse_column(name)[0], Column(label=name, meaning=""))
+        return self.sample_columns.get(parse_column(name)[0], Column(label=name, meaning=""))
 
 
 class Model(Frozen):
@@ -359,6 +372,17 @@ class Report(Frozen):
 
         page = lipaudit.render(self, "html").decode()
         return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:40em;border:0"></iframe>'
+
+
+def rows_of(section: Section | None) -> list[Row]:
+    """Return the rows of a section, none where it was not measured."""
+    return [] if section is None else list(section.rows)
+
+
+def is_of_heads(section: Section) -> bool:
+    """Tell whether every row is of one head, named by the columns `layer` and `head`."""
+    columns = section.columns
+    return all(name in columns and columns[name].needed for name in ("layer", "head"))
 
 
 def model_labels(reports: Sequence[Report]) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lipaudit.results import readings
 from lipaudit.results.columns import Column
@@ -194,69 +193,3 @@ def is_repeat(name: str) -> bool:
     (True, False)
     """
     return re.fullmatch(r"[0-9a-f]{16}-\d+", name) is not None
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How the cell of a row comes from its samples: enough to compute it over some of them.
-
-    What is not given for a sample (NaN) counts for nothing.
-
-    Attributes:
-        stat: over the samples.
-        values: the array, (rows, samples), that holds what is reduced; or the per-sample column,
-            which is then that of the only row, or of the row's attack.
-        per: an array to divide the values by, sample by sample; empty for none.
-        weights: an array of what each sample counts in the mean; where it is not kept, or empty,
-            all count alike.
-    """
-
-    stat: Literal["median", "mean", "p95", "max"]
-    values: str
-    per: str = ""
-    weights: str = ""
-
-    @property
-    def arrays(self) -> frozenset[str]:
-        """The names of what it reads."""
-        return frozenset({self.values, self.per, self.weights} - {""})
-
-
-REDUCTIONS: dict[str, dict[str, Reduction]] = {
-    "bounds": {
-        "exact": Reduction("median", "exact"),
-        "exact_max": Reduction("max", "exact"),
-        "sharp": Reduction("median", "sharp"),
-        "sharp_ratio_max": Reduction("max", "sharp", per="exact"),
-    },
-    "bounds.layers": {
-        "exact": Reduction("median", "exact"),
-        "exact_out": Reduction("median", "exact_out"),
-    },
-    "bounds.ball": {
-        "ball_norm": Reduction("median", "ball_norm"),
-        "ball_sharp": Reduction("median", "ball_sharp"),
-        "ball_ratio_max": Reduction("max", "ball_sharp", per="ball_norm"),
-    },
-    "attention": {
-        "g1": Reduction("mean", "g1", weights="rows"),
-        "softmax_norm": Reduction("mean", "softmax_norm", weights="rows"),
-        "intermediate": Reduction("mean", "intermediate", weights="long_rows"),
-    },
-    "jacobian": {
-        "mean": Reduction("mean", "norm"),
-        "median": Reduction("median", "norm"),
-        "p95": Reduction("p95", "norm"),
-        "max": Reduction("max", "norm"),
-    },
-    "attack": {
-        "clean": Reduction("mean", "correct"),
-        "robust": Reduction("mean", "robust"),
-    },
-    "certify": {
-        "clean": Reduction("mean", "correct"),
-        "robust": Reduction("mean", "robust"),
-        "certified": Reduction("mean", "certified"),
-    },
-}
-"""Columns of rows, by section, that a report can be asked for over some of its samples."""

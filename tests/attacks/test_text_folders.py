@@ -136,6 +136,6 @@ def test_rows_and_sinks_are_means_over_what_their_columns_say(tmp_path):
     assert [row.entropy for row in section.rows] == pytest.approx(over_rows.tolist())
     assert [row.sink_first for row in section.rows] == pytest.approx(over_samples[0].tolist())
     assert [row.sink_max for row in section.rows] == pytest.approx(over_samples[1].tolist())
-    meanings = {name: column.meaning for name, column in section.columns().items()}
+    meanings = {name: column.meaning for name, column in section.columns.items()}
     assert "mean over the rows (queries) of all samples" in meanings["entropy"]
     assert "then over samples" in meanings["sink_first"]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from lipaudit.results import (
+    ATTACK_TABLE,
+    BOUNDS_TABLE,
+    JACOBIAN_TABLE,
     Array,
-    AttackRow,
-    BoundsRow,
     Data,
-    JacobianRow,
     Model,
     Report,
     Run,
@@ -28,7 +28,7 @@ def sample_ids(count, start=0):
 def make_jacobian(norms, *, ids=None, converged=None, **settings):
     norms = np.asarray(norms, dtype=float)
     finite = norms if norms.size else np.array([np.nan])
-    row = JacobianRow(
+    row = JACOBIAN_TABLE.row(
         from_="pixels",
         to="logits",
         samples=norms.size,
@@ -55,7 +55,7 @@ def make_bounds(exact, *, heads=2, ids=None, converged=True, **settings):
     """A `bounds` section out of exact norms, (layers * heads, samples)."""
     exact = np.asarray(exact, dtype=float)
     rows = [
-        BoundsRow(
+        BOUNDS_TABLE.row(
             layer=i // heads,
             head=i % heads,
             module=f"blocks.{i // heads}.attn",
@@ -89,7 +89,7 @@ def make_attack(
         for attack in (*attacks, "worst"):
             columns[f"robust@{attack},{norm},{text}"] = tuple(line.tolist())
             rows.append(
-                AttackRow(
+                ATTACK_TABLE.row(
                     attack=attack,
                     norm=norm,
                     eps=float(eval_fraction(text)),

@@ -11,7 +11,7 @@ from lipaudit.gate import compare
 from lipaudit.gate.changes import compute_head_changes
 from lipaudit.gate.comparable import require_same_conditions
 from lipaudit.gate.contrasts import TOLERANCE
-from lipaudit.results import Array, AttentionRow, CertifyRow, Section
+from lipaudit.results import ATTENTION_TABLE, CERTIFY_TABLE, Array, Section
 from lipaudit.results.report import Failure
 
 RNG = np.random.default_rng(33)
@@ -185,7 +185,7 @@ def test_nobody_flips_under_a_weaker_attack(attacked, bounds):
 
 def certified(verdicts):
     column = [int(v == "certified") for v in verdicts]
-    row = CertifyRow(norm="linf", eps=0.01, eps_text="0.01", samples=len(verdicts))
+    row = CERTIFY_TABLE.row(norm="linf", eps=0.01, eps_text="0.01", samples=len(verdicts))
     return Section(
         measure="certify",
         settings={"seed": 0},
@@ -300,7 +300,7 @@ def test_inputs_in_another_form_are_paired_by_their_place(report, jacobian, ids,
 
 def stuck(section, row):
     rows = list(section.rows)
-    rows[row] = rows[row].model_copy(update={"converged": False})
+    rows[row] = rows[row].replace(converged=False)
     return section.model_copy(update={"rows": tuple(rows)})
 
 
@@ -378,7 +378,7 @@ def test_what_failed_keeps_nothing_else_from_being_compared(report, jacobian, at
 
 def test_shares_that_are_the_same_are_unchanged(report, norms):
     def fragile(share):
-        rows = tuple(AttentionRow(layer=0, head=i, intermediate=share) for i in range(2))
+        rows = tuple(ATTENTION_TABLE.row(layer=0, head=i, intermediate=share) for i in range(2))
         arrays = {"intermediate": Array.of(np.full((2, 4), share))}
         return Section(
             measure="attention", rows=rows, samples={"ids": tuple("abcd")}, arrays=arrays

@@ -101,7 +101,7 @@ def with_margins(section, margins):
 
 
 def encoder(section):
-    row = section.rows[0].model_copy(update={"to": "features"})
+    row = section.rows[0].replace(to="features")
     return section.model_copy(update={"rows": (row,)})
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import judge, parse_rule
-from lipaudit.results import BallRow, Note, Section
+from lipaudit.results import BALLS_TABLE, Note, Section
 
 RNG = np.random.default_rng(11)
 EXACT = RNG.lognormal(0, 0.3, (12, 8))  # 6 layers of 2 heads, 8 samples
@@ -207,7 +207,7 @@ def test_figures_compared_as_they_are_meet_their_limit_exactly(
     report, bounds, old, new, rule, status
 ):
     before, now = (bounds([[v] * 8], heads=1) for v in (old, new))
-    row = now.rows[0].model_copy(update={"exact": new})
+    row = now.rows[0].replace(exact=new)
     now = now.model_copy(update={"rows": (row,)})
     assert only(judge(report(now, weights="b"), report(before), rules(rule))).status == status
 
@@ -393,7 +393,7 @@ def test_attacks_that_begin_elsewhere_prove_no_change_of_the_same_weights(report
 
 def test_norms_of_another_map_are_not_judged(report, jacobian, norms):
     section = jacobian(norms)
-    row = section.rows[0].model_copy(update={"to": "features"})
+    row = section.rows[0].replace(to="features")
     encoder = section.model_copy(update={"rows": (row,)})
     judgement = judge(report(encoder, weights="b"), report(section))
     assert {v.status for v in judgement.verdicts} == {"not comparable"}
@@ -411,7 +411,7 @@ def test_rows_that_a_report_keeps_whole_are_not_judged_over_other_samples(report
 
 def test_a_radius_picks_balls_by_its_value(report):
     rows = tuple(
-        BallRow(layer=2, head=head, r=r, ball_sharp=1.0 + r)
+        BALLS_TABLE.row(layer=2, head=head, r=r, ball_sharp=1.0 + r)
         for head in (0, 1)
         for r in (1 / 255, 0.03)
     )

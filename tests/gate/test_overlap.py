@@ -11,7 +11,7 @@ import lipaudit
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
 from lipaudit.gate.rules import BINARY, STATS, metrics
-from lipaudit.results.samples import REDUCTIONS
+from lipaudit.results import layouts
 
 PLAN = {
     "bounds": {"radius": "0.03", "layers": "0,2"},
@@ -67,7 +67,7 @@ def rules(audit):
 def recomputed(verdict):
     """Whether a report keeps what a figure is made of."""
     rule = parse_rule(verdict.rule)
-    return rule.per_sample or rule.column in REDUCTIONS[rule.measure]
+    return rule.per_sample or bool(layouts()[rule.measure].columns[rule.column].reduction)
 
 
 @pytest.mark.parametrize("name", [name for name in OTHER if "superset" in name])
@@ -104,7 +104,7 @@ def test_a_comparison_finds_the_same_weights_unchanged(audit, name):
     for pair in (compare(reports).pairs[0], compare(reports[::-1]).pairs[0]):
         compared = {v.metric.rpartition(":")[0]: v.status for v in pair.verdicts if not v.reason}
         assert set(compared.values()) == {"unchanged"}
-        measured = {section for section in REDUCTIONS if section.partition(".")[0] in PLAN}
+        measured = {name for name in layouts() if name.partition(".")[0] in PLAN}
         assert {metric.rpartition(".")[0] for metric in compared} >= measured
         for changes in pair.heads:
             values = [head.change for head in changes.heads if head.change is not None]

@@ -6,7 +6,7 @@ from scipy import stats
 
 from lipaudit.gate import compare, judge, parse_rule
 from lipaudit.report.page import samples
-from lipaudit.results import Array, AttentionRow, Section
+from lipaudit.results import ATTENTION_TABLE, Array, Section
 from lipaudit.results.figures import wilson
 
 NORMS = np.random.default_rng(5).lognormal(0, 0.4, 64)
@@ -78,7 +78,9 @@ OVER_HEADS = {
 def attention(values):
     """A section whose rows are means over tokens, and what is kept of each sample."""
     rows = tuple(
-        AttentionRow(layer=i // 2, head=i % 2, softmax_norm=float(line[np.isfinite(line)].mean()))
+        ATTENTION_TABLE.row(
+            layer=i // 2, head=i % 2, softmax_norm=float(line[np.isfinite(line)].mean())
+        )
         for i, line in enumerate(values)
     )
     ids = tuple(f"{i:016x}" for i in range(values.shape[1]))

@@ -1,58 +1,53 @@
-"""Rules on a measure that the gate has never heard of: names and directions from its row type."""
+"""Rules on a measure that the gate has never heard of: names and directions from its columns."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lipaudit.errors import UsageError
 from lipaudit.gate import compare, judge, parse_rule, promote
-from lipaudit.results import Column, Row, Section
-from lipaudit.results.columns import Float, column
-from lipaudit.results.heads import HeadRow
+from lipaudit.results import Column, Layout, Section
+from lipaudit.results.columns import count_column, text_column
+from lipaudit.results.heads import HEAD
 from tests.strangers import register
 from tests.strangers import registry as registry
 
 TENSION = np.random.default_rng(5).lognormal(0, 0.3, 64)
 
 
-class SpreadRow(Row):
-    """One stage: how far its features spread."""
-
-    section: ClassVar[str] = "spread"
-    stage: str = column("stage", "Part of the model.", ..., format="s")
-    depth: int = column("depth", "Blocks before it.", 0, format="d")
-    spread: Float | None = column("spread", "How far features spread.", better="lower")
-
-
-class HeatRow(HeadRow):
-    """One head: its temperature."""
-
-    section: ClassVar[str] = "heat"
-    heat: Float | None = column("T", "Temperature.", better="lower")
+SPREAD = Layout(
+    name="spread",
+    own={
+        "stage": text_column("stage", "Part of the model.", needed=True),
+        "depth": count_column("depth", "Blocks before it."),
+        "spread": Column("spread", "How far features spread.", better="lower"),
+    },
+    samples={"tension": Column("tension", "Of the sample.", better="lower")},
+)
+HEAT = Layout(name="heat", own={**HEAD, "heat": Column("T", "Temperature.", better="lower")})
 
 
 @pytest.fixture
 def strange(monkeypatch, registry, report, ids):
     """A report of two measures that are registered as a plug-in would."""
-    tension = Column(label="tension", meaning="Of the sample.", better="lower")
-    register(monkeypatch, SpreadRow, {"tension": tension})
-    register(monkeypatch, HeatRow)
+    register(monkeypatch, SPREAD)
+    register(monkeypatch, HEAT)
 
     def build(stem=1.0, trunk=2.0, times=1.0, hot=1.0, weights="a"):
         spread = Section(
             measure="spread",
             rows=[
-                SpreadRow(stage="stem", depth=0, spread=stem),
-                SpreadRow(stage="trunk", depth=3, spread=trunk),
+                SPREAD.row(stage="stem", depth=0, spread=stem),
+                SPREAD.row(stage="trunk", depth=3, spread=trunk),
             ],
             samples={"ids": ids(64), "tension": tuple((times * TENSION).tolist())},
         )
         heat = Section(
             measure="heat",
-            rows=[HeatRow(layer=i, head=0, heat=1.0 + i * hot) for i in range(2)],
+            rows=[HEAT.row(layer=i, head=0, heat=1.0 + i * hot) for i in range(2)],
         )
         return report(spread, heat, weights=weights)
 
@@ -115,7 +110,7 @@ def test_a_comparison_has_its_figures_and_a_map_of_its_heads(strange):
 
 
 def test_rows_are_compared_where_no_samples_are_kept(strange, monkeypatch):
-    register(monkeypatch, SpreadRow)
+    register(monkeypatch, replace(SPREAD, samples={}))
     pair = compare([strange(), strange(trunk=4.0, weights="b")]).pairs[0]
     assert {v.metric: v.status for v in pair.verdicts}["spread.spread:median"] == "regressed"
 

@@ -15,7 +15,7 @@ from lipaudit.measures.attention import MEANS, AttentionOptions, measure, summar
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.results.samples import REDUCTIONS
+from lipaudit.results import ATTENTION_TABLE
 from lipaudit.theory.softmax import profile_rows, row_statistics
 
 SMALL = {
@@ -240,7 +240,8 @@ def test_means_over_some_samples_follow_from_what_is_kept_of_each(some):
     section = section_of(net, [batch])
     picked = list(some)
     alone = section_of(net, [batch[i : i + 1] for i in picked])
-    for name, how in REDUCTIONS["attention"].items():
+    reductions = {n: c.reduction for n, c in ATTENTION_TABLE.columns.items() if c.reduction}
+    for name, how in reductions.items():
         means, weights = (section.arrays[n].numpy()[:, picked] for n in (how.values, how.weights))
         expected = [getattr(row, name) for row in alone.rows]
         assert (means * weights).sum(1) / weights.sum(1) == pytest.approx(expected, rel=2e-5)

@@ -121,7 +121,7 @@ def test_the_figures_are_those_of_the_scorecard(report):
 
 def test_what_is_not_finite_is_not_logged(report):
     section = report.section("jacobian")
-    row = section.rows[0].model_copy(update={"median": math.nan})
+    row = section.rows[0].replace(median=math.nan)
     broken = section.model_copy(update={"rows": (row, *section.rows[1:])})
     whole = report.model_copy(update={"sections": (broken,)})
     assert "lipaudit/jacobian_norm/median" not in collect_figures(whole)

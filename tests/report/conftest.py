@@ -8,25 +8,26 @@ import pytest
 from lipaudit.report import html, of_reports, render
 from lipaudit.report.page.document import make_page
 from lipaudit.results import (
+    ATTACK_TABLE,
+    ATTENTION_TABLE,
+    BALLS_TABLE,
+    BOUNDS_TABLE,
+    CERTIFY_TABLE,
+    FITS_TABLE,
+    JACOBIAN_TABLE,
+    LAYERS_TABLE,
+    RADII_TABLE,
+    SCALING_TABLE,
+    SPLITS_TABLE,
     Array,
-    AttackRow,
-    AttentionRow,
-    BallRow,
-    BoundsRow,
-    CertifyRadiusRow,
-    CertifyRow,
     Data,
-    JacobianRow,
-    LayerRow,
     Model,
     Note,
     Report,
+    Row,
     Run,
-    ScalingFitRow,
-    ScalingRow,
-    ScalingSplitRow,
     Section,
-    row_types,
+    layouts,
 )
 from lipaudit.results.report import Shard
 
@@ -41,12 +42,12 @@ INTERMEDIATE = ((0.12, 0.04, 0.31, 0.55), (0.08, 0.02, 0.91, 0.27), (0.0, 0.61, 
 NORMS = tuple(round(2.5 * 1.13**index, 3) for index in range(22)) + (math.nan, None)
 
 
-def _bound(layer: int, head: int) -> BoundsRow:
+def _bound(layer: int, head: int) -> Row:
     exact = EXACT[layer][head]
     times = 1.0 if exact is None or math.isnan(exact) else exact
     sharp = times * (1.12 + 0.11 * layer + 0.04 * head)
     overflow = (layer, head) == (1, 2)
-    return BoundsRow(
+    return BOUNDS_TABLE.row(
         layer=layer,
         head=head,
         module=f"blocks.{layer}.attn",
@@ -99,7 +100,7 @@ def _bounds() -> Section:
 
 def _layers() -> Section:
     rows = tuple(
-        LayerRow(
+        LAYERS_TABLE.row(
             layer=layer,
             module=f"blocks.{layer}.attn",
             exact=(2.4, 13.1, 5.6)[layer],
@@ -115,7 +116,7 @@ def _layers() -> Section:
 
 def _balls() -> Section:
     rows = tuple(
-        BallRow(
+        BALLS_TABLE.row(
             layer=1,
             head=head,
             module="blocks.1.attn",
@@ -133,10 +134,10 @@ def _balls() -> Section:
     return Section(measure="bounds.ball", settings={"radius": ["0.03", "30"]}, rows=rows)
 
 
-def _attention_row(layer: int, head: int) -> AttentionRow:
+def _attention_row(layer: int, head: int) -> Row:
     share = INTERMEDIATE[layer][head]
     uniform = round((1 - share) * (0.2 + 0.2 * head), 4)
-    return AttentionRow(
+    return ATTENTION_TABLE.row(
         layer=layer,
         head=head,
         module=f"blocks.{layer}.attn",
@@ -198,7 +199,7 @@ def _jacobian() -> Section:
         measure="jacobian",
         settings={"norm": "2", "inputs": "pixels"},
         rows=(
-            JacobianRow(
+            JACOBIAN_TABLE.row(
                 **{"from": "pixels"},
                 to="logits",
                 norm="2",
@@ -208,7 +209,7 @@ def _jacobian() -> Section:
                 max=32.55,
                 **common,
             ),
-            JacobianRow(
+            JACOBIAN_TABLE.row(
                 **{"from": "pixels"},
                 to="logits",
                 norm="inf",
@@ -234,9 +235,9 @@ def _jacobian() -> Section:
     )
 
 
-def _attack_row(attack: str, text: str, robust: float, **cost: float) -> AttackRow:
+def _attack_row(attack: str, text: str, robust: float, **cost: float) -> Row:
     above, below = text.split("/")
-    return AttackRow(
+    return ATTACK_TABLE.row(
         attack=attack,
         norm="linf",
         eps=int(above) / int(below),
@@ -273,9 +274,9 @@ def _attack() -> Section:
     )
 
 
-def _certify_row(text: str, robust: int, certified: int) -> CertifyRow:
+def _certify_row(text: str, robust: int, certified: int) -> Row:
     above, below = text.split("/")
-    return CertifyRow(
+    return CERTIFY_TABLE.row(
         norm="linf",
         eps=int(above) / int(below),
         eps_text=text,
@@ -308,7 +309,7 @@ def _certify() -> tuple[Section, Section]:
     samples["radius_adversarial"] = (None, *(round(0.008 + 0.002 * i, 3) for i in range(22)), None)
     rows = tuple(_certify_row(eps, *each) for eps, each in counts.items())
     note = Note(level="info", code="real-arithmetic", text="certificates are of real numbers")
-    radii = CertifyRadiusRow(
+    radii = RADII_TABLE.row(
         norm="linf",
         samples=23,
         radius=0.0033,
@@ -327,7 +328,7 @@ def _certify() -> tuple[Section, Section]:
 
 def _scaling() -> Section:
     rows = tuple(
-        ScalingRow(
+        SCALING_TABLE.row(
             layer=layer,
             head=0,
             module=f"blocks.{layer}.attn",
@@ -350,7 +351,7 @@ def _scaling() -> Section:
 
 def _fit() -> Section:
     rows = (
-        ScalingFitRow(
+        FITS_TABLE.row(
             layer=0,
             head=0,
             mode="real",
@@ -359,13 +360,13 @@ def _fit() -> Section:
             radius_exponent=1.8,
             r2=0.97,
         ),
-        ScalingFitRow(mode="real", exponent=0.31, exponent_se=None, r2=0.88),
+        FITS_TABLE.row(mode="real", exponent=0.31, exponent_se=None, r2=0.88),
     )
     return Section(measure="scaling.fit", rows=rows)
 
 
 def _splits() -> Section:
-    row = ScalingSplitRow(
+    row = SPLITS_TABLE.row(
         layer=1,
         head=0,
         module="blocks.1.attn",
@@ -449,7 +450,7 @@ def make_other() -> Report:
         halve = {"bounds": ("exact", "sharp"), "attention": ("g1", "intermediate")}
         names = halve.get(section.measure, ())
         rows = tuple(
-            row.model_copy(update={n: getattr(row, n) and getattr(row, n) / 2 for n in names})
+            row.replace(**{n: getattr(row, n) and getattr(row, n) / 2 for n in names})
             for row in section.rows
         )
         changed.append(section.model_copy(update={"rows": rows}))
@@ -476,9 +477,7 @@ def large_report() -> Report:
         section.model_copy(
             update={
                 "rows": tuple(
-                    section.rows[(layer + head) % 11].model_copy(
-                        update={"layer": layer, "head": head}
-                    )
+                    section.rows[(layer + head) % 11].replace(**{"layer": layer, "head": head})
                     for layer in range(32)
                     for head in range(32)
                 ),
@@ -497,7 +496,7 @@ def blank_report() -> Report:
     names = {"layer": 0, "head": 0, "r": 0.1, "n": 8}
     names |= {"attack": "pgd", "norm": "linf", "eps": 0.1}
     sections = []
-    for measure, kind in row_types().items():
-        required = {n: names[n] for n, field in kind.model_fields.items() if field.is_required()}
-        sections.append(Section(measure=measure, rows=(kind(**required),)))
+    for measure, kind in layouts().items():
+        required = {n: names[n] for n, column in kind.columns.items() if column.needed}
+        sections.append(Section(measure=measure, rows=(kind.row(**required),)))
     return make_report().model_copy(update={"sections": tuple(sections)})

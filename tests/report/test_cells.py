@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lipaudit.report import cells
-from lipaudit.results import Column, row_types
+from lipaudit.results import Column, layouts
 
 
 def column(**how: object) -> Column:
@@ -60,9 +60,9 @@ def test_columns_that_stand_apart_are_marked():
     assert notes == ["ᵃ exact at X", "ᵇ empirical in the ball"]
 
 
-@pytest.mark.parametrize("kind", row_types().values(), ids=row_types())
+@pytest.mark.parametrize("kind", layouts().values(), ids=layouts())
 def test_marks_suffice_for_every_row_type(kind):
-    columns = list(kind.columns().values())
+    columns = list(kind.columns.values())
     marks, notes = cells.list_footnotes(columns)
     standings = {cells.describe_standing(c) for c in columns} - {""}
     assert len(notes) == len(standings)

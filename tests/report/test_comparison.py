@@ -46,7 +46,7 @@ def measured(report, exact, norms, robust):
     names = tuple(f"{i:016x}" for i in range(64))
     bounds, jacobian, attack = (report.section(m) for m in ("bounds", "jacobian", "attack"))
     rows = [
-        row.model_copy(update={"exact": float(np.median(line)), "converged": True})
+        row.replace(exact=float(np.median(line)), converged=True)
         for row, line in zip(bounds.rows, exact, strict=True)
     ]
     sections = (
@@ -59,7 +59,7 @@ def measured(report, exact, norms, robust):
         ),
         jacobian.model_copy(
             update={
-                "rows": tuple(row.model_copy(update={"converged": 64}) for row in jacobian.rows),
+                "rows": tuple(row.replace(converged=64) for row in jacobian.rows),
                 "samples": {"ids": names, "norm": tuple(norms.tolist())},
             }
         ),

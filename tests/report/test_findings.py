@@ -53,7 +53,7 @@ def texts(report: Report) -> list[str]:
 
 def with_rows(report: Report, measure: str, **changes: object) -> Report:
     sections = tuple(
-        s.model_copy(update={"rows": tuple(row.model_copy(update=changes) for row in s.rows)})
+        s.model_copy(update={"rows": tuple(row.replace(**changes) for row in s.rows)})
         for s in report.sections
         if s.measure == measure
     )
@@ -68,7 +68,7 @@ def test_every_finding_names_a_row_and_a_column_of_the_report(report):
         heads = {f"{r.layer}.{r.head}" for r in section.rows if hasattr(r, "head")}
         named = re.search(r"^(?:bounds|attention) (\d+\.\d+),", finding.source)
         assert not named or named[1] in heads
-        known = set(section.columns()) | set(section.samples)
+        known = set(section.columns) | set(section.samples)
         assert known & set(re.findall(r"\w+", finding.source))
 
 
@@ -87,8 +87,7 @@ def test_layers_where_sharp_and_exact_diverge(report):
 def test_one_is_no_plural(report):
     bounds = report.section("bounds")
     rows = tuple(
-        row.model_copy(update={"exact": 1.0, "sharp": 3.0 if row.layer == 1 else 1.5})
-        for row in bounds.rows
+        row.replace(exact=1.0, sharp=3.0 if row.layer == 1 else 1.5) for row in bounds.rows
     )
     only = keep(report, bounds.model_copy(update={"rows": rows}))
     assert any(t.endswith("2-fold in layer 1 (3.00).") for t in texts(only))

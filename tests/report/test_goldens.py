@@ -13,7 +13,7 @@ import pytest
 
 from lipaudit.report import markdown, records, terminal
 from lipaudit.report.page.document import make_page
-from lipaudit.results import row_types
+from lipaudit.results import layouts
 
 GOLDENS = Path(__file__).parent / "goldens"
 FORMATS = {
@@ -35,7 +35,7 @@ def cut(text: str) -> dict[str, str]:
     """Cut a text at the heads of its sections; `page` is what stands before and after them."""
     lines = text.splitlines(keepends=True)
     starts = {}
-    for measure, kind in row_types().items():
+    for measure, kind in layouts().items():
         heads = {head.format(title=kind.title, measure=measure) for head in HEADS}
         (starts[measure],) = (i for i, line in enumerate(lines) if line.rstrip("\n") in heads)
     last = max(starts.values())
@@ -53,11 +53,11 @@ def sections(report) -> dict[str, str]:
     cuts = {name: cut(render(report).decode()) for name, render in FORMATS.items()}
     return {
         measure: "".join(f"{'=' * 8} {name}\n{text[measure]}" for name, text in cuts.items())
-        for measure in ("page", *row_types())
+        for measure in ("page", *layouts())
     }
 
 
-@pytest.mark.parametrize("measure", ["page", *row_types()])
+@pytest.mark.parametrize("measure", ["page", *layouts()])
 def test_every_word_of_a_section(sections, measure):
     path = GOLDENS / f"{measure}.txt"
     if os.environ.get("LIPAUDIT_WRITE_GOLDENS"):
@@ -74,6 +74,4 @@ def test_no_word_stands_outside_the_pieces(report):
 
 
 def test_no_golden_is_left_over():
-    assert {path.name for path in GOLDENS.iterdir()} == {
-        f"{m}.txt" for m in ("page", *row_types())
-    }
+    assert {path.name for path in GOLDENS.iterdir()} == {f"{m}.txt" for m in ("page", *layouts())}

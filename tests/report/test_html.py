@@ -135,8 +135,8 @@ def test_page_of_a_large_model_stays_small(large_report):
 def scaled(row, layer: int, head: int):
     """Return a row as that of another head, with figures of its own."""
     factor = 1 + 0.003 * head + 0.04 * layer
-    figures = {n: v * factor for n, v in row if isinstance(v, float) and math.isfinite(v)}
-    return row.model_copy(update=figures | {"layer": layer, "head": head})
+    figures = {n: v * factor for n, v in row.items() if isinstance(v, float) and math.isfinite(v)}
+    return row.replace(**(figures | {"layer": layer, "head": head}))
 
 
 def test_page_of_an_audit_of_144_heads_stays_within_2_mb(report):

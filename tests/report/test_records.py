@@ -36,9 +36,9 @@ def read(shown) -> list[dict[str, str]]:
 def cells(section: Section) -> list[tuple[str, str, str, object]]:
     """The layer, sample, column and value of every cell, in order."""
     rows = [
-        (str(at) if (at := row.cells().get("layer")) is not None else "", "", name, value)
+        (str(at) if (at := row.get("layer")) is not None else "", "", name, value)
         for row in section.rows
-        for name, value in row.cells().items()
+        for name, value in row.items()
         if name not in ("layer", "head")
     ]
     ids = section.samples.get("ids", ())

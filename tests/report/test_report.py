@@ -19,7 +19,7 @@ from lipaudit.report.pictures import (
     Histogram,
     Scatter,
 )
-from lipaudit.results import Array, row_types
+from lipaudit.results import Array, layouts
 from tests.report.conftest import keep
 
 PICTURES = (Curve, Density, Heatmap, Histogram, Scatter)
@@ -34,7 +34,7 @@ def _of(report, measure, kind):
     return [b for b in show_section(report.section(measure)) if isinstance(b, kind)]
 
 
-@pytest.mark.parametrize("measure", row_types())
+@pytest.mark.parametrize("measure", layouts())
 @pytest.mark.parametrize("name", [n for n in PAGES if RENDERERS[n].takes in WHOLE])
 def test_every_section_in_every_format(report, name, measure):
     alone = keep(report, report.section(measure))
@@ -70,7 +70,7 @@ def test_sections_without_rows_in_every_format(report, name):
 def test_reports_with_different_sections_side_by_side(report, other, blank_report, name):
     fewer = keep(other, *other.sections[2:4])
     text = render(of_reports(report, fewer, blank_report), name).decode()
-    assert all(kind.title in text for kind in row_types().values())
+    assert all(kind.title in text for kind in layouts().values())
 
 
 @pytest.mark.parametrize("name", SIDE_BY_SIDE)
@@ -83,7 +83,7 @@ def test_measure_without_a_view_shows_its_rows(report, name, monkeypatch):
 
 
 def test_every_measure_has_a_title_of_its_own():
-    titles = [kind.title for kind in row_types().values()]
+    titles = [kind.title for kind in layouts().values()]
     assert all(titles)
     assert len(set(titles)) == len(titles)
 

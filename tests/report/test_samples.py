@@ -19,7 +19,7 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.report import of_sample, render, terminal
 from lipaudit.report.page import samples
 from lipaudit.report.page.document import make_page
-from lipaudit.results import measures
+from lipaudit.results import layouts
 from lipaudit.results.report import Example, Gradient
 from lipaudit.results.samples import FLAGS
 from lipaudit.results.worst import worst
@@ -64,7 +64,7 @@ def test_what_is_of_some_of_the_samples_says_so_of_each(report):
 
 
 def test_what_says_yes_or_no_is_told_from_numbers_that_are_0_and_1(report):
-    flags = {n for record in measures().values() for n, c in record.samples.items()
+    flags = {n for layout in layouts().values() for n, c in layout.samples.items()
              if c.meaning.startswith("Whether")}  # fmt: skip
     assert flags | {"converged"} == FLAGS
     attack = report.section("attack")

@@ -17,9 +17,9 @@ from lipaudit.report.blocks import Table
 from lipaudit.report.markdown import escape
 from lipaudit.report.page.document import make_page, make_screen
 from lipaudit.report.page.opening import make_scorecard
-from lipaudit.results import AttentionRow, Section
+from lipaudit.results import ATTENTION_TABLE, Section
 from lipaudit.results.figures import median_limits, wilson
-from lipaudit.results.rows import CertifyRow
+from lipaudit.results.rows import CERTIFY_TABLE
 from lipaudit.results.summary import summary
 from tests.report.conftest import keep
 
@@ -31,7 +31,7 @@ def lines(report) -> dict[str, tuple[object, str, str]]:
 
 def with_rows(report, measure, **changes):
     section = report.section(measure)
-    rows = tuple(row.model_copy(update=changes) for row in section.rows)
+    rows = tuple(row.replace(**changes) for row in section.rows)
     return keep(report, section.model_copy(update={"rows": rows}))
 
 
@@ -52,7 +52,9 @@ def test_accuracies_and_their_limits(report):
 
 def test_what_is_proven_stands_below_what_attacks_left(report):
     proven = {"certified": 0.25, "certified_low": 0.1, "certified_high": 0.4, "undecided": 3}
-    row = CertifyRow(norm="linf", eps=2 / 255, eps_text="2/255", samples=8, robust=0.5, **proven)
+    row = CERTIFY_TABLE.row(
+        norm="linf", eps=2 / 255, eps_text="2/255", samples=8, robust=0.5, **proven
+    )
     section = Section(measure="certify", rows=(row,))
     for others, labels in (
         ((), ["under attack, linf 2/255", "certified, linf 2/255"]),
@@ -84,7 +86,7 @@ def test_the_certified_radius_is_the_median_of_what_is_right_with_its_limits(rep
 
 def test_what_is_not_measured_of_a_certificate_has_no_column(report):
     section = report.section("certify")
-    unknown = tuple(row.model_copy(update={"clean": None}) for row in section.rows)
+    unknown = tuple(row.replace(clean=None) for row in section.rows)
     bare = keep(report, section.model_copy(update={"rows": unknown}))
     for shown, there in ((report, True), (bare, False)):
         chapter = next(c for c in make_page(shown).chapters if c.name == "certify")
@@ -143,7 +145,7 @@ def test_where_a_sample_is_found_stands_wherever_it_is_named(report, format):
 
 def test_one_sample_has_one_norm_and_no_quantiles(report):
     section = report.section("jacobian")
-    row = section.rows[0].model_copy(update={"samples": 1})
+    row = section.rows[0].replace(samples=1)
     samples = {name: values[:1] for name, values in section.samples.items()}
     one = section.model_copy(update={"rows": (row,), "samples": samples})
     labels = [name for name in lines(keep(report, one)) if name.startswith("Jacobian")]
@@ -173,7 +175,7 @@ def test_steepest_heads_are_the_largest_norms(report):
     ],
 )
 def test_penalty_pulls_to_where_the_rows_lie(report, shares, tokens, k):
-    row = AttentionRow(layer=0, head=0, intermediate=0.2, tokens=tokens, **shares)
+    row = ATTENTION_TABLE.row(layer=0, head=0, intermediate=0.2, tokens=tokens, **shares)
     section = Section(measure="attention", settings={"k": 10}, rows=(row,))
     fragile = summary(keep(report, section)).fragile
     assert (fragile.share, fragile.heads, fragile.of, fragile.k) == (0.2, 0, 1, k)
@@ -188,7 +190,7 @@ def test_the_command_that_lowers_the_share_of_fragile_rows(report):
     calm = with_rows(report, "attention", intermediate=0.01)
     assert lines(calm)["fragile rows"][2] == ""
     features = report.section("jacobian")
-    rows = tuple(row.model_copy(update={"to": "features"}) for row in features.rows)
+    rows = tuple(row.replace(to="features") for row in features.rows)
     encoder = (report.section("attention"), features.model_copy(update={"rows": rows}))
     assert lines(keep(report, *encoder))["fragile rows"][2] == ""
 
@@ -284,9 +286,7 @@ def test_a_screen_has_the_warnings_the_scorecard_and_no_section(report):
 def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_report):
     attack = report.section("attack")
     balls = tuple(
-        row.model_copy(update={"eps": f"{n}/255", "norm": "linf"})
-        for n in range(1, 60)
-        for row in attack.rows[:1]
+        row.replace(eps=f"{n}/255", norm="linf") for n in range(1, 60) for row in attack.rows[:1]
     )
     many = keep(report, attack.model_copy(update={"rows": balls}))
     noted = sum(note.level == "warning" for note in make_screen(report).notes)

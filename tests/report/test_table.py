@@ -151,7 +151,7 @@ def test_text_that_fits_is_not_broken(report):
 def test_heads_say_in_what_their_norm_is_taken(report):
     """A column that says the same of every head of most models is shown where it does not."""
     section = report.section("bounds")
-    other = section.rows[0].model_copy(update={"input": "queries apart"})
+    other = section.rows[0].replace(input="queries apart")
     mixed = section.model_copy(update={"rows": (other, *section.rows[1:])})
     for part, shown in ((section, False), (mixed, True)):
         (table,) = [b for b in view_bounds(part) if "amplifying" in getattr(b, "title", "")]
@@ -176,7 +176,7 @@ def test_long_names_leave_room_for_the_widest_column(report, other):
         rows = [{"module": "encoder.layers.11.attention.output"}] * 2
         section = one.section("jacobian")
         named = tuple(
-            row.model_copy(update=update) for row, update in zip(section.rows, rows, strict=True)
+            row.replace(**update) for row, update in zip(section.rows, rows, strict=True)
         )
         return one.model_copy(
             update={

@@ -21,7 +21,7 @@ from lipaudit.report import of_comparison, of_judgement, topics
 from lipaudit.report.blocks import Item
 from lipaudit.report.cells import describe_standing, list_footnotes, write_math
 from lipaudit.report.page.document import make_page
-from lipaudit.results import Column, measures, row_types
+from lipaudit.results import Column, layouts, measures
 from lipaudit.results.bounds import catalogue
 from lipaudit.results.columns import Status
 from lipaudit.results.trials import Norm
@@ -39,8 +39,8 @@ def unexplained(names) -> list[str]:
 
 
 def columns() -> list[tuple[str, str, Column]]:
-    rows = {section: row.columns() for section, row in row_types().items()}
-    both = [*rows.items(), *((name, record.samples) for name, record in measures().items())]
+    rows = {section: row.columns for section, row in layouts().items()}
+    both = [*rows.items(), *((name, layout.samples) for name, layout in layouts().items())]
     return [(section, name, c) for section, cs in both for name, c in cs.items()]
 
 
@@ -57,7 +57,7 @@ def test_every_column_by_its_names_and_its_heading():
 def test_every_name_of_a_record():
     options = [o for kind in (*option_types().values(), Recipe, RunOptions)
                for o in kind.options().values()]  # fmt: skip
-    names = [*measures(), *row_types(), *catalogue(), *attack_kinds(), *RESERVED, *STATS]
+    names = [*measures(), *layouts(), *catalogue(), *attack_kinds(), *RESERVED, *STATS]
     names += [*get_args(Status), *get_args(Norm), *get_args(VerdictStatus)]
     names += [name for o in options for name in (o.name, *o.flags, *o.values())]
     names += [bound.domain for bound in catalogue().values()]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
-from lipaudit.results import AttackRow, Column, Section
+from lipaudit.results import ATTACK_TABLE, Column, Section
 from lipaudit.results.trials import Radius, TrialKey, parse_column, parse_radius
 
 
@@ -84,9 +84,9 @@ def test_words_that_name_another(word):
 
 
 def test_the_row_of_a_trial_knows_it():
-    row = AttackRow(attack="pgd", norm="linf", eps=2 / 255, eps_text="2/255")
+    row = ATTACK_TABLE.row(attack="pgd", norm="linf", eps=2 / 255, eps_text="2/255")
     assert row.key == key()
-    old = AttackRow(attack="pgd", norm="linf", eps=2 / 255)
+    old = ATTACK_TABLE.row(attack="pgd", norm="linf", eps=2 / 255)
     assert str(old.key) == "pgd,linf,0.007843"
 
 

@@ -15,7 +15,7 @@ from lipaudit.report.blocks import Block, Paragraph, Table, make_table
 from lipaudit.report.cells import write_math
 from lipaudit.report.page.common import CHARACTERS, FIT, HEAD, SAMPLE, add_place_column, map_heads
 from lipaudit.report.pictures import Heatmap, Scatter, Series
-from lipaudit.results import Column, row_types, sample_columns
+from lipaudit.results import Column, layouts
 from lipaudit.results.summary import KINDS
 
 # Heads
@@ -117,7 +117,7 @@ def _tabulate_heads(
 def find_row_column(metric: str) -> Column:
     """Return how the column of a metric of rows reads."""
     measure, _, name = metric.rpartition(".")
-    return row_types()[measure].columns()[name]
+    return layouts()[measure].columns[name]
 
 
 def _map_changes(changes: HeadChanges) -> Heatmap:
@@ -224,7 +224,7 @@ def _find_sample_column(metric: str, when: str) -> Column:
     """Return how a per-sample figure reads: `||J||, old`."""
     named, _, trial = metric.partition("@")
     measure, _, name = named.rpartition(".")
-    column = sample_columns(measure)[name]
+    column = layouts()[measure].samples[name]
     return replace(column, label=", ".join(filter(None, (column.label, trial, when))))
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from lipaudit.report.blocks import Block, Table, make_table
 from lipaudit.report.cells import UNMEASURED, describe_standing, format_value, write_math
 from lipaudit.report.pictures import Heatmap, Histogram, Scatter, Series
-from lipaudit.results import Column, Report, Row, Section, sample_columns
+from lipaudit.results import Column, Report, Row, Section
 from lipaudit.results.columns import naming
-from lipaudit.results.figures import finite, largest, typed
-from lipaudit.results.heads import HeadRow
+from lipaudit.results.figures import finite, largest
+from lipaudit.results.report import is_of_heads
 
-R = TypeVar("R", bound=Row)
 View = Callable[[Section], Iterable[Block]]
 SideBySide = Callable[[Mapping[str, Section]], Iterable[Block]]
 
@@ -44,7 +43,7 @@ SPREAD = (
 # Heads and samples
 
 
-def name_head(row: HeadRow) -> str:
+def name_head(row: Row) -> str:
     """Name a head as LAYER.HEAD."""
     return f"{row.layer}.{row.head}"
 
@@ -89,7 +88,7 @@ def format_limits(low: float | None, high: float | None) -> str:
 # Tables
 
 
-def pick_top(rows: Sequence[R], name: str, count: int) -> list[R]:
+def pick_top(rows: Sequence[Row], name: str, count: int) -> list[Row]:
     """Return the rows with the largest values of a column, largest first; all where all fit."""
     return largest(rows, name, len(rows) if len(rows) <= FIT else count)
 
@@ -98,7 +97,7 @@ def tabulate(
     title: str, section: Section, rows: Sequence[Row], names: Sequence[str], **how: Any
 ) -> Table:
     """Tabulate some columns of some rows; `head` stands for LAYER.HEAD."""
-    columns, cells = section.columns(), [row.cells() for row in rows]
+    columns, cells = section.columns, [dict(row) for row in rows]
     if "head" in names:
         columns = {**columns, "head": HEAD}
         cells = [row | {"head": f"{row['layer']}.{row['head']}"} for row in cells]
@@ -107,10 +106,10 @@ def tabulate(
 
 def tabulate_all(section: Section, *, folded: bool = True) -> Table:
     """Tabulate all rows; columns without any value are left out."""
-    cells, nothing = [row.cells() for row in section.rows], ("",) if folded else ("", None)
-    names = [n for n in section.columns() if any(row.get(n) not in nothing for row in cells)]
+    cells, nothing = [dict(row) for row in section.rows], ("",) if folded else ("", None)
+    names = [n for n in section.columns if any(row.get(n) not in nothing for row in cells)]
     title, keys = f"All rows ({len(cells)})", 2 if names[:2] == ["layer", "head"] else 1
-    columns = ((section.columns()[n], [row.get(n) for row in cells]) for n in names)
+    columns = ((section.columns[n], [row.get(n) for row in cells]) for n in names)
     return make_table(title if folded else "", columns, keys=keys, folded=folded)
 
 
@@ -118,8 +117,8 @@ def stack_rows(
     sections: Mapping[str, Section], names: Sequence[str], keys: Sequence[str]
 ) -> Table:
     """Tabulate the rows of several reports, rows with equal keys together."""
-    columns = next(iter(sections.values())).columns()
-    rows = [(label, row.cells()) for label, s in sections.items() for row in s.rows]
+    columns = next(iter(sections.values())).columns
+    rows = [(label, dict(row)) for label, s in sections.items() for row in s.rows]
     keys = [key for key in keys if any(row[key] not in ("", None) for _, row in rows)]
     first: dict[tuple[Any, ...], int] = {}
     for _, row in rows:
@@ -149,8 +148,7 @@ def map_heads(
 
 def find_values(section: Section, name: str) -> dict[tuple[int, int], float | None]:
     """Return a column of the heads of a section, by layer and head."""
-    rows = typed(section, HeadRow)
-    return {(row.layer, row.head): row.cells().get(name) for row in rows}
+    return {(row.layer, row.head): row.get(name) for row in section.rows}
 
 
 def count_values(title: str, x: Column, groups: Mapping[str, Iterable[Any]]) -> list[Histogram]:
@@ -187,12 +185,12 @@ def pair_points(
 
 def compare_spread(sections: Mapping[str, Section], names: Sequence[str]) -> list[Block]:
     """Compare how per-head columns are distributed: a table, and a histogram per column."""
-    columns = next(iter(sections.values())).columns()
+    columns = next(iter(sections.values())).columns
     rows: list[tuple[Any, ...]] = []
     figures: list[Block] = []
     for name in names:
         column, title = columns[name], write_math(columns[name].label)
-        groups = {k: finite(getattr(r, name) for r in s.rows) for k, s in sections.items()}
+        groups = {k: finite(r[name] for r in s.rows) for k, s in sections.items()}
         for label, values in groups.items():
             ends = (min(values), median(values), max(values)) if values else (None,) * 3
             texts = (format_value(end, column) for end in ends)
@@ -206,7 +204,7 @@ def compare_spread(sections: Mapping[str, Section], names: Sequence[str]) -> lis
 
 def view_rows(section: Section) -> Iterator[Block]:
     """Map the judged figures of heads, list the rows, and count the figures of the samples."""
-    for name, column in section.columns().items() if typed(section, HeadRow) else ():
+    for name, column in section.columns.items() if is_of_heads(section) else ():
         values = find_values(section, name)
         if column.better and any(value is not None for value in values.values()):
             yield map_heads(f"{write_math(column.label)} of every head", values, column)
@@ -218,7 +216,7 @@ def view_rows(section: Section) -> Iterator[Block]:
 
 def compare_rows(sections: Mapping[str, Section]) -> Iterator[Block]:
     """Stack the rows of several reports, those of one name together, and their samples."""
-    columns = next(iter(sections.values())).columns()
+    columns = next(iter(sections.values())).columns
     names = naming(columns)
     yield stack_rows(sections, [name for name in columns if name not in names], names)
     counted = [_pick_counted(section) for section in sections.values()]
@@ -231,7 +229,7 @@ def compare_rows(sections: Mapping[str, Section]) -> Iterator[Block]:
 
 def _pick_counted(section: Section) -> dict[str, Column]:
     """Return the per-sample columns that are measured: no ids, labels and flags."""
-    known = sample_columns(section.measure)
+    known = section.sample_columns
     return {
         name: column
         for name, column in known.items()

@@ -32,7 +32,7 @@ from lipaudit.report.page.changes import (
 )
 from lipaudit.report.page.common import CHARACTERS
 from lipaudit.report.page.opening import merge_notes
-from lipaudit.results import Column, Note, Report, row_types, sample_columns
+from lipaudit.results import Column, Note, Report, layouts
 from lipaudit.results.summary import KINDS
 from lipaudit.results.trials import TrialKey
 
@@ -214,7 +214,8 @@ def _find_headlines(pair: Pair) -> list[Headline]:
 def _find_column(metric: str) -> Column:
     """Return how the column of a metric reads, which is of samples or of rows."""
     measure, _, name = metric.partition(":")[0].rpartition(".")
-    return {**row_types()[measure].columns(), **sample_columns(measure)}[name]
+    layout = layouts()[measure]
+    return {**layout.columns, **layout.samples}[name]
 
 
 def _suggest_steps(comparison: Comparison, reports: Sequence[Report]) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ from lipaudit.report.page.opening import (
 )
 from lipaudit.report.page.ranking import tabulate_scorecards
 from lipaudit.report.page.samples import has_ranking, show_worst
-from lipaudit.results import Column, Note, Report, Section, model_labels, row_types
+from lipaudit.results import Column, Note, Report, Section, layouts, model_labels
 from lipaudit.results.report import Failure
 from lipaudit.results.summary import summary
 
@@ -81,7 +81,7 @@ NOTHING = Paragraph("No rows: nothing was measured.")
 
 def find_title(measure: str) -> str:
     """Return the heading of a section."""
-    return row_types()[measure].title or measure
+    return layouts()[measure].title or measure
 
 
 def show_section(

@@ -10,8 +10,9 @@ from statistics import correlation, median
 
 from lipaudit.report.cells import format_significant
 from lipaudit.report.page.common import name_head
-from lipaudit.results import AttentionRow, BoundsRow, Report, Section
-from lipaudit.results.figures import Z95, finite, largest, order, typed
+from lipaudit.results import Report, Section
+from lipaudit.results.figures import Z95, finite, largest, log10_ratio, order
+from lipaudit.results.report import rows_of
 from lipaudit.results.trials import WORST, TrialKey, parse_column
 
 # Rank correlation
@@ -89,8 +90,8 @@ def diagnose(report: Report) -> list[Finding]:
 
 def _find_loose_bounds(report: Report) -> Iterator[Finding]:
     layers: dict[int, list[float]] = {}
-    for row in typed(report.section("bounds"), BoundsRow):
-        layers.setdefault(row.layer, []).extend(finite([row.log10_ratio("sharp")]))
+    for row in rows_of(report.section("bounds")):
+        layers.setdefault(row.layer, []).extend(finite([log10_ratio(row, "sharp")]))
     ratios = {layer: 10 ** median(logs) for layer, logs in layers.items() if logs}
     apart = sorted((layer for layer in ratios if ratios[layer] > APART), key=lambda i: -ratios[i])
     if apart:
@@ -101,7 +102,7 @@ def _find_loose_bounds(report: Report) -> Iterator[Finding]:
 
 
 def _find_splitting(report: Report) -> Iterator[Finding]:
-    rows = typed(report.section("bounds"), BoundsRow)
+    rows = rows_of(report.section("bounds"))
     gaining = [row for row in rows if order(row.splitting_gain) > 1.01]
     if gaining:
         top = largest(gaining, "splitting_gain", NAMED)
@@ -114,7 +115,7 @@ def _find_splitting(report: Report) -> Iterator[Finding]:
 
 
 def _find_sinks(report: Report) -> Iterator[Finding]:
-    rows = typed(report.section("attention"), AttentionRow)
+    rows = rows_of(report.section("attention"))
     sinks = [row for row in rows if order(row.sink_max) > HALF]
     if sinks:
         places = Counter(row.sink_token for row in sinks).most_common(NAMED)

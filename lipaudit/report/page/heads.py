@@ -23,10 +23,10 @@ from lipaudit.report.page.common import (
     tabulate_all,
 )
 from lipaudit.report.pictures import Curve, Density, Histogram, Scatter, Series
-from lipaudit.results import Array, AttentionRow, BallRow, BoundsRow, Column, Section
+from lipaudit.results import Array, Column, Row, Section
 from lipaudit.results.bounds import ranked
-from lipaudit.results.figures import finite, middle, typed
-from lipaudit.results.report import Attended
+from lipaudit.results.figures import finite, log10_ratio, middle
+from lipaudit.results.report import Attended, rows_of
 
 # Norms and bounds
 
@@ -38,10 +38,10 @@ CERTIFIED = ("ball_sharp", "mean_field", "castin", "hu")
 
 def view_bounds(section: Section) -> Iterator[Block]:
     """Map the exact norms, list the most amplifying heads, and judge each bound."""
-    rows = typed(section, BoundsRow)
+    rows = rows_of(section)
     if not rows:
         return
-    exact = section.columns()["exact"]
+    exact = section.columns["exact"]
     yield map_heads("Exact ‖J‖ of every head", find_values(section, "exact"), exact)
     yield _tabulate_steepest(section, rows)
     yield _tabulate_tightness(section, rows)
@@ -51,14 +51,14 @@ def view_bounds(section: Section) -> Iterator[Block]:
 
 def view_balls(section: Section) -> Iterator[Block]:
     """Compare the norms found on balls with the certified constants, radius by radius."""
-    rows = typed(section, BallRow)
-    columns = section.columns()
+    rows = rows_of(section)
+    columns = section.columns
     radii = sorted({row.r for row in rows})
     groups = [[row for row in rows if row.r == r] for r in radii]
 
     def divide(above: str, below: str) -> list[list[float]]:
         # With infinite ones: a median of the others would look better than the bounds are.
-        pairs = [[(getattr(row, above), getattr(row, below)) for row in g] for g in groups]
+        pairs = [[(row[above], row[below]) for row in g] for g in groups]
         return [[a / b for a, b in group if a is not None and b] for group in pairs]
 
     sharp = divide("ball_sharp", "ball_norm")
@@ -98,8 +98,8 @@ def compare_balls(sections: Mapping[str, Section]) -> Iterator[Block]:
     yield stack_rows(sections, ("ball_norm", "ball_sharp"), ("layer", "head", "r"))
 
 
-def _tabulate_steepest(section: Section, rows: list[BoundsRow]) -> Table:
-    columns = section.columns()
+def _tabulate_steepest(section: Section, rows: list[Row]) -> Table:
+    columns = section.columns
     rows = pick_top(rows, "exact", TOP)
     names = [bound.name for bound in ranked()]
     shown: list[tuple[Column, list[Any]]] = [(HEAD, [name_head(row) for row in rows])]
@@ -107,17 +107,17 @@ def _tabulate_steepest(section: Section, rows: list[BoundsRow]) -> Table:
         shown.append((columns["input"], [row.input for row in rows]))
     shown.append((columns["exact"], [row.exact for row in rows]))
     for name in names:
-        multiples = [_compute_multiple(row.log10_ratio(name)) for row in rows]
+        multiples = [_compute_multiple(log10_ratio(row, name)) for row in rows]
         if any(multiple is not None for multiple in multiples):
             shown.append((_as_multiple(columns[name]), multiples))
     return make_table("Most amplifying heads; each bound as a multiple of exact", shown)
 
 
-def _tabulate_tightness(section: Section, rows: list[BoundsRow]) -> Table:
-    columns = section.columns()
+def _tabulate_tightness(section: Section, rows: list[Row]) -> Table:
+    columns = section.columns
     lines = []
     for bound in ranked():
-        ratios = [row.log10_ratio(bound.name) for row in rows]
+        ratios = [log10_ratio(row, bound.name) for row in rows]
         column = columns[bound.name]
         domain = write_math(column.domain)
         known = finite(ratios)
@@ -136,17 +136,15 @@ def _tabulate_tightness(section: Section, rows: list[BoundsRow]) -> Table:
     return Table(title, shown, tuple(lines))
 
 
-def _plot_bounds(section: Section, rows: list[BoundsRow]) -> Iterator[Block]:
+def _plot_bounds(section: Section, rows: list[Row]) -> Iterator[Block]:
     exact, names = [row.exact for row in rows], [f"head {name_head(row)}" for row in rows]
     series: list[Series] = []
     for bound in ranked():
-        series += pair_points(
-            bound.label, exact, [getattr(row, bound.name) for row in rows], names
-        )
+        series += pair_points(bound.label, exact, [row[bound.name] for row in rows], names)
     if series:
         limit = Column(label="bound", meaning="Upper bound.", status="bound")
         title = "Upper bounds over the exact norm, per head"
-        yield Scatter(title, section.columns()["exact"], limit, tuple(series))
+        yield Scatter(title, section.columns["exact"], limit, tuple(series))
 
 
 def _as_multiple(column: Column) -> Column:
@@ -187,10 +185,10 @@ FIRST = "first sample"
 
 def view_attention(section: Section) -> Iterator[Block]:
     """Map the fragile regime and g1, list the most fragile heads and the strongest sinks."""
-    rows = typed(section, AttentionRow)
+    rows = rows_of(section)
     if not rows:
         return
-    columns = section.columns()
+    columns = section.columns
     for title, name in (
         ("Share of rows in the intermediate (fragile) regime", "intermediate"),
         ("g1, mean over rows", "g1"),
@@ -223,7 +221,7 @@ def _draw_all(section: Section) -> Iterator[Block]:
 def _count_ratios(sections: Mapping[str, Section]) -> Iterator[Histogram]:
     """Count g_1 / ||M|| over all rows, reports with equal bins in one picture."""
     arrays = {k: s.arrays for k, s in sections.items() if s.arrays.keys() >= {RATIO, RATIO_EDGES}}
-    column = next(iter(sections.values())).columns()["g1_ratio"]
+    column = next(iter(sections.values())).columns["g1_ratio"]
     for edges in dict.fromkeys(kept[RATIO_EDGES].data for kept in arrays.values()):
         counts = {
             label: kept[RATIO].numpy().sum(axis=0).tolist()
@@ -251,7 +249,7 @@ def _draw_joint(section: Section) -> Density:
     edges = np.atleast_2d(section.arrays["p1p2_edges"].numpy())
     p1, p2 = ((float(axis[0]), float(axis[-1])) for axis in (edges[0], edges[-1]))
     counts = section.arrays["p1p2_hist"].numpy().T  # the array's first axis is p(1)
-    columns = section.columns()
+    columns = section.columns
     return Density(
         "Largest and second largest entry of a row, all rows",
         columns["top1"],

@@ -17,8 +17,9 @@ from lipaudit.report.page.common import (
     tabulate_all,
 )
 from lipaudit.report.pictures import Curve, Series
-from lipaudit.results import Column, JacobianRow, ScalingFitRow, ScalingRow, Section
-from lipaudit.results.figures import finite, order, typed
+from lipaudit.results import FITS_TABLE, JACOBIAN_TABLE, Column, Row, Section
+from lipaudit.results.figures import finite, order
+from lipaudit.results.report import rows_of
 
 TOP = 5
 QUANTILES = (
@@ -50,7 +51,7 @@ SHOWN = (
 
 def view_jacobian(section: Section) -> Iterator[Block]:
     """Tabulate the quantiles, draw the histogram, list the most sensitive samples."""
-    rows = typed(section, JacobianRow)
+    rows = rows_of(section)
     names = [n for n in QUANTILES if n != "module" or any(row.module for row in rows)]
     yield tabulate("Quantiles over samples", section, rows, names)
     if "norm" in section.samples:
@@ -89,7 +90,7 @@ def _tabulate_positions(section: Section) -> Table:
         (i, [v for v in norms if finite([v])])
         for i, norms in enumerate(section.arrays["positions"].numpy().T.tolist())
     ]
-    of = JacobianRow.columns()
+    of = JACOBIAN_TABLE.columns
     known = [(i, len(v), median(v), max(v)) for i, v in at_each if v]
     shown = known if len(known) <= FIT else sorted(known, key=lambda row: -row[3])[:TOP]
     columns = (section.sample_column("position"), of["samples"], of["median"], of["max"])
@@ -112,7 +113,7 @@ WHERE = Column(label="of", meaning="A head, a layer or the model.", format="s")
 
 def view_scaling(section: Section) -> Iterator[Block]:
     """Draw norms over the length, with fits and slopes, and over the radius; list every row."""
-    rows = [row for row in typed(section, ScalingRow) if order(row.norm) > 0]
+    rows = [row for row in rows_of(section) if order(row.norm) > 0]
     by_mode = _group_rows(rows, lambda row: row.mode)
     if "real" in by_mode:
         yield _tabulate_lengths(section, by_mode["real"])
@@ -124,16 +125,16 @@ def view_scaling(section: Section) -> Iterator[Block]:
 
 def view_fits(section: Section) -> Iterator[Block]:
     """Tabulate the exponents, of norms and bounds, and those of the joint fit."""
-    rows = typed(section, ScalingFitRow)
+    rows = rows_of(section)
     yield Paragraph(
         "norm = c n^a; [C24] finds a near 1/4 on text, and 1/2 is the worst case. Standard "
         "errors take residuals for independent."
     )
     alone = ("exponent", "exponent_se", "r2")
-    bounds = ScalingFitRow.declared()
+    bounds = [name for name in section.columns if name not in FITS_TABLE.own]
     yield _tabulate_fits(section, rows, "Exponent of n, and that of the bounds", (*alone, *bounds))
     joint = [row for row in rows if row.joint_exponent is not None]
-    names = [name for name in section.columns() if "joint" in name or name.startswith("radius")]
+    names = [name for name in section.columns if "joint" in name or name.startswith("radius")]
     if joint:
         yield _tabulate_fits(section, joint, "Exponents of n and R fitted together", names)
 
@@ -160,18 +161,18 @@ def name_measured(layer: int | None, head: int | None) -> str:
 
 
 def _tabulate_fits(
-    section: Section, rows: Sequence[ScalingFitRow], title: str, names: Sequence[str]
+    section: Section, rows: Sequence[Row], title: str, names: Sequence[str]
 ) -> Table:
-    columns = section.columns()
-    cells = ((columns[name], [getattr(row, name) for row in rows]) for name in names)
+    columns = section.columns
+    cells = ((columns[name], [row[name] for row in rows]) for name in names)
     where = WHERE, [_name_fit(row) for row in rows]
     mode = columns["mode"], [_format_mode(row) for row in rows]
     return make_table(title, [where, mode, *cells], keys=2)
 
 
-def _tabulate_lengths(section: Section, rows: Sequence[ScalingRow]) -> Table:
+def _tabulate_lengths(section: Section, rows: Sequence[Row]) -> Table:
     """Tabulate the norms: a row for each head or layer, a column for each length."""
-    columns = section.columns()
+    columns = section.columns
     lengths = sorted({row.n for row in rows})
     norms = {(name_measured(row.layer, row.head), row.n): row.norm for row in rows}
     radii = {name_measured(row.layer, row.head): row.radius for row in rows}
@@ -185,7 +186,7 @@ def _tabulate_lengths(section: Section, rows: Sequence[ScalingRow]) -> Table:
     return make_table("On data: norms, medians over the windows", shown)
 
 
-def _draw_lengths(section: Section, rows: Sequence[ScalingRow], title: str) -> Iterator[Block]:
+def _draw_lengths(section: Section, rows: Sequence[Row], title: str) -> Iterator[Block]:
     """Draw norms over n beside the slopes of n^(1/4) and n^(1/2)."""
     groups = _thin_out(_group_rows(rows, _name_line))
     series = [_draw_line(name, group) for name, group in groups.items()]
@@ -198,11 +199,11 @@ def _draw_lengths(section: Section, rows: Sequence[ScalingRow], title: str) -> I
                 ("1/2", (ends[1] / ends[0]) ** 0.5),
             )
         ]
-        columns = section.columns()
+        columns = section.columns
         yield Curve(title, columns["n"], columns["norm"], (*series, *guides), log=True)
 
 
-def _draw_radii(section: Section, rows: Sequence[ScalingRow]) -> Iterator[Block]:
+def _draw_radii(section: Section, rows: Sequence[Row]) -> Iterator[Block]:
     """Draw norms over R at one length, and the largest over all multiplicities."""
     series = []
     for name, group in _thin_out(_group_rows(rows, _name_masked), 3).items():
@@ -212,15 +213,15 @@ def _draw_radii(section: Section, rows: Sequence[ScalingRow]) -> Iterator[Block]
             plateau = tuple(order(row.mean_field) for row in group)
             series.append(Series(f"{name}, mean field", x, plateau))
     if series:
-        columns = section.columns()
+        columns = section.columns
         title = "Worst-case tokens over the radius: R^2 exp(c R^2) until n_max reaches n"
         yield Curve(title, columns["radius"], columns["norm"], tuple(series), log=True)
 
 
-Groups = dict[str, list[ScalingRow]]
+Groups = dict[str, list[Row]]
 
 
-def _group_rows(rows: Sequence[ScalingRow], name: Callable[[ScalingRow], str]) -> Groups:
+def _group_rows(rows: Sequence[Row], name: Callable[[Row], str]) -> Groups:
     groups: Groups = {}
     for row in rows:
         groups.setdefault(name(row), []).append(row)
@@ -235,41 +236,41 @@ def _thin_out(groups: Groups, most: int = MOST) -> Groups:
     return {name: groups[name] for name in names}
 
 
-def _name_line(row: ScalingRow) -> str:
+def _name_line(row: Row) -> str:
     """Name a line over n, with its radius R unless the data set it."""
     chosen = row.mode in ("adversarial", "ascent") and row.radius is not None
     return _name_masked(row) + (f", R = {row.radius:.3g}" if chosen else "")
 
 
-def _name_fit(row: ScalingFitRow) -> str:
+def _name_fit(row: Row) -> str:
     """Name a fit, with its radius if there is one for each radius."""
     radius = "" if row.radius is None else f", R = {row.radius:.3g}"
     return name_measured(row.layer, row.head) + radius
 
 
-def _name_masked(row: ScalingRow) -> str:
+def _name_masked(row: Row) -> str:
     return name_measured(row.layer, row.head) + (", masked" if row.masked else "")
 
 
-def _format_mode(row: ScalingRow | ScalingFitRow) -> str:
+def _format_mode(row: Row | Row) -> str:
     return f"{row.mode}, masked" if row.masked else row.mode
 
 
 def _draw_all(sections: Mapping[str, Section]) -> Iterator[Block]:
-    groups: dict[str, list[ScalingRow]] = {}
+    groups: dict[str, list[Row]] = {}
     for label, section in sections.items():
-        for row in typed(section, ScalingRow):
+        for row in rows_of(section):
             name = " ".join(filter(None, (label, row.mode, name_measured(row.layer, row.head))))
             if order(row.norm) > 0:
                 groups.setdefault(name, []).append(row)
     series = tuple(_draw_line(name, rows) for name, rows in groups.items())
     if series:
-        columns = next(iter(sections.values())).columns()
+        columns = next(iter(sections.values())).columns
         title = "Jacobian norm over the sequence length"
         yield Curve(title, columns["n"], columns["norm"], series, log=True)
 
 
-def _draw_line(label: str, rows: list[ScalingRow]) -> Series:
+def _draw_line(label: str, rows: list[Row]) -> Series:
     rows = sorted(rows, key=lambda row: row.n)
     return Series(
         label,

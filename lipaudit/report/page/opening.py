@@ -10,12 +10,12 @@ from lipaudit.report.blocks import Brief, Line, Scorecard, list_scores
 from lipaudit.report.cells import describe_standing, format_significant, format_value
 from lipaudit.report.page.common import CHARACTERS, find_places, format_limits
 from lipaudit.results import (
-    AttentionRow,
-    BoundsRow,
-    CertifyRadiusRow,
+    ATTENTION_TABLE,
+    BOUNDS_TABLE,
+    JACOBIAN_TABLE,
+    RADII_TABLE,
     Column,
     Data,
-    JacobianRow,
     Model,
     Note,
     Report,
@@ -247,7 +247,7 @@ def _write_training(report: Report, *options: str) -> str:
 
 
 def _radii_line(radii: Radii) -> Line:
-    column = CertifyRadiusRow.columns()["radius"]
+    column = RADII_TABLE.columns["radius"]
     ends = [format_value(each, column) for each in (radii.low, radii.high) if each is not None]
     adversarial = format_value(radii.adversarial, column)
     said = [
@@ -260,7 +260,7 @@ def _radii_line(radii: Radii) -> Line:
 
 
 def _norm_lines(norms: Norms, known: Mapping[str, str], *, short: bool) -> Iterator[Line]:
-    columns = JacobianRow.columns()
+    columns = JACOBIAN_TABLE.columns
     kind = "" if norms.norm == "2" else f", norm {norms.norm}"
     of = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples"
     place = f", {known[norms.sample]}" if norms.sample in known else ""
@@ -288,11 +288,11 @@ def _head_lines(heads: Heads, report: Report) -> Iterator[Line]:
     if named:
         said += f"; next {named}; median head {format_significant(heads.median)}"
     said += _count_measured(report, "bounds")
-    yield Line("steepest head, ||J||", first.exact, BoundsRow.columns()["exact"], said)
+    yield Line("steepest head, ||J||", first.exact, BOUNDS_TABLE.columns["exact"], said)
 
 
 def _fragile_line(fragile: Fragile, report: Report) -> Iterator[Line]:
-    column = replace(AttentionRow.columns()["intermediate"], format=".0%")
+    column = replace(ATTENTION_TABLE.columns["intermediate"], format=".0%")
     said = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
     if fragile.k is not None:
         said += f"; most others near {fragile.side}"
@@ -323,7 +323,7 @@ def _suggest_penalty(fragile: Fragile, report: Report) -> str:
 
 def _bound_lines(bounds: tuple[Tightness, ...]) -> Iterator[Line]:
     """Show the tightest bound at the samples, and the tightest that is certified."""
-    columns = BoundsRow.columns()
+    columns = BOUNDS_TABLE.columns
     for status in ("bound", "certified"):
         known = [each for each in bounds if each.status == status]
         if known:

@@ -24,7 +24,7 @@ from lipaudit.report.cells import format_significant, format_value, write_math
 from lipaudit.report.page.common import MODEL
 from lipaudit.report.page.opening import make_scorecard
 from lipaudit.report.pictures import Scatter, Series
-from lipaudit.results import AttentionRow, BoundsRow, Column, JacobianRow, Report
+from lipaudit.results import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, Column, Report
 from lipaudit.results.summary import KINDS
 
 RANK = Column("rank", "1, or the place by the figure of what is behind.", format="d", domain="")
@@ -143,17 +143,17 @@ def _list_columns(ranking: Ranking) -> Iterator[Shown]:
     if any(model.norm for model in models):
         yield _Axis.norm(models).make_column()
         norms = (model.norm for model in models)
-        column = replace(JacobianRow.columns()["p95"], label="p95 ||J||")
+        column = replace(JACOBIAN_TABLE.columns["p95"], label="p95 ||J||")
         yield column, tuple(norm and norm.p95 for norm in norms)
     if any(model.head for model in models):
-        column = replace(BoundsRow.columns()["exact"], label="steepest head")
+        column = replace(BOUNDS_TABLE.columns["exact"], label="steepest head")
         heads = (model.head for model in models)
         yield (
             column,
             tuple(h and f"{format_significant(h.exact)} ({h.layer}.{h.head})" for h in heads),
         )
     if any(model.fragile is not None for model in models):
-        column = replace(AttentionRow.columns()["intermediate"], label="fragile", format=".0%")
+        column = replace(ATTENTION_TABLE.columns["intermediate"], label="fragile", format=".0%")
         yield column, tuple(model.fragile for model in models)
 
 
@@ -198,7 +198,7 @@ class _Axis:
         """Return the median Jacobian norm of every model."""
         known = [model.norm for model in models]
         return cls(
-            replace(JacobianRow.columns()["median"], label="median ||J||"),
+            replace(JACOBIAN_TABLE.columns["median"], label="median ||J||"),
             tuple(each.median if each else None for each in known),
             tuple(each.low if each else None for each in known),
             tuple(each.high if each else None for each in known),

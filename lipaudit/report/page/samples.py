@@ -397,9 +397,8 @@ def inspect_sample(report: Report, sample: str) -> Document:
         ]
         if of:
             rows = tuple(figure.cells(sample) for figure in of if figure.values[sample] != "")
-            title = type(section.rows[0]).title if section.rows else ""
             table = Table("", FIGURES, rows)
-            chapters.append(Chapter(section.measure, title or section.measure, (table,)))
+            chapters.append(Chapter(section.measure, section.title, (table,)))
     drawn = (
         Chapter("pictures", "Pictures", tuple(make_gallery(report, [sample]))),
         Chapter("tokens", "Tokens", tuple(list_passages(report, [sample]))),

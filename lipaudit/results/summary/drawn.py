@@ -8,16 +8,18 @@ from statistics import median
 from typing import Any
 
 from lipaudit.results.bounds import ranked
-from lipaudit.results.figures import finite, largest, median_limits, middle, order, typed, wilson
-from lipaudit.results.report import Note, Report, Section
-from lipaudit.results.rows import (
-    AttackRow,
-    AttentionRow,
-    BoundsRow,
-    CertifyRadiusRow,
-    CertifyRow,
-    JacobianRow,
+from lipaudit.results.columns import Row
+from lipaudit.results.figures import (
+    finite,
+    largest,
+    log10_ratio,
+    median_limits,
+    middle,
+    order,
+    wilson,
 )
+from lipaudit.results.report import Note, Report, Section, rows_of
+from lipaudit.results.rows import BOUNDS_TABLE
 from lipaudit.results.samples import is_repeat
 from lipaudit.results.summary.records import (
     Accuracy,
@@ -43,9 +45,9 @@ FEW = 0.05
 
 def summary(report: Report) -> Summary:
     """Sum a report up; what its sections do not say is left out."""
-    bounds = typed(report.section("bounds"), BoundsRow)
-    attacks = typed(report.section("attack"), AttackRow)
-    certified = typed(report.section("certify"), CertifyRow)
+    bounds = rows_of(report.section("bounds"))
+    attacks = rows_of(report.section("attack"))
+    certified = rows_of(report.section("certify"))
     balls = (*_attacked(attacks), *_certified(certified, attacks))
     return Summary(
         warnings=tuple(_warned(report)),
@@ -108,8 +110,8 @@ def _clean(report: Report) -> Iterator[Accuracy]:
             return
 
 
-def _attacked(rows: Sequence[AttackRow]) -> Iterator[Accuracy]:
-    balls: dict[tuple[str, float], list[AttackRow]] = {}
+def _attacked(rows: Sequence[Row]) -> Iterator[Accuracy]:
+    balls: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
         balls.setdefault((row.norm, row.eps), []).append(row)
     for group in balls.values():
@@ -120,8 +122,8 @@ def _attacked(rows: Sequence[AttackRow]) -> Iterator[Accuracy]:
                 yield Accuracy(
                     kind="attacked",
                     norm=row.norm,
-                    eps=row.key.radius.text,
-                    ball=row.key.ball,
+                    eps=row.trial.radius.text,
+                    ball=row.trial.ball,
                     attacks=tried,
                     share=row.robust,
                     low=row.robust_low,
@@ -134,11 +136,11 @@ def _ball(accuracy: Accuracy) -> tuple[bool, str, float]:
     return accuracy.kind == "certified", accuracy.norm, float(parse_radius(accuracy.eps))
 
 
-def _certified(rows: Sequence[CertifyRow], attacks: Sequence[AttackRow]) -> Iterator[Accuracy]:
+def _certified(rows: Sequence[Row], attacks: Sequence[Row]) -> Iterator[Accuracy]:
     """Yield what is proven of each ball, and what attacks left of it where none else says so."""
     said = {(row.norm, row.eps) for row in attacks}
     for row in rows:
-        ball: Any = {"norm": row.norm, "eps": row.key.radius.text, "ball": row.key.ball}
+        ball: Any = {"norm": row.norm, "eps": row.trial.radius.text, "ball": row.trial.ball}
         ball["samples"] = row.samples
         if row.robust is not None and (row.norm, row.eps) not in said:
             low, high = row.robust_low, row.robust_high
@@ -155,7 +157,7 @@ def _certified(rows: Sequence[CertifyRow], attacks: Sequence[AttackRow]) -> Iter
 
 
 def _radii(report: Report) -> Radii | None:
-    rows = typed(report.section("certify.radius"), CertifyRadiusRow)
+    rows = rows_of(report.section("certify.radius"))
     if not rows or not finite([rows[0].radius]):
         return None
     row, section = rows[0], report.section("certify")
@@ -172,7 +174,7 @@ def _radii(report: Report) -> Radii | None:
 
 
 def _norms(section: Section | None) -> Norms | None:
-    rows = [row for row in typed(section, JacobianRow) if not row.module]
+    rows = [row for row in rows_of(section) if not row.module]
     if section is None or not rows or not finite((rows[0].median, rows[0].max)):
         return None
     row = rows[0]
@@ -196,7 +198,7 @@ def _most_sensitive(section: Section) -> str:
     return max(known, key=lambda pair: order(pair[0]))[1] if known else ""
 
 
-def _heads(rows: Sequence[BoundsRow]) -> Heads | None:
+def _heads(rows: Sequence[Row]) -> Heads | None:
     known = [row for row in rows if finite([row.exact])]
     if not known:
         return None
@@ -210,7 +212,7 @@ def _heads(rows: Sequence[BoundsRow]) -> Heads | None:
 
 def steepest(sections: Iterable[Section], count: int) -> list[str]:
     """Return the heads of the largest exact norms as LAYER.HEAD, the largest first."""
-    rows = [row for section in sections for row in typed(section, BoundsRow)]
+    rows = [row for section in sections for row in rows_of(section)]
     return [f"{row.layer}.{row.head}" for row in largest(rows, "exact", count)]
 
 
@@ -220,7 +222,7 @@ def _fragile(section: Section | None) -> Fragile | None:
     JaSMin k = 0 lowers g1 itself, towards uniform or one-hot rows; k > 1 lowers g1 / g_k, which
     flattens one-hot rows too and leaves rows with at most k keys out.
     """
-    rows = [row for row in typed(section, AttentionRow) if finite([row.intermediate])]
+    rows = [row for row in rows_of(section) if finite([row.intermediate])]
     if section is None or not rows:
         return None
     shares = {n: _mean(rows, n) for n in ("intermediate", "uniform", "categorical")}
@@ -237,14 +239,14 @@ def _fragile(section: Section | None) -> Fragile | None:
     )
 
 
-def _mean(rows: Sequence[AttentionRow], name: str) -> float:
-    return sum(finite(getattr(row, name) for row in rows)) / len(rows)
+def _mean(rows: Sequence[Row], name: str) -> float:
+    return sum(finite(row[name] for row in rows)) / len(rows)
 
 
-def _tightness(rows: Sequence[BoundsRow]) -> Iterator[Tightness]:
-    columns = BoundsRow.columns()
+def _tightness(rows: Sequence[Row]) -> Iterator[Tightness]:
+    columns = BOUNDS_TABLE.columns
     for bound in ranked():
-        logs = finite(row.log10_ratio(bound.name) for row in rows)
+        logs = finite(log10_ratio(row, bound.name) for row in rows)
         typical = middle(logs)
         if typical is not None:
             yield Tightness(

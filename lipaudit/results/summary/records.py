@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from lipaudit.results.columns import Float, Frozen, Status
-from lipaudit.results.rows import AttackRow, CertifyRow
+from lipaudit.results.rows import ATTACK_TABLE, CERTIFY_TABLE
 
 KINDS = {
-    "clean": ("clean accuracy", AttackRow.columns()["clean"]),
-    "attacked": ("under attack", AttackRow.columns()["robust"]),
-    "certified": ("certified", CertifyRow.columns()["certified"]),
+    "clean": ("clean accuracy", ATTACK_TABLE.columns["clean"]),
+    "attacked": ("under attack", ATTACK_TABLE.columns["robust"]),
+    "certified": ("certified", CERTIFY_TABLE.columns["certified"]),
 }
 """The label and the column of each kind of accuracy."""
 

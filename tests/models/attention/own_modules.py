@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lipaudit
 from lipaudit.errors import LipauditError
-from lipaudit.results import BoundsRow, Report
+from lipaudit.results import Report, Row
 from lipaudit.theory.bounds.head_bounds import BOUNDS
 
 TOKENS, WIDTH, HEADS = 5, 8, 2
@@ -45,7 +45,7 @@ class Layer:
     before: HeadMap = lambda x: x
     apart: Layer | None = None
 
-    def norms(self, x: Tensor, row: BoundsRow) -> Tensor:
+    def norms(self, x: Tensor, row: Row) -> Tensor:
         """Return the spectral norm of every head, dense, in what the row says."""
         if "numerical" in row.kind:
             return _norms(lambda z: self.heads(self.before(z)), x)
@@ -280,9 +280,9 @@ def warned(report: Report) -> bool:
     return any(n.code == "no-derivative" for s in report.sections for n in s.notes)
 
 
-def _layers(report: Report, module: str) -> dict[int, list[BoundsRow]]:
+def _layers(report: Report, module: str) -> dict[int, list[Row]]:
     """Return the heads of the layers of a module."""
-    found: dict[int, list[BoundsRow]] = {}
+    found: dict[int, list[Row]] = {}
     section = report.section("bounds")
     parts = any(n.code == "in-parts" and f"({module}," in n.text for n in section.notes)
     for row in section.rows:
@@ -291,9 +291,7 @@ def _layers(report: Report, module: str) -> dict[int, list[BoundsRow]]:
     return found
 
 
-def _matched(
-    found: Mapping[int, list[BoundsRow]], truth: Sequence[Layer], x: Tensor
-) -> tuple[str, str]:
+def _matched(found: Mapping[int, list[Row]], truth: Sequence[Layer], x: Tensor) -> tuple[str, str]:
     """Give every layer that was found one of the truth; return the outcome and a fault."""
     left, outcomes = list(truth), []
     for number, rows in found.items():
@@ -309,7 +307,7 @@ def _matched(
     return "+".join(sorted(set(outcomes), reverse=True)) or "none", ""
 
 
-def _same(rows: Sequence[BoundsRow], layer: Layer, x: Tensor) -> bool:
+def _same(rows: Sequence[Row], layer: Layer, x: Tensor) -> bool:
     """Say whether rows are the heads of a layer; of two samples median and largest say all."""
     true = torch.stack([layer.norms(one, rows[0]) for one in x])
     ours = torch.tensor([(row.exact, row.exact_max) for row in rows], dtype=true.dtype)

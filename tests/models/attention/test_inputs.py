@@ -12,7 +12,6 @@ from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.results import BoundsRow
 
 TOKENS, WIDTH, HEADS = 8, 8, 2
 
@@ -123,7 +122,7 @@ def rows_of(attention: Attention, **options):
     """The rows of the measure, the largest norms over two samples, and the notes."""
     chosen = BoundsOptions(tol=1e-9, **options)
     section = summarise(list(measure(net_of(attention), [batch()], chosen)), chosen)[0]
-    rows = [row for row in section.rows if isinstance(row, BoundsRow)]
+    rows = section.rows
     return (
         rows,
         torch.tensor([row.exact_max for row in rows], dtype=torch.float64),

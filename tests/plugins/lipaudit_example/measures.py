@@ -1,22 +1,22 @@
-"""A measure of one's own: its row, its options and its record. Nothing here needs torch."""
+"""A measure of one's own: its table, its options and its record. Nothing here needs torch."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from lipaudit.results import Column, MeasureRecord, Row
-from lipaudit.results.columns import Float, column
+from lipaudit.results import Column, Layout, MeasureRecord
 from lipaudit.settings import MeasureOptions, option
 
-
-class ConfidenceRow(Row):
-    """How sure the model is of its predictions."""
-
-    section: ClassVar[str] = "confidence"
-    title: ClassVar[str] = "Confidence of the predictions"
-    temperature: Float = column("T", "What the logits are divided by.", ..., domain="")
-    mean: Float = column("mean", "Mean over the samples.", ..., format=".1%", better="higher")
-    low: Float = column("lowest", "Smallest over the samples.", ..., format=".1%")
+TABLE = Layout(
+    name="confidence",
+    title="Confidence of the predictions",
+    own={
+        "temperature": Column("T", "What the logits are divided by.", domain="", needed=True),
+        "mean": Column("mean", "Mean over the samples.", format=".1%", better="higher"),
+        "low": Column("lowest", "Smallest over the samples.", format=".1%"),
+    },
+    samples={"confidence": Column("confidence", "Of the prediction.", better="higher")},
+)
 
 
 class ConfidenceOptions(MeasureOptions):
@@ -31,8 +31,7 @@ class ConfidenceOptions(MeasureOptions):
 
 CONFIDENCE = MeasureRecord(
     name="confidence",
-    rows=(ConfidenceRow,),
-    samples={"confidence": Column("confidence", "Of the prediction.", better="higher")},
+    tables=(TABLE,),
     options="lipaudit_example.measures:ConfidenceOptions",
     runs="lipaudit_example.softmax:MEASURE",
 )

@@ -11,7 +11,7 @@ from lipaudit.measures import Measure, Part
 from lipaudit.measures.measure import join_parts, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.results import Section
-from lipaudit_example.measures import ConfidenceOptions, ConfidenceRow
+from lipaudit_example.measures import TABLE, ConfidenceOptions
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def measure(net: Net, batches: Iterable[Batch], options: ConfidenceOptions) -> I
 def summarise(parts: Sequence[Part], options: ConfidenceOptions) -> list[Section]:
     """Make the section."""
     values = join_parts(parts, "confidence")
-    row = ConfidenceRow(
+    row = TABLE.row(
         temperature=options.temperature, mean=float(values.mean()), low=float(values.min())
     )
     samples = {"ids": sample_ids(parts), "confidence": tuple(values.tolist())}

@@ -32,7 +32,7 @@ from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, quartiles, resident, spread, timed
 from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import DENSE, jacobian_norms
-from lipaudit.models.sources.demo import MEAN, STD, WIDTH, demo_model
+from lipaudit.models.sources.demo import MEAN, STD, WIDTH, load_demo
 from lipaudit.train.demos import load_shipped
 
 
@@ -62,7 +62,7 @@ class Problem:
 
 def demo(samples: int) -> Problem:
     """The demo on held-out digits: ten classes."""
-    model = demo_model().module.eval().requires_grad_(False)
+    model = load_demo().module.eval().requires_grad_(False)
     x = (load_shipped("test").x[:samples] - MEAN) / STD
     return Problem("demo, C=10", model, copy.deepcopy(model).double(), x, 17, WIDTH)
 

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.shared.study import Pair, cells, heading, nearest, rho, scatter, sections
+from lipaudit.data.arrays import read_idx
 from lipaudit.data.batch import Batch, sample_ids
-from lipaudit.data.idx import read_idx
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec

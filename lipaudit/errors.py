@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -189,6 +190,36 @@ def of_machine(error: BaseException) -> bool:
     fault = isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)
     device = type(error).__name__ == "AcceleratorError" or fault
     return out_of_memory(error) or device or isinstance(error, OSError)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message."""
+    return str(error).strip().partition("\n")[0]
+
+
+@contextmanager
+def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn an exception of a library or of the user's code into an `InputError`.
+
+    Lipaudit's own errors and a lack of memory pass through.
+
+    Args:
+        what: what failed; type and first line of the exception follow in brackets.
+        advice: what to do about it.
+        kinds: the exceptions to turn; by default all.
+
+    Raises:
+        InputError: the block raised one of them.
+    """
+    try:
+        yield
+    except LipauditError:
+        raise
+    except Exception as error:
+        if out_of_memory(error) or not isinstance(error, kinds or Exception):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{what} ({reason})", advice) from error
 
 
 def bug(error: BaseException) -> LipauditError:

@@ -19,7 +19,7 @@ from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.theory.bounds.head_bounds import affine_only
 from lipaudit.theory.heads import Heads
@@ -231,7 +231,7 @@ def load(name: str, dtype: str = "float64", gain: float = 1.0) -> Net:
         )
     perturb(module, gain)
     options = LoadOptions(dtype=dtype, device="cpu")
-    return assemble(hf_spec(module, options), options, name=name, source="test")
+    return assemble(describe_transformers(module, options), options, name=name, source="test")
 
 
 def texts(net: Net, *, doubled: bool = False) -> Batch:

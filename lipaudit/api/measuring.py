@@ -21,7 +21,7 @@ from lipaudit.api.requests import (
     name_of,
     names_of,
 )
-from lipaudit.data.forms import forms_of
+from lipaudit.data.arrays import list_forms
 from lipaudit.data.loading import Samples, own_samples
 from lipaudit.engine.execute import execute
 from lipaudit.engine.observer import Observer
@@ -211,7 +211,7 @@ def _net(
         return
     options = load_options(run)
     if data is not None:
-        options = replace(options, forms=lambda: forms_of(_parted(data)[0]))
+        options = replace(options, forms=lambda: list_forms(_parted(data)[0]))
     if isinstance(model, str):
         if input_shape is not None:
             raise UsageError(f"{model} says itself what it takes", "Leave input_shape out.")

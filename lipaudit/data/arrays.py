@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import re
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,12 +19,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lipaudit.data import idx
 from lipaudit.data.batch import Origin
-from lipaudit.data.damage import DEFLATED, claimed_size, refuse_damage
-from lipaudit.data.drawing import Drawn, picks, require_labels
 from lipaudit.data.images import to_box
-from lipaudit.data.intake import DataOptions, Intake
+from lipaudit.data.samples import (
+    DEFLATED,
+    DataOptions,
+    Drawn,
+    Intake,
+    claimed_size,
+    picks,
+    refuse_damage,
+    require_labels,
+)
 from lipaudit.errors import InputError
 
 SUFFIXES = (".npz", ".safetensors")
@@ -28,13 +38,18 @@ INPUTS = ("x", "images", "inputs")
 LABELS = ("y", "labels")
 HEADER = 1 << 16
 """Bytes that hold the header of every array of numbers."""
+NAME = re.compile(r"[-.]idx\d-ubyte(?:\.gz)?$")
+"""How a file in the IDX format is called, compressed or not."""
+KINDS = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+"""Types of numbers by the third byte of an IDX file."""
+CHANNELS = (1, 3, 4)
 MADE_OF = "made_of"
 """Key of the metadata of a file of adversarial examples: the ids of the samples, as JSON."""
 
 
 def holds_arrays(path: Path) -> bool:
     """Tell by its name whether a file is one of arrays."""
-    return path.suffix in SUFFIXES or bool(idx.NAME.search(path.name))
+    return path.suffix in SUFFIXES or bool(NAME.search(path.name))
 
 
 def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
@@ -47,23 +62,14 @@ def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
     Raises:
         InputError: damaged, of another shape than the model takes, or values out of range.
     """
-    arrays = _load(path)
-    x, y = _find_array(arrays, INPUTS), _find_array(arrays, LABELS)
+    arrays = load_arrays(path)
+    x, y = find_array(arrays, INPUTS), find_array(arrays, LABELS)
     if x is None or len(x) == 0:
         raise InputError(
             f"{path} has no samples (arrays: {', '.join(arrays) or 'none'})",
             f"Name the inputs {' or '.join(INPUTS)}, the labels {' or '.join(LABELS)}.",
         )
-    return draw_arrays(x, y, net, options, origin=str(path), names=_names(path))
-
-
-def inputs_of(path: Path) -> Tensor | None:
-    """Return the inputs of a file of arrays, None where it names none.
-
-    Raises:
-        InputError: it is damaged.
-    """
-    return _find_array(_load(path), INPUTS)
+    return draw_arrays(x, y, net, options, origin=str(path), names=_read_names(path))
 
 
 def draw_arrays(
@@ -102,18 +108,28 @@ def draw_arrays(
     samples = _check_shape(x[order], net, origin)
     labels = None if y is None else [int(v) for v in y[order]]
     if labels is not None:
-        require_labels(labels, net, origin=origin)
+        require_labels({str(v): v for v in labels}, net, f"{origin}: ")
     named = names if len(names) == len(x) else [""] * len(x)
     places = [f"index {i}" + f", {named[i]}" * bool(named[i]) for i in order]
     return Drawn(list(samples), labels, origins=[Origin(place) for place in places])
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def load_arrays(path: Path) -> dict[str, Tensor]:
+    """Return the arrays of a file by name.
+
+    Raises:
+        InputError: it is damaged.
+    """
     if path.suffix not in SUFFIXES:
-        return idx.read_idx(path)
+        return read_idx(path)
     advice = "Save plain numbers with numpy.savez(FILE, x=..., y=...)."
     with refuse_damage(path, f"{path.suffix} file", advice):
         return dict(load_file(path)) if path.suffix == ".safetensors" else _read_npz(path)
+
+
+def find_array(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
+    """Return the array that has one of the usual names."""
+    return next((arrays[n] for n in names if n in arrays), None)
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
@@ -144,7 +160,7 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray 
         return npy.read_array(file, allow_pickle=False)
 
 
-def _names(path: Path) -> list[str]:
+def _read_names(path: Path) -> list[str]:
     """Return which samples adversarial examples were made of, where a file says so."""
     if path.suffix != ".safetensors":
         return []
@@ -154,10 +170,6 @@ def _names(path: Path) -> list[str]:
         return [f"made of {name}" for name in json.loads(given or "[]")]
     except (ValueError, TypeError, RecursionError):
         return []
-
-
-def _find_array(arrays: dict[str, Tensor], names: tuple[str, ...]) -> Tensor | None:
-    return next((arrays[n] for n in names if n in arrays), None)
 
 
 def _check_shape(x: Tensor, net: Intake, origin: str) -> Tensor:
@@ -209,3 +221,87 @@ def _token_ids(x: Tensor, net: Intake, origin: str) -> Tensor:
             "Use the tokenizer of this model.",
         )
     return x.long()
+
+
+def read_idx(path: Path) -> dict[str, Tensor]:
+    """Read a file of inputs as x and, where one lies beside it, the file of labels as y.
+
+    The labels of `t10k-images-idx3-ubyte.gz` are those of `t10k-labels-idx1-ubyte.gz`.
+
+    Raises:
+        InputError: a file is damaged, or one of labels was named.
+    """
+    x = _read_idx_array(path)
+    if x.ndim == 1:
+        raise InputError(
+            f"{path} holds a number for each sample, not inputs",
+            "Name the file of images; the labels beside it are read with it.",
+        )
+    name = re.sub(r"idx\d", "idx1", path.name.replace("images", "labels"))
+    labels = path.with_name(name)
+    return {"x": x} | (
+        {"y": _read_idx_array(labels)} if name != path.name and labels.is_file() else {}
+    )
+
+
+def _read_idx_array(path: Path) -> Tensor:
+    """Read one array: 0, 0, type, number of axes; the size of each, big-endian; the numbers."""
+    with refuse_damage(path, "IDX file", "Copy or download it again."), path.open("rb") as file:
+        packed = file.peek(2)[:2] == b"\x1f\x8b"
+        data = gzip.GzipFile(fileobj=file) if packed else file
+        _, _, code, axes = data.read(4)
+        kind, shape = np.dtype(KINDS[code]), np.frombuffer(data.read(4 * axes), ">i4", axes)
+        most = path.stat().st_size * (DEFLATED if packed else 1)
+        values = data.read(claimed_size(shape.tolist(), kind.itemsize, most) + 1)
+        array = np.frombuffer(values, kind).reshape(shape)
+        return torch.from_numpy(array.astype(kind.newbyteorder("=")))
+
+
+@dataclass(frozen=True)
+class SampleForm:
+    """A kind of samples and the shape of one, as a model takes it.
+
+    Attributes:
+        kind: images have values in [0, 1], tokens are sequences of any floats, text token ids.
+        shape: of one sample.
+        fits: whether the values of the data are such.
+    """
+
+    kind: Literal["image", "tokens", "text"]
+    shape: tuple[int, ...]
+    fits: bool = field(default=True, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        size = " x ".join(map(str, self.shape))
+        if self.kind == "image":
+            return f"an image of {size} (channels, height, width) in [0, 1]"
+        return f"a sequence of {size} (tokens, width) without limits"
+
+
+def list_forms(x: Tensor) -> tuple[SampleForm, ...]:
+    """Return what the samples of an array can be by their shape: more than one if it is ambiguous.
+
+    >>> list_forms(torch.zeros(5, 3, 32, 32))
+    (SampleForm(kind='image', shape=(3, 32, 32)),)
+    >>> list_forms(torch.zeros(5, 8, 5, 4))
+    (SampleForm(kind='image', shape=(8, 5, 4)), SampleForm(kind='image', shape=(4, 8, 5)))
+    >>> list_forms(torch.zeros(5, 28, 28, dtype=torch.uint8))
+    (SampleForm(kind='image', shape=(1, 28, 28)),)
+    >>> list_forms(torch.zeros(5, 7, 16))
+    (SampleForm(kind='tokens', shape=(7, 16)), SampleForm(kind='image', shape=(1, 7, 16)))
+    >>> list_forms(torch.zeros(5, 12, dtype=torch.long))
+    (SampleForm(kind='text', shape=(12,)),)
+    """
+    shape = tuple(x.shape[1:])
+    if len(shape) == 3:
+        last = shape[2] in CHANNELS and shape[0] not in CHANNELS
+        first = SampleForm("image", shape)
+        return (first, SampleForm("image", (shape[2], *shape[:2]))) if last else (first,)
+    if len(shape) == 2:
+        if x.dtype == torch.uint8:
+            return (SampleForm("image", (1, *shape)),)
+        inside = not x.is_complex() and bool(((x >= 0) & (x <= 1)).all())
+        return SampleForm("tokens", shape), SampleForm("image", (1, *shape), fits=inside)
+    if len(shape) == 1:
+        return (SampleForm("tokens" if x.is_floating_point() else "text", shape),)
+    return ()

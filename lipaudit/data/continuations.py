@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Origin
-from lipaudit.data.drawing import Drawn, draw
-from lipaudit.data.intake import DataOptions, Intake, Task, warning
+from lipaudit.data.samples import DataOptions, Drawn, Intake, Task, draw, warning
 from lipaudit.data.tables import Row, all_columns, complete, label_column, text_columns
 from lipaudit.data.text import beginning, most_tokens, row_text, sound_rows
 from lipaudit.errors import InputError

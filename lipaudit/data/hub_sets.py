@@ -10,12 +10,11 @@ from torch import Tensor
 
 from lipaudit.data.batch import Origin
 from lipaudit.data.continuations import read_continuations
-from lipaudit.data.drawing import Drawn, class_indices, class_numbers, picks
-from lipaudit.data.hub import Commit, hub_access, open_split, parse_reference
+from lipaudit.data.hub import hub_access, open_split, parse_reference
 from lipaudit.data.images import refuse_images, to_box
-from lipaudit.data.intake import DataOptions, Intake
+from lipaudit.data.samples import DataOptions, Drawn, Intake, class_indices, class_numbers, picks
 from lipaudit.data.tables import Row, complete, label_column, text_columns
-from lipaudit.data.text import Text, beginning, most_tokens, row_text, sound_rows, tokenize
+from lipaudit.data.text import draw_texts, require_sound
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
@@ -36,39 +35,31 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
         table, commit = open_split(parse_reference(reference), offline=options.offline)
     if not len(table):
         raise InputError(f"{origin} is empty", "Choose another split.")
+    columns: list[str] = table.column_names
+    label = label_column(columns, options, origin=origin)
+    classes = None if label is None else getattr(table.features[label], "names", None)
     if options.scored and net.kind == "text":
-        return _continuations(table, net, options, origin, commit)
-    order = picks(len(table), options.samples, options.seed)
-    texts: list[Text] = []
+        rows = [Row(f"index {i}", values) for i, values in enumerate(table)]
+        drawn = read_continuations(rows, net, options, origin=origin, classes=classes)
+        return replace(drawn, commit=commit)
     if net.kind == "text":
-        columns = text_columns(table.column_names, options, origin=origin)
-        rows = [complete(Row(f"index {i}", table[i]), columns) for i in order]
-        sound, faulty = sound_rows(rows, options, origin)
-        order = [i for i, row in zip(order, rows, strict=True) if not row.fault]
-        texts = [row_text(row.values, columns) for row in sound]
-        x, notes = tokenize(texts, net, options, [row.place for row in sound], origin=origin)
-        notes = faulty + notes
+        text = text_columns(columns, options, origin=origin)
+
+        def row_at(i: int) -> Row:
+            return complete(Row(f"index {i}", table[i]), text)
+
+        order, drawn = draw_texts(len(table), row_at, text, net, options, origin=origin)
     else:
-        x, notes = _pictures(table, order, net, origin), ()
-    y, more = _labels(table, net, options, origin)
-    labels = None if y is None else [y[i] for i in order]
-    said = [beginning(text) for text in texts] or [""] * len(order)
-    origins = [Origin(f"index {i}", text) for i, text in zip(order, said, strict=True)]
-    limit = most_tokens(net, options)[0] if texts else 0
-    return Drawn(x, labels, notes + more, commit, origins, texts=texts, limit=limit)
+        order = picks(len(table), options.samples, options.seed)
+        places = [Origin(f"index {i}") for i in order]
+        drawn = Drawn(_read_pictures(table, order, net, origin), origins=places)
+    if label is None or net.classes is None:
+        return replace(drawn, commit=commit)
+    y, notes = _match_labels(label, list(table[label]), classes, net, origin)
+    return replace(drawn, y=[y[i] for i in order], notes=drawn.notes + notes, commit=commit)
 
 
-def _continuations(
-    table: Any, net: Intake, options: DataOptions, origin: str, commit: Commit | None
-) -> Drawn:
-    rows = [Row(f"index {i}", values) for i, values in enumerate(table)]
-    column = label_column(table.column_names, options, origin=origin)
-    names = None if column is None else getattr(table.features[column], "names", None)
-    drawn = read_continuations(rows, net, options, origin=origin, classes=names)
-    return replace(drawn, commit=commit)
-
-
-def _pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Tensor]:
+def _read_pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Tensor]:
     image = next((k for k in IMAGES if k in table.column_names), None)
     with refuse_images(origin):
         rows = table[order][image] if image is not None else []
@@ -81,17 +72,14 @@ def _pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Te
         return [to_box(net.prepare(picture), net.box) for picture in rows]
 
 
-def _labels(
-    table: Any, net: Intake, options: DataOptions, origin: str
-) -> tuple[list[int] | None, tuple[Note, ...]]:
+def _match_labels(
+    label: str, values: list[Any], names: list[str] | None, net: Intake, origin: str
+) -> tuple[list[int], tuple[Note, ...]]:
     """Return the labels of the whole table as class numbers of the model."""
-    column = label_column(table.column_names, options, origin=origin)
-    if column is None or net.classes is None:
-        return None, ()
-    values, names = list(table[column]), getattr(table.features[column], "names", None)
-    rows = [complete(Row(f"index {i}", {column: v}), (), column) for i, v in enumerate(values)]
-    sound_rows(rows, replace(options, skip_bad=False), origin)
+    places = [f"index {i}" for i in range(len(values))]
+    for place, value in zip(places, values, strict=True):
+        require_sound(complete(Row(place, {label: value}), (), label), origin)
     if names is None or min(values) < 0:
-        return class_numbers(values, net, [row.place for row in rows], origin=origin)
+        return class_numbers(values, net, places, origin=origin)
     index, notes = class_indices(names, net)
     return [index[names[v]] for v in values], notes

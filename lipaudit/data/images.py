@@ -7,7 +7,7 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,21 @@ from PIL import Image
 from torch import Tensor
 
 from lipaudit.data.batch import Origin
-from lipaudit.data.damage import refuse_damage
-from lipaudit.data.drawing import Drawn, class_indices, draw
-from lipaudit.data.intake import DataOptions, Intake, remark
+from lipaudit.data.samples import (
+    DataOptions,
+    Drawn,
+    Intake,
+    class_indices,
+    draw,
+    refuse_damage,
+    remark,
+)
 from lipaudit.errors import InputError
-from lipaudit.results import Note
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 SIDE = 64
 """Pixels of a thumbnail's longer side."""
+GREY = frozenset({"1", "L", "I", "F", "I;16"})
 COLOUR_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
@@ -48,14 +54,16 @@ def resize(
             f"the model takes {channels} channels, which no picture has",
             "Give the data as an .npz file with x of shape (samples, channels, height, width).",
         )
-    image = _eight_bit(image).convert(COLOUR_MODES[channels])
+    if image.mode.startswith("I"):  # 16-bit greys, which Pillow would clip at 255
+        image = Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
+    image = image.convert(COLOUR_MODES[channels])
     if image.size == (width, height):
-        return _pixels(image)
+        return _to_pixels(image)
     scale = max(width / image.width, height / image.height)
     if image.width * image.height * scale**2 > (Image.MAX_IMAGE_PIXELS or math.inf):
         raise ValueError(f"{image.width}x{image.height} pixels are too narrow to be scaled")
     if not steps:
-        return _pixels(_covering(image, width, height))
+        return _to_pixels(_cover(image, width, height))
     value: Any = image
     for step in steps:
         value = step(value)
@@ -99,7 +107,7 @@ def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:
             f"{path} is a folder of images; the model takes {net.kind}",
             "Give --data a text file, an .npz file, or random.",
         )
-    files, classes = _classes(path)
+    files, classes = _list_files(path)
     prepare = net.prepare
     drawn, notes = draw(
         len(files), options, lambda i: read_image(files[i], prepare), what="images"
@@ -107,8 +115,10 @@ def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:
     origins = [Origin(files[i].relative_to(path).as_posix()) for i, _ in drawn]
     x = [to_box(image, net.box) for _, image in drawn]
     if not classes or net.classes is None:
-        unused = (_no_classes(path),) if classes else ()
-        return Drawn(x, None, notes + unused, origins=origins)
+        if classes:
+            text = f"the classes of {path} are unused: the model has none"
+            notes += (remark("labels-unused", text),)
+        return Drawn(x, None, notes, origins=origins)
     index, matched = class_indices(sorted(set(classes)), net)
     labels = [index[classes[i]] for i, _ in drawn]
     return Drawn(x, labels, notes + matched, origins=origins)
@@ -138,10 +148,26 @@ def refuse_images(name: object) -> Iterator[None]:
         yield
 
 
-def _classes(path: Path) -> tuple[list[Path], list[str]]:
+def find_common_shape(path: Path) -> tuple[int, int, int] | None:
+    """Return (channels, height, width) of a folder's pictures, None if they are not all alike."""
+    shapes = set()
+    for file in (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES):
+        with suppress(InputError), refuse_images(file), Image.open(file) as image:
+            shapes.add((1 if image.mode in GREY else 3, image.height, image.width))
+        if len(shapes) > 1:
+            return None
+    return shapes.pop() if shapes else None
+
+
+def _list_files(path: Path) -> tuple[list[Path], list[str]]:
     """Return the pictures and, where they lie in sub-folders, the class of each."""
-    flat = _pictures(path)
-    nested = [(p, folder.name) for folder in _folders(path) for p in _pictures(folder)]
+
+    def pictures(folder: Path) -> list[Path]:
+        return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
+
+    flat = pictures(path)
+    folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    nested = [(p, folder.name) for folder in folders for p in pictures(folder)]
     if flat and nested:
         raise InputError(
             f"{path} holds images both beside and inside sub-folders",
@@ -155,26 +181,7 @@ def _classes(path: Path) -> tuple[list[Path], list[str]]:
     return (flat, []) if flat else ([p for p, _ in nested], [name for _, name in nested])
 
 
-def _folders(path: Path) -> list[Path]:
-    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-
-
-def _pictures(path: Path) -> list[Path]:
-    return sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
-
-
-def _no_classes(path: Path) -> Note:
-    return remark("labels-unused", f"the classes of {path} are unused: the model has none")
-
-
-def _eight_bit(image: Image.Image) -> Image.Image:
-    """Scale 16-bit greys, which Pillow would clip at 255."""
-    if not image.mode.startswith("I"):
-        return image
-    return Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
-
-
-def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
+def _cover(image: Image.Image, width: int, height: int) -> Image.Image:
     scale = max(width / image.width, height / image.height)
     size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
     image = image.resize(size, Image.Resampling.BICUBIC)
@@ -182,6 +189,6 @@ def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
-def _pixels(image: Image.Image) -> Tensor:
+def _to_pixels(image: Image.Image) -> Tensor:
     array = np.asarray(image, dtype=np.float32) / 255
     return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())

@@ -6,23 +6,34 @@ from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from lipaudit.data.arrays import draw_arrays, holds_arrays, read_arrays
+from lipaudit.data.arrays import (
+    INPUTS,
+    SampleForm,
+    draw_arrays,
+    find_array,
+    holds_arrays,
+    list_forms,
+    load_arrays,
+    read_arrays,
+)
+from lipaudit.data.batch import Origin
 from lipaudit.data.continuations import read_continuations
-from lipaudit.data.drawing import Drawn, to_batch
 from lipaudit.data.hub_sets import read_dataset
-from lipaudit.data.images import read_folder
-from lipaudit.data.intake import DataOptions as DataOptions
-from lipaudit.data.intake import Intake, remark, warning
-from lipaudit.data.intake import Samples as Samples
-from lipaudit.data.synthetic import random_samples
+from lipaudit.data.images import find_common_shape, read_folder
+from lipaudit.data.samples import DataOptions as DataOptions
+from lipaudit.data.samples import Drawn, Intake, remark, to_batch, warning
+from lipaudit.data.samples import Samples as Samples
 from lipaudit.data.tables import TABLES, read_rows
-from lipaudit.data.text import read_table, read_text
+from lipaudit.data.text import read_table, read_text, windows
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.results import Note
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
+CONTRAST = 0.2
+"""Standard deviation of the pixels of random images, about that of photographs."""
 SOME_TOKENS = 16
 """More tokens than a tokenizer puts around a text."""
 MOST_UNKNOWN = 1 / 3
@@ -54,7 +65,7 @@ def load_data(spec: str | None, net: Intake, options: DataOptions | None = None)
             f"--samples {options.samples} leaves nothing to measure", "Give 1 or more."
         )
     spec = spec or ("demo" if net.info.source == "demo" else "random")
-    return _samples(spec, _read(spec, net, options), net, options)
+    return _collect(spec, _read(spec, net, options), net, options)
 
 
 def own_samples(x: Tensor, y: Tensor | None, net: Intake, options: DataOptions) -> Samples:
@@ -70,11 +81,29 @@ def own_samples(x: Tensor, y: Tensor | None, net: Intake, options: DataOptions) 
     Raises:
         InputError: of another shape than the model takes, or values out of range.
     """
-    return _samples("tensors", draw_arrays(x, y, net, options, origin="x"), net, options)
+    return _collect("tensors", draw_arrays(x, y, net, options, origin="x"), net, options)
 
 
-def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samples:
-    notes = drawn.notes + _unknown(drawn, net)
+def forms_of_data(spec: str | None) -> tuple[SampleForm, ...]:
+    """Return what the samples can be that a --data argument names; nothing if it does not say.
+
+    Arrays have a shape; so has a folder of images that are all of one size.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    if spec in DIGIT_FILES:
+        return (SampleForm("image", (1, 8, 8)),)
+    path = Path(spec or "")
+    if spec and path.is_dir():
+        shape = find_common_shape(path)
+        return () if shape is None else (SampleForm("image", shape),)
+    x = find_array(load_arrays(path), INPUTS) if holds_arrays(path) and path.is_file() else None
+    return () if x is None else list_forms(x)
+
+
+def _collect(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samples:
+    notes = drawn.notes + _note_unknown(drawn, net)
     if len(drawn.x) < options.samples:
         text = f"{spec} has {len(drawn.x)} samples, {options.samples} were asked for"
         notes += (remark("fewer-samples", text),)
@@ -84,7 +113,7 @@ def _samples(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samp
     return Samples(spec, to_batch(drawn, net), notes, drawn.commit, origins, drawn.task)
 
 
-def _unknown(drawn: Drawn, net: Intake) -> tuple[Note, ...]:
+def _note_unknown(drawn: Drawn, net: Intake) -> tuple[Note, ...]:
     """Warn where most tokens of the texts are unknown to the tokenizer."""
     if net.unknown_id is None or net.tokenize is None:
         return ()
@@ -103,9 +132,16 @@ def _unknown(drawn: Drawn, net: Intake) -> tuple[Note, ...]:
 
 def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
     if spec == "random":
-        return random_samples(net, options)
+        return _make_random(net, options)
     if spec in DIGIT_FILES:
-        return _digits(spec, net, options)
+        if net.kind != "image" or tuple(net.sample_shape) != (1, 8, 8):
+            raise InputError(
+                f"--data {spec} is handwritten digits of 1x8x8 pixels; the model takes {net.kind} "
+                f"of shape {tuple(net.sample_shape)}",
+                "Give your own data, or --data random.",
+            )
+        with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as file:
+            return read_arrays(file, net, options)
     if spec.startswith("hf:"):
         return read_dataset(spec.removeprefix("hf:"), net, options)
     path = Path(spec)
@@ -115,10 +151,6 @@ def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
         known = (*DIGIT_FILES, "random", *neighbours(path))
         advice = suggestion(spec, known, f"--data is one of: {FORMS}.")
         raise InputError(f"there is no data {spec!r}", advice)
-    return _read_file(path, net, options)
-
-
-def _read_file(path: Path, net: Intake, options: DataOptions) -> Drawn:
     if holds_arrays(path):
         return read_arrays(path, net, options)
     if path.suffix not in (*TABLES, ".txt"):
@@ -127,19 +159,52 @@ def _read_file(path: Path, net: Intake, options: DataOptions) -> Drawn:
         raise InputError(
             f"{path} holds text; the model takes {net.kind}", "Give a folder or an .npz file."
         )
-    if options.scored and path.suffix in TABLES:
-        table = read_rows(path, options)
-        drawn = read_continuations(table.rows, net, table.options, origin=str(path))
-        return replace(drawn, notes=table.notes + drawn.notes)
-    return (read_text if path.suffix == ".txt" else read_table)(path, net, options)
+    if path.suffix == ".txt":
+        return read_text(path, net, options)
+    if not options.scored:
+        return read_table(path, net, options)
+    table = read_rows(path, options)
+    drawn = read_continuations(table.rows, net, table.options, origin=str(path))
+    return replace(drawn, notes=table.notes + drawn.notes)
 
 
-def _digits(spec: str, net: Intake, options: DataOptions) -> Drawn:
-    if net.kind != "image" or tuple(net.sample_shape) != (1, 8, 8):
-        raise InputError(
-            f"--data {spec} is handwritten digits of 1x8x8 pixels; the model takes {net.kind} of "
-            f"shape {tuple(net.sample_shape)}",
-            "Give your own data, or --data random.",
-        )
-    with as_file(files("lipaudit.data") / "assets" / DIGIT_FILES[spec]) as path:
-        return read_arrays(path, net, options)
+def _make_random(net: Intake, options: DataOptions) -> Drawn:
+    """Make samples without labels: 1/f noise for images, a text of ours, or Gaussian tokens."""
+    rng = torch.Generator().manual_seed(options.seed)
+    notes: tuple[Note, ...] = ()
+    origins: list[Origin] = []
+    shape, count = net.sample_shape, options.samples
+    if net.kind == "image":
+        x, what = [_make_noise(shape, rng) for _ in range(count)], "1/f noise"
+    elif net.kind == "tokens":
+        x, what = [torch.randn(shape, generator=rng) for _ in range(count)], "Gaussian tokens"
+    elif net.tokenize is not None:
+        story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
+        what = "a text that comes with lipaudit"
+        x, origins, notes = windows(story, net, options, origin="random", after=story)
+    else:
+        size, length = net.vocabulary or 1, min(options.max_tokens, *shape)
+        ids, what = torch.randint(size, (count, length), generator=rng), "random token ids"
+        if net.end_id is not None:  # once, and at the end, as a tokenizer puts it
+            ids[ids == net.end_id] = (net.end_id + 1) % size
+            ids[:, -1] = net.end_id
+        x = list(ids)
+    text = (
+        f"--data random: the samples are {what}, not data of yours; figures at a point depend on "
+        "the point, so give --data what the model meets in use"
+    )
+    return Drawn(x, None, (warning("random-data", text), *notes), origins=origins)
+
+
+def _make_noise(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    """Draw an image whose amplitude falls with frequency as 1/f, as in photographs.
+
+    Mean 0.5 and standard deviation 0.2 before what leaves [0, 1] is cut off.
+    """
+    _, height, width = shape
+    spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
+    rows, columns = torch.fft.fftfreq(height)[:, None], torch.fft.rfftfreq(width)
+    frequency = torch.hypot(rows, columns).clamp_min(1 / max(height, width))
+    image = torch.fft.irfft2(spectrum / frequency, s=(height, width))
+    spread = image.std(unbiased=False).clamp_min(torch.finfo(image.dtype).tiny)
+    return (0.5 + CONTRAST * (image - image.mean()) / spread).clamp(0, 1)

@@ -10,8 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lipaudit.data.damage import DEFLATED, claimed_size, refuse_damage
-from lipaudit.data.intake import DataOptions, remark
+from lipaudit.data.samples import DEFLATED, DataOptions, claimed_size, refuse_damage, remark
 from lipaudit.errors import InputError, suggestion
 from lipaudit.results import Note
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,16 @@ import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Origin
-from lipaudit.data.drawing import Drawn, class_numbers, draw, left_out
-from lipaudit.data.intake import DataOptions, Intake, remark, warning
+from lipaudit.data.samples import (
+    DataOptions,
+    Drawn,
+    Intake,
+    class_numbers,
+    draw,
+    left_out,
+    remark,
+    warning,
+)
 from lipaudit.data.tables import (
     Row,
     all_columns,
@@ -43,28 +52,67 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
     table = read_rows(path, options)
     options = table.options
     rows, notes = sound_rows(table.rows, options, origin)
-    notes = table.notes + notes
     columns = all_columns(rows)
     text = text_columns(columns, options, origin=origin)
     label = label_column(columns, options, origin=origin)
     needed = None if net.classes is None else label
     rows, more = sound_rows([complete(row, text, needed) for row in rows], options, origin)
+    order, drawn = draw_texts(len(rows), rows.__getitem__, text, net, options, origin=origin)
+    notes = table.notes + notes + more + drawn.notes
+    if needed is not None:
+        values, places = [row.values[needed] for row in rows], [row.place for row in rows]
+        numbers, matched = class_numbers(values, net, places, origin=origin)
+        return replace(drawn, y=[numbers[i] for i in order], notes=notes + matched)
+    others = ", ".join(name for name in columns if name not in text)
+    if label is not None:
+        said = f"the labels of {origin} ({label}) are unused: the model has no classes"
+        notes += (remark("labels-unused", said),)
+    elif net.classes is not None and others:
+        said = f"{origin} has no column called label: --label-column names one ({others})"
+        notes += (remark("no-label-column", said),)
+    return replace(drawn, notes=notes)
+
+
+def draw_texts(
+    total: int,
+    row_at: Callable[[int], Row],
+    columns: Sequence[str],
+    net: Intake,
+    options: DataOptions,
+    *,
+    origin: str,
+) -> tuple[list[int], Drawn]:
+    """Draw texts, or pairs of texts, from the rows of a table; return which, and the samples.
+
+    Args:
+        total: how many rows there are.
+        row_at: returns one of them.
+        columns: of the text, or of the two of a pair.
+        net: the model.
+        options: how many, by which seed, and how long.
+        origin: the table, for messages.
+
+    Raises:
+        InputError: one cannot be read; with `skip_bad`, none can.
+    """
     reader = _Reader(net, options, origin)
-    texts = [row_text(row.values, text) for row in rows]
-    drawn, skipped = draw(
-        len(rows), options, lambda i: reader.tokens(texts[i], rows[i].place), what="texts"
+    rows: dict[int, Row] = {}
+
+    def read(i: int) -> Tensor:
+        rows[i] = row = row_at(i)
+        require_sound(row, origin)
+        return reader.tokens(row_text(row.values, columns), row.place)
+
+    drawn, skipped = draw(total, options, read, what="texts")
+    order = [i for i, _ in drawn]
+    texts = [row_text(rows[i].values, columns) for i in order]
+    return order, Drawn(
+        [tokens for _, tokens in drawn],
+        notes=skipped + reader.notes() + _note_pairs(net, columns),
+        origins=[Origin(rows[i].name, beginning(t)) for i, t in zip(order, texts, strict=True)],
+        texts=texts,
+        limit=reader.limit,
     )
-    notes += more + skipped + reader.notes() + _note_pairs(net, text)
-    x = [tokens for _, tokens in drawn]
-    origins = [Origin(rows[i].name, beginning(texts[i])) for i, _ in drawn]
-    shown = [texts[i] for i, _ in drawn]
-    if label is None or net.classes is None:
-        named = unused_labels(label, origin) or unnamed_labels(columns, text, net, origin)
-        return Drawn(x, None, notes + named, origins=origins, texts=shown, limit=reader.limit)
-    values, places = [row.values[label] for row in rows], [row.place for row in rows]
-    numbers, matched = class_numbers(values, net, places, origin=origin)
-    y = [numbers[i] for i, _ in drawn]
-    return Drawn(x, y, notes + matched, origins=origins, texts=shown, limit=reader.limit)
 
 
 def row_text(values: Mapping[str, Any], columns: Sequence[str]) -> Text:
@@ -80,23 +128,17 @@ def beginning(text: Text) -> str:
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
-def unused_labels(column: str | None, origin: str) -> tuple[Note, ...]:
-    """Say that labels are there, and that the model has no classes for them."""
-    if column is None:
-        return ()
-    text = f"the labels of {origin} ({column}) are unused: the model has no classes"
-    return (remark("labels-unused", text),)
+def require_sound(row: Row, origin: str) -> None:
+    """Refuse a row that cannot be read.
 
-
-def unnamed_labels(
-    columns: Sequence[str], text: Sequence[str], net: Intake, origin: str
-) -> tuple[Note, ...]:
-    """Name the columns of which one may hold the labels that a classifier has none of."""
-    others = ", ".join(name for name in columns if name not in text)
-    if net.classes is None or not others:
-        return ()
-    said = f"{origin} has no column called label: --label-column names one ({others})"
-    return (remark("no-label-column", said),)
+    Raises:
+        InputError: with its place and fault.
+    """
+    if row.fault:
+        raise InputError(
+            f"{origin}: {row.place} {row.fault}",
+            "Mend it, or leave such rows out with --skip-bad.",
+        )
 
 
 def sound_rows(
@@ -107,15 +149,12 @@ def sound_rows(
     Raises:
         InputError: one cannot be read; with `skip_bad`, none can.
     """
-    faulty = [f"{row.place} {row.fault}" for row in rows if row.fault]
-    if faulty and not options.skip_bad:
-        raise InputError(
-            f"{origin}: {faulty[0]}", "Mend it, or leave such rows out with --skip-bad."
-        )
-    sound = [row for row in rows if not row.fault]
-    if not sound:
-        raise InputError(f"{origin}: no row can be read ({faulty[0]})", "Mend the file.")
-    return sound, left_out(faulty, "rows")
+    for row in rows if not options.skip_bad else ():
+        require_sound(row, origin)
+    faults = [f"{row.place} {row.fault}" for row in rows if row.fault]
+    if len(faults) == len(rows):
+        raise InputError(f"{origin}: no row can be read ({faults[0]})", "Mend the file.")
+    return [row for row in rows if not row.fault], left_out(faults, "rows")
 
 
 def _note_pairs(net: Intake, columns: Sequence[str]) -> tuple[Note, ...]:
@@ -164,25 +203,15 @@ def windows(
     limit, notes = most_tokens(net, options)
     starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
     text += after
-    begins = [_word_start(text, start) for start in starts]
-    cut = [(start, text[start : start + LETTERS_PER_TOKEN * limit]) for start in begins]
-    parts = [(start, part) for start, part in cut if part.strip()]
-    x = [_tokens(part, net, limit, origin) for _, part in parts]
+    parts = []
+    for start in starts:
+        while 0 < start < len(text) and not text[start - 1].isspace():
+            start += 1
+        part = text[start : start + LETTERS_PER_TOKEN * limit]
+        if part.strip():
+            parts.append((start, part))
+    x = [_encode(part, net, limit, origin) for _, part in parts]
     return x, [Origin(f"character {start + 1}", beginning(part)) for start, part in parts], notes
-
-
-def tokenize(
-    texts: Sequence[Text],
-    net: Intake,
-    options: DataOptions,
-    places: Sequence[str],
-    *,
-    origin: str,
-) -> tuple[list[Tensor], tuple[Note, ...]]:
-    """Tokenize texts, or pairs of texts, and say how many were cut."""
-    reader = _Reader(net, options, origin)
-    tokens = [reader.tokens(text, place) for text, place in zip(texts, places, strict=True)]
-    return tokens, reader.notes()
 
 
 class _Reader:
@@ -196,12 +225,12 @@ class _Reader:
     def tokens(self, text: Text, place: str = "") -> Tensor:
         origin = f"{self.origin}: {place}" if place else self.origin
         # one token more than allowed tells a text that was cut from one that just fits
-        tokens = _tokens(text, self.net, self.limit + 1, origin)
+        tokens = _encode(text, self.net, self.limit + 1, origin)
         self.read += 1
         if len(tokens) <= self.limit:
             return tokens
         self.cut += 1
-        return _tokens(text, self.net, self.limit, origin)
+        return _encode(text, self.net, self.limit, origin)
 
     def notes(self) -> tuple[Note, ...]:
         if not self.cut:
@@ -221,7 +250,7 @@ def most_tokens(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...
     return most, (warning("max-tokens", text),)
 
 
-def _tokens(text: Text, net: Intake, limit: int, origin: str) -> Tensor:
+def _encode(text: Text, net: Intake, limit: int, origin: str) -> Tensor:
     if net.tokenize is None:
         raise InputError(
             f"{origin} holds text, and the model came without a tokenizer",
@@ -243,10 +272,3 @@ def _tokens(text: Text, net: Intake, limit: int, origin: str) -> Tensor:
             "Remove empty texts, or leave them out with --skip-bad.",
         )
     return torch.as_tensor(tokens, dtype=torch.int64)
-
-
-def _word_start(text: str, position: int) -> int:
-    """Move on to the first word that begins at a position or after it."""
-    while 0 < position < len(text) and not text[position - 1].isspace():
-        position += 1
-    return position

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.drawing import LabelError
-from lipaudit.data.forms import forms_of_data
-from lipaudit.data.loading import DataOptions, Samples, load_data
+from lipaudit.data.loading import DataOptions, Samples, forms_of_data, load_data
+from lipaudit.data.samples import LabelError
 from lipaudit.engine.files import require_writable
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import MEASURES

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.drawing import LabelError
+from lipaudit.data.samples import LabelError
 from lipaudit.engine.fitting import footprint, time_batch
 from lipaudit.engine.prepare import LEFT_OUT, Job, Request, load_options, prepare
 from lipaudit.engine.provenance import origins

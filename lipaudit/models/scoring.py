@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.data.intake import Task, remark
+from lipaudit.data.samples import Task, remark
 from lipaudit.errors import InputError
 from lipaudit.models.attention.agreement import agree
 from lipaudit.models.lifting import lifting

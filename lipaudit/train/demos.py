@@ -21,7 +21,7 @@ from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.models.net import Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.demo import DigitsViT, demo_spec
+from lipaudit.models.sources.demo import DigitsViT, describe_demo
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.results.trials import parse_radius
@@ -59,7 +59,7 @@ def make_demo(seed: int) -> Net:
         model = DigitsViT()
         torch.nn.init.normal_(model.pos_embed, std=0.02)
         torch.nn.init.normal_(model.cls_token, std=0.02)
-    return assemble(demo_spec(model, "untrained"), LoadOptions(), name="demo", source="demo")
+    return assemble(describe_demo(model, "untrained"), LoadOptions(), name="demo", source="demo")
 
 
 def train_demo(recipe: Recipe, net: Net | None = None) -> Iterator[tuple[Net, Epoch]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import make_plan
-from lipaudit.models.sources.demo import demo_model
+from lipaudit.models.sources.demo import load_demo
 
 pytestmark = pytest.mark.slow(seconds=23)
 
@@ -36,7 +36,7 @@ def reference(f, x: Tensor, y: Tensor, norm: str, eps: float) -> Tensor:
 def model_of(digits, name):
     if name != "demo":
         return getattr(digits, name)
-    module = demo_model().module.eval().requires_grad_(False)
+    module = load_demo().module.eval().requires_grad_(False)
     return lambda x: module((x - 0.5) / 0.5)
 
 

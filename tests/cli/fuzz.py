@@ -91,8 +91,8 @@ OWN = """
 import torch
 from torch import nn
 from lipaudit import ModelSpec
-from lipaudit.models.sources.demo import demo_model
-def model(): return demo_model("standard").module
+from lipaudit.models.sources.demo import load_demo
+def model(): return load_demo("standard").module
 def fails(): raise RuntimeError("no")
 def nothing(): return None
 def image(): return ModelSpec(model(), (1, 8, 8))

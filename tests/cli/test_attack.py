@@ -17,8 +17,8 @@ from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.errors import InputError
 from lipaudit.measures.attack import check
-from lipaudit.models.sources.hf.language import lexicon
 from lipaudit.models.sources.loading import load_net
+from lipaudit.models.sources.texts import read_lexicon
 from lipaudit.settings import AttackOptions
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
@@ -239,7 +239,7 @@ def test_words_of_other_tokenizers(tmp_path, kind):
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
-    known = lexicon(fast, len(fast) + 5)
+    known = read_lexicon(fast, len(fast) + 5)
     ids = fast(text)["input_ids"]
     assert known.spell([0, *ids, 1]).strip() == text
     words = known.words([0, *ids, 1])

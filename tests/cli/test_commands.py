@@ -135,9 +135,9 @@ def test_one_amplified_head_fails_the_gate_and_is_named(audited):
     save_file(state, audited / "worse.safetensors")
     (audited / "worse.py").write_text(
         "from safetensors.torch import load_file\n"
-        "from lipaudit.models.sources.demo import demo_model\n"
+        "from lipaudit.models.sources.demo import load_demo\n"
         "def model():\n"
-        "    spec = demo_model('standard')\n"
+        "    spec = load_demo('standard')\n"
         "    spec.module.load_state_dict(load_file('worse.safetensors'))\n"
         "    return spec\n"
     )

@@ -31,10 +31,10 @@ FACTORY = """
 import torch
 from torch import nn
 from lipaudit import ModelSpec
-from lipaudit.models.sources.demo import demo_model
+from lipaudit.models.sources.demo import load_demo
 
 def module():
-    return demo_model("standard").module
+    return load_demo("standard").module
 
 def outside():
     return torch.compile(module())
@@ -359,10 +359,7 @@ BESIDE = {
     "models/derivative/linear_mode.py:explained": "raises again what it does not know",
     "models/precision.py:_cudnn_allows_tf32": "reads a setting",
     "models/sources/assembly.py:device": "asks for a device",
-    "models/sources/assembly.py:_require_float64": "asks for a device",
-    "models/sources/hub.py:fetch": "downloads",
-    "models/sources/timm.py:_fetched": "downloads",
-    "models/sources/weights.py:_globals": "looks for names in a file that is refused",
+    "models/sources/huggingface.py:fetch_repository": "downloads",
     "engine/execute.py:executed": "leaves the reason in a partial report",
     "engine/execute.py:_kept_if_cut_short": "raises again",
     "engine/execute.py:follow": "says it to the first process, which asks as_user_meets",

@@ -24,12 +24,12 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 OWN = """
 import torch
 from torch import nn
-from lipaudit.models.sources.demo import demo_model
+from lipaudit.models.sources.demo import load_demo
 
 class Named(nn.Module):
     def __init__(self, fails):
         super().__init__()
-        self.parts = nn.ModuleDict({EVIL: demo_model("standard").module})
+        self.parts = nn.ModuleDict({EVIL: load_demo("standard").module})
         self.fails = fails
 
     def forward(self, x):

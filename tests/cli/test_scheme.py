@@ -10,7 +10,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
-from lipaudit.data.intake import DataOptions
+from lipaudit.data.samples import DataOptions
 from lipaudit.settings import Recipe, RunOptions
 
 SHORT = {"-f": "--format", "-o": "--output", "-q": "--quiet", "-v": "--verbose", "-n": "--samples",

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
-from lipaudit.data.forms import forms_of_data
+from lipaudit.data.loading import forms_of_data
 from lipaudit.errors import InputError
 from lipaudit.models.sources.weights import read_weights
 

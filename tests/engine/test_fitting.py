@@ -14,7 +14,7 @@ from lipaudit.engine.prepare import Request, prepare
 from lipaudit.measures import MEASURES
 from lipaudit.models import lifting
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.settings import JacobianOptions, RunOptions
 
@@ -50,7 +50,9 @@ LENGTHS = (12, 4)
 def norms_of_texts(target):
     """A tiny GPT-2 and two texts of these lengths."""
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 30}
-    spec = hf_spec(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), LoadOptions())
+    spec = describe_transformers(
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), LoadOptions()
+    )
     net = assemble(spec, LoadOptions(device="cpu"), name="m", source="test")
     run = RunOptions(data="random", samples=2)
     job = prepare(Request("m", {"jacobian": JacobianOptions(target=target)}, run), net=net)

@@ -21,7 +21,7 @@ from lipaudit.measures.jacobian import MEASURE, JacobianOptions, measure, summar
 from lipaudit.models.derivative import positions
 from lipaudit.models.net import NextToken
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 SMALL = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 24}
@@ -45,7 +45,7 @@ def net_of(module):
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     options = LoadOptions(dtype="float64", device="cpu")
-    return assemble(hf_spec(module, options), options, name="m", source="test")
+    return assemble(describe_transformers(module, options), options, name="m", source="test")
 
 
 @pytest.fixture(scope="module", params=LANGUAGE)
@@ -285,7 +285,7 @@ def test_half_precision_that_is_kept_gives_the_same():
     for weights in ("converted", "stored"):
         options = LoadOptions(weights=weights, device="cpu")
         own = copy.deepcopy(module)
-        net = assemble(hf_spec(own, options), options, name="m", source="test")
+        net = assemble(describe_transformers(own, options), options, name="m", source="test")
         sections += [norms_of(net, texts(), target).samples for target in ("loss", "logits:1")]
     assert sections[:2] == sections[2:]
 

@@ -14,7 +14,7 @@ from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 
 VOCABULARY, MOST_TOKENS = 60, 32
@@ -44,7 +44,7 @@ def hf_model(config: str, auto: str, attention: str = "sdpa", **kwargs) -> Model
 
     made = getattr(transformers, config)(**kwargs)
     module = getattr(transformers, auto).from_config(made, attn_implementation=attention)
-    return hf_spec(module, LoadOptions())
+    return describe_transformers(module, LoadOptions())
 
 
 def encoder(config: str, **kwargs) -> ModelSpec:

@@ -6,12 +6,11 @@ import transformers
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.continuations import pack
-from lipaudit.data.drawing import Drawn, to_batch
-from lipaudit.data.intake import Task
+from lipaudit.data.samples import Drawn, Task, to_batch
 from lipaudit.errors import InputError
 from lipaudit.models.scoring import scoring
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions
 
 pytestmark = pytest.mark.rounding
@@ -54,7 +53,7 @@ def language_model(name, attention="eager", dtype="float64", **options):
         )
         for p in module.parameters():  # at their initial size all tokens are equally likely
             p.data = torch.randn_like(p) * 0.4
-    spec = hf_spec(module, LoadOptions())
+    spec = describe_transformers(module, LoadOptions())
     options = LoadOptions(dtype=dtype, device="cpu", **options)
     return assemble(spec, options, name=name, source="test")
 
@@ -168,7 +167,9 @@ def test_models_that_see_what_follows_are_refused(seed):
     torch.manual_seed(seed)
     config = transformers.BertConfig(**SIZES)
     module = transformers.BertLMHeadModel(config)
-    net = assemble(hf_spec(module, LoadOptions()), LoadOptions(), name="bert", source="test")
+    net = assemble(
+        describe_transformers(module, LoadOptions()), LoadOptions(), name="bert", source="test"
+    )
     with pytest.raises(InputError, match="looks at what is behind a token"):
         scoring(net, CHOICES, "sum")
 
@@ -183,7 +184,7 @@ def test_models_that_read_more_than_embeddings_are_refused():
 
 def test_models_of_no_language_have_no_next_logits():
     module = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
-    assert hf_spec(module, LoadOptions()).next_logits is None
+    assert describe_transformers(module, LoadOptions()).next_logits is None
 
 
 def test_packed_rows_are_taken_apart_whatever_their_padding():

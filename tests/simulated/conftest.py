@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from tests.simulated import device
 
@@ -51,7 +51,7 @@ def _llama() -> ModelSpec:
 def _seeded(make: Callable[[], torch.nn.Module]) -> ModelSpec:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return hf_spec(make(), LoadOptions())
+        return describe_transformers(make(), LoadOptions())
 
 
 MODELS: dict[str, Callable[[], Any]] = {"demo": lambda: "demo", "bert": _bert, "llama": _llama}

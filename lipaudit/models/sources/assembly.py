@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lipaudit.data.images import resize
-from lipaudit.data.intake import remark
-from lipaudit.errors import InputError, LipauditError, UsageError, of_machine, out_of_memory
+from lipaudit.data.samples import remark, warning
+from lipaudit.errors import (
+    InputError,
+    LipauditError,
+    UsageError,
+    first_line,
+    of_machine,
+    out_of_memory,
+)
 from lipaudit.models.lifting import devices, hold, lifting, precision
 from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.precision import eager
+from lipaudit.models.sources.offload import Placement, plan
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.models.sources.spread import Spread, plan
 from lipaudit.models.sources.weights import few, half_precision, require_finite_weights, sha256
 from lipaudit.results import Note
 
@@ -42,21 +48,32 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         InputError: weights that are not finite, a model that cannot be run on its own sample.
         UsageError: a normalisation that does not fit the images, an unknown dtype or device.
     """
-    spec = replace(spec, module=unwrap(spec.module))
-    _require_images(spec, options)
-    require_values(spec.module, name)
-    spread = _spread(spec.module, options)
-    module, notes = _in_precision(spec.module, options)
+    module = unwrap(spec.module)
+    require_values(module, name)
+    if options.dtype not in DTYPES:
+        names = ", ".join(DTYPES)
+        raise UsageError(f"dtype {options.dtype!r} is not offered", f"Use one of {names}.")
+    placement = _plan_placement(module, options)
+    notes: tuple[Note, ...] = ()
+    if options.weights != "stored":  # nothing can be measured in half precision
+        notes = half_precision(p.dtype for p in module.parameters())
+        if notes and placement is None:  # else each weight is converted where it is to lie
+            module = module.float()
     require_finite_weights(module, name)
     digest = sha256(module)
     module.eval().requires_grad_(False)
-    call, preprocess = _call(spec, options)
-    call, said = _place_weights(module, call, options, spread)
-    notes += said
-    read = spec.read or main_output
-    result, output, entry = _probe(spec, call, lambda result: _by_row(read(result)))
-    classify, said = _classify(spec, output)
-    notes += said + (_first_of_several(result, output) if spec.read is None else ())
+    spec = replace(spec, module=module)
+    call, preprocess = _add_preprocessing(spec, options)
+    call, more = _place_weights(module, call, options, placement)
+    notes += more
+
+    def read(result: Any) -> Tensor:
+        output = (spec.read or main_output)(result)
+        return output[:, None] if output.ndim == 1 else output  # a number per sample is a row
+
+    result, output, entry = _probe(spec, call, read)
+    classify, more = _classify(spec, output)
+    notes += more + (_note_others(result, output) if spec.read is None else ())
     info = ModelInfo(
         spec=name,
         source=source,
@@ -67,30 +84,28 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
         labels=spec.labels,
         notes=spec.notes + notes + (() if spec.commit is None else (spec.commit.note,)),
         commit=spec.commit,
-        device_map={} if spread is None else spread.places,
+        device_map={} if placement is None else placement.places,
     )
+    image = spec.kind == "image"
+    known = {field.name for field in fields(Net)}
+    described = {key: value for key, value in vars(spec).items() if key in known}
     return Net(
-        info=info,
-        module=module,
-        kind=spec.kind,
-        call=call,
-        read=lambda result: classify(_by_row(read(result))),
-        entry=spec.entry or entry,
-        sample_shape=spec.input_shape,
-        box=spec.box or ((0.0, 1.0) if spec.kind == "image" else None),
-        classes=_classes(spec, classify(output)),
-        vocabulary=spec.vocabulary,
-        next_token=spec.next_token,
-        tokenize=spec.tokenize,
-        tokenize_pair=spec.tokenize_pair,
-        pad_id=spec.pad_id,
-        end_id=spec.end_id,
-        unknown_id=spec.unknown_id,
-        lexicon=spec.lexicon,
-        next_logits=spec.next_logits,
-        prepare=_prepare(spec),
-        aliases=spec.aliases,
+        **described
+        | {
+            "info": info,
+            "call": call,
+            "read": lambda result: classify(read(result)),
+            "entry": spec.entry or entry,
+            "sample_shape": spec.input_shape,
+            "box": spec.box or ((0.0, 1.0) if image else None),
+            "classes": _count_classes(spec, classify(output)),
+            "prepare": spec.prepare or (_prepare(spec.input_shape) if image else None),
+        }
     )
+
+
+def _prepare(shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
+    return lambda image: resize(image, shape)
 
 
 def device(name: str) -> torch.device:
@@ -110,22 +125,17 @@ def device(name: str) -> torch.device:
         raise UsageError(
             f"device {name!r} is not available on this machine", "Use --device auto or cpu."
         ) from error
-    _require_float64(wanted)
+    try:
+        torch.empty(1, device=wanted, dtype=torch.float64)
+    except TypeError as error:  # of mps
+        raise UsageError(
+            f"device {str(wanted)!r} has no float64, in which bounds and statistics are computed",
+            "Use --device cpu.",
+        ) from error
     return wanted
 
 
-def _require_float64(place: torch.device) -> None:
-    """Refuse a device (mps) that has not the precision of bounds and statistics."""
-    try:
-        torch.empty(1, device=place, dtype=torch.float64)
-    except TypeError as error:
-        raise UsageError(
-            f"device {str(place)!r} has no float64, in which bounds and statistics are computed",
-            "Use --device cpu.",
-        ) from error
-
-
-def unwrap(module: nn.Module) -> nn.Module:
+def unwrap(module: Any) -> Any:
     """Return the module that `torch.compile` wraps: the same function, of the same weights."""
     return getattr(module, "_orig_mod", module)
 
@@ -150,38 +160,19 @@ def main_output(result: Any) -> Tensor:
     return result
 
 
-def _by_row(output: Tensor) -> Tensor:
-    """Return one row per sample: a number per sample is a row of one."""
-    return output[:, None] if output.ndim == 1 else output
-
-
-def _first_of_several(result: Any, output: Tensor) -> tuple[Note, ...]:
+def _note_others(result: Any, output: Tensor) -> tuple[Note, ...]:
     """Say which of several tensors is measured."""
-    if not isinstance(result, tuple | list) or len(result) < 2 or hasattr(result, "logits"):
-        return ()
-    shapes = [str(tuple(t.shape[1:])) for t in result[1:] if isinstance(t, Tensor)]
-    if not shapes:
+    several = isinstance(result, tuple | list) and not hasattr(result, "logits")
+    others = [t for t in result[1:] if isinstance(t, Tensor)] if several else []
+    if not others:
         return ()
     text = (
         f"the model returns several tensors: the first is measured, of shape "
-        f"{tuple(output.shape[1:])} per sample, not the others ({few(shapes)}); a py: factory may "
+        f"{tuple(output.shape[1:])} per sample, not the others "
+        f"({few([str(tuple(t.shape[1:])) for t in others])}); a py: factory may "
         "return ModelSpec(..., read=lambda result: TENSOR)"
     )
-    return (Note(level="warning", code="first-output", text=text),)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise UsageError(f"dtype {name!r} is not offered", f"Use one of {', '.join(DTYPES)}.")
-    return DTYPES[name]
-
-
-def _require_images(spec: ModelSpec, options: LoadOptions) -> None:
-    """Refuse options on images for a model that takes none."""
-    given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
-    named = [name for name, value in given.items() if value is not None]
-    if named and spec.kind != "image":
-        raise UsageError(f"{few(named)} given, and the model takes {spec.kind}", "Leave it out.")
+    return (warning("first-output", text),)
 
 
 def require_values(module: nn.Module, name: str) -> None:
@@ -202,16 +193,7 @@ def require_values(module: nn.Module, name: str) -> None:
             )
 
 
-def _in_precision(module: nn.Module, options: LoadOptions) -> tuple[nn.Module, tuple[Note, ...]]:
-    """Leave half precision behind, where it is not kept: nothing can be measured in it."""
-    if options.weights == "stored":
-        return module, ()
-    notes = half_precision(p.dtype for p in module.parameters())
-    whole = options.device_map is None  # else each weight is converted where it is to lie
-    return module.float() if notes and whole else module, notes
-
-
-def _spread(module: nn.Module, options: LoadOptions) -> Spread | None:
+def _plan_placement(module: nn.Module, options: LoadOptions) -> Placement | None:
     """Return how weights are to be spread, if that is asked for."""
     if options.device_map is None:
         return None
@@ -220,25 +202,25 @@ def _spread(module: nn.Module, options: LoadOptions) -> Spread | None:
             f"--device {options.device} and --device-map both say where the model is",
             "Leave --device out.",
         )
-    dtype = None if options.weights == "stored" else _dtype(options.dtype)
+    dtype = None if options.weights == "stored" else DTYPES[options.dtype]
     return plan(module, options.device_map, dtype, device)
 
 
 def _place_weights(
-    module: nn.Module, call: Call, options: LoadOptions, spread: Spread | None
+    module: nn.Module, call: Call, options: LoadOptions, placement: Placement | None
 ) -> tuple[Call, tuple[Note, ...]]:
     """Put the weights where and in which precision they are to be, and say what is held."""
-    dtype, stored = _dtype(options.dtype), options.weights == "stored"
-    if spread is None:
+    dtype, stored = DTYPES[options.dtype], options.weights == "stored"
+    if placement is None:
         module.to(device(options.device))
         if not stored:
             module.to(dtype)
             return call, ()
         return lifting(call), (_note_storage(hold(module, dtype), dtype),)
-    spread.lay(module, None if stored else dtype)
-    kinds = hold(module, dtype, spread.runs)
-    notes = (spread.note(module), *((_note_storage(kinds, dtype),) if stored else ()))
-    return lifting(spread.connect(module, call)), notes
+    placement.place_weights(module, None if stored else dtype)
+    kinds = hold(module, dtype, placement.computes_at)
+    notes = (placement.note(module), *((_note_storage(kinds, dtype),) if stored else ()))
+    return lifting(placement.connect(module, call)), notes
 
 
 def _note_storage(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
@@ -254,36 +236,35 @@ def _note_storage(kinds: tuple[torch.dtype, ...], dtype: torch.dtype) -> Note:
     return remark("stored-weights", text)
 
 
-def _call(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
+def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dict[str, Any]]:
     """Return what runs the model on samples, and the facts on what it does to them first."""
-    module = spec.module
+    given = {"--mean": options.mean, "--std": options.std, "--input-size": options.input_size}
+    named = [name for name, value in given.items() if value is not None]
+    if named and spec.kind != "image":
+        raise UsageError(f"{few(named)} given, and the model takes {spec.kind}", "Leave it out.")
+    module, facts = spec.module, dict(spec.preprocess)
     call = spec.call or (lambda x, mask: module(x) if mask is None else module(x, mask))
     if spec.kind == "tokens":  # a copy, which the module may write to
-        return (lambda x, mask: call(x.clone(), mask)), dict(spec.preprocess)
+        return (lambda x, mask: call(x.clone(), mask)), facts
     if spec.kind != "image":
-        return call, dict(spec.preprocess)
+        return call, facts
     channels = spec.input_shape[0]
     mean = _per_channel("mean", options.mean or spec.mean or (0.0,), channels)
     std = _per_channel("std", options.std or spec.std or (1.0,), channels)
     if not all(s > 0 for s in std):
         raise UsageError(f"std {std} must be positive", "Pixels are divided by it.")
-    facts = {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
-    return _prepend_normalisation(call, mean, std), dict(spec.preprocess) | facts
-
-
-def _prepend_normalisation(call: Call, mean: tuple[float, ...], std: tuple[float, ...]) -> Call:
-    """Put the normalisation between pixels and the network."""
+    facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
 
     @cache
     def constants(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         with torch.inference_mode(False):  # they may be part of a graph later
             return [torch.tensor(v, device=device, dtype=dtype) for v in (mean, std)]
 
-    def normalised(x: Tensor, mask: Tensor | None) -> Any:
+    def normalise(x: Tensor, mask: Tensor | None) -> Any:
         shift, scale = (t[:, None, None] for t in constants(x.device, x.dtype))
         return call((x - shift) / scale, mask)
 
-    return normalised
+    return normalise, facts
 
 
 def _per_channel(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
@@ -295,20 +276,14 @@ def _per_channel(name: str, values: tuple[float, ...], channels: int) -> tuple[f
     return tuple(values) if len(values) == channels else tuple(values) * channels
 
 
-def _prepare(spec: ModelSpec) -> Callable[[Image], Tensor] | None:
-    if spec.kind != "image":
-        return None
-    return spec.prepare or (lambda image: resize(image, spec.input_shape))
-
-
 def _probe(
     spec: ModelSpec, call: Call, read: Callable[[Any], Tensor]
 ) -> tuple[Any, Tensor, nn.Module | None]:
     """Run one blank sample: the result, its output, and the embedding module on the way."""
     module = spec.module
-    x = _blank(spec, torch.empty(0, device=next(devices(module)), dtype=precision(module)))
+    x = _make_blank(spec, torch.empty(0, device=next(devices(module)), dtype=precision(module)))
     try:
-        with eager(), torch.no_grad(), _first_entry(module, spec.kind, x) as entries:
+        with eager(), torch.no_grad(), _watch_entries(module, spec.kind, x) as entries:
             result = call(x, None)
             output = read(result)
     except Exception as error:  # whatever the model's own code raises
@@ -317,18 +292,19 @@ def _probe(
         check = "--input-size and --model-kwargs" if spec.kind == "image" else "--model-kwargs"
         raise InputError(
             f"{type(module).__name__} cannot be run on one sample of {spec.kind} of shape "
-            f"{spec.input_shape} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
+            f"{spec.input_shape} ({type(error).__name__}: {first_line(error)})",
             f"Check {check}; a py: factory may return a ModelSpec with its own `call`, which "
             "gives a model whatever else it needs.",
         ) from error
+    dtype = str(output.dtype).removeprefix("torch.")
     if not output.is_floating_point():
         raise InputError(
-            f"the model returns {str(output.dtype).removeprefix('torch.')}, which has no gradient",
+            f"the model returns {dtype}, which has no gradient",
             "Let it return its scores (logits), not a decision made from them.",
         )
     if output.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32:
         raise InputError(
-            f"the model returns {str(output.dtype).removeprefix('torch.')} in a run in float32",
+            f"the model returns {dtype} in a run in float32",
             "Switch autocast in its own code off, or use --dtype float64, which overrides it.",
         )
     if not bool((torch.isfinite(output) | _find_masked(output)).all()):
@@ -354,7 +330,7 @@ def _classify(
     """
     if spec.classifier and spec.labels and len(spec.labels) == 2 and output.numel() == 1:
         text = f"one logit is read as two classes: {spec.labels[1]!r} where it is positive"
-        return _two_logits, (remark("one-logit", text),)
+        return _add_zero_logit, (remark("one-logit", text),)
     masked = _find_masked(output).flatten()
     if not bool(masked.any()):
         return lambda logits: logits, ()
@@ -369,12 +345,12 @@ def _classify(
     return finite, (remark("masked-classes", text),)
 
 
-def _two_logits(output: Tensor) -> Tensor:
+def _add_zero_logit(output: Tensor) -> Tensor:
     logit = output.reshape(-1, 1)
     return torch.cat([torch.zeros_like(logit), logit], 1)
 
 
-def _blank(spec: ModelSpec, like: Tensor) -> Tensor:
+def _make_blank(spec: ModelSpec, like: Tensor) -> Tensor:
     if spec.kind == "text":
         most = min(PROBE_TOKENS, *spec.input_shape)
         ids = spec.tokenize(PROBE_TEXT, most) if spec.tokenize else [1] * most
@@ -385,7 +361,7 @@ def _blank(spec: ModelSpec, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _first_entry(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Module]]:
+def _watch_entries(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Module]]:
     """Collect the embedding modules that the model runs meanwhile, in order."""
     entries: list[nn.Module] = []
 
@@ -393,8 +369,13 @@ def _first_entry(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Mo
         if kind == "image" or (args and isinstance(args[0], Tensor) and args[0].shape == x.shape):
             entries.append(candidate)
 
-    candidates = [m for name, m in module.named_modules() if _is_entry(name, m, kind)]
-    hooks = [m.register_forward_hook(watch) for m in candidates]
+    def is_entry(name: str, part: nn.Module) -> bool:
+        if kind == "image":
+            return "PatchEmbed" in type(part).__name__ or "patch_embed" in name.rpartition(".")[2]
+        return kind == "text" and isinstance(part, nn.Embedding)
+
+    parts = [part for name, part in module.named_modules() if is_entry(name, part)]
+    hooks = [part.register_forward_hook(watch) for part in parts]
     try:
         yield entries
     finally:
@@ -402,13 +383,7 @@ def _first_entry(module: nn.Module, kind: str, x: Tensor) -> Iterator[list[nn.Mo
             hook.remove()
 
 
-def _is_entry(name: str, module: nn.Module, kind: str) -> bool:
-    if kind == "image":
-        return "PatchEmbed" in type(module).__name__ or "patch_embed" in name.rpartition(".")[2]
-    return kind == "text" and isinstance(module, nn.Embedding)
-
-
-def _classes(spec: ModelSpec, output: Tensor) -> int | None:
+def _count_classes(spec: ModelSpec, output: Tensor) -> int | None:
     """Count the classes of a classifier; a single output is a regression."""
     classes = output.shape[1] if spec.classifier and output.ndim == 2 else None
     if spec.labels is not None and classes is not None and len(spec.labels) != classes:

@@ -124,7 +124,7 @@ class DigitsViT(nn.Module):
         return torch.cat([first, grid.flatten(2).mT], 1)
 
 
-def demo_model(name: str = "standard") -> ModelSpec:
+def load_demo(name: str = "standard") -> ModelSpec:
     """Load a shipped checkpoint.
 
     Raises:
@@ -135,10 +135,10 @@ def demo_model(name: str = "standard") -> ModelSpec:
     module = DigitsViT()
     with as_file(files("lipaudit.models") / "assets" / f"demo_{name}.safetensors") as path:
         module.load_state_dict(load_file(path))
-    return demo_spec(module, DEMOS[name])
+    return describe_demo(module, DEMOS[name])
 
 
-def demo_spec(module: DigitsViT, history: str) -> ModelSpec:
+def describe_demo(module: DigitsViT, history: str) -> ModelSpec:
     """Say how a demo model is fed, and what became of it."""
     return ModelSpec(
         module,

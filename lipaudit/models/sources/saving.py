@@ -13,7 +13,7 @@ from torch import nn
 
 from lipaudit.models.net import Net
 from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
-from lipaudit.models.sources.hf.directory import quiet
+from lipaudit.models.sources.huggingface import quiet
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.schema import read_json
 

@@ -10,9 +10,9 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from lipaudit.attacks.text.rewrite import Lexicon
-from lipaudit.data.forms import Form
+from lipaudit.data.arrays import SampleForm
 from lipaudit.data.hub import Commit
-from lipaudit.data.intake import warning
+from lipaudit.data.samples import warning
 from lipaudit.errors import UsageError
 from lipaudit.models.net import Kind, NextToken
 from lipaudit.results import Note
@@ -143,9 +143,19 @@ class LoadOptions:
     offline: bool = False
     classes: int | None = None
     tower: str | None = None
-    forms: Callable[[], tuple[Form, ...]] = tuple
+    forms: Callable[[], tuple[SampleForm, ...]] = tuple
 
-    def image_shape(self, own: tuple[int, int, int]) -> tuple[int, int, int]:
+    @property
+    def pretrained(self) -> bool:
+        """Whether trained weights are wanted, not random ones."""
+        return bool(self.model_kwargs.get("pretrained", True))
+
+    @property
+    def building(self) -> dict[str, Any]:
+        """The arguments of the architecture itself."""
+        return {key: v for key, v in self.model_kwargs.items() if key != "pretrained"}
+
+    def image_shape(self, known: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width), given what the source of the model says.
 
         Raises:
@@ -153,11 +163,11 @@ class LoadOptions:
         """
         size = self.input_size
         if size is None:
-            return own
+            return known
         if not 1 <= len(size) <= 3 or min(size) < 1:
             raise UsageError(
                 f"input size {size} is not a shape",
                 "Give a side (32), height and width (32,32), or channels too (3,32,32).",
             )
-        channels = size[0] if len(size) == 3 else own[0]
+        channels = size[0] if len(size) == 3 else known[0]
         return channels, size[-1] if len(size) == 1 else size[-2], size[-1]

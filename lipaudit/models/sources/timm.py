@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
@@ -18,28 +17,30 @@ from lipaudit.data.hub import (
     Commit,
     Repository,
     find_commit,
-    first_line,
     is_offline,
     refusal,
 )
 from lipaudit.data.images import resize
-from lipaudit.data.intake import remark, warning
-from lipaudit.errors import InputError, UsageError, of_machine, out_of_memory, suggestion
+from lipaudit.data.samples import remark, warning
+from lipaudit.errors import (
+    InputError,
+    UsageError,
+    explain_failure,
+    of_machine,
+    out_of_memory,
+    suggestion,
+)
 from lipaudit.models.sources.names import timm_names
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
 from lipaudit.models.sources.weights import (
     State,
+    find_misfit,
     find_weights,
     load_strictly,
-    mismatches,
     read_weights,
     strip_prefix,
 )
 from lipaudit.results import Note
-
-if typing.TYPE_CHECKING:
-    from PIL.Image import Image
-    from torch import Tensor
 
 DEFAULT_NORMALISATION = warning(
     "default-normalisation",
@@ -62,37 +63,32 @@ def load_pretrained(name: str, options: LoadOptions) -> ModelSpec:
         InputError: unknown name, or weights that cannot be had.
         UsageError: arguments that would leave a part of the weights random.
     """
-    if not is_timm(name):
-        raise InputError(f"timm has no model {name!r}", _did_you_mean(name))
-    kwargs = dict(options.model_kwargs)
-    if not kwargs.pop("pretrained", True):
-        return timm_spec(_create(name, kwargs), options, notes=(RANDOM,))
-    module, commit = _download(name, kwargs, offline=options.offline)
-    own, weights = module.num_classes, module.pretrained_cfg["num_classes"]
-    if own not in (0, weights):
+    _require_known(name)
+    if not options.pretrained:
+        return describe_timm(_create(name, options.building), options, notes=(RANDOM,))
+    module, commit = _download(name, options)
+    classes, trained = module.num_classes, module.pretrained_cfg["num_classes"]
+    if classes not in (0, trained):
         raise UsageError(
-            f"num_classes={own} would replace the head of {name} ({weights} classes) by a random "
-            "one",
+            f"num_classes={classes} would replace the head of {name} ({trained} classes) by a "
+            "random one",
             "Leave num_classes out (`lipaudit train --classes` trains a new head), or pass your "
             "own file of weights with --arch.",
         )
-    spec = timm_spec(module, options)
-    return spec if commit is None else replace(spec, commit=commit)
+    return replace(describe_timm(module, options), commit=commit)
 
 
-def from_directory(path: Path, options: LoadOptions) -> ModelSpec:
+def load_directory(path: Path, options: LoadOptions) -> ModelSpec:
     """Load a directory whose config.json has timm's keys (a repository of timm's on the Hub)."""
-    kwargs = dict(options.model_kwargs)
-    with_weights = kwargs.pop("pretrained", True)
-    module = _create(f"local-dir:{path}", kwargs)
-    if not with_weights:
-        return timm_spec(module, options, notes=(RANDOM,))
+    module = _create(f"local-dir:{path}", options.building)
+    if not options.pretrained:
+        return describe_timm(module, options, notes=(RANDOM,))
     weights = find_weights(path)
     state, notes = read_weights(weights)
-    return timm_spec(module, options, notes=notes + _load(module, state, weights))
+    return describe_timm(module, options, notes=notes + _load(module, state, weights))
 
 
-def from_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
+def load_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     """Load a file of weights into an architecture of timm.
 
     The number of classes is read off the classifier's weights unless --model-kwargs says it.
@@ -100,26 +96,28 @@ def from_file(path: Path, arch: str, options: LoadOptions) -> ModelSpec:
     Raises:
         InputError: unknown architecture, or weights that do not fit it.
     """
-    if not is_timm(arch):
-        raise InputError(f"timm has no model {arch!r}", _did_you_mean(arch))
-    kwargs = dict(options.model_kwargs)
-    kwargs.pop("pretrained", None)
+    import timm.models
+
+    _require_known(arch)
     state, notes = read_weights(path)
     state = strip_prefix(state)  # every model of timm has more than one part
-    kwargs.setdefault("num_classes", _count_classes(arch, state))
-    module = _create(arch, kwargs)
+    config = timm.models.get_pretrained_cfg(arch)
+    head = config.classifier if config is not None else None
+    weight = state.get(f"{head[0] if isinstance(head, tuple) else head}.weight")
+    classes = None if weight is None else weight.shape[0]
+    module = _create(arch, {"num_classes": classes} | options.building)
     notes += _load(module, state, path)
     if options.mean is None or options.std is None:
         notes += (DEFAULT_NORMALISATION,)
-    return timm_spec(module, options, notes=notes, own_labels=False)
+    return describe_timm(module, options, notes=notes, known_labels=False)
 
 
-def timm_spec(
+def describe_timm(
     module: Any,
     options: LoadOptions,
     *,
     notes: tuple[Note, ...] = (),
-    own_labels: bool = True,
+    known_labels: bool = True,
 ) -> ModelSpec:
     """Say how a timm model is fed: size, normalisation, resizing, labels.
 
@@ -129,11 +127,13 @@ def timm_spec(
 
     if options.classes not in (None, module.num_classes):
         module.reset_classifier(options.classes)
-        notes, own_labels = (*notes, new_classifier(options.classes)), False
+        notes, known_labels = (*notes, new_classifier(options.classes)), False
     config = timm.data.resolve_model_data_config(module)
     shape = options.image_shape(_image_shape(module, config, options.model_kwargs))
     config["input_size"] = shape
-    labels, aliases = _labels(module) if own_labels else (None, {})
+    labels, aliases = _read_labels(module) if known_labels else (None, {})
+    steps = timm.data.create_transform(**config, is_training=False).transforms
+    before = [step for step in steps if type(step).__name__ != "Normalize"]  # it is in `call`
     return ModelSpec(
         module,
         shape,
@@ -142,14 +142,23 @@ def timm_spec(
         classifier=getattr(module, "num_classes", 0) > 0,
         labels=labels,
         aliases=aliases,
-        prepare=_preparation(config, shape),
+        prepare=lambda image: resize(image, shape, before),
         architecture=str(module.pretrained_cfg.get("architecture", type(module).__name__)),
         preprocess={k: config[k] for k in ("interpolation", "crop_pct", "crop_mode")},
         notes=notes,
     )
 
 
-def _create(name: str, kwargs: dict[str, Any], weights: Mapping[str, Any] | None = None) -> Any:
+def _require_known(name: str) -> None:
+    if not is_timm(name):
+        near = suggestion(
+            name.partition(".")[0], timm_names(), "`lipaudit models PART` lists names."
+        )
+        hub = f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
+        raise InputError(f"timm has no model {name!r}", hub if "/" in name else near)
+
+
+def _create(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any] | None = None) -> Any:
     """Build a model, its attention on the fused path where timm has one.
 
     Args:
@@ -173,7 +182,7 @@ def _create(name: str, kwargs: dict[str, Any], weights: Mapping[str, Any] | None
         raise InputError(f"timm cannot build {name}: {error}", "Check the name.") from error
 
 
-def _download(name: str, kwargs: dict[str, Any], *, offline: bool) -> tuple[Any, Commit | None]:
+def _download(name: str, options: LoadOptions) -> tuple[Any, Commit | None]:
     """Build a model with timm's own weights; return their commit where they are on the Hub."""
     import timm.models
 
@@ -187,8 +196,8 @@ def _download(name: str, kwargs: dict[str, Any], *, offline: bool) -> tuple[Any,
     file = f"model.safetensors of {repository.page}" if repository else config.url
     try:
         if repository is None:
-            return _from_address(name, kwargs, str(config.url), offline=offline), None
-        return _from_hub(name, kwargs, repository, offline=offline)
+            return _create_from_address(name, str(config.url), options), None
+        return _create_from_hub(name, repository, options)
     except InputError as error:
         raise InputError(
             f"the pretrained weights of {name} cannot be had: {error.message}",
@@ -197,17 +206,17 @@ def _download(name: str, kwargs: dict[str, Any], *, offline: bool) -> tuple[Any,
         ) from error
 
 
-def _from_hub(
-    name: str, kwargs: dict[str, Any], repository: Repository, *, offline: bool
+def _create_from_hub(
+    name: str, repository: Repository, options: LoadOptions
 ) -> tuple[Any, Commit]:
     """Build a model with weights of the commit that its repository is at."""
     import timm.models
 
-    commit = find_commit(repository, offline=offline)
+    commit = find_commit(repository, offline=options.offline)
     custom = timm.models.get_pretrained_cfg(name).custom_load
     at = {"hf_hub_id": f"{repository.name}@{commit.sha}", "custom_load": custom}
     try:
-        module = _create(name, kwargs, {"pretrained_cfg_overlay": at})
+        module = _create(name, options.building, {"pretrained_cfg_overlay": at})
     except UsageError:
         raise
     except Exception as error:  # every HTTP library has exceptions of its own
@@ -218,29 +227,24 @@ def _from_hub(
     return module, commit
 
 
-def _from_address(name: str, kwargs: dict[str, Any], url: str, *, offline: bool) -> Any:
+def _create_from_address(name: str, url: str, options: LoadOptions) -> Any:
     """Build a model with weights that timm has elsewhere than on the Hub."""
     cached = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-    if is_offline(asked=offline) and not cached.is_file():
+    if is_offline(asked=options.offline) and not cached.is_file():
         raise InputError(
             f"{url} is not in the local cache, and {OFFLINE}", "Fetch it with a connection."
         )
-    try:
-        with redirect_stdout(sys.stderr):  # torch.hub says there what it downloads
-            return _create(name, kwargs, {})
-    except UsageError:
-        raise
-    except Exception as error:  # of urllib, of torch, of whatever reads the file
-        if out_of_memory(error):
-            raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{url} cannot be fetched ({reason})", "Check the network.") from error
+    with (
+        explain_failure(f"{url} cannot be fetched", "Check the network."),
+        redirect_stdout(sys.stderr),  # torch.hub says there what it downloads
+    ):
+        return _create(name, options.building, {})
 
 
 def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
     """Load strictly; weights in another layout go through the conversion of timm's own family."""
     convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
-    if not mismatches(module, state) or convert is None:
+    if not find_misfit(module, state) or convert is None:
         load_strictly(module, state, origin=str(path))
         return ()
     try:
@@ -253,16 +257,6 @@ def _load(module: Any, state: State, path: Path) -> tuple[Note, ...]:
     return (remark("converted", "weights were converted from another layout or size by timm"),)
 
 
-def _count_classes(arch: str, state: State) -> int | None:
-    import timm.models
-
-    config = timm.models.get_pretrained_cfg(arch)
-    head = config.classifier if config is not None else None
-    name = head[0] if isinstance(head, tuple) else head
-    weight = state.get(f"{name}.weight")
-    return None if weight is None else weight.shape[0]
-
-
 def _image_shape(
     module: Any, config: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[int, int, int]:
@@ -270,10 +264,10 @@ def _image_shape(
     size = getattr(getattr(module, "patch_embed", None), "img_size", None)
     size = size or kwargs.get("img_size") or config["input_size"][1:]
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    own = config["input_size"][0]
+    channels = config["input_size"][0]
     conv = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
-    if conv is None or conv.in_channels == own or _takes(module, (own, height, width)):
-        return own, height, width
+    if conv is None or conv.in_channels == channels or _takes(module, (channels, height, width)):
+        return channels, height, width
     return conv.in_channels, height, width
 
 
@@ -290,20 +284,7 @@ def _takes(module: Any, shape: tuple[int, int, int]) -> bool:
     return True
 
 
-def _preparation(config: dict[str, Any], shape: tuple[int, int, int]) -> Any:
-    import timm.data
-    from torchvision.transforms import Normalize
-
-    steps = timm.data.create_transform(**config, is_training=False).transforms
-    before = [step for step in steps if not isinstance(step, Normalize)]
-
-    def prepare(image: Image) -> Tensor:
-        return resize(image, shape, before)
-
-    return prepare
-
-
-def _labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
+def _read_labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
     """Return class names and their aliases (ImageNet synsets), where timm knows them."""
     import timm.data
 
@@ -317,20 +298,14 @@ def _labels(module: Any) -> tuple[tuple[str, ...] | None, dict[str, int]]:
         return None, {}
     info = timm.data.ImageNetInfo(subset)
     labels = tuple(info.index_to_description(i) for i in range(info.num_classes()))
-    return labels, synsets(subset)
+    return labels, list_synsets(subset)
 
 
-def synsets(subset: str = "imagenet-1k") -> dict[str, int]:
+def list_synsets(subset: str = "imagenet-1k") -> dict[str, int]:
     """Return the WordNet names of ImageNet's classes, by which its folders are named."""
     import timm.data
 
     return {name: i for i, name in enumerate(timm.data.ImageNetInfo(subset).label_names())}
-
-
-def _did_you_mean(name: str) -> str:
-    if "/" in name:
-        return f"Did you mean hf:{name}, a repository of the Hugging Face Hub?"
-    return suggestion(name.partition(".")[0], timm_names(), "`lipaudit models PART` lists names.")
 
 
 @contextmanager

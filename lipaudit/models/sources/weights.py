@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -16,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lipaudit.data.intake import remark
-from lipaudit.errors import InputError, out_of_memory
+from lipaudit.data.samples import remark
+from lipaudit.errors import InputError, explain_failure, first_line, out_of_memory
 from lipaudit.results import Note
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -49,14 +50,29 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     Raises:
         InputError: the file is damaged, holds code, or holds no weights.
     """
-    content = _safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
-    content, notes = _find_state(content)
+    notes: tuple[Note, ...] = ()
+    if path.suffix == ".safetensors":
+        with explain_failure(
+            f"{path} is not a complete safetensors file",
+            "Copy or download it again; a git-lfs pointer needs `git lfs pull`.",
+        ):
+            content: Any = load_file(path)
+    else:
+        content = _read_pickle(path)
+    content = content if isinstance(content, Mapping) else {}
+    inside = next((key for key in CONTAINERS if isinstance(content.get(key), Mapping)), None)
+    if inside is not None:
+        content = content[inside]
+        notes = (remark("checkpoint", f"weights taken from {inside!r} of the checkpoint"),)
     state = {k: v for k, v in content.items() if isinstance(v, Tensor)}
     if not state:
         raise InputError(
             f"{path} holds no tensors by name", "Save the model's state_dict(), nothing around it."
         )
-    return _unwrap_state(state), notes + half_precision(v.dtype for v in state.values())
+    for prefix in WRAPPERS:
+        if all(k.startswith(prefix) for k in state):
+            state = {k.removeprefix(prefix): v for k, v in state.items()}
+    return state, notes + half_precision(v.dtype for v in state.values())
 
 
 def weight_files(names: Iterable[str]) -> list[str]:
@@ -65,15 +81,15 @@ def weight_files(names: Iterable[str]) -> list[str]:
     That is the first of the usual names, whole or in shards with their index; where there is none,
     what else may hold weights: safetensors before pickled files, no state of a training run.
     """
-    here = {name for name in names if "/" not in name}
+    top = {name for name in names if "/" not in name}
     for name in PREFERRED:
         stem, suffix = name.split(".")
-        if name in here:
+        if name in top:
             return [name]
-        shards = {f for f in here if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", f)}
-        if shards and f"{name}.index.json" in here:
+        shards = {f for f in top if re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", f)}
+        if shards and f"{name}.index.json" in top:
             return sorted(shards | {f"{name}.index.json"})
-    others = sorted(f for f in here if f.endswith(SUFFIXES) and not f.startswith(OF_TRAINING))
+    others = sorted(f for f in top if f.endswith(SUFFIXES) and not f.startswith(OF_TRAINING))
     return [f for f in others if f.endswith(".safetensors")] or others
 
 
@@ -92,18 +108,22 @@ def find_weights(directory: Path) -> Path:
     )
 
 
-def mismatches(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+def find_misfit(module: nn.Module, state: Mapping[str, Tensor]) -> str:
     """Say how a state dict differs from what a module takes; empty when it fits."""
-    own = module.state_dict()
-    missing = [k for k in own if k not in state]
-    surplus = [k for k in state if k not in own]
+    takes = module.state_dict()
     shapes = [
-        f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}"
-        for k in own
-        if k in state and own[k].shape != state[k].shape
+        f"{k} {tuple(state[k].shape)} for {tuple(takes[k].shape)}"
+        for k in takes
+        if k in state and takes[k].shape != state[k].shape
     ]
+    missing = [k for k in takes if k not in state]
+    return describe_misfit(missing, [k for k in state if k not in takes], shapes)
+
+
+def describe_misfit(missing: Sequence[str], surplus: Sequence[str], shapes: Sequence[str]) -> str:
+    """Name the weights that are missing, surplus or of another shape; empty if none is."""
     kinds = {"missing": missing, "surplus": surplus, "of another shape": shapes}
-    return [f"{few(names)} {kind}" for kind, names in kinds.items() if names]
+    return "; ".join(f"{few(names)} {kind}" for kind, names in kinds.items() if names)
 
 
 def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str) -> None:
@@ -112,9 +132,9 @@ def load_strictly(module: nn.Module, state: Mapping[str, Tensor], *, origin: str
     Raises:
         InputError: names or shapes differ.
     """
-    if wrong := mismatches(module, state):
+    if wrong := find_misfit(module, state):
         raise InputError(
-            f"the weights of {origin} do not fit {type(module).__name__}: {'; '.join(wrong)}",
+            f"the weights of {origin} do not fit {type(module).__name__}: {wrong}",
             "Check --arch and --model-kwargs (num_classes, img_size, patch_size, in_chans).",
         )
     module.load_state_dict(dict(state))
@@ -172,18 +192,6 @@ def sha256(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _safetensors(path: Path) -> dict[str, Any]:
-    try:
-        return dict(load_file(path))
-    except Exception as error:  # of safetensors, and of torch at its sizes
-        if out_of_memory(error):
-            raise
-        raise InputError(
-            f"{path} is not a complete safetensors file ({error})",
-            "Copy or download it again; a git-lfs pointer needs `git lfs pull`.",
-        ) from error
-
-
 def _read_pickle(path: Path) -> Any:
     try:
         # timm's training checkpoints keep their arguments beside the weights
@@ -205,7 +213,9 @@ def _unreadable(path: Path, error: Exception) -> InputError:
             f"{path} is TorchScript, a program and not weights: it cannot be read",
             "Save the state_dict() of the module that it was made from.",
         )
-    names = _globals(path)
+    names: list[str] = []
+    with suppress(Exception):  # junk names none
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     if names or (isinstance(error, pickle.UnpicklingError) and _is_pickle(path)):
         what = f" ({few(names)})" if names else ""
         return InputError(
@@ -215,45 +225,13 @@ def _unreadable(path: Path, error: Exception) -> InputError:
             "lists what it wants to run.",
         )
     return InputError(
-        f"{path} is not a complete PyTorch file ({type(error).__name__}: {_first_line(error)})",
+        f"{path} is not a complete PyTorch file ({type(error).__name__}: {first_line(error)})",
         "Copy or download it again.",
     )
 
 
 def _is_pickle(path: Path) -> bool:
     """Say whether a file is a whole pickle, by its grammar alone: nothing of it runs."""
-    try:
-        with path.open("rb") as content:
-            return len(list(pickletools.genops(content))) > 0
-    except ValueError:
-        return False
-
-
-def _globals(path: Path) -> list[str]:
-    try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except Exception:  # of junk: it names none
-        return []
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def _find_state(content: Any) -> tuple[Mapping[str, Any], tuple[Note, ...]]:
-    """Descend to the state dict of a training checkpoint."""
-    if not isinstance(content, Mapping):
-        return {}, ()
-    for key in CONTAINERS:
-        if isinstance(content.get(key), Mapping):
-            return content[key], (
-                remark("checkpoint", f"weights taken from {key!r} of the checkpoint"),
-            )
-    return content, ()
-
-
-def _unwrap_state(state: State) -> State:
-    for prefix in WRAPPERS:
-        if all(k.startswith(prefix) for k in state):
-            state = {k.removeprefix(prefix): v for k, v in state.items()}
-    return state
+    with suppress(ValueError), path.open("rb") as content:
+        return len(list(pickletools.genops(content))) > 0
+    return False

@@ -10,7 +10,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.measures.bounds import BoundsOptions, measure, summarise
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.sources.assembly import assemble
-from lipaudit.models.sources.hf.outputs import hf_spec
+from lipaudit.models.sources.huggingface import describe_transformers
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.theory.bounds.head_bounds import BOUNDS
 
@@ -32,7 +32,12 @@ def model(attention: str, gain: float, dtype: str = "float32"):
     )
     for layer in module.bert.encoder.layer:
         layer.attention.self.query.weight.data.mul_(gain)
-    net = assemble(hf_spec(module, LoadOptions()), LoadOptions(dtype=dtype), name="m", source="py")
+    net = assemble(
+        describe_transformers(module, LoadOptions()),
+        LoadOptions(dtype=dtype),
+        name="m",
+        source="py",
+    )
     ids = torch.stack([torch.randperm(57)[:16] + 3 for _ in range(2)])
     return net, Batch(ids, None, ("a1" * 8, "b2" * 8))
 

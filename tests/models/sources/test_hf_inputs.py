@@ -13,8 +13,8 @@ from lipaudit.models.attention.survey import survey
 from lipaudit.models.derivative.endpoints import sample_function
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.derivative.model_norms import jacobian_norms
-from lipaudit.models.sources.hf.heads import mean_pooling
 from lipaudit.models.sources.loading import LoadOptions, load_net
+from lipaudit.models.sources.outputs import mean_pooling
 
 transformers = pytest.importorskip("transformers")
 

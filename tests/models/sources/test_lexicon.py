@@ -4,7 +4,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lipaudit.attacks.text.rewrite import BEGINS, GOES_ON
-from lipaudit.models.sources.hf.language import lexicon
+from lipaudit.models.sources.texts import read_lexicon
 
 
 def test_a_byte_level_vocabulary_that_holds_hashes_is_no_wordpiece():
@@ -15,7 +15,7 @@ def test_a_byte_level_vocabulary_that_holds_hashes_is_no_wordpiece():
     own = Tokenizer(models.BPE(ids, merges))
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = decoders.ByteLevel()
-    known = lexicon(transformers.PreTrainedTokenizerFast(tokenizer_object=own), len(ids))
+    known = read_lexicon(transformers.PreTrainedTokenizerFast(tokenizer_object=own), len(ids))
     assert known.kinds[ids["Ġab"]] == BEGINS
     assert known.kinds[ids["ab"]] == GOES_ON
     words = known.words([ids["ab"], ids["Ġa"], ids["b"], ids["Ġab"]])

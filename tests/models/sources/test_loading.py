@@ -201,7 +201,7 @@ def test_a_model_of_float_tokens(source):
 
 
 def test_a_factory_in_an_importable_module():
-    net = load_net("py:lipaudit.models.sources.demo:demo_model")
+    net = load_net("py:lipaudit.models.sources.demo:load_demo")
     assert net.info.weights_sha256 == load_net("demo").info.weights_sha256
 
 
@@ -418,9 +418,8 @@ def test_a_device_without_float64_is_refused_before_anything_is_loaded(monkeypat
 
     original = torch.empty
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr("lipaudit.models.sources.loading._resolve", None)
     with pytest.raises(UsageError) as caught:
-        load_net("demo", LoadOptions(device="mps"))
+        load_net("py:no.such.module:build", LoadOptions(device="mps"))
     assert "no float64" in caught.value.message
     assert caught.value.advice == "Use --device cpu."
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from lipaudit.data.drawing import picks
 from lipaudit.data.loading import DataOptions, load_data
+from lipaudit.data.samples import picks
 from lipaudit.errors import InputError
 from lipaudit.models.sources.loading import load_net
 

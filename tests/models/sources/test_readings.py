@@ -9,9 +9,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from lipaudit.cli.commands import build
-from lipaudit.data.forms import forms_of
+from lipaudit.data.arrays import list_forms
 from lipaudit.errors import ExitCode, InputError
-from lipaudit.models.sources.own import spec_by_data
+from lipaudit.models.sources.own import describe
 from lipaudit.models.sources.spec import LoadOptions
 
 MODEL = """
@@ -23,7 +23,7 @@ def build():
 
 
 def options(*shape: int) -> LoadOptions:
-    return LoadOptions(forms=lambda: forms_of(torch.rand(5, *shape)))
+    return LoadOptions(forms=lambda: list_forms(torch.rand(5, *shape)))
 
 
 @pytest.mark.parametrize("size", ["8,5,4", "4,8,5"])
@@ -39,7 +39,7 @@ def test_the_option_that_a_refusal_names_settles_the_shape(size, tmp_path):
 
 
 def test_a_side_alone_keeps_the_channels_of_the_reading_of_that_size():
-    spec = spec_by_data(
+    spec = describe(
         nn.Conv2d(3, 4, 1), LoadOptions(input_size=(32,), forms=options(32, 32, 3).forms)
     )
     assert spec.input_shape == (3, 32, 32)
@@ -48,11 +48,11 @@ def test_a_side_alone_keeps_the_channels_of_the_reading_of_that_size():
 def test_the_trial_leaves_the_module_as_it_was():
     module = nn.Sequential(nn.Conv2d(8, 2, (5, 4)), nn.BatchNorm2d(2), nn.Flatten()).train()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    assert spec_by_data(module, options(8, 5, 4)).input_shape == (8, 5, 4)
+    assert describe(module, options(8, 5, 4)).input_shape == (8, 5, 4)
     assert all(part.training for part in module.modules())
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def test_a_module_that_runs_on_no_reading_is_told_why():
     with pytest.raises(InputError, match="no reading.*8 x 5 x 4.*4 x 8 x 5"):
-        spec_by_data(nn.Conv2d(7, 2, 1), options(8, 5, 4))
+        describe(nn.Conv2d(7, 2, 1), options(8, 5, 4))

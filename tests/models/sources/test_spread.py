@@ -16,7 +16,6 @@ from lipaudit.engine.place import Place, share_run
 from lipaudit.errors import EvaluationError, InputError, UsageError
 from lipaudit.models import lifting
 from lipaudit.models.lifting import devices
-from lipaudit.models.sources import spread
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.train import train
@@ -238,12 +237,6 @@ def test_accelerate_plans_whole_blocks_for_the_memory_that_is_free(qwen, monkeyp
     assert set(net.info.device_map.values()) == {"cpu", "disk"}
     parts = {name.rpartition(".")[0] for name in net.info.device_map}
     assert parts <= {"", "model", "model.layers"}  # no block is cut
-
-
-def test_blocks_are_known_by_the_lists_that_hold_them():
-    block = nn.TransformerEncoderLayer(8, 2, 16)
-    module = nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(8, 2)})
-    assert spread._whole(module) == ["TransformerEncoderLayer"]
 
 
 @pytest.mark.parametrize(

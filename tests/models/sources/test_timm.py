@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.timm import timm_spec
+from lipaudit.models.sources.timm import describe_timm
 from tests.hub import hub as hub
 
 timm = pytest.importorskip("timm")
@@ -242,7 +242,7 @@ class Rearranged(torch.nn.Module):
 
 
 def test_channels_are_those_of_the_image_and_not_of_the_first_convolution():
-    assert timm_spec(Rearranged(3), LoadOptions()).input_shape == (3, 8, 8)
+    assert describe_timm(Rearranged(3), LoadOptions()).input_shape == (3, 8, 8)
     kwargs = {"pretrained": False, "img_size": 32, "depth": 1, "in_chans": 1}
     net = load_net("timm:test_vit", LoadOptions(model_kwargs=kwargs, mean=(0.5,), std=(0.5,)))
     assert net.sample_shape == (1, 32, 32)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.data.intake import remark
+from lipaudit.data.samples import remark
 from lipaudit.errors import EvaluationError, InputError, UsageError, suggestion
 from lipaudit.models.sources.weights import few
 from lipaudit.results import Note
@@ -31,7 +31,7 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True)
-class Spread:
+class Placement:
     """Where the weights of a model lie and where each of its parts computes.
 
     Attributes:
@@ -52,15 +52,15 @@ class Spread:
         return {self.main, *(d for d in self.devices.values() if d.type != CPU)}
 
     def place(self, name: str) -> str:
-        """Return where a module or tensor lies: as the nearest module around it that is named."""
-        return str(_around(self.places, name) or self.main)
+        """Return where a module or tensor lies."""
+        return str(_look_up(self.places, name) or self.main)
 
-    def runs(self, path: str) -> torch.device:
+    def computes_at(self, path: str) -> torch.device:
         """Return where a module computes."""
         place = self.devices.get(self.place(path), self.main)
         return place if place in self.computing else self.main
 
-    def lay(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    def place_weights(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Put every parameter where it is to lie.
 
         Args:
@@ -71,16 +71,15 @@ class Spread:
             EvaluationError: the disk is full.
         """
         with TemporaryDirectory(prefix="lipaudit-", ignore_cleanup_errors=True) as folder:
-            for number, (name, users) in enumerate(_users(module)):
-                part, own = users[0]
-                values = self._laid(
-                    name, part.get_parameter(own), dtype, Path(folder, str(number))
-                )
-                laid = nn.Parameter(values, requires_grad=False)
-                for part, own in users:
-                    part._parameters[own] = laid
+            for number, (name, users) in enumerate(_list_users(module)):
+                part, key = users[0]
+                file = Path(folder, str(number))
+                values = self._place(name, part.get_parameter(key), dtype, file)
+                placed = nn.Parameter(values, requires_grad=False)
+                for part, key in users:
+                    part._parameters[key] = placed
 
-    def _laid(self, name: str, p: Tensor, dtype: torch.dtype | None, file: Path) -> Tensor:
+    def _place(self, name: str, p: Tensor, dtype: torch.dtype | None, file: Path) -> Tensor:
         place = self.place(name)
         if place == DISK:
             return p.data if name in self.mapped else _map_weight(p.data, file)
@@ -99,11 +98,11 @@ class Spread:
         from accelerate.utils import send_to_device
 
         for path, part in module.named_modules():
-            around, own = path.rpartition(".")[0], self.runs(path)
-            part.register_forward_pre_hook(_follow(own), with_kwargs=True)
+            around, place = path.rpartition(".")[0], self.computes_at(path)
+            part.register_forward_pre_hook(_send_inputs(place), with_kwargs=True)
             listed = isinstance(module.get_submodule(around), LISTS)
-            if not listed and self.runs(around) != own:
-                part.register_forward_hook(_return(self.runs(around)))
+            if not listed and self.computes_at(around) != place:
+                part.register_forward_hook(_send_outputs(self.computes_at(around)))
         return lambda *args: send_to_device(call(*args), self.main)
 
     def note(self, module: nn.Module) -> Note:
@@ -120,7 +119,7 @@ def plan(
     wanted: str,
     dtype: torch.dtype | None,
     device: Callable[[str], torch.device],
-) -> Spread:
+) -> Placement:
     """Return where the weights of a model are to lie.
 
     Args:
@@ -133,9 +132,16 @@ def plan(
         InputError: Accelerate is not installed, or the file does not fit the model.
         UsageError: this machine has no such device.
     """
-    _require_accelerate()
-    found = _plan_devices(module, dtype) if wanted in PLANNED else _read_device_map(module, wanted)
-    places = {name: _word(place) for name, place in found.items()}
+    try:
+        import accelerate  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            "--device-map spreads weights by the library `accelerate`, which is not installed",
+            "pip install 'lipaudit[accelerate]'",
+        ) from error
+    planned = wanted in PLANNED
+    places = _plan_devices(module, dtype) if planned else _read_device_map(module, wanted)
+    places = {name: _name_device(place) for name, place in places.items()}
     try:
         words = [word for word in dict.fromkeys(places.values()) if word != DISK]
         # As tensors name it: cuda is one of several.
@@ -143,13 +149,13 @@ def plan(
     except UsageError as error:
         raise UsageError(error.message, f"Change --device-map {wanted}.") from error
     owner = next(module.named_parameters())[0].rpartition(".")[0]
-    first = [_around(places, owner), *words]
+    first = [_look_up(places, owner), *words]
     computing = [devices[w] for w in first if w in devices and devices[w].type != CPU]
     main = (computing or [torch.device(CPU)])[0]
-    return Spread(places, devices, main, frozenset(_views(module)))
+    return Placement(places, devices, main, frozenset(_list_views(module)))
 
 
-def _views(module: nn.Module) -> Iterator[str]:
+def _list_views(module: nn.Module) -> Iterator[str]:
     """Yield the parameters whose memory is not torch's own: safetensors are mapped when loaded.
 
     To be asked before anything takes a weight as an array, which lends its memory out as well.
@@ -159,45 +165,30 @@ def _views(module: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _around(places: Mapping[str, Any], name: str) -> Any:
+def _look_up(places: Mapping[str, Any], name: str) -> Any:
+    """Return the place of a module or tensor: that of the nearest module around it with one."""
     while name not in places and name:
         name = name.rpartition(".")[0]
     return places.get(name)
 
 
-def _require_accelerate() -> None:
-    try:
-        import accelerate  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "--device-map spreads weights by the library `accelerate`, which is not installed",
-            "pip install 'lipaudit[accelerate]'",
-        ) from error
-
-
 def _plan_devices(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Let Accelerate spread a model over the memory that is free."""
+    """Let Accelerate spread a model over the memory that is free; it cuts no block."""
     from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
     floating = [name for name, p in module.named_parameters() if p.is_floating_point()]
-    kinds = None if dtype is None else dict.fromkeys(floating, dtype)
-    how: dict[str, Any] = {"no_split_module_classes": _whole(module), "special_dtypes": kinds}
+    blocks = [
+        type(child).__name__
+        for parent in module.modules()
+        for child in (parent.children() if isinstance(parent, LISTS) else ())
+        if not isinstance(child, LISTS) and next(child.children(), None) is not None
+    ]
+    how: dict[str, Any] = {
+        "no_split_module_classes": sorted(getattr(module, "_no_split_modules", None) or {*blocks}),
+        "special_dtypes": None if dtype is None else dict.fromkeys(floating, dtype),
+    }
     memory = get_balanced_memory(module, **how)
     return dict(infer_auto_device_map(module, max_memory=memory, **how))
-
-
-def _whole(module: nn.Module) -> list[str]:
-    """Return the classes of blocks: a residual connection within one cannot be cut."""
-    named = getattr(module, "_no_split_modules", None)
-    return sorted(named or {type(block).__name__ for block in _blocks(module)})
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the elements of lists of modules that have parts of their own."""
-    for parent in module.modules():
-        for child in parent.children() if isinstance(parent, LISTS) else ():
-            if not isinstance(child, LISTS) and next(child.children(), None) is not None:
-                yield child
 
 
 def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
@@ -220,18 +211,15 @@ def _read_device_map(module: nn.Module, wanted: str) -> dict[str, Any]:
     tensors = [name for name, _ in module.named_parameters()]
     names = {*tensors, *(name for name, _ in (*module.named_modules(), *module.named_buffers()))}
     for name in content.keys() - names:
-        advice = suggestion(name, sorted(names), f"Its parts are: {few(_parts(module))}.")
+        parts = few([part for part, _ in module.named_children()])
+        advice = suggestion(name, sorted(names), f"Its parts are: {parts}.")
         raise InputError(f"{path} places {name!r}, and the model has no such module", advice)
-    if left := [name for name in tensors if _around(content, name) is None]:
+    if left := [name for name in tensors if _look_up(content, name) is None]:
         raise InputError(f"{path} leaves out {few(left)}", 'Add "": "cpu", or another device.')
     return dict(content)
 
 
-def _parts(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_children()]
-
-
-def _word(place: Any) -> str:
+def _name_device(place: Any) -> str:
     """Name a device: Accelerate numbers those of the accelerator."""
     if isinstance(place, int):
         there = torch.accelerator.is_available()  # older torch raises when it is asked for none
@@ -240,14 +228,14 @@ def _word(place: Any) -> str:
     return str(place)
 
 
-def _users(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]]]]:
+def _list_users(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]]]]:
     """Return the name of every parameter, and which modules have it under which name."""
     users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for path, part in module.named_modules():
-        for own, p in part._parameters.items():
+        for key, p in part._parameters.items():
             if p is not None:
-                _, known = users.setdefault(id(p), (f"{path}.{own}".lstrip("."), []))
-                known.append((part, own))
+                _, known = users.setdefault(id(p), (f"{path}.{key}".lstrip("."), []))
+                known.append((part, key))
     return list(users.values())
 
 
@@ -269,13 +257,13 @@ def _map_weight(values: Tensor, path: Path) -> Tensor:
     return mapped.view(values.shape)
 
 
-def _follow(device: torch.device) -> Callable[..., Any]:
+def _send_inputs(device: torch.device) -> Callable[..., Any]:
     from accelerate.utils import send_to_device
 
     return lambda _module, args, kwargs: send_to_device((args, kwargs), device)
 
 
-def _return(device: torch.device) -> Callable[..., Any]:
+def _send_outputs(device: torch.device) -> Callable[..., Any]:
     from accelerate.utils import send_to_device
 
     return lambda _module, _args, output: send_to_device(output, device)

@@ -20,24 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.attacks.text.rewrite import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
-from lipaudit.data.intake import remark
+from lipaudit.data.samples import remark
 from lipaudit.errors import InputError
 from lipaudit.models.net import NextToken
-from lipaudit.models.sources.hf.heads import (
-    Pooling,
-    class_names,
-    decides,
+from lipaudit.models.sources.outputs import (
+    choose_pooling,
+    describe_classes,
     has_head,
     is_classifier,
     is_language_model,
-    reads_last_position,
-    sentence_pooling,
-    tower_call,
-    tower_features,
-    undecided_notes,
+    read_tower,
 )
 from lipaudit.models.sources.spec import ModelSpec
-from lipaudit.results import Note
 
 READINGS = 2**14
 """Texts of which the token ids are remembered."""
@@ -47,7 +41,7 @@ BEGINS_MARKS = ("\u0120", "\u2581")
 """Byte-level BPE and SentencePiece write one of them before what begins a word."""
 
 
-def lexicon(
+def read_lexicon(
     tokenizer: Any, vocabulary: int, encode: Callable[..., Mapping[str, Any]] | None = None
 ) -> Lexicon:
     """Read the vocabulary of a tokenizer of transformers that says where its tokens stand.
@@ -69,8 +63,8 @@ def lexicon(
 
     count = min(vocabulary, len(tokenizer))
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
-    mark = _mark(tokenizer)
-    kinds = [_kind(token, mark) for token in tokens]
+    mark = _find_mark(tokenizer)
+    kinds = [_classify_token(token, mark) for token in tokens]
     for special in (*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder):
         if special < count:
             kinds[special] = FIXED
@@ -85,7 +79,7 @@ def lexicon(
     def read(texts: tuple[str, ...], most: int) -> tuple[tuple[int, ...], tuple[Span, ...]]:
         encoded: Any = (encode or plain)(texts, most, return_offsets_mapping=True)
         stands = zip(encoded.sequence_ids(0), encoded["offset_mapping"], strict=True)
-        spans = [_bare(texts, piece, *span) for piece, span in stands]
+        spans = [_strip_span(texts, piece, *span) for piece, span in stands]
         return tuple(encoded["input_ids"]), tuple(spans)
 
     def write(token: int) -> str:
@@ -105,7 +99,7 @@ def lexicon(
     )
 
 
-def _bare(texts: Sequence[str], piece: int | None, start: int, end: int) -> Span:
+def _strip_span(texts: Sequence[str], piece: int | None, start: int, end: int) -> Span:
     """Return the span of a token without the space around it."""
     if piece is None:
         return NOWHERE
@@ -114,7 +108,7 @@ def _bare(texts: Sequence[str], piece: int | None, start: int, end: int) -> Span
     return piece, left, max(left, start + len(token.rstrip()))
 
 
-def _mark(tokenizer: Any) -> str | None:
+def _find_mark(tokenizer: Any) -> str | None:
     """Return the mark of a tokenizer's kind: WordPiece, byte-level BPE, SentencePiece or none."""
     kind = json.loads(tokenizer.backend_tokenizer.to_str())
     if kind["model"].get("type") == "WordPiece":
@@ -126,7 +120,7 @@ def _mark(tokenizer: Any) -> str | None:
     return sentence_piece if sentence_piece in decoder else None
 
 
-def _kind(token: str, mark: str | None) -> int:
+def _classify_token(token: str, mark: str | None) -> int:
     plain = token.removeprefix(mark or "")
     reserved = plain.startswith(("[", "<")) and plain.endswith(("]", ">"))  # [unused1], <0x0A>
     if reserved or not any(letter.isalnum() for letter in plain):
@@ -164,14 +158,20 @@ class Feed:
         """
         self.tokenizer, self.size = tokenizer, size
         self.separator: int | None = getattr(tokenizer, "sep_token_id", None)
-        one, two = self._encoded("a"), self._encoded("a", "b")
-        self.rules = _rules(one, self.separator, pair=False) if _takes_types(module, one) else None
+        known = inspect.signature(tokenizer.__call__).parameters
+        marks = {"return_special_tokens_mask": True}
+        marks = marks if "return_special_tokens_mask" in known else {}
+        one, two = tokenizer("a", **marks), tokenizer("a", "b", **marks)
+        takes = "token_type_ids" in inspect.signature(module.forward).parameters
+        typed = "token_type_ids" in one and takes
+        typed = typed and getattr(module.config, "type_vocab_size", None) != 1
+        self.rules = _read_rules(one, self.separator, pair=False) if typed else None
         self.exceptions: dict[tuple[int, ...], list[int]] = {}
         self.separators = 0
         if self.rules is not None:
             self.separators = list(two["input_ids"]).count(self.separator)
             differs = self.separators > list(one["input_ids"]).count(self.separator)
-            both = _rules(two, self.separator, pair=differs)
+            both = _read_rules(two, self.separator, pair=differs)
             if both and all(both.get(key, kind) == kind for key, kind in self.rules.items()):
                 self.rules |= both
 
@@ -182,14 +182,6 @@ class Feed:
         others = {token for name, token in named.items() if name != "unk_token"}
         known = named.get("unk_token") in {None, *others}
         return None if known else self.tokenizer.unk_token_id
-
-    def one(self, text: str, most: int) -> list[int]:
-        """Return the ids of a text, cut to a number of tokens."""
-        return self._ids(text, most=most)
-
-    def two(self, first: str, second: str, most: int) -> list[int]:
-        """Return the ids of two texts that are read together, cut to a number of tokens."""
-        return self._ids(first, second, most=most)
 
     def types(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         """Return the types of tokens as the model takes them; nothing where it takes none."""
@@ -209,15 +201,12 @@ class Feed:
                 types[row, real[row]] = types.new_tensor(own)
         return {"token_type_ids": types}
 
-    def _encoded(self, *texts: str) -> Mapping[str, Any]:
-        known = inspect.signature(self.tokenizer.__call__).parameters
-        marks = (
-            {"return_special_tokens_mask": True} if "return_special_tokens_mask" in known else {}
-        )
-        encoded: Mapping[str, Any] = self.tokenizer(*texts, **marks)
-        return encoded
+    def ids(self, *texts: str, most: int) -> list[int]:
+        """Return the ids of a text, or of two that are read together, cut to a number of tokens.
 
-    def _ids(self, *texts: str, most: int) -> list[int]:
+        Raises:
+            InputError: the model has no embedding for one of them.
+        """
         ids = list(self.encode(texts, most)["input_ids"])
         if ids and max(ids) >= self.size:
             token = self.tokenizer.convert_ids_to_tokens(max(ids))
@@ -249,14 +238,7 @@ class Feed:
         return encoded
 
 
-def _takes_types(module: Any, encoded: Mapping[str, Any]) -> bool:
-    """Say whether a tokenizer returns types of tokens, and a model looks at them."""
-    sizes = getattr(module.config, "type_vocab_size", None)
-    takes = "token_type_ids" in inspect.signature(module.forward).parameters
-    return "token_type_ids" in encoded and takes and sizes != 1
-
-
-def _rules(
+def _read_rules(
     encoded: Mapping[str, Any], separator: int | None, *, pair: bool
 ) -> dict[tuple[bool, int, int], int] | None:
     """Read off an example which type a token has; None where one rule would give two."""
@@ -283,13 +265,7 @@ def text_config(config: Any) -> Any:
         return config
 
 
-def end_of(config: Any) -> int | None:
-    """Return the id of the end of a text; the first of several."""
-    end = getattr(config, "eos_token_id", None)
-    return end[0] if isinstance(end, list) else end
-
-
-def known_pad(config: Any) -> int | None:
+def find_pad(config: Any) -> int | None:
     """Return the padding id of a configuration; None where it names none of the vocabulary."""
     pad = getattr(config, "pad_token_id", None)
     return pad if pad is not None and 0 <= pad < config.vocab_size else None
@@ -311,7 +287,7 @@ def pad_inputs(
         InputError: every id of the vocabulary ends some text of the batch.
     """
     config = text_config(module.config)
-    own = known_pad(config)
+    own = find_pad(config)
     fill = own if own is not None and own != end else _free_id(config, x, mask, end)
     with ExitStack() as undo:
         if own is None and is_classifier(module):
@@ -359,7 +335,7 @@ ENDLESS = 2**20
 """Tokens of the longest text of a model that has no limit."""
 
 
-def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
+def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
     """Say how a model is fed text, looking for its tokenizer and pooling in `path`.
 
     Raises:
@@ -372,45 +348,50 @@ def text_spec(module: Any, path: Path | None, tower: str | None) -> ModelSpec:
             "them up in a table of embeddings that could be perturbed",
             "Write a py: factory that returns a ModelSpec with `entry` and `vocabulary`.",
         )
-    tokenizer, size = _tokenizer(path), _embeddings(module, config)
+    tokenizer, size = _load_tokenizer(path), _count_ids(module, config)
     feed = None if tokenizer is None else Feed(module, tokenizer, size)
-    call, read = _text_output(module, sentence_pooling(path), tower, feed)
+    end = _find_end(module, config, tower)
+    facts = describe_classes(module)
+    if tower is None and module.config.is_encoder_decoder:
+        text = (
+            "only the embeddings that the encoder reads move; the decoder reads the same text "
+            "unmoved"
+        )
+        facts["notes"] = (remark("encoder-moves", text), *facts.get("notes", ()))
+    if feed is not None:
+        facts["tokenize"] = lambda text, most: feed.ids(text, most=most)
+        facts["tokenize_pair"] = lambda first, second, most: feed.ids(first, second, most=most)
+        facts["unknown_id"] = feed.unknown
+    if feed is not None and getattr(tokenizer, "is_fast", False):
+        facts["lexicon"] = partial(read_lexicon, tokenizer, size, feed.encode)
+    if tower is None and is_language_model(module):
+        facts["next_logits"] = _next_logits(module, feed)
+        if (head := module.get_output_embeddings()) is not None:
+            facts["next_token"] = NextToken(head, lambda out: out[0].logits)
     return ModelSpec(
         module,
         (_most_tokens(module, config, tokenizer),),
         kind="text",
-        classifier=decides(module),
-        labels=class_names(module),
         vocabulary=size,
-        next_token=_scores(module, tower),
-        tokenize=None if feed is None else feed.one,
-        tokenize_pair=None if feed is None else feed.two,
-        pad_id=known_pad(config) or 0,
-        end_id=_end_id(module, tower),
-        unknown_id=None if feed is None else feed.unknown,
-        lexicon=partial(lexicon, tokenizer, size, feed.encode)
-        if feed is not None and getattr(tokenizer, "is_fast", False)
-        else None,
-        next_logits=_next_logits(module, feed),
-        call=call,
-        read=read,
-        entry=module.get_input_embeddings() if _tokens_first(module) else None,
-        architecture=type(module).__name__,
-        notes=_still_decoder(module, tower) + undecided_notes(module),
+        pad_id=find_pad(config) or 0,
+        end_id=end,
+        call=_text_call(module, tower, feed, end),
+        read=_text_read(module, path, tower),
+        entry=module.get_input_embeddings() if _is_tokens_first(module) else None,
+        **facts,
     )
 
 
-def _still_decoder(module: Any, tower: str | None) -> tuple[Note, ...]:
-    """Say of a model that reads a text twice which of the two embeddings moves."""
-    if tower is not None or not module.config.is_encoder_decoder:
-        return ()
-    text = (
-        "only the embeddings that the encoder reads move; the decoder reads the same text unmoved"
-    )
-    return (remark("encoder-moves", text),)
+def _load_tokenizer(path: Path | None) -> Any:
+    from transformers import AutoTokenizer
+
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
+    if path is None or not any((path / f).is_file() for f in files):
+        return None
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
-def _embeddings(module: Any, config: Any) -> int:
+def _count_ids(module: Any, config: Any) -> int:
     """Return how many token ids the model has an embedding for."""
     try:
         table = getattr(module.get_input_embeddings(), "weight", None)
@@ -420,113 +401,74 @@ def _embeddings(module: Any, config: Any) -> int:
     return min(len(table), size) if isinstance(table, Tensor) and table.ndim == 2 else size
 
 
-def _end_id(module: Any, tower: str | None) -> int | None:
-    """Return the id whose state alone is read, where a model does that: every text must end so."""
-    if tower is None and not _reads_the_end(module):
-        return None
-    config = text_config(module.config)
-    end = end_of(config)
-    return end if end is not None and end < config.vocab_size else None
-
-
-def _reads_the_end(module: Any) -> bool:
-    return is_classifier(module) and module.config.is_encoder_decoder
-
-
-def _tokens_first(module: Any) -> bool:
-    """Say whether a model turns its ids to (tokens, batch): a row is then no sample."""
-    return str(module.config.model_type) == "xlnet"
-
-
-def _tokenizer(path: Path | None) -> Any:
-    from transformers import AutoTokenizer
-
-    files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
-    if path is None or not any((path / f).is_file() for f in files):
-        return None
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-
-
 def _most_tokens(module: Any, config: Any, tokenizer: Any) -> int:
     """Return how many tokens the model takes; tokenizers without a limit say 1e30.
 
     Relative positions, as T5's, end nowhere, whatever a tokenizer says.
     """
-    own = getattr(config, "max_position_embeddings", None)
-    if not own and hasattr(config, "relative_attention_num_buckets"):
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions and hasattr(config, "relative_attention_num_buckets"):
         return ENDLESS
     limits = [getattr(tokenizer, "model_max_length", None), getattr(config, "n_positions", None)]
-    limits += [getattr(config, "max_position_embeddings", None)]
-    limits += _behind_padding(module)
+    limits.append(positions)
+    tables = [m for n, m in module.named_modules() if n.endswith("position_embeddings")]
+    limits += [  # RoBERTa's positions begin behind the padding id
+        table.num_embeddings - 1 - table.padding_idx
+        for table in tables
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None
+    ]
     return min((int(n) for n in limits if n and 0 < n < 10**6), default=MOST_TOKENS)
 
 
-def _behind_padding(module: Any) -> list[int]:
-    """Return the room in tables of positions that begin behind the padding id, as RoBERTa's do."""
-    tables = [m for n, m in module.named_modules() if n.endswith("position_embeddings")]
-    return [
-        t.num_embeddings - 1 - t.padding_idx
-        for t in tables
-        if isinstance(t, nn.Embedding) and t.padding_idx is not None
-    ]
+def _find_end(module: Any, config: Any, tower: str | None) -> int | None:
+    """Return the id whose state alone is read, where a model does that: every text must end so."""
+    if tower is None and not (is_classifier(module) and module.config.is_encoder_decoder):
+        return None
+    end = getattr(config, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    return end if end is not None and end < config.vocab_size else None
 
 
-def _text_output(
-    module: Any, pooling: Pooling, tower: str | None, feed: Feed | None
-) -> tuple[Any, Any]:
-    """Return `call` and `read` by kind of model; `call` passes the mask on to `read`."""
-    run = module if tower is None else tower_call(module, tower)
-    inputs = _text_inputs(module, tower, feed)
-    end = _end_id(module, tower)
+def _is_tokens_first(module: Any) -> bool:
+    """Say whether a model turns its ids to (tokens, batch): a row is then no sample."""
+    return str(module.config.model_type) == "xlnet"
+
+
+def _text_call(
+    module: Any, tower: str | None, feed: Feed | None, end: int | None
+) -> Callable[[Tensor, Tensor | None], Any]:
+    """Return what runs a model on ids and their mask, and passes the mask on."""
+    run = module if tower is None else getattr(module, f"get_{tower}_features")
+    embed = module.get_input_embeddings() if _is_tokens_first(module) else None
+    decoder = tower is None and module.config.is_encoder_decoder and not has_head(module)
 
     def call(x: Tensor, mask: Tensor | None) -> Any:
         with pad_inputs(module, x, mask, end) as (ids, attention):
-            return run(attention_mask=attention, **inputs(ids, mask)), mask
+            inputs: dict[str, Any] = {} if feed is None else feed.types(ids, mask)
+            if embed is not None:
+                # Looked up here, one sample per row; the model turns embeddings as it does ids.
+                return run(attention_mask=attention, inputs_embeds=embed(ids), **inputs), mask
+            if end is not None and tower is None:
+                _require_ends(module, ids, mask, end)
+            if tower is not None and mask is not None:
+                _refuse_padding(module)
+            if decoder:
+                inputs |= _decoder_inputs(module, ids, mask)
+            return run(attention_mask=attention, input_ids=ids, **inputs), mask
 
+    return call
+
+
+def _text_read(module: Any, path: Path | None, tower: str | None) -> Callable[[Any], Tensor]:
+    """Return what reads the output of a result and its mask."""
+    pooling = choose_pooling(path)
     if tower is not None:
-        return call, lambda out: tower_features(out[0])
+        return lambda out: read_tower(out[0])
     if not has_head(module):
-        return call, lambda out: pooling(*out)
+        return lambda out: pooling(*out)
     if is_classifier(module):
-        return call, lambda out: out[0].logits
-    return call, lambda out: _next_token(out[0].logits, out[1])
-
-
-def _scores(module: Any, tower: str | None) -> NextToken | None:
-    """Say how a causal language model scores the next token, at every position."""
-    if tower is not None or not has_head(module) or is_classifier(module):
-        return None
-    head = module.get_output_embeddings()
-    return None if head is None else NextToken(head, lambda out: out[0].logits)
-
-
-def _text_inputs(
-    module: Any, tower: str | None, feed: Feed | None
-) -> Callable[[Tensor, Tensor | None], Any]:
-    """Return what makes the inputs of a model of ids and their mask."""
-
-    def types(x: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-        return {} if feed is None else feed.types(x, mask)
-
-    if _tokens_first(module):
-        # Looked up here, one sample per row; the model turns the embeddings as it does the ids.
-        embed = module.get_input_embeddings()
-        return lambda x, mask: {"inputs_embeds": embed(x), **types(x, mask)}
-    decoder, end = _decoder_inputs(module), _end_id(module, tower)
-
-    def inputs(x: Tensor, mask: Tensor | None) -> dict[str, Any]:
-        if end is not None and tower is None:
-            _require_ends(module, x, mask, end)
-        if tower is not None and mask is not None and reads_last_position(module):
-            raise InputError(
-                f"the text tower of {type(module).__name__} reads the last position, padding or "
-                "not: in a batch, a short text's features would depend on the longest",
-                "Give texts of one length, as token ids in an .npz file padded as in training.",
-            )
-        attention = None if mask is None else mask.long()
-        return {"input_ids": x, **types(x, mask), **decoder(x, attention)}
-
-    return inputs
+        return lambda out: out[0].logits
+    return lambda out: _next_token(out[0].logits, out[1])
 
 
 def _require_ends(module: Any, x: Tensor, mask: Tensor | None, end: int) -> None:
@@ -540,24 +482,31 @@ def _require_ends(module: Any, x: Tensor, mask: Tensor | None, end: int) -> None
         )
 
 
-def _decoder_inputs(module: Any) -> Callable[[Tensor, Tensor | None], dict[str, Any]]:
-    """An encoder-decoder without a head reads the same text, one token later."""
-    if not module.config.is_encoder_decoder or has_head(module):
-        return lambda x, mask: {}
-    known = (getattr(module.config, "decoder_start_token_id", None), known_pad(module.config), 0)
+def _refuse_padding(module: Any) -> None:
+    """Refuse padded texts where a tower reads the last position, padding or not."""
+    if str(module.config.model_type).startswith("siglip"):
+        raise InputError(
+            f"the text tower of {type(module).__name__} reads the last position, padding or "
+            "not: in a batch, a short text's features would depend on the longest",
+            "Give texts of one length, as token ids in an .npz file padded as in training.",
+        )
+
+
+def _decoder_inputs(module: Any, x: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    """Let the decoder of a model without a head read the same text, one token later."""
+    known = (getattr(module.config, "decoder_start_token_id", None), find_pad(module.config), 0)
     start = next(i for i in known if i is not None)
-
-    def inputs(x: Tensor, mask: Tensor | None) -> dict[str, Any]:
-        shifted = torch.cat([torch.full_like(x[:, :1], start), x[:, :-1]], 1)
-        return {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
-
-    return inputs
+    shifted = torch.cat([torch.full_like(x[:, :1], start), x[:, :-1]], 1)
+    return {
+        "decoder_input_ids": shifted,
+        "decoder_attention_mask": None if mask is None else mask.long(),
+    }
 
 
 def _next_logits(module: Any, feed: Feed | None) -> Callable[[Tensor, int], Tensor] | None:
-    """Return the logits behind embeddings of a language model; None for other models."""
+    """Return the logits behind embeddings; None where a model takes no embeddings."""
     known = inspect.signature(module.forward).parameters
-    if not is_language_model(module) or "inputs_embeds" not in known:
+    if "inputs_embeds" not in known:
         return None
 
     def run(z: Tensor, first: int) -> Tensor:

@@ -1,1 +1,0 @@
-"""Models of transformers: a directory with config.json, or a model at hand, to a `ModelSpec`."""

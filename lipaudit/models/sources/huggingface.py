@@ -1,0 +1,470 @@
+"""Models of transformers: repositories of the Hub, directories, adapters of peft."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.data.hub import Commit, Repository, find_commit, hub_bars, refusal
+from lipaudit.data.samples import remark
+from lipaudit.errors import InputError, UsageError, explain_failure
+from lipaudit.models.sources.outputs import (
+    CLASSIFIERS,
+    HEADS,
+    choose_tower,
+    describe_images,
+    describe_sounds,
+    has_head,
+    takes_of,
+)
+from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
+from lipaudit.models.sources.texts import describe_texts, text_config
+from lipaudit.models.sources.weights import describe_misfit, few, half_precision, weight_files
+from lipaudit.results import Note
+from lipaudit.schema import read_json
+
+SETTINGS = (".json", ".txt", ".model")
+POOLING = "1_Pooling/config.json"
+FEATURES = "AutoModel"
+ENCODER = "AutoModelForTextEncoding"
+SEQUENCES = "AutoModelForSequenceClassification"
+SOUNDS = "AutoModelForAudioClassification"
+POOLER, MASK = "pooler", "mask_token"
+HALF_NAMES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def fetch_repository(name: str, revision: str | None, options: LoadOptions) -> tuple[Path, Commit]:
+    """Return the directory that holds a repository of the Hub, and the commit it was read at.
+
+    Only settings, tokenizer and the weights to load are fetched: no code, no other formats.
+
+    Raises:
+        InputError: it cannot be fetched, or has no weights.
+    """
+    from huggingface_hub import snapshot_download
+
+    repository = Repository(name, "model", revision or "main")
+    commit = find_commit(repository, offline=options.offline)
+    top = [file for file in commit.files if "/" not in file]
+    wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING]
+    if options.pretrained:
+        stored = weight_files(top)
+        if not stored and commit.unasked:
+            raise InputError(
+                f"the local cache has no weights of {name}, and {commit.unasked}",
+                "Run it once with a connection.",
+            )
+        if not stored:
+            raise InputError(
+                f"{name} has no weights for PyTorch (it has: {few(top) or 'no files'})",
+                "Name a repository with model.safetensors or pytorch_model.bin.",
+            )
+        wanted += stored
+    try:
+        path = snapshot_download(
+            name,
+            revision=commit.sha,
+            allow_patterns=wanted,
+            local_files_only=bool(commit.unasked),
+        )
+    except Exception as error:  # every HTTP library has exceptions of its own
+        raise refusal(error, repository) from error
+    commit.remember()
+    return Path(path), commit
+
+
+def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None) -> ModelSpec:
+    """Load a directory in the format of transformers, completely or not at all.
+
+    Args:
+        path: the directory.
+        options: what the user says of it.
+        adapter: a directory of peft's, to merge into the model.
+
+    Raises:
+        InputError: unsupported or incomplete; the message names the tensors that do not fit.
+        UsageError: other classes than those of the adapter are asked for.
+    """
+    with quiet():
+        config = _read_config(path, options)
+        trained = None if adapter is None else _count_adapter_classes(adapter)
+        if adapter is not None and options.classes not in (None, trained):
+            raise UsageError("an adapter has classes of its own, or none", "Leave --classes out.")
+        loader, added = _choose_loader(config, trained or options.classes)
+        if options.pretrained:
+            kinds = _list_dtypes(path)
+            kept = options.weights == "stored" or options.device_map is not None
+            alone = kept and adapter is None and len(kinds) == 1
+            dtype = HALF_NAMES.get(min(kinds), torch.float32) if alone else torch.float32
+            module, report = _load_weights(loader, path, config, dtype)
+            below = _below_classifier(module, report) if added else report
+            notes = _require_complete(module, below, path)
+            if dtype == torch.float32:
+                notes += half_precision(HALF_NAMES[k] for k in kinds if k in HALF_NAMES)
+            else:
+                _take_buffers(module, loader, config)
+            if adapter is not None:
+                random = [*report["missing_keys"], *_wrong_shapes(report)] if added else []
+                module, added = _merge_adapter(module, adapter, random), ()
+        else:
+            module, notes = _build(loader, config), (RANDOM,)
+        spec = describe_transformers(module, options, path=path)
+    return replace(spec, notes=added + notes + spec.notes)
+
+
+def describe_transformers(
+    module: Any, options: LoadOptions, *, path: Path | None = None
+) -> ModelSpec:
+    """Say how a model of transformers is fed, and which of its outputs is read.
+
+    Tokenizer, image processor and pooling are looked for in `path`.
+
+    Raises:
+        InputError: it takes something else than images, text or sound.
+        UsageError: it has two towers, and none is asked for, or not the one asked for.
+    """
+    for config in (module.config, text_config(module.config)):
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if not hasattr(config, name):  # the code of transformers asks every model for them
+                setattr(config, name, None)
+    text_config(module.config).use_cache = False
+    tower = choose_tower(module, options.tower)
+    takes = takes_of(module, tower)
+    if takes == "pixel_values":
+        return describe_images(module, options, path, tower)
+    if takes == "input_ids":
+        return describe_texts(module, path, tower)
+    if takes in ("input_values", "input_features"):
+        return describe_sounds(module)
+    raise InputError(
+        f"{type(module).__name__} takes {takes}: neither images, text nor sound",
+        "Write a py: factory that returns a ModelSpec of kind tokens.",
+    )
+
+
+def _read_config(path: Path, options: LoadOptions) -> Any:
+    from transformers import AutoConfig
+
+    overrides = options.building
+    if options.dtype == "float64":  # grouped products of experts take no double precision
+        overrides = {"experts_implementation": "eager"} | overrides
+    with explain_failure(
+        f"{path} is no model that transformers knows",
+        "Models that bring code of their own are not run. Write a py: factory for them, or "
+        "update transformers if the model is newer.",
+        ValueError,
+        KeyError,
+        OSError,
+    ):
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
+
+
+def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, ...]]:
+    """Return the class that loads a model, by what the checkpoint says it is.
+
+    No head is made up, but for a new classifier where another number of classes is asked for.
+    """
+    import transformers
+
+    def knows(auto: str) -> bool:
+        return type(config) in getattr(transformers, auto)._model_mapping
+
+    name = (config.architectures or [""])[0]
+    auto = next((auto for head, auto in HEADS.items() if name.endswith(head)), FEATURES)
+    if name.endswith("EncoderModel"):
+        auto = ENCODER
+    if auto == SEQUENCES and not knows(SEQUENCES):
+        auto = SOUNDS  # Wav2Vec2ForSequenceClassification is a classifier of sounds
+    added: tuple[Note, ...] = ()
+    trained = len(config.id2label or ()) if auto in CLASSIFIERS.values() else None
+    if classes not in (None, trained):
+        config.id2label = {i: f"LABEL_{i}" for i in range(classes)}
+        config.label2id = {label: i for i, label in config.id2label.items()}
+        if trained is None:
+            auto = next(filter(knows, CLASSIFIERS.values()), SEQUENCES)
+        added = (new_classifier(classes),)
+    named = getattr(transformers, name, None)
+    if not knows(auto) and isinstance(named, type):
+        return named, added
+    return getattr(transformers, auto), added
+
+
+def _load_weights(
+    loader: Any, path: Path, config: Any, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """Load the weights; return the model, and what transformers reports of names and shapes."""
+
+    def load(attention: str) -> Any:
+        return loader.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named, and refused
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+
+    with explain_failure(
+        f"transformers cannot load {path}",
+        "Check that the directory is complete: config.json and its weights. Copy or download "
+        "damaged files again; pickled files may hold tensors only.",
+    ):
+        return _with_attention(config, load)
+
+
+def _build(loader: Any, config: Any) -> Any:
+    """Build a model with random weights."""
+    build = getattr(loader, "from_config", None) or loader._from_config
+    return _with_attention(
+        config,
+        lambda attention: build(config, attn_implementation=attention, dtype=torch.float32),
+    )
+
+
+def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
+    """Build with fused attention, or eager where a model has no other or caps its logits."""
+    if getattr(text_config(config), "attn_logit_softcapping", None):
+        return build("eager")
+    try:
+        return build("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return build("eager")
+
+
+def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[Note, ...]:
+    """Refuse missing and surplus weights; heads of a model read for its features may be left."""
+    features = not has_head(module)
+    missing = sorted(k for k in report["missing_keys"] if not (features and _part_of(k, POOLER)))
+    surplus = sorted(report["unexpected_keys"])
+    # Features never meet heads, pooler and mask.
+    unused = [
+        k for k in surplus if features and (_part_of(k, POOLER, MASK) or not _inside(module, k))
+    ]
+    surplus = [k for k in surplus if k not in unused]
+    if wrong := describe_misfit(missing, surplus, _wrong_shapes(report)):
+        raise InputError(
+            f"the weights in {path} do not fit {type(module).__name__}: {wrong}",
+            "A part of the model would be random. Check `architectures` in config.json and that "
+            "the fine-tuned head was saved.",
+        )
+    if features and any(_part_of(key, POOLER) for key in report["missing_keys"]):
+        module.pooler = None  # random, and not read
+    text = f"not read: {few(unused)} (the output is features)"
+    return (remark("features", text),) if unused else ()
+
+
+def _wrong_shapes(report: dict[str, Any]) -> list[str]:
+    return [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
+
+
+def _below_classifier(module: Any, report: dict[str, Any]) -> dict[str, Any]:
+    """Return what a report says of the weights below a new classifier and its pooler."""
+
+    def below(key: Any) -> bool:
+        name = key if isinstance(key, str) else str(key[0])
+        return _inside(module.base_model, name) and not _part_of(name, POOLER)
+
+    return {kind: [key for key in keys if below(key)] for kind, keys in report.items()}
+
+
+def _part_of(key: str, *parts: str) -> bool:
+    return not set(parts).isdisjoint(key.split("."))
+
+
+def _inside(module: Any, key: str) -> bool:
+    """Say whether a key belongs to the backbone, in either way of naming it."""
+    parts = {name for name, _ in module.named_children()}
+    prefix = module.base_model_prefix
+    return key.split(".")[0] in parts or bool(prefix and key.startswith(f"{prefix}."))
+
+
+def _take_buffers(module: Any, loader: Any, config: Any) -> None:
+    """Give a model that was loaded in half precision the constants of one in float32.
+
+    They are no weights: the model computes them when it is built, in the type it is built in.
+    """
+    with _without_weights():
+        built = dict(_build(loader, config).named_modules())
+    for name, part in module.named_modules():
+        for key in part._non_persistent_buffers_set & {*getattr(built.get(name), "_buffers", ())}:
+            part._buffers[key] = built[name]._buffers[key]
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Give the parameters of what is built meanwhile no values, and no memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
+        given = None if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
+        register(module, name, given)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _list_dtypes(path: Path) -> set[str]:
+    """Return in which types the safetensors of a directory hold their floating-point weights.
+
+    None of those that cannot be read: loading says what is wrong with them.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    kinds: set[str] = set()
+    files = weight_files(file.name for file in path.iterdir())
+    for file in (path / name for name in files if name.endswith(".safetensors")):
+        with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
+            kinds |= {stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
+    return {kind for kind in kinds if "F" in kind}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the tables and bars of transformers while the block runs."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    bars = logging.is_progress_bar_enabled()
+    with hub_bars():
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
+
+
+# Adapters of peft (LoRA and its kin): merged into the model that they were trained on, they give
+# the same outputs without any module of peft's.
+
+ADAPTER = "adapter_config.json"
+PREFIX = "base_model.model."
+"""What peft writes before the names of the base model's own modules."""
+HEAD = re.compile(re.escape(PREFIX) + r"(classifier|score)\.(\w+\.)?weight")
+"""The weights of a classifier that was trained along with an adapter."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """Say whether a directory holds an adapter and no model."""
+    names = {file.name for file in folder.iterdir()}
+    stored = weight_files(names) or ["" if "config.json" in names else "adapter"]
+    return ADAPTER in names and stored[0].startswith("adapter")
+
+
+def load_adapter(folder: Path, options: LoadOptions) -> ModelSpec:
+    """Load the base model that an adapter names, a directory or a repository, and merge both.
+
+    Raises:
+        InputError: there is no such base model, or the adapter does not fit it.
+    """
+    base, revision = _find_base(folder)
+    where, commit = Path(base), None
+    if not where.is_dir() and (base.count("/") > 1 or base.startswith((".", "/", "~"))):
+        raise InputError(
+            f"the adapter in {folder} was trained on {base}, which is not here",
+            "Put its base model there, or write where it is into base_model_name_or_path of its "
+            f"{ADAPTER}.",
+        )
+    if not where.is_dir():
+        where, commit = fetch_repository(base, revision, options)
+    config = where / "config.json"
+    if is_adapter(where) or not config.is_file() or "model_type" not in read_json(config):
+        raise InputError(
+            f"{base}, the base model of the adapter in {folder}, is no model of transformers",
+            f"Correct base_model_name_or_path in its {ADAPTER}.",
+        )
+    of = "" if commit is None else f" at commit {commit.sha[:12]}"
+    notes: tuple[Note, ...] = (
+        remark("adapter", f"an adapter was merged into its base model {base}{of}"),
+    )
+    model = load_directory(where, options, folder if options.pretrained else None)
+    if commit is not None and commit.unasked:
+        notes += (commit.note,)
+    return replace(model, notes=notes + model.notes)
+
+
+def _find_base(folder: Path) -> tuple[str, str | None]:
+    _import_peft(folder)
+    settings = read_json(folder / ADAPTER)
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
+    if not base:
+        raise InputError(
+            f"{folder / ADAPTER} names no base model",
+            "Write base_model_name_or_path into it: a directory, or ORG/NAME of the Hub.",
+        )
+    return str(base), settings.get("revision")
+
+
+def _count_adapter_classes(folder: Path) -> int | None:
+    """Return the number of classes of the classifier that an adapter brings; None without one."""
+    stored = _read_adapter(folder)
+    heads = sorted(name for name in stored if HEAD.fullmatch(name))
+    return len(stored[heads[-1]]) if heads else None
+
+
+def _merge_adapter(module: Any, folder: Path, random: Iterable[str]) -> Any:
+    """Merge an adapter into its base model, of which the tensors `random` have no weights."""
+    peft, stored = _import_peft(folder), _read_adapter(folder)
+    if left := [name for name in random if PREFIX + name not in stored]:
+        raise InputError(
+            f"neither the adapter in {folder} nor its base model has weights for {few(left)}",
+            "A part of the model would be random. Save the adapter with its classifier "
+            "(modules_to_save in peft).",
+        )
+    misfit = f"the adapter in {folder} does not fit {type(module).__name__}"
+    advice = f"Check base_model_name_or_path in its {ADAPTER}."
+    with (
+        explain_failure(misfit, advice, ValueError, RuntimeError, KeyError, TypeError),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of what is missing: it is refused below
+        model = peft.PeftModel.from_pretrained(module, str(folder))
+        # left to itself, it asks the Hub whether the vocabulary was changed
+        taken = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    missing, surplus = taken.keys() - stored.keys(), stored.keys() - taken.keys()
+    if strange := sorted(missing | (surplus - set(model.state_dict()))):
+        raise InputError(f"{misfit}: {few(strange)}", advice)
+    if not hasattr(model.base_model, "merge_and_unload"):
+        kind = getattr(model.peft_config["default"].peft_type, "value", "this kind")
+        raise InputError(
+            f"an adapter of kind {kind} cannot be merged into the weights of its base model",
+            "Write a py: factory that returns the model with its adapter.",
+        )
+    return model.merge_and_unload(safe_merge=True)
+
+
+def _import_peft(folder: Path) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise InputError(
+            f"{folder} holds an adapter, and the library `peft`, which merges it into its base "
+            "model, is not installed",
+            "pip install 'lipaudit[peft]'",
+        ) from error
+    return peft
+
+
+def _read_adapter(folder: Path) -> dict[str, Tensor]:
+    with explain_failure(
+        f"the weights of the adapter in {folder} cannot be read",
+        "Copy or download them again: adapter_model.safetensors.",
+    ):
+        return _import_peft(folder).load_peft_weights(str(folder), device="cpu")

@@ -1,0 +1,346 @@
+"""What a model of transformers takes besides text, and which of its outputs is read.
+
+What the output is:
+
+* ``...ForImageClassification`` and ``...ForSequenceClassification``: the logits.
+* Causal language models: the logits of the next token, at the last real token.
+* Models with a tower for images and one for text: the features of the tower asked for, with their
+  projection, as `get_image_features` and `get_text_features` give them.
+* Models of sound that decode to text: the encoder's features.
+* Everything else, encoders above all: features, the mean of the last hidden state over the real
+  tokens (for sentence encoders the pooling and normalisation their own files prescribe). Heads
+  that stand in the file but are not read are named in a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.data.images import resize
+from lipaudit.data.samples import warning
+from lipaudit.errors import InputError, UsageError
+from lipaudit.models.net import NO_DECISION
+from lipaudit.models.sources.spec import LoadOptions, ModelSpec
+from lipaudit.schema import read_json
+
+Pooling = Callable[[Any, Tensor | None], Tensor]
+
+CLASSIFIERS = {
+    "ForImageClassification": "AutoModelForImageClassification",
+    "ForImageClassificationWithTeacher": "AutoModelForImageClassification",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForAudioClassification": "AutoModelForAudioClassification",
+}
+LANGUAGE_MODELS = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+}
+HEADS = CLASSIFIERS | LANGUAGE_MODELS
+"""The heads that are read, by how the names of their classes end, and what loads each."""
+UNDECIDED = {
+    "multi_label_classification": "is a multi-label model: several of its classes may be true",
+    "regression": "predicts numbers, not classes",
+}
+"""Heads of classifiers whose largest logit is no decision, by their problem type."""
+TOWERS = {"image": "pixel_values", "text": "input_ids"}
+"""What each tower takes."""
+
+
+def has_head(module: Any) -> bool:
+    """Say whether a model's output is that of a head, not features."""
+    return type(module).__name__.endswith(tuple(HEADS))
+
+
+def is_classifier(module: Any) -> bool:
+    """Say whether a model's output is the logits of classes."""
+    return type(module).__name__.endswith(tuple(CLASSIFIERS))
+
+
+def is_language_model(module: Any) -> bool:
+    """Say whether a model's output is the logits of tokens."""
+    return type(module).__name__.endswith(tuple(LANGUAGE_MODELS))
+
+
+def describe_classes(module: Any) -> dict[str, Any]:
+    """Return the fields of a `ModelSpec` on classes: whether there are any, names, architecture.
+
+    The placeholders LABEL_0, LABEL_1, ... are no names. Scores of which the largest is no
+    decision are features, and a note says so.
+    """
+    name = type(module).__name__
+    classifier, problem = is_classifier(module), str(getattr(module.config, "problem_type", None))
+    facts: dict[str, Any] = {"architecture": name, "classifier": classifier}
+    if classifier and problem in UNDECIDED:
+        text = (
+            f"{name} {UNDECIDED[problem]} (problem_type in config.json): it has no accuracy and "
+            "no margins; its outputs are measured as features"
+        )
+        return facts | {"classifier": False, "notes": (warning(NO_DECISION, text),)}
+    known = module.config.id2label or {}  # one file's writer may leave it null
+    names = [str(known.get(i, f"LABEL_{i}")) for i in range(len(known))]
+    if classifier and not all(name.startswith("LABEL_") for name in names):
+        facts["labels"] = tuple(names)
+    return facts
+
+
+def choose_tower(module: Any, asked: str | None) -> str | None:
+    """Return the tower to read; None for a model that is read as a whole.
+
+    Raises:
+        UsageError: there are two and none is asked for, or not the one asked for.
+    """
+    towers = [name for name in TOWERS if hasattr(module, f"get_{name}_features")]
+    name = type(module).__name__
+    if asked is not None and asked not in towers:
+        has = f"only {' and '.join(towers)}" if towers else "none"
+        raise UsageError(f"{name} has no tower {asked!r}: it has {has}", "Leave --tower out.")
+    if asked is None and len(towers) > 1:
+        raise UsageError(
+            f"{name} has a tower for images and one for text: which one is measured?",
+            "Add --tower image or --tower text.",
+        )
+    return asked
+
+
+def takes_of(module: Any, tower: str | None) -> str:
+    """Name the argument that a model, or one of its towers, takes samples by."""
+    return str(module.main_input_name) if tower is None else TOWERS[tower]
+
+
+def read_tower(result: Any) -> Tensor:
+    """Return the projected features of what a tower gave, not normalised."""
+    if isinstance(result, Tensor):
+        return result
+    pooled: Tensor | None = getattr(result, "pooler_output", None)
+    return mean_pooling(result, None) if pooled is None else pooled
+
+
+def _choose_features(module: Any, tower: str | None) -> Callable[[Any], Tensor] | None:
+    """Return how features are read of a result without a mask; None where there is a head."""
+    if tower is not None:
+        return read_tower
+    return None if has_head(module) else lambda out: mean_pooling(out, None)
+
+
+def mean_pooling(result: Any, mask: Tensor | None) -> Tensor:
+    """Average the last hidden state over its real tokens, or over space for feature maps.
+
+    Raises:
+        InputError: there is no last hidden state, or padding cannot be told apart in it.
+    """
+    hidden = getattr(result, "last_hidden_state", None)
+    if hidden is None:
+        raise InputError(
+            f"a {type(result).__name__} has no last hidden state to be read as features",
+            "Wrap it: a py: factory may return ModelSpec(..., read=lambda result: TENSOR).",
+        )
+    if hidden.ndim == 4:  # a feature map: its two equal axes are those of space
+        channels_last = hidden.shape[1] == hidden.shape[2] != hidden.shape[3]
+        hidden = hidden.flatten(1, 2) if channels_last else hidden.flatten(2).transpose(1, 2)
+    if mask is None:
+        return hidden.mean(1)
+    if mask.shape[1] != hidden.shape[1]:
+        raise InputError(
+            f"the last hidden state has {hidden.shape[1]} tokens for texts of {mask.shape[1]}: "
+            "which of them are padding is not known",
+            "Give texts of one length, as token ids in an .npz file.",
+        )
+    weight = mask.to(hidden.dtype)[:, :, None]
+    return (hidden * weight).sum(1) / weight.sum(1)
+
+
+def choose_pooling(path: Path | None) -> Pooling:
+    """Return the pooling that a directory of sentence-transformers prescribes, else the mean.
+
+    Raises:
+        InputError: the directory prescribes something else than the mean or the first token.
+    """
+    if path is None or not (path / "modules.json").is_file():
+        return mean_pooling
+    modules = read_json(path / "modules.json")
+    modules = modules if isinstance(modules, list) else [modules]
+    # A step that does not say its type is of no kind that is supported.
+    types = [module.get("type") if isinstance(module, dict) else None for module in modules]
+    steps = {str(kind).rpartition(".")[2] for kind in types}
+    unknown = steps - {"Transformer", "Pooling", "Normalize"}
+    mode = _read_pooling_mode(path / "1_Pooling" / "config.json")
+    poolings: dict[str, Pooling] = {
+        "mean": mean_pooling,
+        "cls": lambda result, _mask: result.last_hidden_state[:, 0],
+    }
+    if unknown or mode not in poolings:
+        raise InputError(
+            f"{path} pools its tokens in a way that is not supported: {unknown or mode}",
+            "Remove modules.json to read the mean over tokens, or write a py: factory.",
+        )
+    pooling = poolings[mode]
+    if "Normalize" not in steps:
+        return pooling
+    return lambda result, mask: F.normalize(pooling(result, mask), dim=1)
+
+
+def _read_pooling_mode(path: Path) -> str:
+    if not path.is_file():
+        return "mean"
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise InputError(f"{path} holds no settings", "Copy or download it again.")
+    if "pooling_mode" in settings:
+        return str(settings["pooling_mode"])
+    mode = re.compile(r"pooling_mode_(.*?)(_tokens?)?")
+    chosen = [match[1] for key, on in settings.items() if on and (match := mode.fullmatch(key))]
+    return "+".join(chosen)
+
+
+SECOND = 16_000
+"""Samples of one second, at the rate that every model of waveforms was trained at."""
+FRAMES = 100
+"""Frames of one second, where the length of a spectrogram is free."""
+
+
+def describe_sounds(module: Any) -> ModelSpec:
+    """Say how a model is fed waveforms or spectrograms.
+
+    Raises:
+        InputError: its configuration does not say what shape they have.
+    """
+    takes = module.main_input_name
+    whole = has_head(module) or not module.config.is_encoder_decoder
+    call = module if whole else module.get_encoder()
+    return ModelSpec(
+        module,
+        _sound_shape(module),
+        kind="tokens",
+        call=lambda x, _mask: call(**{takes: x}),
+        read=_choose_features(module, None),
+        **describe_classes(module),
+    )
+
+
+def _sound_shape(module: Any) -> tuple[int, ...]:
+    """Return the shape of one sample: (samples,), (frames, bands) or (bands, frames)."""
+    config, takes = module.config, module.main_input_name
+
+    def size(name: str) -> int:
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    bands, positions = size("num_mel_bins"), size("max_source_positions")
+    if takes == "input_values" and hasattr(config, "frequency_stride"):  # patches of a spectrogram
+        return config.max_length, config.num_mel_bins
+    if takes == "input_values":
+        return (SECOND,)
+    if bands and positions:  # as Whisper: bands first, two frames to a position
+        return bands, 2 * positions
+    width = size("feature_projection_input_dim")
+    width = width or size("input_feat_per_channel") * (size("input_channels") or 1)
+    if width or bands:
+        return FRAMES, width or bands
+    raise InputError(
+        f"{type(module).__name__} takes {takes}, of a shape that its configuration does not say",
+        "Write a py: factory that returns ModelSpec(module, (frames, bands), kind='tokens').",
+    )
+
+
+RAW_PIXELS = warning(
+    "raw-pixels",
+    "no preprocessor_config.json: pixels in [0, 1] go in as they are; "
+    "give --mean and --std if the model was trained otherwise",
+)
+
+
+def describe_images(
+    module: Any, options: LoadOptions, path: Path | None, tower: str | None
+) -> ModelSpec:
+    """Say how a model is fed images, looking for its processor in `path`.
+
+    Raises:
+        InputError: it takes videos, or patches that its processor cuts.
+    """
+    config = module.config
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    if frames:
+        raise InputError(
+            f"{type(module).__name__} takes videos of {frames} frames, and lipaudit reads images",
+            "Write a py: factory that returns a ModelSpec of kind tokens.",
+        )
+    processor = _load_processor(path)
+    shape = options.image_shape(_image_shape(module, processor))
+    normalisation: dict[str, Any] = {}
+    if processor is not None:
+        # The processor's steps on pixels in [0, 1]: 255 x factor, then mean and std.
+        scale = 255 * processor.rescale_factor if processor.do_rescale else 255.0
+        for name, neutral in (("mean", 0.0), ("std", 1.0)):
+            values = getattr(processor, f"image_{name}") if processor.do_normalize else (neutral,)
+            normalisation[name] = tuple(value / scale for value in values)
+
+    def prepare(image: Any) -> Tensor:
+        return resize(image, shape, [lambda i: _process(processor, i).clamp(0, 1)])
+
+    call = module if tower is None else getattr(module, f"get_{tower}_features")
+    facts = describe_classes(module)
+    if processor is None and not (options.mean and options.std):
+        facts["notes"] = (RAW_PIXELS, *facts.get("notes", ()))
+    return ModelSpec(
+        module,
+        shape,
+        aliases=_list_synsets(facts.get("labels")),
+        prepare=None if processor is None or options.input_size else prepare,
+        call=lambda x, _mask: call(pixel_values=x),
+        read=_choose_features(module, tower),
+        **normalisation,
+        **facts,
+    )
+
+
+def _load_processor(path: Path | None) -> Any:
+    from transformers import AutoImageProcessor
+
+    if path is None or not (path / "preprocessor_config.json").is_file():
+        return None
+    return AutoImageProcessor.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+
+
+def _image_shape(module: Any, processor: Any) -> tuple[int, int, int]:
+    if processor is not None and processor.do_resize:
+        from PIL import Image
+
+        shape = tuple(_process(processor, Image.new("RGB", (256, 256))).shape)
+        if len(shape) != 3:
+            raise InputError(
+                f"the processor of {type(module).__name__} makes {len(shape)}-d patches of shape "
+                f"{shape} of an image, not pixels",
+                "Write a py: factory that returns a ModelSpec of kind tokens.",
+            )
+        return shape
+    parts = ("vision_config", "backbone_config")  # of the part that sees
+    configs = [module.config, *(getattr(module.config, part, None) for part in parts)]
+
+    def setting(*names: str, default: Any) -> Any:
+        values = (getattr(config, name, None) for config in configs for name in names)
+        return next(filter(None, values), default)
+
+    size = setting("image_size", default=224)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return setting("num_channels", "in_channels", default=3), height, width
+
+
+def _process(processor: Any, image: Any) -> Tensor:
+    return processor(
+        image, return_tensors="pt", do_rescale=True, rescale_factor=1 / 255, do_normalize=False
+    )["pixel_values"][0]
+
+
+def _list_synsets(labels: tuple[str, ...] | None) -> dict[str, int]:
+    """Return the synsets of a model of the 1000 classes of ImageNet, known by the first one."""
+    if labels is None or len(labels) != 1000 or not labels[0].startswith("tench"):
+        return {}
+    from lipaudit.models.sources.timm import list_synsets
+
+    return list_synsets()

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -25,13 +25,15 @@ from lipaudit.data.samples import (
     DEFLATED,
     DataOptions,
     Drawn,
-    Intake,
     claimed_size,
     picks,
     refuse_damage,
     require_labels,
 )
 from lipaudit.errors import InputError
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 SUFFIXES = (".npz", ".safetensors")
 INPUTS = ("x", "images", "inputs")
@@ -52,7 +54,7 @@ def holds_arrays(path: Path) -> bool:
     return path.suffix in SUFFIXES or bool(NAME.search(path.name))
 
 
-def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
+def read_arrays(path: Path, net: Net, options: DataOptions) -> Drawn:
     """Read x (or images, inputs) and, where there are any, y (or labels).
 
     Images are (samples, channels, height, width) or channels last, uint8 in 0..255, which is
@@ -75,7 +77,7 @@ def read_arrays(path: Path, net: Intake, options: DataOptions) -> Drawn:
 def draw_arrays(
     x: Tensor,
     y: Tensor | None,
-    net: Intake,
+    net: Net,
     options: DataOptions,
     *,
     origin: str,
@@ -172,7 +174,7 @@ def _read_names(path: Path) -> list[str]:
         return []
 
 
-def _check_shape(x: Tensor, net: Intake, origin: str) -> Tensor:
+def _check_shape(x: Tensor, net: Net, origin: str) -> Tensor:
     if net.kind == "text":
         return _token_ids(x, net, origin)
     x = _laid_out(x, net, origin)
@@ -191,7 +193,7 @@ def _check_shape(x: Tensor, net: Intake, origin: str) -> Tensor:
     return x
 
 
-def _laid_out(x: Tensor, net: Intake, origin: str) -> Tensor:
+def _laid_out(x: Tensor, net: Net, origin: str) -> Tensor:
     """Bring images to channels first; a grey image may come without its channel."""
     wanted, shape = tuple(net.sample_shape), tuple(x.shape[1:])
     if shape == wanted:
@@ -207,7 +209,7 @@ def _laid_out(x: Tensor, net: Intake, origin: str) -> Tensor:
     )
 
 
-def _token_ids(x: Tensor, net: Intake, origin: str) -> Tensor:
+def _token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
     if x.is_floating_point() or x.ndim != 2 or x.shape[1] > net.sample_shape[0]:
         raise InputError(
             f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "

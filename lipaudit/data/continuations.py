@@ -6,17 +6,20 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lipaudit.data.batch import Origin
-from lipaudit.data.samples import DataOptions, Drawn, Intake, Task, draw, warning
+from lipaudit.data.samples import DataOptions, Drawn, Task, draw, warning
 from lipaudit.data.tables import Row, all_columns, complete, label_column, text_columns
 from lipaudit.data.text import beginning, most_tokens, row_text, sound_rows
 from lipaudit.errors import InputError
 from lipaudit.results import Note
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 CONTINUED = (("prompt", "continuation"), ("prompt", "completion"))
 """Usual names of the columns of a prompt and what follows it."""
@@ -61,7 +64,7 @@ def pack(prompt: Sequence[int], continuations: Sequence[Sequence[int]], vocabula
 
 def read_continuations(
     rows: Sequence[Row],
-    net: Intake,
+    net: Net,
     options: DataOptions,
     *,
     origin: str,
@@ -247,7 +250,7 @@ def _even(row: Row, question: Question | None, count: int) -> Row:
 class _Reader:
     """Turns questions to packed token ids, and counts the prompts it cuts."""
 
-    def __init__(self, net: Intake, options: DataOptions, origin: str) -> None:
+    def __init__(self, net: Net, options: DataOptions, origin: str) -> None:
         self.net, self.origin = net, origin
         self.limit, self.limited = most_tokens(net, options)
         self.read = self.cut = 0

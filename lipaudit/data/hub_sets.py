@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL.Image import Image
 from torch import Tensor
@@ -12,16 +12,19 @@ from lipaudit.data.batch import Origin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import hub_access, open_split, parse_reference
 from lipaudit.data.images import refuse_images, to_box
-from lipaudit.data.samples import DataOptions, Drawn, Intake, class_indices, class_numbers, picks
+from lipaudit.data.samples import DataOptions, Drawn, class_indices, class_numbers, picks
 from lipaudit.data.tables import Row, complete, label_column, text_columns
 from lipaudit.data.text import draw_texts, require_sound
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
+
 IMAGES = ("image", "img", "picture")
 
 
-def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
+def read_dataset(reference: str, net: Net, options: DataOptions) -> Drawn:
     """Read `NAME[/CONFIGURATION][[SPLIT]][@REVISION]`; a directory is a name too.
 
     Of a repository of the Hub only the split is downloaded, `test` where none is named. Labels
@@ -59,7 +62,7 @@ def read_dataset(reference: str, net: Intake, options: DataOptions) -> Drawn:
     return replace(drawn, y=[y[i] for i in order], notes=drawn.notes + notes, commit=commit)
 
 
-def _read_pictures(table: Any, order: list[int], net: Intake, origin: str) -> list[Tensor]:
+def _read_pictures(table: Any, order: list[int], net: Net, origin: str) -> list[Tensor]:
     image = next((k for k in IMAGES if k in table.column_names), None)
     with refuse_images(origin):
         rows = table[order][image] if image is not None else []
@@ -73,7 +76,7 @@ def _read_pictures(table: Any, order: list[int], net: Intake, origin: str) -> li
 
 
 def _match_labels(
-    label: str, values: list[Any], names: list[str] | None, net: Intake, origin: str
+    label: str, values: list[Any], names: list[str] | None, net: Net, origin: str
 ) -> tuple[list[int], tuple[Note, ...]]:
     """Return the labels of the whole table as class numbers of the model."""
     places = [f"index {i}" for i in range(len(values))]

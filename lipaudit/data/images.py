@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,13 +20,15 @@ from lipaudit.data.batch import Origin
 from lipaudit.data.samples import (
     DataOptions,
     Drawn,
-    Intake,
     class_indices,
     draw,
     refuse_damage,
     remark,
 )
 from lipaudit.errors import InputError
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 SIDE = 64
@@ -96,7 +98,7 @@ def to_box(pixels: Tensor, box: tuple[float, float] | None) -> Tensor:
     return low + (high - low) * pixels
 
 
-def read_folder(path: Path, net: Intake, options: DataOptions) -> Drawn:
+def read_folder(path: Path, net: Net, options: DataOptions) -> Drawn:
     """Read pictures: of sub-folders named for their classes, or without labels of one folder.
 
     Raises:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub_sets import read_dataset
 from lipaudit.data.images import find_common_shape, read_folder
 from lipaudit.data.samples import DataOptions as DataOptions
-from lipaudit.data.samples import Drawn, Intake, remark, to_batch, warning
+from lipaudit.data.samples import Drawn, remark, to_batch, warning
 from lipaudit.data.samples import Samples as Samples
 from lipaudit.data.tables import TABLES, read_rows
 from lipaudit.data.text import read_table, read_text, windows
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.results import Note
+
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
 
 DIGIT_FILES = {"demo": "digits_test.npz", "demo:train": "digits_train.npz"}
 CONTRAST = 0.2
@@ -45,7 +48,7 @@ FORMS = (
 )
 
 
-def load_data(spec: str | None, net: Intake, options: DataOptions | None = None) -> Samples:
+def load_data(spec: str | None, net: Net, options: DataOptions | None = None) -> Samples:
     """Load the samples that a --data argument names, in the form the model takes.
 
     The forms: `demo` (360 handwritten digits); `demo:train` (the 1437 that the demo models were
@@ -68,7 +71,7 @@ def load_data(spec: str | None, net: Intake, options: DataOptions | None = None)
     return _collect(spec, _read(spec, net, options), net, options)
 
 
-def own_samples(x: Tensor, y: Tensor | None, net: Intake, options: DataOptions) -> Samples:
+def own_samples(x: Tensor, y: Tensor | None, net: Net, options: DataOptions) -> Samples:
     """Draw samples from tensors that are at hand, in the form the model takes.
 
     Args:
@@ -102,7 +105,7 @@ def forms_of_data(spec: str | None) -> tuple[SampleForm, ...]:
     return () if x is None else list_forms(x)
 
 
-def _collect(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samples:
+def _collect(spec: str, drawn: Drawn, net: Net, options: DataOptions) -> Samples:
     notes = drawn.notes + _note_unknown(drawn, net)
     if len(drawn.x) < options.samples:
         text = f"{spec} has {len(drawn.x)} samples, {options.samples} were asked for"
@@ -113,7 +116,7 @@ def _collect(spec: str, drawn: Drawn, net: Intake, options: DataOptions) -> Samp
     return Samples(spec, to_batch(drawn, net), notes, drawn.commit, origins, drawn.task)
 
 
-def _note_unknown(drawn: Drawn, net: Intake) -> tuple[Note, ...]:
+def _note_unknown(drawn: Drawn, net: Net) -> tuple[Note, ...]:
     """Warn where most tokens of the texts are unknown to the tokenizer."""
     if net.unknown_id is None or net.tokenize is None:
         return ()
@@ -130,7 +133,7 @@ def _note_unknown(drawn: Drawn, net: Intake) -> tuple[Note, ...]:
     return (warning("unknown-tokens", text),)
 
 
-def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
+def _read(spec: str, net: Net, options: DataOptions) -> Drawn:
     if spec == "random":
         return _make_random(net, options)
     if spec in DIGIT_FILES:
@@ -163,12 +166,10 @@ def _read(spec: str, net: Intake, options: DataOptions) -> Drawn:
         return read_text(path, net, options)
     if not options.scored:
         return read_table(path, net, options)
-    table = read_rows(path, options)
-    drawn = read_continuations(table.rows, net, table.options, origin=str(path))
-    return replace(drawn, notes=table.notes + drawn.notes)
+    return read_continuations(read_rows(path), net, options, origin=str(path))
 
 
-def _make_random(net: Intake, options: DataOptions) -> Drawn:
+def _make_random(net: Net, options: DataOptions) -> Drawn:
     """Make samples without labels: 1/f noise for images, a text of ours, or Gaussian tokens."""
     rng = torch.Generator().manual_seed(options.seed)
     notes: tuple[Note, ...] = ()

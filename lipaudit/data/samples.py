@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from PIL.Image import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -19,79 +18,14 @@ from lipaudit.data.hub import Commit
 from lipaudit.errors import InputError, LipauditError, first_line, out_of_memory
 from lipaudit.results import Note
 
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
+
 T = TypeVar("T")
 SHOWN = 5
 """Classes that a message names."""
 DEFLATED = 1032
 """Bytes that one byte of a deflated file unpacks to at most."""
-
-
-class Info(Protocol):
-    """The part of a model's description that data are read by."""
-
-    @property
-    def source(self) -> str:
-        """Where the model came from; "demo" has data of its own."""
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        """Class names by index."""
-
-
-class Intake(Protocol):
-    """What a model takes (a `Net` is one)."""
-
-    @property
-    def info(self) -> Info:
-        """What is known of the model."""
-
-    @property
-    def kind(self) -> str:
-        """image, tokens or text."""
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one sample; for text (most tokens,)."""
-
-    @property
-    def box(self) -> tuple[float, float] | None:
-        """Smallest and largest value of a sample."""
-
-    @property
-    def classes(self) -> int | None:
-        """Number of classes of a classifier."""
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Number of token ids."""
-
-    @property
-    def tokenize(self) -> Callable[[str, int], list[int]] | None:
-        """Text -> token ids, cut to a number of tokens."""
-
-    @property
-    def tokenize_pair(self) -> Callable[[str, str, int], list[int]] | None:
-        """Two texts -> token ids of both, cut to a number of tokens."""
-
-    @property
-    def pad_id(self) -> int:
-        """The id that fills shorter samples."""
-
-    @property
-    def unknown_id(self) -> int | None:
-        """The id of whatever the vocabulary does not have."""
-
-    @property
-    def end_id(self) -> int | None:
-        """The id that every text must end with, where the model needs one."""
-
-    @property
-    def prepare(self) -> Callable[[Image], Tensor] | None:
-        """PIL image -> pixels in [0, 1] of the sample's shape."""
-
-    @property
-    def aliases(self) -> Mapping[str, int]:
-        """Further names of classes."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +168,7 @@ def left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
     return (warning("skipped-bad", text),)
 
 
-def to_batch(drawn: Drawn, net: Intake) -> Batch:
+def to_batch(drawn: Drawn, net: Net) -> Batch:
     """Put samples together, texts padded to the longest; ids do not depend on the padding."""
     ids = sample_ids(drawn.x, drawn.y)
     y = None if drawn.y is None else torch.as_tensor(drawn.y)
@@ -257,7 +191,7 @@ class LabelError(InputError):
 
 
 def class_indices(
-    names: Sequence[str], net: Intake, *, order: bool = True
+    names: Sequence[str], net: Net, *, order: bool = True
 ) -> tuple[dict[str, int], tuple[Note, ...]]:
     """Match the class names of a data set with the model's classes.
 
@@ -308,7 +242,7 @@ def class_indices(
 
 
 def class_numbers(
-    values: Sequence[Any], net: Intake, places: Sequence[str], *, origin: str
+    values: Sequence[Any], net: Net, places: Sequence[str], *, origin: str
 ) -> tuple[list[int], tuple[Note, ...]]:
     """Return labels as the model's class numbers, from class names or numbers.
 
@@ -347,7 +281,7 @@ def _sort_names(names: Sequence[str]) -> Sequence[str]:
         return names
 
 
-def require_labels(numbers: Mapping[str, int], net: Intake, origin: str = "") -> None:
+def require_labels(numbers: Mapping[str, int], net: Net, origin: str = "") -> None:
     """Refuse labels, by how they are written, that are no class of the model.
 
     Raises:
@@ -373,7 +307,7 @@ def _list_first(names: Sequence[str]) -> str:
     return ", ".join([*map(repr, names[:SHOWN]), *(["..."] if len(names) > SHOWN else [])])
 
 
-def _known_names(net: Intake) -> dict[str, int]:
+def _known_names(net: Net) -> dict[str, int]:
     names = {_normalise(alias): i for alias, i in net.aliases.items()}
     if net.info.labels is None:  # transformers calls classes so that have no names
         names |= {f"label {i}": i for i in range(net.classes or 0)}

@@ -1,102 +1,17 @@
-"""Rows of tables: CSV, TSV, JSON lines and parquet, with or without a header."""
+"""Rows of tables: CSV, TSV, JSON lines and parquet, and which columns hold texts and labels."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lipaudit.data.samples import DEFLATED, DataOptions, claimed_size, refuse_damage, remark
+from lipaudit.data.samples import DEFLATED, DataOptions, claimed_size, refuse_damage
 from lipaudit.errors import InputError, suggestion
-from lipaudit.results import Note
-
-SENTENCE = 5
-"""Words of a cell that is a text: names of columns are shorter."""
-LABEL = 3
-"""Words that a label has at most."""
-SHOWN = 40
-"""Letters of a cell that a message has room for."""
-
-
-def lacks_header(lines: Sequence[Sequence[str]], known: Collection[str]) -> bool:
-    """Say whether the first line of a table is data.
-
-    It is if one of its cells is a number, a sentence, or a value that the same column has again;
-    unless a cell is a known name, or the cells are 0, 1, 2..., as pandas numbers columns.
-
-    >>> lacks_header([["a fine film", "1"], ["a bad one", "0"]], ["text"])
-    True
-    >>> lacks_header([["tweet", "stars"], ["a fine film", "1"]], ["text"])
-    False
-    """
-    first, *others = lines
-    numbered = [str(i) for i in range(len(first))]
-    if {word for cell in first for word in (cell, cell.strip().lower())} & {*known}:
-        return False
-    if list(first) == numbered:
-        return False
-    below = [set(column) for column in zip_longest(*others)]
-    again = any(cell and cell in column for cell, column in zip(first, below, strict=False))
-    return again or any(_is_number(cell) or len(cell.split()) >= SENTENCE for cell in first)
-
-
-def assign_columns(
-    lines: Sequence[Sequence[str]], options: DataOptions, *, origin: str
-) -> tuple[DataOptions, Note]:
-    """Choose the columns of a table without names: they are called 1, 2, 3...
-
-    Args:
-        lines: all rows, as cells.
-        options: with the columns that the user named.
-        origin: the table, for messages.
-
-    Returns:
-        The options with the columns to read, and a note that says which.
-
-    Raises:
-        InputError: it is not clear which column is the text.
-    """
-    first, count = lines[0], len(lines[0])
-    cells = ", ".join(f"{i}: {_shorten(cell)}" for i, cell in enumerate(first, 1))
-    start = f"{origin} has no line of column names; its first row is {cells}"
-    if options.text_column is None:
-        options = replace(options, text_column=_text_column(lines))
-    if options.text_column is None:
-        raise InputError(start, "Name the columns by their numbers, as in --text-column 2.")
-    if options.label_column is None and count == 2 and options.text_column in ("1", "2"):
-        options = replace(options, label_column=str(3 - int(options.text_column)))
-    label = options.label_column
-    labels = f"column {label} as its label" if label else "no column as a label"
-    text = f"{start}. Column {options.text_column} is read as text, {labels}"
-    return options, remark("no-header", text)
-
-
-def _text_column(lines: Sequence[Sequence[str]]) -> str | None:
-    """Return the number of the only column of texts, if there is but one, beside one of labels."""
-    count = len(lines[0])
-    columns = [[line[i] for line in lines if i < len(line)] for i in range(count)]
-    ranks = [(not all(map(_is_number, column)), sum(map(len, column))) for column in columns]
-    text = ranks.index(max(ranks))
-    others = [cell for i, column in enumerate(columns) if i != text for cell in column]
-    clear = count <= 2 and all(len(cell.split()) <= LABEL for cell in others)
-    return str(text + 1) if clear else None
-
-
-def _shorten(cell: str) -> str:
-    return repr(cell if len(cell) <= SHOWN else f"{cell[:SHOWN]}...")
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*SEPARATORS, ".jsonl", ".parquet")
@@ -139,101 +54,55 @@ class Row:
         return self.place if given is None else f"{self.place}, id {str(given)[:LONGEST]}"
 
 
-@dataclass(frozen=True)
-class Table:
-    """The rows of a file.
-
-    Attributes:
-        rows: all of them.
-        options: with the columns to read, by number, where the file does not name its columns.
-        notes: which columns these are.
-    """
-
-    rows: list[Row]
-    options: DataOptions
-    notes: tuple[Note, ...] = ()
-
-
-def read_rows(path: Path, options: DataOptions) -> Table:
+def read_rows(path: Path) -> list[Row]:
     """Read every row of a file; one that is no row says so by its `fault`.
 
     Raises:
-        InputError: the file cannot be read at all, has no rows, or names no columns and it is not
-            clear which of them is the text.
+        InputError: the file cannot be read at all, or has no rows.
     """
-    notes: tuple[Note, ...] = ()
+    readers = {".jsonl": _read_json_lines, ".parquet": _read_parquet}
     with refuse_damage(path, f"{path.suffix} file", "It should be UTF-8, with a row per sample."):
-        if path.suffix in SEPARATORS:
-            rows, options, notes = _read_separated(path, options)
-        else:
-            rows = list(_parquet(path) if path.suffix == ".parquet" else _json_lines(path))
+        rows = list(readers.get(path.suffix, _read_separated)(path))
     if not rows:
         raise InputError(f"{path} has no rows", "The first line names the columns.")
-    return Table(rows, options, notes)
+    return rows
 
 
-def _read_separated(
-    path: Path, options: DataOptions
-) -> tuple[list[Row], DataOptions, tuple[Note, ...]]:
-    """Read rows whose cells are separated; where the file names no columns, by their numbers."""
-    lines = list(_cells(path))
-    if not lines:
-        return [], options, ()
-    notes: tuple[Note, ...] = ()
-    cells = [each for _, each in lines]
-    names = cells[0]
-    if lacks_header(cells, _known_names(options)):
-        names = [str(i) for i, _ in enumerate(names, 1)]
-        options, note = assign_columns(cells, options, origin=str(path))
-        notes = (note,)
-    else:
-        lines = lines[1:]
-    return [_of_cells(names, each, place) for place, each in lines], options, notes
-
-
-def _known_names(options: DataOptions) -> set[str]:
-    """Return names by which a first line is known to name columns: usual ones, and those given."""
-    given = f"{options.text_column or ''},{options.label_column or ''}".split(",")
-    named = {name.strip() for name in given if name and not name.strip().isdigit()}
-    return {*TEXTS, *LABELS, "id", *(name for pair in PAIRS for name in pair), *named}
-
-
-def _cells(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place and the cells of every line that has any."""
+def _read_separated(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file whose first line names the columns; empty lines are none."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         table = csv.reader(lines, delimiter=SEPARATORS[path.suffix], strict=True)
+        names: list[str] = []
         try:
-            for cells in table:
-                if cells:
-                    yield f"line {table.line_num}", cells
+            for cells in filter(None, table):
+                if not names:
+                    names = cells
+                    continue
+                surplus, known = len(cells) - len(names), f"the columns' {len(names)} fields"
+                fault = f"has {surplus} more than {known}: quote texts with commas"
+                values = dict(zip_longest(names, cells[: len(names)]))
+                yield Row(f"line {table.line_num}", values, fault if surplus > 0 else "")
         except csv.Error as error:
             raise ValueError(f"line {table.line_num}: {error}") from None
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _read_json_lines(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _json(line, f"line {number}")
+            if not line.strip():
+                continue
+            values: Any = None
+            try:
+                values = json.loads(line)
+                fault = "" if isinstance(values, dict) else "is no {...} object"
+            except json.JSONDecodeError as error:
+                fault = f"is no JSON ({error.msg}, column {error.colno})"
+            except (ValueError, RecursionError) as error:  # a number or a depth beyond all bounds
+                fault = f"is no JSON ({error})"
+            yield Row(f"line {number}", {} if fault else values, fault)
 
 
-def _of_cells(names: Sequence[str], cells: Sequence[str], place: str) -> Row:
-    values, surplus = dict(zip_longest(names, cells[: len(names)])), len(cells) - len(names)
-    more = f"has {surplus} more than the columns' {len(names)} fields: quote texts with commas"
-    return Row(place, values, more if surplus > 0 else "")
-
-
-def _json(line: str, place: str) -> Row:
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        return Row(place, {}, f"is no JSON ({error.msg}, column {error.colno})")
-    except (ValueError, RecursionError) as error:  # a number, or a depth, beyond all bounds
-        return Row(place, {}, f"is no JSON ({error})")
-    return Row(place, values) if isinstance(values, dict) else Row(place, {}, "is no {...} object")
-
-
-def _parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -242,18 +111,16 @@ def _parquet(path: Path) -> Iterator[Row]:
             "pip install pyarrow, or save the table as .csv or .jsonl.",
         ) from error
     size = path.stat().st_size
+    room, number = DEFLATED * size, 0
     with parquet.ParquetFile(path) as file:
         claimed_size([file.metadata.num_rows], 1, size)  # a row takes a byte at least
-        rows = _unpack(file.iter_batches(BATCH), DEFLATED * size)
-        yield from (Row(f"row {number}", values) for number, values in enumerate(rows, 1))
-
-
-def _unpack(batches: Iterable[Any], most: int) -> Iterator[dict[str, Any]]:
-    for batch in batches:
-        most -= batch.nbytes
-        if most < 0:
-            raise ValueError(f"it unpacks to more than {DEFLATED} times its size")
-        yield from batch.to_pylist()
+        for batch in file.iter_batches(BATCH):
+            room -= batch.nbytes
+            if room < 0:
+                raise ValueError(f"it unpacks to more than {DEFLATED} times its size")
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(f"row {number}", values)
 
 
 def all_columns(rows: Sequence[Row]) -> list[str]:

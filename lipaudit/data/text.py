@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from lipaudit.data.batch import Origin
 from lipaudit.data.samples import (
     DataOptions,
     Drawn,
-    Intake,
     class_numbers,
     draw,
     left_out,
@@ -33,6 +32,9 @@ from lipaudit.data.tables import (
 from lipaudit.errors import InputError, UsageError
 from lipaudit.results import Note
 
+if TYPE_CHECKING:
+    from lipaudit.models.net import Net
+
 Text = str | tuple[str, str]
 """A text, or a pair of texts that the model reads together."""
 LETTERS_PER_TOKEN = 16
@@ -40,7 +42,7 @@ SHOWN = 120
 """Letters of a text by which it is found again."""
 
 
-def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
+def read_table(path: Path, net: Net, options: DataOptions) -> Drawn:
     """Read a table: a column of texts, or two of pairs of texts, perhaps one of labels.
 
     Labels are class names of the model, or its numbers.
@@ -49,16 +51,14 @@ def read_table(path: Path, net: Intake, options: DataOptions) -> Drawn:
         InputError: damaged, empty, a column missing, or labels the model does not have.
     """
     origin = str(path)
-    table = read_rows(path, options)
-    options = table.options
-    rows, notes = sound_rows(table.rows, options, origin)
+    rows, notes = sound_rows(read_rows(path), options, origin)
     columns = all_columns(rows)
     text = text_columns(columns, options, origin=origin)
     label = label_column(columns, options, origin=origin)
     needed = None if net.classes is None else label
     rows, more = sound_rows([complete(row, text, needed) for row in rows], options, origin)
     order, drawn = draw_texts(len(rows), rows.__getitem__, text, net, options, origin=origin)
-    notes = table.notes + notes + more + drawn.notes
+    notes += more + drawn.notes
     if needed is not None:
         values, places = [row.values[needed] for row in rows], [row.place for row in rows]
         numbers, matched = class_numbers(values, net, places, origin=origin)
@@ -77,7 +77,7 @@ def draw_texts(
     total: int,
     row_at: Callable[[int], Row],
     columns: Sequence[str],
-    net: Intake,
+    net: Net,
     options: DataOptions,
     *,
     origin: str,
@@ -157,7 +157,7 @@ def sound_rows(
     return [row for row in rows if not row.fault], left_out(faults, "rows")
 
 
-def _note_pairs(net: Intake, columns: Sequence[str]) -> tuple[Note, ...]:
+def _note_pairs(net: Net, columns: Sequence[str]) -> tuple[Note, ...]:
     """Say that a tokenizer puts nothing between the two texts of a pair, if it does not."""
     if len(columns) < 2 or net.tokenize is None or net.tokenize_pair is None:
         return ()
@@ -173,7 +173,7 @@ def _note_pairs(net: Intake, columns: Sequence[str]) -> tuple[Note, ...]:
     return (warning("pairs-unseparated", text),)
 
 
-def read_text(path: Path, net: Intake, options: DataOptions) -> Drawn:
+def read_text(path: Path, net: Net, options: DataOptions) -> Drawn:
     """Cut a plain file into equal parts and take the beginning of each (see `windows`)."""
     notes: tuple[Note, ...] = ()
     try:
@@ -192,7 +192,7 @@ def read_text(path: Path, net: Intake, options: DataOptions) -> Drawn:
 
 
 def windows(
-    text: str, net: Intake, options: DataOptions, *, origin: str, after: str = ""
+    text: str, net: Net, options: DataOptions, *, origin: str, after: str = ""
 ) -> tuple[list[Tensor], list[Origin], tuple[Note, ...]]:
     """Return as many windows as samples are asked for, spread evenly over a text, and their place.
 
@@ -217,7 +217,7 @@ def windows(
 class _Reader:
     """Turns texts to token ids of at most as many as there may be, and counts those it cuts."""
 
-    def __init__(self, net: Intake, options: DataOptions, origin: str) -> None:
+    def __init__(self, net: Net, options: DataOptions, origin: str) -> None:
         self.net, self.origin = net, origin
         self.limit, self.limited = most_tokens(net, options)
         self.read = self.cut = 0
@@ -239,7 +239,7 @@ class _Reader:
         return (*self.limited, warning("text-cut", text))
 
 
-def most_tokens(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
+def most_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     """Return the most tokens of a sample: what was asked for, or what the model can take."""
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "Give at least 1.")
@@ -250,7 +250,7 @@ def most_tokens(net: Intake, options: DataOptions) -> tuple[int, tuple[Note, ...
     return most, (warning("max-tokens", text),)
 
 
-def _encode(text: Text, net: Intake, limit: int, origin: str) -> Tensor:
+def _encode(text: Text, net: Net, limit: int, origin: str) -> Tensor:
     if net.tokenize is None:
         raise InputError(
             f"{origin} holds text, and the model came without a tokenizer",

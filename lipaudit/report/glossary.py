@@ -275,7 +275,6 @@ NOTES: Mapping[str, str] = {
     "labels-unused": "The labels of the data are not used: the model has no such classes.",
     "no-label-column": "No column of a table is called label or the like: --label-column.",
     "latin-1": "A text file was not UTF-8 and was read as Latin-1.",
-    "no-header": "The first line of a table is data: which columns are read, by number.",
     "one-stream": "A plain text file is read as one text, cut into windows.",
     "pairs-unseparated": "The tokenizer joins the two texts of a pair with nothing between.",
     "left-out": "Something was not measured, with the reason.",

@@ -15,7 +15,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Taker:
-    """An `Intake` of plain values."""
+    """The part of a `Net` that data are read by, of plain values."""
 
     kind: str
     sample_shape: tuple[int, ...]

@@ -272,3 +272,41 @@ def test_parquet_without_its_library_says_what_to_do(tmp_path, text_taker, refus
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
     assert "pip install pyarrow" in refused(tmp_path / "t.parquet", text_taker())
+
+
+def test_a_table_without_names_is_refused_and_how_to_mend_it(tmp_path, text_taker, refused):
+    (tmp_path / "t.csv").write_text("great,positive\nawful,negative\n")
+    said = refused(tmp_path / "t.csv", text_taker(classes=2))
+    assert "(columns: great, positive)" in said
+    assert "begin the file with names: text,label" in said
+
+
+def test_a_long_name_that_was_asked_for_is_a_name(tmp_path, text_taker):
+    question = "What did you think of the film?"
+    (tmp_path / "t.csv").write_text(f"{question},stars\nfine,1\nbad,0\n")
+    options = DataOptions(samples=2, text_column=question, label_column="stars")
+    assert len(load_data(str(tmp_path / "t.csv"), text_taker(classes=2), options).batch) == 2
+
+
+@pytest.mark.parametrize(
+    ("between", "after", "warned"),
+    [([], [], True), ([], [2], True), ([2], [2], False), ([1], [], False)],
+)
+def test_pairs_that_nothing_separates_are_warned_of(tmp_path, text_taker, between, after, warned):
+    def ids(text):
+        return [3 + ord(letter) % 90 for letter in text]
+
+    net = replace(
+        text_taker(classes=2, tokenize=lambda text, most: [1, *ids(text), *after][:most]),
+        tokenize_pair=lambda a, b, most: [1, *ids(a), *between, *ids(b), *after][:most],
+    )
+    (tmp_path / "t.csv").write_text("premise,hypothesis,label\nab,cd,1\nef,gh,0\n")
+    samples = load_data(str(tmp_path / "t.csv"), net, DataOptions(samples=2))
+    said = [note.code for note in samples.notes]
+    assert ("pairs-unseparated" in said) is warned
+
+
+def test_a_plain_file_is_said_to_be_one_stream(tmp_path, text_taker):
+    (tmp_path / "t.txt").write_text("one two\nthree four\n")
+    (note,) = load_data(str(tmp_path / "t.txt"), text_taker(), DataOptions(samples=2)).notes
+    assert "one stream of text, cut into 2 windows" in note.text

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 
@@ -222,8 +223,48 @@ def explain_failure(what: str, advice: str, *kinds: type[Exception]) -> Iterator
         raise InputError(f"{what} ({reason})", advice) from error
 
 
+@cache
+def find_unmet_requirement() -> tuple[str, str] | None:
+    """Return message and advice on a package that is missing or too old; None if none is."""
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(text) for text in requires("lipaudit") or ()]
+    except PackageNotFoundError:  # read from a checkout that is not installed
+        return None
+    for package in needed:
+        if package.marker is not None and not package.marker.evaluate({"extra": ""}):
+            continue
+        found = "is not installed"
+        with suppress(PackageNotFoundError):
+            installed = version(package.name)
+            if package.specifier.contains(installed, prereleases=True):
+                continue
+            found = f"{installed} is installed"
+        wanted = f"{package.name}{package.specifier}"
+        beside = " from the index that torch was installed from" * (package.name == "torchvision")
+        return f"{package.name} {found}, and lipaudit needs {wanted}", (
+            f"pip install '{wanted}'{beside}"
+        )
+    return None
+
+
+def require_versions() -> None:
+    """Refuse to run beside a package that is missing or too old.
+
+    Raises:
+        InputError: naming what is installed and what is needed.
+    """
+    if words := find_unmet_requirement():
+        raise InputError(*words)
+
+
 def bug(error: BaseException) -> LipauditError:
-    """Return what an exception is that nobody foresaw."""
+    """Return what an exception is that nobody foresaw: often that of a package that is too old."""
+    if words := find_unmet_requirement():
+        return InputError(*words)
     said = str(error).partition("\n")[0]
     return LipauditError(
         f"internal error: {type(error).__name__}: {said}",

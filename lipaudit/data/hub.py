@@ -6,14 +6,14 @@ import errno
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-from lipaudit.errors import InputError, similar
+from lipaudit.errors import InputError, explain_failure, first_line, similar
 from lipaudit.results import Note
 
 Kind = Literal["model", "dataset"]
@@ -56,10 +56,14 @@ Words = tuple[str, str]
 
 def refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that says why a repository cannot be had, by what its client raised."""
-    causes = list(_causes(error))
-    for reason in REASONS:
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    for explain in (_explain_denial, _explain_status, _explain_silence, _explain_disk):
         for cause in causes:
-            if words := reason(cause, repository):
+            if words := explain(cause, repository):
                 return InputError(*words)
     what, cause = f"{KINDS[repository.kind]} {repository.name}", error.__cause__ or error
     return InputError(
@@ -68,58 +72,44 @@ def refusal(error: Exception, repository: Repository) -> InputError:
     )
 
 
-def first_line(error: BaseException) -> str:
-    """Return what an exception says, on one line."""
-    return str(error).strip().partition("\n")[0]
-
-
-def not_cached(repository: Repository, why: str) -> InputError:
-    """Return the error on something that may not be asked for, or can not, and is not here."""
+def _explain_absence(repository: Repository, why: str) -> Words:
+    """Say that something is not on this machine, and may not or cannot be asked for."""
     option = "" if repository.kind == "model" else " --repo-type dataset"
     elsewhere = {
         "model": "give its directory as MODEL",
         "dataset": "save it there with save_to_disk, and give hf:DIRECTORY as --data",
     }
     at = "" if repository.revision == "main" else f" at {repository.revision}"
-    return InputError(
+    return (
         f"{repository.name}{at} is not in the local cache, and {why}",
         f"Fetch it while there is a connection (`hf download{option} {repository.name}`), or "
         f"download it elsewhere and {elsewhere[repository.kind]}.",
     )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _explain_denial(error: BaseException, repository: Repository) -> Words | None:
-    """Put into words that there is no such thing, or none for this user."""
-    from huggingface_hub import errors
+    """Say that there is no such thing, or none for this user."""
+    from huggingface_hub import errors, get_token
 
     name, kind = repository.name, KINDS[repository.kind]
     if isinstance(error, errors.GatedRepoError):
-        sent = "the token that was sent has none" if _token() else "no token was sent"
+        sent = "the token that was sent has none" if get_token() else "no token was sent"
         text = f"the {kind} {name} is gated: its owners give access to those who ask, and {sent}"
         return text, f"Ask for it on {repository.page}, then {LOG_IN}."
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"the {kind} {name} has no revision {repository.revision!r}", _revisions(repository)
+        text = f"the {kind} {name} has no revision {repository.revision!r}"
+        return text, _suggest_revisions(repository)
     if isinstance(error, errors.RepositoryNotFoundError):
         text = f"there is no {kind} {name} on {HUB}, or it is private"
         return text, f"Check the name; for a private one {LOG_IN}."
     if isinstance(error, errors.HFValidationError):
         return f"{name!r} is no name of a repository", "Write hf:ORG/NAME."
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return _explain_absence(repository, OFFLINE)
     return None
 
 
-def _token() -> str | None:
-    from huggingface_hub import get_token
-
-    return get_token()
-
-
-def _revisions(repository: Repository) -> str:
+def _suggest_revisions(repository: Repository) -> str:
     """Name the revisions that there are, the nearest ones first."""
     from huggingface_hub import HfApi
 
@@ -133,41 +123,29 @@ def _revisions(repository: Repository) -> str:
     return f"{near}Its branches and tags are: {', '.join(names[:10])}."
 
 
-def _explain_status(error: BaseException, _repository: Repository) -> Words | None:
-    """Put into words the status that the Hub answered with."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
+def _explain_status(error: Any, _repository: Repository) -> Words | None:
+    """Say which status the Hub answered with."""
+    response: Any = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
     if status is None:
         return None
     if status == 429:
-        return _too_many(error)
+        after = response.headers.get("retry-after", "")
+        when = f"in {after} seconds" if after.isdigit() else "in some minutes"
+        text = f"{HUB} takes no more requests from here for now (429: too many)"
+        return text, f"Try again {when}; its limit is higher for those who {LOG_IN}."
     if status >= 500:
         text = f"{HUB} has a fault of its own for now (it answers {status})"
         return text, "Try again later; --offline reads what is in the local cache."
     if status == 401:
         text = f"{HUB} does not know the token that was sent"
         return text, "Log in anew with `hf auth login`, or unset HF_TOKEN."
-    said = getattr(error, "server_message", None) or first_line(error)
-    return f"{HUB} answers {status}: {said}", f"If it is a matter of access, {LOG_IN}."
+    answer = getattr(error, "server_message", None) or first_line(error)
+    return f"{HUB} answers {status}: {answer}", f"If it is a matter of access, {LOG_IN}."
 
 
-def _too_many(error: Any) -> Words:
-    after = error.response.headers.get("retry-after", "")
-    when = f"in {after} seconds" if after.isdigit() else "in some minutes"
-    text = f"{HUB} takes no more requests from here for now (429: too many)"
-    return text, f"Try again {when}; its limit is higher for those who {LOG_IN}."
-
-
-def _explain_absence(error: BaseException, repository: Repository) -> Words | None:
-    from huggingface_hub import errors
-
-    if not isinstance(error, errors.OfflineModeIsEnabled):
-        return None
-    absent = not_cached(repository, OFFLINE)
-    return absent.message, absent.advice
-
-
-def _unheard(error: BaseException, _repository: Repository) -> Words | None:
-    """Put into words that nothing came back, or not all of it."""
+def _explain_silence(error: BaseException, _repository: Repository) -> Words | None:
+    """Say that nothing came back, or not all of it."""
     from huggingface_hub import constants
 
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -184,7 +162,7 @@ def _unheard(error: BaseException, _repository: Repository) -> Words | None:
     return None
 
 
-def _full(error: BaseException, repository: Repository) -> Words | None:
+def _explain_disk(error: BaseException, repository: Repository) -> Words | None:
     from huggingface_hub import constants
 
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -194,16 +172,6 @@ def _full(error: BaseException, repository: Repository) -> Words | None:
     else:
         return None
     return text, f"The cache is {constants.HF_HUB_CACHE}: make room, or set HF_HOME to another."
-
-
-REASONS: tuple[Callable[[BaseException, Repository], Words | None], ...] = (
-    _explain_denial,
-    _explain_status,
-    _explain_absence,
-    _unheard,
-    _full,
-)
-"""Each puts an exception into words, if it is of its kind; the first that does is right."""
 
 
 HASH = re.compile("[0-9a-f]{40}")
@@ -263,11 +231,13 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
         InputError: it cannot be had, with the reason.
     """
     from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 
     if is_offline(asked=offline):
-        return _keep_commit(
-            repository, "the Hub was not asked (--offline or HF_HUB_OFFLINE)", OFFLINE
-        )
+        unasked = "the Hub was not asked (--offline or HF_HUB_OFFLINE)"
+        if commit := _find_cached(repository, unasked):
+            return commit
+        raise InputError(*_explain_absence(repository, OFFLINE))
     try:
         info = HfApi().repo_info(
             repository.name,
@@ -276,26 +246,13 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
     except Exception as error:  # every HTTP library has exceptions of its own
-        return _instead(repository, error)
+        refused = refusal(error, repository)
+        cached = _find_cached(repository, refused.message)
+        if cached is None or isinstance(error, (HFValidationError, RevisionNotFoundError)):
+            raise refused from error
+        return cached
     files = tuple(file.rfilename for file in getattr(info, "siblings", None) or ())
     return Commit(repository, str(info.sha), files)
-
-
-def _instead(repository: Repository, error: Exception) -> Commit:
-    from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
-
-    refused = refusal(error, repository)
-    commit = _find_cached(repository, refused.message)
-    if commit is None or isinstance(error, (HFValidationError, RevisionNotFoundError)):
-        raise refused from error
-    return commit
-
-
-def _keep_commit(repository: Repository, unasked: str, why: str) -> Commit:
-    commit = _find_cached(repository, unasked)
-    if commit is None:
-        raise not_cached(repository, why)
-    return commit
 
 
 def _find_cached(repository: Repository, unasked: str) -> Commit | None:
@@ -320,11 +277,13 @@ def _cache(repository: Repository) -> Path:
 @contextmanager
 def silence_clients() -> Iterator[None]:
     """Silence what the clients of the Hub draw and warn of while the block runs."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with hub_bars(), warnings.catch_warnings(), redirect_stderr(StringIO()):
-            _draw(bars=False)
+            disable_progress_bars()
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -334,19 +293,17 @@ def silence_clients() -> Iterator[None]:
 @contextmanager
 def hub_bars() -> Iterator[None]:
     """Have bars drawn or not as before when the block ends: other libraries switch them too."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
-    drawn = not are_progress_bars_disabled()
+    restore = disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars
     try:
         yield
     finally:
-        _draw(bars=drawn)
-
-
-def _draw(*, bars: bool) -> None:
-    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-
-    (enable_progress_bars if bars else disable_progress_bars)()
+        restore()
 
 
 @contextmanager
@@ -422,12 +379,14 @@ def open_split(reference: Reference, *, offline: bool) -> tuple[Any, Commit | No
         ) from error
     with _as_loud_as_the_hub():
         if Path(reference.place).is_dir():
-            return _local(reference), None
+            return _open_local(reference), None
         repository = Repository(reference.place, "dataset", reference.revision)
         commit = find_commit(repository, offline=offline)
-        tables = {split: _table(reference, commit, split) for split in _splits(reference)}
+        tables = {
+            split: _open_table(reference, commit, split) for split in _list_splits(reference)
+        }
         commit.remember()
-        return _part(reference, tables), commit
+        return _select_rows(reference, tables), commit
 
 
 @contextmanager
@@ -446,78 +405,68 @@ def _as_loud_as_the_hub() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _splits(reference: Reference) -> list[str]:
+def _list_splits(reference: Reference) -> list[str]:
     """Return the splits that are read: `train[:10%]+test` has two."""
     return [part.partition("[")[0].strip() for part in reference.split.split("+")]
 
 
-def _part(reference: Reference, tables: dict[str, Any]) -> Any:
+def _select_rows(reference: Reference, tables: dict[str, Any]) -> Any:
     """Return the rows that are asked for, of the splits that they are in."""
     import datasets
 
-    try:
+    with explain_failure(
+        f"the split {reference.split!r} cannot be read",
+        f"Write {reference.spelled(split='test')}, or a part: test[:100], test[10%:20%].",
+        ValueError,
+        AssertionError,
+    ):
         instruction = datasets.ReadInstruction.from_spec(reference.split)
         parts = instruction.to_absolute({split: len(table) for split, table in tables.items()})
-    except (ValueError, AssertionError) as error:
-        raise InputError(
-            f"the split {reference.split!r} cannot be read ({first_line(error)})",
-            f"Write {reference.spelled(split='test')}, or a part: test[:100], test[10%:20%].",
-        ) from error
     rows = (tables[p.splitname].select(range(p.from_ or 0, p.to)) for p in parts)
     return datasets.concatenate_datasets(list(rows))
 
 
-def _local(reference: Reference) -> Any:
+def _open_local(reference: Reference) -> Any:
     """Read a directory: one that `save_to_disk` wrote, or one of files of data."""
     import datasets
 
     path = Path(reference.place)
-    try:
+    with explain_failure(
+        f"{path} cannot be read as a data set",
+        "Give a directory written by save_to_disk, or a file or folder without hf:.",
+    ):
         if (path / "state.json").is_file():
             return datasets.load_from_disk(str(path))
-        if (path / "dataset_dict.json").is_file():
-            stored = datasets.load_from_disk(str(path))
-        else:
-            stored = datasets.load_dataset(str(path))
-    except Exception as error:  # whatever its reader of files raises
-        raise InputError(
-            f"{path} cannot be read as a data set ({type(error).__name__}: {first_line(error)})",
-            "Give a directory written by save_to_disk, or a file or folder without hf:.",
-        ) from error
-    for split in _splits(reference):
-        _require("split", split, list(stored), reference)
-    return _part(reference, stored)
+        written = (path / "dataset_dict.json").is_file()
+        stored = (datasets.load_from_disk if written else datasets.load_dataset)(str(path))
+    for split in _list_splits(reference):
+        _require_known("split", split, list(stored), reference)
+    return _select_rows(reference, stored)
 
 
-def _table(reference: Reference, commit: Commit, split: str) -> Any:
+def _open_table(reference: Reference, commit: Commit, split: str) -> Any:
     """Return a whole split, downloaded and made into a table where that was not done before."""
     import datasets
 
-    folder = _folder(reference, commit, split)
+    # Apart from the tables of `datasets`, which hold every split.
+    tables = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit"
+    name = commit.repository.name.replace("/", "___")
+    folder = tables / name / commit.sha / (reference.config or "default") / split
     if not folder.is_dir():
         if commit.unasked:
             text = f"{reference.spelled(split=split)} is not in the local cache"
             raise InputError(f"{text}, and {commit.unasked}", "Run it once with a connection.")
         try:
-            _build(reference, commit, split, folder)
+            _build_table(reference, commit, split, folder)
         except InputError:
             raise
         except Exception as error:  # every HTTP library has exceptions of its own
-            raise refusal(_shut_out(commit.repository) or error, commit.repository) from error
+            raise refusal(_find_denial(commit.repository) or error, commit.repository) from error
     files = sorted(folder.glob("*.arrow"))
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(f)) for f in files])
 
 
-def _folder(reference: Reference, commit: Commit, split: str) -> Path:
-    """Return where a table is kept: apart from those of `datasets`, which hold every split."""
-    import datasets
-
-    name = commit.repository.name.replace("/", "___")
-    own = Path(datasets.config.HF_DATASETS_CACHE) / "lipaudit" / name / commit.sha
-    return own / (reference.config or "default") / split
-
-
-def _build(reference: Reference, commit: Commit, split: str, folder: Path) -> None:
+def _build_table(reference: Reference, commit: Commit, split: str, folder: Path) -> None:
     """Download the files of a split and make them a table, in a folder."""
     import datasets
 
@@ -526,15 +475,15 @@ def _build(reference: Reference, commit: Commit, split: str, folder: Path) -> No
         builder = datasets.load_dataset_builder(name, reference.config, revision=commit.sha)
     except ValueError:
         configs = datasets.get_dataset_config_names(name, revision=commit.sha)
-        _require("configuration", reference.config or "", configs, reference)
+        _require_known("configuration", reference.config or "", configs, reference)
         raise
     files = builder.config.data_files
-    _require("split", split, [str(name) for name in files], reference)
+    _require_known("split", split, [str(name) for name in files], reference)
     builder.config.data_files = datasets.data_files.DataFilesDict({split: files[split]})
     builder.download_and_prepare(output_dir=str(folder), verification_mode="no_checks")
 
 
-def _shut_out(repository: Repository) -> Exception | None:
+def _find_denial(repository: Repository) -> Exception | None:
     """Return why a data set is not for this user: `datasets` drops what the Hub answered."""
     from huggingface_hub import HfApi, errors
 
@@ -547,7 +496,7 @@ def _shut_out(repository: Repository) -> Exception | None:
     return None
 
 
-def _require(what: str, name: str, names: Iterable[str], reference: Reference) -> None:
+def _require_known(what: str, name: str, names: Iterable[str], reference: Reference) -> None:
     """Refuse a split or configuration that there is not, and name those that there are.
 
     Raises:

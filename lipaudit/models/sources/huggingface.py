@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
 from lipaudit.data.hub import Commit, Repository, find_commit, hub_bars, refusal
-from lipaudit.data.samples import remark
+from lipaudit.data.samples import remark, warning
 from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.models.sources.outputs import (
     CLASSIFIERS,
@@ -117,7 +119,7 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
         else:
             module, notes = _build(loader, config), (RANDOM,)
         spec = describe_transformers(module, options, path=path)
-    return replace(spec, notes=added + notes + spec.notes)
+    return replace(spec, notes=_note_unknown_fields(path, config) + added + notes + spec.notes)
 
 
 def describe_transformers(
@@ -165,6 +167,30 @@ def _read_config(path: Path, options: LoadOptions) -> Any:
         OSError,
     ):
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **overrides)
+
+
+def _note_unknown_fields(path: Path, config: Any) -> tuple[Note, ...]:
+    """Name what a newer transformers wrote into a configuration and the installed one ignores."""
+    import transformers
+
+    stored = read_json(path / "config.json")
+    written, installed = str(stored.get("transformers_version")), transformers.__version__
+    try:
+        newer = Version(written) > Version(installed)
+    except InvalidVersion:  # nobody knows who wrote it
+        newer = False
+    kind = type(config)
+    known = {*dir(kind), *inspect.signature(kind).parameters, *kind.attribute_map, "torch_dtype"}
+    known.update(dir(transformers.PretrainedConfig()))
+    unknown = sorted(stored.keys() - known)
+    if not newer or not unknown:
+        return ()
+    text = (
+        f"config.json was written by transformers {written}, and {installed} ignores "
+        f"{few(unknown)}: the model may differ from what was trained. "
+        f"pip install 'transformers>={written}'"
+    )
+    return (warning("newer-transformers", text),)
 
 
 def _choose_loader(config: Any, classes: int | None) -> tuple[Any, tuple[Note, ...]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lipaudit.data.hub import hub_access
 from lipaudit.data.samples import remark
-from lipaudit.errors import InputError, UsageError, neighbours, suggestion
+from lipaudit.errors import InputError, UsageError, neighbours, require_versions, suggestion
 from lipaudit.models.net import Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources import huggingface, own, timm
@@ -43,6 +43,7 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
         UsageError: the request makes no sense (a file of weights without `arch`).
         InputError: the model is missing, damaged or not supported.
     """
+    require_versions()
     options = options or LoadOptions()
     place = device(options.device)
     with seed_device(SEED, place):

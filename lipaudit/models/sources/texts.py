@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lipaudit.attacks.text.rewrite import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.data.samples import remark
-from lipaudit.errors import InputError
+from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NextToken
 from lipaudit.models.sources.outputs import (
     choose_pooling,
@@ -388,7 +388,12 @@ def _load_tokenizer(path: Path | None) -> Any:
     files = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
     if path is None or not any((path / f).is_file() for f in files):
         return None
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    with explain_failure(
+        f"the tokenizer in {path} cannot be loaded",
+        "Install what it names (often `pip install sentencepiece protobuf` or tiktoken), update "
+        "transformers if its class is newer, or put tokenizer.json beside config.json.",
+    ):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
 def _count_ids(module: Any, config: Any) -> int:

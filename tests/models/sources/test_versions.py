@@ -1,0 +1,80 @@
+"""Packages and files of other versions: named, never an ImportError, never read in silence."""
+
+import importlib.metadata
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lipaudit.cli.commands import build
+from lipaudit.errors import ExitCode, InputError, bug, find_unmet_requirement
+from lipaudit.models.sources.loading import load_net
+from tests.models.sources.test_hf import bert, save
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Pretend that a package has another version, or None, for the time of a test."""
+    known = importlib.metadata.version
+
+    def pretend(name, version):
+        def found(package):
+            if package == name and version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version if package == name else known(package)
+
+        monkeypatch.setattr(importlib.metadata, "version", found)
+        find_unmet_requirement.cache_clear()
+
+    yield pretend
+    find_unmet_requirement.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "says"),
+    [
+        ("transformers", "4.57.1", "transformers 4.57.1 is installed, and lipaudit needs"),
+        ("torch", "2.5.1+cpu", "torch 2.5.1+cpu is installed, and lipaudit needs torch>="),
+        ("torchvision", None, "torchvision is not installed, and lipaudit needs torchvision>="),
+        ("timm", "1.0.99+local", ""),
+    ],
+)
+def test_a_package_that_is_missing_or_too_old_is_named(install, name, version, says):
+    install(name, version)
+    done = CliRunner().invoke(build(), ["bounds", "demo", "-n", "1"])
+    assert done.exit_code == (ExitCode.INPUT if says else ExitCode.OK)
+    assert says in " ".join(done.stderr.split())
+    if says:  # whatever an old package made fail first
+        fault = bug(ImportError("cannot import name 'x'"))
+        assert isinstance(fault, InputError)
+        assert fault.advice.startswith(f"pip install '{name}>=")
+
+
+@pytest.mark.parametrize(
+    ("version", "fields", "warned"),
+    [
+        ("99.0.0", {"rope_of_tomorrow": {"theta": 1}}, True),
+        ("99.0.0", {}, False),
+        ("4.57.0", {"rope_of_tomorrow": {"theta": 1}}, False),
+        (None, {"rope_of_tomorrow": {"theta": 1}}, False),
+    ],
+)
+def test_fields_of_a_newer_transformers_are_named(tmp_path, version, fields, warned):
+    save(bert(), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"transformers_version": version} | fields)
+    )
+    notes = load_net(str(tmp_path)).info.notes
+    assert [(n.level, n.code) for n in notes] == [("warning", "newer-transformers")] * warned
+    assert all("rope_of_tomorrow" in note.text for note in notes)
+
+
+def test_a_tokenizer_whose_class_is_not_there_says_what_to_install(tmp_path):
+    save(bert(), tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizerOfTomorrow"}')
+    with pytest.raises(InputError) as caught:
+        load_net(str(tmp_path))
+    assert "the tokenizer in" in caught.value.message
+    assert "pip install sentencepiece" in caught.value.advice

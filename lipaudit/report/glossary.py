@@ -286,7 +286,7 @@ NOTES: Mapping[str, str] = {
     "max-tokens": "The model takes fewer tokens than were asked for.",
     "never-fails": "A figure that the gate shows and never fails.",
     "new-classifier": "The classifier is new and random: train it first.",
-    "newer-transformers": "A newer transformers wrote fields of config.json that this one ignores.",
+    "newer-transformers": "A newer transformers wrote fields of config.json that this one skips.",
     "no-attention": "Blocks of a hybrid model that have no softmax attention, and so no heads.",
     "no-map": "Of shards of an audit none kept the attention map of the steepest head.",
     "no-block": "No block was found whose norm could be taken by itself.",

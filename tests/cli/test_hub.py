@@ -18,7 +18,7 @@ from tests.data.test_splits import FILES
 from tests.data.test_splits import sets as sets
 from tests.hub import files_of
 from tests.hub import hub as hub
-from tests.models.sources.test_hf import bert, save
+from tests.models.sources.cases import bert, save
 
 DATA = ("--data", "hf:org/two/plain[test]@main", "-n", "2")
 

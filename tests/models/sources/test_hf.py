@@ -5,74 +5,26 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import InputError, LipauditError
 from lipaudit.models.sources.loading import LoadOptions, load_net
-
-transformers = pytest.importorskip("transformers")
-
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "keeper", "wrote", "what", "he", "saw"]
-SMALL = {
-    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": 20,
-}  # fmt: skip
-IDS = torch.tensor([[2, 4, 5, 6, 3], [2, 7, 3, 0, 0]])
-MASK = IDS != 0
-BATCH = Batch(IDS, None, ("a", "b"), MASK)
-
-
-def save(module, path, *, tokenizer=True):
-    """Save a model as transformers does, with a tokenizer of a few words."""
-    module.save_pretrained(path)
-    if tokenizer:
-        write_tokenizer(path)
-    return str(path)
-
-
-def write_tokenizer(path):
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-        sep_token="[SEP]", model_max_length=16,
-    ).save_pretrained(path)  # fmt: skip
-
-
-def bert(**extra):
-    torch.manual_seed(0)
-    config = transformers.BertConfig(**SMALL, num_labels=3, **extra)
-    return transformers.BertForSequenceClassification(config).eval()
-
-
-def vit(num_labels=3, **extra):
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        image_size=8, patch_size=4, num_labels=num_labels, **extra,
-    )  # fmt: skip
-    return transformers.ViTForImageClassification(config).eval()
-
-
-def change(path, edit, file="model.safetensors"):
-    """Edit the weights of a directory."""
-    weights = load_file(path / file)
-    weights = edit(weights) or weights
-    save_file(weights, path / file, metadata={"format": "pt"})
-
-
-def refused(path, **options):
-    with pytest.raises(LipauditError) as caught:
-        load_net(str(path), LoadOptions(**options))
-    assert type(caught.value) is InputError
-    assert caught.value.advice
-    return f"{caught.value.message} | {caught.value.advice}"
+from tests.models.sources.cases import (
+    BATCH,
+    IDS,
+    MASK,
+    SMALL,
+    Payload,
+    bert,
+    build,
+    change,
+    gpt2,
+    refused,
+    save,
+    vit,
+)
 
 
 def test_a_sequence_classifier_gives_its_logits(tmp_path):
@@ -86,10 +38,6 @@ def test_a_sequence_classifier_gives_its_logits(tmp_path):
     assert (net.info.source, net.info.notes, net.sample_shape) == ("hf", (), (16,))
 
 
-def test_placeholder_labels_are_no_labels(tmp_path):
-    assert load_net(save(bert(), tmp_path)).info.labels is None
-
-
 def test_the_embedding_is_the_attacked_space(tmp_path):
     net = load_net(save(bert(), tmp_path))
     z = net.point(BATCH)
@@ -101,6 +49,7 @@ def test_the_embedding_is_the_attacked_space(tmp_path):
 
 def test_padding_does_not_change_the_output(tmp_path):
     net = load_net(save(bert(), tmp_path))
+    assert net.info.labels is None  # LABEL_0, LABEL_1, ... are no names
     alone = Batch(IDS[1:, :3], None, ("b",))
     torch.testing.assert_close(net.output(BATCH)[1:], net.output(alone))
 
@@ -112,12 +61,7 @@ def test_the_tokenizer_adds_special_tokens_and_cuts(tmp_path):
 
 
 def test_a_causal_language_model_gives_the_next_token(tmp_path):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=20, bos_token_id=1,
-        eos_token_id=1,
-    )  # fmt: skip
-    module = transformers.GPT2LMHeadModel(config).eval()
+    module = gpt2()
     net = load_net(save(module, tmp_path, tokenizer=False))
     with torch.no_grad():
         logits = module(input_ids=IDS, attention_mask=MASK.long()).logits
@@ -126,19 +70,13 @@ def test_a_causal_language_model_gives_the_next_token(tmp_path):
 
 
 def test_a_classifier_on_a_decoder_learns_its_padding(tmp_path):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=20, num_labels=3,
-        bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    net = load_net(save(transformers.GPT2ForSequenceClassification(config), tmp_path))
+    net = load_net(save(gpt2("GPT2ForSequenceClassification", num_labels=3), tmp_path))
     alone = Batch(IDS[1:, :3], None, ("b",))
     torch.testing.assert_close(net.output(BATCH)[1:], net.output(alone))
 
 
 def test_an_encoder_gives_the_mean_over_real_tokens(tmp_path):
-    torch.manual_seed(0)
-    module = transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
+    module = build("BertModel", **SMALL)
     net = load_net(save(module, tmp_path))
     with torch.no_grad():
         hidden = module(input_ids=IDS, attention_mask=MASK.long()).last_hidden_state
@@ -148,8 +86,7 @@ def test_an_encoder_gives_the_mean_over_real_tokens(tmp_path):
 
 
 def test_a_masked_language_model_is_read_for_its_features(tmp_path):
-    torch.manual_seed(0)
-    module = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)).eval()
+    module = build("BertForMaskedLM", **SMALL)
     net = load_net(save(module, tmp_path))
     with torch.no_grad():
         hidden = module.bert(input_ids=IDS, attention_mask=MASK.long()).last_hidden_state
@@ -159,8 +96,7 @@ def test_a_masked_language_model_is_read_for_its_features(tmp_path):
 
 
 def test_a_pooler_that_was_not_saved_is_dropped_not_made_up(tmp_path):
-    torch.manual_seed(0)
-    save(transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), tmp_path)
+    save(build("BertForMaskedLM", **SMALL), tmp_path)
     nets = [load_net(str(tmp_path)) for _ in range(2)]
     assert nets[0].module.pooler is None
     assert nets[0].info.weights_sha256 == nets[1].info.weights_sha256
@@ -168,15 +104,13 @@ def test_a_pooler_that_was_not_saved_is_dropped_not_made_up(tmp_path):
 
 @pytest.mark.parametrize("cls", ["T5Model", "T5ForConditionalGeneration", "BartModel"])
 def test_an_encoder_decoder_reads_the_text_one_token_later(tmp_path, cls):
-    torch.manual_seed(0)
     config = {
         "vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2,
         "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
         "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 1,
         "max_position_embeddings": 20, "pad_token_id": 0, "eos_token_id": 3, "bos_token_id": 2,
     }  # fmt: skip
-    kind = transformers.T5Config if cls.startswith("T5") else transformers.BartConfig
-    module = getattr(transformers, cls)(kind(**config)).eval()
+    module = build(cls, **config)
     net = load_net(save(module, tmp_path))
     later = torch.tensor([[1, 2, 4, 5, 6], [1, 2, 7, 3, 0]])
     base = getattr(transformers, cls.replace("ForConditionalGeneration", "Model"))
@@ -230,9 +164,8 @@ def test_models_of_imagenet_know_its_synsets(tmp_path):
 
 
 def test_an_encoder_saved_alone_and_a_mask_token_are_no_obstacle(tmp_path):
-    torch.manual_seed(0)
     small = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
-    encoder = transformers.T5EncoderModel(transformers.T5Config(**small, num_heads=2))
+    encoder = build("T5EncoderModel", **small, num_heads=2)
     assert load_net(save(encoder, tmp_path / "t5", tokenizer=False)).output(BATCH).shape == (2, 16)
     masked = transformers.ViTForMaskedImageModeling(vit().config)
     net = load_net(save(masked, tmp_path / "vit", tokenizer=False))
@@ -241,9 +174,8 @@ def test_an_encoder_saved_alone_and_a_mask_token_are_no_obstacle(tmp_path):
 
 
 def test_fused_attention_unless_logits_are_capped(tmp_path):
-    small = dict(SMALL, num_key_value_heads=2, head_dim=8)
-    soft = transformers.Gemma2Config(**small, attn_logit_softcapping=5.0)
-    save(transformers.Gemma2Model(soft), tmp_path / "soft", tokenizer=False)
+    capped = {"num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 5.0}
+    save(build("Gemma2Model", **SMALL, **capped), tmp_path / "soft", tokenizer=False)
     save(bert(), tmp_path / "plain")
     attention = [
         load_net(str(tmp_path / name)).module.config._attn_implementation
@@ -279,8 +211,8 @@ def test_a_model_from_a_factory_is_recognised(tmp_path):
 
 
 def test_positions_behind_the_padding_id_are_not_counted(tmp_path):
-    config = transformers.RobertaConfig(**SMALL, pad_token_id=1)
-    net = load_net(save(transformers.RobertaModel(config), tmp_path, tokenizer=False))
+    module = build("RobertaModel", **SMALL, pad_token_id=1)
+    net = load_net(save(module, tmp_path, tokenizer=False))
     assert net.sample_shape == (18,)
     full = Batch(torch.full((1, 18), 5), None, ("a",))
     assert torch.isfinite(net.output(full)).all()
@@ -347,11 +279,6 @@ def test_code_in_a_repository_or_a_pickle_is_not_run(tmp_path, capsys):
     assert "this code ran" not in capsys.readouterr().out
 
 
-class Payload:
-    def __reduce__(self):
-        return (print, ("this code ran",))
-
-
 def test_the_library_keeps_its_verbosity(tmp_path):
     from transformers.utils import logging
 
@@ -379,8 +306,7 @@ def test_minilm_gives_the_embeddings_of_sentence_transformers():
 
 
 def test_pooling_that_is_not_supported_is_refused(tmp_path):
-    torch.manual_seed(0)
-    save(transformers.BertModel(transformers.BertConfig(**SMALL)), tmp_path)
+    save(build("BertModel", **SMALL), tmp_path)
     kinds = ("Transformer", "Pooling", "Dense")
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
@@ -388,8 +314,7 @@ def test_pooling_that_is_not_supported_is_refused(tmp_path):
 
 
 def test_the_first_token_where_the_directory_says_so(tmp_path):
-    torch.manual_seed(0)
-    module = transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
+    module = build("BertModel", **SMALL)
     save(module, tmp_path)
     kinds = ("Transformer", "Pooling")
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]

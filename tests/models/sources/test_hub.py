@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import save_file
 
 from lipaudit.data.hub import silence_clients
-from lipaudit.errors import InputError, LipauditError
+from lipaudit.errors import UsageError
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.weights import weight_files
 from tests.hub import TOKEN, files_of
 from tests.hub import hub as hub
-from tests.models.sources.test_hf import bert, save
+from tests.models.sources.cases import bert, refused, save
 
 OFFLINE = LoadOptions(offline=True)
 TIMM = "timm/test_vit.r160_in1k"
@@ -35,15 +35,6 @@ def timm_model(tmp_path_factory) -> dict[str, bytes]:
     module = timm.create_model("test_vit", pretrained=False)
     save_file(module.state_dict(), folder / "model.safetensors")
     return files_of(folder) | {"pytorch_model.bin": b"never read"}
-
-
-def refused(spec: str, **options) -> str:
-    with pytest.raises(LipauditError) as caught:
-        load_net(spec, LoadOptions(**options))
-    assert type(caught.value) is InputError
-    assert caught.value.exit_code == 4
-    assert caught.value.advice
-    return f"{caught.value.message} | {caught.value.advice}"
 
 
 def codes(net) -> list[tuple[str, str]]:
@@ -256,14 +247,8 @@ def test_timm_names_are_of_a_commit_too(hub, timm_model):
     offline = load_net("timm:test_vit", OFFLINE)
     assert codes(offline) == [("warning", "hub-cache")]
     assert offline.info.weights_sha256 == net.info.weights_sha256
-    assert "hf_hub_id" not in str(refused_kwargs("timm:test_vit", nonsense=1))
-
-
-def refused_kwargs(spec: str, **kwargs) -> LipauditError:
-    with pytest.raises(LipauditError) as caught:
-        load_net(spec, LoadOptions(model_kwargs=kwargs))
-    assert caught.value.exit_code == 2
-    return caught.value
+    unknown = {"model_kwargs": {"nonsense": 1}}
+    assert "hf_hub_id" not in refused("timm:test_vit", UsageError, **unknown)
 
 
 def test_timm_names_are_refused_with_the_same_words(hub, timm_model):

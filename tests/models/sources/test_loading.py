@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 import lipaudit.models.sources.demo as demo
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.errors import ExitCode, InputError, LipauditError, UsageError
+from lipaudit.errors import InputError, UsageError
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import LoadOptions, ModelSpec, load_net
+from lipaudit.models.sources.own import UnknownInputError
+from tests.models.sources.cases import refused
 
 PLAIN = """
 import torch
@@ -37,11 +39,14 @@ def failing(): raise RuntimeError("no such licence")
 def described():
     return ModelSpec(Scaled(), (3, 2, 2), mean=(.5,), std=(.25,), labels=tuple("abcd"))
 def sequence(): return ModelSpec(nn.Linear(5, 2), (3, 5), kind="tokens", classifier=False)
+def odd(): return ModelSpec(Scaled(), (3, 2, 2), labels=("a",))
 def nan():
     module = Scaled()
     module.head.bias.data[1] = float("nan")
     return module
 """
+
+SIZE = {"input_size": (3, 2, 2)}
 
 
 @pytest.fixture
@@ -50,15 +55,6 @@ def source(tmp_path):
     path = tmp_path / "factories.py"
     path.write_text(PLAIN)
     return path
-
-
-@pytest.mark.parametrize("name", sorted(demo.DEMOS))
-def test_a_demo_reads_the_held_out_digits(name):
-    net = load_net(f"demo:{name}")
-    samples = load_data("demo", net, DataOptions(samples=360))
-    right = (net.output(samples.batch).argmax(1) == samples.batch.y).double().mean()
-    assert len(samples.batch) == 360
-    assert right > 0.9
 
 
 @pytest.mark.parametrize("name", sorted(demo.DEMOS))
@@ -205,71 +201,48 @@ def test_a_factory_in_an_importable_module():
     assert net.info.weights_sha256 == load_net("demo").info.weights_sha256
 
 
-def refused(spec, kind=InputError, **options):
-    """Return what an error says, once it is the right one and says what to do."""
-    with pytest.raises(LipauditError) as caught:
-        load_net(spec, LoadOptions(**options))
-    assert isinstance(caught.value, kind)
-    assert caught.value.exit_code == (ExitCode.INPUT if kind is InputError else ExitCode.USAGE)
-    assert caught.value.advice
-    return f"{caught.value.message} | {caught.value.advice}"
-
-
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("spec", "options", "kind", "message"),
     [
-        ("missing", "has no 'missing'"),
-        ("failing", "no such licence"),
-        ("nothing", "returned dict"),
-        ("nan", "not finite: head.bias"),
-        ("empty", "has no parameters"),
-        ("many", "missing 1 required positional argument"),
+        ("py:{file}:missing", {}, InputError, "has no 'missing'"),
+        ("py:{file}:failing", SIZE, InputError, "no such licence"),
+        ("py:{file}:nothing", SIZE, InputError, "returned dict"),
+        ("py:{file}:nan", SIZE, InputError, "not finite: head.bias"),
+        ("py:{file}:empty", SIZE, InputError, "has no parameters"),
+        ("py:{file}:many", SIZE, InputError, "missing 1 required positional argument"),
+        ("py:{file}:odd", {}, InputError, "1 labels (a) for 4 outputs"),
+        ("py:{file}.none.py:build", {}, InputError, "FileNotFoundError"),
+        ("py:no.such.module:build", {}, InputError, "ModuleNotFoundError"),
+        ("py:build", {}, UsageError, "names no factory"),
+        ("py:{file}:plain", {}, UnknownInputError, "--input-size"),
+        ("py:{file}:plain", {"input_size": (5, 5)}, InputError, "cannot be run on one sample"),
+        ("py:{file}:plain", {"input_size": (1, 2, 3, 4)}, UsageError, "is not a shape"),
+        ("py:{file}:sequence", {"std": (1.0,)}, UsageError, "takes tokens"),
+        ("no-such-model", {}, InputError, "no model"),
+        ("demoo", {}, InputError, "no model"),
+        ("", {}, InputError, "no model"),
+        ("vit_base_patch_16_224", {}, InputError, "vit_base_patch16_224"),
+        ("demo:fancy", {}, InputError, "standard"),
+        ("hf:nobody/nothing", {"offline": True}, InputError, "hf download"),
+        ("hf:a/b/c", {}, UsageError, "hf:ORG/NAME"),
+        ("./weights.safetensors", {}, InputError, "no file or directory"),
+        ("{file}", {}, InputError, "py:{file}:FUNCTION"),
+        ("demo", {"arch": "timm:test_vit"}, UsageError, "--arch is for files"),
+        ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "takes no num_classes"),
+        ("demo", {"model_kwargs": {"num_classes": 3}}, UsageError, "its baseline's"),
+        ("demo", {"device": "cuda:99"}, UsageError, "not available"),
+        ("demo", {"dtype": "float16"}, UsageError, "not offered"),
+        ("demo", {"mean": (0.1, 0.2, 0.3)}, UsageError, "1 channels"),
+        ("demo", {"std": (0.0,)}, UsageError, "must be positive"),
     ],
 )
-def test_factories_that_fail(source, name, message):
-    assert message in refused(f"py:{source}:{name}", input_size=(3, 2, 2))
-
-
-def test_factories_that_cannot_be_found(tmp_path):
-    assert "FileNotFoundError" in refused(f"py:{tmp_path}/none.py:build")
-    assert "ModuleNotFoundError" in refused("py:no.such.module:build")
-    assert "names no factory" in refused("py:build", UsageError)
-
-
-def test_a_module_that_nothing_is_known_of(source):
-    assert "--input-size" in refused(f"py:{source}:plain", UsageError)
-
-
-def test_a_wrong_input_size_is_refused_at_loading(source):
-    assert "cannot be run on one sample" in refused(f"py:{source}:plain", input_size=(5, 5))
-    assert "is not a shape" in refused(f"py:{source}:plain", UsageError, input_size=(1, 2, 3, 4))
-
-
-@pytest.mark.parametrize("name", ["no-such-model", "demoo", ""])
-def test_unknown_names(name):
-    assert "no model" in refused(name)
-
-
-def test_an_unknown_name_suggests_its_neighbours():
-    assert "vit_base_patch16_224" in refused("vit_base_patch_16_224")
-
-
-def test_unknown_demos_list_the_known_ones():
-    assert "standard" in refused("demo:fancy")
-
-
-def test_a_repository_that_is_not_here_says_how_to_bring_it():
-    assert "hf download" in refused("hf:nobody/nothing", offline=True)
-    assert "hf:ORG/NAME" in refused("hf:a/b/c", UsageError)
-
-
-def test_a_path_that_does_not_exist():
-    assert "no file or directory" in refused("./weights.safetensors")
+def test_what_makes_no_sense_is_refused_with_advice(source, spec, options, kind, message):
+    assert message.format(file=source) in refused(spec.format(file=source), kind, **options)
 
 
 def test_a_file_of_weights_needs_an_architecture(tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "w.safetensors")
-    assert "--arch timm:NAME" in refused(str(tmp_path / "w.safetensors"), UsageError)
+    assert "--arch timm:NAME" in refused(tmp_path / "w.safetensors", UsageError)
 
 
 FACTORY = """
@@ -309,26 +282,11 @@ def test_weights_of_timm_may_lie_in_an_attribute(tmp_path):
         assert torch.equal(net.module.head.weight, model.head.weight)
 
 
-def test_an_architecture_needs_a_file_of_weights():
-    assert "--arch is for files" in refused("demo", UsageError, arch="timm:test_vit")
-
-
 @pytest.mark.parametrize("name", ["model.gguf", "model.onnx"])
 def test_what_was_converted_is_told_from_a_checkpoint(name, tmp_path):
     (tmp_path / name).write_bytes(b"GGUF")
     for given in (tmp_path / name, tmp_path):
         assert f"{name} was converted to be run without gradients" in refused(str(given))
-
-
-def test_a_file_of_python_is_told_how_to_be_named(tmp_path):
-    (tmp_path / "own.py").write_text("")
-    assert f"py:{tmp_path / 'own.py'}:FUNCTION" in refused(str(tmp_path / "own.py"))
-
-
-def test_a_demo_names_the_arguments_that_it_does_not_take():
-    said = refused("demo", UsageError, model_kwargs={"num_classes": 3})
-    assert "takes no num_classes" in said
-    assert "its baseline's" in said
 
 
 def test_directories_without_a_usable_configuration(tmp_path):
@@ -339,25 +297,6 @@ def test_directories_without_a_usable_configuration(tmp_path):
     assert "is not JSON" in refused(str(tmp_path))
     (tmp_path / "config.json").write_text('{"hidden": 3}')
     assert "neither timm's" in refused(str(tmp_path))
-
-
-def test_options_that_make_no_sense(source):
-    assert "not available" in refused("demo", UsageError, device="cuda:99")
-    assert "not offered" in refused("demo", UsageError, dtype="float16")
-    assert "1 channels" in refused("demo", UsageError, mean=(0.1, 0.2, 0.3))
-    assert "must be positive" in refused("demo", UsageError, std=(0.0,))
-    assert "takes tokens" in refused(f"py:{source}:sequence", UsageError, std=(1.0,))
-
-
-def test_labels_must_be_as_many_as_outputs(tmp_path):
-    (tmp_path / "f.py").write_text(
-        PLAIN + "\ndef odd():\n    return ModelSpec(Scaled(), (3, 2, 2), labels=('a',))\n"
-    )
-    assert "1 labels (a) for 4 outputs" in refused(f"py:{tmp_path}/f.py:odd")
-
-
-def test_the_public_description_is_importable_from_loading():
-    assert ModelSpec.__dataclass_params__.frozen
 
 
 @pytest.mark.parametrize(
@@ -418,16 +357,14 @@ def test_a_device_without_float64_is_refused_before_anything_is_loaded(monkeypat
 
     original = torch.empty
     monkeypatch.setattr(torch, "empty", empty)
-    with pytest.raises(UsageError) as caught:
-        load_net("py:no.such.module:build", LoadOptions(device="mps"))
-    assert "no float64" in caught.value.message
-    assert caught.value.advice == "Use --device cpu."
+    text = refused("py:no.such.module:build", UsageError, device="mps")
+    assert "no float64" in text
+    assert text.endswith("| Use --device cpu.")
 
 
 @pytest.mark.parametrize("name", ["hpu", "vulkan", "opengl:0", "cuda:999", "lazy", "nonsense", ""])
 def test_a_device_that_is_not_there_is_said_so(name):
-    with pytest.raises(UsageError, match="is not available on this machine"):
-        load_net("demo", LoadOptions(device=name))
+    assert "is not available on this machine" in refused("demo", UsageError, device=name)
 
 
 def test_a_device_without_memory_is_not_taken_for_another_fault(monkeypatch):

@@ -3,17 +3,17 @@
 import pickle
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
 from lipaudit.data.batch import Batch
-from lipaudit.errors import InputError, LipauditError, UsageError
+from lipaudit.errors import UsageError
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.models.sources.timm import describe_timm
 from tests.hub import hub as hub
-
-timm = pytest.importorskip("timm")
+from tests.models.sources.cases import Payload, refused
 
 KWARGS = {"img_size": 32, "depth": 1, "num_classes": 3}
 ARCH = {"arch": "timm:test_vit", "model_kwargs": {"img_size": 32, "depth": 1}}
@@ -37,14 +37,6 @@ def logits(net, x):
 
 def normalised(x):
     return (x - 0.5) / 0.5
-
-
-def refused(spec, kind=InputError, **options):
-    with pytest.raises(LipauditError) as caught:
-        load_net(str(spec), LoadOptions(**options))
-    assert type(caught.value) is kind
-    assert caught.value.advice
-    return f"{caught.value.message} | {caught.value.advice}"
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".ckpt"])
@@ -173,11 +165,6 @@ def test_a_truncated_file_is_refused(tmp_path, weights):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
         assert "not a complete" in refused(tmp_path / name, **ARCH)
-
-
-class Payload:
-    def __reduce__(self):
-        return (print, ("this code ran",))
 
 
 def test_a_pickle_with_code_is_not_opened(tmp_path, model, capsys):

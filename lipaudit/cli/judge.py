@@ -110,7 +110,7 @@ def inspect(
 
     [dim]Examples:[/]
       [cyan]lipaudit inspect audit.json[/]
-      [cyan]lipaudit inspect audit.json 9206cd4c -o sample.png[/]
+      [cyan]lipaudit inspect audit.json 9206cd4c -o sample.html[/]
       [cyan]lipaudit inspect audit.json cat/0007.png[/]
     """
     from lipaudit import schema

@@ -71,8 +71,8 @@ def explain(
 ) -> None:
     """What a number means, where it holds, and what it does not mean.
 
-    NAME is anything that a page, a table, a note or a JSON file says: a bound, a column or its
-    heading, a section, an attack, a verdict, a rule of the gate, the code of a note, an option.
+    NAME is a word of a page, a table or a JSON file: a bound, a column or its heading, a section,
+    an attack, a verdict, a rule of the gate, an option.
 
     [dim]Examples:[/]
       [cyan]lipaudit explain theorem 3[/]
@@ -92,13 +92,16 @@ def explain(
 
 
 def _pages(entries: Sequence[Topic]) -> Iterator[str]:
-    """Yield the lines that explain topics."""
+    """Yield the lines that explain topics; topics with the same text share it."""
     from lipaudit.results.bounds import SYMBOLS
 
-    for number, topic in enumerate(entries):
+    texts: dict[tuple[str, ...], list[str]] = {}
+    for topic in entries:
+        texts.setdefault((topic.meaning, *topic.details), []).append(topic.title)
+    for number, ((meaning, *details), titles) in enumerate(texts.items()):
         yield from [""] if number else []
-        yield from _wrap(f"{topic.title}: {topic.meaning}", "", "  ")
-        for paragraph in topic.details:
+        yield from _wrap(f"{', '.join(titles)}: {meaning}", "", "  ")
+        for paragraph in details:
             yield from _wrap(paragraph, "  ", "  ")
     if any(topic.formula for topic in entries):
         yield ""

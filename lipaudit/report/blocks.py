@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,39 @@ class Notes:
 
 
 @dataclass(frozen=True)
+class Banner:
+    """The answer of a page in a sentence, above all else.
+
+    Attributes:
+        text: of one or two sentences.
+        state: whether it is good news; None where that is not judged.
+    """
+
+    text: str
+    state: State | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and what stands behind each."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Points:
+    """A list of sentences.
+
+    Attributes:
+        points: a sentence, and what belongs to it: a command, or the chapter that it comes from.
+        commands: whether these are commands.
+    """
+
+    points: tuple[tuple[str, str], ...]
+    commands: bool = False
+
+
+@dataclass(frozen=True)
 class Line:
     """One figure of a scorecard.
 
@@ -124,36 +157,38 @@ class Scorecard:
     lines: tuple[Line, ...]
 
 
-Block = Paragraph | Table | Picture | Gallery | Passage | Notes
-
-
-@dataclass(frozen=True)
-class Banner:
-    """The outcome of a gate, above all else on its page."""
-
-    text: str
-    state: State
+Block = (
+    Paragraph | Table | Picture | Gallery | Passage | Notes | Banner | Facts | Points | Scorecard
+)
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """A heading and its blocks."""
+    """A heading and its blocks.
+
+    Attributes:
+        name: of the place on the page.
+        title: the heading; empty for the opening of a page.
+        blocks: below the heading.
+        folded: whether an HTML page shows only the heading at first.
+    """
 
     name: str
     title: str
     blocks: tuple[Block, ...]
+    folded: bool = False
 
 
 @dataclass(frozen=True)
 class Document:
-    """A page: an opening (facts, notes, scorecard, findings), then chapters.
+    """A page: an opening (answer, facts, notes, scorecard, findings), then chapters.
 
     Attributes:
         title: its heading.
-        outcome: of a gate; None on other pages.
         facts: what was audited and how, by name.
-        findings: sentences, each with the rows or the chapter that it comes from.
+        findings: sentences, each with the name of the chapter that it comes from.
         chapters: the sections.
+        outcome: the answer in a sentence.
         partial: what is missing; empty if the report is complete.
         notes: warnings and remarks on all figures.
         scorecard: the first figures.
@@ -171,6 +206,82 @@ class Document:
     scorecard: Scorecard | None = None
     more: str = ""
     steps: tuple[tuple[str, str], ...] = ()
+
+    def walk(self) -> Iterator[Chapter]:
+        """Yield the whole page as chapters, its opening first: what a format has to write."""
+        partial = Banner(f"Partial: {self.partial}", "broken") if self.partial else None
+        facts = Facts(self.facts) if self.facts else None
+        notes = Notes(self.notes) if self.notes else None
+        opening = tuple(block for block in (self.outcome, partial, facts, notes) if block)
+        yield Chapter("", "", opening)
+        if self.scorecard:
+            yield Chapter("scorecard", "Scorecard", (self.scorecard,))
+        if self.steps:
+            yield Chapter("next", "What to do next", (Points(self.steps, commands=True),))
+        if self.findings:
+            yield Chapter("findings", "What stands out", (Points(self.findings),))
+        yield from self.chapters
+        if self.more:
+            yield Chapter("", "", (Paragraph(self.more),))
+
+
+# Texts of blocks, which all formats share
+
+
+TOP = 5
+"""So many tokens are named beside a text."""
+LEAST = 0.02
+"""A token with a smaller share is not named."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token as it is drawn.
+
+    Attributes:
+        text: itself; a space that would not show is a sign.
+        share: as it is written.
+        shade: 0 to 1, of the largest share.
+        top: whether it is among the few that are named.
+    """
+
+    text: str
+    share: str
+    shade: float
+    top: bool
+
+
+def shade_tokens(block: Passage) -> list[Token]:
+    """Return the tokens of a text as they are drawn."""
+    largest = max(block.shares, default=0.0) or 1.0
+    order = sorted(range(len(block.shares)), key=lambda i: -block.shares[i])
+    top = {i for i in order[:TOP] if block.shares[i] >= LEAST}
+    return [
+        Token(
+            cells.show_controls(token).strip() or "␣",
+            cells.format_value(share, block.column),
+            share / largest,
+            i in top,
+        )
+        for i, (token, share) in enumerate(zip(block.tokens, block.shares, strict=True))
+    ]
+
+
+def list_largest(block: Passage) -> str:
+    """Name the tokens with the largest shares, largest first."""
+    tokens = sorted((t for t in shade_tokens(block) if t.top), key=lambda token: -token.shade)
+    return ", ".join(f"{token.text} {token.share}" for token in tokens)
+
+
+def explain_shades(block: Passage) -> str:
+    """Explain the shades, and count the tokens that are left out."""
+    standing = cells.describe_standing(block.column)
+    said = f"{block.column.label} ({standing}): {list_largest(block)}"
+    if not block.left_out:
+        return said
+    share = cells.format_value(max(0.0, 1 - sum(block.shares)), block.column)
+    count = cells.format_number(block.left_out, "d")
+    return f"{said}; {count} more tokens are left out: {share}"
 
 
 @dataclass(frozen=True)

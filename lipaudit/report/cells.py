@@ -14,12 +14,21 @@ MISSING = "–"
 MARKS = "ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡ"
 UNMEASURED = ("d", "s", "")
 STATUS = {
-    "certified": "holds on its whole domain",
-    "exact": "computed at the samples X; a norm may be too low, see within",
-    "bound": "proven upper bound, at the samples X only",
-    "estimate": "statistical, may err on either side",
-    "empirical": "what the attacks tried achieved, never a guarantee",
+    "certified": "Proven for every input of its domain",
+    "exact": "Computed at the samples X; a norm may be too low, see within",
+    "bound": "Proven upper bound, at the samples X only",
+    "estimate": "A statistical estimate",
+    "empirical": "What the attacks achieved",
 }
+"""How far a figure is proven."""
+LIMITS = {
+    "certified": "It says nothing outside that domain.",
+    "exact": "It says nothing about other inputs.",
+    "bound": "It says nothing about other inputs.",
+    "estimate": "It can be too high or too low.",
+    "empirical": "A stronger attack may achieve more: it is never a guarantee.",
+}
+"""What a figure of each status does not say."""
 
 
 def format_value(value: Any, column: Column) -> str:
@@ -32,6 +41,19 @@ def format_value(value: Any, column: Column) -> str:
         return show_controls(value)
     unit = column.unit if column.unit in ("", "×") else f" {column.unit}"
     return format_significant(value, column.format) + unit
+
+
+def format_with_limits(value: Any, low: float | None, high: float | None, column: Column) -> Any:
+    """Write the limits behind a figure: 62.5% (43.5 to 79.5%); a figure without stays as it is."""
+    if value is None or low is None or high is None:
+        return value
+    return f"{format_value(value, column)} ({format_limits(low, high, column)})"
+
+
+def format_limits(low: float, high: float, column: Column) -> str:
+    """Write the ends of an interval, with the unit once: 43.5 to 79.5%."""
+    first, last = format_value(low, column), format_value(high, column)
+    return f"{first.removesuffix('%')} to {last}"
 
 
 def format_number(value: float, spec: str) -> str:

@@ -5,6 +5,7 @@ What a chart shows in words is in `pictures.describe`, which needs no matplotlib
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 import math
@@ -15,8 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from lipaudit.report.blocks import Item, Passage
-from lipaudit.report.cells import format_number, format_value, show_controls, write_math
+from lipaudit.errors import InputError
+from lipaudit.report.cells import (
+    format_number,
+    format_value,
+    format_with_limits,
+    show_controls,
+    write_math,
+)
 from lipaudit.report.colours import CATEGORIES, EXTREME, choose_ink, compute_scale
 from lipaudit.report.pictures import (
     STATES,
@@ -28,14 +35,12 @@ from lipaudit.report.pictures import (
     Picture,
     Scatter,
     Series,
-    Shares,
     Span,
     describe,
     format_end,
     format_interval,
     name_places,
 )
-from lipaudit.report.portraits import draw_item, draw_passage, open_picture
 from lipaudit.results import Column
 
 if TYPE_CHECKING:
@@ -45,8 +50,6 @@ Tip = tuple[str, Span, Span]
 """The text of a tooltip and where it is in the units of the axes: a point, or the ends in x, y."""
 INK = "#010203"
 """Replaced by the page's colour of text, which a browser makes light in the dark."""
-GRADES = (2, 4, 1, 6)
-"""Categories for the parts of a whole, from good to bad."""
 MARKERS = "osD^vPX"
 LINES = ("-", "--", "-.", ":")
 LOOKS = {
@@ -94,8 +97,8 @@ def draw_svg(block: Picture) -> str:
     return _embed(file.getvalue().decode(), describe(block), marks)
 
 
-def draw_png(*blocks: Picture | Item | Passage) -> bytes:
-    """Draw pictures and samples side by side as a PNG file, dark on white."""
+def draw_png(*blocks: Picture) -> bytes:
+    """Draw pictures side by side as a PNG file, dark on white."""
     import matplotlib as mpl
     from PIL import Image
 
@@ -103,12 +106,8 @@ def draw_png(*blocks: Picture | Item | Passage) -> bytes:
     with mpl.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # signs that no font has are drawn as boxes
         for block in blocks:
-            if isinstance(block, Item | Passage):
-                _set_style(block.title)
-                figure = draw_item(block) if isinstance(block, Item) else draw_passage(block)
-            else:
-                figure, axes, _ = _draw_picture(block)
-                axes.set_title(textwrap.fill(show_controls(block.title), 44), fontsize=10)
+            figure, axes, _ = _draw_picture(block)
+            axes.set_title(textwrap.fill(show_controls(block.title), 44), fontsize=10)
             file = io.BytesIO()
             figure.savefig(file, format="png", dpi=200)
             images.append(Image.open(file).convert("RGB"))
@@ -122,18 +121,29 @@ def draw_png(*blocks: Picture | Item | Passage) -> bytes:
     return file.getvalue()
 
 
-def _set_style(title: str) -> None:
-    import matplotlib as mpl
+def open_picture(picture: str) -> Any:
+    """Read a PNG file in base64.
 
-    mpl.rcdefaults()
-    mpl.rcParams.update({**STYLE, "svg.hashsalt": title})
+    Raises:
+        InputError: it is none.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+    except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
+        raise InputError(
+            "the report is damaged: a picture in it cannot be read", "Write it again."
+        ) from error
 
 
 def _draw_picture(block: Picture) -> tuple[Any, Axes, list[Tip]]:
     """Draw a picture on a figure of its size, and return its tooltips."""
+    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    _set_style(f"{type(block).__name__} {block.title}")
+    mpl.rcdefaults()
+    mpl.rcParams.update({**STYLE, "svg.hashsalt": f"{type(block).__name__} {block.title}"})
     # Constrained layout places the labels of a square as if it filled its room.
     square = isinstance(block, Density) or (isinstance(block, Scatter) and block.equal)
     layout: Any = "compressed" if square else "constrained"
@@ -154,8 +164,6 @@ def _choose_size(block: Picture) -> tuple[float, float]:
             return side * 1.25, side
         case Scatter(equal=True):
             return HEIGHT * 1.25, HEIGHT * 1.25
-        case Shares():
-            return WIDTH, 1.1 + 0.33 * len(block.bars)
         case Intervals():
             return 7.5, 1.15 + 0.4 * len(block.rows)
     return WIDTH, HEIGHT
@@ -418,23 +426,6 @@ def _draw_histogram(axes: Axes, block: Histogram) -> Iterator[Tip]:
         )
 
 
-def _draw_shares(axes: Axes, block: Shares) -> Iterator[Tip]:
-    places, left = range(len(block.bars)), [0.0] * len(block.bars)
-    for grade, (label, shares) in zip(GRADES * 9, block.parts.items(), strict=False):
-        colour = CATEGORIES[grade]
-        axes.barh(places, shares, left=left, height=0.72, color=colour, label=show_controls(label))
-        for y, (bar, share) in enumerate(zip(block.bars, shares, strict=True)):
-            if share:
-                said = f"{bar}, {label}: {format_value(share, block.x)}"
-                yield said, (left[y], left[y] + share), (y - 0.36, y + 0.36)
-        left = [a + b for a, b in zip(left, shares, strict=True)]
-    _name_ticks(axes.yaxis, block.bars)
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 1), xlabel=_label(block.x))
-    _set_ticks(axes.xaxis, 0, 1, block.x)
-    _set_legend(axes)
-
-
 # Points and lines
 
 
@@ -448,7 +439,6 @@ def _draw_scatter(axes: Axes, block: Scatter) -> Iterator[Tip]:
             "label": show_controls(series.label),
         }
         look["rasterized"] = len(series.x) > MANY
-        _draw_limits(axes, series, colour)
         axes.scatter(series.x, series.y, s=18, alpha=0.8, linewidths=0, **look)
     x, y = _values(block.series)
     x, y = (x + y, y + x) if block.equal else (x, y)
@@ -470,9 +460,6 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
         if series.guide:
             axes.plot(series.x, series.y, label=label, linewidth=0.7, color=INK, linestyle=line)
             continue
-        if series.fit:
-            axes.plot(series.x, _array(series.fit), color=colour, linestyle=line, linewidth=1.0)
-            line = ""
         marker = marker if len(series.x) <= 64 else ""
         look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
         axes.plot(series.x, series.y, label=label, **look)
@@ -490,13 +477,9 @@ def _draw_curve(axes: Axes, block: Curve) -> Iterator[Tip]:
 
 
 def _draw_limits(axes: Axes, series: Series, colour: str) -> None:
-    """Draw the intervals around points, of both axes."""
-    if series.low and series.high:
+    """Draw the intervals around points."""
+    if any(end is not None for end in series.low):
         axes.vlines(series.x, _array(series.low), _array(series.high), color=colour, linewidth=0.9)
-    if series.left and series.right:
-        axes.hlines(
-            series.y, _array(series.left), _array(series.right), color=colour, linewidth=0.9
-        )
 
 
 def _array(values: Sequence[float | None]) -> Any:
@@ -508,8 +491,8 @@ def _array(values: Sequence[float | None]) -> Any:
 
 def _values(series: Sequence[Series]) -> tuple[list[float], list[float]]:
     """Return all that is drawn along each axis."""
-    x = [v for s in series for v in (*s.x, *s.left, *s.right) if v is not None]
-    y = [v for s in series for v in (*s.y, *s.low, *s.high, *s.fit) if v is not None]
+    x = [v for s in series for v in s.x]
+    y = [v for s in series for v in (*s.y, *s.low, *s.high) if v is not None]
     return [v for v in x if math.isfinite(v)], [v for v in y if math.isfinite(v)]
 
 
@@ -531,17 +514,10 @@ def _point_tips(block: Scatter | Curve) -> Iterator[Tip]:
             if not whose or len(block.series) > 1:
                 whose.append(series.label)
             across = named.get(x) or format_value(x, block.x)
-            across += _limits_text(series.left, series.right, i, block.x)
-            up = format_value(y, block.y) + _limits_text(series.low, series.high, i, block.y)
+            ends = (series.low[i], series.high[i]) if series.low else (None, None)
+            up = format_with_limits(format_value(y, block.y), *ends, block.y)
             figures = f"{write_math(block.x.label)} {across}, {write_math(block.y.label)} {up}"
             yield f"{', '.join(filter(None, whose))}: {figures}", (x, x), (y, y)
-
-
-def _limits_text(
-    low: Sequence[float | None], high: Sequence[float | None], i: int, column: Column
-) -> str:
-    known = low and high and low[i] is not None
-    return f" ({format_value(low[i], column)} to {format_value(high[i], column)})" if known else ""
 
 
 # Intervals against what is allowed
@@ -597,7 +573,6 @@ DRAW: dict[type[Any], Callable[[Axes, Any], Iterator[Tip]]] = {
     Heatmap: _draw_heatmap,
     Density: _draw_density,
     Histogram: _draw_histogram,
-    Shares: _draw_shares,
     Scatter: _draw_scatter,
     Curve: _draw_curve,
     Intervals: _draw_intervals,

@@ -28,7 +28,7 @@ class Format:
         suffixes: of the files that are written so.
         asked: whether a file is written so only where `--format` names it: what its suffix alone
             asks for is another format.
-        refusal: what is said, and what to do instead, where a result has no such form.
+        refusal: what is said of a result without such a form: the reason, and what to type.
         screen: writes the form to a stream as a terminal of its width and colours takes it;
             None where a terminal gets the bytes of a file.
     """
@@ -37,90 +37,69 @@ class Format:
     takes: Form
     render: Callable[[Any], bytes]
     suffixes: tuple[str, ...] = ()
+    refusal: str = ""
     asked: bool = False
-    refusal: tuple[str, str] = ("", "")
     screen: Callable[[Any, TextIO], None] | None = None
 
 
 def _draw_picture(blocks: Sequence[Any]) -> bytes:
-    """Draw an attention map or a row of one, or a sample."""
+    """Draw an attention map, or a row of one."""
     from lipaudit.report.charts import draw_png
 
     return draw_png(*blocks)
 
 
-RENDERERS: dict[str, Format] = {
-    known.name: known
-    for known in (
-        Format(
-            "brief",
-            "brief",
-            markdown.render_brief,
-            (".md",),
-            asked=True,
-            refusal=(
-                "a brief is of one report, of a comparison or of a judgement",
-                "lipaudit compare OLD.json NEW.json -f brief writes one of what changed.",
-            ),
-        ),
-        Format(
-            "csv",
-            "frame",
-            records.write_csv,
-            (".csv",),
-            refusal=(
-                "CSV is of reports",
-                "lipaudit report A.json -f csv writes one cell a line, of several reports one "
-                "model.",
-            ),
-        ),
-        Format("html", "page", html.render, (".html", ".htm")),
-        Format(
-            "json",
-            "record",
-            records.write_json,
-            (".json",),
-            refusal=(
-                "there are no data here to write as JSON",
-                "lipaudit report A.json -f json writes those of a report.",
-            ),
-        ),
-        Format(
-            "junit",
-            "judgement",
-            records.write_junit,
-            (".xml",),
-            refusal=(
-                "JUnit XML is of a judgement",
-                "lipaudit gate CURRENT -o gate.xml writes it.",
-            ),
-        ),
-        Format("latex", "page", latex.render, (".tex",)),
-        Format("markdown", "page", markdown.render, (".md", ".markdown")),
-        Format(
-            "png",
-            "picture",
-            _draw_picture,
-            (".png",),
-            refusal=(
-                "a PNG shows one attention map or one sample",
-                "lipaudit attention MODEL --map LAYER.HEAD -o map.png draws the one, "
-                "lipaudit inspect REPORT SAMPLE -o sample.png the other.",
-            ),
-        ),
-        Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
-        Format(
-            "text",
-            "lines",
-            records.write_lines,
-            (".txt",),
-            refusal=(
-                "lines of text are of a judgement",
-                "A report is written with -f table.",
-            ),
-        ),
-    )
-}
+_FORMATS = (
+    Format(
+        "brief",
+        "brief",
+        markdown.render_brief,
+        (".md",),
+        "a brief is of reports, of a comparison or of a judgement: "
+        "lipaudit compare OLD.json NEW.json -f brief",
+        asked=True,
+    ),
+    Format(
+        "csv",
+        "frame",
+        records.write_csv,
+        (".csv",),
+        "CSV is of reports: lipaudit report A.json -f csv",
+    ),
+    Format("html", "page", html.render, (".html", ".htm")),
+    Format(
+        "json",
+        "record",
+        records.write_json,
+        (".json",),
+        "there are no data to write as JSON: lipaudit report A.json -f json writes a report",
+    ),
+    Format(
+        "junit",
+        "judgement",
+        records.write_junit,
+        (".xml",),
+        "JUnit XML is of a judgement: lipaudit gate CURRENT -o gate.xml",
+    ),
+    Format("latex", "page", latex.render, (".tex",)),
+    Format("markdown", "page", markdown.render, (".md", ".markdown")),
+    Format(
+        "png",
+        "picture",
+        _draw_picture,
+        (".png",),
+        "a PNG shows one attention map: lipaudit attention MODEL --map LAYER.HEAD -o map.png",
+    ),
+    Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
+    Format(
+        "text",
+        "lines",
+        records.write_lines,
+        (".txt",),
+        "lines of text are of a judgement: a report is written with lipaudit report -f table",
+    ),
+)
+RENDERERS: dict[str, Format] = {known.name: known for known in _FORMATS}
 """Every format, by the name that `--format` takes."""
 
 
@@ -180,6 +159,8 @@ def find_usual_format(forms: Collection[Form]) -> Format:
 def _require_form(known: Format, forms: Collection[Form]) -> Format:
     if known.takes not in forms:
         able = (each.name for each in RENDERERS.values() if each.takes in forms)
-        here = f"{known.name} cannot show this", f"There are: {', '.join(able)}."
-        raise UsageError(*(known.refusal if "page" in forms and known.refusal[0] else here))
+        reason, _, command = known.refusal.partition(": ")
+        if command and "page" in forms:
+            raise UsageError(reason, f"Type {command}.")
+        raise UsageError(f"{known.name} cannot show this", f"There are: {', '.join(able)}.")
     return known

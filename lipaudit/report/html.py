@@ -11,8 +11,15 @@ import math
 from typing import Any
 
 from lipaudit.errors import visible
-from lipaudit.report import cells, portraits
-from lipaudit.report.blocks import Block, Document, Table, list_scores
+from lipaudit.report import cells
+from lipaudit.report.blocks import (
+    Block,
+    Document,
+    Table,
+    explain_shades,
+    list_scores,
+    shade_tokens,
+)
 from lipaudit.report.pictures import Picture
 from lipaudit.results import Column
 
@@ -36,8 +43,8 @@ def render(page: Document) -> bytes:
         "drawn": _draw,
         "tabulated": _tabulate,
         "scored": list_scores,
-        "tokens": portraits.shade_tokens,
-        "legend": portraits.explain_shades,
+        "tokens": shade_tokens,
+        "legend": explain_shades,
     }
     script = environment.get_template("page.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

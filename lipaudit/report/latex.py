@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from lipaudit.report import cells
 from lipaudit.report.blocks import (
+    Banner,
     Block,
     Document,
     Grid,
     Notes,
+    Scorecard,
     Table,
     lay_out,
     list_scores,
@@ -55,17 +57,10 @@ def render(page: Document) -> bytes:
     """Write the scorecard and the tables of a page; folded ones and pictures are left out."""
     about = [page.title, *map(": ".join, page.facts)]
     lines = [r"% needs \usepackage{booktabs}", *(f"% {escape(text)}" for text in about)]
-    outcome = page.outcome.text if page.outcome else ""
-    lines += _remarks(text for text in (outcome, page.partial) if text)
-    lines += _block(Notes(page.notes))
-    if page.scorecard:
-        rows, notes = list_scores(page.scorecard)
-        texts = [row[:3] for row in rows]
-        lines += _table(Grid("Scorecard", (), texts, "lr" + PROSE, notes))
-    for chapter in page.chapters:
-        lines += ["", f"% {escape(chapter.title)}"]
+    for chapter in page.walk():
+        lines += ["", f"% {escape(chapter.title)}"] if chapter.title else []
         for block in chapter.blocks:
-            lines += _block(block)
+            lines += _write_block(block)
     return ("\n".join(lines) + "\n").encode("ascii")
 
 
@@ -89,19 +84,26 @@ def _write_character(character: str) -> str:
     return f"U+{ord(character):04X}"
 
 
-def _block(block: Block) -> Iterator[str]:
+def _write_block(block: Block) -> Iterator[str]:
     match block:
         case Table(folded=False) | Heatmap():
-            yield from _table(lay_out(block))
+            yield from _write_table(lay_out(block))
+        case Scorecard():
+            rows, notes = list_scores(block)
+            yield from _write_table(
+                Grid("Scorecard", (), [row[:3] for row in rows], "lr" + PROSE, notes)
+            )
+        case Banner():
+            yield from _remarks([block.text])
         case Notes():
-            yield from _remarks(f"{n.level}: {n.text} ({n.code})" for n in block.notes)
+            yield from _remarks(f"{note.level}: {note.text}" for note in block.notes)
 
 
 def _remarks(texts: Iterable[str]) -> Iterator[str]:
     yield from (rf"{{\footnotesize {escape(text)}\par}}" for text in texts)
 
 
-def _table(grid: Grid) -> Iterator[str]:
+def _write_table(grid: Grid) -> Iterator[str]:
     yield from ("", r"\begin{table}", r"\centering")
     yield from [rf"\caption{{{escape(grid.title)}}}"] if grid.title else []
     yield from (rf"\begin{{tabular}}{{{grid.align}}}", r"\toprule")

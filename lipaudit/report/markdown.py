@@ -6,60 +6,40 @@ import html
 import re
 from collections.abc import Iterator, Sequence
 
-from lipaudit.report import cells, portraits
+from lipaudit.report import cells
 from lipaudit.report.blocks import (
+    Banner,
     Block,
     Brief,
     Document,
+    Facts,
     Gallery,
     Notes,
     Paragraph,
     Passage,
+    Points,
     Scorecard,
     Table,
+    explain_shades,
     lay_out,
     list_scores,
+    shade_tokens,
 )
 from lipaudit.report.pictures import Heatmap, describe
 
 SPECIAL = re.compile(r"([\\`*_\[\]|#~$])")
 
 
-def render(page: Document, level: int = 1) -> bytes:
-    """Write a page.
-
-    Args:
-        page: what is written.
-        level: of its title among headings; those of its sections are one below.
-    """
-    title, section = "#" * level, "#" * (level + 1)
-    lines = [f"{title} {escape(page.title)}", "", *_first(page)]
-    if page.facts:
-        facts = [[name, escape(value)] for name, value in page.facts]
-        lines += [*grid(["", ""], facts, "ll"), ""]
-    if page.notes:
-        lines += [*_block(Notes(page.notes)), ""]
-    if page.scorecard:
-        lines += [f"{section} Scorecard", "", *_card(page.scorecard), ""]
-    if page.findings:
-        lines += [f"{section} What stands out", ""]
-        lines += [
-            f"- {escape(text)} <sub>{escape(source)}</sub>" for text, source in page.findings
-        ]
-        lines += [""]
-    for chapter in page.chapters:
-        lines += [f"{section} {escape(chapter.title)}", ""]
+def render(page: Document) -> bytes:
+    """Write a page."""
+    lines = [f"# {escape(page.title)}", ""]
+    for chapter in page.walk():
+        if chapter.name == "next":  # commands are on the scorecard already
+            continue
+        lines += [f"## {escape(chapter.title)}", ""] if chapter.title else []
         for block in chapter.blocks:
-            lines += [*_block(block), ""]
+            lines += [*_write_block(block), ""]
     return ("\n".join(lines).rstrip("\n") + "\n").encode()
-
-
-def _first(page: Document) -> Iterator[str]:
-    """Write the outcome, and that the report is partial."""
-    if page.outcome:
-        yield from (f"**{escape(page.outcome.text)}**", "")
-    if page.partial:
-        yield from (f"**Partial: {escape(page.partial)}**", "")
 
 
 def escape(text: str) -> str:
@@ -67,26 +47,40 @@ def escape(text: str) -> str:
     return SPECIAL.sub(r"\\\1", html.escape(cells.show_controls(text), quote=False))
 
 
-def _block(block: Block) -> Iterator[str]:
+def _write_block(block: Block) -> Iterator[str]:
     match block:
         case Table() | Heatmap():
-            yield from _table(block)
-        case Paragraph() | Gallery():
-            yield from _prose(block)
+            yield from _write_table(block)
+        case Scorecard():
+            rows, notes = list_scores(block)
+            yield from grid(["", "", ""], [_write_score(*row) for row in rows], "lrl")
+            yield from ["", _small("; ".join(notes))] if notes else []
+        case Paragraph():
+            yield escape(block.text)
+        case Banner():
+            yield f"**{escape(block.text)}**"
+        case Facts():
+            pairs = [[escape(name), escape(value)] for name, value in block.pairs]
+            yield from grid(["", ""], pairs, "ll")
+        case Points():
+            yield from (f"- {escape(text)}" for text, _ in block.points)
+        case Gallery():
+            yield from (f"- {escape(i.title)}: {escape('; '.join(i.lines))}" for i in block.items)
+            yield from ["", escape(block.text)]
         case Passage():
-            yield from _passage(block)
-        case Notes():
-            yield from (
-                f"- **{n.level}**: {escape(n.text)} ({escape(n.code)})" for n in block.notes
+            tokens = (
+                f"**{escape(t.text)}**" if t.top else escape(t.text) for t in shade_tokens(block)
             )
+            yield from [f"**{escape(block.title)}**", ""] if block.title else []
+            yield from [" ".join(tokens), "", _small(explain_shades(block))]
+        case Notes():
+            yield from (f"- **{note.level}**: {escape(note.text)}" for note in block.notes)
         case _:
-            yield f"<sub>Chart, in the html format: {escape(describe(block))}</sub>"
+            yield _small(f"Chart, in the html format: {describe(block)}")
 
 
-def _card(block: Scorecard) -> Iterator[str]:
-    rows, notes = list_scores(block)
-    yield from grid(["", "", ""], [_write_score(*row) for row in rows], "lrl")
-    yield from ["", f"<sub>{'; '.join(map(escape, notes))}</sub>"] if notes else []
+def _small(text: str) -> str:
+    return f"<sub>{escape(text)}</sub>"
 
 
 def _write_score(name: str, figure: str, text: str, command: str) -> list[str]:
@@ -98,37 +92,17 @@ def _write_score(name: str, figure: str, text: str, command: str) -> list[str]:
     ]
 
 
-def _prose(block: Paragraph | Gallery) -> Iterator[str]:
-    if isinstance(block, Gallery):
-        for item in block.items:
-            yield f"- {escape(item.title)}: {escape('; '.join(item.lines))}"
-        yield ""
-    yield escape(block.text)
-
-
-def _passage(block: Passage) -> Iterator[str]:
-    tokens = portraits.shade_tokens(block)
-    yield f"**{escape(block.title)}**" if block.title else ""
-    yield ""
-    yield " ".join(f"**{escape(t.text)}**" if t.top else escape(t.text) for t in tokens)
-    yield ""
-    yield f"<sub>{escape(portraits.explain_shades(block))}</sub>"
-
-
-def _table(block: Table | Heatmap) -> Iterator[str]:
+def _write_table(block: Table | Heatmap) -> Iterator[str]:
     shown = lay_out(block)
     rows = [
         [f"**{escape(text)}**" if index in shown.strong else escape(text) for text in row]
         for index, row in enumerate(shown.rows)
     ]
-    folded = isinstance(block, Table) and block.folded
-    title = escape(shown.title)
+    folded, title = isinstance(block, Table) and block.folded, escape(shown.title)
     if title:
-        yield f"<details><summary>{title}</summary>" if folded else f"**{title}**"
-        yield ""
+        yield from [f"<details><summary>{title}</summary>" if folded else f"**{title}**", ""]
     yield from grid([*map(escape, shown.heads)], rows, shown.align)
-    notes = "; ".join(map(escape, shown.notes))
-    yield from ["", f"<sub>{notes}</sub>"] if notes else []
+    yield from ["", _small("; ".join(shown.notes))] if shown.notes else []
     yield from ["", "</details>"] if folded else []
 
 

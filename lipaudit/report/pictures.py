@@ -58,9 +58,6 @@ class Series:
         y: along the vertical axis.
         low: lower ends of the intervals.
         high: upper ends of the intervals.
-        left: lower ends of intervals around x, of points that are not joined.
-        right: upper ends of those.
-        fit: values of a fit at the same x; it is then drawn in place of the joining line.
         guide: a line to compare slopes with, drawn thin and without marks where there is ink.
         names: what each point is of (a head, a sample), to be read at the point.
     """
@@ -70,11 +67,8 @@ class Series:
     y: tuple[float, ...]
     low: tuple[float | None, ...] = ()
     high: tuple[float | None, ...] = ()
-    fit: tuple[float | None, ...] = ()
     guide: bool = field(default=False, kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)
-    left: tuple[float | None, ...] = field(default=(), kw_only=True)
-    right: tuple[float | None, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -151,23 +145,6 @@ class Density:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Bars that are each cut into the same parts, which add up to one.
-
-    Attributes:
-        title: printed above them.
-        x: how a share reads.
-        bars: what each bar is of.
-        parts: the share of each part, a number per bar, by the part's name.
-    """
-
-    title: str
-    x: Column
-    bars: tuple[str, ...]
-    parts: dict[str, tuple[float, ...]]
-
-
-@dataclass(frozen=True)
 class Interval:
     """A value with its limits, and the end of the allowed range.
 
@@ -199,7 +176,7 @@ class Intervals:
     rows: tuple[Interval, ...]
 
 
-Picture = Heatmap | Histogram | Scatter | Curve | Density | Shares | Intervals
+Picture = Heatmap | Histogram | Scatter | Curve | Density | Intervals
 
 
 def describe(block: Picture) -> str:
@@ -228,12 +205,6 @@ def describe(block: Picture) -> str:
             said = (
                 f"{size}, largest {format_value(value, block.value)} at {across[x][0]}, {up[y][0]}"
             )
-        case Shares():
-            bars = []
-            for i, bar in enumerate(block.bars):
-                parts = (f"{format_value(v[i], block.x)} {k}" for k, v in block.parts.items())
-                bars.append(f"{bar}: {', '.join(parts)}")
-            said = "; ".join(bars)
         case Intervals():
             rows = (f"{format_interval(block, r)}: {STATES[r.state]}" for r in block.rows)
             said = f"{write_math(block.x.label)}; {'; '.join(rows)}"

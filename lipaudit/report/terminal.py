@@ -12,17 +12,23 @@ from rich.console import Console, RenderableType
 from rich.style import Style
 from rich.text import Text
 
-from lipaudit.report import cells, portraits
+from lipaudit.report import cells
 from lipaudit.report.blocks import (
+    Banner,
     Block,
     Document,
+    Facts,
     Gallery,
     Notes,
     Paragraph,
     Passage,
+    Points,
     Scorecard,
     Table,
+    explain_shades,
+    list_largest,
     list_scores,
+    shade_tokens,
 )
 from lipaudit.report.colours import choose_ink, compute_scale
 from lipaudit.report.pictures import Heatmap, describe
@@ -31,7 +37,8 @@ FULL = 100_000
 PROSE = 100
 LEVELS = "▁▂▃▄▅▆▇█"
 """Bars behind the numbers of a map where there are no colours."""
-STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": "dim"}
+DIM = "dim"
+STYLES = {"head": "bold", "rule": "", "row": "", "strong": "bold", "note": DIM}
 
 
 def render(page: Document, width: int | None = None, colour: str | None = None) -> bytes:
@@ -52,7 +59,7 @@ def render(page: Document, width: int | None = None, colour: str | None = None) 
         legacy_windows=False,
     )
     with console.capture() as capture:
-        for item in _page(page, width or FULL, colour is not None):
+        for item in _write_page(page, width or FULL, colour is not None):
             console.print(item, markup=False, highlight=False, emoji=False, soft_wrap=True)
     text = capture.get().strip("\n").split("\n")
     return "\n".join(line if colour else line.rstrip() for line in text).encode() + b"\n"
@@ -68,35 +75,14 @@ def write(page: Document, stream: TextIO) -> None:
     stream.write(render(page, console.width, colour).decode())
 
 
-def _page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
-    yield from _opening(page, width, colour)
-    for chapter in page.chapters:
-        yield _heading(chapter.title, "─", width)
-        for block in chapter.blocks:
-            yield from _block(block, width, colour)
-    if page.more:
-        yield Text("")
-        yield _prose(page.more, width)
-
-
-def _opening(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
+def _write_page(page: Document, width: int, colour: bool) -> Iterator[RenderableType]:
     yield _heading(page.title, "═", width)
-    if page.outcome:
-        yield Text("\n".join(wrap(page.outcome.text, min(width, PROSE))), "bold")
-    if page.partial:
-        yield Text("\n".join(wrap(f"PARTIAL: {page.partial}", min(width, PROSE))), "bold red")
-    pad = max((len(name) for name, _ in page.facts), default=0)
-    yield from (_item(name.ljust(pad), value, width) for name, value in page.facts)
-    if page.notes:
-        yield from _block(Notes(page.notes), width, colour)
-    if page.scorecard:
-        yield _heading("Scorecard", "─", width)
-        said = card(page.scorecard, min(width, PROSE))
-        yield from (Text(line, STYLES[kind]) for kind, line in said)
-    if page.findings:
-        yield _heading("What stands out", "─", width)
-        for text, source in page.findings:
-            yield _item("•", f"{text} [{source}]" if source else text, width)
+    for chapter in page.walk():
+        if chapter.name == "next":  # commands are on the scorecard already
+            continue
+        yield _heading(chapter.title, "─", width) if chapter.title else Text("")
+        for block in chapter.blocks:
+            yield from _write_block(block, width, colour)
 
 
 def _heading(title: str, rule: str, width: int) -> Text:
@@ -109,52 +95,62 @@ def _item(mark: str, text: str, width: int) -> Text:
     return Text(f"{mark} " + f"\n{' ' * (len(mark) + 1)}".join(lines))
 
 
-def _block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
+def _prose(text: str, width: int, style: str = "") -> Text:
+    return Text("\n".join(wrap(text, min(width, PROSE))), style)
+
+
+def _write_block(block: Block, width: int, colour: bool) -> Iterator[RenderableType]:
     match block:
         case Table():
-            yield from _table(block, width)
+            yield from _write_table(block, width)
+        case Scorecard():
+            said = card(block, min(width, PROSE))
+            yield from (Text(line, STYLES[kind]) for kind, line in said)
         case Heatmap():
             yield from _heatmap(block, width, colour)
         case Paragraph():
-            yield Text("\n".join(wrap(block.text, min(width, PROSE))))
-        case Gallery():
-            yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
-            yield from [_prose(block.text, width)] if block.text else []
-        case Passage():
-            yield from _passage(block, width)
+            yield _prose(block.text, width, DIM)
+        case Banner():
+            yield _prose(block.text, width, "bold")
+            yield Text("")
+        case Facts():
+            pad = min(max(len(name) for name, _ in block.pairs), 24)
+            yield from (_item(name.ljust(pad), value, width) for name, value in block.pairs)
+        case Points():
+            yield from (_item("•", text, width) for text, _ in block.points)
+        case Gallery() | Passage():
+            yield from _write_sample(block, width)
         case Notes():
             yield Text("")
-            yield from (_item(f"{n.level}:", f"{n.text} ({n.code})", width) for n in block.notes)
+            yield from (_item(f"{note.level}:", note.text, width) for note in block.notes)
         case _:
-            yield _prose(f"Chart, in the html format: {describe(block)}", width)
+            yield _prose(f"Chart, in the html format: {describe(block)}", width, DIM)
 
 
-def _passage(block: Passage, width: int) -> Iterator[Text]:
-    """Write a text with its largest shares in brackets; of a long list only these."""
+def _write_table(block: Table, width: int) -> Iterator[Text]:
     if block.folded:
-        yield _item("•", f"{block.title}: {portraits.list_largest(block)}", width)
+        yield Text(f"\n{block.title}: in the json, markdown and html formats", DIM)
         return
-    tokens = portraits.shade_tokens(block)
-    words = (f"{t.text} ({t.share})" if t.top else t.text for t in tokens)
     yield _title(block.title, width)
-    yield Text("\n".join(wrap(" ".join(words), min(width, PROSE))))
-    yield _prose(portraits.explain_shades(block), width)
+    yield from (Text(line, STYLES[kind]) for kind, line in lines(block, width))
 
 
-def _prose(text: str, width: int) -> Text:
-    return Text("\n".join(wrap(text, min(width, PROSE))), STYLES["note"])
+def _write_sample(block: Gallery | Passage, width: int) -> Iterator[Text]:
+    """Write what is known of a sample; of one of several texts only its largest shares."""
+    if isinstance(block, Gallery):
+        yield from (_item("•", f"{i.title}: {'; '.join(i.lines)}", width) for i in block.items)
+        yield from [_prose(block.text, width, DIM)] if block.text else []
+    elif block.folded:
+        yield _item("•", f"{block.title}: {list_largest(block)}", width)
+    else:
+        words = (f"{t.text} ({t.share})" if t.top else t.text for t in shade_tokens(block))
+        yield _title(block.title, width)
+        yield _prose(" ".join(words), width)
+        yield _prose(explain_shades(block), width, DIM)
 
 
 def _title(title: str, width: int) -> Text:
     return Text("\n".join(["", *wrap(title, width)]) if title else "", "bold")
-
-
-def _table(block: Table, width: int) -> Iterator[RenderableType]:
-    if block.folded:
-        yield Text(f"\n{block.title}: in the json, markdown and html formats")
-        return
-    yield _title(block.title, width)
-    yield from (Text(line, STYLES[kind]) for kind, line in lines(block, width))
 
 
 def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableType]:
@@ -174,7 +170,7 @@ def _heatmap(block: Heatmap, width: int, colour: bool) -> Iterator[RenderableTyp
                 paint = scale.colour(share) if colour and share is not None else None
                 line.append_text(_tile(row[i].rjust(cell - 1), share, paint))
             yield line
-    yield Text(f"layer down, head across; {cells.describe_standing(block.column)}", STYLES["note"])
+    yield Text(f"layer down, head across; {cells.describe_standing(block.column)}", DIM)
 
 
 def _tile(number: str, share: float | None, colour: tuple[int, int, int] | None) -> Text:

@@ -1,4 +1,4 @@
-"""What can be explained: a topic for everything that pages, tables, notes and JSON say."""
+"""What can be explained: a topic for everything that pages, tables and JSON say."""
 
 from __future__ import annotations
 
@@ -24,44 +24,81 @@ class Topic:
     """One thing that has a name.
 
     Attributes:
-        group: the heading of the index under which it stands; empty: not in the index.
+        group: the heading of the index; empty: not in the index.
         name: in the index.
         title: in its explanation.
-        meaning: one sentence.
-        details: paragraphs that follow it.
-        words: what else it goes by.
-        formula: whether it needs the symbols of formulas.
+        meaning: what it is.
+        reading: how to read it.
+        limits: what it does not say: where it holds, and how far it is proven.
+        formula: how it is computed.
+        words: other names for it.
     """
 
     group: str
     name: str
     title: str
     meaning: str
-    details: tuple[str, ...] = ()
+    reading: str = ""
+    limits: str = ""
+    formula: str = ""
     words: tuple[str, ...] = ()
-    formula: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that it goes by."""
+        """Every name that finds it."""
         return (self.name, self.title, *self.words)
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        """The paragraphs behind the meaning; the formula is the last."""
+        named = (("What it does not say: ", self.limits), ("Formula: ", self.formula))
+        return (
+            *([f"How to read it: {self.reading}"] if self.reading else []),
+            *(f"{name}{text}" for name, text in named if text),
+        )
 
 
 @cache
 def list_topics() -> tuple[Topic, ...]:
     """Return everything that a result says, in the order of the index."""
+    from typing import get_args
+
+    from lipaudit.gate.rules import STATS
+    from lipaudit.gate.verdicts import VerdictStatus
+    from lipaudit.report import glossary
+    from lipaudit.report.cells import LIMITS, STATUS
+    from lipaudit.results.trials import Norm
+
+    def pick(meanings: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+        return {name: meanings[name] for name in names}
+
+    statuses = (
+        Topic("How far a figure is proven", name, name, f"{text}.", limits=LIMITS[name])
+        for name, text in STATUS.items()
+    )
+    groups: dict[str, Mapping[str, str]] = {
+        "Norms of attacks": pick(glossary.NORMS, get_args(Norm)),
+        "Verdicts of certificates": glossary.CERTIFICATES,
+        "Statistics of rules": pick(glossary.STATISTICS, [*STATS]),
+        "Verdicts of the gate": pick(glossary.VERDICTS, get_args(VerdictStatus)),
+        "Words of pages": glossary.WORDS,
+        "Names in the JSON": glossary.FIELDS,
+    }
     return (
         *_list_measures(),
         *_list_columns(),
-        *_list_statuses(),
+        *statuses,
         *_list_attacks(),
-        *_list_verdicts(),
-        *_list_glossary(),
+        *(
+            Topic(group, name, name, meaning)
+            for group, meanings in groups.items()
+            for name, meaning in meanings.items()
+        ),
     )
 
 
 def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
-    """Return the topics of a name as it is printed, [] where it is none.
+    """Return the topics of a name as it is printed, [] if it has none.
 
     What is put together of several names (`jacobian.norm:median <= +5%`, `robust@pgd,linf,2/255`)
     is explained name by name; radii and other values explain themselves.
@@ -79,10 +116,11 @@ def find_topics(text: str, known: Sequence[Topic]) -> list[Topic]:
 
 def _find_provenance(name: str, known: Sequence[Topic]) -> list[Topic]:
     """Return the topics of a status and a domain as footnotes print them: `exact at X`."""
+    from lipaudit.report.cells import STATUS
+
     status, _, domain = name.partition(" ")
     pair = [_find_named(status, known), _find_named(domain, known)]
-    of_status = any(topic in pair[0] for topic in _list_statuses())
-    return [topic for topics in pair for topic in topics] if of_status and all(pair) else []
+    return [topic for topics in pair for topic in topics] if status in STATUS and all(pair) else []
 
 
 def _find_named(name: str, known: Sequence[Topic]) -> list[Topic]:
@@ -103,20 +141,23 @@ def strip_name(name: str) -> str:
 
 
 def _list_measures() -> Iterator[Topic]:
+    from lipaudit.report.page.chapters import find_outline
     from lipaudit.results import layouts, measures
     from lipaudit.settings import option_types
 
+    group = "Measures and sections"
     for name in measures():
-        first, *rest = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
-        said = tuple(p.replace("\n", " ") for p in rest if not p.startswith("[dim]"))
-        yield Topic("Measures and sections", name, name, first.replace("\n", " "), said)
-    for section, layout in layouts().items():
-        title = layout.title or section
-        yield Topic("Measures and sections", section, section, f"A table: {title}.", (), (title,))
+        first, *others = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
+        texts = (p.replace("\n", " ") for p in others if not p.startswith("[dim]"))
+        yield Topic(group, name, name, first.replace("\n", " "), " ".join(texts))
+    for section in layouts():
+        outline = find_outline(section)
+        question = (outline.question,)
+        yield Topic(group, section, section, outline.question, outline.about, words=question)
 
 
 def _list_columns() -> Iterator[Topic]:
-    """Yield every column, by row and by sample; bounds apart from the rest."""
+    """Yield every column, by row and by sample; bounds apart from the others."""
     from lipaudit.results import layouts
     from lipaudit.results.bounds import catalogue
 
@@ -133,33 +174,16 @@ def _list_columns() -> Iterator[Topic]:
 
 
 def _make_column_topic(group: str, section: str, name: str, column: Column, of: str = "") -> Topic:
-    from lipaudit.report.cells import STATUS, UNMEASURED
+    from lipaudit.report.cells import LIMITS, STATUS, UNMEASURED
 
-    full = f"{section}.{name}"
-    details = [column.formula, *column.reading.splitlines()]
+    full, limits = f"{section}.{name}", ""
     if column.domain and column.format not in UNMEASURED:
-        where = "" if column.domain == "at X" else f": {column.domain}"
-        details.append(f"{column.status.capitalize()}: {STATUS[column.status]}{where}.")
-    if column.better:
-        details.append(f"{column.better.capitalize()} is better.")
-    return Topic(
-        group,
-        name,
-        full + of,
-        column.meaning,
-        tuple(filter(None, details)),
-        (full, section, column.label),
-        formula=bool(column.formula),
-    )
-
-
-def _list_statuses() -> Iterator[Topic]:
-    from lipaudit.report.cells import STATUS
-
-    for name, meaning in STATUS.items():
-        yield Topic(
-            "How far a figure is proven", name, name, f"{meaning[0].upper()}{meaning[1:]}."
-        )
+        where = "" if column.domain == "at X" else f" ({column.domain})"
+        limits = f"{STATUS[column.status]}{where}. {LIMITS[column.status]}"
+    better = f"{column.better.capitalize()} is better." if column.better else ""
+    reading = " ".join(filter(None, (*column.reading.splitlines(), better)))
+    words = (full, section, column.label)
+    return Topic(group, name, full + of, column.meaning, reading, limits, column.formula, words)
 
 
 def _list_attacks() -> Iterator[Topic]:
@@ -168,55 +192,24 @@ def _list_attacks() -> Iterator[Topic]:
 
     for name, kind in attack_kinds().items():
         meaning = ATTACKS.get(name, f"An attack of the package {kind.package}.")
-        yield Topic("Attacks", name, name, meaning, (f"Norms: {', '.join(kind.norms)}.",))
-    yield from _list_meanings("Attacks", {name: ATTACKS[name] for name in sorted(RESERVED)})
-
-
-def _list_verdicts() -> Iterator[Topic]:
-    from typing import get_args
-
-    from lipaudit.gate.rules import STATS
-    from lipaudit.gate.verdicts import VerdictStatus
-    from lipaudit.report.glossary import CERTIFICATES, NORMS, STATISTICS, VERDICTS
-    from lipaudit.results.trials import Norm
-
-    yield from _list_meanings("Norms of attacks", {name: NORMS[name] for name in get_args(Norm)})
-    yield from _list_meanings("Verdicts of certificates", CERTIFICATES)
-    yield from _list_meanings("Statistics of rules", {name: STATISTICS[name] for name in STATS})
-    verdicts = {name: VERDICTS[name] for name in get_args(VerdictStatus)}
-    yield from _list_meanings("Verdicts of the gate", verdicts)
-
-
-def _list_glossary() -> Iterator[Topic]:
-    from lipaudit.report.glossary import FIELDS, HEADINGS, NOTES, WORDS
-
-    yield from _list_meanings("Words of pages", WORDS)
-    yield from _list_meanings("Headings of pages", HEADINGS)
-    yield from _list_meanings("Names in the JSON", FIELDS)
-    yield from _list_meanings("Notes, by their code", NOTES)
-
-
-def _list_meanings(group: str, meanings: Mapping[str, str]) -> Iterator[Topic]:
-    for name, meaning in meanings.items():
-        yield Topic(group, name, name, meaning)
+        yield Topic("Attacks", name, name, meaning, f"Norms: {', '.join(kind.norms)}.")
+    for name in sorted(RESERVED):
+        yield Topic("Attacks", name, name, ATTACKS[name])
 
 
 def list_options(groups: Mapping[str, type[Settings]]) -> Iterator[Topic]:
     """Yield the options of groups, by the command that has them, and the words that they take."""
     for owner, group in groups.items():
-        said = _values(inspect.getdoc(group) or "")
+        # Help texts list values as `  NAME   what it is`.
+        help_text = inspect.getdoc(group) or ""
+        values = dict(re.findall(r"^  (\w+) {2,}(\S.*)$", help_text, re.MULTILINE))
         for option in group.options().values():
             flag = option.flags[0]
             default = f" Default: {option.shown}." if option.shown else ""
             title = f"{flag} of {owner}"
             words = (flag, *option.flags[1:], option.name)
-            bare = flag.removeprefix("--")
-            yield Topic("Options", bare, title, option.help + default, (), words)
+            meaning = option.help + default
+            yield Topic("Options", flag.removeprefix("--"), title, meaning, words=words)
             for value in option.values():
-                meaning = said.get(value, option.help)
+                meaning = values.get(value, option.help)
                 yield Topic("", value, f"{value}, a value of {title}", meaning)
-
-
-def _values(text: str) -> dict[str, str]:
-    """Read the lists `  NAME   what it is` of a help text."""
-    return dict(re.findall(r"^  (\w+) {2,}(\S.*)$", text, re.MULTILINE))

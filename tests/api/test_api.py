@@ -334,7 +334,7 @@ def test_a_section_is_a_frame_and_a_report_shows_itself(monkeypatch):
     assert "&lt;svg" in shown
     for written in (repr(report), str(report)):  # a terminal's: no screens full of numbers
         assert written.startswith("lipaudit: demo\n")
-        assert "steepest head" in written
+        assert "steepest attention head" in written
         assert len(written.splitlines()) <= 25
     assert len(repr(report.section("bounds").arrays)) < 200
 

@@ -308,7 +308,7 @@ def test_a_comparison_shows_the_change_of_every_head_in_every_format(audited):
 
 def test_learning_commands_print_something_useful(tmp_path):
     for args, says in (
-        (["explain", "bounds.sharp"], "proven upper bound"),
+        (["explain", "bounds.sharp"], "Proven upper bound"),
         (["explain", "theorem3"], "2 ||X||^2 ||A|| max_i ||M(P_i)||"),
         (["explain", "robust"], "a stronger attack may break more"),
         (["explain", "jacobian"], "jacobian.norm"),

@@ -56,8 +56,8 @@ def test_the_outcome_comes_first_then_warnings_then_what_failed(failed, format):
         "zero gradients",
         "What stands out",
         "regressed: bounds.exact:each",
-        "Changes and what is allowed",
-        "Verdicts",
+        "How far are the changes from what is allowed?",
+        "What is the verdict on each rule?",
     )
     places = [text.replace("&lt;", "<").find(word) for word in words]
     if format == "html":  # its header links to the sections

@@ -289,4 +289,4 @@ def test_ctrl_c_while_it_measures_keeps_what_there_is(folder, monkeypatch):
     done = watch(folder)
     assert done.exit_code == 130
     assert sorted(reports(folder)) == [5]
-    assert "Jacobian norm, median" in done.stdout
+    assert "model sensitivity, median ‖J‖" in done.stdout

@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 
 from lipaudit import schema
+from lipaudit.errors import InputError
 from lipaudit.report import render
 from lipaudit.report.blocks import Passage
 from lipaudit.report.charts import draw_png, draw_svg
-from lipaudit.report.page.heads import draw_attention
+from lipaudit.report.page.attention import draw_attention
 from lipaudit.report.pictures import Curve, Density
 from lipaudit.results import Array, Section
 from lipaudit.results.report import Attended
@@ -54,12 +55,12 @@ def test_it_is_kept_in_the_file(report):
 
 
 def test_a_map_that_knows_no_tokens_is_drawn_as_it_was():
-    (block,) = draw_attention(section(None))
+    (block,) = draw_attention({"": section(None)})
     assert (block.title, block.names) == ("Attention map of head 1.3, first sample", ())
 
 
 def test_a_map_of_a_text_is_laid_over_it():
-    whole, received = draw_attention(section(TEXT))
+    whole, received = draw_attention({"": section(TEXT)})
     assert (whole.title, whole.names) == ("Attention map of head 1.3, sample abababababab", WORDS)
     assert isinstance(received, Passage)
     assert received.tokens == WORDS
@@ -68,7 +69,7 @@ def test_a_map_of_a_text_is_laid_over_it():
 
 
 def test_a_map_of_a_picture_is_laid_over_it():
-    whole, received, of_class = draw_attention(section(IMAGE))
+    whole, received, of_class = draw_attention({"": section(IMAGE)})
     assert whole.names == PATCHES
     for block, values in ((received, P.mean(0)), (of_class, P[0])):
         assert isinstance(block, Density)
@@ -79,16 +80,16 @@ def test_a_map_of_a_picture_is_laid_over_it():
 
 
 def test_a_row_is_that_of_the_first_sample_over_it():
-    curve, over = draw_attention(section(IMAGE, row=True))
+    curve, over = draw_attention({"": section(IMAGE, row=True)})
     assert isinstance(curve, Curve)
     assert over.title.startswith("Attention of query 1 (patch 0,0), head 1.3, sample abab")
     assert np.array(over.values) == pytest.approx(np.full((2, 2), 0.2))
-    _, text = draw_attention(section(TEXT, row=True))
+    _, text = draw_attention({"": section(TEXT, row=True)})
     assert (text.tokens, text.shares) == (WORDS, (0.2,) * 5)
 
 
 def test_every_token_can_be_pointed_at():
-    (whole, _) = draw_attention(section(TEXT))
+    (whole, _) = draw_attention({"": section(TEXT)})
     assert "<title>key 1 (&lt;b&gt;good), query 0 ([CLS]): 0.250</title>" in draw_svg(whole)
     long = tuple(f"w{i}" for i in range(60))
     square = np.eye(60)
@@ -110,21 +111,28 @@ def test_the_largest_entry_is_named_in_words(report):
 
 def test_a_picture_shows_through_where_nothing_is_paid():
     """Grey 200 is the picture; nine tenths of #d55e00 lie over it where P is largest."""
-    _, _, block = draw_attention(section(IMAGE))
+    _, _, block = draw_attention({"": section(IMAGE)})
     image = Image.open(io.BytesIO(draw_png(block))).convert("RGB")
     colours = {colour for _, colour in image.getcolors(1 << 24)}
     covered = (0.9 * 0xD5 + 20, 0.9 * 0x5E + 20, 20)
     assert min(max(map(abs, np.subtract(c, covered))) for c in colours) <= 2
     grey = sum(n for n, colour in image.getcolors(1 << 24) if colour == (200, 200, 200))
     assert grey > image.width * image.height / 20  # a quarter of the picture
-    _, received, _ = draw_attention(section(IMAGE))
+    _, received, _ = draw_attention({"": section(IMAGE)})
     image = Image.open(io.BytesIO(draw_png(received))).convert("RGB")
     assert (200, 200, 200) not in {colour for n, colour in image.getcolors(1 << 24) if n > 500}
+
+
+def test_a_picture_that_cannot_be_read_is_a_damaged_report():
+    damaged = IMAGE.model_copy(update={"image": "iVBO"})
+    _, received, _ = draw_attention({"": section(damaged)})
+    with pytest.raises(InputError, match="report is damaged"):
+        draw_svg(received)
 
 
 def test_a_png_has_the_map_and_what_it_lies_over(report):
     attention = section(IMAGE)
     shown = keep(report, attention)
     whole = Image.open(io.BytesIO(render(shown, "png")))
-    parts = [Image.open(io.BytesIO(draw_png(block))) for block in draw_attention(attention)]
+    parts = [Image.open(io.BytesIO(draw_png(block))) for block in draw_attention({"": attention})]
     assert whole.size == (sum(p.width for p in parts), max(p.height for p in parts))

@@ -22,7 +22,6 @@ from lipaudit.report.pictures import (
     Histogram,
     Scatter,
     Series,
-    Shares,
     describe,
 )
 from lipaudit.results import Column
@@ -168,7 +167,6 @@ def point(**changes: object) -> Series:
             "2 to 4: a 2, b 5",
         ),
         (Histogram("h", X, (1.0, 2.0, 4.0), {"": (1.0, 2.0)}), "2 to 4: 2"),
-        (Shares("s", X, ("x", "y"), {"p": (0.5, 0.25), "q": (0.5, 0.75)}), "y, q: 0.750"),
         (
             Density("d", COUNT, COUNT, ((0.5, 2.0),), (-0.5, 1.5), (-0.5, 0.5), X, down=True),
             "n 1, n 0: 2.00",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -48,7 +47,7 @@ def test_too_few_pairs_say_nothing():
 
 
 def texts(report: Report) -> list[str]:
-    return [finding.text for finding in diagnose(report)]
+    return [text for text, _ in diagnose(report)]
 
 
 def with_rows(report: Report, measure: str, **changes: object) -> Report:
@@ -60,39 +59,19 @@ def with_rows(report: Report, measure: str, **changes: object) -> Report:
     return keep(report, *sections)
 
 
-def test_every_finding_names_a_row_and_a_column_of_the_report(report):
-    found = diagnose(report)
-    assert len(found) == 4
-    for finding in found:
-        section = report.section(finding.source.split(" ")[0])
-        heads = {f"{r.layer}.{r.head}" for r in section.rows if hasattr(r, "head")}
-        named = re.search(r"^(?:bounds|attention) (\d+\.\d+),", finding.source)
-        assert not named or named[1] in heads
-        known = set(section.columns) | set(section.samples)
-        assert known & set(re.findall(r"\w+", finding.source))
+def test_every_finding_names_a_section_of_the_report(report):
+    assert [name for _, name in diagnose(report)] == ["attention", "jacobian", "jacobian"]
+
+
+def test_sinks_are_heads_in_which_one_key_takes_more_than_half(report):
+    assert any(t.startswith("In 3 of 12 heads one key takes") for t in texts(report))
+    sinks = with_rows(report, "attention", sink_max=0.9, sink_token=0)
+    assert any(t.endswith("at position 0 in all of them.") for t in texts(sinks))
 
 
 def test_empty_and_blank_reports_say_nothing_wrong(report, blank_report):
     assert diagnose(keep(report)) == []
     assert texts(blank_report) == []
-
-
-def test_layers_where_sharp_and_exact_diverge(report):
-    near = with_rows(report, "bounds", exact=1.0, sharp=1.5)
-    assert not any("differ more" in t for t in texts(near))
-    far = with_rows(report, "bounds", exact=1.0, sharp=3.0)
-    assert any("more than 2-fold in layers 0 (3.00), 1 (3.00), 2 (3.00)" in t for t in texts(far))
-
-
-def test_one_is_no_plural(report):
-    bounds = report.section("bounds")
-    rows = tuple(
-        row.replace(exact=1.0, sharp=3.0 if row.layer == 1 else 1.5) for row in bounds.rows
-    )
-    only = keep(report, bounds.model_copy(update={"rows": rows}))
-    assert any(t.endswith("2-fold in layer 1 (3.00).") for t in texts(only))
-    sinks = with_rows(report, "attention", sink_max=0.9, sink_token=0)
-    assert any(t.endswith("at position 0 in all of them.") for t in texts(sinks))
 
 
 def _joined(report: Report) -> list[tuple[float, bool]]:
@@ -107,21 +86,13 @@ def _joined(report: Report) -> list[tuple[float, bool]]:
     ]
 
 
-def test_whether_attacks_break_the_sensitive_samples(report):
-    pairs = sorted(_joined(report), reverse=True)
-    cut = len(pairs) // 4
-    inside, outside = (sum(b for _, b in part) for part in (pairs[:cut], pairs[cut:]))
-    expected = f"({inside} of the {cut} largest, {outside} of the other {len(pairs) - cut})"
-    assert any(expected in t for t in texts(report))
-
-
 def test_correlation_is_that_of_the_joined_samples(report):
     from scipy.stats import spearmanr
 
     norms, broken = zip(*_joined(report), strict=True)
     rho = spearmanr(norms, broken).statistic
     (text,) = [t for t in texts(report) if "‖J‖" in t and "breaks more of the samples" in t]
-    assert f"samples of {'larger' if rho > 0 else 'smaller'} ‖J‖ (" in text
+    assert f"samples of {'larger' if rho > 0 else 'smaller'} ‖J‖: " in text
     assert f" {rho:.2f} [" in text
     assert text.endswith(f"{len(norms)} samples.")
 

@@ -56,13 +56,15 @@ def test_a_format_is_a_function_and_an_entry(folder, monkeypatch):
         return "".join(f"* {chapter.title}\n" for chapter in page.chapters).encode()
 
     monkeypatch.setitem(RENDERERS, "outline", Format("outline", "page", outline, (".org",)))
-    assert "* Attacks\n" in lipaudit("report", "a.json", "-f", "outline").stdout
+    assert "* Which attacks succeed?\n" in lipaudit("report", "a.json", "-f", "outline").stdout
     compared = lipaudit("compare", "a.json", "a.json", "-o", "c.org")
     assert (compared.exit_code, compared.stdout) == (0, "")
     assert "against" in (folder / "c.org").read_text()
     gated = lipaudit(*GATE, "-o", "g.org")
     assert gated.stdout.endswith("(exit code 0)\n")
-    assert (folder / "g.org").read_text() == "* Changes and what is allowed\n* Verdicts\n"
+    assert (folder / "g.org").read_text() == (
+        "* How far are the changes from what is allowed?\n* What is the verdict on each rule?\n"
+    )
 
 
 def test_what_each_format_shows_and_how_its_files_are_called():
@@ -176,7 +178,7 @@ def test_a_judgement_is_a_page_like_any_other(folder, monkeypatch):
     page = lipaudit(*GATE, "-f", "html").stdout
     for name in ("layer 0", "layer 2"):
         assert all(name in shown for shown in (text, table, page))
-    assert "<h2>Verdicts " in page
+    assert "<h2>What is the verdict on each rule? " in page
     head = next(line for line in table.splitlines() if line.startswith("verdict"))
     assert head.split() == [*COLUMNS]
 
@@ -185,4 +187,4 @@ def test_formats_say_what_they_are():
     for name, known in RENDERERS.items():
         assert isinstance(known, Format)
         assert known.name == name
-        assert known.takes == "page" or all(known.refusal)
+        assert known.takes == "page" or known.refusal

@@ -5,7 +5,7 @@ import shlex
 from lipaudit.cli.commands import build
 from lipaudit.report import terminal
 from lipaudit.report.page.document import make_page
-from lipaudit.report.page.opening import make_scorecard
+from lipaudit.report.page.scorecard import make_scorecard
 from lipaudit.results import Note
 from lipaudit.results.worst import worst
 from tests.report.conftest import keep
@@ -55,7 +55,7 @@ def test_random_weights_call_for_trained_ones(report):
 def test_every_step_says_what_its_command_is_for(report):
     steps, card = make_page(report).steps, make_scorecard(report)
     (line,) = [line for line in card.lines if "--adversarial" in line.command]
-    ball, left = line.label.removeprefix("under attack, "), f"{100 * line.value:.1f}%"
+    ball, left = line.label.removeprefix("robust accuracy, "), f"{100 * line.value:.1f}%"
     aim = f"Train against attacks: at {ball} they leave {left} of the samples right."
     assert (aim, line.command) in steps
     assert all(text.endswith(".") for text, _ in steps)

@@ -11,8 +11,7 @@ from lipaudit.cli.emit import emit
 from lipaudit.cli.options import Output
 from lipaudit.gate import compare
 from lipaudit.report import markdown, of_comparison, terminal
-from lipaudit.report.page.document import make_page
-from lipaudit.report.page.heads import view_bounds
+from lipaudit.report.page.document import make_page, show_section
 from lipaudit.report.pictures import (
     Curve,
     Density,
@@ -65,8 +64,8 @@ def test_control_characters_never_reach_the_terminal(report):
 
 def test_partial_report_says_so(report):
     partial = report.model_copy(update={"status": "partial"})
-    assert b"PARTIAL" in terminal.render(make_page(partial))
-    assert b"PARTIAL" not in terminal.render(make_page(report))
+    assert b"Partial: the run was cut short." in terminal.render(make_page(partial))
+    assert b"Partial" not in terminal.render(make_page(report))
 
 
 def test_worst_case_is_marked_without_colour(report):
@@ -154,7 +153,7 @@ def test_heads_say_in_what_their_norm_is_taken(report):
     other = section.rows[0].replace(input="queries apart")
     mixed = section.model_copy(update={"rows": (other, *section.rows[1:])})
     for part, shown in ((section, False), (mixed, True)):
-        (table,) = [b for b in view_bounds(part) if "amplifying" in getattr(b, "title", "")]
+        (table,) = [b for b in show_section(part) if "amplifying" in getattr(b, "title", "")]
         labels = [column.label for column in table.columns]
         assert ("input" in labels) == shown
         assert all(len(row) == len(labels) for row in table.rows)

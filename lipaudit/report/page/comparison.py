@@ -1,16 +1,18 @@
-"""A comparison of reports: the opening of its page, and the chapters of figures."""
+"""What changed from one report to others: the opening of the page, and its chapters."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lipaudit.gate.changes import HeadChange, Kind
+from lipaudit.gate.changes import HeadChange, HeadChanges, Outcome, SampleChange
 from lipaudit.gate.comparison import ABSENT, Comparison, Pair
-from lipaudit.gate.contrasts import TOLERANCE
 from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
 from lipaudit.report.blocks import (
+    Banner,
     Block,
     Brief,
     Chapter,
@@ -20,18 +22,14 @@ from lipaudit.report.blocks import (
     Paragraph,
     Scorecard,
     Table,
+    make_table,
 )
-from lipaudit.report.cells import format_number, format_significant, format_value, write_math
-from lipaudit.report.page.changes import (
-    NORM,
-    format_change_limits,
-    name_outcome,
-    rank_heads,
-    show_heads,
-    show_samples,
-)
-from lipaudit.report.page.common import CHARACTERS
-from lipaudit.report.page.opening import merge_notes
+from lipaudit.report.cells import format_number, format_value, write_math
+from lipaudit.report.page.facts import CHARACTERS, merge_notes
+from lipaudit.report.page.samples import SAMPLE, add_places
+from lipaudit.report.page.scorecard import name_accuracy
+from lipaudit.report.page.views import FIT, HEAD, TOP, map_heads
+from lipaudit.report.pictures import Heatmap, Scatter, Series
 from lipaudit.results import Column, Note, Report, layouts
 from lipaudit.results.summary import KINDS
 from lipaudit.results.trials import TrialKey
@@ -44,7 +42,8 @@ FIRST: tuple[VerdictStatus, ...] = ("regressed", "improved", "inconclusive", "un
 """Verdicts, the gravest first."""
 NAMED = 3
 """How many samples and heads are named."""
-ACCURACY: dict[str, Kind] = {
+NORM = "jacobian.norm"
+ACCURACY = {
     "attack.correct:mean": "clean",
     "jacobian.correct:mean": "clean",
     "certify.correct:mean": "clean",
@@ -53,11 +52,9 @@ ACCURACY: dict[str, Kind] = {
     "certify.certified:mean": "certified",
 }
 """Metrics that are accuracies; of two with the same kind and ball, the first is shown."""
-OLD, NEW = "OLD.json", "NEW.json"
-"""Names of the two reports in commands."""
 HEADLINES = {
-    "jacobian.norm:median": "Jacobian norm, median",
-    "jacobian.norm:p95": "Jacobian norm, p95",
+    "jacobian.norm:median": "model sensitivity, median ‖J‖",
+    "jacobian.norm:p95": "model sensitivity, p95 ‖J‖",
     "jacobian.margin:median": "margin, median",
     "jacobian.radius_first_order:median": "first-order radius",
     "certify.radius:median": "certified radius",
@@ -67,39 +64,55 @@ HEADLINES = {
     "attention.intermediate:median": "fragile rows, median head",
 }
 """Figures of the scorecard beside accuracies, with their names."""
+OLD, NEW = "OLD.json", "NEW.json"
+"""Names of the two reports in commands."""
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A figure of the scorecard: its name, its format, and the verdict on its change."""
+    """A figure of the scorecard: its name, how it reads, and the verdict on its change."""
 
     label: str
     column: Column
     verdict: Verdict
 
+    @property
+    def rank(self) -> int:
+        """Its place among others: what regressed is first."""
+        return FIRST.index(self.verdict.status)
+
 
 def open_comparison(page: Document, comparison: Comparison, reports: Sequence[Report]) -> Document:
     """Return a page with the changes above its chapters."""
-    warned = [note for pair in comparison.pairs for note in _list_warnings(pair)]
+    pairs, several = comparison.pairs, len(comparison.pairs) > 1
+    warnings = [note for pair in pairs for note in _list_warnings(pair)]
+    lines = tuple(
+        Line(line.label, line.verdict.texts["change"] or "0", line.column, _describe_figure(line))
+        for line in _list_headlines(comparison)
+    )
+    leads = [f"{pair.new}: " if several else "" for pair in pairs]
+    counts = [lead + _count_verdicts(pair) for lead, pair in zip(leads, pairs, strict=True)]
+    regressed = any(verdict.status == "regressed" for pair in pairs for verdict in pair.verdicts)
     return replace(
         page,
         title=_write_title(comparison),
+        outcome=Banner(" ".join(counts), "broken" if regressed else None),
         facts=_list_facts(comparison, reports),
-        notes=merge_notes([*warned, *page.notes]),
-        scorecard=_make_scorecard(comparison),
+        notes=merge_notes([*warnings, *page.notes]),
+        scorecard=Scorecard(lines) if lines else None,
         steps=tuple(_suggest_steps(comparison, reports)),
         findings=tuple(
-            finding
-            for i, pair in enumerate(comparison.pairs)
-            for finding in _list_findings(pair, i, f"{pair.new}: " * (len(comparison.pairs) > 1))
+            (leads[i] + text, f"{chapter}-{i}")
+            for i, pair in enumerate(pairs)
+            for text, chapter in _list_findings(pair)
         ),
     )
 
 
 def make_comparison_screen(page: Document) -> Document:
     """Return a page without its chapters, for one screen."""
-    told = tuple((text, "") for text, _ in page.findings)
-    return replace(page, findings=told, chapters=(), more=MORE)
+    findings = tuple((text, "") for text, _ in page.findings)
+    return replace(page, findings=findings, chapters=(), more=MORE)
 
 
 def brief_comparison(comparison: Comparison) -> Brief:
@@ -109,19 +122,19 @@ def brief_comparison(comparison: Comparison) -> Brief:
         title=_write_title(comparison),
         remarks=(
             *(f"{note.level}: {note.text}" for pair in pairs for note in _list_warnings(pair)),
-            *(_count_verdicts(pair) for pair in pairs),
+            *map(_count_verdicts, pairs),
         ),
         heads=("verdict", "figure", "old", "new", "paired change", "95 % limits"),
         rows=tuple(
             (
                 line.verdict.status,
-                write_math(label),
+                write_math(line.label),
                 format_value(line.verdict.old, line.column),
                 format_value(line.verdict.new, line.column),
                 line.verdict.texts["paired"] or line.verdict.texts["change"],
                 format_change_limits(line.verdict, line.verdict.unit),
             )
-            for label, line in sorted(_list_headlines(comparison), key=_rank_verdict)
+            for line in sorted(_list_headlines(comparison), key=lambda line: line.rank)
         ),
         align="llrrrr",
     )
@@ -135,15 +148,13 @@ def _write_title(comparison: Comparison) -> str:
 
 def _list_facts(comparison: Comparison, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
     """Return the models and the samples that are compared."""
-    models = tuple(
-        (
-            "new" if i else "old",
-            f"{name} ({r.run.model.architecture}), weights {r.run.model.weights_sha256[:12]}",
-        )
-        for i, (name, r) in enumerate(zip(comparison.models, reports, strict=True))
-    )
+    models = ((name, r.run.model) for name, r in zip(comparison.models, reports, strict=True))
+    said = [
+        f"{name} ({model.architecture}), weights {model.weights_sha256[:12]}"
+        for name, model in models
+    ]
     data = dict.fromkeys(f"{r.run.data.spec}, {r.run.data.samples} samples" for r in reports)
-    return (*models, ("data", "; ".join(data)))
+    return (("old", said[0]), *(("new", each) for each in said[1:]), ("data", "; ".join(data)))
 
 
 def _list_warnings(pair: Pair) -> tuple[Note, ...]:
@@ -154,27 +165,46 @@ def _list_warnings(pair: Pair) -> tuple[Note, ...]:
     return merge_notes(Note(level="warning", code=code, text=text) for code, text in texts)
 
 
-def _make_scorecard(comparison: Comparison) -> Scorecard | None:
-    """Tell by how much figures changed."""
-    lines = tuple(
-        Line(label, line.verdict.texts["change"] or "0", line.column, _describe_figure(line))
-        for label, line in _list_headlines(comparison)
-    )
-    return Scorecard(lines) if lines else None
+# Figures
 
 
-def _list_headlines(comparison: Comparison) -> list[tuple[str, Headline]]:
+def _list_headlines(comparison: Comparison) -> list[Headline]:
     """Return the figures of the scorecard: of one pair the gravest first, of several by figure."""
-    told = [(pair, line) for pair in comparison.pairs for line in _find_headlines(pair)]
-    if len(comparison.pairs) == 1:
-        return sorted(((line.label, line) for _, line in told), key=_rank_verdict)
-    order = list(dict.fromkeys(line.label for _, line in told))
-    told.sort(key=lambda each: order.index(each[1].label))
-    return [(f"{line.label}, {pair.new}", line) for pair, line in told]
+    pairs = comparison.pairs
+    if len(pairs) == 1:
+        return sorted(_find_headlines(pairs[0]), key=lambda line: line.rank)
+    lines = [(pair, line) for pair in pairs for line in _find_headlines(pair)]
+    order = list(dict.fromkeys(line.label for _, line in lines))
+    lines.sort(key=lambda each: order.index(each[1].label))
+    return [replace(line, label=f"{line.label}, {pair.new}") for pair, line in lines]
 
 
-def _rank_verdict(told: tuple[str, Headline]) -> int:
-    return FIRST.index(told[1].verdict.status)
+def _find_headlines(pair: Pair) -> list[Headline]:
+    """Return accuracies, then the figures of `HEADLINES`."""
+    judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
+    found: dict[str, Headline] = {}
+    for metric in (*ACCURACY, *HEADLINES):
+        for verdict in judged:
+            if verdict.metric == metric:
+                label = _name_figure(metric, verdict.name)
+                column = KINDS[ACCURACY[metric]][1] if metric in ACCURACY else find_column(metric)
+                found.setdefault(label, Headline(label, column, verdict))
+    return list(found.values())
+
+
+def _name_figure(metric: str, name: str = "") -> str:
+    """Name a metric as the scorecard does, or else by the label of its column."""
+    if metric in ACCURACY:
+        ball = TrialKey.parse(name)
+        return name_accuracy(ACCURACY[metric], ball.ball if ball else "")
+    parts = (find_column(metric).label, metric.partition(":")[2], name)
+    return HEADLINES.get(metric, ", ".join(filter(None, parts)))
+
+
+def find_column(metric: str) -> Column:
+    """Return how the column of a metric reads, which is of samples or of rows."""
+    measure, _, name = metric.partition(":")[0].partition("@")[0].rpartition(".")
+    return {**layouts()[measure].columns, **layouts()[measure].samples}[name]
 
 
 def _describe_figure(line: Headline) -> str:
@@ -190,171 +220,110 @@ def _describe_figure(line: Headline) -> str:
     return f"{verdict.status} {old} → {new}{between}"
 
 
-def _find_headlines(pair: Pair) -> list[Headline]:
-    """Return accuracies, then the figures of `HEADLINES`."""
-    judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
-    accuracies: dict[str, Headline] = {}
-    for metric, kind in ACCURACY.items():
-        for verdict in judged:
-            if verdict.metric == metric:
-                ball = TrialKey.parse(verdict.name)
-                label = name_outcome(kind, ball.ball if ball else "")
-                accuracies.setdefault(label, Headline(label, KINDS[kind][1], verdict))
-    figures = {verdict.metric: verdict for verdict in judged}
-    return [
-        *accuracies.values(),
-        *(
-            Headline(label, _find_column(metric), figures[metric])
-            for metric, label in HEADLINES.items()
-            if metric in figures
-        ),
-    ]
+def format_change_limits(change: HeadChange | Verdict, unit: str) -> str:
+    """Write the limits of a paired change; why there are none, if the samples are too few."""
+    if change.low is None or change.high is None:
+        return ""
+    if change.high == math.inf and change.low in (-1.0, -math.inf):
+        return "too few samples"
+    return f"{amount(change.low, unit)} to {amount(change.high, unit)}"
 
 
-def _find_column(metric: str) -> Column:
-    """Return how the column of a metric reads, which is of samples or of rows."""
-    measure, _, name = metric.partition(":")[0].rpartition(".")
-    layout = layouts()[measure]
-    return {**layout.columns, **layout.samples}[name]
+# Sentences
 
 
 def _suggest_steps(comparison: Comparison, reports: Sequence[Report]) -> Iterator[tuple[str, str]]:
     """Suggest the next steps: inspect a lost sample, measure more, run a gate, set a baseline."""
-    several = len(comparison.pairs) > 1
     for pair, report in zip(comparison.pairs, reports[1:], strict=True):
-        of = f"{pair.new}: " if several else ""
-        lost = next((sample for sample in pair.samples if sample.lost), None)
-        if lost:
-            name = lost.id[:CHARACTERS]
-            where = f", {lost.place}" if lost.place else ""
-            yield (
-                f"{of}Look at what was lost, first {name}{where}.",
-                f"lipaudit inspect {NEW} {name}",
-            )
+        lead = f"{pair.new}: " if len(comparison.pairs) > 1 else ""
+        statuses = {verdict.status for verdict in pair.verdicts}
         unclear = [v.metric for v in pair.verdicts if v.status == "inconclusive" and v.samples]
+        for sample in [sample for sample in pair.samples if sample.lost][:1]:
+            name = _name_sample(sample)
+            command = f"lipaudit inspect {NEW} {sample.id[:CHARACTERS]}"
+            yield f"{lead}Look at the lost samples, first {name}.", command
         if unclear:
             more = f"{report.run.command} --samples {4 * report.run.data.samples}"
-            yield (
-                f"{of}Measure more samples of both: chance may explain {len(unclear)} changes.",
-                more,
-            )
-        if any(v.status == "regressed" for v in pair.verdicts):
-            gate = f"lipaudit gate {NEW} --baseline {OLD}"
-            yield f"{of}See which changes fail a gate, corrected for how many there are.", gate
-        elif any(v.status == "improved" for v in pair.verdicts):
-            yield (
-                f"{of}Make it the baseline that the next is held to.",
-                f"lipaudit baseline save {NEW}",
-            )
+            text = f"Measure more samples of both: chance may explain {len(unclear)} changes."
+            yield lead + text, more
+        if "regressed" in statuses:
+            text = "See which changes fail a gate, corrected for the number of rules."
+            yield lead + text, f"lipaudit gate {NEW} --baseline {OLD}"
+        elif "improved" in statuses:
+            yield f"{lead}Make it the next baseline.", f"lipaudit baseline save {NEW}"
 
 
-def _list_findings(pair: Pair, index: int, lead: str) -> Iterator[tuple[str, str]]:
-    """Yield the findings on a pair, each with the name of its chapter."""
-    yield lead + _count_verdicts(pair), f"change-{index}"
-    for said in (*_describe_flips(pair), *_describe_risen(pair)):
-        yield lead + said, f"samples-{index}"
+def _list_findings(pair: Pair) -> Iterator[tuple[str, str]]:
+    """Yield the findings on a pair, each with its chapter: lost and gained samples, heads."""
+    turned = [outcome for outcome in pair.outcomes if outcome.lost or outcome.gained]
+    turned.sort(key=lambda outcome: (-outcome.lost, -outcome.gained))
+    for outcome in turned[:NAMED]:
+        lost = [s.place or s.id[:CHARACTERS] for s in pair.samples if outcome.name in s.lost]
+        which = f": {_name_first(lost)}" if lost else ""
+        name = name_accuracy(outcome.kind, outcome.ball)
+        yield (
+            f"{name[0].upper()}{name[1:]}: {outcome.gained} of {outcome.samples} samples gained, "
+            f"{outcome.lost} lost (exact McNemar p = {format_number(outcome.mcnemar, '.2g')})"
+            f"{which}.",
+            "samples",
+        )
+    if pair.outcomes and not turned:
+        yield "No sample changed sides.", "samples"
     if pair.heads:
-        yield lead + _describe_heads(pair), f"heads-{index}"
+        yield _describe_heads(pair.heads[0]), "heads"
 
 
 def _count_verdicts(pair: Pair) -> str:
     """Count the verdicts, and name what regressed."""
     judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
     counts = Counter(verdict.status for verdict in judged)
-    said = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
+    listed = ", ".join(f"{counts[status]} {status}" for status in FIRST if counts[status])
     worse = [_name_figure(v.metric, v.name) for v in judged if v.status == "regressed"]
     named = f" Regressed: {_name_first(worse, '; ')}." if worse else ""
-    return f"Of {len(judged)} figures: {said}.{named}"
-
-
-def _name_figure(metric: str, name: str = "") -> str:
-    """Name a metric as the scorecard does, or else by the label of its column."""
-    if metric in ACCURACY:
-        ball = TrialKey.parse(name)
-        return name_outcome(ACCURACY[metric], ball.ball if ball else "")
-    reduced = metric.partition(":")[2]
-    named = ", ".join(filter(None, (_find_column(metric).label, reduced, name)))
-    return HEADLINES.get(metric, named)
+    return f"Of {len(judged)} figures: {listed}.{named}"
 
 
 def _name_first(names: Sequence[str], between: str = ", ") -> str:
-    """Name the first of some, and count the rest."""
+    """Name the first of some, and count the others."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return between.join(names[:NAMED]) + more
 
 
-def _describe_flips(pair: Pair) -> Iterator[str]:
-    """Describe for each outcome how many samples changed sides, and name the lost ones."""
-    turned = [outcome for outcome in pair.outcomes if outcome.lost or outcome.gained]
-    still = [name_outcome(o.kind, o.ball) for o in pair.outcomes if o not in turned]
-    turned.sort(key=lambda outcome: (-outcome.lost, -outcome.gained))
-    for outcome in turned[:NAMED]:
-        lost = [s.place or s.id[:CHARACTERS] for s in pair.samples if outcome.name in s.lost]
-        which = f": {_name_first(lost)}" if lost else ""
-        yield (
-            f"{name_outcome(outcome.kind, outcome.ball).capitalize()}: {outcome.gained} of "
-            f"{outcome.samples} samples gained, {outcome.lost} lost (exact McNemar p = "
-            f"{format_number(outcome.mcnemar, '.2g')}){which}."
-        )
-    if turned[NAMED:]:
-        rest = "; ".join(name_outcome(o.kind, o.ball) for o in turned[NAMED:])
-        yield f"Samples also changed sides: {rest}."
-    if still:
-        yield f"No sample changed sides: {'; '.join(still)}."
-
-
-def _describe_risen(pair: Pair) -> Iterator[str]:
-    """Describe in how many samples the Jacobian norm rose, and where it rose most."""
-    known = [(s, *ends) for s in pair.samples if (ends := s.ends(NORM)) and min(ends) > 0]
-    risen = [each for each in known if each[2] > each[1] * (1 + TOLERANCE)]
-    if risen:
-        sample, old, new = max(risen, key=lambda each: each[2] / each[1])
-        where = sample.place or sample.id[:CHARACTERS]
-        most = (
-            f", most that of {where}: {format_significant(old)} became {format_significant(new)}"
-        )
-    if known:
-        said = (
-            f"rose in {len(risen)} of {len(known)} samples{most}" if risen else "rose in no sample"
-        )
-        yield f"The Jacobian norm {said}."
-
-
-def _describe_heads(pair: Pair) -> str:
-    """Name the heads that moved most, beyond chance where that is known."""
-    changes = pair.heads[0]
-    order, what = rank_heads(changes), f"Heads, {_find_column(changes.metric).label}"
-    if not changes.samples:
-        return f"{what}, without limits: {_list_heads(order, changes.unit)}."
+def _describe_heads(changes: HeadChanges) -> str:
+    """Name the heads that moved most, beyond chance if that is known."""
+    order, what = rank_heads(changes), f"Heads, {find_column(changes.metric).label}"
     proven = [head for head in order if head.stands]
-    many = f"of {len(changes.heads)} changes stand after Holm's correction over heads"
+    named = ", ".join(
+        f"{head.layer}.{head.head} {amount(head.change, changes.unit)}"
+        + (f" ({limits})" if (limits := format_change_limits(head, changes.unit)) else "")
+        for head in (proven or order)[:NAMED]
+    )
+    if not changes.samples:
+        return f"{what}, without limits: {named}."
+    many = f"of {len(changes.heads)} changes are proven (Holm's correction over heads)"
     if not proven:
         return f"{what}: none {many}."
     up = sum((head.change or 0) > 0 for head in proven)
-    return (
-        f"{what}: {len(proven)} {many} ({up} up, {len(proven) - up} down), most of all "
-        f"{_list_heads(proven, changes.unit)}."
-    )
+    down = len(proven) - up
+    return f"{what}: {len(proven)} {many}, {up} up and {down} down, most of all {named}."
 
 
-def _list_heads(named: Sequence[HeadChange], unit: str) -> str:
-    return ", ".join(
-        f"{head.layer}.{head.head} {amount(head.change, unit)}"
-        + (f" ({known})" if (known := format_change_limits(head, unit)) else "")
-        for head in named[:NAMED]
-    )
-
-
-# Chapters of figures
+# Chapters
 
 
 HOW = (
-    "Change: of the two figures. Paired: what is tested, each sample against itself, with the "
-    "limits of a 95 % interval for each figure alone; figures without limits are compared as they "
-    "are. All are over the samples that both reports have."
+    "Change: of the two figures. Paired: what is tested, each sample against itself, with its "
+    "own 95 % interval. All figures are over the samples that both reports have."
 )
-
-COLUMNS = {
+FLIPS = (
+    "Gained: samples that are right, robust or certified now and were not. Lost: the reverse. "
+    "McNemar: p-value of no change."
+)
+PROVEN = (
+    "A change stands if it is proven with Holm's correction over all heads of the column: the "
+    "chance of naming any unchanged head is 5 %. Limits are of each head alone (Student's t)."
+)
+FIGURES = {
     "metric": "s",
     "verdict": "s",
     "old": "",
@@ -365,6 +334,10 @@ COLUMNS = {
     "samples": "",
 }
 """Columns of the figures with their format: `s` is text, an empty one is a number."""
+ASKED = Column(label="asked", meaning="What is asked of every sample.", format="s")
+BECAME = Column(label="became", meaning="What the sample was, and what it is now.", format="s")
+STANDS = Column(label="stands", meaning="Whether the change is proven after Holm.", format="")
+ADJUSTED = Column(label="p (Holm)", meaning="Corrected over the heads.", format=".2g", domain="")
 
 
 def make_chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Chapter, ...]:
@@ -374,18 +347,15 @@ def make_chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Ch
         comparison: of reports.
         places: where their samples are found, by id.
     """
-    of = ": {}" if len(comparison.pairs) > 1 else ""
+    several = len(comparison.pairs) > 1
     return tuple(
         Chapter(f"{name}-{i}", title, tuple(shown))
         for i, pair in enumerate(comparison.pairs)
+        for of in [f" ({pair.new})" if several else ""]
         for name, title, shown in (
-            ("change", f"{pair.new} against {pair.old}", _show_figures(pair)),
-            (
-                "samples",
-                f"Samples, old and new{of.format(pair.new)}",
-                show_samples(pair, places),
-            ),
-            ("heads", f"Heads, old and new{of.format(pair.new)}", show_heads(pair)),
+            ("change", f"What changed from {pair.old} to {pair.new}?", _show_figures(pair)),
+            ("samples", f"Which samples changed?{of}", _show_samples(pair, places)),
+            ("heads", f"Which heads changed?{of}", _show_heads(pair)),
         )
         if shown
     )
@@ -393,27 +363,193 @@ def make_chapters(comparison: Comparison, places: Mapping[str, str]) -> tuple[Ch
 
 def _show_figures(pair: Pair) -> list[Block]:
     judged = [verdict for verdict in pair.verdicts if not verdict.reason]
-    texts = [("differs", text) for text in pair.notes]
-    texts += [
+    rows = []
+    for verdict in judged:
+        texts = verdict.texts | {"limits": format_change_limits(verdict, verdict.unit)}
+        metric = f"{verdict.metric} {verdict.name}".rstrip()
+        rows.append((metric, verdict.status, *(text or None for text in texts.values())))
+    moved = frozenset(i for i, v in enumerate(judged) if v.status in ("regressed", "improved"))
+    columns = tuple(Column(label=k, meaning="", format=how) for k, how in FIGURES.items())
+    remarks = [("differs", text) for text in pair.notes]
+    remarks += [
         ("not-compared", f"not compared, {v.reason}: {v.metric}")
         for v in pair.verdicts
         if v.reason.endswith(ABSENT)
     ]
-    notes = merge_notes(Note(level="info", code=code, text=text) for code, text in texts)
-    return [Paragraph(HOW), _tabulate(judged), *([Notes(notes)] if notes else [])]
+    notes = merge_notes(Note(level="info", code=code, text=text) for code, text in remarks)
+    table = Table("", columns, tuple(rows), strong=moved)
+    return [Paragraph(HOW), table, *([Notes(notes)] if notes else [])]
 
 
-def _tabulate(verdicts: Sequence[Verdict]) -> Table:
-    rows = []
-    for verdict in verdicts:
-        texts = verdict.texts | {"limits": format_change_limits(verdict, verdict.unit)}
-        metric = f"{verdict.metric} {verdict.name}".rstrip()
-        rows.append((metric, verdict.status, *(text or None for text in texts.values())))
-    return Table(
-        title="",
-        columns=tuple(Column(label=k, meaning="", format=how) for k, how in COLUMNS.items()),
-        rows=tuple(rows),
-        strong=frozenset(
-            i for i, v in enumerate(verdicts) if v.status in ("regressed", "improved")
+def rank_heads(changes: HeadChanges) -> list[HeadChange]:
+    """Return the heads that moved, those that moved most first; equal ratios up and down alike."""
+
+    def size(change: HeadChange) -> float:
+        value = change.change
+        if value is None or math.isnan(value):
+            return -1.0
+        return abs(math.log1p(value)) if changes.unit == "%" and value > -1 else abs(value)
+
+    return [head for head in sorted(changes.heads, key=size, reverse=True) if size(head) >= 0]
+
+
+def _show_heads(pair: Pair) -> list[Block]:
+    """Show the heads that moved most, and the changes of all as maps."""
+    if not pair.heads:
+        return []
+    ranked = rank_heads(pair.heads[0])
+    shown = ranked if len(ranked) <= FIT else ranked[:TOP]
+    unit, counts = pair.heads[0].unit, []
+    for changes in pair.heads:
+        moved = [head.change or 0 for head in changes.heads if head.stands]
+        up = sum(change > 0 for change in moved)
+        known = (len(moved), up, len(moved) - up) if changes.samples else (None,) * 3
+        counts.append((changes.metric, len(changes.heads), *known, changes.samples))
+    labels = ("heads", "stands", "up", "down", "samples")
+    columns = (
+        Column(label="metric", meaning="A column of heads.", format="s"),
+        *(Column(label=label, meaning="", format="d") for label in labels),
+    )
+    cells: list[tuple[Column, list[Any]]] = [
+        (HEAD, [f"{head.layer}.{head.head}" for head in shown]),
+        (Column("change", "", format=""), [amount(head.change, unit) for head in shown]),
+        (
+            Column("95 % limits", "", format=""),
+            [format_change_limits(head, unit) or None for head in shown],
         ),
+        (ADJUSTED, [head.p_adjusted for head in shown]),
+        (STANDS, [None if head.p_adjusted is None else head.stands for head in shown]),
+    ]
+    for changes in pair.heads:
+        column = find_column(changes.metric)
+        ends = {(h.layer, h.head): (h.old, h.new) for h in changes.heads}
+        both = [ends.get((head.layer, head.head), (None, None)) for head in shown]
+        for when, values in zip(("old", "new"), zip(*both, strict=True), strict=True):
+            cells.append((replace(column, label=f"{column.label}, {when}"), list(values)))
+    part = f" ({len(shown)} of {len(ranked)})" if len(shown) < len(ranked) else ""
+    strong = frozenset(i for i, head in enumerate(shown) if head.stands)
+    return [
+        Paragraph(PROVEN),
+        Table("Changes that stand", columns, tuple(counts)),
+        make_table(
+            f"Heads that moved most{part}, by {pair.heads[0].metric}", cells, strong=strong
+        ),
+        *map(_map_changes, pair.heads),
+    ]
+
+
+def _map_changes(changes: HeadChanges) -> Heatmap:
+    times, how = {"%": (1.0, "+.1%"), "pp": (100.0, "+.1f"), "": (1.0, "+.3g")}[changes.unit]
+    unit, status = changes.unit.replace("%", ""), find_column(changes.metric).status
+    column = Column("change", "New against old, sample by sample.", unit, how, status=status)
+    values = {
+        (h.layer, h.head): None if h.change is None else h.change * times for h in changes.heads
+    }
+    return map_heads(f"{changes.metric}: change of every head", values, column, centre=0.0)
+
+
+def _show_samples(pair: Pair, places: Mapping[str, str]) -> list[Block]:
+    """Show which samples changed sides, and every sample before and after as a point."""
+    flipped = [sample for sample in pair.samples if sample.flipped]
+    many = f"The first {FIT} of {len(flipped)} that changed sides"
+    title = many if len(flipped) > FIT else "Samples that changed sides"
+    counts = Counter(metric for sample in pair.samples for metric in sample.figures)
+    # Figures of most samples come first, of two the norm before others.
+    metrics = sorted(counts, key=lambda metric: (-counts[metric], metric != NORM))
+    counted: list[Block] = [Paragraph(FLIPS), _tabulate_outcomes(pair.outcomes)]
+    return [
+        *(counted if pair.outcomes else []),
+        *([_tabulate_samples(title, metrics, flipped[:FIT], places)] if flipped else []),
+        *(_plot_metric(m, pair, places) for m in metrics if any(s.ends(m) for s in pair.samples)),
+    ]
+
+
+def _tabulate_outcomes(outcomes: Sequence[Outcome]) -> Table:
+    formats = {
+        "samples": "d",
+        "old": ".1%",
+        "new": ".1%",
+        "lost": "d",
+        "gained": "d",
+        "McNemar": ".2g",
+    }
+    columns = (Column(k, "", format=how, domain="") for k, how in formats.items())
+    rows = tuple(
+        (
+            name_accuracy(o.kind, o.ball),
+            o.samples,
+            o.old / o.samples,
+            o.new / o.samples,
+            o.lost,
+            o.gained,
+            o.mcnemar,
+        )
+        for o in outcomes
+    )
+    strong = frozenset(i for i, o in enumerate(outcomes) if o.mcnemar <= 0.05)
+    return Table("", (ASKED, *columns), rows, strong=strong)
+
+
+def _tabulate_samples(
+    title: str, metrics: Sequence[str], samples: Sequence[SampleChange], places: Mapping[str, str]
+) -> Table:
+    """Tabulate samples before and after, by the figures that half of them have."""
+    cells: list[tuple[Column, list[Any]]] = [
+        (SAMPLE, [sample.id for sample in samples]),
+        (BECAME, [_describe_change(sample) or None for sample in samples]),
+    ]
+    for metric in metrics:
+        both = [sample.figures.get(metric, (None, None)) for sample in samples]
+        if 2 * sum(metric in sample.figures for sample in samples) >= len(samples):
+            for when, values in zip(("old", "new"), zip(*both, strict=True), strict=True):
+                cells.append((_find_sample_column(metric, when), list(values)))
+    return add_places(make_table(title, cells), places)
+
+
+def _describe_change(sample: SampleChange) -> str:
+    """Describe how the verdicts on a sample changed."""
+    states = ((name, *both) for name, both in sample.states.items())
+    return "; ".join(f"{name}: {old} → {new}" for name, old, new in states if old != new)
+
+
+def _name_sample(sample: SampleChange) -> str:
+    return ", ".join(filter(None, (sample.id[:CHARACTERS], sample.place)))
+
+
+def _find_sample_column(metric: str, when: str) -> Column:
+    """Return how a per-sample figure reads: `||J||, old`."""
+    column, trial = find_column(metric), metric.partition("@")[2]
+    return replace(column, label=", ".join(filter(None, (column.label, trial, when))))
+
+
+def _plot_metric(metric: str, pair: Pair, places: Mapping[str, str]) -> Scatter:
+    """Draw a figure of the samples, new over old, in a group for each side that they took."""
+    known = [(s, *ends) for s in pair.samples if (ends := s.ends(metric))]
+    groups: dict[str, list[tuple[SampleChange, float, float]]] = {
+        "as before": [],
+        "lost": [],
+        "gained": [],
+    }
+    for sample, x, y in known:
+        side = "lost" if sample.lost else "gained" if sample.gained else "as before"
+        groups[side].append((sample, x, y))
+    series = [
+        Series(
+            label=f"{side} ({len(group)})",
+            x=tuple(x for _, x, _ in group),
+            y=tuple(y for _, _, y in group),
+            names=tuple(
+                ", ".join(filter(None, (s.id[:CHARACTERS], places.get(s.id), _describe_change(s))))
+                for s, _, _ in group
+            ),
+        )
+        for side, group in groups.items()
+    ]
+    return Scatter(
+        f"{write_math(_find_sample_column(metric, '').label)} of every sample, new over old",
+        _find_sample_column(metric, "old"),
+        _find_sample_column(metric, "new"),
+        tuple(series),
+        log=all(x > 0 and y > 0 for _, x, y in known),
+        equal=True,
     )

@@ -7,129 +7,75 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from lipaudit.report.blocks import (
-    Block,
-    Chapter,
-    Document,
-    Notes,
-    Paragraph,
-    Scorecard,
-    make_table,
-)
-from lipaudit.report.cells import STATUS, write_math
+from lipaudit.report.blocks import Block, Chapter, Document, Facts, Notes, Paragraph, make_table
+from lipaudit.report.cells import LIMITS, STATUS, write_math
 from lipaudit.report.glossary import ATTACKS, NORMS, WORDS
-from lipaudit.report.page import accuracy, heads, norms
-from lipaudit.report.page.common import (
-    SideBySide,
-    View,
-    add_places,
-    compare_rows,
-    find_places,
-    view_rows,
-)
-from lipaudit.report.page.findings import diagnose
-from lipaudit.report.page.opening import (
+from lipaudit.report.page.chapters import find_outline
+from lipaudit.report.page.facts import (
+    CHARACTERS,
     describe_gaps,
+    find_places,
     list_facts,
     list_leading_notes,
     list_shared_notes,
-    list_versions,
-    make_scorecard,
     merge_notes,
-    suggest_steps,
 )
+from lipaudit.report.page.findings import diagnose
 from lipaudit.report.page.ranking import tabulate_scorecards
 from lipaudit.report.page.samples import has_ranking, show_worst
-from lipaudit.results import Column, Note, Report, Section, layouts, model_labels
-from lipaudit.results.report import Failure
+from lipaudit.report.page.scorecard import make_scorecard, suggest_steps, write_answer
+from lipaudit.report.page.views import list_all_rows
+from lipaudit.report.pictures import Scatter
+from lipaudit.results import Column, Note, Report, Section, model_labels
 from lipaudit.results.summary import summary
 
-# Sections
-
-
-VIEWS: dict[str, View] = {
-    "bounds": heads.view_bounds,
-    "bounds.ball": heads.view_balls,
-    "attention": heads.view_attention,
-    "jacobian": norms.view_jacobian,
-    "attack": accuracy.view_attack,
-    "certify": accuracy.view_certify,
-    "certify.radius": accuracy.view_radii,
-    "scaling": norms.view_scaling,
-    "scaling.fit": norms.view_fits,
-}
-"""View of each section; `default` shows a section without one."""
-
-SIDE_BY_SIDE: dict[str, SideBySide] = {
-    "bounds": heads.compare_bounds,
-    "bounds.layers": heads.compare_layers,
-    "bounds.ball": heads.compare_balls,
-    "attention": heads.compare_attention,
-    "jacobian": norms.compare_jacobian,
-    "attack": accuracy.compare_attack,
-    "certify": accuracy.compare_certify,
-    "scaling": norms.compare_scaling,
-    "scaling.fit": norms.compare_fits,
-}
-"""How each section of several reports is shown; `default` for one without an entry."""
-OF_COLUMNS = {"jacobian": frozenset({"rivals"})}
-"""Settings of a column of the same name, by measure: without that they did nothing."""
 SEED = "seed"
 """A setting of the run, which is among the facts of the page."""
 NOTHING = Paragraph("No rows: nothing was measured.")
-
-
-def find_title(measure: str) -> str:
-    """Return the heading of a section."""
-    return layouts()[measure].title or measure
+MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
+EXPLAIN = "lipaudit explain WORD explains any word of this page."
+OPEN = ("bounds", "jacobian", "attack", "certify")
+"""Chapters of an audit that are open at first sight."""
 
 
 def show_section(
     section: Section,
     said: Collection[Note] = (),
-    known: Mapping[str, str] = MappingProxyType({}),
+    places: Mapping[str, str] = MappingProxyType({}),
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[Block, ...]:
-    """Return the blocks of a section: warnings, settings, tables and charts, other notes.
-
-    Of one that failed: why.
+    """Return the blocks of a section: its views, all rows, settings and notes.
 
     Args:
-        section: what is shown.
-        said: notes that stand above it already.
-        known: where samples are found, by id.
-        settings: those that are written; by default all of its own.
+        section: what is shown; of one that failed, why.
+        said: notes that the page has already.
+        places: where samples are found, by id.
+        settings: those that are written; by default all of the section.
     """
     if section.failure is not None:
-        return (describe_failure(section.failure),)
-    own = section.settings if settings is None else settings
-    idle = OF_COLUMNS.get(section.measure, frozenset()) - section.samples.keys()
-    ran = _list_settings({name: value for name, value in own.items() if name not in idle})
-    notes = [note for note in section.notes if note not in said]
-    spoiling, others = (
-        merge_notes(n for n in notes if (n.level == "warning") == w) for w in (True, False)
-    )
-    view = VIEWS.get(section.measure, view_rows)
+        return (_describe_failure("", section),)
+    outline = find_outline(section.measure)
+    listed = _list_settings(section.settings if settings is None else settings)
+    notes = merge_notes(note for note in section.notes if note not in said)
+    views = outline.views if outline.whole else (*outline.views, list_all_rows)
+    blocks = [_name_points(block, places) for view in views for block in view({"": section})]
     return (
-        *([Notes(spoiling)] if spoiling else []),
-        *([Paragraph(f"Settings: {ran}.")] if ran else []),
-        *((add_places(b, known) for b in view(section)) if _has_figures(section) else [NOTHING]),
-        *([Notes(others)] if others else []),
+        *([Paragraph(outline.about)] if outline.about else []),
+        *(blocks if _has_figures(section) else [NOTHING]),
+        *([Paragraph(f"Settings: {listed}.")] if listed else []),
+        *([Notes(notes)] if notes else []),
     )
 
 
 def compare_sections(sections: Mapping[str, Section]) -> tuple[Block, ...]:
     """Return the blocks that compare one measure over several reports, by the report's label."""
     filled = {label: section for label, section in sections.items() if _has_figures(section)}
-    lost = [
-        Paragraph(f"{label}: {describe_failure(section.failure).text}")
-        for label, section in sections.items()
-        if section.failure is not None
-    ]
+    failed = [_describe_failure(f"{k}: ", s) for k, s in sections.items() if s.failure]
     if not filled:
-        return tuple(lost) or (NOTHING,)
-    view = SIDE_BY_SIDE.get(next(iter(filled.values())).measure, compare_rows)
-    return (*lost, *view(filled))
+        return tuple(failed) or (NOTHING,)
+    outline = find_outline(next(iter(filled.values())).measure)
+    views = outline.several or outline.views
+    return (*failed, *(block for view in views for block in view(filled)))
 
 
 def _has_figures(section: Section) -> bool:
@@ -137,19 +83,32 @@ def _has_figures(section: Section) -> bool:
     return bool(section.rows or len(section.samples) > 1)
 
 
-def describe_failure(failure: Failure) -> Paragraph:
-    """Say why a measure has no result."""
-    advice = f" {failure.advice}" if failure.advice else ""
-    return Paragraph(f"FAILED: {failure.reason}.{advice}")
+def _describe_failure(label: str, section: Section) -> Paragraph:
+    failure = section.failure
+    return Paragraph(
+        f"{label}FAILED: {failure.reason}. {failure.advice}".strip() if failure else ""
+    )
+
+
+def _name_points(block: Block, places: Mapping[str, str]) -> Block:
+    """Say at the points of samples where each sample is found."""
+    if not isinstance(block, Scatter):
+        return block
+    names = [
+        tuple(f"{n[:CHARACTERS]}, {places[n]}" if n in places else n for n in series.names)
+        for series in block.series
+    ]
+    series = (replace(s, names=n) for s, n in zip(block.series, names, strict=True))
+    return replace(block, series=tuple(series))
 
 
 def _list_settings(settings: Mapping[str, Any]) -> str:
-    """Format settings: a switch that is on by its name; what is off or unset is left out."""
-    own = {k: v for k, v in settings.items() if k != SEED and v is not False}
-    given = {name: value for name, value in own.items() if value not in (None, [], ())}
+    """Format settings: a switch that is on by its name; unset ones are left out."""
+    given = {k: v for k, v in settings.items() if k != SEED and v not in (None, [], ())}
     return "; ".join(
         name if value is True else f"{name} {format_setting(value)}"
         for name, value in given.items()
+        if value is not False
     )
 
 
@@ -161,26 +120,19 @@ def format_setting(value: Any) -> str:
 # Pages
 
 
-BRIEF = ("model", "data", "run")
-"""The facts that a screen has room for."""
-MORE = "--details prints all sections; lipaudit explain WORD says what a word means."
-LEGEND = " ".join(f"{name.capitalize()}: {meaning}." for name, meaning in STATUS.items())
-EXPLAIN = "lipaudit explain WORD says what a word of this page means."
-
-
 def make_page(*reports: Report, lead: Sequence[Chapter] = ()) -> Document:
     """Lay out a report; several reports are set side by side, below the chapters that lead."""
     return _show_one(reports[0]) if len(reports) == 1 else _show_several(reports, lead)
 
 
 def make_screen(report: Report) -> Document:
-    """Return a page for one screen: the model, warnings, the scorecard, the findings."""
+    """Return a page for one screen: the answer, warnings, the scorecard, the findings."""
     page = _start_page(report)
     known = dict(page.facts)
     known["run"] = f"{known['status']}; {known['run']}"
     return replace(
         page,
-        facts=tuple((name, known[name]) for name in BRIEF),
+        facts=tuple((name, known[name]) for name in ("model", "data", "run")),
         findings=tuple((text, "") for text, _ in page.findings),
         more=MORE,
     )
@@ -188,13 +140,14 @@ def make_screen(report: Report) -> Document:
 
 def make_card(report: Report) -> Document:
     """Return the page of `print(report)`: the model and the scorecard, without commands."""
-    page, figures = make_screen(report), make_scorecard(report, short=True)
+    page, card = make_screen(report), make_scorecard(report)
+    lines = tuple(replace(line, command="") for line in card.lines) if card else ()
     warnings = sum(note.level == "warning" for note in page.notes)
     whole = "lipaudit.render(report, 'table') has all sections."
     return replace(
         page,
         notes=(),
-        scorecard=figures and Scorecard(tuple(replace(f, command="") for f in figures.lines)),
+        scorecard=card and replace(card, lines=lines),
         findings=(),
         more=f"Warnings: {warnings}. {whole}" if warnings else whole,
     )
@@ -203,12 +156,8 @@ def make_card(report: Report) -> Document:
 def make_ranking_screen(reports: Sequence[Report], lead: Chapter) -> Document:
     """Return a page of several reports for one screen: the samples, warnings, one chapter."""
     data = dict.fromkeys(f"{r.run.data.samples} samples of {r.run.data.spec}" for r in reports)
-    return replace(
-        _start_several(reports),
-        facts=(("data", "; ".join(data)),),
-        chapters=(lead,),
-        more=MORE,
-    )
+    page = _start_several(reports)
+    return replace(page, facts=(("data", "; ".join(data)),), chapters=(lead,), more=MORE)
 
 
 def _start_page(report: Report) -> Document:
@@ -216,8 +165,9 @@ def _start_page(report: Report) -> Document:
     card = make_scorecard(report)
     return Document(
         title=f"lipaudit: {report.run.model.spec}",
+        outcome=write_answer(report),
         facts=list_facts(report),
-        findings=tuple((finding.text, finding.source) for finding in diagnose(report)),
+        findings=tuple(diagnose(report)),
         chapters=(),
         partial=describe_gaps(report),
         notes=list_leading_notes(report),
@@ -227,70 +177,76 @@ def _start_page(report: Report) -> Document:
 
 
 def _show_one(report: Report) -> Document:
-    run, said, known = report.run, list_shared_notes(report), find_places(report)
-    preprocess = "; ".join(
-        f"{name} {format_setting(value)}" for name, value in run.preprocess.items()
+    places, warnings = (
+        find_places(report),
+        [n for s in report.sections for n in s.notes if n.level == "warning"],
     )
-    last: tuple[Block, ...] = (
-        *_explain_words(report),
-        Paragraph(f"{LEGEND} {EXPLAIN}"),
-        *([Paragraph(f"Preprocessing: {preprocess}.")] if preprocess else []),
-        Paragraph(f"{list_versions(report)}."),
-    )
-    chapters = (
-        *(
-            Chapter(
-                s.measure,
-                find_title(s.measure),
-                show_section(s, said, known, _find_settings(report, s)),
-            )
-            for s in report.sections
-        ),
-        *([Chapter("worst", "Samples", show_worst(report))] if has_ranking(report) else []),
-        Chapter("reading", "How to read the figures", last),
-    )
-    return replace(_start_page(report), chapters=chapters)
+    said = [*list_shared_notes(report), *warnings]  # these are at the top of the page
+    measures = [section.measure for section in report.sections]
+    chapters = []
+    for section in report.sections:
+        name, settings = section.measure, section.settings
+        whole = report.section(name.partition(".")[0])
+        if whole and whole is not section and whole.settings == settings:
+            settings = {}  # the section that it is part of lists the same
+        folded = len(measures) > 1 and name != measures[0] and name not in OPEN
+        blocks = show_section(section, said, places, settings)
+        chapters.append(Chapter(name, find_outline(name).question, blocks, folded))
+    if has_ranking(report):
+        title = "Which samples are the least robust?"
+        chapters.append(Chapter("worst", title, show_worst(report)))
+    chapters.append(_explain_page(report))
+    return replace(_start_page(report), chapters=tuple(chapters))
 
 
-def _explain_words(report: Report) -> Iterator[Block]:
+def _explain_page(*reports: Report) -> Chapter:
+    """Explain the words of the page, and of one report how its samples were preprocessed."""
+    words = dict(pair for report in reports for pair in _explain_words(report))
+    standings = {status: f"{text}. {LIMITS[status]}" for status, text in STATUS.items()}
+    made: dict[str, str] = {}
+    if len(reports) == 1:
+        run = reports[0].run
+        prepared = (f"{name} {format_setting(value)}" for name, value in run.preprocess.items())
+        versions = {"lipaudit": run.lipaudit} | run.versions
+        made = {
+            "preprocessing": "; ".join(prepared) or "none",
+            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        }
+    pairs = tuple((words | standings | made).items())
+    title = "What do the words mean, and how was this measured?"
+    return Chapter("reading", title, (Facts(pairs), Paragraph(EXPLAIN)), folded=True)
+
+
+def _explain_words(report: Report) -> Iterator[tuple[str, str]]:
     """Explain the words of the scorecard: its figures, and the norms and attacks they name."""
     card, accuracy = make_scorecard(report), summary(report).accuracy
     known = {**ATTACKS, **NORMS, **WORDS}
     words = [line.label.partition(",")[0] for line in (card.lines if card else ())]
     words += [each.norm for each in accuracy] + [a for each in accuracy for a in each.attacks]
-    for word in dict.fromkeys(words):
-        if word in known:
-            yield Paragraph(write_math(f"{word[0].upper()}{word[1:]}: {known[word]}"))
-
-
-def _find_settings(report: Report, section: Section) -> Mapping[str, Any]:
-    """Return the settings of a section; none if the section that it is part of shows the same."""
-    whole = report.section(section.measure.partition(".")[0])
-    if whole is None or whole is section or whole.settings != section.settings:
-        return section.settings
-    return {}
+    yield from ((word, write_math(known[word])) for word in words if word in known)
 
 
 def _show_several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Document:
     names = model_labels(reports)
-    measures = dict.fromkeys(s.measure for report in reports for s in report.sections)
-    chapters = []
-    for measure in measures:
+    chapters: list[Chapter] = []
+    for measure in dict.fromkeys(s.measure for report in reports for s in report.sections):
         sections = {
             name: section
             for name, report in zip(names, reports, strict=True)
             if (section := report.section(measure)) is not None
         }
-        chapters.append(Chapter(measure, find_title(measure), compare_sections(sections)))
-    cards = Chapter("scorecards", "Scorecards", (tabulate_scorecards(names, reports),))
+        blocks = compare_sections(sections)
+        folded = bool(chapters) and measure not in OPEN
+        chapters.append(Chapter(measure, find_outline(measure).question, blocks, folded))
+    cards = (tabulate_scorecards(names, reports),)
     return replace(
         _start_several(reports),
         chapters=(
             *lead,
-            cards,
+            Chapter("scorecards", "How do the scorecards compare?", cards),
             *chapters,
-            Chapter("models", "Models", (_tabulate_models(names, reports),)),
-            Chapter("reading", "How to read the figures", (Paragraph(f"{LEGEND} {EXPLAIN}"),)),
+            Chapter("models", "What was audited?", (_tabulate_models(names, reports),)),
+            _explain_page(*reports),
         ),
     )
 
@@ -326,4 +282,4 @@ def _tabulate_models(names: Sequence[str], reports: Sequence[Report]) -> Block:
     keys = list(dict.fromkeys(name for each in known for name in each))
     cells: list[list[Any]] = [keys, *([each.get(key) for key in keys] for each in known)]
     columns = (Column(label=name, meaning="", format="s") for name in ("fact", *names))
-    return make_table("What was audited", zip(columns, cells, strict=True))
+    return make_table("", zip(columns, cells, strict=True))

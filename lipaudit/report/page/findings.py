@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import correlation, median
+from statistics import correlation
 
-from lipaudit.report.cells import format_significant
-from lipaudit.report.page.common import name_head
 from lipaudit.results import Report, Section
-from lipaudit.results.figures import Z95, finite, largest, log10_ratio, order
+from lipaudit.results.figures import Z95, finite, order
 from lipaudit.results.report import rows_of
 from lipaudit.results.trials import WORST, TrialKey, parse_column
 
@@ -69,95 +67,43 @@ FEATURES = {"norm": "‖J‖", "radius_first_order": "first-order radius"}
 """Figures of a sample that may predict whether attacks break it, with their names on a page."""
 HALF = 0.5
 """A key is called a sink when it takes more than this share of a head's mass."""
-APART = 2.0
-"""Above this ratio a layer's sharp bound is named as loose."""
 NAMED = 3
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One sentence, and the rows and column that it comes from."""
-
-    text: str
-    source: str
+def diagnose(report: Report) -> list[tuple[str, str]]:
+    """Return sentences, each with the section that it comes from."""
+    return [*_find_sinks(report), *_find_predictors(report)]
 
 
-def diagnose(report: Report) -> list[Finding]:
-    """Return the findings, in the order of the sections."""
-    finders = (_find_loose_bounds, _find_splitting, _find_sinks, _find_predictors)
-    return [finding for find in finders for finding in find(report)]
-
-
-def _find_loose_bounds(report: Report) -> Iterator[Finding]:
-    layers: dict[int, list[float]] = {}
-    for row in rows_of(report.section("bounds")):
-        layers.setdefault(row.layer, []).extend(finite([log10_ratio(row, "sharp")]))
-    ratios = {layer: 10 ** median(logs) for layer, logs in layers.items() if logs}
-    apart = sorted((layer for layer in ratios if ratios[layer] > APART), key=lambda i: -ratios[i])
-    if apart:
-        named = _name_first((str(layer), format_significant(ratios[layer])) for layer in apart)
-        layer = "layer" if len(apart) == 1 else "layers"
-        text = f"Sharp bound and exact norm differ more than {APART:g}-fold in {layer} {named}."
-        yield Finding(text, f"bounds {apart[0]}.*, sharp / exact")
-
-
-def _find_splitting(report: Report) -> Iterator[Finding]:
-    rows = rows_of(report.section("bounds"))
-    gaining = [row for row in rows if order(row.splitting_gain) > 1.01]
-    if gaining:
-        top = largest(gaining, "splitting_gain", NAMED)
-        named = _name_first(
-            (name_head(row), f"{format_significant(order(row.splitting_gain))} times")
-            for row in top
-        )
-        text = f"Duplicating tokens raises ‖J‖ in {len(gaining)} of {len(rows)} heads: {named}."
-        yield Finding(text, f"bounds {name_head(top[0])}, splitting_gain")
-
-
-def _find_sinks(report: Report) -> Iterator[Finding]:
+def _find_sinks(report: Report) -> Iterator[tuple[str, str]]:
     rows = rows_of(report.section("attention"))
-    sinks = [row for row in rows if order(row.sink_max) > HALF]
+    sinks = sorted((r for r in rows if order(r.sink_max) > HALF), key=lambda r: -r.sink_max)
     if sinks:
         places = Counter(row.sink_token for row in sinks).most_common(NAMED)
-        named = _name_first((str(place), f"{count} heads") for place, count in places)
+        named = ", ".join(f"{place} ({count} heads)" for place, count in places)
         named = named if len(places) > 1 else f"{places[0][0]} in all of them"
-        (top,) = largest(sinks, "sink_max", 1)
         text = f"In {len(sinks)} of {len(rows)} heads one key takes more than half of the mass"
-        yield Finding(f"{text}; at position {named}.", f"attention {name_head(top)}, sink_max")
+        yield f"{text}; at position {named}.", "attention"
 
 
-def _find_predictors(report: Report) -> Iterator[Finding]:
+def _find_predictors(report: Report) -> Iterator[tuple[str, str]]:
     """Name the figures that tell apart the samples that an attack breaks, beyond chance."""
     jacobian, found = report.section("jacobian"), _find_attack(report)
     if jacobian is None or found is None:
         return
     trial, broken = found
-    attack = (
-        "The worst attack"
-        if trial.attack == WORST
-        else f"{trial.attack[0].upper()}{trial.attack[1:]}"
-    )
+    attack = "The worst attack" if trial.attack == WORST else trial.attack.capitalize()
     for figure, label in FEATURES.items():
         values = {i: v for i, v in _list_finite(jacobian, figure).items() if i in broken}
         rank = compute_spearman([*values.values()], [float(broken[i]) for i in values])
         if rank is None or rank.low * rank.high <= 0:
             continue
         side = "larger" if rank.rho > 0 else "smaller"
-        counts = ""
-        if figure == "norm":  # how many of the most sensitive quarter, and of the others
-            largest_first = sorted(values, key=lambda i: -values[i])
-            cut = max(len(values) // 4, 1)
-            inside, outside = (
-                sum(broken[i] for i in part) for part in (largest_first[:cut], largest_first[cut:])
-            )
-            counts = (
-                f" ({inside} of the {cut} largest, {outside} of the other {len(values) - cut})"
-            )
-        yield Finding(
-            f"{attack} at {trial.ball} breaks more of the samples of {side} {label}{counts}: "
+        yield (
+            f"{attack} at {trial.ball} breaks more of the samples of {side} {label}: "
             f"Spearman correlation {rank.rho:.2f} [{rank.low:.2f}, {rank.high:.2f}], "
             f"{rank.count} samples.",
-            f"jacobian {figure}, attack {trial.column('robust')}",
+            "jacobian",
         )
 
 
@@ -187,9 +133,3 @@ def _find_attack(report: Report) -> tuple[TrialKey, dict[str, bool]] | None:
 def _list_finite(section: Section, name: str) -> dict[str, float]:
     values = zip(section.ids, section.samples.get(name, ()), strict=False)
     return {key: float(value) for key, value in values if finite([value])}  # type: ignore[arg-type]
-
-
-def _name_first(pairs: Iterable[tuple[str, str]]) -> str:
-    named = [f"{name} ({value})" for name, value in pairs]
-    more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
-    return ", ".join(named[:NAMED]) + more

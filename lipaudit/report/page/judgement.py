@@ -20,7 +20,7 @@ from lipaudit.report.blocks import (
     Paragraph,
     Table,
 )
-from lipaudit.report.page.common import CHARACTERS
+from lipaudit.report.page.facts import CHARACTERS
 from lipaudit.report.pictures import Interval, Intervals, State
 from lipaudit.results import Column, Note
 
@@ -41,8 +41,8 @@ STATES: dict[str, State] = {
 def draw_margins(groups: Sequence[Sequence[Verdict]]) -> tuple[Intervals, ...]:
     """Draw the verdicts on each rule: a picture for each unit, with a line for each row.
 
-    Of a rule over many rows those are drawn that are nearest to breaking it; one where all keep
-    it. What could not be judged, and what grew from nothing, has no place on an axis.
+    Of a rule over many rows those are drawn that are nearest to breaking it; one if all keep it.
+    What could not be judged, and what grew from nothing, has no place on an axis.
     """
     pictures: dict[tuple[str, Column], list[Interval]] = {}
     for verdicts in groups:
@@ -103,7 +103,7 @@ GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
 """Verdicts, the gravest first."""
 FEW = 6
 """A rule with at most so many rows has all of them written out."""
-TOLD = 8
+MOST = 8
 """Most verdicts that are written out: for each rule line by line, and above the table."""
 COLUMNS = {
     "verdict": "s",
@@ -130,57 +130,73 @@ class RuleVerdicts:
     Attributes:
         rule: as it was written.
         verdicts: all of them.
-        written: what is written out: all when they are few, else those that are no plain pass.
-        rest: how many others there are, by status.
+        written: those that are written out: all if they are few, else those that are no plain
+            pass.
+        others: how many others there are, by status.
     """
 
     rule: str
     verdicts: tuple[Verdict, ...]
     written: tuple[Verdict, ...]
-    rest: Counter[str]
+    others: Counter[str]
+
+
+def group_by_rule(judgement: Judgement) -> Iterator[RuleVerdicts]:
+    """Yield the verdicts on each rule."""
+    rules: dict[str, list[Verdict]] = {}
+    for verdict in judgement.verdicts:
+        rules.setdefault(verdict.rule, []).append(verdict)
+    for rule, verdicts in rules.items():
+        written = [
+            v
+            for v in verdicts
+            if len(verdicts) <= FEW or judgement.fails(v) or v.status not in ("pass", "unchanged")
+        ]
+        others = Counter[str](v.status for v in verdicts if v not in written)
+        yield RuleVerdicts(rule, tuple(verdicts), tuple(written), others)
 
 
 def list_lines(judgement: Judgement) -> list[str]:
     """Write a judgement line by line, the outcome last."""
-    written = [f"{judgement.current} against {judgement.baseline}", ""]
-    written += [f"! warning: {text}" for text in judgement.warnings]
-    for judged in _group_by_rule(judgement):
-        told = _sort_verdicts(judgement, judged.written)[:TOLD]
-        written += [f"{_choose_mark(judgement, verdict)} {verdict.line}" for verdict in told]
-        untold = Counter[str](v.status for v in judged.written if v not in told)
-        more = "more " if told else ""
-        listed = "; -f table lists them" if untold else ""
-        rest = (untold + judged.rest).items()
-        written += [
-            f"  {judged.rule}: {count} {more}rows {status}{listed if status in untold else ''}"
-            for status, count in rest
-        ]
-    written += [
-        f"  shown, never failing: {_write_figures(verdict)}" for verdict in judgement.shown
-    ]
-    written += [f"  note: {note}" for note in judgement.notes]
-    return [*written, "", _write_reason(judgement)]
+    lines = [f"{judgement.current} against {judgement.baseline}", ""]
+    lines += [f"! warning: {text}" for text in judgement.warnings]
+    for group in group_by_rule(judgement):
+        first = _sort_verdicts(judgement, group.written)[:MOST]
+        lines += [f"{_choose_mark(judgement, verdict)} {verdict.line}" for verdict in first]
+        cut = Counter[str](v.status for v in group.written if v not in first)
+        for status, count in (cut + group.others).items():
+            listed = "; -f table lists them" if status in cut else ""
+            lines.append(f"  {group.rule}: {count} {'more ' * bool(first)}rows {status}{listed}")
+    lines += [f"  shown, never failing: {_write_figures(verdict)}" for verdict in judgement.shown]
+    lines += [f"  note: {note}" for note in judgement.notes]
+    return [*lines, "", _write_reason(judgement)]
 
 
 def make_judgement_page(judgement: Judgement) -> Document:
     """Lay a judgement out: the outcome, a table of verdicts, the remarks."""
-    shown = [
-        Note(level="info", code="never-fails", text=_write_figures(v)) for v in judgement.shown
-    ]
-    pictures = draw_margins([judged.verdicts for judged in _group_by_rule(judgement)])
-    notes = [Note(level="info", code="note", text=text) for text in judgement.notes]
-    remarks: list[Block] = [Notes((*shown, *notes))] if shown or notes else []
+    texts = [*map(_write_figures, judgement.shown), *judgement.notes]
+    notes = tuple(Note(level="info", code="note", text=text) for text in texts)
+    pictures = draw_margins([group.verdicts for group in group_by_rule(judgement)])
+    remarks: list[Block] = [Notes(notes)] if notes else []
+    margins = Chapter("margins", "How far are the changes from what is allowed?", pictures)
+    verdicts = (_tabulate(judgement), Paragraph(PAIRED), *remarks)
+    file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
+    strict = ", and what is not proven fails" if judgement.strict else ""
     return Document(
         title=_write_title(judgement),
         outcome=_find_outcome(judgement),
-        facts=tuple(_list_facts(judgement)),
+        facts=(
+            ("current", judgement.current),
+            ("baseline", judgement.baseline + file),
+            ("confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"),
+        ),
         findings=tuple(_list_findings(judgement)),
         notes=tuple(
             Note(level="warning", code="spoils", text=text) for text in judgement.warnings
         ),
         chapters=(
-            *([Chapter("margins", "Changes and what is allowed", pictures)] if pictures else []),
-            Chapter("verdicts", "Verdicts", (_tabulate(judgement), Paragraph(PAIRED), *remarks)),
+            *([margins] if pictures else []),
+            Chapter("verdicts", "What is the verdict on each rule?", verdicts),
         ),
     )
 
@@ -194,39 +210,32 @@ def _find_outcome(judgement: Judgement) -> Banner:
     return Banner(f"PASSED: {counts}", "open" if UNPROVEN.intersection(statuses) else "kept")
 
 
-def _list_facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
-    file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
-    yield "current", judgement.current
-    yield "baseline", judgement.baseline + file
-    strict = ", and what is not proven fails" if judgement.strict else ""
-    yield "confidence", f"{1 - judgement.alpha:.4g} over all rules together{strict}"
-
-
 def _list_findings(judgement: Judgement) -> Iterator[tuple[str, str]]:
     """Yield the verdicts that fail, then the inconclusive ones; of many the first few."""
-    verdicts = [
+    groups = [_sort_verdicts(judgement, group.verdicts) for group in group_by_rule(judgement)]
+    telling = [v for verdicts in groups for v in verdicts if judgement.fails(v)]
+    telling += [
         v
-        for judged in _group_by_rule(judgement)
-        for v in _sort_verdicts(judgement, judged.verdicts)
+        for verdicts in groups
+        for v in verdicts
+        if v.status == "inconclusive" and v not in telling
     ]
-    telling = [v for v in verdicts if judgement.fails(v)]
-    telling += [v for v in verdicts if v.status == "inconclusive" and v not in telling]
-    for verdict in telling[:TOLD]:
+    for verdict in telling[:MOST]:
         yield f"{verdict.line}{_name_moved(judgement, verdict)}", "verdicts"
-    if len(telling) > TOLD:
-        yield f"and {len(telling) - TOLD} more", "verdicts"
+    if len(telling) > MOST:
+        yield f"and {len(telling) - MOST} more", "verdicts"
 
 
 def _name_moved(judgement: Judgement, verdict: Verdict) -> str:
     """Name the samples that changed most, and where they are found."""
-    places = {name: f" ({place})" for name, place in judgement.places.items()}
-    named = ", ".join(name[:CHARACTERS] + places.get(name, "") for name in verdict.moved)
+    names = ((name[:CHARACTERS], judgement.places.get(name)) for name in verdict.moved)
+    named = ", ".join(f"{name} ({place})" if place else name for name, place in names)
     return f"; samples that changed most: {named}" if named else ""
 
 
 def brief_judgement(judgement: Judgement) -> Brief:
     """Return the outcome for a pull request: what fails first, and of that the gravest."""
-    written = [v for judged in _group_by_rule(judgement) for v in judged.written]
+    written = [v for group in group_by_rule(judgement) for v in group.written]
     written.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
     return Brief(
         title=_write_title(judgement),
@@ -255,27 +264,13 @@ def _write_reason(judgement: Judgement) -> str:
 
 
 def _name_row(judgement: Judgement, verdict: Verdict) -> tuple[str, str, str]:
-    said = f"{_choose_mark(judgement, verdict)} {verdict.status}"
-    return said, verdict.rule, verdict.reason or verdict.name
-
-
-def _group_by_rule(judgement: Judgement) -> Iterator[RuleVerdicts]:
-    rules: dict[str, list[Verdict]] = {}
-    for verdict in judgement.verdicts:
-        rules.setdefault(verdict.rule, []).append(verdict)
-    for rule, verdicts in rules.items():
-        telling = [
-            v
-            for v in verdicts
-            if len(verdicts) <= FEW or judgement.fails(v) or v.status not in ("pass", "unchanged")
-        ]
-        rest = Counter[str](v.status for v in verdicts if v not in telling)
-        yield RuleVerdicts(rule, tuple(verdicts), tuple(telling), rest)
+    status = f"{_choose_mark(judgement, verdict)} {verdict.status}"
+    return status, verdict.rule, verdict.reason or verdict.name
 
 
 def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
     """Sort many verdicts on one rule: those that fail first, then by the size of the change."""
-    if len(verdicts) <= TOLD:
+    if len(verdicts) <= MOST:
         return verdicts
     sign = 1 if parse_rule(verdicts[0].rule).op == "<=" else -1
 
@@ -300,10 +295,9 @@ def _write_figures(verdict: Verdict) -> str:
 
 def _tabulate(judgement: Judgement) -> Table:
     rows: list[tuple[str, ...]] = []
-    for judged in _group_by_rule(judgement):
-        rows += [(*_name_row(judgement, v), *v.texts.values()) for v in judged.written]
-        more = "more " if judged.written else ""
-        blank = ("",) * (len(COLUMNS) - 3)
-        rows += [(s, judged.rule, f"{n} {more}rows", *blank) for s, n in judged.rest.items()]
+    for group in group_by_rule(judgement):
+        rows += [(*_name_row(judgement, v), *v.texts.values()) for v in group.written]
+        more, blank = "more " * bool(group.written), ("",) * (len(COLUMNS) - 3)
+        rows += [(s, group.rule, f"{n} {more}rows", *blank) for s, n in group.others.items()]
     columns = (Column(label=name, meaning="", format=how) for name, how in COLUMNS.items())
     return Table("", tuple(columns), tuple(rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lipaudit.errors import InputError, UsageError, suggestion
@@ -17,23 +17,45 @@ from lipaudit.report.blocks import (
     Passage,
     Table,
 )
-from lipaudit.report.cells import UNMEASURED, format_significant, format_value, write_math
-from lipaudit.report.page.common import (
-    CHARACTERS,
-    SAMPLE,
-    add_place_column,
-    find_places,
+from lipaudit.report.cells import (
+    UNMEASURED,
     format_limits,
+    format_significant,
+    format_value,
+    write_math,
 )
-from lipaudit.report.page.opening import describe_gaps, list_facts, list_leading_notes
+from lipaudit.report.page.chapters import find_outline
+from lipaudit.report.page.facts import (
+    CHARACTERS,
+    describe_gaps,
+    find_places,
+    list_facts,
+    list_leading_notes,
+    name_sample,
+)
 from lipaudit.results import Column, Report
 from lipaudit.results.figures import finite, middle, order, wilson
 from lipaudit.results.report import Example
 from lipaudit.results.samples import FLAGS, is_repeat
-from lipaudit.results.summary import Accuracy, summary
-from lipaudit.results.trials import TrialKey, parse_column, parse_radius
+from lipaudit.results.trials import TrialKey, parse_column
 from lipaudit.results.worst import SHOWN as MOST
 from lipaudit.results.worst import broken, worst
+
+SAMPLE = Column(label="sample", meaning="Sample id.", format="s")
+PLACE = Column(label="place", meaning="Where the sample is found in the data.", format="s")
+
+
+def add_places(table: Table, places: Mapping[str, str]) -> Table:
+    """Shorten the ids of the column `SAMPLE`, and write beside each where the sample is found."""
+    at = table.columns.index(SAMPLE)
+    found = any(row[at] in places for row in table.rows)
+    rows = tuple(
+        (*r[:at], r[at][:CHARACTERS], *([places.get(r[at])] if found else []), *r[at + 1 :])
+        for r in table.rows
+    )
+    columns = (*table.columns[: at + 1], *([PLACE] if found else []), *table.columns[at + 1 :])
+    return replace(table, columns=columns, rows=rows)
+
 
 # Per-sample figures
 
@@ -105,7 +127,8 @@ class Figure:
         share = f"{sum(known) / len(known):.1%} yes"
         if parse_column(self.name)[0] not in SHARES:
             return share
-        return f"{share}, {format_limits(*wilson(int(sum(known)), len(known)))}"
+        ends = wilson(int(sum(known)), len(known))
+        return f"{share}, {format_limits(*ends, Column('', '', format='.1%'))}"
 
 
 def list_figures(report: Report) -> list[Figure]:
@@ -183,10 +206,7 @@ def require_samples(report: Report) -> None:
 # Pictures and tokens
 
 
-DRAWN = (
-    "Pictures of them and of what attacks made of them: in the html format, or of one, "
-    "lipaudit inspect REPORT SAMPLE -o sample.png."
-)
+DRAWN = "The html format has the pictures, and what attacks made of them."
 SHADES = {
     "margin": Column(
         label="share of the gradient",
@@ -219,7 +239,7 @@ def list_passages(report: Report, names: Sequence[str]) -> list[Passage]:
     kept = section.gradients if section else {}
     return [
         Passage(
-            _name_sample(report, name),
+            name_sample(name, report.found("place")),
             kept[name].tokens,
             kept[name].shares,
             SHADES[kept[name].of],
@@ -229,11 +249,6 @@ def list_passages(report: Report, names: Sequence[str]) -> list[Passage]:
         for name in names
         if name in kept
     ]
-
-
-def _name_sample(report: Report, sample: str) -> str:
-    """Return the beginning of the id of a sample, and where it is found."""
-    return ", ".join(filter(None, (sample[:CHARACTERS], report.found("place").get(sample))))
 
 
 def _make_item(report: Report, sample: str, example: Example) -> Item:
@@ -247,7 +262,7 @@ def _make_item(report: Report, sample: str, example: Example) -> Item:
     )
     became = [f'the text became "{example.text}"'] if example.text else []
     return Item(
-        title=_name_sample(report, sample),
+        title=name_sample(sample, report.found("place")),
         pictures=tuple(pair for pair in pictures if pair[1]),
         lines=(
             f"true class {true}: score {before[0]:.0%} became {after[0]:.0%}",
@@ -257,38 +272,21 @@ def _make_item(report: Report, sample: str, example: Example) -> Item:
     )
 
 
-def find_portrait(report: Report, sample: str) -> Item | Passage:
-    """Return the pictures of a sample, or its tokens.
-
-    Raises:
-        InputError: the report keeps neither of it.
-    """
-    shown: list[Item | Passage] = []
-    items = (item for block in make_gallery(report, [sample]) for item in block.items)
-    shown += [item for item in items if item.pictures]
-    shown += list_passages(report, [sample])
-    if shown:
-        return shown[0]
-    advice = (
-        "A report keeps, of the ten worst samples, pictures of those that an attack broke and the "
-        "tokens of texts that jacobian measured: lipaudit inspect REPORT names them."
-    )
-    raise InputError(f"the report keeps no picture of sample {sample[:CHARACTERS]}", advice)
-
-
 # The worst samples, and the page of one
 
 
 SHOWN = (
     ("certify", "radius"),
     ("jacobian", "norm"),
+    ("jacobian", "position"),
+    ("jacobian", "loss"),
     ("jacobian", "margin"),
     ("jacobian", "radius_first_order"),
 )
 """Per-sample columns, by section, in the table of the worst samples."""
 RANKED = {
-    "norm": "those with the largest ||J||",
-    "radius": "those of which the smallest balls are certified",
+    "norm": "largest ||J||",
+    "radius": "smallest certified radius",
 }
 """Order of samples that are broken in equally many balls: by the first of these columns that the
 report has."""
@@ -319,7 +317,7 @@ def tabulate_worst(report: Report) -> Table:
         rows.append((sample, ", ".join(smallest.values()) or None, *figures))
     columns = (SAMPLE, BROKEN, *(f.column for f in kept))
     table = Table("The worst samples", columns, tuple(rows))
-    return add_place_column(table, find_places(report))
+    return add_places(table, find_places(report))
 
 
 def show_worst(report: Report) -> tuple[Block, ...]:
@@ -337,31 +335,12 @@ def show_worst(report: Report) -> tuple[Block, ...]:
 
 
 def _describe_order(report: Report) -> str:
-    """Say how many samples are broken, and which come first; nothing where that is not known."""
-    accuracy, fallen = summary(report).accuracy, broken(report)
-    clean = next((each for each in accuracy if each.kind == "clean"), None)
-    said = []
-    right = round(clean.share * clean.samples) if clean else 0
-    wrong = clean.samples - right if clean else 0
-    tried = [each for each in accuracy if each.kind == "attacked"]
-    if clean and tried:
-        last = f"; wrong without, and last: {wrong}" * (wrong > 0)
-        counts = [f"{_count_broken(fallen, each)} in {each.ball}" for each in tried]
-        said.append(f"Of the {right} right samples attacks broke {', '.join(counts)}{last}.")
-    elif wrong:
-        said.append(f"Wrong, and last: {wrong}.")
-    first = ["those broken in most balls"] if fallen else []
+    """Say which samples come first; nothing if no figure ranks them."""
     columns = {name for section in report.sections for name in section.samples}
+    first = ["samples broken in most balls"] if broken(report) else []
     first += [text for column, text in RANKED.items() if column in columns][:1]
-    if first:
-        said.append(f"First stand {', then '.join(first)}.")
-    return write_math(" ".join(said))
-
-
-def _count_broken(fallen: Mapping[str, set[TrialKey]], tried: Accuracy) -> int:
-    """Count the distinct samples that are broken in a ball, as its row counts them."""
-    ball = TrialKey("", tried.norm, parse_radius(tried.eps))
-    return sum(ball in balls for name, balls in fallen.items() if not is_repeat(name))
+    last = "; misclassified samples are last" if "correct" in columns else ""
+    return write_math(f"Sorted by: {', then '.join(first)}{last}.") if first else ""
 
 
 def make_overview(report: Report, name: str) -> Document:
@@ -371,7 +350,9 @@ def make_overview(report: Report, name: str) -> Document:
         f"lipaudit inspect {name} SAMPLE shows one of {len(list_known(report))}: its id or place."
     )
     facts = [fact for fact in list_facts(report) if fact[0] in ("model", "data")]
-    chapter = Chapter("worst", "Samples", (*show_worst(report), Paragraph(more)))
+    chapter = Chapter(
+        "worst", "Which samples are the least robust?", (*show_worst(report), Paragraph(more))
+    )
     return _make_document(report, "samples", facts, [chapter])
 
 
@@ -397,8 +378,8 @@ def inspect_sample(report: Report, sample: str) -> Document:
         ]
         if of:
             rows = tuple(figure.cells(sample) for figure in of if figure.values[sample] != "")
-            table = Table("", FIGURES, rows)
-            chapters.append(Chapter(section.measure, section.title, (table,)))
+            title = find_outline(section.measure).question
+            chapters.append(Chapter(section.measure, title, (Table("", FIGURES, rows),)))
     drawn = (
         Chapter("pictures", "Pictures", tuple(make_gallery(report, [sample]))),
         Chapter("tokens", "Tokens", tuple(list_passages(report, [sample]))),

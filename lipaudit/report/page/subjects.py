@@ -11,8 +11,8 @@ from lipaudit.report.formats import Form, Subject
 
 if TYPE_CHECKING:
     from lipaudit.gate import Comparison, Judgement
-    from lipaudit.report.blocks import Document, Passage
-    from lipaudit.report.pictures import Curve, Density
+    from lipaudit.report.blocks import Document
+    from lipaudit.report.pictures import Picture
     from lipaudit.results import Report
 
 RANKED: frozenset[Form] = frozenset({"page", "brief", "record", "frame"})
@@ -40,7 +40,7 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
 def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
     from lipaudit.report import records
     from lipaudit.report.page.document import make_page, make_screen
-    from lipaudit.report.page.opening import brief_report
+    from lipaudit.report.page.scorecard import brief_report
 
     subject: dict[Form, Callable[[], Any]] = {
         "page": cache(lambda: make_page(report)),
@@ -57,15 +57,11 @@ def _of_several(reports: Sequence[Report], by: str | None) -> dict[Form, Callabl
     from lipaudit.gate import rank
     from lipaudit.report import records
     from lipaudit.report.page.document import make_page, make_ranking_screen
-    from lipaudit.report.page.ranking import (
-        brief_ranking,
-        make_leading_chapters,
-        make_ranking_chapter,
-    )
+    from lipaudit.report.page.ranking import brief_ranking, make_ranking_chapter
 
     ranking = cache(lambda: rank(reports, by))
     return {
-        "page": cache(lambda: make_page(*reports, lead=make_leading_chapters(ranking()))),
+        "page": cache(lambda: make_page(*reports, lead=[make_ranking_chapter(ranking())])),
         "screen": lambda: make_ranking_screen(reports, make_ranking_chapter(ranking())),
         "record": ranking,
         "brief": lambda: brief_ranking(ranking(), reports),
@@ -97,7 +93,6 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
     one = samples.choose_sample(report, sample)
     return {
         "page": lambda: samples.inspect_sample(report, one),
-        "picture": lambda: (samples.find_portrait(report, one),),
         "record": lambda: samples.record_sample(report, one),
     }
 
@@ -105,7 +100,6 @@ def of_sample(report: Report, name: str, sample: str | None) -> Subject:
 def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     """Show the changes between reports, then the reports side by side."""
     from lipaudit.report import records
-    from lipaudit.report.page.common import find_places
     from lipaudit.report.page.comparison import (
         brief_comparison,
         make_chapters,
@@ -113,6 +107,7 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
         open_comparison,
     )
     from lipaudit.report.page.document import make_page
+    from lipaudit.report.page.facts import find_places
 
     @cache
     def page() -> Document:
@@ -142,17 +137,18 @@ def of_judgement(judgement: Judgement) -> Subject:
     }
 
 
-def _pictures(reports: Sequence[Report]) -> list[tuple[Density | Curve | Passage, ...]]:
+def _pictures(reports: Sequence[Report]) -> list[tuple[Picture, ...]]:
     """Return the attention maps or rows of each report that has any."""
-    from lipaudit.report.page.heads import draw_attention
+    from lipaudit.report.page.attention import draw_attention
+    from lipaudit.report.pictures import Picture
 
-    sections = [report.section("attention") for report in reports]
-    return [
-        blocks for section in sections if section and (blocks := tuple(draw_attention(section)))
-    ]
+    sections = [section for report in reports if (section := report.section("attention"))]
+    drawn = (tuple(draw_attention({"": section})) for section in sections)
+    kept = (tuple(b for b in blocks if isinstance(b, Picture)) for blocks in drawn)
+    return [blocks for blocks in kept if blocks]
 
 
-def _picture(reports: Sequence[Report]) -> tuple[Density | Curve | Passage, ...]:
+def _picture(reports: Sequence[Report]) -> tuple[Picture, ...]:
     pictures = _pictures(reports)
     if len(pictures) != 1:
         raise UsageError(

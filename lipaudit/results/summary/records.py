@@ -9,8 +9,8 @@ from lipaudit.results.rows import ATTACK_TABLE, CERTIFY_TABLE
 
 KINDS = {
     "clean": ("clean accuracy", ATTACK_TABLE.columns["clean"]),
-    "attacked": ("under attack", ATTACK_TABLE.columns["robust"]),
-    "certified": ("certified", CERTIFY_TABLE.columns["certified"]),
+    "attacked": ("robust accuracy", ATTACK_TABLE.columns["robust"]),
+    "certified": ("certified accuracy", CERTIFY_TABLE.columns["certified"]),
 }
 """The label and the column of each kind of accuracy."""
 

@@ -1,0 +1,384 @@
+"""What the chapter of each section shows: a question, a sentence, and a list of views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+
+from lipaudit.report.blocks import Table, make_table
+from lipaudit.report.cells import write_math
+from lipaudit.report.page.attention import count_ratios, draw_attention, draw_joints
+from lipaudit.report.page.views import (
+    FIT,
+    HEAD,
+    MODEL,
+    TOP,
+    Sections,
+    View,
+    count_samples,
+    find_columns,
+    group_rows,
+    make_series,
+    map_column,
+    pair_points,
+    pick_largest,
+    read_rows,
+    scatter_samples,
+    spread_columns,
+    tabulate,
+    view_unknown,
+)
+from lipaudit.report.pictures import Curve, Scatter, Series
+from lipaudit.results import Column, Row, layouts
+from lipaudit.results.bounds import ranked
+from lipaudit.results.figures import finite, log10_ratio
+from lipaudit.results.trials import COSTS, WORST
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a chapter shows.
+
+    Attributes:
+        question: its heading.
+        about: what its figures are, in a sentence.
+        views: what is shown of one report.
+        several: what is shown of several; by default the same.
+        whole: whether the views show every row and every column.
+    """
+
+    question: str
+    about: str = ""
+    views: tuple[View, ...] = (view_unknown,)
+    several: tuple[View, ...] = ()
+    whole: bool = False
+
+
+# Bounds beside exact norms
+
+
+def format_ratio(logarithm: float | None) -> float | str | None:
+    """Return 10 to a power as a cell; text where it is too large for a number."""
+    if logarithm is None:
+        return None
+    return 10**logarithm if logarithm < 300 else f"1e{logarithm:.0f}×"
+
+
+def list_steepest(sections: Sections) -> Iterator[Table]:
+    """List the heads with the largest exact norms, and each bound as a multiple of the norm."""
+    columns = find_columns(sections)
+    rows = pick_largest([row for s in sections.values() for row in read_rows(s)], "exact")
+    multiples = {
+        b.name: [format_ratio(log10_ratio(row, b.name)) for row in rows] for b in ranked()
+    }
+    inputs = [row.input for row in rows]
+    yield make_table(
+        "Most amplifying heads; each bound as a multiple of the exact norm",
+        [
+            (HEAD, [row.head for row in rows]),
+            *([(columns["input"], inputs)] if {*inputs} - {"", "one input"} else []),
+            (columns["exact"], [row.exact for row in rows]),
+            *(
+                (replace(columns[name], unit="×"), values)
+                for name, values in multiples.items()
+                if any(value is not None for value in values)
+            ),
+        ],
+    )
+
+
+TIGHTNESS = (
+    Column(label="bound", meaning="Name of the upper bound.", format="s"),
+    Column(label="status", meaning="How far it is proven.", format="s"),
+    Column(label="holds", meaning="Where it holds.", format="s"),
+    Column(label="heads", meaning="Heads with this bound.", format="d"),
+    Column(label="median", meaning="Of bound / exact; 1 is tight.", unit="×", domain=""),
+    Column(label="largest", meaning="Of bound / exact.", unit="×", domain=""),
+)
+
+
+def list_tightness(sections: Sections) -> Iterator[Table]:
+    """List how many times each bound is above the exact norm."""
+    columns = find_columns(sections)
+    rows, lines = [row for s in sections.values() for row in read_rows(s)], []
+    for bound in ranked():
+        known, column = finite(log10_ratio(row, bound.name) for row in rows), columns[bound.name]
+        ends = [format_ratio(reduce(known)) if known else None for reduce in (median, max)]
+        lines.append((column.label, column.status, write_math(column.domain), len(known), *ends))
+    yield Table("Tightness over all heads: bound / exact", TIGHTNESS, tuple(lines))
+
+
+def scatter_bounds(sections: Sections) -> Iterator[Scatter]:
+    """Set every bound of every head over its exact norm: no point may be below y = x."""
+    columns = find_columns(sections)
+    rows = [row for section in sections.values() for row in read_rows(section)]
+    exact, names = [row.exact for row in rows], [f"head {row['head']}" for row in rows]
+    series: list[Series] = []
+    for bound in ranked():
+        series += pair_points(bound.label, exact, [row[bound.name] for row in rows], names)
+    if series:
+        limit = Column(label="bound", meaning="Upper bound.", status="bound")
+        title = "Upper bounds over the exact norm, per head"
+        yield Scatter(title, columns["exact"], limit, tuple(series))
+
+
+# Accuracy under attack
+
+
+def draw_accuracies(sections: Sections) -> Iterator[Curve]:
+    """Draw accuracy over the radius: a line per attack, of several reports one each."""
+    columns, several = find_columns(sections), "" not in sections
+    rows = [
+        row.replace(line=label if several else row.attack)
+        for label, section in sections.items()
+        for row in read_rows(section)
+        if not several or row.attack == WORST
+    ]
+    for norm, group in group_rows(rows, lambda row: str(row.norm)).items():
+        series = []
+        for name, line in group_rows(group, lambda row: str(row.line)).items():
+            start = Row({"eps": 0.0, "robust": line[0].clean})  # no attack is a ball of radius 0
+            series.append(make_series(name, [*line, start], "eps", "robust"))
+        kept = tuple(each for each in series if len(each.x) > 1)
+        ticks = {"0": 0.0} | {row.eps_text: row.eps for row in group}
+        accuracy = replace(columns["robust"], label="accuracy")
+        if kept:
+            yield Curve(
+                f"Accuracy under attack, {norm}", columns["eps"], accuracy, kept, ticks=ticks
+            )
+
+
+# Norms over the length of the sequence
+
+
+LINES = 5
+"""At most so many heads or layers are drawn in one picture, spread evenly."""
+MODES = {
+    "real": "On data: norms over the length",
+    "split": "On data, every token duplicated",
+    "adversarial": "At worst-case tokens",
+    "ascent": "At the best tokens of an ascent",
+}
+
+
+def name_line(row: Row) -> str:
+    """Name what was measured, with its radius R unless the data set it."""
+    chosen = row.mode in ("adversarial", "ascent") and row.radius is not None
+    masked = ", masked" * bool(row.masked)
+    return f"{row['head']}{masked}" + (f", R = {row['radius']:.3g}" if chosen else "")
+
+
+def list_lengths(sections: Sections) -> Iterator[Table]:
+    """List the norms on data: a row per head or layer, a column per length."""
+    columns, several = find_columns(sections), "" not in sections
+    rows = [
+        row.replace(model=label)
+        for label, section in sections.items()
+        for row in read_rows(section)
+        if row.mode == "real"
+    ]
+    lines = group_rows(rows, lambda row: f"{row['head']} {row['model']}")
+    firsts = [line[0] for line in lines.values()]
+    norms = [{row.n: row.norm for row in line} for line in lines.values()]
+    shown = [
+        (HEAD, [row.head for row in firsts]),
+        *([(MODEL, [row.model for row in firsts])] if several else []),
+        (columns["radius"], [row.radius for row in firsts]),
+        *(
+            (replace(columns["norm"], label=f"n={n}"), [each.get(n) for each in norms])
+            for n in sorted({row.n for row in rows})
+        ),
+    ]
+    if lines:
+        yield make_table("On data: median norms by length", shown, keys=1 + several)
+
+
+def draw_lengths(sections: Sections) -> Iterator[Curve]:
+    """Draw norms over the length n beside the slopes of n^(1/4) and n^(1/2), by mode."""
+    columns = find_columns(sections)
+    rows = [
+        row.replace(line=f"{label} {name_line(row)}".strip())
+        for label, section in sections.items()
+        for row in read_rows(section)
+        if any(value > 0 for value in finite([row.norm]))
+    ]
+    for mode, title in MODES.items():
+        lines = group_rows((row for row in rows if row.mode == mode), lambda row: str(row.line))
+        names = list(lines)
+        if len(names) > LINES:
+            names = [names[round(i * (len(names) - 1) / (LINES - 1))] for i in range(LINES)]
+        series = [make_series(name, lines[name], "n", "norm") for name in names]
+        if series:
+            start, end = min(s.x[0] for s in series), max(s.x[-1] for s in series)
+            first = series[0].y[0]
+            guides = [
+                Series(
+                    f"n^{text}", (start, end), (first, first * (end / start) ** power), guide=True
+                )
+                for text, power in (("1/4", 0.25), ("1/2", 0.5))
+            ]
+            yield Curve(title, columns["n"], columns["norm"], (*series, *guides), log=True)
+
+
+def draw_radii(sections: Sections) -> Iterator[Curve]:
+    """Draw norms at worst-case tokens over their radius R, at one length."""
+    columns = find_columns(sections)
+    rows = [row for s in sections.values() for row in read_rows(s) if row.mode == "radius"]
+    lines = group_rows(rows, lambda row: f"{name_line(row)}, n = {row['n']}")
+    series = [make_series(name, line, "radius", "norm") for name, line in [*lines.items()][:LINES]]
+    if any(each.x for each in series):
+        title = "Worst-case tokens over the radius"
+        yield Curve(title, columns["radius"], columns["norm"], tuple(series), log=True)
+
+
+# Norms at each position of a text
+
+
+def list_positions(sections: Sections) -> Iterator[Table]:
+    """List the positions with the largest norms over the texts that have them."""
+    for section in sections.values():
+        if "positions" not in section.arrays:
+            continue
+        norms = map(finite, section.arrays["positions"].numpy().T.tolist())
+        known = [(i, len(v), median(v), max(v)) for i, v in enumerate(norms) if v]
+        shown = known if len(known) <= FIT else sorted(known, key=lambda row: -row[3])[:TOP]
+        of = section.columns
+        columns = (section.sample_column("position"), of["samples"], of["median"], of["max"])
+        yield Table("Norms by position", columns, tuple(shown))
+
+
+FRAGILE: tuple[str, ...] = (
+    "intermediate",
+    "uniform",
+    "categorical",
+    "g1",
+    "g1_max",
+    "softmax_norm",
+    "g1_ratio",
+    "support",
+)
+QUANTILES = ("norm", "mean", "median", "p95", "max", "within", "samples", "converged")
+
+OUTLINES: dict[str, Outline] = {
+    "bounds": Outline(
+        "Which heads amplify a small change most?",
+        "Exact norm ‖J‖ of each head: by how much a small change of the head's own input can grow "
+        "in its output, median over the samples. Later layers may shrink the change again.",
+        (
+            map_column("exact", "Exact ‖J‖ of every head"),
+            list_steepest,
+            list_tightness,
+            scatter_bounds,
+        ),
+        (spread_columns("exact", "sharp", "sharp_ratio_max", "p_norm"),),
+    ),
+    "bounds.layers": Outline(
+        "How much do whole layers amplify?",
+        "The same norm for all heads of a layer together.",
+        (
+            tabulate(
+                names=("exact", "exact_out", "within", "sharp_rss", "sharp_sum", "theorem3_sum")
+            ),
+        ),
+    ),
+    "bounds.ball": Outline(
+        "How large can the norm of a head get near the samples?",
+        "In a ball of radius r around a sample's tokens: the largest norm that a search found, "
+        "and proven upper bounds.",
+        (tabulate(keys=("head", "r")),),
+        whole=True,
+    ),
+    "attention": Outline(
+        "Where is attention fragile?",
+        "An attention row is fragile (intermediate) if it is neither flat nor one-hot: the "
+        "softmax then reacts most to a small change.",
+        (
+            map_column("intermediate", "Share of rows in the intermediate (fragile) regime"),
+            tabulate("Most intermediate heads", FRAGILE, keys=("head",), by="intermediate"),
+            tabulate(
+                "Strongest sinks",
+                ("sink_max", "sink_token", "sink_first", "entropy_normalized"),
+                keys=("head",),
+                by="sink_max",
+                most=5,
+            ),
+            count_ratios,
+            draw_joints,
+            draw_attention,
+        ),
+        (
+            spread_columns("g1", "intermediate", "gk_ratio", "softmax_norm", "entropy"),
+            count_ratios,
+            draw_joints,
+            draw_attention,
+        ),
+    ),
+    "jacobian": Outline(
+        "How sensitive is the whole model?",
+        "Jacobian norm ‖J‖: by how much a small change of a sample can grow in the model's "
+        "output, in the worst direction.",
+        (
+            tabulate("Over the samples", QUANTILES, keys=("from", "to", "module", "norm")),
+            count_samples("norm"),
+            list_positions,
+        ),
+    ),
+    "attack": Outline(
+        "Which attacks succeed?",
+        "Share of the samples that stay right under each attack, with 95 % limits. A stronger "
+        "attack can only lower it.",
+        (
+            tabulate(
+                "Accuracy under attack",
+                ("samples", "clean", "robust", *COSTS),
+                keys=("attack", "norm", "eps_text"),
+                strong=WORST,
+            ),
+            draw_accuracies,
+        ),
+    ),
+    "certify": Outline(
+        "What is proven?",
+        "The true robust accuracy is between what is certified and what attacks left (robust).",
+        (
+            tabulate(
+                "Robust accuracy: certified from below, attacked from above",
+                ("samples", "clean", "certified", "robust", "undecided"),
+                keys=("norm", "eps_text"),
+            ),
+            scatter_samples(
+                "Certified over adversarial radius, per sample", "radius_adversarial", "radius"
+            ),
+        ),
+    ),
+    "certify.radius": Outline(
+        "How far around a sample is its class proven?",
+        "Radii of the balls around correctly classified samples.",
+        (tabulate(keys=("norm",)),),
+        whole=True,
+    ),
+    "scaling": Outline(
+        "How do norms grow with the length of the sequence?",
+        "n is the number of tokens. Dotted lines are slopes to compare with.",
+        (list_lengths, draw_lengths, draw_radii),
+    ),
+    "scaling.fit": Outline(
+        "By which power of the length do norms grow?",
+        "norm = c n^a: [C24] finds a near 1/4 on text; 1/2 is the worst case.",
+        (tabulate(keys=("head", "mode", "radius")),),
+        whole=True,
+    ),
+    "scaling.split": Outline(
+        "Does duplicating tokens help an attack?",
+        "The largest change of a head's output that a move of the tokens can cause, and the same "
+        "with every token duplicated first.",
+        whole=True,
+    ),
+}
+
+
+def find_outline(measure: str) -> Outline:
+    """Return what the chapter of a section shows; of a plug-in's, what its columns say."""
+    layout = layouts().get(measure)
+    return OUTLINES.get(measure) or Outline((layout and layout.title) or measure, whole=True)

@@ -1,0 +1,125 @@
+"""What was audited and how, what is missing, and the notes on all figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lipaudit.results import Note, Report
+from lipaudit.results.summary import shared, summary
+
+CHARACTERS = 12
+"""Characters of a sample's id that are written: enough to tell samples apart."""
+LETTERS = 40
+"""Letters of a text that are written behind its place."""
+LISTED = 6
+"""Words in which notes differ that are written out."""
+
+
+def list_facts(report: Report) -> tuple[tuple[str, str], ...]:
+    """Return what was audited and how, by name."""
+    run, model, data = report.run, report.run.model, report.run.data
+    commits = [
+        (f"{name} commit", f"{source.commit[:12]} ({source.revision})")
+        for name, source in (("model", model), ("data", data))
+        if source.commit
+    ]
+    part = f", {report.shard.name}" if report.shard else ""
+    return (
+        ("model", f"{model.spec} ({model.source}, {model.architecture})"),
+        ("weights", f"{model.parameters:,} parameters, sha256 {model.weights_sha256[:16]}"),
+        ("data", f"{data.spec}, {data.samples} samples, suite {data.suite_id[:16]}"),
+        *commits,
+        ("run", f"{run.device}, {run.dtype}, seed {run.seed}, {run.created}"),
+        ("command", run.command),
+        ("status", f"{report.status}{part}"),
+        *([("reason", run.reason)] if run.reason else []),
+    )
+
+
+def describe_gaps(report: Report) -> str:
+    """Describe what is missing from a report; empty if it is complete."""
+    lacks = []
+    if report.shard is not None:
+        lacks.append(
+            f"this is {report.shard.name}, with some of the samples. Join the shards with "
+            "lipaudit merge."
+        )
+    if report.failures:
+        failed = "; ".join(f"{name} failed: {f.reason}" for name, f in report.failures.items())
+        lacks.append(f"{failed}. The other measures are complete.")
+    if report.unmeasured:
+        left = ", ".join(f"{name} ({count})" for name, count in report.unmeasured.items())
+        lacks.append(f"the time limit ended the run before some samples were measured: {left}.")
+    elif report.status != "complete" and not report.failures:
+        lacks.append("the run was cut short.")
+    return " ".join(lacks)
+
+
+# Samples
+
+
+def find_places(report: Report) -> dict[str, str]:
+    """Return where each sample is found: its place, and of a text how it begins."""
+    texts = report.found("text")
+    begins = {name: f' "{text[:LETTERS]}"' for name, text in texts.items()}
+    return {name: place + begins.get(name, "") for name, place in report.found("place").items()}
+
+
+def name_sample(sample: str, places: Mapping[str, str]) -> str:
+    """Name a sample by the beginning of its id, and where it is found."""
+    return ", ".join(filter(None, (sample[:CHARACTERS], places.get(sample))))
+
+
+# Notes
+
+
+def list_shared_notes(report: Report) -> list[Note]:
+    """Return the notes that all measures share; of a report of one measure its warnings."""
+    measures = [s for s in report.sections if "." not in s.measure]
+    return [n for n in shared(report) if n.level == "warning" or len(measures) > 1]
+
+
+def list_leading_notes(report: Report) -> tuple[Note, ...]:
+    """Return every warning, then the notes that all measures share."""
+    warnings = [
+        Note(level="warning", code=w.code, text=f"{w.measure}: {w.text}" if w.measure else w.text)
+        for w in summary(report).warnings
+    ]
+    return merge_notes([*warnings, *list_shared_notes(report)])
+
+
+def merge_notes(notes: Iterable[Note]) -> tuple[Note, ...]:
+    """Write notes that differ in one word as one, with these words side by side.
+
+    >>> texts = ("no castin for 12 heads", "no hu for 12 heads", "12 heads are numerical")
+    >>> [n.text for n in merge_notes(Note(level="info", code="head", text=t) for t in texts)]
+    ['no castin, hu for 12 heads', '12 heads are numerical']
+    """
+    groups: list[list[Note]] = []
+    for note in dict.fromkeys(notes):
+        group = next((g for g in groups if _find_difference([*g, note]) is not None), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(note)
+    return tuple(map(_join_notes, groups))
+
+
+def _find_difference(notes: Sequence[Note]) -> int | None:
+    """Return which word alone differs; None if the notes are not alike."""
+    texts = [note.text.split(" ") for note in notes]
+    if len({(note.level, note.code, len(t)) for note, t in zip(notes, texts, strict=True)}) > 1:
+        return None
+    places = [i for i, words in enumerate(zip(*texts, strict=True)) if len(set(words)) > 1]
+    return places[0] if len(places) == 1 else None
+
+
+def _join_notes(notes: Sequence[Note]) -> Note:
+    place = _find_difference(notes)
+    if place is None:
+        return notes[0]
+    words = notes[0].text.split(" ")
+    each = [note.text.split(" ")[place] for note in notes]
+    plain = [word.rstrip(",:;") for word in each]
+    more = f", ... ({len(each)} in all)" if len(each) > LISTED else ""
+    words[place] = ", ".join(plain[:LISTED]) + more + each[-1].removeprefix(plain[-1])
+    return notes[0].model_copy(update={"text": " ".join(words)})

@@ -1,0 +1,264 @@
+"""The scorecard of a report, the answer in a sentence, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lipaudit.report.blocks import Banner, Brief, Line, Scorecard, list_scores
+from lipaudit.report.cells import (
+    describe_standing,
+    format_limits,
+    format_significant,
+    format_value,
+)
+from lipaudit.report.page.facts import (
+    CHARACTERS,
+    describe_gaps,
+    find_places,
+    list_leading_notes,
+    name_sample,
+)
+from lipaudit.results import (
+    ATTENTION_TABLE,
+    BOUNDS_TABLE,
+    JACOBIAN_TABLE,
+    RADII_TABLE,
+    Column,
+    Report,
+)
+from lipaudit.results.figures import order
+from lipaudit.results.summary import KINDS, Accuracy, Summary, summary
+from lipaudit.results.worst import worst
+
+FEWEST = 20
+"""With fewer samples the 95th percentile is between the two largest norms, and is not shown."""
+RATIO = Column(label="bound / exact", meaning="1 is tight.", unit="×", domain="")
+
+
+def make_scorecard(report: Report) -> Scorecard | None:
+    """Make the scorecard of a report; None if no section has a figure for it."""
+    known = summary(report)
+    lines = (
+        *(_write_accuracy(each, report) for each in known.accuracy),
+        *_list_radii(known),
+        *_list_norms(known, report),
+        *_list_heads(known, report),
+        *_list_fragile(known, report),
+        *_list_bounds(known),
+    )
+    return Scorecard(lines) if lines else None
+
+
+def brief_report(report: Report) -> Brief:
+    """Return the scorecard for a pull request: state, data and warnings, then the figures."""
+    card, missing = make_scorecard(report), describe_gaps(report)
+    lines, marks = list_scores(card) if card else ([], [])
+    state = f"PARTIAL: {missing}" if missing else "complete"
+    return Brief(
+        title=f"lipaudit: {report.run.model.spec}",
+        remarks=(
+            f"{report.run.data.samples} samples of {report.run.data.spec}; {state}",
+            *(f"{note.level}: {note.text}" for note in list_leading_notes(report)),
+            *(["; ".join(marks)] if marks else []),
+        ),
+        heads=("", "", ""),
+        rows=tuple(line[:3] for line in lines),
+        align="lrl",
+    )
+
+
+def name_accuracy(kind: str, ball: str) -> str:
+    """Name a kind of accuracy, in a ball: robust accuracy, linf 2/255."""
+    return ", ".join(filter(None, (KINDS[kind][0], ball)))
+
+
+def _write_accuracy(accuracy: Accuracy, report: Report) -> Line:
+    column, tried = KINDS[accuracy.kind][1], ", ".join(accuracy.attacks)
+    ends = accuracy.low, accuracy.high
+    limits = "" if None in ends else format_limits(order(ends[0]), order(ends[1]), column)
+    texts = [
+        f"95 % CI {limits}" if limits else "",
+        f"worst of {tried}" if len(accuracy.attacks) > 1 else tried,
+        "" if tried else f"{accuracy.samples} samples",
+        f"{accuracy.undecided} undecided" if accuracy.undecided else "",
+    ]
+    command = _suggest_hardening(accuracy, report)
+    left = format_value(accuracy.share, column)
+    aim = f"Train against attacks: at {accuracy.ball} they leave {left} of the samples right."
+    return Line(
+        name_accuracy(accuracy.kind, accuracy.ball),
+        accuracy.share,
+        column,
+        ", ".join(filter(None, texts)),
+        command,
+        aim if command else "",
+    )
+
+
+def list_broken(known: Summary) -> list[Accuracy]:
+    """Return the accuracies under attack that are below clean accuracy beyond chance."""
+    least = [order(each.low) for each in known.accuracy if each.kind == "clean"]
+    attacked = [each for each in known.accuracy if each.kind == "attacked"]
+    return [a for a in attacked if a.high is not None and any(a.high < low for low in least)]
+
+
+def _suggest_hardening(accuracy: Accuracy, report: Report) -> str:
+    """Return the training on the smallest L-inf ball in which attacks surely break images."""
+    broken = [each for each in list_broken(summary(report)) if each.norm == "linf"]
+    if "size" not in report.run.preprocess or broken[:1] != [accuracy]:
+        return ""
+    return _write_training(report, "--adversarial", "pgd", "--eps", accuracy.eps)
+
+
+def _write_training(report: Report, *options: str) -> str:
+    data = [] if report.run.model.source == "demo" else ["--data", "TRAIN"]
+    return shlex.join(["lipaudit", "train", report.run.model.spec, *options, *data])
+
+
+def _list_radii(known: Summary) -> Iterator[Line]:
+    if radii := known.radii:
+        column = RADII_TABLE.columns["radius"]
+        ends = [order(each) for each in (radii.low, radii.high) if each is not None]
+        nearest = format_value(radii.adversarial, column)
+        texts = [
+            f"95 % CI {format_limits(ends[0], ends[1], column)}" if ends else "",
+            f"median of {radii.samples} samples",
+            "" if radii.adversarial is None else f"nearest adversarial {nearest}",
+        ]
+        label = f"certified radius, {radii.norm}"
+        yield Line(label, radii.median, column, ", ".join(filter(None, texts)))
+
+
+def _list_norms(known: Summary, report: Report) -> Iterator[Line]:
+    if (norms := known.norms) is None:
+        return
+    column = JACOBIAN_TABLE.columns["median"]
+    kind = "" if norms.norm == "2" else f", norm {norms.norm}"
+    sample = f" (sample {name_sample(norms.sample, find_places(report))})" if norms.sample else ""
+    text = f"{norms.start} to {norms.end}{kind}, {norms.samples} samples"
+    if norms.samples == 1:
+        yield Line("model sensitivity, ‖J‖", norms.max, column, text[:-1] + sample)
+        return
+    p95, most = (format_value(each, column) for each in (norms.p95, norms.max))
+    tail = f"p95 {p95}, " if norms.samples >= FEWEST else ""
+    text = f"{text}; {tail}largest {most}{sample}"
+    yield Line("model sensitivity, median ‖J‖", norms.median, column, text)
+
+
+def _list_heads(known: Summary, report: Report) -> Iterator[Line]:
+    if heads := known.heads:
+        first, *others = heads.steepest
+        text = f"head {first.layer}.{first.head}"
+        if others:
+            named = (f"{h.layer}.{h.head} ({format_significant(h.exact)})" for h in others)
+            text += f"; next {', '.join(named)}; median head {format_significant(heads.median)}"
+        text += _count_measured(report, "bounds")
+        column = BOUNDS_TABLE.columns["exact"]
+        yield Line("steepest attention head, ‖J‖", first.exact, column, text)
+
+
+def _list_fragile(known: Summary, report: Report) -> Iterator[Line]:
+    if fragile := known.fragile:
+        column = replace(ATTENTION_TABLE.columns["intermediate"], format=".0%")
+        text = f"mean of {fragile.of} heads, more than half in {fragile.heads}"
+        if fragile.k is not None:
+            text += f"; most others near {fragile.side}"
+        text += _count_measured(report, "attention")
+        command = _suggest_penalty(known, report)
+        aim = "Train against fragile rows, then attack the result: few fragile rows are no proof."
+        label = "fragile attention rows"
+        yield Line(label, fragile.share, column, text, command, aim if command else "")
+
+
+def _count_measured(report: Report, measure: str) -> str:
+    """Say at how many samples, if a measure took fewer than the report has."""
+    section = report.section(measure)
+    count = len(section.ids) if section else 0
+    return f"; at {count} samples" if 0 < count < report.run.data.samples else ""
+
+
+def _suggest_penalty(known: Summary, report: Report) -> str:
+    """Return the training that lowers the share; nothing for a model that has no classes."""
+    fragile, attacks = known.fragile, report.section("attack")
+    if fragile is None or fragile.k is None or not fragile.heads:
+        return ""
+    if not (attacks and attacks.rows) and (known.norms is None or known.norms.end != "logits"):
+        return ""
+    k = ["--k", str(fragile.k)] if fragile.k else []
+    return _write_training(report, "--penalty", "jasmin", *k)
+
+
+def _list_bounds(known: Summary) -> Iterator[Line]:
+    """Show the tightest bound at the samples, and the tightest that is certified."""
+    for status in ("bound", "certified"):
+        bounds = [each for each in known.bounds if each.status == status]
+        if bounds:
+            best = min(bounds, key=lambda each: each.median)
+            column = BOUNDS_TABLE.columns[best.bound]
+            largest = format_value(best.largest, RATIO)
+            text = f"times the exact norm, {best.heads} heads, largest {largest}"
+            label = f"tightest {'certified ' * (status == 'certified')}bound, {column.label}"
+            yield Line(label, best.median, RATIO, f"{text}; {describe_standing(column)}")
+
+
+# The answer in a sentence
+
+
+def write_answer(report: Report) -> Banner | None:
+    """Answer in one or two sentences how robust a model is, and where it is steepest."""
+    known, state = summary(report), None
+    texts = [f"Clean accuracy {a.share:.0%}." for a in known.accuracy if a.kind == "clean"]
+    attacked = [each for each in known.accuracy if each.kind == "attacked"]
+    broken = list_broken(known)
+    if attacked:
+        worst = broken[0] if broken else attacked[-1]
+        verdict = "not robust there" if broken else "no loss beyond chance"
+        texts.append(f"{worst.share:.0%} survive every attack at {worst.ball}: {verdict}.")
+        state = "broken" if broken else "open"
+    elif known.norms and known.norms.median is not None:
+        grown = format_significant(known.norms.median)
+        texts.append(f"A small change of the input grows up to {grown}-fold (median sample).")
+    if known.heads:
+        first = known.heads.steepest[0]
+        norm = format_significant(first.exact)
+        texts.append(f"The steepest head is layer {first.layer}, head {first.head} (‖J‖ {norm}).")
+    return Banner(" ".join(texts), state) if texts else None  # type: ignore[arg-type]
+
+
+# The next steps
+
+
+FILE = "report.json"
+"""The file of a report, as commands on its page name it."""
+RESUME = " --resume"
+NOISE = {
+    "random-weights": "Load trained weights: these are random.",
+    "random-data": "Measure at real samples: these are noise.",
+}
+"""Advice for warnings of figures that say nothing of a model in use, and are no baseline."""
+
+
+def suggest_steps(report: Report, card: Scorecard | None) -> tuple[tuple[str, str], ...]:
+    """Return steps and the command for each, the most urgent first."""
+    model, norms, steps = report.run.model.spec, summary(report).norms, []
+    codes = {warning.code for warning in summary(report).warnings}
+    if report.status != "complete":
+        command = report.run.command.removesuffix(RESUME)
+        steps.append(("Measure what is missing.", f"{command}{RESUME}"))
+    if codes & NOISE.keys():
+        advice = " ".join(text for code, text in NOISE.items() if code in codes)
+        steps.append((advice, shlex.join(["lipaudit", "audit", model, "--data", "DATA"])))
+    elif norms and norms.end == "logits" and not report.section("attack"):
+        command = shlex.join(["lipaudit", "attack", model, "--data", "LABELLED"])
+        steps.append(("See what attacks achieve: no attack was run.", command))
+    for sample in worst(report)[:1]:
+        name = name_sample(sample, find_places(report))
+        command = f"lipaudit inspect {FILE} {sample[:CHARACTERS]}"
+        steps.append((f"Look at the worst samples, first {name}.", command))
+    steps += [(line.aim, line.command) for line in (card.lines if card else ()) if line.command]
+    if report.status == "complete" and report.sections and not codes & NOISE.keys():
+        command = shlex.join(["lipaudit", "gate", model, "--baseline", FILE])
+        steps.append(("Let CI fail when the next checkpoint is worse.", command))
+    return tuple(steps)

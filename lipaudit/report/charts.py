@@ -26,19 +26,15 @@ from lipaudit.report.cells import (
 )
 from lipaudit.report.colours import CATEGORIES, EXTREME, choose_ink, compute_scale
 from lipaudit.report.pictures import (
-    STATES,
     Curve,
     Density,
     Heatmap,
     Histogram,
-    Intervals,
     Picture,
     Scatter,
     Series,
     Span,
     describe,
-    format_end,
-    format_interval,
     name_places,
 )
 from lipaudit.results import Column
@@ -52,13 +48,6 @@ INK = "#010203"
 """Replaced by the page's colour of text, which a browser makes light in the dark."""
 MARKERS = "osD^vPX"
 LINES = ("-", "--", "-.", ":")
-LOOKS = {
-    "kept": (CATEGORIES[0], "o"),
-    "open": (CATEGORIES[4], "D"),
-    "broken": (CATEGORIES[1], "X"),
-}
-"""Colour and marker of each state of an interval."""
-ALLOWED = CATEGORIES[2]
 MANY = 500
 """More points or cells than this are one PNG inside the SVG, which keeps pages small."""
 MOST_TIPS = 1200
@@ -164,8 +153,6 @@ def _choose_size(block: Picture) -> tuple[float, float]:
             return side * 1.25, side
         case Scatter(equal=True):
             return HEIGHT * 1.25, HEIGHT * 1.25
-        case Intervals():
-            return 7.5, 1.15 + 0.4 * len(block.rows)
     return WIDTH, HEIGHT
 
 
@@ -298,12 +285,11 @@ def _name_ticks(axis: Any, names: Sequence[str]) -> None:
     axis.set_tick_params(length=0)
 
 
-def _set_legend(axes: Axes, handles: Sequence[Any] = ()) -> None:
+def _set_legend(axes: Axes) -> None:
     """Set the legend above the picture, where it covers nothing, in as many columns as fit."""
-    labels = [h.get_label() for h in handles] or axes.get_legend_handles_labels()[1]
+    labels = axes.get_legend_handles_labels()[1]
     columns = max(1, min(len(labels), 56 // (max(map(len, labels), default=0) + 6)))
-    given = {"handles": list(handles)} if handles else {}
-    axes.figure.legend(loc="outside upper left", ncols=columns, **given)
+    axes.figure.legend(loc="outside upper left", ncols=columns)
 
 
 # Matrices: the map of heads, joint histograms, attention
@@ -520,60 +506,10 @@ def _point_tips(block: Scatter | Curve) -> Iterator[Tip]:
             yield f"{', '.join(filter(None, whose))}: {figures}", (x, x), (y, y)
 
 
-# Intervals against what is allowed
-
-
-def _reach(block: Intervals) -> Span:
-    """Return the ends of the axis: all values and ends, 0, and limits as far as they are near."""
-    core = [0.0, *(v for row in block.rows for v in (row.value, row.end))]
-    far = 1.5 * ((max(core) - min(core)) or 1.0)  # limits beyond end in an arrow
-    limits = [v for row in block.rows for v in (row.low, row.high) if v is not None]
-    near = [min(max(v, min(core) - far), max(core) + far) for v in limits]
-    low, high = min(core + near), max(core + near)
-    room = 0.04 * ((high - low) or 1.0)
-    return low - room, high + room
-
-
-def _draw_intervals(axes: Axes, block: Intervals) -> Iterator[Tip]:
-    """Draw each interval over the allowed range; limits that are far end in an arrow."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    low, high = _reach(block)
-    for y, row in enumerate(block.rows):
-        start, end = (low, row.end) if row.below else (row.end, high)
-        axes.barh(y, end - start, left=start, height=0.8, color=ALLOWED, alpha=0.14)
-        axes.vlines(row.end, y - 0.4, y + 0.4, color=ALLOWED, linewidth=1.6)
-        colour, mark = LOOKS[row.state]
-        if row.low is not None and row.high is not None:
-            first, last = max(row.low, low), min(row.high, high)
-            axes.plot([first, last], [y, y], color=colour, linewidth=1.8, solid_capstyle="butt")
-            cut = "|" if first == row.low else "<", "|" if last == row.high else ">"
-            for place, cap in zip((first, last), cut, strict=True):
-                axes.plot([place], [y], cap, color=colour, markersize=8, clip_on=False)
-        axes.plot([row.value], [y], mark, color=colour, markersize=7, markeredgewidth=0)
-        yield format_interval(block, row), (row.value, row.value), (y, y)
-    axes.axvline(0, color=INK, linewidth=0.7, linestyle=(0, (4, 2)))
-    _name_ticks(axes.yaxis, [row.label for row in block.rows])
-    axes.set(
-        xlim=(low, high), ylim=(len(block.rows) - 0.5, -0.5), xlabel=write_math(block.x.label)
-    )
-    axes.locator_params("x", nbins=6)  # more would touch: they carry their unit
-    axes.xaxis.set_major_formatter(lambda value, _: format_end(block, value))
-    states = {row.state for row in block.rows}
-    dots = [
-        Line2D([], [], color=colour, marker=mark, markersize=7, linestyle="", label=STATES[state])
-        for state, (colour, mark) in LOOKS.items()
-        if state in states
-    ]
-    _set_legend(axes, [*dots, Patch(color=ALLOWED, alpha=0.3, label="allowed")])
-
-
 DRAW: dict[type[Any], Callable[[Axes, Any], Iterator[Tip]]] = {
     Heatmap: _draw_heatmap,
     Density: _draw_density,
     Histogram: _draw_histogram,
     Scatter: _draw_scatter,
     Curve: _draw_curve,
-    Intervals: _draw_intervals,
 }

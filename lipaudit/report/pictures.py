@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,8 +11,6 @@ from lipaudit.results import Column
 Matrix = tuple[tuple[float | None, ...], ...]
 State = Literal["kept", "open", "broken"]
 """Whether something is shown to be allowed, may be either, or is shown not to be."""
-STATES: dict[State, str] = {"kept": "kept", "open": "not proven", "broken": "broken"}
-"""Words for each."""
 Span = tuple[float, float]
 
 
@@ -144,39 +141,7 @@ class Density:
     image: str = ""
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A value with its limits, and the end of the allowed range.
-
-    Attributes:
-        label: what it is of.
-        value: in the unit of the axis.
-        low: its lower limit; None where there is none.
-        high: its upper limit.
-        end: of what is allowed.
-        below: whether what is allowed lies below that end, not above it.
-        state: whether it is shown to be allowed.
-    """
-
-    label: str
-    value: float
-    low: float | None
-    high: float | None
-    end: float
-    below: bool
-    state: State
-
-
-@dataclass(frozen=True)
-class Intervals:
-    """Intervals below each other, on one axis."""
-
-    title: str
-    x: Column
-    rows: tuple[Interval, ...]
-
-
-Picture = Heatmap | Histogram | Scatter | Curve | Density | Intervals
+Picture = Heatmap | Histogram | Scatter | Curve | Density
 
 
 def describe(block: Picture) -> str:
@@ -205,9 +170,6 @@ def describe(block: Picture) -> str:
             said = (
                 f"{size}, largest {format_value(value, block.value)} at {across[x][0]}, {up[y][0]}"
             )
-        case Intervals():
-            rows = (f"{format_interval(block, r)}: {STATES[r.state]}" for r in block.rows)
-            said = f"{write_math(block.x.label)}; {'; '.join(rows)}"
         case Scatter() | Curve():
             names = ", ".join(series.label for series in block.series)
             said = f"{write_math(block.y.label)} over {write_math(block.x.label)} for {names}"
@@ -231,19 +193,3 @@ def name_places(block: Density) -> tuple[list[tuple[str, Span]], list[tuple[str,
             places.append((f"{write_math(column.label)} {said}", (low, high)))
         axes.append(places)
     return axes[0], axes[1]
-
-
-def format_interval(block: Intervals, row: Interval) -> str:
-    """Format an interval: its value, its limits and the end of the allowed range."""
-    limits = ""
-    if row.low is not None and row.high is not None:
-        limits = f" ({format_end(block, row.low)} to {format_end(block, row.high)})"
-    value, end = format_end(block, row.value), format_end(block, row.end)
-    return f"{show_controls(row.label)}: {value}{limits}, allowed {end}"
-
-
-def format_end(block: Intervals, value: float) -> str:
-    """Write a value on the axis of intervals, with its unit."""
-    if math.isinf(value):
-        return f"{value:+g}"
-    return (format_number(value, block.x.format) if value else "0") + block.x.unit

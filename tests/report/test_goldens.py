@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from lipaudit.report import markdown, records, terminal
+from lipaudit.report.page.chapters import find_outline
 from lipaudit.report.page.document import make_page
 from lipaudit.results import layouts
 
 GOLDENS = Path(__file__).parent / "goldens"
 FORMATS = {
     "table, 80 columns": lambda report: terminal.render(make_page(report), width=80),
-    "table, 120 columns": lambda report: terminal.render(make_page(report), width=120),
     "markdown": lambda report: markdown.render(make_page(report)),
     "json": records.write_json,
 }
@@ -27,7 +27,8 @@ HEADS = (
     "## {title}",
     '      "measure": "{measure}",',
 )
-END = ("Samples", "## Samples", "  ]")
+LAST = "Which samples are the least robust?"
+END = (LAST, f"## {LAST}", "  ]")
 """What comes behind the sections."""
 
 
@@ -35,8 +36,10 @@ def cut(text: str) -> dict[str, str]:
     """Cut a text at the heads of its sections; `page` is what stands before and after them."""
     lines = text.splitlines(keepends=True)
     starts = {}
-    for measure, kind in layouts().items():
-        heads = {head.format(title=kind.title, measure=measure) for head in HEADS}
+    for measure in layouts():
+        heads = {
+            head.format(title=find_outline(measure).question, measure=measure) for head in HEADS
+        }
         (starts[measure],) = (i for i, line in enumerate(lines) if line.rstrip("\n") in heads)
     last = max(starts.values())
     end = next(i for i, line in enumerate(lines) if i > last and line.rstrip("\n") in END)

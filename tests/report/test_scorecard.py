@@ -298,8 +298,9 @@ def test_a_printed_report_is_its_scorecard_in_at_most_25_lines(report, blank_rep
         assert printed[-1].endswith("lipaudit.render(report, 'table') has all sections.")
         assert all(len(line) <= 100 for line in printed)
     assert f"Warnings: {noted}." in str(report)
-    for line in make_scorecard(report).lines:
-        assert line.label in str(report)
+    usual = keep(report, *(s for s in report.sections if not s.measure.startswith("certify")))
+    for line in make_scorecard(usual).lines:
+        assert line.label in str(usual)
 
 
 def test_a_printed_report_that_is_cut_says_how_many_lines_are_left(report, monkeypatch):

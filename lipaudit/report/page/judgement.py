@@ -1,14 +1,14 @@
-"""A judgement of the gate: line by line, as a page, and how far changes are from their limits."""
+"""A judgement of the gate: line by line, as a page, and in brief."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
-from lipaudit.gate.rules import Rule, parse_rule
+from lipaudit.gate.rules import parse_rule
 from lipaudit.gate.verdicts import UNPROVEN, Judgement, Verdict, VerdictStatus
 from lipaudit.report.blocks import (
     Banner,
@@ -21,82 +21,7 @@ from lipaudit.report.blocks import (
     Table,
 )
 from lipaudit.report.page.facts import CHARACTERS
-from lipaudit.report.pictures import Interval, Intervals, State
 from lipaudit.results import Column, Note
-
-NEAREST = 8
-"""So many rows of a rule are drawn, those that are nearest to breaking it."""
-TITLES = {
-    "%": "Changes, in % of the baseline",
-    "pp": "Changes, in percentage points",
-}
-STATES: dict[str, State] = {
-    "regressed": "broken",
-    "inconclusive": "open",
-    "pass (not proven)": "open",
-}
-"""How a verdict is drawn; any other is kept."""
-
-
-def draw_margins(groups: Sequence[Sequence[Verdict]]) -> tuple[Intervals, ...]:
-    """Draw the verdicts on each rule: a picture for each unit, with a line for each row.
-
-    Of a rule over many rows those are drawn that are nearest to breaking it; one if all keep it.
-    What could not be judged, and what grew from nothing, has no place on an axis.
-    """
-    pictures: dict[tuple[str, Column], list[Interval]] = {}
-    for verdicts in groups:
-        rule = parse_rule(verdicts[0].rule)
-        lines = [line for verdict in verdicts for line in _draw_intervals(rule, verdict)]
-        lines.sort(key=_compute_excess, reverse=True)
-        if len(lines) > 1 and all(line.state == "kept" for line in lines):
-            named = f"{lines[0].label} (nearest of {len(lines)})"
-            lines = [replace(lines[0], label=named)]
-        pictures.setdefault(_describe_axis(rule), []).extend(lines[:NEAREST])
-    return tuple(
-        Intervals(title, axis, tuple(rows)) for (title, axis), rows in pictures.items() if rows
-    )
-
-
-def _describe_axis(rule: Rule) -> tuple[str, Column]:
-    """Return the title of the picture that a rule belongs to, and how its axis reads."""
-    if rule.limit.kind == "absolute":
-        axis = Column(label="current", meaning="", format=".3g", domain="")
-        return f"Values: {rule.metric}", axis
-    unit = rule.limit.unit
-    axis = Column(label="paired change", meaning="", format="+.3g", unit=unit, domain="")
-    return TITLES.get(unit, f"Changes: {rule.metric}"), axis
-
-
-def _draw_intervals(rule: Rule, verdict: Verdict) -> Iterator[Interval]:
-    absolute, times = rule.limit.kind == "absolute", 100 if rule.limit.unit else 1
-    value = verdict.new if absolute else verdict.paired
-    if value is None and not absolute:
-        value = verdict.change
-    if verdict.reason or value is None or not math.isfinite(value):
-        return
-    low, high = (None if e is None else times * e for e in (verdict.low, verdict.high))
-    yield Interval(
-        label=f"{verdict.metric} {verdict.name}".strip(),
-        value=times * value,
-        low=low,
-        high=high,
-        end=times * float(rule.limit.value),
-        below=rule.op == "<=",
-        state=STATES.get(verdict.status, "kept"),
-    )
-
-
-def _compute_excess(line: Interval) -> float:
-    """Return how far an interval reaches beyond its limit; negative if it does not."""
-    far = line.high if line.below else line.low
-    reached = line.value if far is None else far
-    broken = 1e9 if line.state == "broken" else 0.0
-    return broken + (reached - line.end) * (1 if line.below else -1)
-
-
-# Verdicts
-
 
 MARKS = {"improved": "✓", "pass": "✓", "unchanged": "="}
 GRAVEST: tuple[VerdictStatus, ...] = get_args(VerdictStatus)[::-1]
@@ -176,9 +101,7 @@ def make_judgement_page(judgement: Judgement) -> Document:
     """Lay a judgement out: the outcome, a table of verdicts, the remarks."""
     texts = [*map(_write_figures, judgement.shown), *judgement.notes]
     notes = tuple(Note(level="info", code="note", text=text) for text in texts)
-    pictures = draw_margins([group.verdicts for group in group_by_rule(judgement)])
     remarks: list[Block] = [Notes(notes)] if notes else []
-    margins = Chapter("margins", "How far are the changes from what is allowed?", pictures)
     verdicts = (_tabulate(judgement), Paragraph(PAIRED), *remarks)
     file = f" ({judgement.baseline_file})" if judgement.baseline_file else ""
     strict = ", and what is not proven fails" if judgement.strict else ""
@@ -194,10 +117,7 @@ def make_judgement_page(judgement: Judgement) -> Document:
         notes=tuple(
             Note(level="warning", code="spoils", text=text) for text in judgement.warnings
         ),
-        chapters=(
-            *([margins] if pictures else []),
-            Chapter("verdicts", "What is the verdict on each rule?", verdicts),
-        ),
+        chapters=(Chapter("verdicts", "What is the verdict on each rule?", verdicts),),
     )
 
 

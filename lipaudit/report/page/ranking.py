@@ -17,10 +17,9 @@ from lipaudit.report.blocks import (
     Paragraph,
     Table,
     lay_out,
-    list_scores,
     make_table,
 )
-from lipaudit.report.cells import format_significant, format_with_limits
+from lipaudit.report.cells import format_significant, format_value, format_with_limits, write_math
 from lipaudit.report.page.scorecard import make_scorecard, name_accuracy
 from lipaudit.report.page.views import MODEL
 from lipaudit.results import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, Column, Report
@@ -77,11 +76,12 @@ def tabulate_ranking(ranking: Ranking) -> Table:
 
 def brief_ranking(ranking: Ranking, reports: Sequence[Report]) -> Brief:
     """Return the ranking for a pull request."""
-    grid, data = lay_out(tabulate_ranking(ranking)), reports[0].run.data
+    table, data = tabulate_ranking(ranking), reports[0].run.data
+    grid = lay_out(table)
     return Brief(
         title=f"lipaudit: {len(ranking.models)} models",
         remarks=(f"{data.samples} samples of {data.spec}", *describe_ranking(ranking)),
-        heads=tuple(grid.heads),
+        heads=tuple(write_math(column.label) for column in table.columns),
         rows=tuple(map(tuple, grid.rows)),
         align=grid.align,
     )
@@ -92,7 +92,8 @@ def tabulate_scorecards(names: Sequence[str], reports: Sequence[Report]) -> Tabl
     cards = []
     for report in reports:
         card = make_scorecard(report)
-        cards.append({name: figure for name, figure, *_ in list_scores(card)[0]} if card else {})
+        lines = card.lines if card else ()
+        cards.append({line.label: format_value(line.value, line.column) for line in lines})
     labels = list(dict.fromkeys(label for card in cards for label in card))
     models = zip(names, cards, strict=True)
     shown = ((Column(k, "", format=""), [card.get(n) for n in labels]) for k, card in models)

@@ -129,10 +129,10 @@ def _limit(row: Row, name: str, columns: Mapping[str, Column]) -> Any:
 
 
 def list_all_rows(sections: Sections) -> Iterator[Table]:
-    """List every row and every column that has values, folded away."""
+    """List every row and every column that is not blank, folded away."""
     for section in sections.values():
         rows, columns = section.rows, section.columns
-        names = [n for n in columns if any(row.get(n) not in ("", None) for row in rows)]
+        names = [n for n in columns if any(row.get(n) != "" for row in rows)]
         keys = 2 if names[:2] == ["layer", "head"] else 1
         cells = ((columns[name], [row.get(name) for row in rows]) for name in names)
         if rows:

@@ -96,7 +96,7 @@ def tabulate_scorecards(names: Sequence[str], reports: Sequence[Report]) -> Tabl
         cards.append({line.label: format_value(line.value, line.column) for line in lines})
     labels = list(dict.fromkeys(label for card in cards for label in card))
     models = zip(names, cards, strict=True)
-    shown = ((Column(k, "", format=""), [card.get(n) for n in labels]) for k, card in models)
+    shown = ((Column(k, "", format="s"), [card.get(n) for n in labels]) for k, card in models)
     return make_table("", [(FIGURE, labels), *shown])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.project.projected import Projected
 from lipaudit.models.graph import vjp
 from lipaudit.theory.condition import forward_error
-from lipaudit.theory.exact.head_norms import sketched_vjp_x, vjp_x
+from lipaudit.theory.exact.head_norms import sketched_vjp_x
 from lipaudit.theory.heads import Heads
 
 SAME = 1e-5  # of the largest entry: rounding of float32
@@ -19,10 +19,6 @@ AGREES = 1e-4
 HOPELESS = 0.1
 """A change of J by rounding beyond which comparing its two forms would say nothing."""
 SKETCH = 16  # directions of an input's channels in which gradients are compared
-_DEAD = 1e-30  # heads with smaller gradients are zero: float32 ends at 1e-38
-
-Gradient = tuple[Projected, Tensor]
-"""What reads an input of a layer, and J^T u there, (windows, tokens, D)."""
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
@@ -36,38 +32,7 @@ def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = N
     return bool(near.all())
 
 
-def jacobian_agrees(
-    heads: Heads, parts: Mapping[str, Projected], call: AttentionCall, lost: Tensor
-) -> bool:
-    """Compare the closed form of J^T u with a backward pass through the model's own attention.
-
-    u is drawn at random, and scaled in each head so that its share of J^T u has largest entry 1:
-    heads with small values or small logits count as much as the others.
-
-    Args:
-        heads: the layer.
-        parts: its q, k and v.
-        call: the canonical attention call.
-        lost: what rounding may have changed of each head, relative, (heads,): allowed beside
-            AGREES, of that head alone.
-    """
-    generator = torch.Generator(call.output.device).manual_seed(0)
-    shape, dtype, device = call.output.shape, call.output.dtype, call.output.device
-    u = torch.randn(shape, generator=generator, dtype=dtype, device=device)
-    one_by_one = [heads.pick(slice(h, h + 1)) for h in range(u.shape[1])]
-    shares = [_closed(head, parts, u[:, h : h + 1]) for h, head in enumerate(one_by_one)]
-    groups = _by_input(parts.values())
-    sizes = torch.stack([_size(shares, group) for group in groups]).to(u)
-    # With two inputs one gradient may vanish beside the other, down to rounding.
-    sizes = (sizes + SAME / AGREES * sizes.amax(0)).clamp_min(_DEAD)
-    sizes *= 1 + lost.to(u) / AGREES
-    return all(
-        _apart(shares, call, group, u, 1 / size) <= AGREES
-        for group, size in zip(groups, sizes, strict=True)
-    )
-
-
-def samples_agree(heads: Heads, parts: Mapping[str, Projected], call: AttentionCall) -> bool:
+def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: AttentionCall) -> bool:
     """Compare the closed form of J^T u with autograd on every sample that is measured.
 
     u is random, and of a size in each head and row of the batch such that ||J^T u|| = 1. The
@@ -119,62 +84,10 @@ def _sketch(x: Tensor) -> Tensor:
     return noise / SKETCH**0.5
 
 
-def _closed(heads: Heads, parts: Mapping[str, Projected], u: Tensor) -> list[Gradient]:
-    """J^T u by the closed form: what reads each input, and its gradient."""
-    dx, dx_kv = vjp_x(heads, u)
-    closed = [(parts["q"], dx)] if "q" in parts else []
-    return closed if dx_kv is None else [*closed, (parts["k"], dx_kv)]
-
-
-def _size(shares: list[list[Gradient]], group: list[Projected]) -> Tensor:
-    """The largest entry of each head's gradient in what a group reads; 0 where there is none."""
-    read = [[d for part, d in each if _same(part, group[0])] for each in shares]
-    none = torch.zeros_like(shares[0][0][1])
-    return torch.stack(
-        [torch.stack([_largest(d) for d in each or [none]]).amax() for each in read]
-    )
-
-
-def _apart(
-    shares: list[list[Gradient]],
-    call: AttentionCall,
-    group: list[Projected],
-    u: Tensor,
-    scales: Tensor,
-) -> Tensor:
-    """Return how far the closed form is from autograd in what a group of linear maps reads.
-
-    J^T is linear: of scaled heads it is the sum of their scaled shares.
-    """
-    true = [_pulled(part, call.output, u * scales[:, None, None]) for part in group]
-    ours = [
-        _scattered(each[0][0], sum(scale * d for scale, (_, d) in zip(scales, each, strict=True)))
-        for each in zip(*shares, strict=True)
-        if _same(each[0][0], group[0])
-    ]
-    return _largest(torch.stack(true).sum(0) - torch.stack(ours).sum(0))
-
-
 def _largest(t: Tensor, each: int | None = None) -> Tensor:
     """Return the largest entry, or that of every slice along an axis."""
     axes = [axis for axis in range(t.ndim) if axis != each]
     return (t.abs().amax(axes) if axes else t.abs()).double()
-
-
-def _by_input(parts: Iterable[Projected]) -> list[list[Projected]]:
-    """Group the linear maps, each once, by what they read."""
-    groups: list[list[Projected]] = []
-    for part in {id(part.leaf): part for part in parts}.values():
-        group = next((group for group in groups if _same(group[0], part)), None)
-        if group is None:
-            groups.append([part])
-        else:
-            group.append(part)
-    return groups
-
-
-def _same(a: Projected, b: Projected) -> bool:
-    return a.leaf is b.leaf or a.origin.reads_same(b.origin)
 
 
 def _pulled(part: Projected, output: Tensor, u: Tensor, sketch: Tensor | None = None) -> Tensor:

@@ -113,14 +113,13 @@ def _require_agreement(
     arranged = canonical(call, layout, len(batch))
     attention, relative = product(call, layout, batch, None)
     heads, parts = with_inputs(structure, attention, arranged, batch, relative)
-    lost = forward_error(heads).amax(0)
-    if lost.amax() > agreement.HOPELESS:
+    if forward_error(heads).amax() > agreement.HOPELESS:
         raise NotClosedForm(
             "rounding",
             f"its logits are so large that {arranged.q.dtype} cannot tell its attention map: "
             "use --dtype float64",
         )
-    if not agreement.jacobian_agrees(heads, parts, arranged, lost):
+    if not agreement.matches_autograd(heads, parts, arranged):
         raise NotClosedForm("wrong", "its closed form disagrees with autograd")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, StructureError
-from lipaudit.models.attention.agreement import samples_agree
+from lipaudit.models.attention.agreement import matches_autograd
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.origins import Address
 from lipaudit.models.attention.observe.trace import Frame, Tracer, run_observed, undisturbed
@@ -76,7 +76,7 @@ class Layer:
                 whole, relative = product(self.call, site.layout, self.batch, structure.queries)
                 arranged = canonical(self.call, site.layout, self.samples)
                 heads, parts = with_inputs(structure, whole, arranged, self.batch, relative)
-                if not samples_agree(heads, parts, arranged):
+                if not matches_autograd(heads, parts, arranged):
                     raise NotClosedForm("wrong", "has a closed form that disagrees with autograd")
                 return heads
         except NotClosedForm as obstacle:

@@ -494,17 +494,17 @@ def test_wrong_structure_cannot_pass():
     """Any projection that is off by one part in a thousand fails the check."""
     verdicts = []
 
-    def compare(heads, made, call, lost):
-        verdicts.append(real(heads, made, call, lost))
+    def compare(heads, made, call):
+        verdicts.append(real(heads, made, call))
         for name in ("to_q", "to_k", "to_v"):
             projection = getattr(heads, name)
             wrong = replace(projection, weight=projection.weight * 1.001)
-            verdicts.append(real(replace(heads, **{name: wrong}), made, call, lost))
+            verdicts.append(real(replace(heads, **{name: wrong}), made, call))
         return True
 
-    real = agreement.jacobian_agrees
+    real = agreement.matches_autograd
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "jacobian_agrees", compare)
+        patch.setattr(agreement, "matches_autograd", compare)
         sites_of(Model())
     assert verdicts == [True, False, False, False]
 

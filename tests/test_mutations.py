@@ -140,7 +140,7 @@ MUTATIONS = (
     Mutation(
         "logits beyond single precision are refused with what helps",
         "models/attention/analysis.py",
-        "if lost.amax() > agreement.HOPELESS:",
+        "if forward_error(heads).amax() > agreement.HOPELESS:",
         "if False:",
         "tests/models/attention/test_large_logits.py",
     ),

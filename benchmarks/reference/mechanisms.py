@@ -325,7 +325,8 @@ lipaudit refuses by name (exit code 4):
 * models without a softmax over q k^T (Mamba, RWKV, linear attention alone). `lipaudit jacobian`
   needs no heads. In a hybrid the attention layers are read, and a note names the other blocks
   (`no-attention`);
-* attention that is rearranged in chunks between the softmax and the values (Longformer).
+* attention that is rearranged in chunks between the softmax and the values (Longformer);
+  beside other layers a warning names it (`attention-unread`).
 
 A softmax written out as e / e.sum(-1, keepdim=True), with e = exp(logits), is read like any other.
 Other maps of q k^T are not read: a term added to the sum, a softmax over the queries, sigmoid or

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -25,14 +24,6 @@ from lipaudit.models.generic import generic, shape_at, token_embeddings
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.sources.weights import few
-
-MAY_HIDE = re.compile(r"att(ention|n)|ScriptModule|OptimizedModule", re.IGNORECASE)
-"""Names of modules in which attention may run that no observer sees."""
-HIDDEN = (
-    "flash and flex attention kernels, torch.compile and TorchScript cannot be observed: load "
-    "the model uncompiled with attn_implementation='sdpa' or 'eager'; linear attention has no "
-    "softmax; "
-)
 
 
 def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
@@ -192,7 +183,7 @@ def _observed(net: Net, pair: Batch, other: Batch, output: Tensor, uses: Uses) -
     if not torch.equal(pair.x, other.x):
         surveyor.leave_loops()
         if not surveyor.layers:
-            raise _no_attention(net, uses.beyond(()), {})
+            raise _no_attention(net, uses.beyond(()))
     surveyor.join()
     return surveyor
 
@@ -208,56 +199,33 @@ def _surveyor(
     """Return what has seen a pass; a second one where a layer needs what the first forgot."""
     for sparing in (True, False):
         surveyor = Surveyor(pair, uncut, sparing)
-        tracer = surveyor.tracer()
-        observed = run_observed(net, pair, tracer)
+        observed = run_observed(net, pair, surveyor.tracer())
         if not agree(output, observed, each=0):
             requirements.require_fixed(net, pair, output)
             requirements.require_same(observed, output)
-        if tracer.chunked:
-            raise _chunked(net, tracer.chunked)
         if not surveyor.layers:
-            raise _no_attention(net, uses.beyond(()), tracer.passed_over)
+            raise _no_attention(net, uses.beyond(()))
         if not surveyor.forgot:
             break
     return surveyor
 
 
-def _no_attention(net: Net, modules: Sequence[str], passed_over: Mapping[str, str]) -> InputError:
+def _no_attention(net: Net, modules: Sequence[str]) -> NoHeadsError:
+    name = net.info.architecture
     if modules:
         return NoHeadsError(
-            f"no attention of {net.info.architecture} can be read ({few(modules)}): its maps of "
-            "q k^T are no softmax over their keys, are hidden from autograd, or are of one sample "
-            "of the batch after the other",
+            f"no attention of {name} can be read ({few(modules)}): its maps of q k^T are no "
+            "softmax over their keys, are laid out anew before they meet the values, are hidden "
+            "from autograd, or are of one sample of the batch after the other",
             "load the model uncompiled, with attn_implementation='sdpa' or 'eager', without "
             "detach, no_grad, vmap, TorchScript and loops over samples around its maps; lipaudit "
             "jacobian and lipaudit attack need no heads",
         )
-    places = (
-        f"{what}, first in {module or 'the model itself'}"
-        for what, module in sorted(passed_over.items())
-    )
-    seen = f" (only {'; '.join(places)})" if passed_over else ""
     return NoHeadsError(
-        f"no attention was seen in {net.info.architecture}: neither scaled_dot_product_attention "
-        f"nor a softmax over q k^T was called{seen}",
-        (HIDDEN if passed_over or _may_hide_attention(net.module) else "")
-        + "a model without attention, such as a convolutional network, has no heads to measure: "
-        "use `lipaudit jacobian` or `lipaudit attack`",
-    )
-
-
-def _may_hide_attention(module: nn.Module) -> bool:
-    """Say whether modules are named after attention, or hide which operations they run."""
-    names = [f"{name} {type(each).__name__}" for name, each in module.named_modules()]
-    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    return bool(heads) or any(MAY_HIDE.search(name) for name in names)
-
-
-def _chunked(net: Net, modules: Sequence[str]) -> InputError:
-    """Some layers would be left out without a word, or read as what they are not."""
-    return NoHeadsError(
-        f"{net.info.architecture} lays its attention out anew between the softmax and the values, "
-        f"in chunks or sliding windows ({few(list(dict.fromkeys(modules)))}): its heads cannot be "
-        "read",
-        "`lipaudit jacobian` needs no heads",
+        f"no attention was seen in {name}: neither scaled_dot_product_attention nor a softmax "
+        "over q k^T was called",
+        "a model without attention, such as a convolutional network, has no heads to measure: "
+        "use `lipaudit jacobian` or `lipaudit attack`; flash and flex attention kernels, "
+        "torch.compile and TorchScript cannot be observed: load the model uncompiled with "
+        "attn_implementation='sdpa' or 'eager'; linear attention has no softmax",
     )

@@ -425,7 +425,7 @@ def windows(a: Any, x: Tensor) -> Tensor:
 
 @own(
     "the two largest keys gathered",
-    "refused",
+    "left",
     heads=lambda a, x: attend(
         a, x, change=lambda s: s.masked_fill(s < s.topk(2, -1).values[..., -1:], -torch.inf)
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -127,38 +126,13 @@ def test_output_that_is_not_finite_is_an_error():
         survey(net, replace(batch, x=batch.x * torch.inf))
 
 
-KERNELS = ("flash", "torch.compile", "TorchScript", "linear attention")
-
-
-@pytest.mark.parametrize("name", ["attn", "attention", "self_attn"])
-def test_model_whose_attention_is_hidden_is_refused_with_the_likely_causes(name):
-    with pytest.raises(InputError, match="no attention was seen in Sequential") as caught:
-        sites_of(nn.Sequential(OrderedDict({name: nn.Linear(WIDTH, 3)})))
-    for cause in KERNELS:
-        assert cause in caught.value.advice
-
-
-def test_model_without_attention_is_pointed_to_what_needs_none():
-    """Kernels are no cause where nothing is named after attention: a ResNet, say."""
+def test_model_without_attention_is_told_the_likely_causes_and_what_needs_none():
     with pytest.raises(InputError, match="no attention was seen in Linear") as caught:
         sites_of(nn.Linear(WIDTH, 3))
-    for cause in KERNELS:
-        assert cause not in caught.value.advice
+    for cause in ("flash", "torch.compile", "TorchScript", "linear attention"):
+        assert cause in caught.value.advice
     for command in ("lipaudit jacobian", "lipaudit attack"):
         assert command in caught.value.advice
-
-
-def test_softmax_that_is_no_attention_is_mentioned():
-    class Gate(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return self.a(x).softmax(-1) * x
-
-    with pytest.raises(InputError, match=r"no attention .*only a softmax without q k\^T"):
-        sites_of(Gate())
 
 
 class StateSpace(nn.Module):
@@ -191,9 +165,7 @@ class Lambda(nn.Module):
 @pytest.mark.parametrize("mixer", [StateSpace, Lambda])
 def test_products_of_a_mixer_are_no_logits_to_the_next(mixer):
     torch.manual_seed(0)
-    with pytest.raises(
-        InputError, match=r"softmax without q k\^T, first in 0|can be read \(0, test_"
-    ):
+    with pytest.raises(InputError, match=r"no attention was seen|can be read \(0, test_"):
         sites_of(nn.Sequential(mixer(), mixer(), mixer()))
     (site,) = sites_of(nn.Sequential(mixer(), mixer(), Model()))
     assert (site.module, site.closed_form) == ("2", True)

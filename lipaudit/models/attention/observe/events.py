@@ -125,23 +125,14 @@ class AttentionMode(TorchFunctionMode):
         on_product: takes what an op multiplies; returns the linear map that this is, if it is to
             be cut, and what takes its result and returns the one the model goes on with. None
             leaves linear maps alone.
-        where: names the module that is running.
-
-    Attributes:
-        passed_over: what looked like attention and is not, with the module where it was first.
-        chunked: the modules where P is laid out anew before it meets v, in chunks of the tokens.
     """
 
     def __init__(
         self,
         on_attention: Callable[[AttentionCall], Tensor],
         on_product: Callable[[Sequence[Operands]], Cut | None] | None = None,
-        where: Callable[[], str] = str,
     ) -> None:
         super().__init__()
-        self.passed_over: dict[str, str] = {}
-        self.chunked: list[str] = []
-        self._where = where
         self._on_attention = on_attention
         self._on_product = on_product
         self._products: list[_Product] = []
@@ -201,10 +192,8 @@ class AttentionMode(TorchFunctionMode):
             self._note_product(out, *operands)
             return out
         self._awaited.remove(meeting.softmax)
-        if meeting.fits():
-            return self._on_attention(meeting.call(out))
-        self.chunked.append(self._where())
-        return out
+        # Longformer lays P out anew, in chunks, before it meets v: `uses` names such a layer.
+        return self._on_attention(meeting.call(out)) if meeting.fits() else out
 
     def _meeting(self, a: Tensor, b: Tensor) -> _Meeting | None:
         """Return the softmax that a product brings to its values, if any."""
@@ -283,8 +272,6 @@ class AttentionMode(TorchFunctionMode):
         noted = {product.edge.node: product for product in self._products}
         inputs, hits = leaves(logits, noted, self._past)
         if not hits or dim not in (-1, logits.ndim - 1):
-            what = f"a softmax over axis {dim}" if hits else "a softmax without q k^T"
-            self.passed_over.setdefault(what, self._where())
             return
         first = next(product for node, product in noted.items() if node in hits)
         self._products.clear()

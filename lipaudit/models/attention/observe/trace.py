@@ -91,8 +91,6 @@ class Tracer:
         sparing: whether what the maps of the residual stream read is forgotten on the way.
         place: where the pass is.
         origins: what made the leaves of the cut graph.
-        passed_over: what looked like attention and is not, with the module where it was first.
-        chunked: the modules whose P is laid out anew before it meets v.
     """
 
     on_attention: Callable[[AttentionCall, Address], None]
@@ -102,17 +100,13 @@ class Tracer:
     sparing: bool = False
     place: Place = field(default_factory=Place)
     origins: Origins = field(default_factory=Origins)
-    passed_over: dict[str, str] = field(default_factory=dict)
-    chunked: list[str] = field(default_factory=list)
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Observe `module` while the block runs it."""
-        mode = AttentionMode(self.attention, self.product, self.place.module)
+        mode = AttentionMode(self.attention, self.product)
         with torch.enable_grad(), self.place.following(module), mode:
             yield
-        self.passed_over.update(mode.passed_over)
-        self.chunked.extend(mode.chunked)
 
     def input(self, t: Tensor) -> Tensor:
         """Cut at the model's input."""

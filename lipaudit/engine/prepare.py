@@ -15,10 +15,13 @@ from lipaudit.data.samples import LabelError
 from lipaudit.engine.files import require_writable
 from lipaudit.errors import InputError, LipauditError, UsageError
 from lipaudit.measures import MEASURES
-from lipaudit.models.difference import compare_derivative
-from lipaudit.models.failing import require_padding_is_unread, require_per_sample
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.requirements import (
+    compare_derivative,
+    require_padding_is_unread,
+    require_per_sample,
+)
 from lipaudit.models.scoring import scoring
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.results import Note

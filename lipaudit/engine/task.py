@@ -17,7 +17,7 @@ from lipaudit.engine.provenance import versions
 from lipaudit.errors import EvaluationError, as_user_meets, bug, out_of_memory
 from lipaudit.measures import MEASURES, Measure, Part
 from lipaudit.measures.measure import in_order, listening, sample_ids
-from lipaudit.models.failing import first_failure
+from lipaudit.models.requirements import first_failure
 from lipaudit.results import Note, Section
 from lipaudit.results.report import Failure
 from lipaudit.settings import MeasureOptions

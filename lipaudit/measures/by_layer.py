@@ -12,12 +12,12 @@ from torch import Tensor
 from lipaudit.data.batch import Batch, first_of
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
-from lipaudit.models.attention.analysis import HALF
 from lipaudit.models.attention.capture import Layer, capture
-from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.attention.sites import Site, blocks_without_attention
 from lipaudit.models.attention.survey import surveyed, unread
+from lipaudit.models.attention.surveyor import HALF
 from lipaudit.models.net import Net
+from lipaudit.models.requirements import require_padding_is_ignored
 from lipaudit.models.sources.weights import few
 from lipaudit.results import Note
 

@@ -31,8 +31,8 @@ from lipaudit.measures.measure import (
     sample_ids,
     seed_of,
 )
-from lipaudit.models.bracket import Bracket
 from lipaudit.models.certificate import (
+    Bracket,
     Certificate,
     Proof,
     order_of,

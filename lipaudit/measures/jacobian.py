@@ -30,15 +30,14 @@ from lipaudit.measures.positions import (
     remarks,
     spread,
 )
-from lipaudit.models.attention.requirements import require_padding_is_ignored
 from lipaudit.models.attention.residual import Residual, residual_norms, residuals
 from lipaudit.models.attention.routing import Routing
 from lipaudit.models.attention.survey import surveyed
-from lipaudit.models.derivative.endpoints import end_of, sample_function
+from lipaudit.models.derivative.endpoints import end_of, places, sample_function
 from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import Margins, jacobian_norms, margins
-from lipaudit.models.derivative.positions import places
 from lipaudit.models.net import Net
+from lipaudit.models.requirements import require_padding_is_ignored
 from lipaudit.results import JACOBIAN_TABLE, Array, Note, Row, Section
 from lipaudit.results.columns import Cell
 from lipaudit.settings.measure import JacobianOptions, Target

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipaudit.data.batch import Batch
 from lipaudit.measures.measure import Part, Values
-from lipaudit.models.derivative.positions import places
+from lipaudit.models.derivative.endpoints import places
 from lipaudit.models.net import Net
 from lipaudit.results import Note
 from lipaudit.settings.measure import Target

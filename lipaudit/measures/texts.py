@@ -20,8 +20,8 @@ from lipaudit.attacks.text.rewrite import BEGINS, FIXED, Draft, Lexicon, Reader
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures.measure import Part, Values
-from lipaudit.models.attention.agreement import agree
 from lipaudit.models.net import Net
+from lipaudit.models.requirements import agree
 from lipaudit.results import Note
 from lipaudit.results.trials import COSTS, COUNTED, parse_column
 from lipaudit.schema import escaped

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lipaudit.data.batch import Batch
 from lipaudit.data.samples import Task, remark
 from lipaudit.errors import InputError
-from lipaudit.models.attention.agreement import agree
 from lipaudit.models.lifting import lifting
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager, exact_arithmetic
+from lipaudit.models.requirements import agree
 
 Score = Literal["sum", "mean"]
 PER = {"sum": "summed over their tokens", "mean": "the mean of their tokens"}

@@ -14,10 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
-from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused, additive
+from lipaudit.models.attention.observe.calls import (
+    Address,
+    AttentionCall,
+    Explicit,
+    Fused,
+    additive,
+)
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.origins import Address
 from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net

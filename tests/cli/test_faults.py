@@ -277,12 +277,12 @@ def test_what_a_model_says_is_no_fault_of_the_machine(error):
 
 @pytest.mark.parametrize("error", MACHINE[:1] + MACHINE[3:4], ids=str)
 def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(error, monkeypatch):
-    from lipaudit.models.attention import analysis, numeric
+    from lipaudit.models.attention import numeric, surveyor
 
     def fault(*_args, **_options):
         raise error
 
-    monkeypatch.setattr(analysis, "_read", fault)
+    monkeypatch.setattr(surveyor, "_read", fault)
     with pytest.raises(EvaluationError):
         lipaudit.measure("demo", "bounds", samples=1)
     monkeypatch.undo()

@@ -21,7 +21,6 @@ from lipaudit.data.batch import Batch, sample_ids
 from lipaudit.errors import InputError, UsageError
 from lipaudit.gate import compare, judge
 from lipaudit.measures.certify import check
-from lipaudit.models import bracket
 from lipaudit.models import certificate as certificates
 from lipaudit.models.certificate import Proof, certificate, require_room, require_rules
 from lipaudit.models.sources.own import borrow
@@ -205,7 +204,7 @@ def test_what_is_settled_is_not_tried_again(small, monkeypatch):
     """A broken ball breaks the larger ones, a certified one holds for the smaller ones."""
     model, (x, y), _ = small
     proven, attacked = [], []
-    prove, attack = bracket.Bracket.prove, bracket.Bracket.attack
+    prove, attack = certificates.Bracket.prove, certificates.Bracket.attack
 
     def proving(self, eps):
         proven.append((self.sample.ids[0], eps))
@@ -215,8 +214,8 @@ def test_what_is_settled_is_not_tried_again(small, monkeypatch):
         attacked.append((self.sample.ids[0], float(radius)))
         return attack(self, radius)
 
-    monkeypatch.setattr(bracket.Bracket, "prove", proving)
-    monkeypatch.setattr(bracket.Bracket, "attack", attacking)
+    monkeypatch.setattr(certificates.Bracket, "prove", proving)
+    monkeypatch.setattr(certificates.Bracket, "attack", attacking)
     told = measured(model, (x, y), eps=",".join(EPS[::-1])).section("certify").samples
     for number, name in enumerate(told["ids"]):
         verdicts = {float(eps): told[f"verdict@linf,{eps}"][number] for eps in EPS}
@@ -320,7 +319,7 @@ def test_a_model_that_decides_nothing_is_refused(small):
 
 def test_an_operation_without_a_rule_is_refused_before_anything_runs(monkeypatch):
     model = Ordered().eval()
-    monkeypatch.setattr(bracket.Bracket, "__init__", None)  # nothing is begun
+    monkeypatch.setattr(certificates.Bracket, "__init__", None)  # nothing is begun
     with pytest.raises(NoRuleError, match=r"operation sort \(in Ordered\)"):
         measured(model, samples(model, 2), eps="0.1")
 

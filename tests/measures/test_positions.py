@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures.jacobian import MEASURE, JacobianOptions, measure, summarise
-from lipaudit.models.derivative import positions
+from lipaudit.models.derivative import endpoints
 from lipaudit.models.net import NextToken
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.huggingface import describe_transformers
@@ -146,7 +146,7 @@ def loss_of(net, ids, z):
 
 @pytest.mark.parametrize("together", [2**24, 3 * 23])
 def test_the_loss_has_the_norm_of_its_gradient(net, together, monkeypatch):
-    monkeypatch.setattr(positions, "TOGETHER", together)
+    monkeypatch.setattr(endpoints, "TOGETHER", together)
     section = norms_of(net, texts(), "loss")
     for i, ids in enumerate(own(texts())):
         z = embedded(net, ids).requires_grad_()
@@ -255,7 +255,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("target", ["logits", "probabilities:0", "logits:all", "loss", "hidden"])
 def test_no_position_that_is_not_asked_for_has_logits(target, monkeypatch):
     size, count = 3000, 12
-    monkeypatch.setattr(positions, "TOGETHER", 4 * size)
+    monkeypatch.setattr(endpoints, "TOGETHER", 4 * size)
     net = net_of(
         transformers.Qwen2ForCausalLM(
             transformers.Qwen2Config(
@@ -268,7 +268,7 @@ def test_no_position_that_is_not_asked_for_has_logits(target, monkeypatch):
     options = JacobianOptions(target=target, max_steps=3)
     with Largest() as largest:
         list(measure(net, [batch], options))
-    assert largest.entries <= positions.TRIED * size < count * size
+    assert largest.entries <= endpoints.TRIED * size < count * size
 
 
 def test_a_head_that_mixes_positions_is_refused_and_is_no_default(gpt2):

@@ -8,28 +8,16 @@ import torch
 from torch import Tensor
 
 from lipaudit.models.attention.observe.calls import AttentionCall
-from lipaudit.models.attention.project.projected import Projected
+from lipaudit.models.attention.project.projections import Projected
 from lipaudit.models.graph import vjp
+from lipaudit.models.requirements import AGREES
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.exact.head_norms import sketched_vjp_x
 from lipaudit.theory.heads import Heads
 
-SAME = 1e-5  # of the largest entry: rounding of float32
-AGREES = 1e-4
 HOPELESS = 0.1
 """A change of J by rounding beyond which comparing its two forms would say nothing."""
 SKETCH = 16  # directions of an input's channels in which gradients are compared
-
-
-def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
-    """Compare two tensors, relative to the largest entry of the first.
-
-    With `each`, every slice along that axis by itself: a large head must not hide a small one.
-    """
-    if a.shape != b.shape:
-        return False
-    near = _largest(a - b, each) <= tolerance * _largest(a, each)
-    return bool(near.all())
 
 
 def matches_autograd(heads: Heads, parts: Mapping[str, Projected], call: AttentionCall) -> bool:
@@ -82,12 +70,6 @@ def _sketch(x: Tensor) -> Tensor:
     generator = torch.Generator(x.device).manual_seed(width)
     noise = torch.randn(width, SKETCH, generator=generator, dtype=x.dtype, device=x.device)
     return noise / SKETCH**0.5
-
-
-def _largest(t: Tensor, each: int | None = None) -> Tensor:
-    """Return the largest entry, or that of every slice along an axis."""
-    axes = [axis for axis in range(t.ndim) if axis != each]
-    return (t.abs().amax(axes) if axes else t.abs()).double()
 
 
 def _pulled(part: Projected, output: Tensor, u: Tensor, sketch: Tensor | None = None) -> Tensor:

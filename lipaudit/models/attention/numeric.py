@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, of_machine
-from lipaudit.models.attention.agreement import AGREES, agree
-from lipaudit.models.attention.capture import Layer
+from lipaudit.models.attention.capture import Layer, canonical
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.trace import Frame
-from lipaudit.models.attention.to_heads import canonical
 from lipaudit.models.derivative.linearize import Linearization
+from lipaudit.models.requirements import AGREES, agree
 from lipaudit.theory.policy import TOL, WITHIN
 from lipaudit.theory.scale import powers_of_two
 from lipaudit.theory.spectral.lanczos import Norms, Products, random_starts, spectral_norms

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.observe.calls import AttentionCall
-from lipaudit.models.attention.observe.origins import Address
+from lipaudit.models.attention.observe.calls import Address, AttentionCall
 from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.derivative.linearize import Function, linearize

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lipaudit.models.attention.observe.origins import Address
-from lipaudit.models.attention.project.forms import ProjectionForm, TokenIndex
+from lipaudit.models.attention.observe.calls import Address
+from lipaudit.models.attention.project.projections import ProjectionForm, TokenIndex
 from lipaudit.models.lifting import Kept, read
 
 ONE_INPUT, APART, KEYS = "one input", "queries apart", "keys and values"

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine
-from lipaudit.models.attention import requirements
-from lipaudit.models.attention.agreement import agree
-from lipaudit.models.attention.observe.calls import AttentionCall
-from lipaudit.models.attention.observe.origins import Address
+from lipaudit.models import requirements
+from lipaudit.models.attention.observe.calls import Address, AttentionCall
 from lipaudit.models.attention.observe.trace import Place, Tracer, run_observed, undisturbed
 from lipaudit.models.attention.observe.uses import Uses
 from lipaudit.models.attention.sites import Site
@@ -23,6 +21,7 @@ from lipaudit.models.attention.surveyor import Surveyor
 from lipaudit.models.generic import generic, shape_at, token_embeddings
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
+from lipaudit.models.requirements import agree
 from lipaudit.models.sources.weights import few
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from lipaudit.engine import prepare
-from lipaudit.models.attention import analysis, capture, surveyor
+from lipaudit.models.attention import capture, surveyor
 from lipaudit.models.attention.observe import trace, uses
 from tests.models.attention import own_modules
 
@@ -35,7 +35,7 @@ RULES = {
         "tutorial",
     ),
     "tokens in another order are one input": (
-        [(analysis, "_reordered", lambda *_: False)],
+        [(surveyor, "_reordered", lambda *_: False)],
         "rolled",
     ),
     "every use of a map is accounted for": (

@@ -12,7 +12,7 @@ from torch import nn
 
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, InputError
-from lipaudit.models.attention import agreement
+from lipaudit.models.attention import surveyor
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.numeric import numeric_norms
 from lipaudit.models.attention.survey import survey
@@ -474,9 +474,9 @@ def test_wrong_structure_cannot_pass():
             verdicts.append(real(replace(heads, **{name: wrong}), made, call))
         return True
 
-    real = agreement.matches_autograd
+    real = surveyor.matches_autograd
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "matches_autograd", compare)
+        patch.setattr(surveyor, "matches_autograd", compare)
         sites_of(Model())
     assert verdicts == [True, False, False, False]
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention import agreement
+from lipaudit.models.attention import surveyor
 from lipaudit.models.attention.capture import capture
 from lipaudit.models.attention.project import probes
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.survey import survey
+from lipaudit.models.requirements import agree
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.theory.exact.head_norms import head_norms
@@ -160,7 +161,7 @@ def test_dead_heads_are_read_like_the_others():
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypatch, head):
     """Off by a tenth in one head, beside another that is 1e15 times larger, or smaller."""
-    verdicts, real = [], agreement.matches_autograd
+    verdicts, real = [], surveyor.matches_autograd
 
     def compare(heads, made, call):
         weight = heads.to_v.weight.clone()
@@ -169,7 +170,7 @@ def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypat
         verdicts.extend(real(each, made, call) for each in (heads, wrong))
         return True
 
-    monkeypatch.setattr(agreement, "matches_autograd", compare)
+    monkeypatch.setattr(surveyor, "matches_autograd", compare)
     surveyed(dead_model())
     assert verdicts == [True, False]
 
@@ -177,9 +178,9 @@ def test_a_wrong_weight_of_any_head_fails_the_comparison_with_autograd(monkeypat
 def test_agreement_is_judged_slice_by_slice():
     a = torch.tensor([[1e4, 1.0]])
     b = a + torch.tensor([[0.0, 1e-3]])
-    assert agreement.agree(a, b)
-    assert agreement.agree(a, b, each=0)
-    assert not agreement.agree(a, b, each=1)
+    assert agree(a, b)
+    assert agree(a, b, each=0)
+    assert not agree(a, b, each=1)
 
 
 def test_an_affine_map_is_judged_head_by_head():

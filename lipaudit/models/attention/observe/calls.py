@@ -1,14 +1,148 @@
-"""An attention call as a model makes it: q, k, v, how the logits come about, and the output."""
+"""An attention call as a model makes it: its tensors, their axes, and what each was made from.
+
+The graph of a pass is cut at linear maps. `Origins` knows what made each leaf of it; an
+`AttentionCall` holds q, k, v, how the logits come about, and the output; `arrange` brings them
+from the axes that models use to (windows, heads, tokens, width).
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from lipaudit.models.attention.observe.origins import Origins
+from lipaudit.models.attention.observe.linears import LEFT, RIGHT, Linear
+from lipaudit.models.graph import leaves
+
+
+class Address(NamedTuple):
+    """Which op of a forward pass: the innermost module, the kind of op, its running number there.
+
+    It does not depend on the data: a mixture of experts changes the numbers inside its own
+    modules only.
+    """
+
+    module: str
+    op: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What made a leaf of the cut graph: a linear map, the model's input, or an attention.
+
+    Attributes:
+        address: which op it was.
+        linear: the linear map.
+        root: marks the tensor whose tokens the linear map reads, see `root`; None in a pass that
+            is not the survey's.
+        divided: whether the linear map reads parts of the channels of a token, row by row.
+    """
+
+    address: Address
+    linear: Linear | None = None
+    root: object = None
+    divided: bool = False
+
+    @property
+    def is_map(self) -> bool:
+        """Whether it is a linear map, forgotten or not."""
+        return self.address.op in (LEFT, RIGHT)
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether it was a linear map, which `Origins.release` has forgotten."""
+        return self.linear is None and self.is_map
+
+    def reads_same(self, other: Origin) -> bool:
+        """Say whether two linear maps of one pass read the same tokens of one tensor.
+
+        That it is one tensor is a matter of the graph, not of values: two layer norms may agree
+        today. The values, at a generic point, then tell that the tokens come in the same order.
+        """
+        if self.linear is None or other.linear is None or self.root is not other.root:
+            return False
+        x, y = self.linear.inputs, other.linear.inputs
+        return self.root is not None and x.shape == y.shape and torch.equal(x, y)
+
+
+class Leaf(NamedTuple):
+    """A leaf of a cut graph, and what made it."""
+
+    tensor: Tensor
+    origin: Origin
+
+
+class Origins:
+    """What made each leaf of the cut graph of one pass; forgotten when the graph is."""
+
+    def __init__(self) -> None:
+        self._origins: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+        self._mixed: MutableMapping[Tensor, Origin] = WeakTensorKeyDictionary()
+        self._behind: MutableMapping[Tensor, tuple[object, list[Tensor]]] = (
+            WeakTensorKeyDictionary()
+        )
+
+    def note(self, leaf: Tensor, origin: Origin) -> None:
+        """Write down what made a leaf."""
+        self._origins[leaf] = origin
+
+    def leaves(self, *tensors: Tensor) -> list[Leaf]:
+        """Return the leaves that each tensor was made from, one tensor after the other.
+
+        A constant for which the model itself asks gradients is none: it depends on nothing.
+        """
+        behind: Iterable[Tensor] = (leaf for t in tensors for leaf in self._leaves(t))
+        pairs = ((leaf, self._origins.get(leaf)) for leaf in behind)
+        return [Leaf(leaf, origin) for leaf, origin in pairs if origin is not None]
+
+    def beside(self, made: Iterable[Tensor], given: Iterable[Tensor]) -> list[Origin]:
+        """Return the origins of what some tensors are made of beside others that are given."""
+        given = list(given)
+        stop = [t.grad_fn for t in given if t.grad_fn is not None]
+        known = {id(t) for t in given}
+        behind = (leaf for t in made for leaf in leaves(t, stop)[0] if id(leaf) not in known)
+        origins = (self._origins.get(leaf) for leaf in behind)
+        return [origin for origin in origins if origin is not None]
+
+    def met(self, *made: Tensor, given: Iterable[Tensor]) -> int:
+        """Count which of the tensors that are given lead to others."""
+        stop = [t.grad_fn for t in given if t.grad_fn is not None]
+        return len({node for t in made for node in leaves(t, stop)[1]})
+
+    def _leaves(self, t: Tensor) -> list[Tensor]:
+        """Walk the graph behind a tensor once, or again where it has been written to."""
+        node, known = self._behind.get(t, (None, []))
+        if node is None or node is not t.grad_fn:
+            known = leaves(t)[0]
+            self._behind[t] = t.grad_fn, known
+        return known
+
+    def mix(self, t: Tensor) -> None:
+        """Write down that the linear maps behind a tensor have met in it, if they are several."""
+        behind = self.leaves(t)
+        if len(behind) > 1:
+            self._mixed.update(leaf for leaf in behind if leaf.origin.linear is not None)
+
+    def release(self, *read: Tensor) -> None:
+        """After an attention call that reads some tensors, forget what will not be read again.
+
+        A q, k or v has a closed form as a function of one linear map. Maps that met others before
+        this call, and are not behind it, are the residual stream: the graph keeps their outputs
+        to the end of the pass, and what they read would stay with them. Where a later call reads
+        one of them after all, its origin says so: see `forgotten`.
+        """
+        kept = {id(leaf.tensor) for leaf in self.leaves(*read)}
+        for leaf, origin in list(self._mixed.items()):
+            if id(leaf) not in kept:
+                self._origins[leaf] = Origin(origin.address)
+                del self._mixed[leaf]
 
 
 @dataclass(frozen=True)
@@ -80,3 +214,54 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "batch heads tokens": lambda t, _: t,
+    "batch windows tokens": lambda t, _: t.flatten(0, 1).unsqueeze(1),
+    "batch heads windows tokens": lambda t, _: t.transpose(1, 2).flatten(0, 1),
+    "batch windows heads tokens": lambda t, _: t.flatten(0, 1),
+    "batch tokens": lambda t, _: t.unsqueeze(1),
+    "batch*heads tokens": lambda t, samples: t.reshape(samples, -1, *t.shape[1:]),
+    "heads*batch tokens": lambda t, samples: t.reshape(-1, samples, *t.shape[1:]).transpose(0, 1),
+    "windows windows heads tokens": lambda t, _: t.flatten(0, -4),
+}
+"""From the axes of q, k, v as a model has them to (windows, heads, tokens, width)."""
+
+_BY_AXES = {
+    3: ("batch*heads tokens", "heads*batch tokens", "batch tokens"),
+    4: ("batch heads tokens", "batch windows tokens"),
+    5: ("batch heads windows tokens", "batch windows heads tokens"),
+}
+
+
+_FOLDED = re.compile(r"windows\*(\d+)heads tokens")
+"""Windows of a sample, then heads, in one axis: how many heads is part of the name."""
+
+
+def arrange(layout: str, t: Tensor, samples: int) -> Tensor:
+    """Bring a tensor from the axes a model has to (windows, heads, tokens, width)."""
+    if folded := _FOLDED.fullmatch(layout):
+        return t.reshape(-1, int(folded[1]), *t.shape[1:])
+    return LAYOUTS[layout](t, samples)
+
+
+def layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
+    """Return the layouts that q could have, most likely first."""
+    t = call.q
+    names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))
+    heads = _folded_heads(call, samples) if t.ndim == 3 else 0
+    folded = (f"windows*{heads}heads tokens",) if heads else ()
+    plain = (name for name in names if "*" not in name or t.shape[0] % samples == 0)
+    return (*plain, *folded)
+
+
+def _folded_heads(call: AttentionCall, samples: int) -> int:
+    """Return how many heads q has if its first axis holds several windows of a sample; else 0."""
+    t = call.q
+    linears = [o.linear for _, o in call.origins.leaves(t) if o.linear is not None]
+    tokens = sum(len(linear.inputs) for linear in linears)
+    windows = tokens // t.shape[1]
+    if len(linears) != 1 or windows <= samples or windows * t.shape[1] != tokens:
+        return 0
+    return 0 if windows % samples or t.shape[0] % windows else t.shape[0] // windows

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.batch import Batch
-from lipaudit.models.attention.observe.calls import AttentionCall
+from lipaudit.models.attention.observe.calls import Address, AttentionCall, Origin, Origins
 from lipaudit.models.attention.observe.events import AttentionMode, Cut
 from lipaudit.models.attention.observe.linears import RIGHT, Linear, Operands
-from lipaudit.models.attention.observe.origins import Address, Origin, Origins
 from lipaudit.models.generic import token_embeddings
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.lifting import keep

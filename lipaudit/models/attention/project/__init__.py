@@ -1,6 +1,5 @@
 """Which linear maps of the tokens make q, k, v and the logits: read from autograd graphs.
 
-`decode` says how, and works out once what a projection is (`forms`); `projected` builds it on a
-batch; `probes` asks the graph; `logits` and `positions` read what stands beside q k^T; `chains`
-finds linear maps in a row.
+`projections` says how, once and then on every batch; `logits` reads what stands beside q k^T;
+`probes` asks the graph.
 """

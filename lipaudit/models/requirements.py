@@ -1,0 +1,401 @@
+"""What a model has to be before any number: a fixed, differentiable function of each sample.
+
+A model that mixes samples, reads padding, is randomised or changes when it is observed is refused.
+A gradient that is not the derivative (a straight-through estimator, `detach`, a part under
+`no_grad`, a wrong backward pass) is a warning: what autograd measures is then another function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lipaudit.data.batch import Batch
+from lipaudit.errors import EvaluationError, InputError, of_machine
+from lipaudit.models.net import Net
+from lipaudit.models.precision import Widening, exact_arithmetic
+from lipaudit.results import Note
+
+SAME = 1e-5  # of the largest entry: rounding of float32
+AGREES = 1e-4
+
+
+def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
+    """Compare two tensors, relative to the largest entry of the first.
+
+    With `each`, every slice along that axis by itself: a large head must not hide a small one.
+    """
+    if a.shape != b.shape:
+        return False
+    near = _largest(a - b, each) <= tolerance * _largest(a, each)
+    return bool(near.all())
+
+
+def _largest(t: Tensor, each: int | None = None) -> Tensor:
+    """Return the largest entry, or that of every slice along an axis."""
+    axes = [axis for axis in range(t.ndim) if axis != each]
+    return (t.abs().amax(axes) if axes else t.abs()).double()
+
+
+def output_rows(net: Net, batch: Batch) -> Tensor:
+    """Return the model's output, one row per sample.
+
+    Raises:
+        EvaluationError: it is not finite.
+        InputError: it has not one row per sample.
+    """
+    with torch.no_grad():
+        output = net.output(batch)
+    if output.shape[:1] != (len(batch),):
+        raise InputError(
+            f"{len(batch)} samples give an output of shape {tuple(output.shape)}: the model joins "
+            "the samples of a batch",
+            "a py: factory may return a ModelSpec whose `call` gives one row per sample",
+        )
+    if not output.isfinite().all():
+        raise EvaluationError(
+            "the model's output is not finite",
+            "check the weights, and try --dtype float64",
+        )
+    return output
+
+
+def require_fixed(net: Net, batch: Batch, output: Tensor) -> None:
+    """Check that another pass gives the same output.
+
+    Raises:
+        InputError: it does not: the model is random.
+    """
+    with torch.no_grad():
+        again = net.output(batch)
+    if not agree(output, again, each=0):
+        where = _first_difference(net.module, lambda: net.output(batch), lambda: net.output(batch))
+        raise InputError(
+            f"the model is randomised: two passes over the same samples differ, first in {where}",
+            "switch the noise or the dropout off; sensitivity is defined for a fixed function",
+        )
+
+
+def require_isolation(net: Net, batch: Batch, other: Batch, output: Tensor) -> None:
+    """Check that the first sample's output does not depend on the second sample.
+
+    Raises:
+        InputError: it does.
+    """
+    with torch.no_grad():
+        alone = net.output(other)
+    if not agree(output[0], alone[0]):
+        where = _first_difference(net.module, lambda: net.output(batch), lambda: net.output(other))
+        raise InputError(
+            f"the output of a sample depends on the other samples of its batch, first in {where}",
+            "a model that mixes samples (batch statistics, attention across the batch) has no "
+            "per-sample sensitivity",
+        )
+
+
+def require_padding_is_ignored(net: Net, batch: Batch) -> None:
+    """Check that the sample with the most padding is the same without it, token by token.
+
+    Every module that gives a vector per token is compared: the model's output may hide it.
+
+    Raises:
+        InputError: it is not: its figures would depend on what it is batched with.
+    """
+    if batch.mask is None or bool(batch.mask.all()):
+        return
+    i = int(batch.mask.sum(1).argmin())
+    padded = batch[i : i + 1]
+    assert padded.mask is not None
+    alone = replace(padded, x=padded.x[:, padded.mask[0]], mask=None)
+    pairs = zip(_token_vectors(net, padded), _token_vectors(net, alone), strict=False)
+    for (name, one), (other, true) in pairs:
+        if name == other and not agree(true, one, AGREES):
+            raise InputError(
+                f"what {name} makes of a text depends on its padding",
+                "The model reads padded tokens: measure one text at a time, with --batch-size 1.",
+            )
+
+
+def _token_vectors(net: Net, sample: Batch) -> list[tuple[str, Tensor]]:
+    """Run one sample; return what each innermost module makes of its real tokens."""
+    seen: list[tuple[str, Tensor]] = []
+    real = slice(None) if sample.mask is None else sample.mask[0]
+
+    def note(name: str, out: object) -> None:
+        if not isinstance(out, Tensor) or out.ndim != 3 or not out.is_floating_point():
+            return
+        if out.shape[:2] == sample.x.shape[:2]:
+            # A copy: some models scale their embeddings in place, and would do so to what is kept.
+            seen.append((name, out[:, real].clone()))
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, part in net.module.named_modules():
+            if not any(part.children()):
+                hook = part.register_forward_hook(lambda _m, _a, out, name=name: note(name, out))
+                hooks.callback(hook.remove)
+        net.output(sample)
+    return seen
+
+
+def require_same(captured: Tensor, output: Tensor) -> None:
+    """Check that observing the model did not change its output.
+
+    Raises:
+        InputError: it did.
+    """
+    if not agree(output, captured, AGREES, each=0):
+        gap = (captured - output).abs().amax() / output.abs().amax()
+        raise InputError(
+            f"the model's output changes by {gap:.1e} (relative) when it is observed",
+            "the model depends on the autograd mode or on how it is called",
+        )
+
+
+def _first_difference(
+    module: nn.Module, first: Callable[[], object], second: Callable[[], object]
+) -> str:
+    """Name the first module whose output for the first sample differs between two passes."""
+    pairs = zip(_outputs(module, first), _outputs(module, second), strict=False)
+    names = (name for (name, x), (_, y) in pairs if x.shape != y.shape or not agree(x, y))
+    return next(names, "the model's own code")
+
+
+def _outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str, Tensor]]:
+    """Run a model on two samples; return what each innermost module gives for the first."""
+    seen: list[tuple[str, Tensor]] = []
+
+    def note(name: str, out: object) -> None:
+        if isinstance(out, Tensor) and out.ndim and out.is_floating_point():
+            seen.append((name, out[: len(out) // 2]))
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, part in module.named_modules():
+            if not any(part.children()):
+                hook = part.register_forward_hook(lambda _m, _a, out, name=name: note(name, out))
+                hooks.callback(hook.remove)
+        forward()
+    return seen
+
+
+AGREEMENT = 1e-4
+"""Largest change of an output through rounding, as a share of the largest output."""
+
+
+def first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
+    """Run a model by itself on each sample of a batch, up to the first on which it fails.
+
+    Returns:
+        The place of that sample in the batch, what happens there, and what the model raised, if
+        anything; None where nothing happens, or a fault of the machine is in the way.
+    """
+    for i in range(len(batch)):
+        try:
+            with torch.no_grad():
+                output = net.output(batch[i : i + 1].trimmed())
+        except Exception as error:  # whatever the model's own code raises
+            if of_machine(error):
+                return None
+            said = str(error).partition("\n")[0]
+            return i, f"{type(error).__name__}: {said}", error
+        if not bool(output.isfinite().all()):
+            return i, "its output is not finite", None
+    return None
+
+
+def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
+    """Refuse a model that does not give every sample an output of its own.
+
+    The first and the last sample are run alone and together. A model that gives other outputs
+    from one pass to the next is not refused: measures say so by themselves.
+
+    Args:
+        net: the model.
+        batch: samples; nothing is compared where there is only one.
+        singly: whether samples are measured one at a time.
+
+    Raises:
+        InputError: it fails on two samples, gives another number of outputs, or outputs that
+            depend on both.
+    """
+    if len(batch) < 2:
+        return
+    pair = batch.rows(torch.tensor([0, len(batch) - 1])).to(net.device, net.dtype)
+    singles = list(pair.split(1))
+    try:
+        alone, again = (_run_batches(net, singles) for _ in range(2))
+    except InputError:
+        return  # the measure names the sample
+    try:
+        together = _run_batches(net, [pair])
+    except InputError as error:
+        if singly:
+            return
+        raise InputError(
+            f"{net.info.architecture} runs on one sample and fails on two at a time "
+            f"({error.message})",
+            "Say --batch-size 1, or mend the model.",
+        ) from error
+    if len(together) != len(pair) or together.shape != alone.shape:
+        raise InputError(
+            f"{net.info.architecture} returns {tuple(together.shape)} for 2 samples and "
+            f"{tuple(alone.shape)} for the same two, one at a time",
+            "It must return one row per sample, whatever the batch.",
+        )
+    known = alone.isfinite() & together.isfinite()
+    change, noise = (torch.where(known, each - alone, 0.0).abs() for each in (together, again))
+    largest = torch.where(known, alone, 0.0).abs().amax()
+    if change.amax() > AGREEMENT * largest + 10 * noise.amax():
+        raise InputError(
+            "the output of one sample depends on another one (beside it, outputs change by up to "
+            f"{float(change.amax()):.2g})",
+            "A model that uses the statistics of its batch has no figure per sample: let it use "
+            "running statistics, as eval() does.",
+        )
+
+
+def require_padding_is_unread(net: Net, batch: Batch) -> None:
+    """Refuse a model to whose outputs padding matters: the shortest text beside the longest.
+
+    Args:
+        net: the model.
+        batch: texts with their mask.
+
+    Raises:
+        InputError: an output beside the other text is not the output alone.
+    """
+    assert batch.mask is not None
+    lengths = batch.mask.sum(1)
+    ends = torch.stack([lengths.argmin(), lengths.argmax()])
+    try:
+        require_per_sample(net, batch.rows(ends), singly=False)
+    except InputError as error:
+        raise InputError(
+            f"{net.info.architecture} reads padding: {error.message}",
+            "Attack texts of one length (--max-tokens cuts them); bounds, attention and jacobian "
+            "measure each length by itself.",
+        ) from error
+
+
+def _run_batches(net: Net, batches: Sequence[Batch]) -> Tensor:
+    """Return the outputs of batches, joined.
+
+    Raises:
+        InputError: the model's own code fails, with what it said.
+    """
+    try:
+        with torch.no_grad():
+            return torch.cat([net.output(batch) for batch in batches])
+    except Exception as error:  # whatever the model's own code raises
+        if of_machine(error):
+            raise
+        said = str(error).partition("\n")[0]
+        raise InputError(f"{type(error).__name__}: {said}") from error
+
+
+STEPS = (1e-3, 1e-4, 1e-5)
+"""Lengths of a step, as shares of the length of the sample.
+
+A central difference D(h) = (g(h) - g(-h)) / 2h of g(t) = w . f(x + t u) errs by h^2 g''' / 6, by
+rounding, eps |g| / h, and by the kinks (ReLU, maxima) between x - h u and x + h u, whose number
+falls with h. Of three steps one is free of all three in float64; a wrong gradient is wrong at all.
+"""
+DIFFERS = 0.01
+"""Least difference, as a share of the derivative, that is no rounding."""
+WIDENED = 2**28
+"""Most parameters of a model that is compared in float64: a copy of them takes 2 GB."""
+
+
+def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
+    """Warn of a model whose gradient is not its derivative.
+
+    Two samples are moved along one random direction each, in float64 where the model is not too
+    large; otherwise, and where the model's own code fails, nothing is compared.
+
+    Args:
+        net: the model.
+        batch: samples of it.
+
+    Returns:
+        A warning that names a sample, or nothing.
+    """
+    parameters = list(net.module.parameters())
+    if sum(p.numel() for p in parameters) > WIDENED or any(p.is_meta for p in parameters):
+        return ()
+    pair = batch[:2].trimmed()
+    try:
+        with _in_float64(net), exact_arithmetic(net.device), Widening():
+            shares = _differences(net, pair.to(net.device, torch.float64))
+    except Exception as error:  # whatever the model's own code raises: the measures say so
+        if of_machine(error):
+            raise
+        return ()
+    sample = int(shares.argmax())
+    if not bool(shares[sample] > DIFFERS):
+        return ()
+    text = (
+        "the gradient of this model is not its derivative (they differ by "
+        f"{float(shares[sample]):.0%} at sample {pair.ids[sample]}): figures of autograd, norms "
+        "and attacks by gradients among them, are not of the function that the model computes"
+    )
+    return (Note(level="warning", code="no-derivative", text=text),)
+
+
+def _differences(net: Net, batch: Batch) -> Tensor:
+    """Return |D(h) - J u . w| as a share of the derivative, the smallest over h; per sample."""
+    x = net.point(batch)
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+    free = net.free(batch)
+    if free is not None:
+        u = u * free[..., None]
+    flat = tuple(range(1, x.ndim))
+    length = torch.linalg.vector_norm(x, dim=flat, keepdim=True).clamp_min(1.0)
+    u = u * length / torch.linalg.vector_norm(u, dim=flat, keepdim=True)
+    with torch.enable_grad():
+        point = x.clone().requires_grad_()
+        output = net.forward(point, batch)
+        w = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+        pulled = _gradient((output * w).sum(), point)
+    slope = (pulled * u).sum(flat)
+    # Of a random u the slope is about ||J^T w|| ||u|| / sqrt(n): chance may make one far smaller.
+    entries = u.count_nonzero() / len(u)
+    usual = torch.linalg.vector_norm(pulled, dim=flat) * length.flatten() / entries.sqrt()
+    with torch.no_grad():
+        found = torch.stack([_central(net, batch, x, u, w, h) for h in STEPS])
+    scale = torch.stack([slope.abs(), usual]).amax(0).clamp_min(found.abs())
+    # What rounding may make of g, where the derivative itself vanishes.
+    eps = torch.finfo(torch.float64).eps
+    rounding = eps * (output.detach() * w).abs().flatten(1).sum(1) / min(STEPS)
+    apart = ((found - slope).abs() - rounding).clamp_min(0) / scale.clamp_min(1e-300)
+    return apart.amin(0)
+
+
+def _central(net: Net, batch: Batch, x: Tensor, u: Tensor, w: Tensor, h: float) -> Tensor:
+    ahead, behind = (net.forward(x + sign * h * u, batch) for sign in (1, -1))
+    return ((ahead - behind) * w).flatten(1).sum(1) / (2 * h)
+
+
+def _gradient(value: Tensor, point: Tensor) -> Tensor:
+    """Return the gradient; zeros where no graph leads to the point."""
+    if not value.requires_grad:
+        return torch.zeros_like(point)
+    (gradient,) = torch.autograd.grad(value, point, allow_unused=True)
+    return torch.zeros_like(point) if gradient is None else gradient
+
+
+@contextmanager
+def _in_float64(net: Net) -> Iterator[None]:
+    """Widen all weights while the block runs; they come back as they were, in the same memory."""
+    tensors = [*net.module.parameters(), *net.module.buffers()]
+    narrow = {id(t): (t, t.data) for t in tensors if t.is_floating_point()}
+    try:
+        for t, data in narrow.values():
+            t.data = data.double()
+        yield
+    finally:
+        for t, data in narrow.values():
+            t.data = data

@@ -16,7 +16,6 @@ from fractions import Fraction
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import evaluate_chunk
@@ -30,6 +29,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.models.net import Net
 from lipaudit.models.precision import eager
+from lipaudit.models.requirements import watch_outputs
 from lipaudit.results import Note
 from lipaudit.results.trials import Radius
 from lipaudit.theory.policy import NODES
@@ -170,23 +170,11 @@ def require_room(net: Net, sample: Batch, order: int) -> None:
 
 
 def _count_numbers(net: Net, sample: Batch) -> list[int]:
-    """Count the numbers that each innermost module returns on a sample."""
+    """Count the numbers of each tensor that an innermost module returns on a sample."""
     counts: list[int] = []
-    hooks = [
-        module.register_forward_hook(
-            lambda _module, _args, out: counts.append(
-                out.numel() if isinstance(out, Tensor) else 0
-            )
-        )
-        for module in net.module.modules()
-        if not any(True for _ in module.children())
-    ]
-    try:
-        with eager(), torch.no_grad():
-            net.output(sample)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    note = lambda _name, out: counts.append(out.numel())  # noqa: E731
+    with watch_outputs(net.module, note), eager(), torch.no_grad():
+        net.output(sample)
     return counts
 
 

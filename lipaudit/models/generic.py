@@ -41,7 +41,7 @@ def shape_at(net: Net, batch: Batch) -> torch.Size:
     return (_longest(net, batch) if net.kind == "text" else batch.x[:1]).shape[1:]
 
 
-def token_embeddings(net: Net) -> list[nn.Module]:
+def find_token_embeddings(net: Net) -> list[nn.Module]:
     """Return the token embedding of a text model and every embedding that shares its weight."""
     if net.kind != "text" or net.entry is None:
         return []
@@ -93,7 +93,7 @@ def _add_noise(net: Net) -> Net:
             return out + _size(out) * torch.randn(out.shape, generator=generator).to(out)
 
         with ExitStack() as hooks:
-            for module in token_embeddings(net):
+            for module in find_token_embeddings(net):
                 hooks.callback(module.register_forward_hook(move).remove)
             return net.call(x, mask)
 

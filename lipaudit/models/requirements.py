@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,10 @@ from lipaudit.models.net import Net
 from lipaudit.models.precision import Widening, exact_arithmetic
 from lipaudit.results import Note
 
-SAME = 1e-5  # of the largest entry: rounding of float32
+SAME = 1e-5
+"""Largest difference of two equal results, relative to the largest entry: rounding of float32."""
 AGREES = 1e-4
+"""The same of two ways to compute a result, whose rounding differs."""
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float = SAME, *, each: int | None = None) -> bool:
@@ -125,20 +128,28 @@ def _token_vectors(net: Net, sample: Batch) -> list[tuple[str, Tensor]]:
     seen: list[tuple[str, Tensor]] = []
     real = slice(None) if sample.mask is None else sample.mask[0]
 
-    def note(name: str, out: object) -> None:
-        if not isinstance(out, Tensor) or out.ndim != 3 or not out.is_floating_point():
-            return
-        if out.shape[:2] == sample.x.shape[:2]:
+    def note(name: str, out: Tensor) -> None:
+        if out.ndim == 3 and out.is_floating_point() and out.shape[:2] == sample.x.shape[:2]:
             # A copy: some models scale their embeddings in place, and would do so to what is kept.
             seen.append((name, out[:, real].clone()))
 
-    with ExitStack() as hooks, torch.no_grad():
-        for name, part in net.module.named_modules():
-            if not any(part.children()):
-                hook = part.register_forward_hook(lambda _m, _a, out, name=name: note(name, out))
-                hooks.callback(hook.remove)
+    with watch_outputs(net.module, note), torch.no_grad():
         net.output(sample)
     return seen
+
+
+@contextmanager
+def watch_outputs(module: nn.Module, note: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call note(path, output) for each tensor that an innermost module returns."""
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda _module, _args, out: note(name, out) if isinstance(out, Tensor) else None
+
+    with ExitStack() as hooks:
+        for name, part in module.named_modules():
+            if not any(part.children()):
+                hooks.callback(part.register_forward_hook(watch(name)).remove)
+        yield
 
 
 def require_same(captured: Tensor, output: Tensor) -> None:
@@ -168,21 +179,13 @@ def _outputs(module: nn.Module, forward: Callable[[], object]) -> list[tuple[str
     """Run a model on two samples; return what each innermost module gives for the first."""
     seen: list[tuple[str, Tensor]] = []
 
-    def note(name: str, out: object) -> None:
-        if isinstance(out, Tensor) and out.ndim and out.is_floating_point():
+    def note(name: str, out: Tensor) -> None:
+        if out.ndim and out.is_floating_point():
             seen.append((name, out[: len(out) // 2]))
 
-    with ExitStack() as hooks, torch.no_grad():
-        for name, part in module.named_modules():
-            if not any(part.children()):
-                hook = part.register_forward_hook(lambda _m, _a, out, name=name: note(name, out))
-                hooks.callback(hook.remove)
+    with watch_outputs(module, note), torch.no_grad():
         forward()
     return seen
-
-
-AGREEMENT = 1e-4
-"""Largest change of an output through rounding, as a share of the largest output."""
 
 
 def first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] | None:
@@ -248,7 +251,7 @@ def require_per_sample(net: Net, batch: Batch, *, singly: bool) -> None:
     known = alone.isfinite() & together.isfinite()
     change, noise = (torch.where(known, each - alone, 0.0).abs() for each in (together, again))
     largest = torch.where(known, alone, 0.0).abs().amax()
-    if change.amax() > AGREEMENT * largest + 10 * noise.amax():
+    if change.amax() > AGREES * largest + 10 * noise.amax():
         raise InputError(
             "the output of one sample depends on another one (beside it, outputs change by up to "
             f"{float(change.amax()):.2g})",

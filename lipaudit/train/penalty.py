@@ -23,7 +23,7 @@ from lipaudit.models.attention.observe.calls import (
 )
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.linears import Linear
-from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
+from lipaudit.models.attention.observe.trace import Tracer, freeze, run_observed
 from lipaudit.models.attention.survey import survey
 from lipaudit.models.net import Net
 from lipaudit.theory.penalties import (
@@ -282,6 +282,6 @@ def _weights(net: Net, batch: Batch) -> dict[Address, Tensor]:
     def note(linear: Linear, address: Address) -> None:
         weights[address] = linear.weight
 
-    with undisturbed(net.module):
+    with freeze(net.module):
         run_observed(net, batch, Tracer(lambda *_: None, note))
     return weights

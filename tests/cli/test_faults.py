@@ -289,7 +289,7 @@ def test_a_fault_of_the_machine_is_never_filed_as_a_model_that_cannot_be_read(er
     monkeypatch.setattr(numeric, "_linearized", fault)
     layer = SimpleNamespace(site=SimpleNamespace(inputs=(0,)), frame=(), output="x", samples=1)
     with pytest.raises(type(error)):
-        numeric.obstacle(layer)
+        numeric.find_obstacle(layer)
     monkeypatch.undo()
     monkeypatch.setattr(assembly, "main_output", fault)
     with pytest.raises(EvaluationError):

@@ -26,13 +26,13 @@ from lipaudit.models.attention.observe.calls import (
     Fused,
     arrange,
 )
-from lipaudit.models.attention.observe.trace import Frame, Tracer, run_observed, undisturbed
-from lipaudit.models.attention.project.logits import LogitForm, logit_form, position_terms
+from lipaudit.models.attention.observe.trace import Frame, Tracer, freeze, run_observed
+from lipaudit.models.attention.project.logits import LogitForm, position_terms, read_logits
 from lipaudit.models.attention.project.projections import (
     NotClosedForm,
     Projected,
     TokenIndex,
-    projected,
+    project,
 )
 from lipaudit.models.attention.sites import Site, Structure
 from lipaudit.models.net import Net
@@ -43,14 +43,14 @@ _Vectors = tuple[Tensor, Tensor, Tensor]
 """q, k and v."""
 
 
-def canonical(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
+def arrange_call(call: AttentionCall, layout: str, samples: int) -> AttentionCall:
     """Return the call with q, k, v and output as (windows, heads, tokens, width)."""
     output = call.output.mT if call.transposed else call.output
     q, k, v, o = (arrange(layout, t, samples) for t in (call.q, call.k, call.v, output))
     return replace(call, q=q, k=k, v=v, output=o, transposed=False)
 
 
-def distribution(
+def read_distribution(
     call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
 ) -> Heads:
     """Return P of a layer, without X and projections; of a written-out softmax, by its logits.
@@ -62,12 +62,12 @@ def distribution(
         queries: which tokens these are, where that is known.
     """
     if isinstance(call.form, Fused):
-        return product(call, layout, batch, queries)[0]
+        return read_product(call, layout, batch, queries)[0]
     parts, form = _from_logits(call.form.logits.detach(), call.q.ndim, layout, len(batch))
     return _heads(parts, form, False, batch, queries)
 
 
-def product(
+def read_product(
     call: AttentionCall, layout: str, batch: Batch, queries: TokenIndex | None
 ) -> tuple[Heads, Tensor | None]:
     """Return q, k, v and the logits of a layer; and, where q or k meet positions, with a graph.
@@ -75,7 +75,7 @@ def product(
     Raises:
         NotClosedForm: a logit depends on the product of another pair.
     """
-    arranged = canonical(call, layout, len(batch))
+    arranged = arrange_call(call, layout, len(batch))
     form = _form(call, layout, len(batch))
     parts = arranged.q.detach(), arranged.k.detach(), arranged.v.detach()
     causal = isinstance(call.form, Fused) and call.form.causal
@@ -108,7 +108,7 @@ def _heads(
     )
 
 
-def with_inputs(
+def add_inputs(
     structure: Structure,
     attention: Heads,
     call: AttentionCall,
@@ -119,15 +119,15 @@ def with_inputs(
 
     Args:
         structure: how its tensors come about.
-        attention: its q, k, v and logits, from `product`.
+        attention: its q, k, v and logits, from `read_product`.
         call: the call.
         batch: the samples.
-        relative: its logits with their graph, from `product`.
+        relative: its logits with their graph, from `read_product`.
 
     Raises:
         NotClosedForm: the call is not what the structure says.
     """
-    parts = _projected(structure, call, len(batch))
+    parts = _project_parts(structure, call, len(batch))
     memory = _without_padding(parts["k"], batch)
     width = (*call.q.shape[::2], memory.shape[2])
     heads = replace(
@@ -144,13 +144,15 @@ def with_inputs(
     return heads, parts
 
 
-def _projected(structure: Structure, call: AttentionCall, samples: int) -> dict[str, Projected]:
+def _project_parts(
+    structure: Structure, call: AttentionCall, samples: int
+) -> dict[str, Projected]:
     """Project k, v and, where it depends on the input, q."""
     forms = {"k": structure.k, "v": structure.v}
     forms |= {} if structure.q is None else {"q": structure.q}
     tensors = {name: getattr(call, name) for name in forms}
     return {
-        name: projected(form, tensors[name], call.origins.leaves(tensors[name]), samples)
+        name: project(form, tensors[name], call.origins.leaves(tensors[name]), samples)
         for name, form in forms.items()
     }
 
@@ -162,7 +164,7 @@ def _form(call: AttentionCall, layout: str, samples: int) -> LogitForm:
         return None if t is None else arrange(layout, t, samples)
 
     if isinstance(call.form, Explicit):
-        form = logit_form(call, call.form)
+        form = read_logits(call, call.form)
         return LogitForm(
             scale=arrange(layout, form.scale[..., None, None], samples)[..., 0, 0],
             bias=arranged(form.bias),
@@ -256,9 +258,11 @@ class Layer:
             raise ValueError(f"layer {site.index} has no closed form: {site.reason}")
         try:
             with torch.enable_grad():
-                whole, relative = product(self.call, site.layout, self.batch, structure.queries)
-                arranged = canonical(self.call, site.layout, self.samples)
-                heads, parts = with_inputs(structure, whole, arranged, self.batch, relative)
+                whole, relative = read_product(
+                    self.call, site.layout, self.batch, structure.queries
+                )
+                arranged = arrange_call(self.call, site.layout, self.samples)
+                heads, parts = add_inputs(structure, whole, arranged, self.batch, relative)
                 if not matches_autograd(heads, parts, arranged):
                     raise NotClosedForm("wrong", "has a closed form that disagrees with autograd")
                 return heads
@@ -298,7 +302,7 @@ def capture(
     chosen = {site.address: site for site in sites if layers is None or site.index in layers}
     cut = [s for s in sites if s.explicit or (projections and s.address in chosen)]
     reading = _Reading(chosen, batch, reduce, frozenset().union(*(s.sources for s in cut)))
-    with undisturbed(net.module), exact_arithmetic(net.device), suppress(_AllRead):
+    with freeze(net.module), exact_arithmetic(net.device), suppress(_AllRead):
         run_observed(net, batch, reading.tracer)
     for site in reading.pending.values():
         raise EvaluationError(
@@ -332,17 +336,17 @@ class _Reading(Generic[Result]):
         site = self.pending.pop(address, None)
         if site is not None:
             with torch.no_grad():
-                layer = layer_at(site, call, self._batch, self.tracer.place.frames)
+                layer = make_layer(site, call, self._batch, self.tracer.place.frames)
                 self.results.append(self._reduce(layer))
             if not self.pending:
                 raise _AllRead
 
 
-def layer_at(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:
+def make_layer(site: Site, call: AttentionCall, batch: Batch, frames: Sequence[Frame]) -> Layer:
     """Return the layer that a call is, while the model is inside the given module calls."""
     queries = None if site.structure is None else site.structure.queries
-    attention = distribution(call, site.layout, batch, queries)
-    output = canonical(call, site.layout, len(batch)).output.detach()
+    attention = read_distribution(call, site.layout, batch, queries)
+    output = arrange_call(call, site.layout, len(batch)).output.detach()
     frame = next((f for f in reversed(frames) if f.name == site.scope), None)
     number = 0 if frame is None else frame.attentions
     return Layer(site, call, batch, attention, output, frame, number)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipaudit.errors import EvaluationError, of_machine
-from lipaudit.models.attention.capture import Layer, canonical
+from lipaudit.models.attention.capture import Layer, arrange_call
 from lipaudit.models.attention.observe.calls import AttentionCall
 from lipaudit.models.attention.observe.events import AttentionMode
 from lipaudit.models.attention.observe.trace import Frame
@@ -34,7 +34,7 @@ def numeric_norms(
     layer and its projections takes from the rest of the model. That module is run again.
 
     Args:
-        layer: a layer while its visit lasts; NaN where there is an `obstacle`.
+        layer: a layer while its visit lasts; NaN where there is an `find_obstacle`.
         seeds: of the start vectors, one per sample.
         tol: relative accuracy of the norms, estimated.
         max_steps: most products per head.
@@ -56,7 +56,7 @@ def numeric_norms(
     return Norms(*(torch.stack([getattr(norms, name) for norms in each], 1) for name in names))
 
 
-def obstacle(layer: Layer) -> str | None:
+def find_obstacle(layer: Layer) -> str | None:
     """Say why the norms of a layer cannot be computed numerically; None where they can."""
     linear = _runnable(layer)
     return linear if isinstance(linear, str) else None
@@ -113,7 +113,7 @@ def _output(layer: Layer, moved: dict[int, Tensor]) -> Tensor:
     def attention(call: AttentionCall) -> Tensor:
         calls.append(call)
         if len(calls) > layer.number:
-            raise _Output(canonical(call, layer.site.layout, layer.samples).output)
+            raise _Output(arrange_call(call, layer.site.layout, layer.samples).output)
         return call.output
 
     frame = layer.frame

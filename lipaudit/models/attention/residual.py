@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from lipaudit.data.batch import Batch
 from lipaudit.models.attention.observe.calls import Address, AttentionCall
-from lipaudit.models.attention.observe.trace import Tracer, run_observed, undisturbed
+from lipaudit.models.attention.observe.trace import Tracer, freeze, run_observed
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.derivative.linearize import Function, linearize
 from lipaudit.models.derivative.model_norms import JacobianNorms, jacobian_norms
@@ -52,7 +52,7 @@ def residuals(net: Net, batch: Batch, sites: Sequence[Site]) -> tuple[Residual |
     """
     seen = _SkipPaths()
     module = net.module
-    with undisturbed(module), _entered(module, seen.enter), _left(module, seen.leave):
+    with freeze(module), _entered(module, seen.enter), _left(module, seen.leave):
         run_observed(net, batch[:1], Tracer(seen.attention))
     return tuple(seen.residual(site.address) for site in sites)
 
@@ -85,7 +85,7 @@ def residual_norms(
     """
     module = net.module
     with (
-        undisturbed(module),
+        freeze(module),
         exact_arithmetic(net.device),
         torch.no_grad(),
         _recording(module, residuals) as calls,
@@ -93,7 +93,7 @@ def residual_norms(
         net.output(batch)
     for residual in dict.fromkeys(residuals):
         call = calls.pop(residual)
-        with undisturbed(module):
+        with freeze(module):
             linear = linearize(call.without_padding(batch.mask), call.x)
             how: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "within": within}
             norms = jacobian_norms(linear, seeds=seeds, **how)

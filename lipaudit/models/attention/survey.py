@@ -14,11 +14,11 @@ from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, of_machine
 from lipaudit.models import requirements
 from lipaudit.models.attention.observe.calls import Address, AttentionCall
-from lipaudit.models.attention.observe.trace import Place, Tracer, run_observed, undisturbed
+from lipaudit.models.attention.observe.trace import Place, Tracer, freeze, run_observed
 from lipaudit.models.attention.observe.uses import Uses
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.surveyor import Surveyor
-from lipaudit.models.generic import generic, shape_at, token_embeddings
+from lipaudit.models.generic import find_token_embeddings, generic, shape_at
 from lipaudit.models.net import Net
 from lipaudit.models.precision import exact_arithmetic
 from lipaudit.models.requirements import agree
@@ -43,7 +43,7 @@ def surveyed(net: Net, batch: Batch) -> tuple[Site, ...]:
     for known in net.surveys:
         if known.holds(net, batch, shape):
             return known.sites
-    surveyor = whole_survey(net, batch)
+    surveyor = make_survey(net, batch)
     sites, weights = surveyor.sites, _state(net.module)
     current = [known for known in net.surveys if known.weights == weights]
     known = _Known(sites, tuple(dict.fromkeys(surveyor.unread)), weights, {shape})
@@ -115,7 +115,7 @@ def _attention_calls(net: Net, batch: Batch) -> list[Address]:
         addresses.append(address)
 
     net, pair, _ = generic(net, batch)
-    with undisturbed(net.module), exact_arithmetic(net.device):
+    with freeze(net.module), exact_arithmetic(net.device):
         run_observed(net, pair, Tracer(note))
     return addresses
 
@@ -135,13 +135,13 @@ def survey(net: Net, batch: Batch) -> tuple[Site, ...]:
             randomised, mixes samples or changes when it is observed.
         EvaluationError: its output is not finite.
     """
-    return whole_survey(net, batch).sites
+    return make_survey(net, batch).sites
 
 
-def whole_survey(net: Net, batch: Batch) -> Surveyor:
+def make_survey(net: Net, batch: Batch) -> Surveyor:
     """Return what `survey` has seen: the layers, and where other attention is."""
     net, pair, other = generic(net, batch)
-    with undisturbed(net.module), exact_arithmetic(net.device):
+    with freeze(net.module), exact_arithmetic(net.device):
         output, uses = _plain(net, pair)
         try:
             surveyor = _observed(net, pair, other, output, uses)
@@ -163,7 +163,7 @@ def _plain(net: Net, batch: Batch) -> tuple[Tensor, Uses]:
     if net.kind != "text":
         uses.input(batch.x)
     with ExitStack() as hooks, place.following(net.module), uses:
-        for module in token_embeddings(net):
+        for module in find_token_embeddings(net):
             hook = module.register_forward_hook(lambda _module, _args, out: uses.input(out))
             hooks.callback(hook.remove)
         return requirements.output_rows(net, batch), uses

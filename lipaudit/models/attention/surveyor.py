@@ -18,8 +18,8 @@ from torch import Tensor
 from lipaudit.data.batch import Batch
 from lipaudit.errors import of_machine
 from lipaudit.models.attention.agreement import HOPELESS, matches_autograd
-from lipaudit.models.attention.capture import canonical, layer_at, product, with_inputs
-from lipaudit.models.attention.numeric import obstacle
+from lipaudit.models.attention.capture import add_inputs, arrange_call, make_layer, read_product
+from lipaudit.models.attention.numeric import find_obstacle
 from lipaudit.models.attention.observe.calls import (
     Address,
     AttentionCall,
@@ -27,19 +27,19 @@ from lipaudit.models.attention.observe.calls import (
     Origin,
     Origins,
     arrange,
-    layouts,
+    list_layouts,
 )
 from lipaudit.models.attention.observe.linears import Linear
 from lipaudit.models.attention.observe.trace import Frame, Place, Tracer
 from lipaudit.models.attention.observe.uses import line_of_code
 from lipaudit.models.attention.project import probes
-from lipaudit.models.attention.project.logits import logit_form
+from lipaudit.models.attention.project.logits import read_logits
 from lipaudit.models.attention.project.probes import Probed
 from lipaudit.models.attention.project.projections import (
     NotClosedForm,
     ProjectionForm,
     decode,
-    token_rows,
+    find_token_rows,
 )
 from lipaudit.models.attention.sites import OutputMap, Site, Structure
 from lipaudit.models.graph import is_affine, root
@@ -125,16 +125,16 @@ def analyse(call: AttentionCall, batch: Batch) -> Analysis:
     """Read a call in the first layout in which it has a closed form, or else in the likeliest."""
     if call.output.dtype in HALF:
         reason = f"it is computed in {str(call.output.dtype).removeprefix('torch.')}"
-        return Analysis(layouts(call, len(batch))[0], ("rounded",) * 3, None, reason)
+        return Analysis(list_layouts(call, len(batch))[0], ("rounded",) * 3, None, reason)
     tried = []
-    for layout in layouts(call, len(batch)):
+    for layout in list_layouts(call, len(batch)):
         tried.append(_analyse(call, layout, batch))
         if tried[-1].structure is not None:
             return tried[-1]
     return tried[0]
 
 
-def output_map(linear: Linear, source: Probed) -> OutputMap | None:
+def find_output_map(linear: Linear, source: Probed) -> OutputMap | None:
     """Return W_O if a linear map takes the concatenated heads, permuted and scaled at most.
 
     Args:
@@ -144,7 +144,7 @@ def output_map(linear: Linear, source: Probed) -> OutputMap | None:
     rows, width = source.as_rows(source.leaf.detach()).shape
     columns = torch.arange(width, device=source.t.device)[None]
     try:
-        index = token_rows(source)
+        index = find_token_rows(source)
     except NotClosedForm:
         return None
     plain = index.numel() == rows and is_affine(source.t)
@@ -171,7 +171,7 @@ def _analyse(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
 
 
 def _read(call: AttentionCall, layout: str, batch: Batch) -> Analysis:
-    arranged = canonical(call, layout, len(batch))
+    arranged = arrange_call(call, layout, len(batch))
     parts = {name: _attempt(arranged, name, len(batch)) for name in "qkv"}
     behind = call.origins.leaves(call.q, call.k, call.v)
     unread = any(isinstance(part, NotClosedForm) for part in parts.values())
@@ -192,9 +192,9 @@ def _require_agreement(
     structure: Structure, call: AttentionCall, layout: str, batch: Batch
 ) -> None:
     """Raise NotClosedForm unless the closed form of the layer is that of autograd."""
-    arranged = canonical(call, layout, len(batch))
-    attention, relative = product(call, layout, batch, None)
-    heads, parts = with_inputs(structure, attention, arranged, batch, relative)
+    arranged = arrange_call(call, layout, len(batch))
+    attention, relative = read_product(call, layout, batch, None)
+    heads, parts = add_inputs(structure, attention, arranged, batch, relative)
     if forward_error(heads).amax() > HOPELESS:
         raise NotClosedForm(
             "rounding",
@@ -244,7 +244,7 @@ def _logit_problems(call: AttentionCall) -> list[str]:
     if not isinstance(call.form, Explicit):
         return []
     try:
-        logit_form(call, call.form)
+        read_logits(call, call.form)
     except NotClosedForm as obstacle:
         return [obstacle.reason]
     return []
@@ -381,7 +381,7 @@ class Surveyor:
         return Site(
             index=len(self.layers),
             module=address.module,
-            heads=canonical(call, analysis.layout, 2).q.shape[1],
+            heads=arrange_call(call, analysis.layout, 2).q.shape[1],
             kinds=analysis.kinds,
             reason=analysis.reason,
             address=address,
@@ -404,7 +404,7 @@ class Surveyor:
         layer = self.layers[leaves[0].origin.address]
         if layer.site.structure is not None and not layer.projected:
             source = Probed(linear.inputs[None, None], leaves[0].tensor, layer.as_rows)
-            structure = replace(layer.site.structure, out=output_map(linear, source))
+            structure = replace(layer.site.structure, out=find_output_map(linear, source))
             layer.site = replace(layer.site, structure=structure)
         layer.projected = True
 
@@ -457,7 +457,7 @@ class Surveyor:
         if call.output.dtype in HALF:
             reason = f"{site.reason}: switch autocast off, or use --dtype float64"
             return replace(site, reason=reason, inputs=())
-        why = obstacle(layer_at(site, call, self.batch, self.place.frames))
+        why = find_obstacle(make_layer(site, call, self.batch, self.place.frames))
         if why is None:
             return site
         reason = f"{site.reason}; nor can its norms be computed numerically: {why}"
@@ -469,7 +469,7 @@ def _tokens_as_heads(site: Site, call: AttentionCall, batch: Batch) -> bool:
 
     Without a closed form nothing else proves which of the axes is which.
     """
-    heads, tokens = canonical(call, site.layout, len(batch)).q.shape[1:3]
+    heads, tokens = arrange_call(call, site.layout, len(batch)).q.shape[1:3]
     return batch.x.ndim == 2 and heads == batch.x.shape[1] != tokens
 
 
@@ -480,7 +480,7 @@ def _reads_forgotten(call: AttentionCall) -> bool:
 
 
 def _first_sample(call: AttentionCall, site: Site) -> tuple[Tensor, ...]:
-    arranged = canonical(call, site.layout, 2)
+    arranged = arrange_call(call, site.layout, 2)
     parts = (arranged.q, arranged.k, arranged.v)
     return tuple(t[: len(t) // 2].detach() for t in parts)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from lipaudit.models.attention.observe.calls import AttentionCall, Fused, probabilities
 from lipaudit.models.attention.observe.events import AttentionMode
-from lipaudit.models.attention.observe.linears import Linear, operands
+from lipaudit.models.attention.observe.linears import Linear, find_operands
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -185,7 +185,7 @@ PER_HEAD = nn.Parameter(torch.randn(8, 3, 2, generator=GENERATOR), requires_grad
 
 def linear_maps(func, args, kwargs) -> list[Linear]:
     """Every way to read an op as a linear map."""
-    read = (each.read() for each in operands(func, args, kwargs) or ())
+    read = (each.read() for each in find_operands(func, args, kwargs) or ())
     return [linear for linear in read if linear is not None]
 
 
@@ -228,7 +228,7 @@ def test_a_weight_may_stand_on_the_left():
 
 def test_learned_queries_are_no_weight():
     """They have heads in common with the keys."""
-    maps = operands(torch.matmul, (torch.randn(3, 1, 4), torch.randn(2, 3, 4, 5)), {})
+    maps = find_operands(torch.matmul, (torch.randn(3, 1, 4), torch.randn(2, 3, 4, 5)), {})
     assert [each.op for each in maps] == ["linear"]
 
 

@@ -246,7 +246,7 @@ def arrange(layout: str, t: Tensor, samples: int) -> Tensor:
     return LAYOUTS[layout](t, samples)
 
 
-def layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
+def list_layouts(call: AttentionCall, samples: int) -> tuple[str, ...]:
     """Return the layouts that q could have, most likely first."""
     t = call.q
     names = _BY_AXES.get(t.ndim, ("windows windows heads tokens",))

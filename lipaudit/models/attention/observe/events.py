@@ -31,7 +31,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lipaudit.models.attention.observe.calls import AttentionCall, Explicit, Fused
-from lipaudit.models.attention.observe.linears import Linear, Operands, contraction, operands
+from lipaudit.models.attention.observe.linears import (
+    Linear,
+    Operands,
+    find_operands,
+    parse_contraction,
+)
 from lipaudit.models.graph import Past, leaves, vjp
 
 
@@ -207,7 +212,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._on_product is not None:
-            factors = operands(func, args, kwargs)
+            factors = find_operands(func, args, kwargs)
             found = None if factors is None else self._on_product(factors)
             if found is not None:
                 linear, cut = found
@@ -284,7 +289,11 @@ class AttentionMode(TorchFunctionMode):
     def _einsum(self, func: Callable[..., Tensor], equation: Any, *operands: Any) -> Tensor:
         if len(operands) == 1 and isinstance(operands[0], list | tuple):
             operands = tuple(operands[0])
-        c = contraction(equation) if isinstance(equation, str) and len(operands) == 2 else None
+        c = (
+            parse_contraction(equation)
+            if isinstance(equation, str) and len(operands) == 2
+            else None
+        )
         if c is None or not len(c.rows) == len(c.columns) == len(c.summed) == 1:
             return func(equation, *operands)
         a = operands[0].permute([c.first.index(x) for x in c.batch + c.rows + c.summed])

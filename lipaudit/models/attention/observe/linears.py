@@ -76,7 +76,7 @@ class Operands(NamedTuple):
     entire: bool = False
 
 
-def operands(
+def find_operands(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Operands, ...] | None:
     """Return what an op may multiply by a weight; None of an op that multiplies nothing.
@@ -100,7 +100,7 @@ class Contraction:
     summed: str
 
 
-def contraction(equation: str) -> Contraction | None:
+def parse_contraction(equation: str) -> Contraction | None:
     """Read "ab,bc->ac"; None where it is implicit, has an ellipsis, a diagonal or a lone sum."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     first, comma, second = operands.partition(",")
@@ -184,7 +184,7 @@ def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, **kwargs: Any) -> Iterator[O
 def _einsum(equation: Any, *operands: Any) -> Iterator[Operands]:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
-    c = contraction(equation) if len(operands) == 2 and isinstance(equation, str) else None
+    c = parse_contraction(equation) if len(operands) == 2 and isinstance(equation, str) else None
     if c is not None:
         yield from _either(operands[0], c.first, operands[1], c.second, c.out)
 

@@ -16,7 +16,7 @@ from lipaudit.data.batch import Batch
 from lipaudit.models.attention.observe.calls import Address, AttentionCall, Origin, Origins
 from lipaudit.models.attention.observe.events import AttentionMode, Cut
 from lipaudit.models.attention.observe.linears import RIGHT, Linear, Operands
-from lipaudit.models.generic import token_embeddings
+from lipaudit.models.generic import find_token_embeddings
 from lipaudit.models.graph import divides_channels, is_affine, root
 from lipaudit.models.lifting import keep
 from lipaudit.models.net import Net
@@ -194,14 +194,14 @@ def run_observed(net: Net, batch: Batch, tracer: Tracer) -> Tensor:
 def _cut_at_embeddings(net: Net, tracer: Tracer) -> Iterator[None]:
     """Cut a text model at its token embedding and at every module that shares its weight."""
     with ExitStack() as hooks:
-        for module in token_embeddings(net):
+        for module in find_token_embeddings(net):
             hook = module.register_forward_hook(lambda _module, _args, out: tracer.input(out))
             hooks.callback(hook.remove)
         yield
 
 
 @contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
+def freeze(module: nn.Module) -> Iterator[None]:
     """Run in eval mode with frozen parameters; put flags and random state back afterwards."""
     training = {part: part.training for part in module.modules()}
     parameters = list(module.parameters())

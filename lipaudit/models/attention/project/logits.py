@@ -67,7 +67,7 @@ class LogitForm:
     relative: Tensor | None = None
 
 
-def logit_form(call: AttentionCall, form: Explicit) -> LogitForm:
+def read_logits(call: AttentionCall, form: Explicit) -> LogitForm:
     """Read the logits of a written-out softmax.
 
     Raises:

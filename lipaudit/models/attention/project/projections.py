@@ -139,9 +139,9 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     if origin.linear is None:
         raise NotClosedForm("unprojected", "is not the output of a linear map")
     source = Probed(t, y, origin.linear.outputs)
-    rows = token_rows(source)
+    rows = find_token_rows(source)
     source, columns, repeat = _heads(source)
-    index = by_sample(rows, samples, origin.linear.inputs.shape[0])
+    index = attribute_rows(rows, samples, origin.linear.inputs.shape[0])
     if columns is not None:
         plain = ProjectionForm("affine", origin.address, index, columns, repeat)
         return _refine(source, rows, plain)
@@ -151,7 +151,7 @@ def decode(t: Tensor, leaves: Sequence[Leaf], samples: int) -> ProjectionForm | 
     return form
 
 
-def token_rows(source: Probed) -> Tensor:
+def find_token_rows(source: Probed) -> Tensor:
     """Find the row of y that each token reads, (windows, tokens)."""
     windows, _, tokens, _ = source.t.shape
     number = torch.arange(windows * tokens, device=source.t.device)
@@ -169,7 +169,7 @@ def token_rows(source: Probed) -> Tensor:
     return token.argsort()[int((token < 0).sum()) :].view(windows, tokens)
 
 
-def by_sample(rows: Tensor, samples: int, total: int) -> TokenIndex:
+def attribute_rows(rows: Tensor, samples: int, total: int) -> TokenIndex:
     """Attribute the rows of y that are read to samples and their tokens.
 
     Args:
@@ -291,7 +291,7 @@ class Projected:
     origin: Origin
 
 
-def projected(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: int) -> Projected:
+def project(form: ProjectionForm, t: Tensor, leaves: Sequence[Leaf], samples: int) -> Projected:
     """Build the projection of a decoded q, k or v on the batch at hand.
 
     Args:
@@ -324,7 +324,7 @@ def _reading(form: ProjectionForm, leaves: Sequence[Leaf]) -> tuple[Tensor, Orig
 def _index_on(form: ProjectionForm, source: Probed, samples: int, total: int) -> TokenIndex:
     index = form.index.resized(total // samples, source.t.shape[2])
     if index is None:
-        return by_sample(token_rows(source), samples, total)
+        return attribute_rows(find_token_rows(source), samples, total)
     # An affine map is compared by value on every token: other rows would show there.
     if form.kind != "affine" and not probes.reads_only(source, index.rows(samples)):
         raise NotClosedForm("changed", "reads other tokens than at first")

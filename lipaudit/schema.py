@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from lipaudit.errors import InputError, neighbours, suggestion
 from lipaudit.results import Report
+from lipaudit.results.convert import convert
 from lipaudit.results.report import SCHEMA_VERSION
 from lipaudit.results.summary import Summary, summary
 
@@ -42,11 +43,13 @@ def loads(text: str, *, name: str = "report") -> Report:
     """Read a report.
 
     Raises:
-        InputError: when the text is not a report of this major version.
+        InputError: when the text is not a report of this major version, or the one before.
     """
     document = _parse(text, name)
-    _require(document, REPORT, SCHEMA_VERSION, name)
+    _require(document, REPORT, name)
     document.pop("summary", None)
+    if str(document["schema_version"]).startswith("1."):
+        convert(document)
     document["schema_version"] = SCHEMA_VERSION  # what is written again is of this version
     return _validated(Report, document, name)
 
@@ -91,14 +94,14 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _require(document: dict[str, Any], kind: str, version: str, name: str) -> None:
+def _require(document: dict[str, Any], kind: str, name: str) -> None:
     """Refuse what is no document of a kind, or one of another major version."""
     if document.get("schema") != kind:
         what = kind.replace(".", " ")
         raise InputError(f"{name} is not a {what}", "Name a file written with -f json.")
-    if str(document.get("schema_version", "")).split(".")[0] != version.split(".")[0]:
+    if str(document.get("schema_version", "")).split(".")[0] not in ("1", "2"):
         raise InputError(
-            f"{name} has schema version {document.get('schema_version')}, not {version}",
+            f"{name} has schema version {document.get('schema_version')}, not {SCHEMA_VERSION}",
             "It was written by another major version of lipaudit: use that one to read it.",
         )
 

@@ -204,7 +204,7 @@ def gate(
     where = _output(format, output)
     check_outputs(where, JUDGEMENT)
     before = load_baseline(baseline)
-    settings = configure(read(config).get("gate", {}), fail_on or ())
+    settings = configure(read(config).get("gate", {}), fail_on or (), before.sections)
     settings["strict"] = settings["strict"] or strict
     with together(current) as ranks:
         report = read_or_measured(current, before, how, quiet=quiet, ranks=ranks)

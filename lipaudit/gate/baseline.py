@@ -108,7 +108,7 @@ def promote(report: Report, reason: str) -> Report:
     if reasons := find_problems(report):
         advice = "Measure again." if report.shard is None else "Merge it with the others first."
         raise BaselineError(f"this report cannot be a baseline: {reasons[0]}", advice)
-    order = list(layouts())
+    order = {name: place for place, name in enumerate(layouts())}
     run = report.run
     return report.model_copy(
         update={
@@ -121,7 +121,7 @@ def promote(report: Report, reason: str) -> Report:
             ),
             "sections": tuple(
                 _slim_down(s)
-                for s in sorted(report.sections, key=lambda s: order.index(s.measure))
+                for s in sorted(report.sections, key=lambda s: order.get(s.measure, len(order)))
             ),
         }
     )

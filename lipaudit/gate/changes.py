@@ -159,7 +159,7 @@ def compute_head_changes(metric: str, old: Report, new: Report) -> HeadChanges |
         return None
     figures = (row.get(name) for section in (before, after) for row in section.rows)
     column = replace(after.columns[name], better="lower")
-    rule = no_change(f"{metric}:each", column, (v for v in figures if v is not None))
+    rule = no_change(f"{metric}:each", column, (v for v in figures if v is not None), [after])
     try:
         changes = contrast_values(rule, new, old, least=0.0)
     except LipauditError:

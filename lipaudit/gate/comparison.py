@@ -202,7 +202,7 @@ def _judge_samples(
     """Judge a per-sample column over the samples for which both reports have a figure."""
     stats = ("mean",) if name in BINARY else ("median", "p95")
     metric, values = f"{sections[0].measure}.{name}", _list_numbers(name, sections)
-    rules = [no_change(f"{metric}:{stat}", column, values) for stat in stats]
+    rules = [no_change(f"{metric}:{stat}", column, values, sections) for stat in stats]
     absent = [label for label, s in zip(names, sections, strict=True) if not _find_cells(name, s)]
     both, missing = _find_shared(sections), _find_missing(name, sections)
     known = set(both) - missing
@@ -225,7 +225,7 @@ def _judge_rows(
 ) -> Iterator[Verdict]:
     """Judge a column of rows: of layers and heads, or of any where no samples are kept."""
     figures = [_read_rows(section, name) for section in sections]
-    rule = no_change(f"{sections[0].measure}.{name}:median", column, chain(*figures))
+    rule = no_change(f"{sections[0].measure}.{name}:median", column, chain(*figures), sections)
     absent = [label for label, values in zip(names, figures, strict=True) if not values]
     if len(absent) == 1:
         yield refuse(rule, f"{absent[0]} has none")

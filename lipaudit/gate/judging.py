@@ -15,7 +15,7 @@ from lipaudit.gate.contrasts import (
     contrast_values,
     express_change,
 )
-from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, metrics, parse_rule
+from lipaudit.gate.rules import BINARY, DEFAULT_RULES, Rule, parse_rule
 from lipaudit.gate.statistics import DIGITS, LEVEL, Evidence, correct_by_holm
 from lipaudit.gate.verdicts import Judgement, Verdict, VerdictStatus
 from lipaudit.results import Report
@@ -124,7 +124,7 @@ def _suggest_rules(report: Report) -> str:
         f"--fail-on '{section.measure}.{name} {'<= +5%' if how.better == 'lower' else '>= -5%'}'"
         for section in report.sections
         for name, how in section.columns.items()
-        if how.better and name not in BINARY and f"{section.measure}.{name}" in metrics()
+        if how.better and name not in BINARY
     ]
     which = f"Such as {rules[0]}; " if rules else ""
     return (

@@ -16,7 +16,7 @@ from lipaudit.errors import BaselineError, EvaluationError, UsageError, suggesti
 from lipaudit.gate.comparable import REPEAT
 from lipaudit.gate.rules import Rule
 from lipaudit.gate.statistics import STATISTICS, Values
-from lipaudit.results import Array, Report, Row, Section, layouts
+from lipaudit.results import Array, Report, Row, Section
 from lipaudit.results.columns import Reduction, naming
 from lipaudit.results.samples import is_repeat
 from lipaudit.results.trials import WORST, TrialKey, parse_column, parse_radius, worst_cases
@@ -66,16 +66,9 @@ def read(rule: Rule, section: Section) -> RuleValues:
     return RuleValues(names, points, pairs, section.ids)
 
 
-def find_reduction(rule: Rule) -> Reduction | None:
-    """Return how the column of a rule is computed from the samples, None if it cannot be."""
-    column = layouts()[rule.measure].columns.get(rule.column)
-    return None if column is None else column.reduction
-
-
 def is_mean(rule: Rule) -> bool:
     """Tell whether the rows of a rule are means over the tokens of all samples."""
-    how = find_reduction(rule)
-    return how is not None and how.stat == "mean"
+    return rule.reduction is not None and rule.reduction.stat == "mean"
 
 
 def name_rows(section: Section) -> list[str]:
@@ -284,7 +277,7 @@ def align_sections(
     if not after or not before:
         return new, old  # of one suite, or `same_protocol` has refused them
     places = find_shared(rule.measure, after, before, least)
-    how = find_reduction(rule)
+    how = rule.reduction
     arrays = {rule.column} | (how.arrays if how else set())
     new, old = (
         select(section, take, arrays=arrays)

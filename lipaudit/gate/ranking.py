@@ -248,7 +248,7 @@ def make_rule(metric: str) -> Rule:
     """
     plain = parse_rule(f"{metric} <= +0")
     layout = layouts()[plain.measure]
-    known = {**layout.columns, **layout.samples}
+    known = {**layout.columns, **layout.sample_columns}
     better = known[plain.column].better or ("higher" if plain.column in BINARY else None)
     refused = {"each": "has a figure for each row", "max": "may be a maximum by chance"}
     why = refused.get(plain.stat, "") if better else "has no better direction"

@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lipaudit.errors import UsageError, suggestion
-from lipaudit.results import Column, layouts
+from lipaudit.results import Column, Layout, Section, layouts
+from lipaudit.results.columns import Reduction
 
 Stat = Literal["median", "mean", "p95", "max", "each"]
 LimitKind = Literal["absolute", "relative", "difference"]
@@ -55,6 +56,8 @@ class Rule:
         stat: how values become one number.
         op: `<=` (larger is worse) or `>=` (smaller is worse).
         limit: what it is compared with.
+        per_sample: whether it reads a per-sample column rather than a column of rows.
+        reduction: how its column of rows is computed from the samples; None if it cannot be.
     """
 
     text: str
@@ -64,6 +67,8 @@ class Rule:
     stat: Stat
     op: Literal["<=", ">="]
     limit: Limit
+    per_sample: bool = False
+    reduction: Reduction | None = None
 
     @property
     def metric(self) -> str:
@@ -72,21 +77,21 @@ class Rule:
         return f"{self.measure}.{self.column}{where}:{self.stat}"
 
     @property
-    def per_sample(self) -> bool:
-        """Whether it reads a per-sample column rather than a column of rows."""
-        return self.stat != "each" and self.column in layouts()[self.measure].samples
-
-    @property
     def worse(self) -> int:
         """The sign of a change for the worse."""
         return 1 if self.op == "<=" else -1
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str, sections: Iterable[Section] = (), *, trusted: bool = False) -> Rule:
     """Read `METRIC[@SELECTOR][:STAT] OP LIMIT`.
 
     Without STAT, a per-sample column is judged by its median (its mean where it holds 0 or 1),
     a column of rows row by row (`each`).
+
+    Args:
+        text: the rule.
+        sections: of reports, whose columns a rule may name beside those of installed measures.
+        trusted: whether it was judged already, so that its metric exists.
 
     Raises:
         UsageError: when the text is no rule or names an unknown metric or statistic.
@@ -94,20 +99,31 @@ def parse_rule(text: str) -> Rule:
     match = _RULE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a rule", _EXAMPLE)
-    measure, column = _metric(match["metric"])
+    tables: dict[str, Layout | Section] = {**layouts()}
+    tables |= {section.measure: section for section in sections}
+    measure, _, column = match["metric"].rpartition(".")
+    if trusted and measure not in tables:
+        tables[measure] = Layout(name=measure, fixed={column: Column(column, "")})
+    _require_metric(match["metric"], tables)
+    stat = _stat(match["stat"], column, tables[measure])
+    row = tables[measure].columns.get(column)
     selector = (match["selector"] or "").split(",")
     return Rule(
         text=" ".join(text.split()),
         measure=measure,
         column=column,
         selector=tuple(word.strip() for word in selector if word.strip()),
-        stat=_stat(match["stat"], measure, column),
+        stat=stat,
         op="<=" if match["op"] == "<=" else ">=",
         limit=_limit(match["limit"], text),
+        per_sample=stat != "each" and column in tables[measure].sample_columns,
+        reduction=row.reduction if row else None,
     )
 
 
-def no_change(metric: str, column: Column, values: Iterable[float] = ()) -> Rule:
+def no_change(
+    metric: str, column: Column, values: Iterable[float] = (), sections: Iterable[Section] = ()
+) -> Rule:
     """Return the rule that allows no change of a metric.
 
     In points of shares; relative unless figures are negative.
@@ -116,14 +132,18 @@ def no_change(metric: str, column: Column, values: Iterable[float] = ()) -> Rule
         metric: with its statistic: `jacobian.norm:median`.
         column: its column.
         values: the figures.
+        sections: of the reports that have the metric.
     """
-    share = column.format.endswith("%") or parse_rule(f"{metric} <= +0").column in BINARY
+    rule = parse_rule(f"{metric} <= +0", sections)
+    share = column.format.endswith("%") or rule.column in BINARY
     limit = "+0pp" if share else "+0%" if all(value >= 0 for value in values) else "+0"
-    op = "<=" if column.better == "lower" else ">="
-    return replace(parse_rule(f"{metric} {op} {limit}"), text=metric)
+    op: Literal["<=", ">="] = "<=" if column.better == "lower" else ">="
+    return replace(rule, text=metric, op=op, limit=_limit(limit, metric))
 
 
-def configure(table: Mapping[str, Any], fail_on: Sequence[str] = ()) -> dict[str, Any]:
+def configure(
+    table: Mapping[str, Any], fail_on: Sequence[str] = (), sections: Sequence[Section] = ()
+) -> dict[str, Any]:
     """Read `[tool.lipaudit.gate]`; `fail_on` replaces its rules.
 
     Returns:
@@ -146,40 +166,41 @@ def configure(table: Mapping[str, Any], fail_on: Sequence[str] = ()) -> dict[str
             raise UsageError(f"{key} = {value!r} in [tool.lipaudit.gate] is not a {name}")
     texts = list(fail_on) or table.get("rules", [])
     return {
-        "rules": tuple(parse_rule(str(text)) for text in texts),
+        "rules": tuple(parse_rule(str(text), sections) for text in texts),
         "alpha": table.get("alpha", 0.05),
         "strict": table.get("strict", False),
     }
 
 
 def metrics() -> tuple[str, ...]:
-    """Return the name of every metric a rule may use."""
-    tables = layouts().items()
-    rows = [(name, *pair) for name, layout in tables for pair in layout.columns.items()]
-    rows += [(name, *pair) for name, layout in tables for pair in layout.samples.items()]
+    """Return the name of every metric of installed measures that a rule may use."""
+    return _list_metrics(layouts())
+
+
+def _list_metrics(tables: Mapping[str, Layout | Section]) -> tuple[str, ...]:
+    pairs = tables.items()
+    rows = [(name, *pair) for name, table in pairs for pair in table.columns.items()]
+    rows += [(name, *pair) for name, table in pairs for pair in table.sample_columns.items()]
     known = (f"{measure}.{name}" for measure, name, column in rows if column.format != "s")
     return tuple(dict.fromkeys(known))
 
 
-def _metric(text: str) -> tuple[str, str]:
-    measure, _, column = text.rpartition(".")
-    known = metrics()
+def _require_metric(text: str, tables: Mapping[str, Layout | Section]) -> None:
+    known = _list_metrics(tables)
     if text not in known:
         raise UsageError(f"unknown metric {text!r}", suggestion(text, known))
-    return measure, column
 
 
-def _stat(text: str | None, measure: str, column: str) -> Stat:
-    layout = layouts()[measure]
-    sampled = column in layout.samples
+def _stat(text: str | None, column: str, table: Layout | Section) -> Stat:
+    sampled = column in table.sample_columns
     if text is None:
         return "each" if not sampled else "mean" if column in BINARY else "median"
     if text not in STATS:
         raise UsageError(f"unknown statistic {text!r}", suggestion(text, STATS))
-    row = layout.columns.get(column)
+    row = table.columns.get(column)
     if text == "each" and (row is None or row.format == "s" or column in BINARY):
         raise UsageError(
-            f"{measure}.{column} is measured per sample, `each` judges row by row",
+            f"{column} is measured per sample, `each` judges row by row",
             "Use median, mean, p95 or max.",
         )
     return text  # type: ignore[return-value]

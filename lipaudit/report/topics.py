@@ -150,8 +150,8 @@ def _list_measures() -> Iterator[Topic]:
         first, *others = (inspect.getdoc(option_types()[name]) or "").split("\n\n")
         texts = (p.replace("\n", " ") for p in others if not p.startswith("[dim]"))
         yield Topic(group, name, name, first.replace("\n", " "), " ".join(texts))
-    for section in layouts():
-        outline = find_outline(section)
+    for section, layout in layouts().items():
+        outline = find_outline(section, layout.title)
         question = (outline.question,)
         yield Topic(group, section, section, outline.question, outline.about, words=question)
 
@@ -167,7 +167,7 @@ def _list_columns() -> Iterator[Topic]:
             group = "Bounds" if bound else f"Columns of {section}"
             yield _make_column_topic(group, section, name, column)
     for section, layout in layouts().items():
-        for name, column in layout.samples.items():
+        for name, column in layout.sample_columns.items():
             yield _make_column_topic(
                 f"Columns of {section}", section, name, column, " (per sample)"
             )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from lipaudit.errors import LipauditError
 from lipaudit.results.trials import TrialKey, parse_radius
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ Better = Literal["lower", "higher"]
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": list(NON_FINITE)}]}
 _CELL = {"anyOf": [*_NUMBER["anyOf"], {"type": "integer"}, {"type": "string"}, {"type": "null"}]}
+
+
+_FORMAT = r"^(|s|d|[-+]?(\.\d{1,2})?[efg%])$"
+"""What a `Column.format` may be: no width, so that no file fills the memory."""
 
 
 def _revive(value: Any) -> Any:
@@ -100,10 +105,11 @@ class Column:
         least: the smallest value it can have.
     """
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     label: str
     meaning: str
     unit: str = ""
-    format: str = ".3g"
+    format: Annotated[str, Field(pattern=_FORMAT)] = ".3g"
     better: Better | None = None
     domain: str = "at X"
     status: Status = "exact"
@@ -216,6 +222,23 @@ class Row(Mapping[str, Any]):
         return self.key
 
 
+def make_row(columns: Mapping[str, Column], cells: Mapping[str, Any]) -> Row:
+    """Return the row of these cells; a cell that is not given is the default of its column.
+
+    Raises:
+        ValueError: a cell is missing, of the wrong type or of no column.
+    """
+    if strange := sorted(cells.keys() - columns.keys()):
+        raise ValueError(f"a row has no column {strange[0]!r}")
+    given = {n: cells.get(n, None if c.needed else c.default) for n, c in columns.items()}
+    row = Row({name: columns[name].read(name, cell) for name, cell in given.items()})
+    try:
+        _ = row.key
+    except LipauditError as error:
+        raise ValueError(error.message) from None
+    return row
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a section is laid out: its title, its columns and those of its samples.
@@ -223,17 +246,16 @@ class Layout:
     Attributes:
         name: of the section.
         title: its heading on a page; empty: its name.
-        own: its columns, in the order they are printed: first those that name a row.
-        samples: the columns that it has for every sample.
-        declared: returns columns that are declared elsewhere, those of bounds; a report may have
-            further ones, of a plug-in that is not installed.
+        fixed: its columns, in the order they are printed: first those that name a row.
+        sample_columns: the columns that it has for every sample.
+        declared: returns columns that are declared elsewhere, those of bounds.
         behind: the column behind which the declared ones are printed.
     """
 
     name: str
     title: str = ""
-    own: Mapping[str, Column]
-    samples: Mapping[str, Column] = field(default_factory=dict)
+    fixed: Mapping[str, Column]
+    sample_columns: Mapping[str, Column] = field(default_factory=dict)
     declared: Callable[[], Mapping[str, Column]] | None = None
     behind: str = ""
 
@@ -241,9 +263,9 @@ class Layout:
     def columns(self) -> dict[str, Column]:
         """The columns by name, in the order they are printed."""
         if self.declared is None:
-            return dict(self.own)
-        items = list(self.own.items())
-        place = list(self.own).index(self.behind) + 1
+            return dict(self.fixed)
+        items = list(self.fixed.items())
+        place = list(self.fixed).index(self.behind) + 1
         return dict([*items[:place], *self.declared().items(), *items[place:]])
 
     def row(self, /, **cells: Any) -> Row:
@@ -254,16 +276,7 @@ class Layout:
         """
         columns = self.columns
         cells = {name.removesuffix("_"): value for name, value in cells.items()}
-        strange = {name: Column(name, "") for name in cells if name not in columns}
-        if strange and self.declared is None:
-            raise ValueError(f"rows of {self.name} have no column {min(strange)!r}")
-        known = {
-            name: cells.get(name, None if column.needed else column.default)
-            for name, column in columns.items()
-        }
-        known |= {name: cells[name] for name in strange}
-        read = columns | strange
-        return Row({name: read[name].read(name, value) for name, value in known.items()})
+        return make_row(columns, cells)
 
 
 class Array(Frozen):
@@ -290,6 +303,14 @@ class Array(Frozen):
         return np.array(self.data, dtype=np.float64).reshape(self.shape)
 
 
+def _write_column(column: Column) -> dict[str, Any]:
+    """Return what a column says, without what every column says if it is not told."""
+    known = asdict(column)
+    plain = asdict(Column("", ""))
+    return {n: v for n, v in known.items() if v != plain[n] or n in ("label", "meaning")}
+
+
+Columns = dict[str, Annotated[Column, PlainSerializer(_write_column)]]
 Rows = tuple[
     Annotated[
         Row,

@@ -7,6 +7,7 @@ read; its options make its command. No torch is imported: what runs it is named 
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lipaudit.errors import UsageError
-from lipaudit.results.columns import Layout
+from lipaudit.results.columns import Column, Layout
 from lipaudit.results.plugins import entries
 from lipaudit.results.rows import (
     ATTACK_TABLE,
@@ -106,6 +107,17 @@ def _fault(record: MeasureRecord) -> str:
         return f"has no table of the section {record.name!r}"
     strange = [s for s in sections[1:] if not s.startswith(f"{record.name}.")]
     return f"has a table of the section {strange[0]!r}" if strange else ""
+
+
+def find_column(metric: str) -> Column:
+    """Return how a metric of rows or samples reads (`bounds.exact:median`, `attack.robust@pgd`).
+
+    One of a measure that is not installed reads as its name.
+    """
+    measure, _, name = re.split("[@:]", metric)[0].rpartition(".")
+    layout = layouts().get(measure)
+    columns = {**layout.columns, **layout.sample_columns} if layout else {}
+    return columns.get(name, Column(name, ""))
 
 
 def layouts() -> dict[str, Layout]:

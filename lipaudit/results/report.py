@@ -16,13 +16,23 @@ from pydantic import (
     model_validator,
 )
 
-from lipaudit.results.columns import Array, Cell, Column, Float, Frozen, Layout, Row, Rows
+from lipaudit.results.columns import (
+    Array,
+    Cell,
+    Column,
+    Columns,
+    Float,
+    Frozen,
+    Row,
+    Rows,
+    make_row,
+)
 from lipaudit.results.figures import require_drawable
 from lipaudit.results.measures import layouts
 from lipaudit.results.samples import require_flags
 from lipaudit.results.trials import parse_column
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "2.0"
 
 
 class Note(Frozen):
@@ -137,8 +147,11 @@ class Section(Frozen):
     """The result of one measure.
 
     Attributes:
-        measure: its name, which decides its layout.
+        measure: its name.
+        title: its heading on a page; empty: its name.
         settings: the options it ran with.
+        columns: how the cells of rows read, in the order they are printed.
+        sample_columns: how per-sample columns read; `robust@ATTACK,NORM,EPS` reads as `robust`.
         rows: one per head, layer, attack..., ordered by (layer, head) where there are any.
         samples: per-sample columns in the order of its `ids`.
         arrays: per-head per-sample values, histograms and maps.
@@ -153,7 +166,10 @@ class Section(Frozen):
     """
 
     measure: str
+    title: str = ""
     settings: dict[str, Any] = Field({}, repr=False)
+    columns: Columns = Field({}, repr=False)
+    sample_columns: Columns = Field({}, repr=False)
     rows: Rows = Field((), repr=False)
     samples: dict[str, tuple[Cell, ...]] = Field({}, repr=False)
     arrays: dict[str, Array] = Field({}, repr=False)
@@ -168,19 +184,31 @@ class Section(Frozen):
     @model_serializer(mode="wrap")
     def _written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what there is none of, as in most sections."""
-        spared = ("failure", "examples", "gradients", "attended", "classes", "unmeasured")
-        return {k: v for k, v in plain(self).items() if k not in spared or v}
+        always = ("measure", "settings", "columns", "rows", "samples", "arrays", "notes")
+        return {k: v for k, v in plain(self).items() if k in always or v}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        """Take columns that are not given from the layout of the section, where that is known."""
+        layout = layouts().get(str(values.get("measure"))) if isinstance(values, dict) else None
+        if layout is None:
+            return values
+        values = {"title": layout.title} | values
+        declared = {"columns": layout.columns, "sample_columns": layout.sample_columns}
+        for name, known in declared.items():
+            given = values.get(name, {})
+            if isinstance(given, dict):
+                absent = {n: column for n, column in known.items() if n not in given}
+                values[name] = given | absent
+        return values
 
     @field_validator("rows", mode="before")
     @classmethod
-    def _typed(cls, rows: Any, info: ValidationInfo) -> Any:
-        measure = info.data.get("measure", "")
-        layout = layouts().get(measure)
-        if layout is None:
-            raise ValueError(f"no measure {measure!r} is installed here")
+    def _of_columns(cls, rows: Any, info: ValidationInfo) -> Any:
         if not isinstance(rows, (list, tuple)) or not all(isinstance(r, Mapping) for r in rows):
             raise ValueError("rows are a list of objects")
-        return tuple(layout.row(**row) for row in rows)
+        return tuple(make_row(info.data.get("columns", {}), row) for row in rows)
 
     _aligned = field_validator("samples")(aligned)
     _drawable = field_validator("arrays")(require_drawable)
@@ -201,33 +229,6 @@ class Section(Frozen):
         except ImportError:
             return cells
         return pandas.DataFrame(cells, columns=list(self.columns))
-
-    @property
-    def _layout(self) -> Layout:
-        return layouts()[self.measure]
-
-    @property
-    def title(self) -> str:
-        """Its heading on a page."""
-        return self._layout.title or self.measure
-
-    @property
-    def columns(self) -> dict[str, Column]:
-        """How the columns of `rows` read.
-
-        One that is declared nowhere here, of a plug-in that is not installed, reads as its name.
-        """
-        columns = self._layout.columns
-        absent = {name for row in self.rows for name in row} - columns.keys()
-        strange = "A number of a plug-in that is not installed here."
-        return columns | {
-            name: Column(label=name, meaning=strange, domain="") for name in sorted(absent)
-        }
-
-    @property
-    def sample_columns(self) -> Mapping[str, Column]:
-        """How the per-sample columns read; `robust@ATTACK,NORM,EPS` reads as `robust`."""
-        return self._layout.samples
 
     @property
     def ids(self) -> tuple[str, ...]:

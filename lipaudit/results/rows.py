@@ -63,8 +63,8 @@ ACCURACY = {
 BOUNDS_TABLE = Layout(
     name="bounds",
     title="Heads: exact norms and bounds",
-    samples=SAMPLES["bounds"],
-    own=HEAD_NORMS,
+    sample_columns=SAMPLES["bounds"],
+    fixed=HEAD_NORMS,
     behind="exact_max",
     declared=_bounds,
 )
@@ -72,7 +72,7 @@ BOUNDS_TABLE = Layout(
 LAYERS_TABLE = Layout(
     name="bounds.layers",
     title="Layers",
-    own={
+    fixed={
         "layer": count_column("layer", "Attention layer, in the order of execution.", needed=True),
         "module": text_column("module", "Module that computes the attention."),
         "exact": Column(
@@ -112,7 +112,7 @@ LAYERS_TABLE = Layout(
 BALLS_TABLE = Layout(
     name="bounds.ball",
     title="Heads on balls: norms found and certified",
-    own={
+    fixed={
         **HEAD,
         "r": Column(
             "r", "Radius: ||X' - X||_F over all tokens of a sample.", domain="", needed=True
@@ -166,7 +166,7 @@ BALLS_TABLE = Layout(
 ATTENTION_TABLE = Layout(
     name="attention",
     title="Heads: attention distributions",
-    own={
+    fixed={
         **HEAD,
         "tokens": count_column("tokens", "Keys of the longest sample."),
         "top1": Column("p(1)", f"Largest entry of a row; {OVER_ROWS}."),
@@ -243,8 +243,8 @@ ATTENTION_TABLE = Layout(
 JACOBIAN_TABLE = Layout(
     name="jacobian",
     title="Jacobian norms",
-    samples=SAMPLES["jacobian"],
-    own={
+    sample_columns=SAMPLES["jacobian"],
+    fixed={
         "from": text_column("from", "Where the derivative is taken."),
         "to": text_column("to", "What is differentiated."),
         "module": text_column("module", "Block whose input and output are meant; empty: model."),
@@ -277,8 +277,8 @@ JACOBIAN_TABLE = Layout(
 ATTACK_TABLE = Layout(
     name="attack",
     title="Attacks",
-    samples=SAMPLES["attack"],
-    own={
+    sample_columns=SAMPLES["attack"],
+    fixed={
         "attack": text_column("attack", "Attack; worst = all attacks together.", needed=True),
         "norm": text_column("norm", "Of a ball, or what is counted.", needed=True),
         "eps": Column(
@@ -298,13 +298,13 @@ ATTACK_TABLE = Layout(
 SCALING_TABLE = Layout(
     name="scaling",
     title="Norms over the sequence length",
-    own={
+    fixed={
         "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
         "head": Column("head", "Head; empty: the layer.", format="d"),
         "module": text_column("module", "Module."),
         "mode": text_column("mode", "real, adversarial, radius, ascent or split."),
         "masked": Column("masked", "Worst case: whether later keys are masked.", format=""),
-        "n": count_column("n", "Tokens.", least=1, needed=True),
+        "n": count_column("n", "Tokens.", least=1.0, needed=True),
         "radius": Column("R", "max_i ||x_i||, mean over the windows."),
         "n_max": Column(
             "n_max",
@@ -334,7 +334,7 @@ SCALING_TABLE = Layout(
 FITS_TABLE = Layout(
     name="scaling.fit",
     title="Scaling exponents",
-    own={
+    fixed={
         "layer": Column("layer", "Attention layer; empty: the model.", format="d"),
         "head": Column("head", "Head; empty: the layer.", format="d"),
         "mode": text_column("mode", "Which rows were fitted."),
@@ -364,7 +364,7 @@ FITS_TABLE = Layout(
 SPLITS_TABLE = Layout(
     name="scaling.split",
     title="Splitting tokens before moving them",
-    own={
+    fixed={
         **HEAD,
         "n": count_column("n", "Tokens before any is duplicated."),
         "budget": Column("budget", "||M||_F of the move, the same for both.", domain=""),
@@ -380,8 +380,8 @@ SPLITS_TABLE = Layout(
 CERTIFY_TABLE = Layout(
     name="certify",
     title="Certificates",
-    samples=SAMPLES["certify"],
-    own={
+    sample_columns=SAMPLES["certify"],
+    fixed={
         "norm": text_column("norm", "Of the ball.", needed=True),
         "eps": Column(
             "eps",
@@ -417,7 +417,7 @@ CERTIFY_TABLE = Layout(
 RADII_TABLE = Layout(
     name="certify.radius",
     title="Certified radii",
-    own={
+    fixed={
         "norm": text_column("norm", "Of the ball.", needed=True),
         "samples": count_column("samples", "Samples that are classified rightly."),
         "radius": Column(

@@ -82,10 +82,21 @@ def test_it_can_be_gated_and_resumed(measured):
     assert failed.returncode == 1, failed.stdout + failed.stderr
 
 
-def test_a_report_of_a_measure_that_is_not_installed_is_refused(measured):
-    done = processes.completed("report", "a.json", cwd=measured)
-    assert done.returncode == 4
-    assert "no measure 'confidence' is installed here" in done.stderr
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "a.json", "-f", "html"),
+        ("report", "a.json", "-f", "csv"),
+        ("compare", "a.json", "a.json", "-f", "markdown"),
+        ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.confidence:mean >= -1%"),
+        ("gate", "a.json", "-b", "a.json", "--fail-on", "confidence.mean >= -1%", "-f", "html"),
+    ],
+)
+def test_a_report_is_read_where_the_measure_is_not_installed(measured, command):
+    done = processes.completed(*command, cwd=measured)
+    assert done.returncode == 0, done.stderr
+    assert "Of the prediction." in done.stdout or "onfidence" in done.stdout
+    assert done.stdout == lipaudit(*command, cwd=measured).stdout
 
 
 class Point:
@@ -107,8 +118,8 @@ BOUNDS = OWN["bounds"]
         ("bounds", BOUNDS, "name that is in use"),
         ("other", 3, "is int, not"),
         ("other", BOUNDS, "is called 'bounds' in its record"),
-        ("other", replace(BOUNDS, name="other"), "no row type of the section 'other'"),
-        ("other", replace(BOUNDS, name="other", rows=()), "no row type of the section 'other'"),
+        ("other", replace(BOUNDS, name="other"), "no table of the section 'other'"),
+        ("other", replace(BOUNDS, name="other", tables=()), "no table of the section 'other'"),
     ],
 )
 def test_a_bad_record_is_refused(monkeypatch, name, record, says):
@@ -121,6 +132,6 @@ def test_a_bad_record_is_refused(monkeypatch, name, record, says):
 
 
 def test_what_a_record_names_must_be_there():
-    record = MeasureRecord(name="other", rows=(), options="nowhere:Options", runs="")
+    record = MeasureRecord(name="other", tables=(), options="nowhere:Options", runs="")
     with pytest.raises(UsageError, match="nowhere:Options cannot be loaded"):
         record.load(record.options)

@@ -20,14 +20,14 @@ TENSION = np.random.default_rng(5).lognormal(0, 0.3, 64)
 
 SPREAD = Layout(
     name="spread",
-    own={
+    fixed={
         "stage": text_column("stage", "Part of the model.", needed=True),
         "depth": count_column("depth", "Blocks before it."),
         "spread": Column("spread", "How far features spread.", better="lower"),
     },
-    samples={"tension": Column("tension", "Of the sample.", better="lower")},
+    sample_columns={"tension": Column("tension", "Of the sample.", better="lower")},
 )
-HEAT = Layout(name="heat", own={**HEAD, "heat": Column("T", "Temperature.", better="lower")})
+HEAT = Layout(name="heat", fixed={**HEAD, "heat": Column("T", "Temperature.", better="lower")})
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_comparison_has_its_figures_and_a_map_of_its_heads(strange):
 
 
 def test_rows_are_compared_where_no_samples_are_kept(strange, monkeypatch):
-    register(monkeypatch, replace(SPREAD, samples={}))
+    register(monkeypatch, replace(SPREAD, sample_columns={}))
     pair = compare([strange(), strange(trunk=4.0, weights="b")]).pairs[0]
     assert {v.metric: v.status for v in pair.verdicts}["spread.spread:median"] == "regressed"
 

@@ -61,7 +61,7 @@ def test_what_is_of_some_of_the_samples_says_so_of_each(report):
 
 
 def test_what_says_yes_or_no_is_told_from_numbers_that_are_0_and_1(report):
-    flags = {n for layout in layouts().values() for n, c in layout.samples.items()
+    flags = {n for layout in layouts().values() for n, c in layout.sample_columns.items()
              if c.meaning.startswith("Whether")}  # fmt: skip
     assert flags | {"converged"} == FLAGS
     attack = report.section("attack")

@@ -24,7 +24,7 @@ PAGES = sorted({name for name, known in RENDERERS.items() if known.takes == "pag
 
 SPREAD = Layout(
     name="spread",
-    own={
+    fixed={
         "stage": text_column("stage", "Part of the model.", needed=True),
         "depth": count_column("depth", "Blocks before it."),
         "spread": Column(
@@ -38,17 +38,17 @@ SPREAD = Layout(
         ),
         "share": Column("moved", "Share of features that moved.", format=".1%"),
     },
-    samples={
+    sample_columns={
         "tension": Column("tension", "Of the sample.", better="lower"),
         "ok": Column("ok", "Whether it is.", format=""),
     },
 )
 EXTRA = Column("extra", "A later thought.", unit="s", domain="", format=".1f")
-WIDER = replace(SPREAD, own={**SPREAD.own, "extra": EXTRA})
+WIDER = replace(SPREAD, fixed={**SPREAD.fixed, "extra": EXTRA})
 HEAT = Layout(
     name="heat",
     title="How hot heads are",
-    own={
+    fixed={
         **HEAD,
         "heat": Column("T", "Temperature.", better="lower"),
         "other": Column("U", "Of no better direction."),

@@ -32,7 +32,7 @@ def unexplained(names) -> list[str]:
 
 def columns() -> list[tuple[str, str, Column]]:
     rows = {section: row.columns for section, row in layouts().items()}
-    both = [*rows.items(), *((name, layout.samples) for name, layout in layouts().items())]
+    both = [*rows.items(), *((name, layout.sample_columns) for name, layout in layouts().items())]
     return [(section, name, c) for section, cs in both for name, c in cs.items()]
 
 

@@ -136,7 +136,10 @@ def test_a_bound_that_is_not_given_is_null():
 def section_of_a_stranger(value):
     """Report text of two heads, the first with a bound that nothing here declares."""
     known, other = (dict(row) for row in rows())
-    return {"measure": "bounds", "rows": [known | {"stranger": value}, other]}
+    stranger = {"label": "by a stranger", "meaning": "Of a plug-in."}
+    columns = BOUNDS_TABLE.columns | {"stranger": stranger}
+    rows_ = [known | {"stranger": value}, other | {"stranger": None}]
+    return {"measure": "bounds", "columns": columns, "rows": rows_}
 
 
 @pytest.mark.parametrize(("value", "read"), [(7.5, 7.5), (None, None), ("Infinity", float("inf"))])
@@ -145,9 +148,9 @@ def test_a_bound_of_a_plugin_that_is_not_installed_is_kept_and_printed(value, re
     assert section.rows[0]["stranger"] == read
     again = json.loads(section.model_dump_json(by_alias=True))
     assert again["rows"][0]["stranger"] == value
-    assert section.columns["stranger"].label == "stranger"
+    assert section.columns["stranger"].label == "by a stranger"
     table = [block for block in show_section(section) if isinstance(block, Table)][-1]
-    assert table.columns[-1].label == "stranger"
+    assert table.columns[-1].label == "by a stranger"
     assert [line[-1] for line in table.rows] == [read, None]
 
 

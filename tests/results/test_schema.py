@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+import pytest
 
 import lipaudit
 from lipaudit import schema
+from lipaudit.errors import InputError
 from lipaudit.results.summary import summary
 
-
-def older(text: str) -> str:
-    """Return a report as version 1.0 wrote it."""
-    document = json.loads(text)
-    del document["summary"]
-    return json.dumps(document | {"schema_version": "1.0"})
+OLD = sorted((Path(__file__).parent / "reports").glob("*.json"))
+"""Reports as version 1.1 wrote them: of every measure, of plug-ins, and shards."""
 
 
 def test_a_report_is_written_with_its_summary_and_read_without():
@@ -27,14 +27,57 @@ def test_a_report_is_written_with_its_summary_and_read_without():
     assert schema.dumps(schema.loads(forged)) == text
 
 
-def test_a_report_of_version_1_0_is_read_and_written_as_one_of_this():
-    text = schema.dumps(lipaudit.measure("demo", "bounds", samples=1))
-    assert schema.dumps(schema.loads(older(text))) == text
+@pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
+def test_a_report_of_version_1_is_read_and_written_as_one_of_this(path):
+    old, report = json.loads(path.read_text()), schema.load(path)
+    text = schema.dumps(report)
+    assert json.loads(text)["schema_version"] == "2.0"
+    assert schema.loads(text) == report
+    assert schema.dumps(schema.loads(text)) == text
+    for before, after in zip(old["sections"], json.loads(text)["sections"], strict=True):
+        assert all(after[name] == before[name] for name in before)
+        assert all(after["columns"].keys() == row.keys() for row in after["rows"])
 
 
-def test_the_schema_describes_the_summary():
+def test_a_column_that_a_report_lacks_is_empty():
+    """As in reports of an earlier minor version."""
+    document = json.loads(schema.dumps(schema.load(OLD[1])))
+    (section,) = document["sections"]
+    del section["columns"]["entropy"]
+    rows = [{n: v for n, v in row.items() if n != "entropy"} for row in section["rows"]]
+    section["rows"] = rows
+    read = schema.loads(json.dumps(document)).section("attention")
+    assert {row.entropy for row in read.rows} == {None}
+    assert read.columns["entropy"].label == "entropy"
+
+
+@pytest.mark.parametrize(
+    ("column", "why"),
+    [
+        ({"format": "999999999d"}, "format"),
+        ({"format": "s"}, "rows"),
+        ({"status": "guessed"}, "status"),
+        ({"better": "left"}, "better"),
+        ({"colour": "red"}, "colour"),
+        ({"label": 3}, "label"),
+        ({"reduction": {"stat": "mode", "values": "exact"}}, "reduction"),
+        (None, "columns"),
+    ],
+)
+def test_a_damaged_column_is_refused(column, why):
+    document = json.loads(schema.dumps(schema.load(OLD[2])))
+    columns = document["sections"][0]["columns"]
+    columns["exact"] = None if column is None else columns["exact"] | column
+    with pytest.raises(InputError, match=why):
+        schema.loads(json.dumps(document))
+
+
+def test_the_schema_describes_columns_and_the_summary():
     described = schema.json_schema()
     assert described["properties"]["summary"] == {"$ref": "#/$defs/Summary"}
+    assert {"label", "meaning", "format", "better"} <= described["$defs"]["Column"][
+        "properties"
+    ].keys()
     names = described["$defs"]["Summary"]["properties"]
     assert {"warnings", "accuracy", "norms", "heads", "fragile", "bounds"} <= names.keys()
     assert {"Accuracy", "Tightness"} <= described["$defs"].keys()

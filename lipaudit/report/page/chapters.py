@@ -30,7 +30,7 @@ from lipaudit.report.page.views import (
     view_unknown,
 )
 from lipaudit.report.pictures import Curve, Scatter, Series
-from lipaudit.results import Column, Row, layouts
+from lipaudit.results import Column, Row
 from lipaudit.results.bounds import ranked
 from lipaudit.results.figures import finite, log10_ratio
 from lipaudit.results.trials import COSTS, WORST
@@ -378,7 +378,6 @@ OUTLINES: dict[str, Outline] = {
 }
 
 
-def find_outline(measure: str) -> Outline:
+def find_outline(measure: str, title: str = "") -> Outline:
     """Return what the chapter of a section shows; of a plug-in's, what its columns say."""
-    layout = layouts().get(measure)
-    return OUTLINES.get(measure) or Outline((layout and layout.title) or measure, whole=True)
+    return OUTLINES.get(measure) or Outline(title or measure, whole=True)

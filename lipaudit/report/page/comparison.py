@@ -30,7 +30,8 @@ from lipaudit.report.page.samples import SAMPLE, add_places
 from lipaudit.report.page.scorecard import name_accuracy
 from lipaudit.report.page.views import FIT, HEAD, TOP, map_heads
 from lipaudit.report.pictures import Heatmap, Scatter, Series
-from lipaudit.results import Column, Note, Report, layouts
+from lipaudit.results import Column, Note, Report
+from lipaudit.results.measures import find_column
 from lipaudit.results.summary import KINDS
 from lipaudit.results.trials import TrialKey
 
@@ -199,12 +200,6 @@ def _name_figure(metric: str, name: str = "") -> str:
         return name_accuracy(ACCURACY[metric], ball.ball if ball else "")
     parts = (find_column(metric).label, metric.partition(":")[2], name)
     return HEADLINES.get(metric, ", ".join(filter(None, parts)))
-
-
-def find_column(metric: str) -> Column:
-    """Return how the column of a metric reads, which is of samples or of rows."""
-    measure, _, name = metric.partition(":")[0].partition("@")[0].rpartition(".")
-    return {**layouts()[measure].columns, **layouts()[measure].samples}[name]
 
 
 def _describe_figure(line: Headline) -> str:

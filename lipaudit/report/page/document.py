@@ -54,7 +54,7 @@ def show_section(
     """
     if section.failure is not None:
         return (_describe_failure("", section),)
-    outline = find_outline(section.measure)
+    outline = find_outline(section.measure, section.title)
     listed = _list_settings(section.settings if settings is None else settings)
     notes = merge_notes(note for note in section.notes if note not in said)
     views = outline.views if outline.whole else (*outline.views, list_all_rows)
@@ -73,7 +73,8 @@ def compare_sections(sections: Mapping[str, Section]) -> tuple[Block, ...]:
     failed = [_describe_failure(f"{k}: ", s) for k, s in sections.items() if s.failure]
     if not filled:
         return tuple(failed) or (NOTHING,)
-    outline = find_outline(next(iter(filled.values())).measure)
+    first = next(iter(filled.values()))
+    outline = find_outline(first.measure, first.title)
     views = outline.several or outline.views
     return (*failed, *(block for view in views for block in view(filled)))
 
@@ -191,7 +192,7 @@ def _show_one(report: Report) -> Document:
             settings = {}  # the section that it is part of lists the same
         folded = len(measures) > 1 and name != measures[0] and name not in OPEN
         blocks = show_section(section, said, places, settings)
-        chapters.append(Chapter(name, find_outline(name).question, blocks, folded))
+        chapters.append(Chapter(name, find_outline(name, section.title).question, blocks, folded))
     if has_ranking(report):
         title = "Which samples are the least robust?"
         chapters.append(Chapter("worst", title, show_worst(report)))
@@ -236,8 +237,9 @@ def _show_several(reports: Sequence[Report], lead: Sequence[Chapter]) -> Documen
             if (section := report.section(measure)) is not None
         }
         blocks = compare_sections(sections)
+        title = next(iter(sections.values())).title
         folded = bool(chapters) and measure not in OPEN
-        chapters.append(Chapter(measure, find_outline(measure).question, blocks, folded))
+        chapters.append(Chapter(measure, find_outline(measure, title).question, blocks, folded))
     cards = (tabulate_scorecards(names, reports),)
     return replace(
         _start_several(reports),

@@ -192,7 +192,7 @@ def _sort_verdicts(judgement: Judgement, verdicts: Sequence[Verdict]) -> Sequenc
     """Sort many verdicts on one rule: those that fail first, then by the size of the change."""
     if len(verdicts) <= MOST:
         return verdicts
-    sign = 1 if parse_rule(verdicts[0].rule).op == "<=" else -1
+    sign = 1 if parse_rule(verdicts[0].rule, trusted=True).op == "<=" else -1
 
     def worse(verdict: Verdict) -> tuple[bool, float]:
         values = (verdict.paired, verdict.change, verdict.new)

@@ -378,7 +378,7 @@ def inspect_sample(report: Report, sample: str) -> Document:
         ]
         if of:
             rows = tuple(figure.cells(sample) for figure in of if figure.values[sample] != "")
-            title = find_outline(section.measure).question
+            title = find_outline(section.measure, section.title).question
             chapters.append(Chapter(section.measure, title, (Table("", FIGURES, rows),)))
     drawn = (
         Chapter("pictures", "Pictures", tuple(make_gallery(report, [sample]))),

@@ -10,12 +10,12 @@ from lipaudit.settings import MeasureOptions, option
 TABLE = Layout(
     name="confidence",
     title="Confidence of the predictions",
-    own={
+    fixed={
         "temperature": Column("T", "What the logits are divided by.", domain="", needed=True),
         "mean": Column("mean", "Mean over the samples.", format=".1%", better="higher"),
         "low": Column("lowest", "Smallest over the samples.", format=".1%"),
     },
-    samples={"confidence": Column("confidence", "Of the prediction.", better="higher")},
+    sample_columns={"confidence": Column("confidence", "Of the prediction.", better="higher")},
 )
 
 

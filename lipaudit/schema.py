@@ -143,9 +143,10 @@ def _bounded(digits: str) -> int:
 
 
 def _layout(value: Any, depth: int = 0) -> str:
-    """Indent objects; keep rows, per-sample columns and arrays on one line each."""
+    """Indent objects; keep rows, columns, per-sample columns and arrays on one line each."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if depth > 4 or len(flat) < 80 or _is_line(value):
+    column = depth == 4 and isinstance(value, dict) and "label" in value
+    if depth > 4 or len(flat) < 80 or column or _is_line(value):
         return flat
     pad, end = "  " * (depth + 1), "  " * depth
     if isinstance(value, dict):

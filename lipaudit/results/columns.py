@@ -305,9 +305,11 @@ class Array(Frozen):
 
 def _write_column(column: Column) -> dict[str, Any]:
     """Return what a column says, without what every column says if it is not told."""
-    known = asdict(column)
     plain = asdict(Column("", ""))
-    return {n: v for n, v in known.items() if v != plain[n] or n in ("label", "meaning")}
+    given = {n: v for n, v in asdict(column).items() if v != plain[n] or n in ("label", "meaning")}
+    if column.reduction:
+        given["reduction"] = {n: v for n, v in given["reduction"].items() if v}
+    return given
 
 
 Columns = dict[str, Annotated[Column, PlainSerializer(_write_column)]]

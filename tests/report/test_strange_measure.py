@@ -103,7 +103,7 @@ def test_it_is_written_and_read_back(strangers):
 
 
 def test_a_row_of_another_measure_is_refused(strange):
-    with pytest.raises(ValueError, match="rows of spread have no column"):
+    with pytest.raises(ValueError, match="a row has no column"):
         Section(measure="spread", rows=strange[1].rows)
 
 

@@ -80,7 +80,7 @@ def test_a_report_is_read_and_printed_where_the_plugin_is_not_installed(measured
     report = ("report", measured / "a.json", "-f", "markdown", f"-o{again}")
     done = processes.completed(*report, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "frobenius" in done.stdout
+    assert "Frobenius" in done.stdout
     before, after = (json.loads(p.read_text())["sections"] for p in (measured / "a.json", again))
     assert after == before
 

@@ -212,7 +212,7 @@ def _heads(rows: Sequence[Row]) -> Heads | None:
 
 def steepest(sections: Iterable[Section], count: int) -> list[str]:
     """Return the heads of the largest exact norms as LAYER.HEAD, the largest first."""
-    rows = [row for section in sections for row in rows_of(section)]
+    rows = [row for section in sections if section.measure == "bounds" for row in section.rows]
     return [f"{row.layer}.{row.head}" for row in largest(rows, "exact", count)]
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.shared.study import Pair, cells, heading, nearest, rho, scatter, sections
 from lipaudit.data.arrays import read_idx
-from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.models.net import Net
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -95,7 +95,7 @@ def images(data: Path, part: str, count: int) -> Batch:
     """The first images of a part of the data, with their labels."""
     arrays = read_idx(data / f"{part}-images-idx3-ubyte.gz")
     x, y = arrays["x"][:count, None] / 255, arrays["y"][:count].long()
-    return Batch(x, y, sample_ids(list(x), y.tolist()))
+    return Batch(x, y, identify_samples(list(x), y.tolist()))
 
 
 def untrained(seed: int) -> Net:

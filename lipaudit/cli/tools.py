@@ -139,14 +139,14 @@ def env(output: Lines, terminal: Plain) -> None:
 
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.engine.provenance import versions
-    from lipaudit.models.sources.assembly import device
+    from lipaudit.models.sources.assembly import find_device
 
     check_outputs(output, ("lines", "record"))
     facts: dict[str, str] = versions() | {
         "platform": sys.platform,
         "cuda": torch.version.cuda or "none",
         "devices": ", ".join(_devices()),
-        "default device": str(device("auto")),
+        "default device": str(find_device("auto")),
         "threads": str(torch.get_num_threads()),
     }
     width = max(map(len, facts))
@@ -167,10 +167,10 @@ def _devices() -> list[str]:
 def _remark(name: str) -> str:
     import torch
 
-    from lipaudit.models.sources.assembly import device
+    from lipaudit.models.sources.assembly import find_device
 
     try:
-        place = device(name)
+        place = find_device(name)
     except UsageError as error:
         return f" (not usable: {error.message})"
     make = getattr(torch.get_device_module(place), "get_device_name", None)

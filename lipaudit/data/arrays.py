@@ -25,8 +25,8 @@ from lipaudit.data.samples import (
     DEFLATED,
     DataOptions,
     Drawn,
-    claimed_size,
-    picks,
+    check_size,
+    draw_indices,
     refuse_damage,
     require_labels,
 )
@@ -106,7 +106,7 @@ def draw_arrays(
             f"{origin} has {len(x)} inputs and {y.dtype} labels of shape {tuple(y.shape)}",
             "Labels are one integer per input.",
         )
-    order = picks(len(x), options.samples, options.seed)
+    order = draw_indices(len(x), options.samples, options.seed)
     samples = _check_shape(x[order], net, origin)
     labels = None if y is None else [int(v) for v in y[order]]
     if labels is not None:
@@ -157,7 +157,7 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray 
         return None
     stored = min(entry.compress_size, Path(str(archive.filename)).stat().st_size)
     packed = 1 if entry.compress_type == zipfile.ZIP_STORED else DEFLATED
-    claimed_size(shape, kind.itemsize, min(entry.file_size, packed * stored))
+    check_size(shape, kind.itemsize, min(entry.file_size, packed * stored))
     with archive.open(entry) as file:
         return npy.read_array(file, allow_pickle=False)
 
@@ -176,8 +176,8 @@ def _read_names(path: Path) -> list[str]:
 
 def _check_shape(x: Tensor, net: Net, origin: str) -> Tensor:
     if net.kind == "text":
-        return _token_ids(x, net, origin)
-    x = _laid_out(x, net, origin)
+        return _check_token_ids(x, net, origin)
+    x = _lay_out(x, net, origin)
     if x.dtype == torch.uint8:
         x = to_box(x.float() / 255, net.box)
     x = x.float()
@@ -193,7 +193,7 @@ def _check_shape(x: Tensor, net: Net, origin: str) -> Tensor:
     return x
 
 
-def _laid_out(x: Tensor, net: Net, origin: str) -> Tensor:
+def _lay_out(x: Tensor, net: Net, origin: str) -> Tensor:
     """Bring images to channels first; a grey image may come without its channel."""
     wanted, shape = tuple(net.sample_shape), tuple(x.shape[1:])
     if shape == wanted:
@@ -209,7 +209,7 @@ def _laid_out(x: Tensor, net: Net, origin: str) -> Tensor:
     )
 
 
-def _token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
+def _check_token_ids(x: Tensor, net: Net, origin: str) -> Tensor:
     if x.is_floating_point() or x.ndim != 2 or x.shape[1] > net.sample_shape[0]:
         raise InputError(
             f"{origin} holds {x.dtype} of shape {tuple(x.shape)}; the model takes token ids "
@@ -254,7 +254,7 @@ def _read_idx_array(path: Path) -> Tensor:
         _, _, code, axes = data.read(4)
         kind, shape = np.dtype(KINDS[code]), np.frombuffer(data.read(4 * axes), ">i4", axes)
         most = path.stat().st_size * (DEFLATED if packed else 1)
-        values = data.read(claimed_size(shape.tolist(), kind.itemsize, most) + 1)
+        values = data.read(check_size(shape.tolist(), kind.itemsize, most) + 1)
         array = np.frombuffer(values, kind).reshape(shape)
         return torch.from_numpy(array.astype(kind.newbyteorder("=")))
 

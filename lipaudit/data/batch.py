@@ -54,7 +54,7 @@ class Batch:
         texts = tuple(self.texts[i] for i in at) if self.texts else ()
         return Batch(self.x[index], y, ids, mask, texts=texts, limit=self.limit)
 
-    def unnamed(self, index: Tensor) -> Batch:
+    def without_ids(self, index: Tensor) -> Batch:
         """Return the samples at these positions without ids: the host need not know which."""
         mask = None if self.mask is None else self.mask[index]
         return Batch(self.x[index], None, (), mask)
@@ -69,7 +69,7 @@ class Batch:
     def split(self, size: int) -> Iterator[Batch]:
         """Cut into batches of at most `size` samples, in order, without needless padding."""
         for start in range(0, len(self), size):
-            yield self[start : start + size].trimmed()
+            yield self[start : start + size].trim()
 
     def by_length(self, size: int) -> Iterator[Batch]:
         """Cut into batches of at most `size` samples of one length: nothing is padded.
@@ -83,11 +83,11 @@ class Batch:
         order = sorted(range(len(self)), key=lengths.__getitem__)
         alike = [[*run] for _, run in groupby(order, key=lengths.__getitem__)]
         for rows in sorted(run[i : i + size] for run in alike for i in range(0, len(run), size)):
-            part = replace(self.rows(torch.tensor(rows)), start=self.start + rows[0]).trimmed()
+            part = replace(self.rows(torch.tensor(rows)), start=self.start + rows[0]).trim()
             padded = part.mask is not None and not part.mask.all()
             yield part if padded else replace(part, mask=None)
 
-    def trimmed(self) -> Batch:
+    def trim(self) -> Batch:
         """Return the same samples without the last columns, where all of them are padded."""
         if self.mask is None or bool(self.mask[:, -1].any()):
             return self
@@ -113,7 +113,7 @@ class Share:
         return iter(self.batches)
 
 
-def first_of(batches: Iterable[Batch], met: Batch) -> Batch:
+def find_first(batches: Iterable[Batch], met: Batch) -> Batch:
     """Return the first batch of a run; that which is met first, where no share says it."""
     return batches.first if isinstance(batches, Share) else met
 
@@ -131,7 +131,7 @@ class Origin:
     text: str = ""
 
 
-def sample_ids(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str, ...]:
+def identify_samples(x: Sequence[Tensor], y: Sequence[int] | None) -> tuple[str, ...]:
     """Identify each sample by the sha256 of its preprocessed tensor and label.
 
     A repeat gets a running number, so ids are unique and do not depend on the batch size.

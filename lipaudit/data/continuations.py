@@ -13,8 +13,14 @@ from torch import Tensor
 
 from lipaudit.data.batch import Origin
 from lipaudit.data.samples import DataOptions, Drawn, Task, draw, warning
-from lipaudit.data.tables import Row, all_columns, complete, label_column, text_columns
-from lipaudit.data.text import beginning, most_tokens, row_text, sound_rows
+from lipaudit.data.tables import (
+    Row,
+    check_row,
+    choose_label_column,
+    choose_text_columns,
+    list_columns,
+)
+from lipaudit.data.text import join_row, leave_out_faulty, limit_tokens, shorten
 from lipaudit.errors import InputError
 from lipaudit.results import Note
 
@@ -88,13 +94,15 @@ def read_continuations(
     Raises:
         InputError: columns missing, rows that ask nothing, or a model without a tokenizer.
     """
-    rows, faulty = sound_rows(rows, options, origin)
-    columns = _columns(all_columns(rows), options, origin)
-    names = () if columns.kind != "labels" else _label_words(rows, columns, classes, origin)
-    asked = [_read(row, columns, names, classes) for row in rows]
+    rows, faulty = leave_out_faulty(rows, options, origin)
+    columns = _choose_columns(list_columns(rows), options, origin)
+    names = () if columns.kind != "labels" else _list_label_words(rows, columns, classes, origin)
+    asked = [_read_question(row, columns, names, classes) for row in rows]
     usual = Counter(len(q.continuations) for _, q in asked if q is not None).most_common(1)
     count = usual[0][0] if usual else 0
-    rows, uneven = sound_rows([_even(row, q, count) for row, q in asked], options, origin)
+    rows, uneven = leave_out_faulty(
+        [_note_uneven(row, q, count) for row, q in asked], options, origin
+    )
     questions = [
         question for _, question in asked if question and len(question.continuations) == count
     ]
@@ -104,36 +112,36 @@ def read_continuations(
         [ids for _, ids in drawn],
         [questions[i].right for i, _ in drawn],
         faulty + uneven + skipped + reader.notes(),
-        origins=[Origin(rows[i].name, beginning(questions[i].prompt)) for i, _ in drawn],
-        task=Task(columns.kind, _names(columns.kind, names, count)),
+        origins=[Origin(rows[i].name, shorten(questions[i].prompt)) for i, _ in drawn],
+        task=Task(columns.kind, _name_classes(columns.kind, names, count)),
     )
 
 
-def _names(kind: str, labels: Sequence[str], count: int) -> tuple[str, ...]:
+def _name_classes(kind: str, labels: Sequence[str], count: int) -> tuple[str, ...]:
     """Name the classes: labels, letters of choices, or a continuation and its rival."""
     if kind == "continuation":
         return ("continuation", "rival")
     return tuple(labels) or tuple(LETTERS[:count])
 
 
-def _columns(columns: Sequence[str], options: DataOptions, origin: str) -> _Columns:
+def _choose_columns(columns: Sequence[str], options: DataOptions, origin: str) -> _Columns:
     """Find out from its columns what a table asks."""
     choices = next((name for name in CHOICES if name in columns), None)
     if choices is not None:
-        right = label_column(columns, options, origin=origin, usual=ANSWERS)
+        right = choose_label_column(columns, options, origin=origin, usual=ANSWERS)
         if right is None:
             raise InputError(
                 f"{origin} does not say which of the {choices} is right",
                 "Name the column that does with --label-column.",
             )
-        return _Columns("choices", _prompt(columns, options, origin), choices, right)
+        return _Columns("choices", _choose_prompt(columns, options, origin), choices, right)
     pair = next((pair for pair in CONTINUED if set(pair) <= set(columns)), None)
     if pair is not None and options.text_column is None and options.label_column is None:
         return _Columns("continuation", pair[:1], pair[1])
-    label = label_column(columns, options, origin=origin)
+    label = choose_label_column(columns, options, origin=origin)
     if label is not None:
-        return _Columns("labels", _prompt(columns, options, origin), label, label)
-    texts = () if options.text_column is None else _prompt(columns, options, origin)
+        return _Columns("labels", _choose_prompt(columns, options, origin), label, label)
+    texts = () if options.text_column is None else _choose_prompt(columns, options, origin)
     if len(texts) == 2:
         return _Columns("continuation", texts[:1], texts[1])
     raise InputError(
@@ -143,11 +151,11 @@ def _columns(columns: Sequence[str], options: DataOptions, origin: str) -> _Colu
     )
 
 
-def _prompt(columns: Sequence[str], options: DataOptions, origin: str) -> tuple[str, ...]:
-    return text_columns(columns, options, origin=origin, usual=PROMPTS)
+def _choose_prompt(columns: Sequence[str], options: DataOptions, origin: str) -> tuple[str, ...]:
+    return choose_text_columns(columns, options, origin=origin, usual=PROMPTS)
 
 
-def _label_words(
+def _list_label_words(
     rows: Sequence[Row], columns: _Columns, classes: Sequence[str] | None, origin: str
 ) -> tuple[str, ...]:
     """Return the class names, which are what is scored.
@@ -157,7 +165,9 @@ def _label_words(
     """
     if classes is not None:
         return tuple(classes)
-    values = {str(row.values[columns.follows]) for row in rows if _empty(row, columns) is None}
+    values = {
+        str(row.values[columns.follows]) for row in rows if _find_empty(row, columns) is None
+    }
     number = next((v for v in values if v.strip().lstrip("-").replace(".", "").isdigit()), None)
     if number is not None:
         raise InputError(
@@ -168,23 +178,23 @@ def _label_words(
     return tuple(sorted(values))
 
 
-def _empty(row: Row, columns: _Columns) -> str | None:
+def _find_empty(row: Row, columns: _Columns) -> str | None:
     """Return the first column that a row has nothing in, of those it needs."""
     needed = (*columns.prompt, columns.follows, *([columns.right] if columns.right else []))
     given = {name: row.values.get(name) for name in needed}
     return next((n for n, v in given.items() if v is None or not str(v).strip()), None)
 
 
-def _read(
+def _read_question(
     row: Row, columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
 ) -> tuple[Row, Question | None]:
     """Return a row with what it asks, or with its fault."""
-    empty = _empty(row, columns)
+    empty = _find_empty(row, columns)
     strings = (*columns.prompt, *([] if columns.kind == "choices" else [columns.follows]))
-    row = replace(row, fault=f"has no {empty!r}") if empty else complete(row, strings)
+    row = replace(row, fault=f"has no {empty!r}") if empty else check_row(row, strings)
     if row.fault:
         return row, None
-    text, value = row_text(row.values, columns.prompt), row.values[columns.follows]
+    text, value = join_row(row.values, columns.prompt), row.values[columns.follows]
     prompt = text if isinstance(text, str) else "\n".join(text)
     if columns.kind == "continuation":
         return row, Question(prompt, (str(value),))
@@ -195,14 +205,14 @@ def _read(
             return replace(row, fault=f"has the label {value!r}, which is no class"), None
         return row, Question(prompt, tuple(names), known.index(label))
     try:
-        choices, letters = _choices(value)
-        right = _answer(row.values[columns.right or ""], choices, letters)
+        choices, letters = _read_choices(value)
+        right = _find_answer(row.values[columns.right or ""], choices, letters)
     except ValueError as error:
         return replace(row, fault=str(error)), None
     return row, Question(prompt, choices, right)
 
 
-def _choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _read_choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return choices and the labels they are given: of a list, its text, or a record of two."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
@@ -221,7 +231,7 @@ def _choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(map(str, texts)), tuple(map(str, letters))
 
 
-def _answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> int:
+def _find_answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> int:
     """Return which choice is right: by the label it is given, else by what may be meant.
 
     That is an index from 0; of an answer that is no number also a choice's text, or its letter.
@@ -239,7 +249,7 @@ def _answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> int:
     raise ValueError(f"has the answer {value!r}, which {which} of its {len(choices)} choices")
 
 
-def _even(row: Row, question: Question | None, count: int) -> Row:
+def _note_uneven(row: Row, question: Question | None, count: int) -> Row:
     """Note where a row has another number of choices than most."""
     if question is None or len(question.continuations) == count:
         return row
@@ -252,7 +262,7 @@ class _Reader:
 
     def __init__(self, net: Net, options: DataOptions, origin: str) -> None:
         self.net, self.origin = net, origin
-        self.limit, self.limited = most_tokens(net, options)
+        self.limit, self.limited = limit_tokens(net, options)
         self.read = self.cut = 0
         if net.tokenize is None or not net.vocabulary:
             raise InputError(

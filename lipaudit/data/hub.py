@@ -54,7 +54,7 @@ Words = tuple[str, str]
 """What happened, and what to do about it."""
 
 
-def refusal(error: Exception, repository: Repository) -> InputError:
+def explain_refusal(error: Exception, repository: Repository) -> InputError:
     """Return the error that says why a repository cannot be had, by what its client raised."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
@@ -209,7 +209,7 @@ class Commit:
         revision = self.repository.revision
         if self.unasked or HASH.fullmatch(revision):
             return
-        reference = _cache(self.repository) / "refs" / revision
+        reference = _find_cache(self.repository) / "refs" / revision
         with suppress(OSError):  # a cache that cannot be written is read all the same
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(self.sha)
@@ -246,7 +246,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
     except Exception as error:  # every HTTP library has exceptions of its own
-        refused = refusal(error, repository)
+        refused = explain_refusal(error, repository)
         cached = _find_cached(repository, refused.message)
         if cached is None or isinstance(error, (HFValidationError, RevisionNotFoundError)):
             raise refused from error
@@ -257,7 +257,7 @@ def find_commit(repository: Repository, *, offline: bool) -> Commit:
 
 def _find_cached(repository: Repository, unasked: str) -> Commit | None:
     """Return the commit that the cache knows for a revision."""
-    folder, revision = _cache(repository), repository.revision
+    folder, revision = _find_cache(repository), repository.revision
     reference = folder / "refs" / revision
     sha = reference.read_text().strip() if reference.is_file() else revision
     snapshot = folder / "snapshots" / sha
@@ -267,7 +267,7 @@ def _find_cached(repository: Repository, unasked: str) -> Commit | None:
     return Commit(repository, sha, tuple(sorted(files)), unasked)
 
 
-def _cache(repository: Repository) -> Path:
+def _find_cache(repository: Repository) -> Path:
     from huggingface_hub import constants
 
     parts = (f"{repository.kind}s", *repository.name.split("/"))
@@ -339,7 +339,7 @@ class Reference:
     split: str = DEFAULT_SPLIT
     revision: str = "main"
 
-    def spelled(self, **changes: str) -> str:
+    def spell(self, **changes: str) -> str:
         """Write a reference as it is typed, with changes."""
         of = {"config": self.config, "split": self.split} | changes
         config = f"/{of['config']}" if of["config"] else ""
@@ -416,7 +416,7 @@ def _select_rows(reference: Reference, tables: dict[str, Any]) -> Any:
 
     with explain_failure(
         f"the split {reference.split!r} cannot be read",
-        f"Write {reference.spelled(split='test')}, or a part: test[:100], test[10%:20%].",
+        f"Write {reference.spell(split='test')}, or a part: test[:100], test[10%:20%].",
         ValueError,
         AssertionError,
     ):
@@ -454,14 +454,16 @@ def _open_table(reference: Reference, commit: Commit, split: str) -> Any:
     folder = tables / name / commit.sha / (reference.config or "default") / split
     if not folder.is_dir():
         if commit.unasked:
-            text = f"{reference.spelled(split=split)} is not in the local cache"
+            text = f"{reference.spell(split=split)} is not in the local cache"
             raise InputError(f"{text}, and {commit.unasked}", "Run it once with a connection.")
         try:
             _build_table(reference, commit, split, folder)
         except InputError:
             raise
         except Exception as error:  # every HTTP library has exceptions of its own
-            raise refusal(_find_denial(commit.repository) or error, commit.repository) from error
+            raise explain_refusal(
+                _find_denial(commit.repository) or error, commit.repository
+            ) from error
     files = sorted(folder.glob("*.arrow"))
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(f)) for f in files])
 
@@ -511,5 +513,5 @@ def _require_known(what: str, name: str, names: Iterable[str], reference: Refere
         f"{reference.place} has no {what} {name!r} (it has: {listed})"
         if name
         else f"{reference.place} has several {what}s: {listed}",
-        f"Did you mean {reference.spelled(**{key: close[0]})}?" if close else f"Write {FORM}.",
+        f"Did you mean {reference.spell(**{key: close[0]})}?" if close else f"Write {FORM}.",
     )

@@ -12,8 +12,8 @@ from lipaudit.data.batch import Origin
 from lipaudit.data.continuations import read_continuations
 from lipaudit.data.hub import hub_access, open_split, parse_reference
 from lipaudit.data.images import refuse_images, to_box
-from lipaudit.data.samples import DataOptions, Drawn, class_indices, class_numbers, picks
-from lipaudit.data.tables import Row, complete, label_column, text_columns
+from lipaudit.data.samples import DataOptions, Drawn, draw_indices, match_classes, match_labels
+from lipaudit.data.tables import Row, check_row, choose_label_column, choose_text_columns
 from lipaudit.data.text import draw_texts, require_sound
 from lipaudit.errors import InputError
 from lipaudit.results import Note
@@ -39,21 +39,21 @@ def read_dataset(reference: str, net: Net, options: DataOptions) -> Drawn:
     if not len(table):
         raise InputError(f"{origin} is empty", "Choose another split.")
     columns: list[str] = table.column_names
-    label = label_column(columns, options, origin=origin)
+    label = choose_label_column(columns, options, origin=origin)
     classes = None if label is None else getattr(table.features[label], "names", None)
     if options.scored and net.kind == "text":
         rows = [Row(f"index {i}", values) for i, values in enumerate(table)]
         drawn = read_continuations(rows, net, options, origin=origin, classes=classes)
         return replace(drawn, commit=commit)
     if net.kind == "text":
-        text = text_columns(columns, options, origin=origin)
+        text = choose_text_columns(columns, options, origin=origin)
 
         def row_at(i: int) -> Row:
-            return complete(Row(f"index {i}", table[i]), text)
+            return check_row(Row(f"index {i}", table[i]), text)
 
         order, drawn = draw_texts(len(table), row_at, text, net, options, origin=origin)
     else:
-        order = picks(len(table), options.samples, options.seed)
+        order = draw_indices(len(table), options.samples, options.seed)
         places = [Origin(f"index {i}") for i in order]
         drawn = Drawn(_read_pictures(table, order, net, origin), origins=places)
     if label is None or net.classes is None:
@@ -81,8 +81,8 @@ def _match_labels(
     """Return the labels of the whole table as class numbers of the model."""
     places = [f"index {i}" for i in range(len(values))]
     for place, value in zip(places, values, strict=True):
-        require_sound(complete(Row(place, {label: value}), (), label), origin)
+        require_sound(check_row(Row(place, {label: value}), (), label), origin)
     if names is None or min(values) < 0:
-        return class_numbers(values, net, places, origin=origin)
-    index, notes = class_indices(names, net)
+        return match_labels(values, net, places, origin=origin)
+    index, notes = match_classes(names, net)
     return [index[names[v]] for v in values], notes

@@ -20,8 +20,8 @@ from lipaudit.data.batch import Origin
 from lipaudit.data.samples import (
     DataOptions,
     Drawn,
-    class_indices,
     draw,
+    match_classes,
     refuse_damage,
     remark,
 )
@@ -121,7 +121,7 @@ def read_folder(path: Path, net: Net, options: DataOptions) -> Drawn:
             text = f"the classes of {path} are unused: the model has none"
             notes += (remark("labels-unused", text),)
         return Drawn(x, None, notes, origins=origins)
-    index, matched = class_indices(sorted(set(classes)), net)
+    index, matched = match_classes(sorted(set(classes)), net)
     labels = [index[classes[i]] for i, _ in drawn]
     return Drawn(x, labels, notes + matched, origins=origins)
 

@@ -27,7 +27,7 @@ from lipaudit.data.samples import DataOptions as DataOptions
 from lipaudit.data.samples import Drawn, remark, to_batch, warning
 from lipaudit.data.samples import Samples as Samples
 from lipaudit.data.tables import TABLES, read_rows
-from lipaudit.data.text import read_table, read_text, windows
+from lipaudit.data.text import cut_windows, read_table, read_text
 from lipaudit.errors import InputError, UsageError, neighbours, suggestion
 from lipaudit.results import Note
 
@@ -182,7 +182,7 @@ def _make_random(net: Net, options: DataOptions) -> Drawn:
     elif net.tokenize is not None:
         story = (files("lipaudit.data") / "assets" / "text.txt").read_text("utf-8")
         what = "a text that comes with lipaudit"
-        x, origins, notes = windows(story, net, options, origin="random", after=story)
+        x, origins, notes = cut_windows(story, net, options, origin="random", after=story)
     else:
         size, length = net.vocabulary or 1, min(options.max_tokens, *shape)
         ids, what = torch.randint(size, (count, length), generator=rng), "random token ids"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lipaudit.data.batch import Batch, Origin, sample_ids
+from lipaudit.data.batch import Batch, Origin, identify_samples
 from lipaudit.data.hub import Commit
 from lipaudit.errors import InputError, LipauditError, first_line, out_of_memory
 from lipaudit.results import Note
@@ -128,7 +128,7 @@ def warning(code: str, text: str) -> Note:
     return Note(level="warning", code=code, text=text)
 
 
-def picks(total: int, samples: int, seed: int) -> list[int]:
+def draw_indices(total: int, samples: int, seed: int) -> list[int]:
     """Draw without replacement; a larger number of samples only adds to a smaller one."""
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[:samples].tolist()
@@ -146,7 +146,7 @@ def draw(
     """
     drawn: list[tuple[int, T]] = []
     faults: list[str] = []
-    for i in picks(total, total, options.seed):
+    for i in draw_indices(total, total, options.seed):
         if len(drawn) == options.samples:
             break
         try:
@@ -157,10 +157,10 @@ def draw(
             faults.append(error.message)
     if not drawn:
         raise InputError(f"none of {total} {what} can be read ({faults[0]})", "Check the data.")
-    return drawn, left_out(faults, what)
+    return drawn, note_left_out(faults, what)
 
 
-def left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
+def note_left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
     """Say how many samples were left out for their faults, and the first of those."""
     if not faults:
         return ()
@@ -170,7 +170,7 @@ def left_out(faults: Sequence[str], what: str) -> tuple[Note, ...]:
 
 def to_batch(drawn: Drawn, net: Net) -> Batch:
     """Put samples together, texts padded to the longest; ids do not depend on the padding."""
-    ids = sample_ids(drawn.x, drawn.y)
+    ids = identify_samples(drawn.x, drawn.y)
     y = None if drawn.y is None else torch.as_tensor(drawn.y)
     if net.kind != "text":
         return Batch(torch.stack(list(drawn.x)), y, ids)
@@ -190,7 +190,7 @@ class LabelError(InputError):
         self.name = name
 
 
-def class_indices(
+def match_classes(
     names: Sequence[str], net: Net, *, order: bool = True
 ) -> tuple[dict[str, int], tuple[Note, ...]]:
     """Match the class names of a data set with the model's classes.
@@ -208,7 +208,7 @@ def class_indices(
         LabelError: nothing works: an accuracy on such labels would mean nothing. Its `name` is the
             first class that the model does not have.
     """
-    known = _known_names(net)
+    known = _list_known_names(net)
     index = {
         name: known.get(_normalise(name), known.get(str(_read_number(name)))) for name in names
     }
@@ -241,7 +241,7 @@ def class_indices(
     )
 
 
-def class_numbers(
+def match_labels(
     values: Sequence[Any], net: Net, places: Sequence[str], *, origin: str
 ) -> tuple[list[int], tuple[Note, ...]]:
     """Return labels as the model's class numbers, from class names or numbers.
@@ -257,7 +257,7 @@ def class_numbers(
     """
     names = [str(value).strip() for value in values]
     try:
-        index, notes = class_indices(sorted(set(names)), net, order=False)
+        index, notes = match_classes(sorted(set(names)), net, order=False)
     except LabelError as error:
         place = places[names.index(error.name)]
         raise LabelError(f"{origin}: {place}: {error.message}", error.advice) from None
@@ -307,7 +307,7 @@ def _list_first(names: Sequence[str]) -> str:
     return ", ".join([*map(repr, names[:SHOWN]), *(["..."] if len(names) > SHOWN else [])])
 
 
-def _known_names(net: Net) -> dict[str, int]:
+def _list_known_names(net: Net) -> dict[str, int]:
     names = {_normalise(alias): i for alias, i in net.aliases.items()}
     if net.info.labels is None:  # transformers calls classes so that have no names
         names |= {f"label {i}": i for i in range(net.classes or 0)}
@@ -346,7 +346,7 @@ def refuse_damage(name: object, kind: str, advice: str) -> Iterator[None]:
         raise InputError(f"{name} is not a readable {kind} ({reason})", advice) from error
 
 
-def claimed_size(shape: Sequence[int], width: int, most: int) -> int:
+def check_size(shape: Sequence[int], width: int, most: int) -> int:
     """Return the bytes of an array whose header gives its shape.
 
     Args:

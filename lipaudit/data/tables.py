@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lipaudit.data.samples import DEFLATED, DataOptions, claimed_size, refuse_damage
+from lipaudit.data.samples import DEFLATED, DataOptions, check_size, refuse_damage
 from lipaudit.errors import InputError, suggestion
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -113,7 +113,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     size = path.stat().st_size
     room, number = DEFLATED * size, 0
     with parquet.ParquetFile(path) as file:
-        claimed_size([file.metadata.num_rows], 1, size)  # a row takes a byte at least
+        check_size([file.metadata.num_rows], 1, size)  # a row takes a byte at least
         for batch in file.iter_batches(BATCH):
             room -= batch.nbytes
             if room < 0:
@@ -123,12 +123,12 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 yield Row(f"row {number}", values)
 
 
-def all_columns(rows: Sequence[Row]) -> list[str]:
+def list_columns(rows: Sequence[Row]) -> list[str]:
     """Return the columns that any row has, in the order in which they come."""
     return list(dict.fromkeys(name for row in rows for name in row.values))
 
 
-def complete(row: Row, texts: Sequence[str], label: str | None = None) -> Row:
+def check_row(row: Row, texts: Sequence[str], label: str | None = None) -> Row:
     """Note where a row has no text or label, or something that is neither."""
     for name in (*texts, *([] if label is None else [label])):
         value = row.values.get(name)
@@ -140,7 +140,7 @@ def complete(row: Row, texts: Sequence[str], label: str | None = None) -> Row:
     return row
 
 
-def text_columns(
+def choose_text_columns(
     columns: Sequence[str], options: DataOptions, *, origin: str, usual: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Choose the column of the texts, or the two of pairs of texts.
@@ -172,7 +172,7 @@ def text_columns(
     return (column,)
 
 
-def label_column(
+def choose_label_column(
     columns: Sequence[str], options: DataOptions, *, origin: str, usual: Sequence[str] = ()
 ) -> str | None:
     """Choose the column of the labels; None where none has a usual name.

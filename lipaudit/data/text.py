@@ -15,19 +15,19 @@ from lipaudit.data.batch import Origin
 from lipaudit.data.samples import (
     DataOptions,
     Drawn,
-    class_numbers,
     draw,
-    left_out,
+    match_labels,
+    note_left_out,
     remark,
     warning,
 )
 from lipaudit.data.tables import (
     Row,
-    all_columns,
-    complete,
-    label_column,
+    check_row,
+    choose_label_column,
+    choose_text_columns,
+    list_columns,
     read_rows,
-    text_columns,
 )
 from lipaudit.errors import InputError, UsageError
 from lipaudit.results import Note
@@ -51,17 +51,17 @@ def read_table(path: Path, net: Net, options: DataOptions) -> Drawn:
         InputError: damaged, empty, a column missing, or labels the model does not have.
     """
     origin = str(path)
-    rows, notes = sound_rows(read_rows(path), options, origin)
-    columns = all_columns(rows)
-    text = text_columns(columns, options, origin=origin)
-    label = label_column(columns, options, origin=origin)
+    rows, notes = leave_out_faulty(read_rows(path), options, origin)
+    columns = list_columns(rows)
+    text = choose_text_columns(columns, options, origin=origin)
+    label = choose_label_column(columns, options, origin=origin)
     needed = None if net.classes is None else label
-    rows, more = sound_rows([complete(row, text, needed) for row in rows], options, origin)
+    rows, more = leave_out_faulty([check_row(row, text, needed) for row in rows], options, origin)
     order, drawn = draw_texts(len(rows), rows.__getitem__, text, net, options, origin=origin)
     notes += more + drawn.notes
     if needed is not None:
         values, places = [row.values[needed] for row in rows], [row.place for row in rows]
-        numbers, matched = class_numbers(values, net, places, origin=origin)
+        numbers, matched = match_labels(values, net, places, origin=origin)
         return replace(drawn, y=[numbers[i] for i in order], notes=notes + matched)
     others = ", ".join(name for name in columns if name not in text)
     if label is not None:
@@ -101,27 +101,27 @@ def draw_texts(
     def read(i: int) -> Tensor:
         rows[i] = row = row_at(i)
         require_sound(row, origin)
-        return reader.tokens(row_text(row.values, columns), row.place)
+        return reader.tokens(join_row(row.values, columns), row.place)
 
     drawn, skipped = draw(total, options, read, what="texts")
     order = [i for i, _ in drawn]
-    texts = [row_text(rows[i].values, columns) for i in order]
+    texts = [join_row(rows[i].values, columns) for i in order]
     return order, Drawn(
         [tokens for _, tokens in drawn],
         notes=skipped + reader.notes() + _note_pairs(net, columns),
-        origins=[Origin(rows[i].name, beginning(t)) for i, t in zip(order, texts, strict=True)],
+        origins=[Origin(rows[i].name, shorten(t)) for i, t in zip(order, texts, strict=True)],
         texts=texts,
         limit=reader.limit,
     )
 
 
-def row_text(values: Mapping[str, Any], columns: Sequence[str]) -> Text:
+def join_row(values: Mapping[str, Any], columns: Sequence[str]) -> Text:
     """Return the text of a row: of one column, or of the two of a pair."""
     first, *second = (str(values[name]) for name in columns)
     return (first, second[0]) if second else first
 
 
-def beginning(text: Text) -> str:
+def shorten(text: Text) -> str:
     """Return how a text, or a pair of them, begins, on one line."""
     whole = text if isinstance(text, str) else " | ".join(text)
     line = " ".join(whole.split())
@@ -141,7 +141,7 @@ def require_sound(row: Row, origin: str) -> None:
         )
 
 
-def sound_rows(
+def leave_out_faulty(
     rows: Sequence[Row], options: DataOptions, origin: str
 ) -> tuple[list[Row], tuple[Note, ...]]:
     """Return the rows that can be read; the others are refused, or left out if that was asked.
@@ -154,7 +154,7 @@ def sound_rows(
     faults = [f"{row.place} {row.fault}" for row in rows if row.fault]
     if len(faults) == len(rows):
         raise InputError(f"{origin}: no row can be read ({faults[0]})", "Mend the file.")
-    return [row for row in rows if not row.fault], left_out(faults, "rows")
+    return [row for row in rows if not row.fault], note_left_out(faults, "rows")
 
 
 def _note_pairs(net: Net, columns: Sequence[str]) -> tuple[Note, ...]:
@@ -183,7 +183,7 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Drawn:
         notes = (remark("latin-1", f"{path} is not UTF-8 and was read as Latin-1"),)
     if not text.strip():
         raise InputError(f"{path} is empty", "Give a file with some text.")
-    x, origins, more = windows(text, net, options, origin=str(path))
+    x, origins, more = cut_windows(text, net, options, origin=str(path))
     said = (
         f"{path} is read as one stream of text, cut into {len(x)} windows; for a sample per line "
         "give a .csv with the line of names `text` first, or a .jsonl"
@@ -191,7 +191,7 @@ def read_text(path: Path, net: Net, options: DataOptions) -> Drawn:
     return Drawn(x, None, (*notes, *more, remark("one-stream", said)), origins=origins)
 
 
-def windows(
+def cut_windows(
     text: str, net: Net, options: DataOptions, *, origin: str, after: str = ""
 ) -> tuple[list[Tensor], list[Origin], tuple[Note, ...]]:
     """Return as many windows as samples are asked for, spread evenly over a text, and their place.
@@ -200,7 +200,7 @@ def windows(
     that begins in a part, special tokens included. The last ones may be shorter, unless some text
     comes `after`.
     """
-    limit, notes = most_tokens(net, options)
+    limit, notes = limit_tokens(net, options)
     starts = [round(i * len(text) / options.samples) for i in range(options.samples)]
     text += after
     parts = []
@@ -211,7 +211,7 @@ def windows(
         if part.strip():
             parts.append((start, part))
     x = [_encode(part, net, limit, origin) for _, part in parts]
-    return x, [Origin(f"character {start + 1}", beginning(part)) for start, part in parts], notes
+    return x, [Origin(f"character {start + 1}", shorten(part)) for start, part in parts], notes
 
 
 class _Reader:
@@ -219,7 +219,7 @@ class _Reader:
 
     def __init__(self, net: Net, options: DataOptions, origin: str) -> None:
         self.net, self.origin = net, origin
-        self.limit, self.limited = most_tokens(net, options)
+        self.limit, self.limited = limit_tokens(net, options)
         self.read = self.cut = 0
 
     def tokens(self, text: Text, place: str = "") -> Tensor:
@@ -239,7 +239,7 @@ class _Reader:
         return (*self.limited, warning("text-cut", text))
 
 
-def most_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
+def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:
     """Return the most tokens of a sample: what was asked for, or what the model can take."""
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens {options.max_tokens} leaves nothing", "Give at least 1.")

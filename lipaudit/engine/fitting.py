@@ -80,7 +80,7 @@ def _most(job: Job, run: Callable[[Batch], Any], samples: int) -> int:
     """Return the most bytes that a run on copies of the longest sample takes."""
     batch, net = job.samples.batch, job.net
     longest = 0 if batch.mask is None else int(batch.mask.sum(1).argmax())
-    copies = batch.rows(torch.full((samples,), longest)).trimmed()
+    copies = batch.rows(torch.full((samples,), longest)).trim()
     copies = replace(copies, ids=tuple(f"{i}-{k}" for k, i in enumerate(copies.ids)))
     with seed_device(0, net.device), Held(net.module) as taken:
         run(copies.to(net.device, net.dtype))

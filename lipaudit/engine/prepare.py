@@ -99,7 +99,7 @@ class Job:
 
     def first(self, name: str) -> Batch:
         """Return the first batch of a measure, wherever it is measured."""
-        return self.samples.batch[: min(self.cut(name), self.counts[name])].trimmed()
+        return self.samples.batch[: min(self.cut(name), self.counts[name])].trim()
 
     def batches(self, name: str) -> list[Batch]:
         """Return the batches of a measure that are measured here: all, or every n-th.

@@ -44,7 +44,7 @@ def preview(request: Request, certify: CertifyOptions) -> dict[str, Any]:
         return {"model": request.model, "measures": {}, "needs": lacks, "notes": []}
     job, needs = _prepare(request, net)
     net, info = job.net, job.net.info
-    first = job.samples.batch[:1].trimmed().to(net.device, net.dtype)
+    first = job.samples.batch[:1].trim().to(net.device, net.dtype)
     with eager(), exact_arithmetic(net.device):
         sites, lacks = _survey(job, first)
         needs |= lacks

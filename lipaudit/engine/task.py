@@ -188,7 +188,7 @@ class Task:
         net, first = self.job.net, self.job.first(self.name)
         place = net.device, net.dtype
         if size < self.job.size(self.name):
-            first = first[:size].trimmed()
+            first = first[:size].trim()
         units = _until(self.job.request.end, batches)
         for begun in islice(units, 1):  # nothing is run once time is up
             share = Share(first.to(*place), (b.to(*place) for b in chain([begun], units)))
@@ -211,4 +211,4 @@ def _without(batch: Batch, finished: set[str]) -> Iterator[Batch]:
     left = [i for i, name in enumerate(batch.ids) if name not in finished]
     for _, run in groupby(enumerate(left), key=lambda pair: pair[1] - pair[0]):
         places = [place for _, place in run]
-        yield batch[places[0] : places[-1] + 1].trimmed()
+        yield batch[places[0] : places[-1] + 1].trim()

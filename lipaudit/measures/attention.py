@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import Batch, Share, first_of
+from lipaudit.data.batch import Batch, Share, find_first
 from lipaudit.errors import UsageError
 from lipaudit.measures import attention_map, tokens
 from lipaudit.measures.by_layer import (
@@ -73,7 +73,7 @@ def measure(net: Net, batches: Iterable[Batch], options: AttentionOptions) -> It
     how: dict[str, Any] = {"layers": options.layers, "projections": False}
     first: Batch | None = None
     for batch in batches:
-        first = first or first_of(batches, batch)
+        first = first or find_first(batches, batch)
         for part in by_layer(net, Share(first, [batch]), reader, **how):
             drawn = _with_drawn(_add_histograms(part), reader, options)
             if "maps" in drawn.facts:

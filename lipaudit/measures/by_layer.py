@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lipaudit.data.batch import Batch, first_of
+from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import InputError, StructureError, UsageError
 from lipaudit.measures.measure import Part
 from lipaudit.models.attention.capture import Layer, capture
@@ -85,7 +85,7 @@ def by_layer(
     for batch in batches:
         require_padding_is_ignored(net, batch)
         if not sites:
-            sites = surveyed(net, first_of(batches, batch))
+            sites = surveyed(net, find_first(batches, batch))
             selected = choose_layers(sites, layers)
             remarks = open_notes(selected) + _input_notes(selected) + _part_notes(selected)
             remarks += unread_notes(net, sites) + _hybrid_notes(net, sites)

@@ -98,14 +98,14 @@ def check(net: Net, batch: Batch, options: CertifyOptions) -> None:
     longest = {order_of(net, s, options.order): s for s in _by_length(net, batch)}
     for order, sample in longest.items():
         require_room(net, sample, order)
-    require_rules(net, batch[:1].trimmed().to(net.device, net.dtype))
+    require_rules(net, batch[:1].trim().to(net.device, net.dtype))
 
 
 def _by_length(net: Net, batch: Batch) -> Iterator[Batch]:
     """Yield a sample of each length, the shortest first."""
     lengths = [batch.x.shape[1]] if batch.mask is None else batch.mask.sum(1).tolist()
     for _, place in sorted({length: i for i, length in enumerate(lengths)}.items()):
-        yield batch[place : place + 1].trimmed().to(net.device, net.dtype)
+        yield batch[place : place + 1].trim().to(net.device, net.dtype)
 
 
 def _bracket(net: Net, sample: Batch, number: int, options: CertifyOptions) -> Bracket:

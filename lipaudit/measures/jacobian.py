@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lipaudit.data.batch import Batch, first_of
+from lipaudit.data.batch import Batch, find_first
 from lipaudit.errors import InputError, UsageError
 from lipaudit.measures import tokens
 from lipaudit.measures.measure import (
@@ -55,7 +55,7 @@ def measure(net: Net, batches: Iterable[Batch], options: JacobianOptions) -> Ite
         with routing.watching(net.module):
             values, facts = _of_batch(net, batch, options)
         if options.per_layer:
-            around = around or _residuals(net, first_of(batches, batch))
+            around = around or _residuals(net, find_first(batches, batch))
             values |= _residual_values(net, batch, around.residuals, options)
             facts["blocks"] = [residual.module for residual in around.residuals]
         blocks = () if around is None else around.notes

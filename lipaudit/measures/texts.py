@@ -252,7 +252,7 @@ class Continued:
     def scores(self, z: Tensor) -> Tensor:
         """Return the scores of every sample, moved to z."""
         rows = torch.split(torch.arange(len(z), device=z.device), self.size)
-        return torch.cat([self.net.forward(z[i], self.batch.unnamed(i)) for i in rows])
+        return torch.cat([self.net.forward(z[i], self.batch.without_ids(i)) for i in rows])
 
     def raised(self, chunk: Chunk, outcomes: Sequence[Outcome], seed: int) -> Iterator[Outcome]:
         """Let the attacks of each trial raise the loss of every continuation, right or wrong.
@@ -271,7 +271,7 @@ class Continued:
         floor = floor - SMALL * (1 + floor.abs())
 
         def loss(z: Tensor, rows: Tensor) -> Tensor:
-            own = self.net.forward(z, self.batch.unnamed(rows))[:, 0]
+            own = self.net.forward(z, self.batch.without_ids(rows))[:, 0]
             return torch.stack([own, floor[rows]], 1)
 
         ends = {str(o.trial.key): o for o in outcomes if o.trial is not None}

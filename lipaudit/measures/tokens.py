@@ -91,7 +91,7 @@ def _real(batch: Batch, values: Tensor) -> Sequence[Tensor]:
 
 def describe_tokens(net: Net, batch: Batch) -> dict[str, Any]:
     """Describe the tokens of the first sample and where they lie, in plain values."""
-    first = batch[:1].trimmed()
+    first = batch[:1].trim()
     if net.kind == "text":
         return {"sample": first.ids[0], "tokens": names(net, first)[0]}
     if net.kind != "image":

@@ -193,15 +193,15 @@ class Net:
     def classifier(self, batch: Batch) -> Classifier | ByRow:
         """Return the function of `forward` as attacks take it."""
         if self.kind == "text":
-            return ByRow(lambda z, rows: self.forward(z, batch.unnamed(rows)))
+            return ByRow(lambda z, rows: self.forward(z, batch.without_ids(rows)))
         return lambda z: self.forward(z, batch)
 
     def embedding(self, batch: Batch) -> Tensor:
         """Return the output of `entry` on a batch (detached)."""
         with torch.no_grad():
-            return self.entered(batch)
+            return self.embed(batch)
 
-    def entered(self, batch: Batch) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """Return the output of `entry` on a batch, as a function of its weights."""
         seen: list[Tensor] = []
         # A copy: some models scale their embeddings in place, and would do so to what is kept.
@@ -211,11 +211,11 @@ class Net:
 
     def from_embedding(self, z: Tensor, batch: Batch) -> Tensor:
         """Run with the first output of `entry` replaced by z: positions and masks stay right."""
-        with self.embedded(z):
+        with self.replace_embedding(z):
             return self.read(self.call(batch.x, batch.mask))
 
     @contextmanager
-    def embedded(self, z: Tensor) -> Iterator[None]:
+    def replace_embedding(self, z: Tensor) -> Iterator[None]:
         """Replace the first output of `entry` by z while the block runs the model."""
         pending = [z.clone()]
         with _on_output(self._entry(), lambda out: pending.pop() if pending else out):

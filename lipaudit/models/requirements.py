@@ -198,7 +198,7 @@ def first_failure(net: Net, batch: Batch) -> tuple[int, str, Exception | None] |
     for i in range(len(batch)):
         try:
             with torch.no_grad():
-                output = net.output(batch[i : i + 1].trimmed())
+                output = net.output(batch[i : i + 1].trim())
         except Exception as error:  # whatever the model's own code raises
             if of_machine(error):
                 return None
@@ -328,7 +328,7 @@ def compare_derivative(net: Net, batch: Batch) -> tuple[Note, ...]:
     parameters = list(net.module.parameters())
     if sum(p.numel() for p in parameters) > WIDENED or any(p.is_meta for p in parameters):
         return ()
-    pair = batch[:2].trimmed()
+    pair = batch[:2].trim()
     try:
         with _in_float64(net), exact_arithmetic(net.device), Widening():
             shares = _differences(net, pair.to(net.device, torch.float64))

@@ -16,7 +16,7 @@ from lipaudit.engine.files import require_folder, write
 from lipaudit.engine.observer import Observer
 from lipaudit.engine.prepare import Request, prepare
 from lipaudit.errors import EvaluationError, UsageError
-from lipaudit.models.sources.weights import OF_TRAINING, SUFFIXES, weight_files
+from lipaudit.models.sources.weights import OF_TRAINING, SUFFIXES, list_weight_files
 from lipaudit.report import of_reports, render
 from lipaudit.results import Report
 
@@ -83,7 +83,7 @@ def _checkpoint(path: Path) -> Iterator[Checkpoint]:
     if path.is_dir():
         names = [each.name for each in path.iterdir()]
         configs = [name for name in CONFIGS if name in names]
-        files = [path / name for name in (*configs, *weight_files(names))]
+        files = [path / name for name in (*configs, *list_weight_files(names))]
         if len(files) == len(configs):
             return  # no weights yet
         model = path if configs else files[0]

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.models.net import Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources.assembly import assemble
@@ -74,7 +74,7 @@ def load_shipped(part: str) -> Batch:
     with as_file(files("lipaudit.data") / "assets" / f"digits_{part}.npz") as path:
         stored = np.load(path)
         x, y = torch.from_numpy(stored["x"]) / 255, torch.from_numpy(stored["y"])
-    return Batch(x, y, sample_ids(list(x), y.tolist()))
+    return Batch(x, y, identify_samples(list(x), y.tolist()))
 
 
 def load_sklearn_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:

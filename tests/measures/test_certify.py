@@ -17,7 +17,7 @@ from lipaudit import ModelSpec
 from lipaudit.attacks.balls import Ball
 from lipaudit.attacks.pgd import pgd, usual_step
 from lipaudit.certify.form import NoRuleError
-from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import InputError, UsageError
 from lipaudit.gate import compare, judge
 from lipaudit.measures.certify import check
@@ -109,7 +109,7 @@ def measured(model, data, **options):
 def in_order(told, data):
     """Return the samples in the order in which a section tells of them."""
     x, y = data
-    ids = sample_ids([*x], y.tolist())
+    ids = identify_samples([*x], y.tolist())
     rows = [ids.index(name) for name in told["ids"]]
     return x[rows], y[rows]
 

@@ -219,9 +219,7 @@ def test_a_text_without_the_position_has_no_norm(gpt2):
 def test_batches_of_other_lengths_are_joined(gpt2, target):
     options = JacobianOptions(target=target, tol=1e-10, within=1e-9)
     batch = texts()
-    parts = [
-        p for half in (batch[1:].trimmed(), batch[:1]) for p in measure(gpt2, [half], options)
-    ]
+    parts = [p for half in (batch[1:].trim(), batch[:1]) for p in measure(gpt2, [half], options)]
     (apart,) = summarise(parts, options)
     together = norms_of(gpt2, batch, target)
     for name in ("norm", "upper"):
@@ -234,7 +232,7 @@ def test_batches_of_other_lengths_are_joined(gpt2, target):
 
 def test_a_shard_of_short_texts_has_a_section_of_its_own(gpt2):
     options = JacobianOptions(target="logits:3")
-    (section,) = summarise(list(measure(gpt2, [texts()[1:].trimmed()], options)), options)
+    (section,) = summarise(list(measure(gpt2, [texts()[1:].trim()], options)), options)
     assert section.samples["norm"] == (None,)
     assert (section.rows[0].samples, section.rows[0].max) == (0, None)
 

@@ -62,7 +62,7 @@ def dense(module, net, ids):
     position = torch.tensor(ids)[None]
 
     def f(z):
-        with net.embedded(z):
+        with net.replace_embedding(z):
             return net.read(net.call(position, None))[0]
 
     z = table(position).detach()

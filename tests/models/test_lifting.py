@@ -19,7 +19,7 @@ from lipaudit.models import lifting
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.weights import sha256
+from lipaudit.models.sources.weights import hash_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,7 +146,7 @@ def test_the_hash_is_that_of_float32_weights_and_lifts_none_whole():
         expected.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         expected.update(value.numpy().tobytes())
     with Largest() as largest:
-        assert sha256(module) == expected.hexdigest()
+        assert hash_weights(module) == expected.hexdigest()
     assert 0 < largest.most < 2 * module.weight.nbytes
 
 
@@ -163,7 +163,7 @@ def test_the_derivative_of_a_model_keeps_no_lifted_layer(stored, alive):
     net = load_net(stored, STORED)
     largest = 4 * max(p.numel() for p in net.module.parameters())
     batch = texts(net)
-    linear = linearize(lambda z, rows: net.forward(z, batch.unnamed(rows)), net.point(batch))
+    linear = linearize(lambda z, rows: net.forward(z, batch.without_ids(rows)), net.point(batch))
     linear.outer(linear.output)
     small = sum(4 * p.numel() for p in net.module.parameters() if p.ndim == 1)
     assert alive[0] < 1.5 * largest + small

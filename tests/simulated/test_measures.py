@@ -102,10 +102,10 @@ def test_training_on_an_accelerator_is_training_on_the_cpu(simulated, options, o
 
 
 def test_training_of_a_text_model_on_an_accelerator(simulated):
-    from lipaudit.data.batch import Batch, sample_ids
+    from lipaudit.data.batch import Batch, identify_samples
 
     ids, labels = samples("bert", 8)["data"]
-    data = Batch(ids, labels, sample_ids(ids, labels), ids != 0)
+    data = Batch(ids, labels, identify_samples(ids, labels), ids != 0)
     recipe = Recipe(epochs=1, batch_size=4, lr=1e-3, penalty="jasmin")
 
     def loss(where):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipaudit.data.batch import Batch, sample_ids
+from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
@@ -259,7 +259,7 @@ def test_shipped_digits_have_the_ids_of_loading():
     loaded = load_data("demo", net, DataOptions(samples=360)).batch
     assert set(load_shipped("test").ids) == set(loaded.ids)
     assert (
-        sample_ids(list(load_shipped("test").x), load_shipped("test").y.tolist())
+        identify_samples(list(load_shipped("test").x), load_shipped("test").y.tolist())
         == load_shipped("test").ids
     )
 

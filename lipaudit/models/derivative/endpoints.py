@@ -312,7 +312,7 @@ def sample_function(
     ends, read = _Ends(net, batch.y, place, scorer), _READERS[end.what]
 
     def f(z: Tensor, index: Tensor) -> Tensor:
-        part = batch.unnamed(index)
+        part = batch.without_ids(index)
         forward = _from_embedding if embedded else _from_input
         # What is read inside of a model that is spread over devices lies on any of them.
         return read(ends, part, index, lambda: forward(net, z, part)).to(z.device)
@@ -356,7 +356,7 @@ def _from_input(net: Net, z: Tensor, part: Batch) -> Any:
 
 
 def _from_embedding(net: Net, z: Tensor, part: Batch) -> Any:
-    with net.embedded(z):
+    with net.replace_embedding(z):
         return net.call(part.x, part.mask)
 
 

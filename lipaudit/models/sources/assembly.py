@@ -27,7 +27,12 @@ from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.precision import eager
 from lipaudit.models.sources.offload import Placement, plan
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
-from lipaudit.models.sources.weights import few, half_precision, require_finite_weights, sha256
+from lipaudit.models.sources.weights import (
+    few,
+    hash_weights,
+    note_half_precision,
+    require_finite_weights,
+)
 from lipaudit.results import Note
 
 Call = Callable[[Tensor, Tensor | None], Any]
@@ -56,11 +61,11 @@ def assemble(spec: ModelSpec, options: LoadOptions, *, name: str, source: str) -
     placement = _plan_placement(module, options)
     notes: tuple[Note, ...] = ()
     if options.weights != "stored":  # nothing can be measured in half precision
-        notes = half_precision(p.dtype for p in module.parameters())
+        notes = note_half_precision(p.dtype for p in module.parameters())
         if notes and placement is None:  # else each weight is converted where it is to lie
             module = module.float()
     require_finite_weights(module, name)
-    digest = sha256(module)
+    digest = hash_weights(module)
     module.eval().requires_grad_(False)
     spec = replace(spec, module=module)
     call, preprocess = _add_preprocessing(spec, options)
@@ -108,7 +113,7 @@ def _prepare(shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
     return lambda image: resize(image, shape)
 
 
-def device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """Resolve a device; "auto" is the CUDA device if there is one, else the CPU.
 
     Raises:
@@ -203,7 +208,7 @@ def _plan_placement(module: nn.Module, options: LoadOptions) -> Placement | None
             "Leave --device out.",
         )
     dtype = None if options.weights == "stored" else DTYPES[options.dtype]
-    return plan(module, options.device_map, dtype, device)
+    return plan(module, options.device_map, dtype, find_device)
 
 
 def _place_weights(
@@ -212,7 +217,7 @@ def _place_weights(
     """Put the weights where and in which precision they are to be, and say what is held."""
     dtype, stored = DTYPES[options.dtype], options.weights == "stored"
     if placement is None:
-        module.to(device(options.device))
+        module.to(find_device(options.device))
         if not stored:
             module.to(dtype)
             return call, ()
@@ -249,8 +254,8 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     if spec.kind != "image":
         return call, facts
     channels = spec.input_shape[0]
-    mean = _per_channel("mean", options.mean or spec.mean or (0.0,), channels)
-    std = _per_channel("std", options.std or spec.std or (1.0,), channels)
+    mean = _spread_channels("mean", options.mean or spec.mean or (0.0,), channels)
+    std = _spread_channels("std", options.std or spec.std or (1.0,), channels)
     if not all(s > 0 for s in std):
         raise UsageError(f"std {std} must be positive", "Pixels are divided by it.")
     facts |= {"mean": list(mean), "std": list(std), "size": list(spec.input_shape)}
@@ -267,7 +272,7 @@ def _add_preprocessing(spec: ModelSpec, options: LoadOptions) -> tuple[Call, dic
     return normalise, facts
 
 
-def _per_channel(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+def _spread_channels(name: str, values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     if len(values) not in (1, channels):
         raise UsageError(
             f"{name} has {len(values)} values, the model takes {channels} channels",

@@ -15,7 +15,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
-from lipaudit.data.hub import Commit, Repository, find_commit, hub_bars, refusal
+from lipaudit.data.hub import Commit, Repository, explain_refusal, find_commit, hub_bars
 from lipaudit.data.samples import remark, warning
 from lipaudit.errors import InputError, UsageError, explain_failure
 from lipaudit.models.sources.outputs import (
@@ -25,11 +25,16 @@ from lipaudit.models.sources.outputs import (
     describe_images,
     describe_sounds,
     has_head,
-    takes_of,
+    name_input,
 )
 from lipaudit.models.sources.spec import RANDOM, LoadOptions, ModelSpec, new_classifier
-from lipaudit.models.sources.texts import describe_texts, text_config
-from lipaudit.models.sources.weights import describe_misfit, few, half_precision, weight_files
+from lipaudit.models.sources.texts import describe_texts, find_text_config
+from lipaudit.models.sources.weights import (
+    describe_misfit,
+    few,
+    list_weight_files,
+    note_half_precision,
+)
 from lipaudit.results import Note
 from lipaudit.schema import read_json
 
@@ -58,7 +63,7 @@ def fetch_repository(name: str, revision: str | None, options: LoadOptions) -> t
     top = [file for file in commit.files if "/" not in file]
     wanted = [file for file in top if file.endswith(SETTINGS)] + [POOLING]
     if options.pretrained:
-        stored = weight_files(top)
+        stored = list_weight_files(top)
         if not stored and commit.unasked:
             raise InputError(
                 f"the local cache has no weights of {name}, and {commit.unasked}",
@@ -78,7 +83,7 @@ def fetch_repository(name: str, revision: str | None, options: LoadOptions) -> t
             local_files_only=bool(commit.unasked),
         )
     except Exception as error:  # every HTTP library has exceptions of its own
-        raise refusal(error, repository) from error
+        raise explain_refusal(error, repository) from error
     commit.remember()
     return Path(path), commit
 
@@ -95,7 +100,7 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
         InputError: unsupported or incomplete; the message names the tensors that do not fit.
         UsageError: other classes than those of the adapter are asked for.
     """
-    with quiet():
+    with silence_transformers():
         config = _read_config(path, options)
         trained = None if adapter is None else _count_adapter_classes(adapter)
         if adapter is not None and options.classes not in (None, trained):
@@ -110,11 +115,11 @@ def load_directory(path: Path, options: LoadOptions, adapter: Path | None = None
             below = _below_classifier(module, report) if added else report
             notes = _require_complete(module, below, path)
             if dtype == torch.float32:
-                notes += half_precision(HALF_NAMES[k] for k in kinds if k in HALF_NAMES)
+                notes += note_half_precision(HALF_NAMES[k] for k in kinds if k in HALF_NAMES)
             else:
                 _take_buffers(module, loader, config)
             if adapter is not None:
-                random = [*report["missing_keys"], *_wrong_shapes(report)] if added else []
+                random = [*report["missing_keys"], *_list_wrong_shapes(report)] if added else []
                 module, added = _merge_adapter(module, adapter, random), ()
         else:
             module, notes = _build(loader, config), (RANDOM,)
@@ -133,13 +138,13 @@ def describe_transformers(
         InputError: it takes something else than images, text or sound.
         UsageError: it has two towers, and none is asked for, or not the one asked for.
     """
-    for config in (module.config, text_config(module.config)):
+    for config in (module.config, find_text_config(module.config)):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if not hasattr(config, name):  # the code of transformers asks every model for them
                 setattr(config, name, None)
-    text_config(module.config).use_cache = False
+    find_text_config(module.config).use_cache = False
     tower = choose_tower(module, options.tower)
-    takes = takes_of(module, tower)
+    takes = name_input(module, tower)
     if takes == "pixel_values":
         return describe_images(module, options, path, tower)
     if takes == "input_ids":
@@ -259,7 +264,7 @@ def _build(loader: Any, config: Any) -> Any:
 
 def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
     """Build with fused attention, or eager where a model has no other or caps its logits."""
-    if getattr(text_config(config), "attn_logit_softcapping", None):
+    if getattr(find_text_config(config), "attn_logit_softcapping", None):
         return build("eager")
     try:
         return build("sdpa")
@@ -272,26 +277,28 @@ def _with_attention(config: Any, build: Callable[[str], Any]) -> Any:
 def _require_complete(module: Any, report: dict[str, Any], path: Path) -> tuple[Note, ...]:
     """Refuse missing and surplus weights; heads of a model read for its features may be left."""
     features = not has_head(module)
-    missing = sorted(k for k in report["missing_keys"] if not (features and _part_of(k, POOLER)))
+    missing = sorted(k for k in report["missing_keys"] if not (features and _has_part(k, POOLER)))
     surplus = sorted(report["unexpected_keys"])
     # Features never meet heads, pooler and mask.
     unused = [
-        k for k in surplus if features and (_part_of(k, POOLER, MASK) or not _inside(module, k))
+        k
+        for k in surplus
+        if features and (_has_part(k, POOLER, MASK) or not _is_inside(module, k))
     ]
     surplus = [k for k in surplus if k not in unused]
-    if wrong := describe_misfit(missing, surplus, _wrong_shapes(report)):
+    if wrong := describe_misfit(missing, surplus, _list_wrong_shapes(report)):
         raise InputError(
             f"the weights in {path} do not fit {type(module).__name__}: {wrong}",
             "A part of the model would be random. Check `architectures` in config.json and that "
             "the fine-tuned head was saved.",
         )
-    if features and any(_part_of(key, POOLER) for key in report["missing_keys"]):
+    if features and any(_has_part(key, POOLER) for key in report["missing_keys"]):
         module.pooler = None  # random, and not read
     text = f"not read: {few(unused)} (the output is features)"
     return (remark("features", text),) if unused else ()
 
 
-def _wrong_shapes(report: dict[str, Any]) -> list[str]:
+def _list_wrong_shapes(report: dict[str, Any]) -> list[str]:
     return [str(mismatch[0]) for mismatch in report.get("mismatched_keys", ())]
 
 
@@ -300,16 +307,16 @@ def _below_classifier(module: Any, report: dict[str, Any]) -> dict[str, Any]:
 
     def below(key: Any) -> bool:
         name = key if isinstance(key, str) else str(key[0])
-        return _inside(module.base_model, name) and not _part_of(name, POOLER)
+        return _is_inside(module.base_model, name) and not _has_part(name, POOLER)
 
     return {kind: [key for key in keys if below(key)] for kind, keys in report.items()}
 
 
-def _part_of(key: str, *parts: str) -> bool:
+def _has_part(key: str, *parts: str) -> bool:
     return not set(parts).isdisjoint(key.split("."))
 
 
-def _inside(module: Any, key: str) -> bool:
+def _is_inside(module: Any, key: str) -> bool:
     """Say whether a key belongs to the backbone, in either way of naming it."""
     parts = {name for name, _ in module.named_children()}
     prefix = module.base_model_prefix
@@ -352,7 +359,7 @@ def _list_dtypes(path: Path) -> set[str]:
     from safetensors import SafetensorError, safe_open
 
     kinds: set[str] = set()
-    files = weight_files(file.name for file in path.iterdir())
+    files = list_weight_files(file.name for file in path.iterdir())
     for file in (path / name for name in files if name.endswith(".safetensors")):
         with suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
             kinds |= {stored.get_slice(k).get_dtype() for k in stored.keys()}  # noqa: SIM118
@@ -360,7 +367,7 @@ def _list_dtypes(path: Path) -> set[str]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence the tables and bars of transformers while the block runs."""
     from transformers.utils import logging
 
@@ -390,7 +397,7 @@ HEAD = re.compile(re.escape(PREFIX) + r"(classifier|score)\.(\w+\.)?weight")
 def is_adapter(folder: Path) -> bool:
     """Say whether a directory holds an adapter and no model."""
     names = {file.name for file in folder.iterdir()}
-    stored = weight_files(names) or ["" if "config.json" in names else "adapter"]
+    stored = list_weight_files(names) or ["" if "config.json" in names else "adapter"]
     return ADAPTER in names and stored[0].startswith("adapter")
 
 

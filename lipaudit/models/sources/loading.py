@@ -12,7 +12,7 @@ from lipaudit.errors import InputError, UsageError, neighbours, require_versions
 from lipaudit.models.net import Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources import huggingface, own, timm
-from lipaudit.models.sources.assembly import assemble, device
+from lipaudit.models.sources.assembly import assemble, find_device
 from lipaudit.models.sources.demo import load_demo
 from lipaudit.models.sources.names import DEMOS, FORMS, similar_models
 from lipaudit.models.sources.spec import LoadOptions as LoadOptions
@@ -45,7 +45,7 @@ def load_net(spec: str, options: LoadOptions | None = None) -> Net:
     """
     require_versions()
     options = options or LoadOptions()
-    place = device(options.device)
+    place = find_device(options.device)
     with seed_device(SEED, place):
         source, model = _load(spec, options)
         _refuse_options(spec, source, options)

@@ -108,7 +108,7 @@ def choose_tower(module: Any, asked: str | None) -> str | None:
     return asked
 
 
-def takes_of(module: Any, tower: str | None) -> str:
+def name_input(module: Any, tower: str | None) -> str:
     """Name the argument that a model, or one of its towers, takes samples by."""
     return str(module.main_input_name) if tower is None else TOWERS[tower]
 

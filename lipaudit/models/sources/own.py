@@ -31,10 +31,10 @@ from lipaudit.models.sources.assembly import assemble, main_output, require_valu
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import (
     find_misfit,
+    hash_weights,
     load_strictly,
     read_weights,
     require_finite_weights,
-    sha256,
     strip_prefix,
 )
 
@@ -279,7 +279,7 @@ def as_now(net: Net) -> Iterator[Net]:
     with restore(net.module):
         net.module.eval().requires_grad_(False)
         require_finite_weights(net.module, net.info.spec)
-        yield replace(net, info=replace(net.info, weights_sha256=sha256(net.module)))
+        yield replace(net, info=replace(net.info, weights_sha256=hash_weights(net.module)))
 
 
 @contextmanager

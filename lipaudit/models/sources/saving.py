@@ -13,7 +13,7 @@ from torch import nn
 
 from lipaudit.models.net import Net
 from lipaudit.models.sources.demo import AS_TIMM, DigitsViT
-from lipaudit.models.sources.huggingface import quiet
+from lipaudit.models.sources.huggingface import silence_transformers
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.schema import read_json
 
@@ -41,7 +41,7 @@ def save_net(net: Net, folder: Path, options: LoadOptions | None = None) -> bool
         source = Path(module.config._name_or_path)
         if source.is_dir():
             shutil.copytree(source, folder, ignore=_list_ignored(folder), dirs_exist_ok=True)
-        with quiet():
+        with silence_transformers():
             module.save_pretrained(folder)
         return True
     weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
@@ -74,7 +74,7 @@ def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str,
         kept: dict[str, Any] = {}
     elif own is not None:
         architecture = str(own.get("architecture"))
-        arguments = _arguments(Path(net.info.spec), options)
+        arguments = _collect_arguments(Path(net.info.spec), options)
         names = ("interpolation", "crop_pct", "crop_mode", "first_conv", "classifier")
         kept = {name: own[name] for name in names if own.get(name) is not None}
     else:
@@ -87,7 +87,7 @@ def _timm_config(module: nn.Module, net: Net, options: LoadOptions) -> dict[str,
     }
 
 
-def _arguments(source: Path, options: LoadOptions) -> dict[str, Any]:
+def _collect_arguments(source: Path, options: LoadOptions) -> dict[str, Any]:
     """Return what the model was built with: by its directory, then by the options."""
     config = source / "config.json"
     own = read_json(config).get("model_args", {}) if config.is_file() else {}

@@ -257,7 +257,7 @@ READS_IDS = ("cohere_compass", "dpr", "flaubert", "xlm")
 """Models that mask by id what no mask is given for."""
 
 
-def text_config(config: Any) -> Any:
+def find_text_config(config: Any) -> Any:
     """Return the settings of the part that reads text; of all where none, or several, do."""
     try:
         return config.get_text_config()
@@ -286,9 +286,9 @@ def pad_inputs(
     Raises:
         InputError: every id of the vocabulary ends some text of the batch.
     """
-    config = text_config(module.config)
+    config = find_text_config(module.config)
     own = find_pad(config)
-    fill = own if own is not None and own != end else _free_id(config, x, mask, end)
+    fill = own if own is not None and own != end else _find_free_id(config, x, mask, end)
     with ExitStack() as undo:
         if own is None and is_classifier(module):
             undo.callback(setattr, config, "pad_token_id", config.pad_token_id)
@@ -299,11 +299,11 @@ def pad_inputs(
             return
         for part in module.modules():
             if getattr(part, "summary_type", None) == "last":  # of the padded text, else
-                undo.callback(part.register_forward_pre_hook(_last_of(mask)).remove)
+                undo.callback(part.register_forward_pre_hook(_keep_last(mask)).remove)
         yield x.masked_fill(~mask, fill), mask.long()
 
 
-def _last_of(mask: Tensor) -> Any:
+def _keep_last(mask: Tensor) -> Any:
     """Return a hook that hands a module the hidden states of the last token of every text."""
     last = mask.long().cumsum(1).argmax(1)
 
@@ -314,7 +314,7 @@ def _last_of(mask: Tensor) -> Any:
     return hook
 
 
-def _free_id(config: Any, x: Tensor, mask: Tensor | None, end: int | None) -> int:
+def _find_free_id(config: Any, x: Tensor, mask: Tensor | None, end: int | None) -> int:
     """Return an id that ends no text; without padding one that is not in the vocabulary."""
     size: int = config.vocab_size
     if mask is None:
@@ -341,7 +341,7 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     Raises:
         InputError: it has no vocabulary, or pools its tokens in a way that is not supported.
     """
-    config = text_config(module.config)
+    config = find_text_config(module.config)
     if not getattr(config, "vocab_size", None):
         raise InputError(
             f"{type(module).__name__} has no vocabulary: it takes no token ids, or does not look "
@@ -365,18 +365,18 @@ def describe_texts(module: Any, path: Path | None, tower: str | None) -> ModelSp
     if feed is not None and getattr(tokenizer, "is_fast", False):
         facts["lexicon"] = partial(read_lexicon, tokenizer, size, feed.encode)
     if tower is None and is_language_model(module):
-        facts["next_logits"] = _next_logits(module, feed)
+        facts["next_logits"] = _make_next_logits(module, feed)
         if (head := module.get_output_embeddings()) is not None:
             facts["next_token"] = NextToken(head, lambda out: out[0].logits)
     return ModelSpec(
         module,
-        (_most_tokens(module, config, tokenizer),),
+        (_limit_tokens(module, config, tokenizer),),
         kind="text",
         vocabulary=size,
         pad_id=find_pad(config) or 0,
         end_id=end,
-        call=_text_call(module, tower, feed, end),
-        read=_text_read(module, path, tower),
+        call=_make_call(module, tower, feed, end),
+        read=_make_read(module, path, tower),
         entry=module.get_input_embeddings() if _is_tokens_first(module) else None,
         **facts,
     )
@@ -406,7 +406,7 @@ def _count_ids(module: Any, config: Any) -> int:
     return min(len(table), size) if isinstance(table, Tensor) and table.ndim == 2 else size
 
 
-def _most_tokens(module: Any, config: Any, tokenizer: Any) -> int:
+def _limit_tokens(module: Any, config: Any, tokenizer: Any) -> int:
     """Return how many tokens the model takes; tokenizers without a limit say 1e30.
 
     Relative positions, as T5's, end nowhere, whatever a tokenizer says.
@@ -439,7 +439,7 @@ def _is_tokens_first(module: Any) -> bool:
     return str(module.config.model_type) == "xlnet"
 
 
-def _text_call(
+def _make_call(
     module: Any, tower: str | None, feed: Feed | None, end: int | None
 ) -> Callable[[Tensor, Tensor | None], Any]:
     """Return what runs a model on ids and their mask, and passes the mask on."""
@@ -458,13 +458,13 @@ def _text_call(
             if tower is not None and mask is not None:
                 _refuse_padding(module)
             if decoder:
-                inputs |= _decoder_inputs(module, ids, mask)
+                inputs |= _make_decoder_inputs(module, ids, mask)
             return run(attention_mask=attention, input_ids=ids, **inputs), mask
 
     return call
 
 
-def _text_read(module: Any, path: Path | None, tower: str | None) -> Callable[[Any], Tensor]:
+def _make_read(module: Any, path: Path | None, tower: str | None) -> Callable[[Any], Tensor]:
     """Return what reads the output of a result and its mask."""
     pooling = choose_pooling(path)
     if tower is not None:
@@ -473,7 +473,7 @@ def _text_read(module: Any, path: Path | None, tower: str | None) -> Callable[[A
         return lambda out: pooling(*out)
     if is_classifier(module):
         return lambda out: out[0].logits
-    return lambda out: _next_token(out[0].logits, out[1])
+    return lambda out: _pick_next_token(out[0].logits, out[1])
 
 
 def _require_ends(module: Any, x: Tensor, mask: Tensor | None, end: int) -> None:
@@ -497,7 +497,7 @@ def _refuse_padding(module: Any) -> None:
         )
 
 
-def _decoder_inputs(module: Any, x: Tensor, mask: Tensor | None) -> dict[str, Any]:
+def _make_decoder_inputs(module: Any, x: Tensor, mask: Tensor | None) -> dict[str, Any]:
     """Let the decoder of a model without a head read the same text, one token later."""
     known = (getattr(module.config, "decoder_start_token_id", None), find_pad(module.config), 0)
     start = next(i for i in known if i is not None)
@@ -508,7 +508,7 @@ def _decoder_inputs(module: Any, x: Tensor, mask: Tensor | None) -> dict[str, An
     }
 
 
-def _next_logits(module: Any, feed: Feed | None) -> Callable[[Tensor, int], Tensor] | None:
+def _make_next_logits(module: Any, feed: Feed | None) -> Callable[[Tensor, int], Tensor] | None:
     """Return the logits behind embeddings; None where a model takes no embeddings."""
     known = inspect.signature(module.forward).parameters
     if "inputs_embeds" not in known:
@@ -526,7 +526,7 @@ def _next_logits(module: Any, feed: Feed | None) -> Callable[[Tensor, int], Tens
     return run
 
 
-def _next_token(logits: Tensor, mask: Tensor | None) -> Tensor:
+def _pick_next_token(logits: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return logits[:, -1]
     return logits[torch.arange(len(logits), device=logits.device), mask.long().sum(1) - 1]

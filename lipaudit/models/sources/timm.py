@@ -16,9 +16,9 @@ from lipaudit.data.hub import (
     OFFLINE,
     Commit,
     Repository,
+    explain_refusal,
     find_commit,
     is_offline,
-    refusal,
 )
 from lipaudit.data.images import resize
 from lipaudit.data.samples import remark, warning
@@ -222,7 +222,7 @@ def _create_from_hub(
     except Exception as error:  # every HTTP library has exceptions of its own
         if out_of_memory(error):
             raise
-        raise refusal(error, repository) from error
+        raise explain_refusal(error, repository) from error
     commit.remember()
     return module, commit
 

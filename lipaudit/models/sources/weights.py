@@ -72,10 +72,10 @@ def read_weights(path: Path) -> tuple[State, tuple[Note, ...]]:
     for prefix in WRAPPERS:
         if all(k.startswith(prefix) for k in state):
             state = {k.removeprefix(prefix): v for k, v in state.items()}
-    return state, notes + half_precision(v.dtype for v in state.values())
+    return state, notes + note_half_precision(v.dtype for v in state.values())
 
 
-def weight_files(names: Iterable[str]) -> list[str]:
+def list_weight_files(names: Iterable[str]) -> list[str]:
     """Return which files of a directory are loaded for its weights, of all that it holds.
 
     That is the first of the usual names, whole or in shards with their index; where there is none,
@@ -99,7 +99,7 @@ def find_weights(directory: Path) -> Path:
     Raises:
         InputError: there is none, or several and none has the usual name.
     """
-    files = weight_files(path.name for path in directory.iterdir())
+    files = list_weight_files(path.name for path in directory.iterdir())
     if len(files) == 1:
         return directory / files[0]
     raise InputError(
@@ -155,7 +155,7 @@ def few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
+def note_half_precision(dtypes: Iterable[torch.dtype]) -> tuple[Note, ...]:
     """Return the note on weights that are stored in half precision, if any are."""
     names = sorted(str(d).removeprefix("torch.") for d in set(dtypes) & HALF)
     text = f"weights stored in {' and '.join(names)} were converted to float32"
@@ -179,7 +179,7 @@ def require_finite_weights(module: nn.Module, origin: str) -> None:
         )
 
 
-def sha256(module: nn.Module) -> str:
+def hash_weights(module: nn.Module) -> str:
     """Hash the sorted (name, dtype, shape, bytes) of the state dict."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
@@ -203,10 +203,10 @@ def _read_pickle(path: Path) -> Any:
         lies = asked is not None and int(asked[1]) > path.stat().st_size
         if out_of_memory(error) and not lies:
             raise
-        raise _unreadable(path, error) from error
+        raise _explain_unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> InputError:
+def _explain_unreadable(path: Path, error: Exception) -> InputError:
     """Say why a file cannot be opened without running code, and what to do about it."""
     if "TorchScript" in str(error):
         return InputError(

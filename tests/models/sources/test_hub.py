@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from lipaudit.data.hub import silence_clients
 from lipaudit.errors import UsageError
 from lipaudit.models.sources.loading import LoadOptions, load_net
-from lipaudit.models.sources.weights import weight_files
+from lipaudit.models.sources.weights import list_weight_files
 from tests.hub import TOKEN, files_of
 from tests.hub import hub as hub
 from tests.models.sources.cases import bert, refused, save
@@ -229,7 +229,7 @@ INDEX = "model.safetensors.index.json"
     ],
 )  # fmt: skip
 def test_which_files_hold_the_weights(names, loaded):
-    assert weight_files(names) == loaded
+    assert list_weight_files(names) == loaded
 
 
 def test_half_precision_beside_the_weights_is_not_reported(tmp_path):

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from lipaudit.data.loading import DataOptions, load_data
-from lipaudit.data.samples import picks
+from lipaudit.data.samples import draw_indices
 from lipaudit.errors import InputError
 from lipaudit.models.sources.loading import load_net
 
@@ -64,7 +64,7 @@ def test_pairs_are_fed_as_the_tokenizer_feeds_them(tmp_path, model, tokenizer):
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
     batch = load_data(str(tmp_path / "t.jsonl"), net, DataOptions(samples=4)).batch
     logits = net.output(batch)
-    for i, j in enumerate(picks(4, 4, 0)):
+    for i, j in enumerate(draw_indices(4, 4, 0)):
         with torch.no_grad():
             truth = module(**own(*TEXTS[j], return_tensors="pt")).logits
         torch.testing.assert_close(logits[i : i + 1], truth, rtol=1e-5, atol=1e-6)

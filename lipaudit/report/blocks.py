@@ -285,25 +285,6 @@ def explain_shades(block: Passage) -> str:
 
 
 @dataclass(frozen=True)
-class Brief:
-    """A summary for a pull request.
-
-    Attributes:
-        title: its heading.
-        remarks: on the figures, the outcome first.
-        heads: of the columns.
-        rows: texts, the gravest first.
-        align: l or r for each column.
-    """
-
-    title: str
-    remarks: tuple[str, ...]
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    align: str
-
-
-@dataclass(frozen=True)
 class Spreadsheet:
     """Rows of plain values, for other programs; None is a missing value.
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, TextIO
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.report import html, latex, markdown, records, terminal
 
-Form = Literal["page", "screen", "brief", "record", "frame", "lines", "judgement", "picture"]
-"""A `Document`, one that fits a screen, a `Brief`, a pydantic model, a `Spreadsheet`, lines of
+Form = Literal["page", "screen", "record", "frame", "lines", "judgement", "picture"]
+"""A `Document`, one that fits a screen, a pydantic model, a `Spreadsheet`, lines of
 text, a `Judgement` of the gate, the blocks of a picture."""
 Subject = Mapping[Form, Callable[[], Any]]
 """A result, as functions that make each of its forms."""
@@ -49,55 +49,22 @@ def _draw_picture(blocks: Sequence[Any]) -> bytes:
     return draw_png(*blocks)
 
 
+_DATA = "there are no data to write as JSON: lipaudit report A.json -f json writes a report"
+_MAP = "a PNG shows one attention map: lipaudit attention MODEL --map LAYER.HEAD -o map.png"
+_GATE = "JUnit XML is of a judgement: lipaudit gate CURRENT -o gate.xml"
+_CELLS = "CSV is of reports: lipaudit report A.json -f csv"
+_LINES = "lines of text are of a judgement: a report is written with lipaudit report -f table"
 _FORMATS = (
-    Format(
-        "brief",
-        "brief",
-        markdown.render_brief,
-        (".md",),
-        "a brief is of reports, of a comparison or of a judgement: "
-        "lipaudit compare OLD.json NEW.json -f brief",
-        asked=True,
-    ),
-    Format(
-        "csv",
-        "frame",
-        records.write_csv,
-        (".csv",),
-        "CSV is of reports: lipaudit report A.json -f csv",
-    ),
+    Format("brief", "page", markdown.render_brief, (".md",), asked=True),
+    Format("csv", "frame", records.write_csv, (".csv",), _CELLS),
     Format("html", "page", html.render, (".html", ".htm")),
-    Format(
-        "json",
-        "record",
-        records.write_json,
-        (".json",),
-        "there are no data to write as JSON: lipaudit report A.json -f json writes a report",
-    ),
-    Format(
-        "junit",
-        "judgement",
-        records.write_junit,
-        (".xml",),
-        "JUnit XML is of a judgement: lipaudit gate CURRENT -o gate.xml",
-    ),
+    Format("json", "record", records.write_json, (".json",), _DATA),
+    Format("junit", "judgement", records.write_junit, (".xml",), _GATE),
     Format("latex", "page", latex.render, (".tex",)),
     Format("markdown", "page", markdown.render, (".md", ".markdown")),
-    Format(
-        "png",
-        "picture",
-        _draw_picture,
-        (".png",),
-        "a PNG shows one attention map: lipaudit attention MODEL --map LAYER.HEAD -o map.png",
-    ),
+    Format("png", "picture", _draw_picture, (".png",), _MAP),
     Format("table", "page", terminal.render, (".txt",), screen=terminal.write),
-    Format(
-        "text",
-        "lines",
-        records.write_lines,
-        (".txt",),
-        "lines of text are of a judgement: a report is written with lipaudit report -f table",
-    ),
+    Format("text", "lines", records.write_lines, (".txt",), _LINES),
 )
 RENDERERS: dict[str, Format] = {known.name: known for known in _FORMATS}
 """Every format, by the name that `--format` takes."""

@@ -224,17 +224,5 @@ FIELDS: Mapping[str, str] = {
     "lanczos": "A method that approaches the norm from below by products with the Jacobian.",
     "max_steps": "The most Lanczos steps for a norm.",
     "logical_chunk": "So many samples share the random numbers of an attack, whatever the batch.",
-    "positions": "The Jacobian norm at every position of every text; NaN behind its end.",
-    "g1_ratio_hist": "How tightly g1 bounds the rows: counts of the histogram.",
-    "g1_ratio_edges": "The ends of the bins of that histogram.",
-    "p1p2_hist": "How many rows have which largest and second largest entry: counts.",
-    "p1p2_edges": "The ends of the bins of those counts.",
-    "map": "An attention map; of long sequences the means of square blocks.",
-    "row_norms": "||M|| and g1 of a row of the attention map.",
-    "map_tokens": "How many queries and keys an attention map has before blocks are averaged.",
-    "size": "Channels, height and width of the images that the model takes.",
-    "interpolation": "How images are resized for the model.",
-    "crop_pct": "The share of a resized image that is kept.",
-    "crop_mode": "Which part of a resized image is kept.",
 }
-"""Settings, arrays, methods and kinds in the JSON, and the words of preprocessing."""
+"""Kinds and methods of norms, and settings in the JSON."""

@@ -10,10 +10,10 @@ from lipaudit.report import cells
 from lipaudit.report.blocks import (
     Banner,
     Block,
-    Brief,
     Document,
     Facts,
     Gallery,
+    Grid,
     Notes,
     Paragraph,
     Passage,
@@ -121,14 +121,33 @@ MOST = 9
 """Rows of the table: with them it is 15 lines."""
 
 
-def render_brief(brief: Brief) -> bytes:
-    """Write the title, the remarks in one paragraph, and the first rows of the table."""
-    rows = list(brief.rows)
+def render_brief(page: Document) -> bytes:
+    """Write a page for a pull request: the answer, warnings, and the first rows of one table."""
+    notes: Sequence[str] = ()
+    rows: list[tuple[str, ...]] = []
+    if page.scorecard:
+        lines, notes = list_scores(page.scorecard)
+        heads, align = ["", "", ""], "lrl"
+        rows += [line[:3] for line in lines]
+    else:
+        blocks = (block for chapter in page.chapters for block in chapter.blocks)
+        shown = next(
+            (lay_out(b) for b in blocks if isinstance(b, Table)), Grid("", (), (), "", ())
+        )
+        heads, align = [*shown.heads], shown.align
+        rows += map(tuple, shown.rows)
     if len(rows) > MOST:
         more = f"and {len(rows) - MOST + 1} more"
-        rows = [*rows[: MOST - 1], (more, *[""] * (len(brief.heads) - 1))]
-    texts = [[escape(text) for text in row] for row in rows]
-    remarks = "<br>".join(map(escape, brief.remarks))
-    lines = [f"### {escape(brief.title)}", "", remarks, ""]
-    lines += grid([*map(escape, brief.heads)], texts, brief.align) if texts else []
-    return ("\n".join(lines).rstrip("\n") + "\n").encode()
+        rows = [*rows[: MOST - 1], (more, *[""] * (len(heads) - 1))]
+    remarks = [
+        page.outcome.text if page.outcome else "",
+        f"Partial: {page.partial}" if page.partial else "",
+        *(f"{note.level}: {note.text}" for note in page.notes),
+        dict(page.facts).get("data", ""),
+        "; ".join(notes),
+    ]
+    text = [f"### {escape(page.title)}", "", "<br>".join(map(escape, filter(None, remarks))), ""]
+    text += (
+        grid([*map(escape, heads)], [[*map(escape, row)] for row in rows], align) if rows else []
+    )
+    return ("\n".join(text).rstrip("\n") + "\n").encode()

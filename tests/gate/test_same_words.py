@@ -147,6 +147,6 @@ def test_a_share_is_the_same_in_every_command(report, attack, jacobian):
         share, median = (getattr(verdict, at) for verdict in gate)
         assert (share, median) == tuple(getattr(found[v.metric], at) for v in gate)
         low, high = wilson(round(34 * share), 34)
-        said = f"{share:.1%} yes, {low:.1%} to {high:.1%}"
+        said = f"{share:.1%} yes, {100 * low:.1f} to {high:.1%}"
         assert cells["robust, worst,linf,2/255"] == said
         assert cells["‖J‖"] == f"{median:.3g}".ljust(4, "0")

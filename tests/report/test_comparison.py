@@ -35,7 +35,7 @@ def before(report):
 @pytest.fixture
 def after(report):
     """Half of all norms, one louder head, three samples broken and ten mended."""
-    louder = EXACT * np.exp(RNG.normal(0, 0.01, EXACT.shape))
+    louder = EXACT * np.exp(np.random.default_rng(21).normal(0, 0.01, EXACT.shape))
     louder[5] *= 10
     robust = np.r_[np.zeros(3, int), np.ones(37, int), np.zeros(24, int)]
     changed = measured(report, louder, NORMS / 2, robust)
@@ -176,11 +176,10 @@ def test_figures_that_turn_negative_are_drawn_linear(before, after):
 
 
 def test_heads_stand_by_how_much_they_moved(subject):
-    counts, heads = blocks(subject["page"](), "heads-0", Table)
-    assert counts.rows[0] == ("bounds.exact", 12, 1, 1, 0, 8)
+    (heads,) = blocks(subject["page"](), "heads-0", Table)
     cells = dict(zip([column.label for column in heads.columns], heads.rows[0], strict=True))
     assert (cells["head"], cells["stands"]) == ("1.1", True)
-    assert cells["change"].startswith("+9")
+    assert 850 < float(cells["change"].strip("+%")) < 950
     assert cells["exact, new"] == pytest.approx(10 * cells["exact, old"], rel=0.05)
     assert heads.strong == {0}
     maps = blocks(subject["page"](), "heads-0", Heatmap)
@@ -223,9 +222,10 @@ def test_it_fits_a_screen(subject):
 def test_a_brief_of_it_has_the_regressions_first(subject):
     lines = render(subject, "brief").decode().splitlines()
     assert len(lines) <= 15
-    verdicts = [line.split("|")[1].strip() for line in lines if line.startswith("|")][2:]
-    assert verdicts[0] == "regressed"
-    assert verdicts == sorted(verdicts, key=["regressed", "improved", "inconclusive"].index)
+    texts = [line.split("|")[3].split() for line in lines if line.startswith("|")][2:]
+    words = [words[0] for words in texts if words]
+    assert words[0] == "regressed"
+    assert words == sorted(words, key=["regressed", "improved", "inconclusive"].index)
 
 
 def test_csv_has_a_row_for_every_sample(subject):
@@ -258,19 +258,6 @@ def test_equal_reports_have_nothing_to_tell(before):
     assert {line.text.split()[0] for line in page.scorecard.lines} == {"unchanged"}
     assert "both reports are of the same weights" in page.notes[0].text
     assert any("none of 12 changes are proven" in text for text, _ in page.findings)
-
-
-def test_it_says_what_to_do_next(subject, before, after):
-    worst = max(range(3), key=lambda i: NORMS[i])
-    steps = dict(subject["page"]().steps)
-    name = f"{worst:016x}"[:12]
-    assert f"lipaudit inspect NEW.json {name}" in steps.values()
-    assert "lipaudit gate NEW.json --baseline OLD.json" in steps.values()
-    more = f"{after.run.command} --samples {4 * after.run.data.samples}"
-    assert more in steps.values()
-    calm = keep(after, after.section("jacobian"))
-    better = of_comparison(compare([before, calm]), [before, calm])["page"]().steps
-    assert [command for _, command in better] == ["lipaudit baseline save NEW.json"]
 
 
 def test_of_many_balls_those_are_told_in_which_most_was_lost(before, after):

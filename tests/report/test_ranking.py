@@ -139,7 +139,7 @@ def test_without_a_common_figure_models_stand_as_they_were_given(report, other):
 def test_a_brief_fits_a_pull_request(report, other):
     lines = render(of_reports(report, other), "brief").decode().splitlines()
     assert len(lines) <= 15
-    assert lines[0] == "### lipaudit: 2 models"
+    assert lines[0] == "### lipaudit: 2 models side by side"
     assert "Best: " in lines[2]
-    assert "| median ‖J‖ |" in lines[4]
+    assert "| median ‖J‖" in lines[4]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines[4:]}) == 1

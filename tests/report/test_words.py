@@ -100,7 +100,7 @@ def test_every_heading_of_a_page(kind, report, other):
 
 
 def test_every_name_and_method_of_the_json(report):
-    names = [name for s in report.sections for name in (*s.samples, *s.arrays)]
+    names = [name for s in report.sections for name in s.samples]
     names += [name for options in option_types().values() for name in options().model_dump()]
     names += [
         getattr(row, name)
@@ -109,7 +109,7 @@ def test_every_name_and_method_of_the_json(report):
         for name in ("kind", "input", "method")
         if getattr(row, name, "")
     ]
-    assert unexplained([*names, *KINDS, *PREPROCESS]) == []
+    assert unexplained([*names, *KINDS]) == []
 
 
 KINDS = (
@@ -121,7 +121,6 @@ KINDS = (
     "keys and values",
     "module input",
 )
-PREPROCESS = ("mean", "std", "size", "interpolation", "crop_pct", "crop_mode")
 
 
 def models(*reports) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lipaudit.gate.changes import HeadChange, HeadChanges, Outcome, SampleChange
@@ -14,7 +14,6 @@ from lipaudit.gate.verdicts import Verdict, VerdictStatus, amount
 from lipaudit.report.blocks import (
     Banner,
     Block,
-    Brief,
     Chapter,
     Document,
     Line,
@@ -65,32 +64,13 @@ HEADLINES = {
     "attention.intermediate:median": "fragile rows, median head",
 }
 """Figures of the scorecard beside accuracies, with their names."""
-OLD, NEW = "OLD.json", "NEW.json"
-"""Names of the two reports in commands."""
-
-
-@dataclass(frozen=True)
-class Headline:
-    """A figure of the scorecard: its name, how it reads, and the verdict on its change."""
-
-    label: str
-    column: Column
-    verdict: Verdict
-
-    @property
-    def rank(self) -> int:
-        """Its place among others: what regressed is first."""
-        return FIRST.index(self.verdict.status)
 
 
 def open_comparison(page: Document, comparison: Comparison, reports: Sequence[Report]) -> Document:
     """Return a page with the changes above its chapters."""
     pairs, several = comparison.pairs, len(comparison.pairs) > 1
     warnings = [note for pair in pairs for note in _list_warnings(pair)]
-    lines = tuple(
-        Line(line.label, line.verdict.texts["change"] or "0", line.column, _describe_figure(line))
-        for line in _list_headlines(comparison)
-    )
+    lines = tuple(_list_lines(comparison))
     leads = [f"{pair.new}: " if several else "" for pair in pairs]
     counts = [lead + _count_verdicts(pair) for lead, pair in zip(leads, pairs, strict=True)]
     regressed = any(verdict.status == "regressed" for pair in pairs for verdict in pair.verdicts)
@@ -101,7 +81,6 @@ def open_comparison(page: Document, comparison: Comparison, reports: Sequence[Re
         facts=_list_facts(comparison, reports),
         notes=merge_notes([*warnings, *page.notes]),
         scorecard=Scorecard(lines) if lines else None,
-        steps=tuple(_suggest_steps(comparison, reports)),
         findings=tuple(
             (leads[i] + text, f"{chapter}-{i}")
             for i, pair in enumerate(pairs)
@@ -114,31 +93,6 @@ def make_comparison_screen(page: Document) -> Document:
     """Return a page without its chapters, for one screen."""
     findings = tuple((text, "") for text, _ in page.findings)
     return replace(page, findings=findings, chapters=(), more=MORE)
-
-
-def brief_comparison(comparison: Comparison) -> Brief:
-    """Return the changes for a pull request: warnings, counts, then the figures."""
-    pairs = comparison.pairs
-    return Brief(
-        title=_write_title(comparison),
-        remarks=(
-            *(f"{note.level}: {note.text}" for pair in pairs for note in _list_warnings(pair)),
-            *map(_count_verdicts, pairs),
-        ),
-        heads=("verdict", "figure", "old", "new", "paired change", "95 % limits"),
-        rows=tuple(
-            (
-                line.verdict.status,
-                write_math(line.label),
-                format_value(line.verdict.old, line.column),
-                format_value(line.verdict.new, line.column),
-                line.verdict.texts["paired"] or line.verdict.texts["change"],
-                format_change_limits(line.verdict, line.verdict.unit),
-            )
-            for line in sorted(_list_headlines(comparison), key=lambda line: line.rank)
-        ),
-        align="llrrrr",
-    )
 
 
 def _write_title(comparison: Comparison) -> str:
@@ -169,28 +123,24 @@ def _list_warnings(pair: Pair) -> tuple[Note, ...]:
 # Figures
 
 
-def _list_headlines(comparison: Comparison) -> list[Headline]:
-    """Return the figures of the scorecard: of one pair the gravest first, of several by figure."""
-    pairs = comparison.pairs
-    if len(pairs) == 1:
-        return sorted(_find_headlines(pairs[0]), key=lambda line: line.rank)
-    lines = [(pair, line) for pair in pairs for line in _find_headlines(pair)]
-    order = list(dict.fromkeys(line.label for _, line in lines))
-    lines.sort(key=lambda each: order.index(each[1].label))
-    return [replace(line, label=f"{line.label}, {pair.new}") for pair, line in lines]
-
-
-def _find_headlines(pair: Pair) -> list[Headline]:
-    """Return accuracies, then the figures of `HEADLINES`."""
-    judged = [verdict for verdict in pair.verdicts if verdict.status in FIRST]
-    found: dict[str, Headline] = {}
+def _list_lines(comparison: Comparison) -> Iterator[Line]:
+    """Yield the figures of the scorecard: of one pair the gravest first, of several by figure."""
+    found: dict[str, list[tuple[Pair, Verdict]]] = {}
     for metric in (*ACCURACY, *HEADLINES):
-        for verdict in judged:
-            if verdict.metric == metric:
-                label = _name_figure(metric, verdict.name)
-                column = KINDS[ACCURACY[metric]][1] if metric in ACCURACY else find_column(metric)
-                found.setdefault(label, Headline(label, column, verdict))
-    return list(found.values())
+        for pair in comparison.pairs:
+            for verdict in pair.verdicts:
+                if verdict.metric == metric and verdict.status in FIRST:
+                    each = found.setdefault(_name_figure(metric, verdict.name), [])
+                    each += [(pair, verdict)] if pair not in [known for known, _ in each] else []
+    lines = [(label, *both) for label, each in found.items() for both in each]
+    if len(comparison.pairs) == 1:
+        lines.sort(key=lambda line: FIRST.index(line[2].status))
+    for label, pair, verdict in lines:
+        of = f", {pair.new}" if len(comparison.pairs) > 1 else ""
+        kind = ACCURACY.get(verdict.metric)
+        column = KINDS[kind][1] if kind else find_column(verdict.metric)
+        value = verdict.texts["change"] or "0"
+        yield Line(label + of, value, column, _describe_figure(verdict, column))
 
 
 def _name_figure(metric: str, name: str = "") -> str:
@@ -202,16 +152,15 @@ def _name_figure(metric: str, name: str = "") -> str:
     return HEADLINES.get(metric, ", ".join(filter(None, parts)))
 
 
-def _describe_figure(line: Headline) -> str:
+def _describe_figure(verdict: Verdict, column: Column) -> str:
     """Describe the change of a figure: its verdict, old and new value, and limits."""
-    verdict = line.verdict
     differs = verdict.texts["paired"] not in ("", verdict.texts["change"])
     known = [
         f"paired {verdict.texts['paired']}" if differs else "",
         format_change_limits(verdict, verdict.unit),
     ]
     between = f" ({': '.join(filter(None, known))})" if any(known) else ""
-    old, new = (format_value(value, line.column) for value in (verdict.old, verdict.new))
+    old, new = (format_value(value, column) for value in (verdict.old, verdict.new))
     return f"{verdict.status} {old} → {new}{between}"
 
 
@@ -225,27 +174,6 @@ def format_change_limits(change: HeadChange | Verdict, unit: str) -> str:
 
 
 # Sentences
-
-
-def _suggest_steps(comparison: Comparison, reports: Sequence[Report]) -> Iterator[tuple[str, str]]:
-    """Suggest the next steps: inspect a lost sample, measure more, run a gate, set a baseline."""
-    for pair, report in zip(comparison.pairs, reports[1:], strict=True):
-        lead = f"{pair.new}: " if len(comparison.pairs) > 1 else ""
-        statuses = {verdict.status for verdict in pair.verdicts}
-        unclear = [v.metric for v in pair.verdicts if v.status == "inconclusive" and v.samples]
-        for sample in [sample for sample in pair.samples if sample.lost][:1]:
-            name = _name_sample(sample)
-            command = f"lipaudit inspect {NEW} {sample.id[:CHARACTERS]}"
-            yield f"{lead}Look at the lost samples, first {name}.", command
-        if unclear:
-            more = f"{report.run.command} --samples {4 * report.run.data.samples}"
-            text = f"Measure more samples of both: chance may explain {len(unclear)} changes."
-            yield lead + text, more
-        if "regressed" in statuses:
-            text = "See which changes fail a gate, corrected for the number of rules."
-            yield lead + text, f"lipaudit gate {NEW} --baseline {OLD}"
-        elif "improved" in statuses:
-            yield f"{lead}Make it the next baseline.", f"lipaudit baseline save {NEW}"
 
 
 def _list_findings(pair: Pair) -> Iterator[tuple[str, str]]:
@@ -394,17 +322,7 @@ def _show_heads(pair: Pair) -> list[Block]:
         return []
     ranked = rank_heads(pair.heads[0])
     shown = ranked if len(ranked) <= FIT else ranked[:TOP]
-    unit, counts = pair.heads[0].unit, []
-    for changes in pair.heads:
-        moved = [head.change or 0 for head in changes.heads if head.stands]
-        up = sum(change > 0 for change in moved)
-        known = (len(moved), up, len(moved) - up) if changes.samples else (None,) * 3
-        counts.append((changes.metric, len(changes.heads), *known, changes.samples))
-    labels = ("heads", "stands", "up", "down", "samples")
-    columns = (
-        Column(label="metric", meaning="A column of heads.", format="s"),
-        *(Column(label=label, meaning="", format="d") for label in labels),
-    )
+    unit = pair.heads[0].unit
     cells: list[tuple[Column, list[Any]]] = [
         (HEAD, [f"{head.layer}.{head.head}" for head in shown]),
         (Column("change", "", format=""), [amount(head.change, unit) for head in shown]),
@@ -425,7 +343,6 @@ def _show_heads(pair: Pair) -> list[Block]:
     strong = frozenset(i for i, head in enumerate(shown) if head.stands)
     return [
         Paragraph(PROVEN),
-        Table("Changes that stand", columns, tuple(counts)),
         make_table(
             f"Heads that moved most{part}, by {pair.heads[0].metric}", cells, strong=strong
         ),

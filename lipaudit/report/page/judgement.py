@@ -13,7 +13,6 @@ from lipaudit.gate.verdicts import UNPROVEN, Judgement, Verdict, VerdictStatus
 from lipaudit.report.blocks import (
     Banner,
     Block,
-    Brief,
     Chapter,
     Document,
     Notes,
@@ -153,27 +152,6 @@ def _name_moved(judgement: Judgement, verdict: Verdict) -> str:
     return f"; samples that changed most: {named}" if named else ""
 
 
-def brief_judgement(judgement: Judgement) -> Brief:
-    """Return the outcome for a pull request: what fails first, and of that the gravest."""
-    written = [v for group in group_by_rule(judgement) for v in group.written]
-    written.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
-    return Brief(
-        title=_write_title(judgement),
-        remarks=(_write_reason(judgement), *(f"warning: {text}" for text in judgement.warnings)),
-        heads=("verdict", "rule", "row", "baseline", "current", "change", "paired, limits"),
-        rows=tuple((*_name_row(judgement, verdict), *_shorten(verdict)) for verdict in written),
-        align="lllrrrr",
-    )
-
-
-def _shorten(verdict: Verdict) -> tuple[str, ...]:
-    """Return the figures, their change, and the change that was tested with its limits."""
-    texts = verdict.texts
-    limits = f" ({texts['limits']})" if texts["limits"] else ""
-    first = (texts[name] for name in ("baseline", "current", "change"))
-    return (*first, f"{texts['paired']}{limits}")
-
-
 def _write_title(judgement: Judgement) -> str:
     outcome = "passed" if judgement.exit_code == 0 else "failed"
     return f"lipaudit gate {outcome}: {judgement.current} against {judgement.baseline}"
@@ -214,9 +192,12 @@ def _write_figures(verdict: Verdict) -> str:
 
 
 def _tabulate(judgement: Judgement) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for group in group_by_rule(judgement):
-        rows += [(*_name_row(judgement, v), *v.texts.values()) for v in group.written]
+    """List the verdicts, those that fail first, then the gravest; of plain passes the number."""
+    groups = [*group_by_rule(judgement)]
+    written = [verdict for group in groups for verdict in group.written]
+    written.sort(key=lambda v: (not judgement.fails(v), GRAVEST.index(v.status)))
+    rows = [(*_name_row(judgement, v), *v.texts.values()) for v in written]
+    for group in groups:
         more, blank = "more " * bool(group.written), ("",) * (len(COLUMNS) - 3)
         rows += [(s, group.rule, f"{n} {more}rows", *blank) for s, n in group.others.items()]
     columns = (Column(label=name, meaning="", format=how) for name, how in COLUMNS.items())

@@ -11,15 +11,13 @@ from lipaudit.gate.ranking import Ranked, Ranking
 from lipaudit.gate.verdicts import Verdict, amount
 from lipaudit.report.blocks import (
     Block,
-    Brief,
     Chapter,
     Notes,
     Paragraph,
     Table,
-    lay_out,
     make_table,
 )
-from lipaudit.report.cells import format_significant, format_value, format_with_limits, write_math
+from lipaudit.report.cells import format_significant, format_value, format_with_limits
 from lipaudit.report.page.scorecard import make_scorecard, name_accuracy
 from lipaudit.report.page.views import MODEL
 from lipaudit.results import ATTENTION_TABLE, BOUNDS_TABLE, JACOBIAN_TABLE, Column, Report
@@ -44,10 +42,8 @@ BY = {
 
 
 def make_ranking_chapter(ranking: Ranking) -> Chapter:
-    """Return the chapter of the ranking: the best models in words, and a row for every model."""
-    outcomes = " ".join(describe_ranking(ranking))
+    """Return the chapter of the ranking: a row for every model, and how they are ranked."""
     blocks: tuple[Block, ...] = (
-        *([Paragraph(outcomes)] if outcomes else []),
         tabulate_ranking(ranking),
         *([Paragraph(_explain_ranking(ranking))] if ranking.criterion else []),
         *([Notes(ranking.notes)] if ranking.notes else []),
@@ -72,19 +68,6 @@ def describe_ranking(ranking: Ranking) -> list[str]:
 def tabulate_ranking(ranking: Ranking) -> Table:
     """Tabulate the models, the best first, with limits in brackets."""
     return make_table("", _list_columns(ranking), keys=2 if ranking.criterion else 1)
-
-
-def brief_ranking(ranking: Ranking, reports: Sequence[Report]) -> Brief:
-    """Return the ranking for a pull request."""
-    table, data = tabulate_ranking(ranking), reports[0].run.data
-    grid = lay_out(table)
-    return Brief(
-        title=f"lipaudit: {len(ranking.models)} models",
-        remarks=(f"{data.samples} samples of {data.spec}", *describe_ranking(ranking)),
-        heads=tuple(write_math(column.label) for column in table.columns),
-        rows=tuple(map(tuple, grid.rows)),
-        align=grid.align,
-    )
 
 
 def tabulate_scorecards(names: Sequence[str], reports: Sequence[Report]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,9 +115,8 @@ class Figure:
             return self.label, said, self._share(known), ""
         if self.name in CLASSES:
             return self.label, self.name_class(value), "", ""
-        typical = (
-            "" if self.column.format in UNMEASURED else format_value(middle(known), self.column)
-        )
+        counted = self.column.format in UNMEASURED
+        typical = "" if counted else format_value(middle(known), self.column)
         return self.label, format_value(value, self.column), typical, self.rank(sample)
 
     def _share(self, known: list[float]) -> str:
@@ -209,14 +208,11 @@ def require_samples(report: Report) -> None:
 DRAWN = "The html format has the pictures, and what attacks made of them."
 SHADES = {
     "margin": Column(
-        label="share of the gradient",
-        meaning="Of the margin's gradient: ||grad_t m||^2 / sum_s ||grad_s m||^2 over tokens s, "
-        "m = f_y - max_(j != y) f_j.",
-        format=".1%",
+        label="share of the gradient", meaning="Of the margin, per token.", format=".1%"
     ),
     "direction": Column(
         label="share of the steepest direction",
-        meaning="||v_t||^2 of the unit vector v along which the output changes most.",
+        meaning="Along which the output changes most, per token.",
         format=".1%",
         status="estimate",
     ),
@@ -227,27 +223,21 @@ SHADES = {
 def make_gallery(report: Report, names: Sequence[str]) -> list[Gallery]:
     """Draw samples that are pictures, what attacks made of them, and the difference."""
     section = report.section("attack")
-    drawn = section.examples if section else {}
-    items = tuple(_make_item(report, name, drawn[name]) for name in names if name in drawn)
-    said = DRAWN if any(item.pictures for item in items) else ""
-    return [Gallery(said, items)] if items else []
+    examples = section.examples if section else {}
+    items = tuple(_make_item(report, name, examples[name]) for name in names if name in examples)
+    text = DRAWN if any(item.pictures for item in items) else ""
+    return [Gallery(text, items)] if items else []
 
 
 def list_passages(report: Report, names: Sequence[str]) -> list[Passage]:
     """Show the tokens of samples, with how the gradient is shared out among them."""
-    section = report.section("jacobian")
-    kept = section.gradients if section else {}
+    section, places = report.section("jacobian"), report.found("place")
+    found = [(name, section.gradients.get(name)) for name in names] if section else []
+    folded = len(names) > 1
     return [
-        Passage(
-            name_sample(name, report.found("place")),
-            kept[name].tokens,
-            kept[name].shares,
-            SHADES[kept[name].of],
-            kept[name].left_out,
-            folded=len(names) > 1,
-        )
-        for name in names
-        if name in kept
+        Passage(name_sample(i, places), g.tokens, g.shares, SHADES[g.of], g.left_out, folded)
+        for i, g in found
+        if g is not None
     ]
 
 
@@ -278,7 +268,6 @@ def _make_item(report: Report, sample: str, example: Example) -> Item:
 SHOWN = (
     ("certify", "radius"),
     ("jacobian", "norm"),
-    ("jacobian", "position"),
     ("jacobian", "loss"),
     ("jacobian", "margin"),
     ("jacobian", "radius_first_order"),
@@ -346,22 +335,20 @@ def _describe_order(report: Report) -> str:
 def make_overview(report: Report, name: str) -> Document:
     """Return a page of the worst samples, with the command that shows one."""
     require_samples(report)
-    more = (
-        f"lipaudit inspect {name} SAMPLE shows one of {len(list_known(report))}: its id or place."
-    )
-    facts = [fact for fact in list_facts(report) if fact[0] in ("model", "data")]
-    chapter = Chapter(
-        "worst", "Which samples are the least robust?", (*show_worst(report), Paragraph(more))
-    )
-    return _make_document(report, "samples", facts, [chapter])
+    count = len(list_known(report))
+    more = Paragraph(f"lipaudit inspect {name} SAMPLE shows one of {count}: its id or place.")
+    blocks = (*show_worst(report), more)
+    chapter = Chapter("worst", "Which samples are the least robust?", blocks)
+    return _make_document(report, "samples", {}, [chapter])
 
 
 def _make_document(
-    report: Report, what: str, facts: Iterable[tuple[str, str]], chapters: Iterable[Chapter]
+    report: Report, what: str, facts: Mapping[str, str], chapters: Sequence[Chapter]
 ) -> Document:
+    known = {name: text for name, text in list_facts(report) if name in ("model", "data")}
     return Document(
         title=f"lipaudit: {what} of {report.run.model.spec}",
-        facts=tuple(facts),
+        facts=(*facts.items(), *known.items()),
         findings=(),
         chapters=tuple(chapters),
         partial=describe_gaps(report),
@@ -373,21 +360,17 @@ def inspect_sample(report: Report, sample: str) -> Document:
     """Return a page of all figures of a sample, each beside the typical value of all samples."""
     chapters = []
     for section in report.sections:
-        of = [
-            f for f in list_figures(report) if f.section == section.measure and sample in f.values
-        ]
-        if of:
-            rows = tuple(figure.cells(sample) for figure in of if figure.values[sample] != "")
+        figures = [f for f in list_figures(report) if f.section == section.measure]
+        rows = [f.cells(sample) for f in figures if f.values.get(sample, "") != ""]
+        if rows:
+            table = Table("", FIGURES, tuple(rows))
             title = find_outline(section.measure, section.title).question
-            chapters.append(Chapter(section.measure, title, (Table("", FIGURES, rows),)))
-    drawn = (
-        Chapter("pictures", "Pictures", tuple(make_gallery(report, [sample]))),
-        Chapter("tokens", "Tokens", tuple(list_passages(report, [sample]))),
-    )
-    chapters += [chapter for chapter in drawn if chapter.blocks]
-    found = {"place": report.found("place"), "text": report.found("text")}
-    said = ((name, known[sample]) for name, known in found.items() if sample in known)
-    facts = (("sample", sample), *said, *list_facts(report)[:1], ("data", report.run.data.spec))
+            chapters.append(Chapter(section.measure, title, (table,)))
+    kept: tuple[Block, ...] = (*make_gallery(report, [sample]), *list_passages(report, [sample]))
+    if kept:
+        chapters.append(Chapter("pictures", "What does the sample look like?", kept))
+    facts = {"sample": sample}
+    facts |= {k: found[sample] for k in ("place", "text") if sample in (found := report.found(k))}
     return _make_document(report, f"sample {sample[:CHARACTERS]}", facts, chapters)
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lipaudit.report.blocks import Banner, Brief, Line, Scorecard, list_scores
+from lipaudit.report.blocks import Banner, Line, Scorecard
 from lipaudit.report.cells import (
     describe_standing,
     format_limits,
@@ -15,9 +15,7 @@ from lipaudit.report.cells import (
 )
 from lipaudit.report.page.facts import (
     CHARACTERS,
-    describe_gaps,
     find_places,
-    list_leading_notes,
     name_sample,
 )
 from lipaudit.results import (
@@ -49,24 +47,6 @@ def make_scorecard(report: Report) -> Scorecard | None:
         *_list_bounds(known),
     )
     return Scorecard(lines) if lines else None
-
-
-def brief_report(report: Report) -> Brief:
-    """Return the scorecard for a pull request: state, data and warnings, then the figures."""
-    card, missing = make_scorecard(report), describe_gaps(report)
-    lines, marks = list_scores(card) if card else ([], [])
-    state = f"PARTIAL: {missing}" if missing else "complete"
-    return Brief(
-        title=f"lipaudit: {report.run.model.spec}",
-        remarks=(
-            f"{report.run.data.samples} samples of {report.run.data.spec}; {state}",
-            *(f"{note.level}: {note.text}" for note in list_leading_notes(report)),
-            *(["; ".join(marks)] if marks else []),
-        ),
-        heads=("", "", ""),
-        rows=tuple(line[:3] for line in lines),
-        align="lrl",
-    )
 
 
 def name_accuracy(kind: str, ball: str) -> str:

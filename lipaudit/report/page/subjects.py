@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
     from lipaudit.report.pictures import Picture
     from lipaudit.results import Report
 
-RANKED: frozenset[Form] = frozenset({"page", "brief", "record", "frame"})
+RANKED: frozenset[Form] = frozenset({"page", "record", "frame"})
 """The forms of several reports."""
 REPORT: frozenset[Form] = RANKED
 DRAWN: frozenset[Form] = REPORT | {"picture"}
 """The forms of a report that holds an attention map."""
-COMPARISON: frozenset[Form] = frozenset({"page", "screen", "brief", "record", "frame"})
-JUDGEMENT: frozenset[Form] = frozenset({"page", "brief", "record", "lines", "judgement"})
+COMPARISON: frozenset[Form] = frozenset({"page", "screen", "record", "frame"})
+JUDGEMENT: frozenset[Form] = frozenset({"page", "record", "lines", "judgement"})
 
 
 def of_reports(*reports: Report, by: str | None = None) -> Subject:
@@ -40,12 +41,10 @@ def of_reports(*reports: Report, by: str | None = None) -> Subject:
 def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
     from lipaudit.report import records
     from lipaudit.report.page.document import make_page, make_screen
-    from lipaudit.report.page.scorecard import brief_report
 
     subject: dict[Form, Callable[[], Any]] = {
         "page": cache(lambda: make_page(report)),
         "record": lambda: report,
-        "brief": lambda: brief_report(report),
         "frame": lambda: records.list_cells(report),
     }
     if sum("." not in s.measure for s in report.sections) > 1:
@@ -56,15 +55,20 @@ def _of_one(report: Report) -> dict[Form, Callable[[], Any]]:
 def _of_several(reports: Sequence[Report], by: str | None) -> dict[Form, Callable[[], Any]]:
     from lipaudit.gate import rank
     from lipaudit.report import records
+    from lipaudit.report.blocks import Banner
     from lipaudit.report.page.document import make_page, make_ranking_screen
-    from lipaudit.report.page.ranking import brief_ranking, make_ranking_chapter
+    from lipaudit.report.page.ranking import describe_ranking, make_ranking_chapter
 
     ranking = cache(lambda: rank(reports, by))
+
+    def answer(page: Document) -> Document:
+        outcome = " ".join(describe_ranking(ranking()))
+        return replace(page, outcome=Banner(outcome) if outcome else None)
+
     return {
-        "page": cache(lambda: make_page(*reports, lead=[make_ranking_chapter(ranking())])),
-        "screen": lambda: make_ranking_screen(reports, make_ranking_chapter(ranking())),
+        "page": cache(lambda: answer(make_page(*reports, lead=[make_ranking_chapter(ranking())]))),
+        "screen": lambda: answer(make_ranking_screen(reports, make_ranking_chapter(ranking()))),
         "record": ranking,
-        "brief": lambda: brief_ranking(ranking(), reports),
         "frame": lambda: records.list_models(ranking()),
     }
 
@@ -101,7 +105,6 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     """Show the changes between reports, then the reports side by side."""
     from lipaudit.report import records
     from lipaudit.report.page.comparison import (
-        brief_comparison,
         make_chapters,
         make_comparison_screen,
         open_comparison,
@@ -118,7 +121,6 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
     return {
         "page": page,
         "screen": lambda: make_comparison_screen(page()),
-        "brief": lambda: brief_comparison(comparison),
         "record": lambda: comparison,
         "frame": lambda: records.list_samples(comparison),
     }
@@ -126,11 +128,10 @@ def of_comparison(comparison: Comparison, reports: Sequence[Report]) -> Subject:
 
 def of_judgement(judgement: Judgement) -> Subject:
     """Show the verdicts of the gate."""
-    from lipaudit.report.page.judgement import brief_judgement, list_lines, make_judgement_page
+    from lipaudit.report.page.judgement import list_lines, make_judgement_page
 
     return {
         "page": cache(lambda: make_judgement_page(judgement)),
-        "brief": lambda: brief_judgement(judgement),
         "record": lambda: judgement,
         "lines": lambda: list_lines(judgement),
         "judgement": lambda: judgement,

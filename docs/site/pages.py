@@ -1,4 +1,4 @@
-"""What the site makes from the code: pages of reference, and formulas as MathML."""
+"""Generate the reference pages of the site from the code, and write formulas as MathML."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEASURING = {name: (name, kind) for name, kind in KINDS.items()} | {
     "check": ("audit", RunOptions),
     "watch": ("audit", AuditOptions),
 }
-"""The commands that measure: where the page of options has theirs, and which these are."""
+"""The commands that measure: the section of the page of options, and the class of the options."""
 SHARED = Output.options() | Terminal.options()
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -71,9 +71,9 @@ def _mathml(formula: re.Match[str]) -> str:
 
 
 def _commands() -> Iterator[str]:
-    yield "# Commands\n\nWhat `lipaudit COMMAND --help` says of every command. The options of what"
-    yield "measures and trains have [a page of their own](../options.md), and those that most"
-    yield "commands have stand [at the end](#most-commands).\n"
+    yield "# Commands\n\nThe help of every command, except for shared options. Those of measures"
+    yield "and trainings are on [the page of options](../options.md), those of most commands"
+    yield "[at the end](#most-commands).\n"
     for name, each in _leaves(typer.main.get_command(build())):
         yield f"\n## lipaudit {name}\n"
         yield from _help(Text.from_markup(each.help).plain)
@@ -83,7 +83,7 @@ def _commands() -> Iterator[str]:
         if page:
             yield f"\n[More options](../options.md#lipaudit-{page}), and"
             yield "[those of every measure](../options.md#every-measure-and-train)."
-    yield "\n## Most commands\n\n| option | what it says |\n| --- | --- |"
+    yield "\n## Most commands\n\n| option | meaning |\n| --- | --- |"
     for option in SHARED.values():
         yield f"| {_flags(option.flags)} | {_cell(option.help)} |"
 
@@ -110,7 +110,7 @@ def _leaves(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _parameters(each: Any, elsewhere: Mapping[str, Option]) -> Iterator[str]:
-    """Yield the table of what a command takes that no other table says of it."""
+    """Yield the table of a command's arguments and options that no other table has."""
     rows = [(p, Text.from_markup(p.help or "").plain) for p in each.params if not p.hidden]
     own = [
         (parameter, said)
@@ -118,7 +118,7 @@ def _parameters(each: Any, elsewhere: Mapping[str, Option]) -> Iterator[str]:
         if parameter.name not in elsewhere or not said.startswith(elsewhere[parameter.name].help)
     ]
     if own:
-        yield "| argument or option | what it says |\n| --- | --- |"
+        yield "| argument or option | meaning |\n| --- | --- |"
     for parameter, said in own:
         option = parameter.param_type_name == "option"
         name = parameter.opts if option else [parameter.metavar or parameter.name.upper()]
@@ -130,19 +130,18 @@ def _flags(flags: Iterable[str]) -> str:
 
 
 def _columns() -> Iterator[str]:
-    yield "# Columns\n\nEvery figure of a report by section: what it is, where it holds, how far"
-    yield "it is proven. The names are those of the JSON, of `lipaudit explain` and of the gate.\n"
-    for record in measures().values():
-        for row in record.rows:
-            yield f"\n## {row.section}\n"
-            yield from _table(row.columns())
-        if record.samples:
-            yield f"\n### {record.name}, for every sample\n"
-            yield from _table(record.samples)
+    yield "# Columns\n\nEvery figure of a report by section: its meaning, where it holds, its"
+    yield "status. The names are those of the JSON, of `lipaudit explain` and of the gate.\n"
+    for table in (table for record in measures().values() for table in record.tables):
+        yield f"\n## {table.name}\n"
+        yield from _table(table.columns)
+        if table.samples:
+            yield f"\n### {table.name}, for every sample\n"
+            yield from _table(table.samples)
 
 
 def _table(columns: Mapping[str, Column]) -> Iterator[str]:
-    yield "| name | heading | what it is | holds | status |"
+    yield "| name | heading | meaning | holds | status |"
     yield "| --- | --- | --- | --- | --- |"
     for name, column in columns.items():
         proven = (column.domain, column.status) if column.domain else ("", "")
@@ -169,9 +168,8 @@ def _bounds() -> Iterator[str]:
 
 
 def _words() -> Iterator[str]:
-    yield "# Words\n\nWhat `lipaudit explain NAME` says of everything that pages, tables and"
-    yield "notes say. Columns have [their own page](columns.md), and so have"
-    yield "[bounds](bounds.md).\n"
+    yield "# Words\n\nThe entries of `lipaudit explain` for the words of pages, tables and notes."
+    yield "[Columns](columns.md) and [bounds](bounds.md) have pages of their own.\n"
     listed = (
         t for t in list_topics() if t.group and not t.group.startswith(("Columns", "Bounds"))
     )
@@ -183,14 +181,14 @@ def _words() -> Iterator[str]:
 
 
 def _json() -> Iterator[str]:
-    yield "# JSON\n\nA report is one object; `lipaudit schema` prints its JSON Schema. Fields are"
-    yield "only added within a major `schema_version`. NaN and infinities are strings.\n"
+    yield "# JSON\n\nThe JSON Schema of a report, as `lipaudit schema` prints it. Within a major"
+    yield "`schema_version`, fields are only added. NaN and infinities are strings.\n"
     yield f"```json\n{json.dumps(schema.json_schema(), indent=1)}\n```"
 
 
 def _python() -> Iterator[str]:
-    yield "# Python API\n\nWhat `import lipaudit` gives; nothing is loaded before it is used."
-    yield "[The guide](../guide/python.md) shows it at work.\n"
+    yield "# Python API\n\nThe public names of `import lipaudit`; each is loaded when first used."
+    yield "[Use it from Python](../guide/python.md) has examples.\n"
     for name, place in sorted(lipaudit.PUBLIC.items(), key=lambda item: item[0].lower()):
         module, _, member = place.partition(":")
         yield f"## lipaudit.{name}\n\n::: {module}{'.' * bool(member)}{member}"

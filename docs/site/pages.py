@@ -135,9 +135,9 @@ def _columns() -> Iterator[str]:
     for table in (table for record in measures().values() for table in record.tables):
         yield f"\n## {table.name}\n"
         yield from _table(table.columns)
-        if table.samples:
+        if table.sample_columns:
             yield f"\n### {table.name}, for every sample\n"
-            yield from _table(table.samples)
+            yield from _table(table.sample_columns)
 
 
 def _table(columns: Mapping[str, Column]) -> Iterator[str]:

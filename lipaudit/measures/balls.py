@@ -13,8 +13,8 @@ from lipaudit.measures.measure import Values
 from lipaudit.results import BALLS_TABLE, Array, Note, Row, Section
 from lipaudit.results.bounds import AFFINE_PLAIN
 from lipaudit.settings.measure import BoundsOptions
-from lipaudit.theory.bounds.affine import Weights
 from lipaudit.theory.bounds.ball import ball_sharp, ball_size_bounds
+from lipaudit.theory.bounds.ingredients import Weights
 from lipaudit.theory.growth.ascent import ball_norm
 from lipaudit.theory.heads import Heads
 

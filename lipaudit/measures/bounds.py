@@ -34,8 +34,8 @@ from lipaudit.models.attention.sites import APART, MODULE_INPUT, Site
 from lipaudit.models.net import Net
 from lipaudit.results import BOUNDS_TABLE, LAYERS_TABLE, Array, Note, Row, Section
 from lipaudit.settings.measure import BoundsOptions
-from lipaudit.theory.bounds.affine import KnownWeights, Weights
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds.ingredients import KnownWeights, Weights
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain
 from lipaudit.theory.heads import Heads

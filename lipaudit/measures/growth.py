@@ -24,7 +24,7 @@ from lipaudit.models.attention.sites import Site
 from lipaudit.models.attention.survey import surveyed
 from lipaudit.models.net import Net
 from lipaudit.results import FITS_TABLE, Note, Row
-from lipaudit.theory.bounds.affine import are_affine
+from lipaudit.theory.bounds.ingredients import are_affine
 from lipaudit.theory.exact.head_norms import head_norms, splitting_gain
 from lipaudit.theory.growth.ascent import Steepest, largest_shift, steepest_tokens
 from lipaudit.theory.growth.worst_tokens import (

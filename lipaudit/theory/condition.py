@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.affine import local_map, projections
+from lipaudit.theory.bounds.ingredients import local_map, projections
 from lipaudit.theory.exact.attend import anchor_outputs, largest_gradients
 from lipaudit.theory.heads import Heads, Projection
 

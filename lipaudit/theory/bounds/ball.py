@@ -29,7 +29,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipaudit.errors import UsageError
-from lipaudit.theory.bounds.affine import (
+from lipaudit.theory.bounds.castin import castin
+from lipaudit.theory.bounds.head_bounds import ROUNDING, chunks, head_bounds
+from lipaudit.theory.bounds.hu import hu
+from lipaudit.theory.bounds.ingredients import (
+    Ingredients,
     Weights,
     affine_rows,
     are_affine,
@@ -37,10 +41,10 @@ from lipaudit.theory.bounds.affine import (
     factor,
     projections,
     squared_distances,
+    tokens_of,
     weights_of,
 )
-from lipaudit.theory.bounds.head_bounds import ROUNDING, affine_only, chunks, head_bounds
-from lipaudit.theory.bounds.published import size_bounds, tokens_of
+from lipaudit.theory.bounds.mean_field import mean_field
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.scale import unit_values
@@ -119,11 +123,10 @@ def ball_size_bounds(
         policy: how maps are cut and rounded.
     """
     heads = heads.to(torch.float64)
-    if affine_only(heads) is not None:
-        nothing = torch.full_like(heads.q[..., 0, 0], torch.nan)
-        return dict.fromkeys(("hu", "castin", "mean_field"), nothing)
-    bounds = size_bounds(heads, weights or weights_of(heads), tokens_of(heads, policy), r)
-    return {name: bound * (1 + ROUNDING) for name, bound in bounds.items()}
+    if weights is None and are_affine(heads):
+        weights = weights_of(heads)
+    known = Ingredients(heads, tokens_of(heads, policy), weights, policy)
+    return {f.__name__: f(known, r) * (1 + ROUNDING) for f in (hu, castin, mean_field)}
 
 
 @dataclass(frozen=True)

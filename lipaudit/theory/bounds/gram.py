@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.affine import AffineRows, Centred, query_term, rounding, tiles
+from lipaudit.theory.bounds.ingredients import AffineRows, Centred, query_term, rounding, tiles
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import keeps_single, nonnegative_norm, nonnegative_pair
 

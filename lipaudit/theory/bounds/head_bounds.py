@@ -1,9 +1,4 @@
-"""Upper bounds of the Jacobian norm of attention heads: published ones, a sharp one, plug-ins'.
-
-[Y25] Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv
-2507.07814. [C24] Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024. [H24] Hu et al.,
-Specformer, ECCV 2024. Biases enter as [Y25] Remark 2 says: X becomes [X 1], W becomes [W; b^T].
-"""
+"""Every upper bound of the Jacobian norm of attention heads: ours, and those of plug-ins."""
 
 from __future__ import annotations
 
@@ -16,17 +11,30 @@ from torch import Tensor
 
 from lipaudit.errors import EvaluationError, LipauditError, UsageError, of_machine
 from lipaudit.results.bounds import Bound, catalogue, remedy
-from lipaudit.theory.bounds.affine import Weights, are_affine, centre_heads, weights_of
-from lipaudit.theory.bounds.published import Tokens, affine_bounds, general_bounds, tokens_of
-from lipaudit.theory.bounds.sharp import block_bound
+from lipaudit.theory.bounds.castin import castin
+from lipaudit.theory.bounds.hu import hu
+from lipaudit.theory.bounds.ingredients import (
+    Ingredients,
+    Weights,
+    are_affine,
+    tokens_of,
+    weights_of,
+)
+from lipaudit.theory.bounds.mean_field import mean_field
+from lipaudit.theory.bounds.sharp import sharp
+from lipaudit.theory.bounds.yudin import appendix_c, theorem3, theorem3_g1
 from lipaudit.theory.heads import Heads
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.scale import unit_values
-from lipaudit.theory.softmax import row_maxima
-from lipaudit.theory.spectral.upper import map_norm
 
 BOUNDS: Mapping[str, Bound] = catalogue()
 """The record of every bound."""
+
+FORMULAS: Mapping[str, Callable[[Ingredients], Tensor]] = {
+    formula.__name__: formula
+    for formula in (sharp, theorem3, theorem3_g1, appendix_c, castin, mean_field, hu)
+}
+"""Our bounds, which share their ingredients."""
 
 BoundFunction = Callable[[Heads], Tensor]
 """Computes a bound of ||J||, (batch, heads) on the device of the heads; NaN where there is none.
@@ -89,29 +97,6 @@ single precision, where that is no small number, carry allowances of their own.
 """
 
 
-def affine_only(heads: Heads) -> str | None:
-    """Return why the bounds for affine self-attention are missing, or None where they apply.
-
-    They are hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3.
-    """
-    if heads.pairs is not None:
-        return "the logits are not linear in q k^T"
-    if heads.sink is not None:
-        return "a sink takes a part of the attention"
-    if heads.x_kv is not None:
-        return "keys and values come from another input than the queries"
-    for name, projection in (
-        ("queries", heads.to_q),
-        ("keys", heads.to_k),
-        ("values", heads.to_v),
-    ):
-        if projection is None:
-            return f"the {name} are constant"
-        if projection.local is not None:
-            return f"the {name} are not affine in the tokens ({projection.kind})"
-    return None
-
-
 @torch.inference_mode()
 def head_bounds(
     heads: Heads,
@@ -154,7 +139,9 @@ def head_bounds(
     heads, size = unit_values(heads)
     weights = weights and weights.per_value(size)
     parts = [
-        _bounds(heads.pick(chunk), weights and weights.pick(chunk), tokens, policy)
+        _compute_all(
+            Ingredients(heads.pick(chunk), tokens, weights and weights.pick(chunk), policy)
+        )
         for chunk in chunks(heads, policy)
     ]
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
@@ -179,23 +166,9 @@ def chunks(heads: Heads, policy: Policy) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def _bounds(
-    heads: Heads, weights: Weights | None, tokens: Tokens, policy: Policy
-) -> dict[str, Tensor]:
-    at = centre_heads(heads)
-    p_norm = map_norm(at.p, single=at.single.p, policy=policy)
-    # M of the keys is a part of M with the sink: its norm is at most that.
-    p = heads.attention(whole=True)
-    maxima = [torch.stack(row_maxima(p[:, :, i:j])) for i, j in heads.row_blocks()]
-    g1_max, norm_max = torch.stack(maxima).amax(0)
-    terms = {"p_norm": p_norm, "softmax_norm_max": norm_max, "g1_max": g1_max}
-    terms |= {"x_norm": tokens.norm, "radius": tokens.radius, "tokens": tokens.count}
-    if weights is not None and affine_only(heads) is None:
-        bounds = affine_bounds(heads, at, weights, tokens, terms, policy=policy)
-    else:
-        bounds = general_bounds(heads, at, terms, policy=policy)
-    blocks = block_bound(heads, at, weights, policy=policy)
-    bounds["sharp"] = torch.minimum(blocks, bounds["theorem3"])
-    bounds |= separate_bounds(heads)
+def _compute_all(known: Ingredients) -> dict[str, Tensor]:
+    terms = known.to_dict()
+    bounds = {name: known.once(compute) for name, compute in FORMULAS.items()}
+    bounds |= separate_bounds(known.heads)
     raised = {name: bound * (1 + ROUNDING) for name, bound in bounds.items()}
-    return {name: value.expand_as(p_norm) for name, value in (terms | raised).items()}
+    return {name: value.expand_as(known.p_norm) for name, value in (terms | raised).items()}

@@ -16,16 +16,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipaudit.theory.bounds.affine import (
+from lipaudit.theory.bounds.gram import gram_bound
+from lipaudit.theory.bounds.ingredients import (
     Centred,
-    Weights,
-    affine_rows,
+    Ingredients,
     are_affine,
     factor,
     local_map,
     projections,
+    value_norms,
 )
-from lipaudit.theory.bounds.gram import gram_bound
+from lipaudit.theory.bounds.yudin import theorem3
 from lipaudit.theory.exact.attend import (
     Anchored,
     anchor_outputs,
@@ -35,18 +36,16 @@ from lipaudit.theory.exact.attend import (
 )
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Heads
-from lipaudit.theory.policy import POLICY, Policy
+from lipaudit.theory.policy import Policy
 from lipaudit.theory.spectral.upper import nonnegative_norm, spectral_norm
 
 
-def block_bound(
-    heads: Heads,
-    at: Centred,
-    weights: Weights | None = None,
-    *,
-    steps: int = 10,
-    policy: Policy = POLICY,
-) -> Float[Tensor, "batch heads"]:
+def sharp(known: Ingredients) -> Float[Tensor, "batch heads"]:
+    """Return the smaller of `block_bound` and Theorem 3, for heads of every kind."""
+    return torch.minimum(block_bound(known), known.once(theorem3))
+
+
+def block_bound(known: Ingredients, steps: int = 10) -> Float[Tensor, "batch heads"]:
     """Return an upper bound of the Jacobian norm at X, for heads of every kind.
 
     Small heads: the root of the norm of the matrix of all norms of blocks of J J^T. Affine ones:
@@ -55,14 +54,14 @@ def block_bound(
     along u and across it), and t_i bounds s ||T_i Phi^q_i|| by a Schatten-4 norm. With another
     key/value input B = [P∘beta, diag t].
     """
+    heads, at, policy = known.heads, known.at, known.policy
     joint = heads.x_kv is None
     entries = at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
     if joint and entries <= policy.dense_entries:
         norms, size = exact_blocks(heads)
         return size * nonnegative_norm(norms, steps).sqrt()
     if are_affine(heads):
-        rows = affine_rows(heads, at, weights)
-        return gram_bound(at, rows, joint=joint, policy=policy)
+        return gram_bound(at, known.rows, joint=joint, policy=policy)
     largest = _anchor_rows(heads, at, policy)
     blocks = _local_beta(heads, at, largest, policy).mul_(at.p)
     t = _local_query_term(heads, at, largest, policy)
@@ -105,12 +104,6 @@ def exact_blocks(
         norms.append(spectral_norm(blocks))
         sizes.append(size)
     return torch.stack(norms), torch.stack(sizes)
-
-
-def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
-    """Return ||Phi^v_j|| of every key token, or of all at once where values are affine."""
-    to_v = projections(heads)[2]
-    return spectral_norm(local_map(to_v) @ factor(to_v).mT)
 
 
 def _local_beta(heads: Heads, at: Centred, rows: Anchored, policy: Policy) -> Tensor:

@@ -18,8 +18,8 @@ from lipaudit.errors import EvaluationError, InputError
 from lipaudit.models.attention.capture import Layer, capture
 from lipaudit.models.attention.sites import Site
 from lipaudit.models.graph import leaves
-from lipaudit.theory.bounds.affine import KnownWeights
 from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds.ingredients import KnownWeights
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Heads
 from lipaudit.train.penalty import SpecformerPenalty

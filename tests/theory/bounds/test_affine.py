@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lipaudit.theory.bounds.affine import (
+from lipaudit.theory.bounds.gram import gram_bound
+from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds.ingredients import (
     KnownWeights,
     affine_rows,
     centre_heads,
     query_term,
 )
-from lipaudit.theory.bounds.gram import gram_bound
-from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY, Policy

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from lipaudit.errors import UsageError
 from lipaudit.theory.bounds import ball
-from lipaudit.theory.bounds.affine import weights_of
 from lipaudit.theory.bounds.ball import ball_sharp
 from lipaudit.theory.bounds.head_bounds import head_bounds
+from lipaudit.theory.bounds.ingredients import weights_of
 from lipaudit.theory.growth.ascent import ball_norm
 from lipaudit.theory.heads import affine_heads
 

@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipaudit.errors import EvaluationError
-from lipaudit.theory.bounds.affine import affine_rows, centre_heads, query_term
 from lipaudit.theory.bounds.ball import ball_size_bounds
-from lipaudit.theory.bounds.head_bounds import BOUNDS, affine_only, head_bounds
+from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
+from lipaudit.theory.bounds.ingredients import (
+    Ingredients,
+    affine_only,
+    affine_rows,
+    centre_heads,
+    query_term,
+    tokens_of,
+)
 from lipaudit.theory.bounds.sharp import block_bound
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Pairs
@@ -197,7 +204,8 @@ def test_blocks_rounded_to_single_precision_are_bounded_with_two_inputs(random_l
     heads = replace(heads, v=heads.v[..., :1], to_v=narrow, out=None)
     exact = torch.linalg.matrix_norm(dense_jacobian(heads), 2)
     long = Policy(dense_entries=0, map_limit=0)
-    assert (block_bound(heads, centre_heads(heads), policy=long) >= exact).all()
+    known = Ingredients(heads, tokens_of(heads), None, long)
+    assert (block_bound(known) >= exact).all()
 
 
 @pytest.mark.parametrize("name", OTHER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lipaudit.theory.bounds import affine, published
+from lipaudit.theory.bounds import ingredients, yudin
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.spectral.upper import keeps_single, single_pays
@@ -24,7 +24,7 @@ def maps_and_tokens(spread, outlier):
 
 def as_centred(p):
     rows, one = p[..., :0], p[..., :1]
-    return affine.Centred(p, seen=one, k=rows, v=rows, o=rows, s=one[..., :1, :])
+    return ingredients.Centred(p, seen=one, k=rows, v=rows, o=rows, s=one[..., :1, :])
 
 
 def dense_spread(p, x):
@@ -40,7 +40,7 @@ def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
     values = dense_spread(p, x)
     gram = x @ x.mT
     unit = gram.diagonal(0, -2, -1).amax(-1)[:, None]
-    upper, lower = published._squared_spread(p.to(dtype), (gram / unit[..., None]).to(dtype))
+    upper, lower = yudin.squared_spread(p.to(dtype), (gram / unit[..., None]).to(dtype))
     truth = values.pow(4).sum(-1).sqrt().amax(-1) / unit
     assert (lower <= truth).all()
     assert (truth <= upper).all()
@@ -50,17 +50,17 @@ def test_the_squared_spread_lies_between_its_bounds(spread, outlier, dtype):
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 50.0])
 def test_single_precision_costs_no_more_than_its_tolerance(spread, outlier):
     p, x = maps_and_tokens(spread, outlier)
-    double = published._row_spread(as_centred(p), x @ x.mT)
-    single = published._row_spread(as_centred(p), x @ x.mT, SINGLE)
+    double = yudin.row_spread(as_centred(p), x @ x.mT)
+    single = yudin.row_spread(as_centred(p), x @ x.mT, SINGLE)
     assert (single >= dense_spread(p, x)[..., 0].amax(-1) * (1 - 1e-12)).all()
     assert (single <= double * (1 + POLICY.single_loss)).all()
 
 
 def test_single_precision_is_left_alone_where_products_may_be_rounded_further():
     p, x = maps_and_tokens(1.0, 1.0)
-    single = published._row_spread(as_centred(p), x @ x.mT, SINGLE)
+    single = yudin.row_spread(as_centred(p), x @ x.mT, SINGLE)
     with torch.autocast("cpu"):
-        double = published._row_spread(as_centred(p), x @ x.mT, SINGLE)
+        double = yudin.row_spread(as_centred(p), x @ x.mT, SINGLE)
     assert (double < single).all()
 
 
@@ -100,12 +100,12 @@ def test_bounds_do_not_depend_on_how_maps_are_cut(random_layer):
 
 
 def test_the_gram_matrix_of_the_tokens_is_formed_once_for_all_heads(random_layer, monkeypatch):
-    formed, real = [], published.Tokens.gram.func
+    formed, real = [], ingredients.Tokens.gram.func
 
     def counted(tokens):
         formed.append(1)
         return real(tokens)
 
-    monkeypatch.setattr(published.Tokens.gram, "func", counted)
+    monkeypatch.setattr(ingredients.Tokens.gram, "func", counted)
     head_bounds(random_layer("affine").heads)
     assert len(formed) == 1

@@ -1,11 +1,11 @@
-"""What bounds share: maps, centred keys and values, weights, u_i = s W_K q_i and s T_i W_Q^T.
+"""What the bounds of attention heads share: P, centred keys and values, weights, tokens.
 
 Everything holds in any precision: what is returned is raised by its rounding error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from lipaudit.theory.heads import Heads, Projection
 from lipaudit.theory.policy import POLICY, Policy
-from lipaudit.theory.spectral.upper import gram_root, spectral_norm
+from lipaudit.theory.softmax import row_maxima
+from lipaudit.theory.spectral.upper import gram_norm, gram_root, map_norm, spectral_norm
 
 S = TypeVar("S", bound="Stack")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -324,3 +326,169 @@ def query_term(
     over, under = ((rounding(at.p) + times * channels) * terms for times in (2, 3))
     upper, lower = ((squares + e).clamp_min(0.0).sqrt() for e in (over, -under))
     return upper, upper - lower
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What all heads of a layer share, (batch, 1) each: N, R, and norms of X or [X 1]."""
+
+    count: Tensor
+    radius: Tensor
+    norm: Tensor
+    frobenius: Tensor
+    longest: Tensor  # R, or max_i ||(x_i, 1)||
+    off: Tensor  # the tokens less their mean, (batch, n, D)
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """Return the Gram matrix of the tokens less their mean, (batch, n, n)."""
+        return self.off @ self.off.mT
+
+    def with_norm(self, norm: Tensor) -> Tokens:
+        """Return the same with another norm, and the Gram matrix where it is known."""
+        known = {"gram": self.gram} if "gram" in self.__dict__ else {}
+        tokens = replace(self, norm=norm)
+        tokens.__dict__.update(known)  # the place of a cached property: no field, not frozen
+        return tokens
+
+
+def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
+    """Measure the tokens of a layer; with any bias as [X 1], without padding."""
+    x, one = heads.x, _ones(heads)
+    valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
+    count = valid.sum(-2)
+    mean = x.sum(1, keepdim=True) / count[..., None].clamp_min(1.0)
+    off = x - mean if heads.valid is None else (x - mean) * valid
+    squares = x.square().sum(-1)
+    lengths = (squares + one * valid[..., 0]).sqrt()
+    tokens = Tokens(
+        count=count,
+        radius=squares.amax(-1, keepdim=True).sqrt(),
+        norm=count,
+        frobenius=torch.linalg.vector_norm(lengths, dim=-1, keepdim=True),
+        longest=lengths.amax(-1, keepdim=True),
+        off=off,
+    )
+    if len(heads.row_blocks()) > 1 and x.shape[1] > x.shape[2]:
+        rows = torch.cat([x, one * valid], -1)
+        return tokens.with_norm(gram_norm(rows.mT @ rows, policy=policy)[:, None])
+    # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
+    beside = off @ mean.mT + 0.5 * (mean.square().sum(-1, keepdim=True) + one) * valid
+    ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
+    gram = torch.baddbmm(tokens.gram, ends[0], ends[1].mT)
+    return tokens.with_norm(gram_norm(gram, policy=policy)[:, None])
+
+
+def _ones(heads: Heads) -> int:
+    """Whether a bias makes [X 1] of X."""
+    own = (heads.to_q, heads.to_k, heads.to_v)
+    return int(any(projection is not None and projection.bias is not None for projection in own))
+
+
+def affine_only(heads: Heads) -> str | None:
+    """Return why the bounds for affine self-attention are missing, or None where they apply.
+
+    They are hu, castin, mean_field, appendix_c and [Y25]'s own form of theorem3.
+    """
+    if heads.pairs is not None:
+        return "the logits are not linear in q k^T"
+    if heads.sink is not None:
+        return "a sink takes a part of the attention"
+    if heads.x_kv is not None:
+        return "keys and values come from another input than the queries"
+    for name, projection in (
+        ("queries", heads.to_q),
+        ("keys", heads.to_k),
+        ("values", heads.to_v),
+    ):
+        if projection is None:
+            return f"the {name} are constant"
+        if projection.local is not None:
+            return f"the {name} are not affine in the tokens ({projection.kind})"
+    return None
+
+
+def value_norms(heads: Heads) -> Float[Tensor, "#batch heads #m"]:
+    """Return ||Phi^v_j|| of every key token, or of all at once where values are affine."""
+    to_v = projections(heads)[2]
+    return spectral_norm(local_map(to_v) @ factor(to_v).mT)
+
+
+class Ingredients:
+    """What the bounds of some heads of a layer are made of, each computed when first asked for.
+
+    Attributes:
+        heads: in float64, W_V of each of about size one.
+        tokens: what all heads of the layer share.
+        affine: whether the bounds for affine self-attention apply: see `affine_only`.
+        policy: how maps are cut and rounded.
+    """
+
+    def __init__(
+        self, heads: Heads, tokens: Tokens, weights: Weights | None, policy: Policy = POLICY
+    ) -> None:
+        self.heads, self.tokens, self.policy = heads, tokens, policy
+        self.affine = weights is not None and affine_only(heads) is None
+        self._weights = weights
+        self._computed: dict[Callable[..., Any], Any] = {}
+
+    def once(self, compute: Callable[[Ingredients], T]) -> T:
+        """Return compute(self), and keep it for the next that asks."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        value: T = self._computed[compute]
+        return value
+
+    @property
+    def weights(self) -> Weights:
+        """Norms of the weights; only of heads with affine projections."""
+        assert self._weights is not None
+        return self._weights
+
+    @cached_property
+    def at(self) -> Centred:
+        """P, and the centred keys, values and outputs."""
+        return centre_heads(self.heads)
+
+    @cached_property
+    def rows(self) -> AffineRows:
+        """u_i, a_i and z_j of heads with affine projections."""
+        return affine_rows(self.heads, self.at, self._weights)
+
+    @cached_property
+    def p_norm(self) -> Float[Tensor, "batch heads"]:
+        """||P||."""
+        return map_norm(self.at.p, single=self.at.single.p, policy=self.policy)
+
+    @cached_property
+    def _row_maxima(self) -> Tensor:
+        # M of the keys is a part of M with the sink: its norm is at most that.
+        p = self.heads.attention(whole=True)
+        maxima = [torch.stack(row_maxima(p[:, :, i:j])) for i, j in self.heads.row_blocks()]
+        return torch.stack(maxima).amax(0)
+
+    @property
+    def g1_max(self) -> Float[Tensor, "batch heads"]:
+        """max_i g_1(P_i)."""
+        return self._row_maxima[0]
+
+    @property
+    def softmax_norm_max(self) -> Float[Tensor, "batch heads"]:
+        """max_i ||M(P_i)||."""
+        return self._row_maxima[1]
+
+    @property
+    def nothing(self) -> Float[Tensor, "batch heads"]:
+        """NaN, for a bound that cannot be given."""
+        return torch.full_like(self.heads.q[..., 0, 0], torch.nan)
+
+    def reach(self, r: float) -> Float[Tensor, "batch heads"]:
+        """Return ||A|| (R + r)^2, which no logit of tokens of norm R + r exceeds."""
+        scale = self.heads.scale.abs()
+        return scale * self.weights.a * (self.tokens.longest + r).square()
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return what is reported beside the bounds, by its name."""
+        tokens = {"x_norm": self.tokens.norm, "radius": self.tokens.radius}
+        maxima = {"softmax_norm_max": self.softmax_norm_max, "g1_max": self.g1_max}
+        return {"p_norm": self.p_norm, **maxima, **tokens, "tokens": self.tokens.count}

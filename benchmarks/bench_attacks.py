@@ -32,9 +32,9 @@ from benchmarks.shared.models import TIMM, loaded
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, timed
 from lipaudit.attacks.evaluate import evaluate
-from lipaudit.attacks.plan import PRESETS, Attack, Trial
+from lipaudit.attacks.plan import Attack, Trial, read_plan
 from lipaudit.results.trials import parse_radius
-from lipaudit.train.demos import load_shipped
+from benchmarks.shared.demos import load_shipped
 
 PRESET_NAMES = ("standard", "lean")
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)
@@ -113,7 +113,7 @@ def ours(f: Model, x: Tensor, y: Tensor, trial: Trial) -> Tensor:
 
 def trial_of(name: str, eps: str, norm: str, scale: int) -> Trial:
     """Return a preset, its steps and queries divided."""
-    (trial,) = PRESETS[name](norm, [parse_radius(eps)])
+    (trial,) = read_plan(name, norm=norm, radii=[parse_radius(eps)])
     cut = (replace(a, steps=a.steps // scale, queries=a.queries // scale) for a in trial.attacks)
     return replace(trial, attacks=tuple(cut))
 

@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.shared.timing import cpu_clock
 from lipaudit.cli import main, progress
-from lipaudit.train.demos import load_shipped
+from benchmarks.shared.demos import load_shipped
 
 Reading = tuple[int, float, float]
 """Samples that are measured, seconds, MB."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.shared.study import change, sections
 from lipaudit.models.net import Net
 from lipaudit.settings import AttackOptions, AttentionOptions, JacobianOptions
-from lipaudit.train.demos import STANDARD, load_shipped, train_demo
+from benchmarks.shared.demos import STANDARD, load_shipped, train_demo
 
 VARIANTS = {
     "baseline": {},

@@ -27,13 +27,13 @@ class AttackKind:
       counted. It evaluates the samples it was made for, in their order, and no others.
     - x, y: samples (batch, ...) that are still classified rightly, and their int64 labels.
     - ball: a `balls.Ball`, the norm, radius, box and mask that x_adv must keep to.
-    - turn: a `turn.Turn`: the settings (`turn.attack.steps`, ...), a seeded generator, a random
+    - turn: an `oracle.Turn`: the settings (`turn.attack.steps`, ...), a seeded generator, a random
       start, and the target class's rank where there are targets.
 
     Whatever it returns is checked to lie in the ball and judged by a fresh evaluation of f.
 
     An attack whose norm counts changes of a text is called as `function(oracle, drafts, y, budget,
-    turn)` and returns the changed drafts: a `rewrite.TextOracle` in place of f, `rewrite.Draft`s
+    turn)` and returns the changed drafts: a `text.TextOracle` in place of f, `text.Draft`s
     in place of x, and how much may be changed in place of the ball. What it returns is checked to
     keep to that, and judged by a fresh evaluation, too.
 
@@ -95,15 +95,13 @@ class AttackKind:
 
 def _auto(function: str, **how: Any) -> AttackKind:
     """Describe an attack of AutoAttack, which knows no tokens and no masks."""
-    return AttackKind(
-        f"lipaudit.attacks.auto.{function}", norms=("linf", "l2"), masked=False, **how
-    )
+    return AttackKind(f"lipaudit.attacks.{function}", norms=("linf", "l2"), masked=False, **how)
 
 
 def _rewriter(name: Norm) -> AttackKind:
     """Describe an attack of ours that changes texts."""
     return AttackKind(
-        f"lipaudit.attacks.text.{name}:rewrite",
+        f"lipaudit.attacks.text:rewrite_{name}",
         norms=(name,),
         effort="edits",
         queries=100,
@@ -112,12 +110,12 @@ def _rewriter(name: Norm) -> AttackKind:
 
 
 ATTACKS: dict[str, AttackKind] = {
-    "fgsm": AttackKind("lipaudit.attacks.fgsm:fgsm_turn", effort="gradient"),
-    "pgd": AttackKind("lipaudit.attacks.pgd:pgd_turn", steps=40),
-    "apgd-ce": _auto("apgd:apgd", together=True),
-    "apgd-dlr": _auto("apgd:apgd", together=True),
-    "apgd-t": _auto("apgd:apgd_targeted", targeted=True, together=True),
-    "fab-t": _auto("fab:fab_targeted", targeted=True, together=True),
+    "fgsm": AttackKind("lipaudit.attacks.steps:fgsm_turn", effort="gradient"),
+    "pgd": AttackKind("lipaudit.attacks.steps:pgd_turn", steps=40),
+    "apgd-ce": _auto("autoattack:apgd", together=True),
+    "apgd-dlr": _auto("autoattack:apgd", together=True),
+    "apgd-t": _auto("autoattack:apgd_targeted", targeted=True, together=True),
+    "fab-t": _auto("autoattack:fab_targeted", targeted=True, together=True),
     "square": _auto("square:square", effort="queries"),
     "words": _rewriter("words"),
     "characters": _rewriter("characters"),

@@ -1,16 +1,16 @@
-"""What to run: radii, attacks with their settings, and the presets. Nothing here needs torch."""
+"""What `--attack`, `--norm` and `--eps` ask for, read into trials. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from lipaudit.attacks.kinds import AttackKind, attack_kinds
 from lipaudit.errors import UsageError, suggestion
 from lipaudit.results import Note
-from lipaudit.results.trials import COUNTED, Norm, Radius, TrialKey, parse_radius
+from lipaudit.results.trials import COUNTED, SPACES, Norm, Radius, TrialKey, parse_radius
 
 CHUNK: Final = 64
 """Samples that share a random stream: a constant of the method, recorded with every result."""
@@ -63,8 +63,14 @@ class Attack:
 
 
 STANDARD = (Attack("apgd-ce"), Attack("apgd-t"), Attack("fab-t"), Attack("square"))
-LEAN = tuple(replace(attack, hope=4.0) for attack in STANDARD)
-QUICK = (Attack("apgd-ce", steps=20), Attack("apgd-t", steps=20, targets=3))
+PRESETS: dict[str, tuple[Attack, ...]] = {
+    # The attacks of Yudin et al. (arXiv 2507.07814) differ from radius to radius: `_plan_paper`.
+    "paper": (),
+    "standard": STANDARD,
+    "lean": tuple(replace(attack, hope=4.0) for attack in STANDARD),
+    "quick": (Attack("apgd-ce", steps=20), Attack("apgd-t", steps=20, targets=3)),
+}
+"""What stands for several attacks, by name."""
 
 
 @dataclass(frozen=True)
@@ -92,81 +98,127 @@ class Trial:
         return TrialKey(self.label, self.norm, self.radius)
 
 
-def make_plan(
-    spec: str,
+def read_plan(
+    attack: str,
     *,
-    norm: Norm = "linf",
+    norm: Norm | None = None,
     radii: Sequence[Radius] = (),
     steps: int | None = None,
     restarts: int | None = None,
     queries: int | None = None,
 ) -> tuple[Trial, ...]:
-    """Turn a preset's name, or `custom:apgd-ce,square`, into trials: one per radius.
+    """Return the trials of the option `--attack`: names of attacks and presets, and commas.
+
+    Every name makes one trial per radius, labelled by the name; `autoattack` is `standard`.
+    `custom:NAME,NAME` is one ensemble. An attack that counts changes of a text takes the radii
+    that name its unit (`2words`); plain ones if every attack counts; else those of its kind. Other
+    attacks take the plain radii.
 
     Args:
-        spec: paper, standard, quick, or `custom:` and names of attacks.
-        norm: the norm of the ball.
-        radii: one or more radii; the preset `paper` brings its own.
-        steps: iterations in place of the preset's.
-        restarts: starts in place of the preset's.
-        queries: largest number of queries of Square in place of the preset's.
+        attack: names, separated by commas.
+        norm: of the balls; linf if None.
+        radii: `paper` has its own.
+        steps: iterations in place of the attack's own.
+        restarts: starts in place of the attack's own.
+        queries: forward passes of Square, and per change of a text, in place of the attack's own.
 
     Raises:
-        UsageError: an unknown preset or attack, no radius, or a radius that `paper` fixes.
+        UsageError: an unknown name, no radius, or a norm or a radius that no attack takes.
     """
     given = {"steps": steps, "restarts": restarts, "queries": queries}
     changes = {name: value for name, value in given.items() if value is not None}
     for name, value in changes.items():
         if value < 1:
             raise UsageError(f"{name} is {value}", "it must be at least 1")
-    trials = _builder(spec)(norm, radii)
-    return tuple(_changed(trial, changes, spec) for trial in trials) if changes else trials
+    alone = attack in PRESETS or attack.startswith("custom:")
+    names = [attack] if alone else [name.strip() for name in attack.split(",")]
+    ensembles = {name: _find_attacks(name) for name in names}
+    units = {name: _find_unit(name, attacks) for name, attacks in ensembles.items()}
+    _refuse_units(radii, units, norm)
+    plan: list[Trial] = []
+    for name, attacks in ensembles.items():
+        unit = units[name]
+        fitting = _select_radii(radii, unit, attacks, plain=all(units.values()))
+        if name == "paper":
+            trials = _plan_paper(norm or "linf", fitting)
+        else:
+            label = name.partition(":")[0] if alone else name
+            trials = _plan_radii(label, attacks, unit or norm or "linf", fitting)
+        preset = "standard" if name == "autoattack" else name
+        plan += [_change_settings(trial, changes, preset) for trial in trials]
+    return tuple(plan)
 
 
-def _builder(spec: str) -> Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]:
-    if spec.startswith("custom:"):
-        return lambda norm, radii: _ensemble("custom", named(spec), norm, radii)
-    if spec not in PRESETS:
-        known = ("autoattack", *PRESETS, *attack_kinds())
-        raise UsageError(f"unknown attack preset {spec!r}", suggestion(spec, known))
-    return PRESETS[spec]
+def _find_attacks(name: str) -> tuple[Attack, ...]:
+    """Return the attacks of a preset, of `custom:NAME,NAME`, or the one with this name."""
+    preset, kinds = "standard" if name == "autoattack" else name, attack_kinds()
+    if preset in PRESETS:
+        return PRESETS[preset]
+    if not name.startswith("custom:") and name not in kinds:
+        known = ("autoattack", *PRESETS, *kinds)
+        raise UsageError(f"unknown attack preset {name!r}", suggestion(name, known))
+    names = [each.strip() for each in name.removeprefix("custom:").split(",")]
+    for each in names:
+        if each not in kinds:
+            raise UsageError(f"unknown attack {each!r} in {name!r}", suggestion(each, kinds))
+    if len(names) > 1:
+        return tuple(Attack(each) for each in names)
+    kind, attack = kinds[names[0]], Attack(names[0])
+    steps, queries = kind.steps or attack.steps, kind.queries or attack.queries
+    return (replace(attack, steps=steps, queries=queries),)
 
 
-def named(spec: str) -> tuple[Attack, ...]:
-    """Return the attacks that `custom:NAME,NAME` names."""
-    names = [name.strip() for name in spec.removeprefix("custom:").split(",")]
-    for name in names:
-        if name not in attack_kinds():
-            advice = suggestion(name, attack_kinds())
-            raise UsageError(f"unknown attack {name!r} in {spec!r}", advice)
-    return tuple(Attack(name) for name in names)
-
-
-def _changed(trial: Trial, changes: dict[str, int], spec: str) -> Trial:
-    """Apply settings of the user's own; a fixed preset then says it is no longer itself."""
-    attacks = tuple(
-        replace(
-            attack,
-            steps=changes.get("steps", attack.steps),
-            restarts=changes.get("restarts", attack.restarts),
-            queries=changes.get("queries", attack.queries),
+def _find_unit(name: str, attacks: Sequence[Attack]) -> Norm | None:
+    """Return what the attacks count; None for those that search balls."""
+    units = {attack.kind.counts for attack in attacks} or {None}
+    if len(units) > 1:
+        raise UsageError(
+            f"{name!r} puts attacks that count different things into one ensemble",
+            "ask for them one by one: --attack " + name.removeprefix("custom:"),
         )
-        for attack in trial.attacks
-    )
-    if spec.startswith("custom:"):
-        return replace(trial, attacks=attacks)
-    settings = ", ".join(f"{name} = {value}" for name, value in changes.items())
-    note = _info("preset-changed", f"the preset {spec} was changed: {settings}")
-    return replace(trial, attacks=attacks, notes=(*trial.notes, note))
+    return units.pop()
 
 
-def _ensemble(
-    label: str,
-    attacks: tuple[Attack, ...],
-    norm: Norm,
-    radii: Sequence[Radius],
-    notes: tuple[Note, ...] = (),
-) -> tuple[Trial, ...]:
+def _refuse_units(
+    radii: Sequence[Radius], units: Mapping[str, Norm | None], norm: Norm | None
+) -> None:
+    """Refuse a norm and radii that no attack would look at."""
+    lost = next((r for r in radii if r.unit and r.unit not in units.values()), None)
+    if lost is not None:
+        raise UsageError(
+            f"no attack counts {lost.unit}, as the radius {lost.text} does",
+            f"for texts add it: --attack {','.join([*units, lost.unit])}; radii of pixels and of "
+            "embeddings have no unit: --eps 2/255",
+        )
+    balls = [name for name, counted in units.items() if counted is None]
+    if norm in COUNTED and (balls or norm not in units.values()):
+        raise UsageError(
+            f"{', '.join(balls or units)} cannot search balls of {norm}",
+            f"ask for the attack that counts them: --attack {norm} --eps 1,2",
+        )
+    if norm is not None and norm not in COUNTED and not balls:
+        raise UsageError(
+            f"{', '.join(units)} cannot search {norm} balls: they count changes of a text",
+            "leave --norm out",
+        )
+
+
+def _select_radii(
+    radii: Sequence[Radius], unit: Norm | None, attacks: Sequence[Attack], *, plain: bool
+) -> Sequence[Radius]:
+    """Return the radii that are meant for an ensemble."""
+    simple = [radius for radius in radii if not radius.unit]
+    if unit is None:
+        return simple
+    counted = [replace(r, text=str(r.value), unit="") for r in radii if r.unit == unit]
+    if counted or (plain and simple):
+        return counted or simple
+    return [parse_radius(text) for text in attacks[0].kind.radii if len(attacks) == 1]
+
+
+def _plan_radii(
+    label: str, attacks: tuple[Attack, ...], norm: Norm, radii: Sequence[Radius]
+) -> list[Trial]:
     if not radii:
         raise UsageError("no radius was given", "add one, as in --eps 2/255")
     uneven = next((r.text for r in radii if norm in COUNTED and r.value.denominator != 1), None)
@@ -175,11 +227,12 @@ def _ensemble(
             f"the radius {uneven} is no number of {norm}",
             f"count them: --attack {norm} --eps 1,2; balls of embeddings are for --attack pgd",
         )
-    return tuple(Trial(label, norm, radius, attacks, notes) for radius in radii)
+    notes = (_GIVES_UP,) if label == "lean" else ()
+    return [Trial(label, norm, radius, attacks, notes) for radius in radii]
 
 
-def _paper(norm: Norm, radii: Sequence[Radius]) -> tuple[Trial, ...]:
-    """Build the attacks of Yudin et al. (arXiv 2507.07814), as far as the paper describes them."""
+def _plan_paper(norm: Norm, radii: Sequence[Radius]) -> list[Trial]:
+    """Return the attacks of Yudin et al. (arXiv 2507.07814), as far as the paper says."""
     if radii or norm != "linf":
         raise UsageError(
             "the preset paper fixes its norm (linf) and its radii (2/255 and 4/255)",
@@ -188,40 +241,83 @@ def _paper(norm: Norm, radii: Sequence[Radius]) -> tuple[Trial, ...]:
     two, four = parse_radius("2/255"), parse_radius("4/255")
     fgsm, pgd = (Attack("fgsm"),), (Attack("pgd", steps=4),)
     auto = tuple(replace(attack, steps=10) for attack in STANDARD)
-    return (
-        Trial("fgsm", "linf", two, fgsm),
-        Trial("fgsm", "linf", four, fgsm),
-        Trial("pgd", "linf", two, pgd, (_OWN_STEP,)),
-        Trial("pgd", "linf", four, pgd, (_OWN_STEP,)),
+    return [
+        *(Trial("fgsm", "linf", radius, fgsm) for radius in (two, four)),
+        *(Trial("pgd", "linf", radius, pgd, (_OWN_STEP,)) for radius in (two, four)),
         Trial("autoattack", "linf", two, auto, (_OWN_QUERIES,)),
-    )
+    ]
 
 
-def _info(code: str, text: str) -> Note:
+def _change_settings(trial: Trial, changes: Mapping[str, Any], name: str) -> Trial:
+    """Apply the user's settings; a preset then says that it is no longer itself."""
+    if not changes:
+        return trial
+    attacks = tuple(replace(attack, **changes) for attack in trial.attacks)
+    notes = trial.notes
+    if name in PRESETS:
+        settings = ", ".join(f"{key} = {value}" for key, value in changes.items())
+        notes += (_make_note("preset-changed", f"the preset {name} was changed: {settings}"),)
+    return replace(trial, attacks=attacks, notes=notes)
+
+
+def _make_note(code: str, text: str) -> Note:
     return Note(level="info", code=code, text=text)
 
 
-_OWN_STEP = _info(
+_OWN_STEP = _make_note(
     "own-step-size",
     "PGD: the paper states 4 steps but no step size and no start; ours are 2.5 eps / steps from a "
     "random point, and the iterate closest to success counts",
 )
-_GIVES_UP = _info(
+_GIVES_UP = _make_note(
     "gives-up",
     "lean is AutoAttack that gives a sample up, within an attack, where its progress promises "
     "that the rest of the steps will not break it: no proof; --attack standard takes all steps",
 )
-_OWN_QUERIES = _info(
+_OWN_QUERIES = _make_note(
     "own-queries",
     "AutoAttack: the paper states 10 iterations; 9 targets and 5000 queries of Square are ours",
 )
 
-PRESETS: dict[str, Callable[[Norm, Sequence[Radius]], tuple[Trial, ...]]] = {
-    "paper": _paper,
-    "standard": lambda norm, radii: _ensemble("standard", STANDARD, norm, radii),
-    "lean": lambda norm, radii: _ensemble("lean", LEAN, norm, radii, (_GIVES_UP,)),
-    "quick": lambda norm, radii: _ensemble("quick", QUICK, norm, radii),
-}
+
+def require_suited(
+    trials: Sequence[Trial], kind: str, changes: Sequence[Norm] = COUNTED, why: str = ""
+) -> None:
+    """Refuse what means nothing for a kind of model: image, tokens or text.
+
+    Args:
+        trials: what is asked for.
+        kind: of the model.
+        changes: what can be changed of its texts.
+        why: what keeps the rest from being changed.
+
+    Raises:
+        UsageError: an attack or a norm that does not, with what there is for such a model; or an
+            attack that cannot be loaded.
+    """
+    known = [name for name, each in attack_kinds().items() if each.can_attack(kind)]
+    for trial in trials:
+        unable = [a.name for a in trial.attacks if not a.kind.can_attack(kind)]
+        if unable:
+            samples = {"image": "images", "tokens": "sequences of vectors"}.get(kind, kind)
+            raise UsageError(
+                f"{', '.join(unable)} cannot attack {samples}, which is what the model takes",
+                f"what can: --attack {','.join(known)}",
+            )
+        if kind not in SPACES[trial.norm]:
+            fitting = [norm for norm, spaces in SPACES.items() if kind in spaces]
+            raise UsageError(
+                f"{trial.norm} is a norm of tokens, and the model takes {kind}s",
+                f"--norm {' or '.join(fitting)}",
+            )
+        if trial.norm in COUNTED and trial.norm not in changes:
+            other = ",".join([*changes, "fgsm", "pgd"])
+            raise UsageError(
+                f"{trial.norm} cannot be changed in texts of this model: {why}",
+                f"what can: --attack {other} --eps 0.1",
+            )
+        for attack in trial.attacks:
+            attack.kind.load()
 
 
 def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
@@ -233,11 +329,11 @@ def adapt(attack: Attack, classes: int) -> tuple[Attack, tuple[Note, ...]]:
     """
     if attack.name in ("apgd-t", "apgd-dlr") and classes == 2:
         text = f"{attack.name} did not run: the DLR loss needs 3 classes, the model has 2"
-        return replace(attack, restarts=0), (_info("attack-skipped", text),)
+        return replace(attack, restarts=0), (_make_note("attack-skipped", text),)
     if attack.name == "apgd-t" and classes == 3:
         text = "apgd-t ran with the untargeted DLR loss: the model has 3 classes, it needs 4"
-        return replace(attack, name="apgd-dlr"), (_info("attack-replaced", text),)
+        return replace(attack, name="apgd-dlr"), (_make_note("attack-replaced", text),)
     if attack.kind.targeted and attack.targets > classes - 1:
         text = f"{attack.name} aims at {classes - 1} classes, not {attack.targets}: all there are"
-        return replace(attack, targets=classes - 1), (_info("fewer-targets", text),)
+        return replace(attack, targets=classes - 1), (_make_note("fewer-targets", text),)
     return attack, ()

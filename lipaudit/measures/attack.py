@@ -11,10 +11,8 @@ import torch
 from safetensors.numpy import save
 from torch import Tensor
 
-from lipaudit.attacks.choice import require_suited
-from lipaudit.attacks.evaluate import evaluate_chunk, require_radius
-from lipaudit.attacks.outcome import Chunk, Outcome
-from lipaudit.attacks.plan import CHUNK, Trial
+from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk, require_radius
+from lipaudit.attacks.plan import CHUNK, Trial, require_suited
 from lipaudit.attacks.sanity import Checks, clean_notes, square_notes
 from lipaudit.data.arrays import MADE_OF
 from lipaudit.data.batch import Batch

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lipaudit.attacks.balls import distance
-from lipaudit.attacks.evaluate import evaluate_chunk
+from lipaudit.attacks.evaluate import Chunk, Outcome, Texts, evaluate_chunk
 from lipaudit.attacks.oracle import ByRow
-from lipaudit.attacks.outcome import Chunk, Outcome, Texts
 from lipaudit.attacks.plan import Trial
-from lipaudit.attacks.text.rewrite import BEGINS, FIXED, Draft, Lexicon, Reader
+from lipaudit.attacks.text import BEGINS, FIXED, Draft, Lexicon, Reader
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError
 from lipaudit.measures.measure import Part, Values

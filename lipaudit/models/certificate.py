@@ -19,7 +19,7 @@ import torch
 
 from lipaudit.attacks.balls import distance
 from lipaudit.attacks.evaluate import evaluate_chunk
-from lipaudit.attacks.outcome import Chunk, Outcome
+from lipaudit.attacks.evaluate import Chunk, Outcome
 from lipaudit.attacks.plan import Trial
 from lipaudit.certify.branch import Effort, decide
 from lipaudit.certify.form import UnboundedError

@@ -12,7 +12,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from lipaudit.attacks.oracle import ByRow, Classifier
-from lipaudit.attacks.text.rewrite import Lexicon
+from lipaudit.attacks.text import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.hub import Commit
 from lipaudit.models.lifting import devices, precision

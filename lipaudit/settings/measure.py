@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from lipaudit.attacks.choice import read_plan, require_suited
 from lipaudit.attacks.kinds import ATTACKS, attack_kinds
-from lipaudit.attacks.plan import CHUNK, PRESETS, Trial
+from lipaudit.attacks.plan import CHUNK, PRESETS, Trial, read_plan, require_suited
 from lipaudit.errors import UsageError
 from lipaudit.results.trials import COUNTED, Norm, Radius, parse_budget, parse_radius
 from lipaudit.settings.option import Need, Settings, needs, option

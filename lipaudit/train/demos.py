@@ -1,4 +1,4 @@
-"""Train the demo checkpoints again: `python -m lipaudit.train.demos [NAME ...]`.
+"""Train the demo checkpoints again: `python -m benchmarks.shared.demos [NAME ...]`.
 
 With the same version of torch on the same kind of machine the result repeats to the last bit;
 elsewhere to a few tenths of a per cent of accuracy. `--digits` writes the images again, too, out

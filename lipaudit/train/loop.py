@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from lipaudit.attacks.balls import Ball, random_start
-from lipaudit.attacks.pgd import pgd, usual_step
+from lipaudit.attacks.steps import pgd, usual_step
 from lipaudit.data.batch import Batch
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.lifting import has_lifted_weights

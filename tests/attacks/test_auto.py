@@ -6,16 +6,15 @@ import pytest
 import torch
 from pyautoattack.square import SquareAttack
 
-from lipaudit.attacks.auto.square import _canvas
 from lipaudit.attacks.balls import Ball, distance, random_start
-from lipaudit.attacks.evaluate import evaluate, evaluate_chunk
+from lipaudit.attacks.evaluate import Chunk, evaluate, evaluate_chunk
 from lipaudit.attacks.kinds import ATTACKS
-from lipaudit.attacks.outcome import Chunk
-from lipaudit.attacks.plan import Attack, adapt, make_plan
-from lipaudit.attacks.turn import Turn
+from lipaudit.attacks.oracle import Turn
+from lipaudit.attacks.plan import Attack, adapt, read_plan
+from lipaudit.attacks.square import _canvas
 from lipaudit.errors import UsageError
 
-PACKAGE = [name for name, kind in ATTACKS.items() if "attacks.auto." in kind.function]
+PACKAGE = [name for name, kind in ATTACKS.items() if not kind.masked]
 EACH = pytest.mark.parametrize("name", PACKAGE)
 CLASSES = pytest.mark.parametrize("classes", [2, 3, 4, 9, 10])
 
@@ -41,7 +40,7 @@ def test_the_ensemble_is_exact_on_a_linear_model(linear, radius, norm, classes):
     reach = model.reach(x, y, norm)
     eps = float(reach[reach > 0].median()) * 1.01
     assert ((reach - eps).abs() > 2e-3 * eps).all()
-    plan = make_plan("standard", norm=norm, radii=[radius(f"{eps:.12f}")], steps=12, queries=10)
+    plan = read_plan("standard", norm=norm, radii=[radius(f"{eps:.12f}")], steps=12, queries=10)
     outcomes = run(model, x, y, plan)
     assert torch.equal(outcomes[0].robust, reach > 0)
     assert torch.equal(outcomes[-1].robust, reach > eps)
@@ -56,7 +55,7 @@ def test_each_attack_runs_with_any_number_of_classes_or_says_why_not(
     model, x, y = linear(classes)
     reach = model.reach(x, y, "linf")
     eps = float(reach.max()) * 4
-    plan = make_plan(f"custom:{name}", radii=[radius(f"{eps:.12f}")], steps=20, queries=200)
+    plan = read_plan(f"custom:{name}", radii=[radius(f"{eps:.12f}")], steps=20, queries=200)
     clean, outcome = run(model, x, y, plan, box=None)
     fitted, notes = adapt(plan[0].attacks[0], classes)
     assert outcome.notes == notes
@@ -117,7 +116,7 @@ def test_double_precision_models_are_attacked_and_judged_in_double(linear, radiu
         seen.add(z.dtype)
         return model(z)
 
-    plan = make_plan(f"custom:{name}", radii=[radius("0.05")], steps=10, queries=50)
+    plan = read_plan(f"custom:{name}", radii=[radius("0.05")], steps=10, queries=50)
     outcome = run(f, x, y, plan)[-1]
     assert seen == {torch.float64}
     assert outcome.x_adv.dtype == torch.float64
@@ -129,7 +128,7 @@ def test_double_precision_models_are_attacked_and_judged_in_double(linear, radiu
 @EACH
 def test_model_outputs_are_unwrapped(linear, radius, name):
     model, x, y = linear(4)
-    plan = make_plan(f"custom:{name}", radii=[radius("0.05")], steps=10, queries=50)
+    plan = read_plan(f"custom:{name}", radii=[radius("0.05")], steps=10, queries=50)
     plain = run(model, x, y, plan)[-1]
     wrapped = run(lambda z: SimpleNamespace(logits=model(z)), x, y, plan)[-1]
     assert torch.equal(plain.x_adv, wrapped.x_adv)
@@ -143,7 +142,7 @@ def test_a_single_survivor_is_attacked_like_the_others(linear, radius, name):
     others = model(x).argmin(1)
     others[weakest] = y[weakest]
     eps = radius(f"{8 * float(reach[weakest]):.12f}")
-    plan = make_plan(f"custom:{name}", radii=[eps], steps=20, queries=500)
+    plan = read_plan(f"custom:{name}", radii=[eps], steps=20, queries=500)
     clean, outcome = run(model, x, others, plan)
     assert int(clean.robust.sum()) == int(outcome.tried.sum()) == 1
     assert not outcome.robust.any()
@@ -155,7 +154,7 @@ def test_a_single_survivor_is_attacked_like_the_others(linear, radius, name):
 @EACH
 def test_tokens_and_masks_are_left_to_fgsm_and_pgd(linear, radius, name, ball):
     model, x, y = linear(4, (3, 5), samples=2)
-    plan = make_plan(f"custom:{name}", norm=ball.norm, radii=[radius("0.1")])
+    plan = read_plan(f"custom:{name}", norm=ball.norm, radii=[radius("0.1")])
     with pytest.raises(UsageError, match=f"{name} cannot") as caught:
         next(evaluate_chunk(model, Chunk(0, x, y, ball.mask), plan, box=None))
     assert "--attack fgsm,pgd" in caught.value.advice

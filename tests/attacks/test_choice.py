@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lipaudit.attacks.choice import read_plan
 from lipaudit.attacks.kinds import ATTACKS
+from lipaudit.attacks.plan import read_plan
 from lipaudit.errors import UsageError
 from lipaudit.results.trials import parse_budget
 from lipaudit.settings import AttackOptions

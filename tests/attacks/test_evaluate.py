@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from lipaudit.attacks.balls import distance
-from lipaudit.attacks.evaluate import derive_seed, evaluate, evaluate_chunk
+from lipaudit.attacks.evaluate import Chunk, chunks, derive_seed, evaluate, evaluate_chunk
 from lipaudit.attacks.oracle import ByRow
-from lipaudit.attacks.outcome import Chunk, chunks
-from lipaudit.attacks.plan import CHUNK, make_plan
+from lipaudit.attacks.plan import CHUNK, read_plan
 from lipaudit.errors import EvaluationError, UsageError
 
 NORMS = pytest.mark.parametrize("norm", ["linf", "l2"])
@@ -24,7 +23,7 @@ def everything(radius):
         radii = [radius(eps or ("0.08" if norm == "linf" else "0.4"))]
         names = ("fgsm", "pgd", "apgd-ce", "apgd-t", "fab-t", "square")
         plans = (
-            make_plan(f"custom:{name}", norm=norm, radii=radii, steps=steps, queries=8 * steps)
+            read_plan(f"custom:{name}", norm=norm, radii=radii, steps=steps, queries=8 * steps)
             for name in names
         )
         return tuple(trial for plan in plans for trial in plan)
@@ -67,7 +66,7 @@ def test_the_device_batch_size_changes_nothing_and_the_seed_repeats(digits, ever
 
 
 def test_another_seed_starts_elsewhere(digits, radius):
-    plan = make_plan("custom:pgd", radii=[radius("0.08")], steps=1)
+    plan = read_plan("custom:pgd", radii=[radius("0.08")], steps=1)
     points = [
         list(evaluate(digits.conv, digits.x, digits.y, plan, seed=s))[1].x_adv for s in (0, 1)
     ]
@@ -79,7 +78,7 @@ def test_a_sample_does_not_notice_its_neighbours(linear, radius):
     model, x, y = linear(4, dtype=torch.float64)
     others = y.clone()
     others[::2] = (y[::2] + 2) % 4
-    plan = make_plan("custom:pgd,apgd-ce,apgd-t,fab-t", radii=[radius("0.005")], steps=5)
+    plan = read_plan("custom:pgd,apgd-ce,apgd-t,fab-t", radii=[radius("0.005")], steps=5)
     for one, two in zip(
         evaluate(model, x, y, plan), evaluate(model, x, others, plan), strict=True
     ):
@@ -96,7 +95,7 @@ def test_radius_zero_changes_nothing(digits, everything):
 
 
 def test_within_a_trial_only_survivors_are_attacked(digits, radius):
-    plan = make_plan("custom:apgd-ce,square", radii=[radius("0.08")], steps=5, queries=20)
+    plan = read_plan("custom:apgd-ce,square", radii=[radius("0.08")], steps=5, queries=20)
     clean, apgd, square = evaluate(digits.conv, digits.x, digits.y, plan)
     assert torch.equal(apgd.tried, clean.robust)
     assert torch.equal(square.tried, apgd.robust)
@@ -108,7 +107,7 @@ def test_within_a_trial_only_survivors_are_attacked(digits, radius):
 
 def test_restarts_of_pgd_are_spent_on_survivors(digits, radius):
     def robust(restarts):
-        plan = make_plan("custom:pgd", radii=[radius("0.08")], steps=3, restarts=restarts)
+        plan = read_plan("custom:pgd", radii=[radius("0.08")], steps=3, restarts=restarts)
         return list(evaluate(digits.conv, digits.x, digits.y, plan))[1]
 
     one, four = robust(1), robust(4)
@@ -137,7 +136,7 @@ def test_chunks_are_numbered_pieces_of_the_original_samples():
 
 def test_a_chunk_alone_gives_what_it_gives_among_others(digits, radius):
     x, y = digits.x.repeat(2, 1, 1, 1), digits.y.repeat(2)
-    plan = make_plan("custom:pgd,square", radii=[radius("0.08")], steps=3, queries=30)
+    plan = read_plan("custom:pgd,square", radii=[radius("0.08")], steps=3, queries=30)
     together = [o for o in evaluate(digits.conv, x, y, plan, seed=5) if o.chunk == 1]
     alone = evaluate_chunk(digits.conv, Chunk(1, x[CHUNK:], y[CHUNK:]), plan, seed=5)
     for one, two in zip(together, alone, strict=True):
@@ -211,7 +210,7 @@ def test_text_is_attacked_in_its_embedding_space(radius, norm, batch_size):
     nn.init.normal_(model.head.weight, generator=generator)
     y = model(z, torch.arange(20)).argmax(1)
     y[::5] = 1 - y[::5]
-    plan = make_plan("custom:fgsm,pgd", norm=norm, radii=[radius("0.7")], steps=8)
+    plan = read_plan("custom:fgsm,pgd", norm=norm, radii=[radius("0.7")], steps=8)
     chunk = Chunk(0, z, y, mask)
     outcomes = list(
         evaluate_chunk(ByRow(model.forward), chunk, plan, box=None, batch_size=batch_size)
@@ -236,7 +235,7 @@ def test_text_is_attacked_in_its_embedding_space(radius, norm, batch_size):
 def test_a_model_by_row_cannot_meet_the_package(radius):
     model = ByRow(lambda z, _rows: z[:, 0])
     chunk = Chunk(0, torch.rand(2, 3, 2), torch.zeros(2, dtype=torch.int64))
-    plan = make_plan("standard", radii=[radius("0.1")])
+    plan = read_plan("standard", radii=[radius("0.1")])
     with pytest.raises(UsageError, match="apgd-ce cannot attack") as caught:
         next(evaluate_chunk(model, chunk, plan))
     assert "--attack fgsm,pgd" in caught.value.advice
@@ -263,7 +262,7 @@ def test_what_would_give_wrong_numbers_is_refused(radius, change, message):
         "eps": "0.1",
     }
     given |= change
-    plan = make_plan("custom:fgsm", radii=[radius(given["eps"])])
+    plan = read_plan("custom:fgsm", radii=[radius(given["eps"])])
     with pytest.raises(UsageError, match=message):
         list(evaluate(given["f"], given["x"], given["y"], plan))
 
@@ -274,7 +273,7 @@ def test_values_that_are_not_finite_stop_the_evaluation(linear, radius):
     def overflow(z):
         return model(z) / ((z - x[: len(z)]).abs().amax() < 1e-6)
 
-    plan = make_plan("custom:fgsm", radii=[radius("0.1")])
+    plan = read_plan("custom:fgsm", radii=[radius("0.1")])
     outcomes = evaluate(overflow, x, y, plan)
     assert next(outcomes).robust.any()
     with pytest.raises(EvaluationError, match="not finite on 20 fgsm samples of chunk 0"):
@@ -282,6 +281,6 @@ def test_values_that_are_not_finite_stop_the_evaluation(linear, radius):
 
 
 def test_no_samples_give_no_outcome(radius):
-    plan = make_plan("custom:fgsm", radii=[radius("0.1")])
+    plan = read_plan("custom:fgsm", radii=[radius("0.1")])
     nothing = evaluate(lambda z: z, torch.rand(0, 3), torch.zeros(0, dtype=torch.int64), plan)
     assert list(nothing) == []

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from lipaudit.attacks.balls import Ball, distance, random_start
-from lipaudit.attacks.fgsm import fgsm
 from lipaudit.attacks.oracle import margins
-from lipaudit.attacks.pgd import pgd, usual_step
+from lipaudit.attacks.steps import fgsm, pgd, usual_step
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10])

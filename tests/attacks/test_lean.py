@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lipaudit.attacks.choice import read_plan
 from lipaudit.attacks.evaluate import evaluate
-from lipaudit.attacks.plan import STANDARD, Attack
-from lipaudit.attacks.turn import Turn
+from lipaudit.attacks.oracle import Turn
+from lipaudit.attacks.plan import STANDARD, Attack, read_plan
 
 
 def both(f, digits, radius, eps, norm="linf", **settings):

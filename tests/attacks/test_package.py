@@ -14,14 +14,12 @@ from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
 from torch import Tensor
 
-from lipaudit.attacks.auto.apgd import CLEAR
-from lipaudit.attacks.auto.fab import onto
+from lipaudit.attacks.autoattack import CLEAR, onto
 from lipaudit.attacks.balls import Ball, distance, random_start
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.kinds import ATTACKS
-from lipaudit.attacks.oracle import margins
-from lipaudit.attacks.plan import Attack, make_plan
-from lipaudit.attacks.turn import Turn
+from lipaudit.attacks.oracle import Turn, margins
+from lipaudit.attacks.plan import Attack, read_plan
 
 pytestmark = pytest.mark.rounding
 
@@ -144,7 +142,7 @@ def test_turns_that_share_a_batch_leave_what_one_after_the_other_leaves(
 ):
     model, x, y = linear(6, dtype=torch.float64)
     eps = float(model.reach(x, y, norm).median())
-    plan = make_plan(
+    plan = read_plan(
         f"custom:{name}", norm=norm, radii=[radius(f"{eps:.12f}")], steps=10, restarts=2
     )
     calls = Counted(model)
@@ -163,7 +161,7 @@ def test_turns_share_a_batch_where_few_samples_are_left(digits, radius):
         sizes.append(len(x))
         return digits.conv(x)
 
-    plan = make_plan("custom:fab-t", radii=[radius("0.01")], steps=3)
+    plan = read_plan("custom:fab-t", radii=[radius("0.01")], steps=3)
     stands = list(evaluate(f, digits.x[:5], digits.y[:5], plan))[-1].robust
     assert stands.all()
     assert max(sizes) == 9 * 5

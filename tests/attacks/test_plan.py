@@ -11,14 +11,14 @@ from lipaudit.attacks.plan import (
     PRESETS,
     Attack,
     adapt,
-    make_plan,
+    read_plan,
 )
 from lipaudit.errors import UsageError
 from lipaudit.results.trials import parse_radius
 
 
 def test_standard_is_the_reference_autoattack():
-    (trial,) = make_plan("standard", radii=[parse_radius("8/255")])
+    (trial,) = read_plan("standard", radii=[parse_radius("8/255")])
     assert [attack.name for attack in trial.attacks] == ["apgd-ce", "apgd-t", "fab-t", "square"]
     assert {attack.steps for attack in trial.attacks} == {100}
     assert [attack.turns for attack in trial.attacks] == [1, 9, 9, 1]
@@ -26,7 +26,7 @@ def test_standard_is_the_reference_autoattack():
 
 
 def test_paper_brings_its_own_radii_and_says_what_is_ours():
-    plan = make_plan("paper")
+    plan = read_plan("paper")
     assert [(trial.label, trial.radius.text) for trial in plan] == [
         ("fgsm", "2/255"),
         ("fgsm", "4/255"),
@@ -45,12 +45,12 @@ def test_paper_brings_its_own_radii_and_says_what_is_ours():
         ["own-queries"],
     ]
     with pytest.raises(UsageError, match="fixes"):
-        make_plan("paper", radii=[parse_radius("8/255")])
+        read_plan("paper", radii=[parse_radius("8/255")])
 
 
 def test_custom_keeps_the_order_and_takes_settings():
     radii = [parse_radius("0.1"), parse_radius("0.2")]
-    plan = make_plan("custom:square, pgd", norm="l2", radii=radii, queries=7, steps=3, restarts=2)
+    plan = read_plan("custom:square, pgd", norm="l2", radii=radii, queries=7, steps=3, restarts=2)
     assert [trial.radius for trial in plan] == radii
     assert plan[0].norm == "l2"
     assert plan[0].attacks == (
@@ -61,7 +61,7 @@ def test_custom_keeps_the_order_and_takes_settings():
 
 
 def test_a_changed_preset_says_so():
-    (trial,) = make_plan("standard", radii=[parse_radius("0.1")], queries=100)
+    (trial,) = read_plan("standard", radii=[parse_radius("0.1")], queries=100)
     assert trial.attacks[-1].queries == 100
     assert [note.code for note in trial.notes] == ["preset-changed"]
     assert "queries = 100" in trial.notes[0].text
@@ -79,7 +79,7 @@ def test_a_changed_preset_says_so():
 def test_mistakes_are_named(spec, settings, message):
     given = {"radii": [parse_radius("0.1")]} | settings
     with pytest.raises(UsageError, match=message):
-        make_plan(spec, **given)
+        read_plan(spec, **given)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4, 9, 10, 1000])

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lipaudit.attacks.choice import read_plan
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.kinds import ATTACKS, RESERVED, AttackKind, attack_kinds
-from lipaudit.attacks.plan import PRESETS, make_plan
+from lipaudit.attacks.plan import PRESETS, read_plan
 from lipaudit.errors import EvaluationError, UsageError
 from tests.processes import completed, installed
 
@@ -83,7 +82,7 @@ def test_the_example_is_exact_on_a_linear_model_of_two_classes(example, linear, 
     model, x, y = linear(2, (1, 4, 4), samples=40)
     reach = model.reach(x, y, "linf")
     eps = float(reach[reach > 0].median()) * 1.01
-    trials = make_plan("custom:mi-fgsm", radii=[radius(f"{eps:.12f}")], steps=3)
+    trials = read_plan("custom:mi-fgsm", radii=[radius(f"{eps:.12f}")], steps=3)
     outcome = list(evaluate(model, x, y, trials))[-1]
     assert torch.equal(outcome.robust, reach > eps)
     assert 0 < int(outcome.robust.sum()) < 40
@@ -93,7 +92,7 @@ def test_the_example_is_exact_on_a_linear_model_of_two_classes(example, linear, 
 
 def test_what_the_example_cannot_do_is_refused(example, linear, radius):
     model, x, y = linear(3, (4,), samples=2)
-    trials = make_plan("custom:mi-fgsm", norm="l2", radii=[radius("0.1")])
+    trials = read_plan("custom:mi-fgsm", norm="l2", radii=[radius("0.1")])
     with pytest.raises(UsageError, match="mi-fgsm cannot search l2 balls, only linf"):
         list(evaluate(model, x, y, trials))
 
@@ -132,7 +131,7 @@ def nothing(_f, _x, _y, _ball, _turn):
 def test_an_attack_that_cheats_is_named(bad, radius, function, reason, dtype):
     bad(function)
     x, y = torch.full((5, 4), 0.3, dtype=dtype), torch.zeros(5, dtype=torch.int64)
-    trials = make_plan("custom:bad", radii=[radius("0.1")])
+    trials = read_plan("custom:bad", radii=[radius("0.1")])
     with pytest.raises(EvaluationError, match=f"the attack bad {reason}"):
         list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))
 
@@ -152,7 +151,7 @@ def claims(_f, x, _y, ball, _turn):
 def test_an_attack_cannot_move_the_samples_or_the_labels(bad, radius):
     bad(moves_its_input)
     x, y = torch.full((5, 4), 0.3), torch.zeros(5, dtype=torch.int64)
-    trials = make_plan("custom:bad", radii=[radius("0.1")])
+    trials = read_plan("custom:bad", radii=[radius("0.1")])
     with pytest.raises(EvaluationError, match="left the ball or the box on 5 samples, by up to"):
         list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))
     assert torch.equal(x, torch.full((5, 4), 0.3))
@@ -162,7 +161,7 @@ def test_an_attack_cannot_move_the_samples_or_the_labels(bad, radius):
 def test_success_is_our_own_judgement(bad, radius):
     bad(claims)
     x, y = torch.full((5, 4), 0.3), torch.zeros(5, dtype=torch.int64)
-    trials = make_plan("custom:bad", radii=[radius("0.1")])
+    trials = read_plan("custom:bad", radii=[radius("0.1")])
     outcome = list(evaluate(lambda z: z + torch.arange(4).flip(0), x, y, trials))[-1]
     assert outcome.robust.all()
     assert outcome.forwards == 5
@@ -173,7 +172,7 @@ def test_success_is_our_own_judgement(bad, radius):
     ("function", "reason"),
     [
         ("no_such_package.attacks:run", "cannot be loaded: ModuleNotFoundError"),
-        ("lipaudit.attacks.fgsm:nothing", "cannot be loaded: AttributeError"),
+        ("lipaudit.attacks.steps:nothing", "cannot be loaded: AttributeError"),
     ],
 )
 def test_an_attack_whose_function_is_missing_is_refused_before_it_starts(
@@ -183,7 +182,7 @@ def test_an_attack_whose_function_is_missing_is_refused_before_it_starts(
     monkeypatch.setitem(ATTACKS, "fgsm", kind)
     attack_kinds.cache_clear()
     model, x, y = linear(3)
-    trials = make_plan("custom:fgsm", radii=[radius("0.1")])
+    trials = read_plan("custom:fgsm", radii=[radius("0.1")])
     with pytest.raises(UsageError, match=f"{function} {reason}") as caught:
         next(evaluate(model, x, y, trials))
     attack_kinds.cache_clear()

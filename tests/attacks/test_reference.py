@@ -10,7 +10,7 @@ from pyautoattack import AutoAttack
 from torch import Tensor
 
 from lipaudit.attacks.evaluate import evaluate
-from lipaudit.attacks.plan import make_plan
+from lipaudit.attacks.plan import read_plan
 from lipaudit.models.sources.demo import load_demo
 
 pytestmark = pytest.mark.slow(seconds=23)
@@ -49,9 +49,9 @@ def standing(f, digits, plan):
 def test_flags_agree_with_the_reference(digits, radius, name, norm, eps):
     f = model_of(digits, name)
     theirs = reference(f, digits.x, digits.y, norm, float(eps))
-    ours = standing(f, digits, make_plan("standard", norm=norm, radii=[radius(eps)]))
+    ours = standing(f, digits, read_plan("standard", norm=norm, radii=[radius(eps)]))
     assert int((ours == theirs).sum()) >= 62
     assert int(ours.sum()) <= int(theirs.sum()) + 2
-    many = make_plan("custom:pgd", norm=norm, radii=[radius(eps)], steps=100, restarts=5)
+    many = read_plan("custom:pgd", norm=norm, radii=[radius(eps)], steps=100, restarts=5)
     assert int(standing(f, digits, many).sum()) >= int(ours.sum()) - 2
     assert 0 < int(ours.sum()) < 64

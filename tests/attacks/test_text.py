@@ -8,11 +8,10 @@ from itertools import product
 import pytest
 import torch
 
-from lipaudit.attacks.evaluate import evaluate_chunk
+from lipaudit.attacks.evaluate import Chunk, Texts, evaluate_chunk
 from lipaudit.attacks.oracle import ByRow, margins
-from lipaudit.attacks.outcome import Chunk, Texts
 from lipaudit.attacks.plan import Attack, Trial
-from lipaudit.attacks.text.rewrite import (
+from lipaudit.attacks.text import (
     BEGINS,
     FIXED,
     GOES_ON,
@@ -20,9 +19,9 @@ from lipaudit.attacks.text.rewrite import (
     Lexicon,
     Reader,
     TextOracle,
+    neighbours,
     within,
 )
-from lipaudit.attacks.text.words import neighbours
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.results.trials import parse_radius
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from lipaudit.attacks.text.rewrite import Lexicon
+from lipaudit.attacks.text import Lexicon
 from lipaudit.data.batch import Batch
 from lipaudit.data.loading import DataOptions, load_data
 from lipaudit.engine.execute import execute

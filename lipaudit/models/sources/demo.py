@@ -2,7 +2,7 @@
 
 They were trained on the 1437 training images of scikit-learn's `load_digits` (8x8 pixels; "Optical
 Recognition of Handwritten Digits", UCI machine learning repository, credit E. Alpaydin and
-C. Kaynak, CC BY 4.0) by `lipaudit.train.demos`. The 360 images held out are the data set
+C. Kaynak, CC BY 4.0) by `benchmarks.shared.demos`. The 360 images held out are the data set
 `demo`. Parameters carry timm's names: timm's VisionTransformer loads the same files.
 """
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from lipaudit.attacks.text.rewrite import Lexicon
+from lipaudit.attacks.text import Lexicon
 from lipaudit.data.arrays import SampleForm
 from lipaudit.data.hub import Commit
 from lipaudit.data.samples import warning

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipaudit.attacks.text.rewrite import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
+from lipaudit.attacks.text import BEGINS, FIXED, GOES_ON, NOWHERE, Lexicon, Span
 from lipaudit.data.samples import remark
 from lipaudit.errors import InputError, explain_failure
 from lipaudit.models.net import NextToken

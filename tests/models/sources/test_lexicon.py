@@ -3,7 +3,7 @@
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lipaudit.attacks.text.rewrite import BEGINS, GOES_ON
+from lipaudit.attacks.text import BEGINS, GOES_ON
 from lipaudit.models.sources.texts import read_lexicon
 
 

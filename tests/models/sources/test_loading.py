@@ -74,14 +74,14 @@ def test_a_demo_is_as_good_as_its_file_says(name):
 
 def test_the_robust_demo_stands_what_the_standard_one_does_not():
     from lipaudit.attacks.evaluate import evaluate
-    from lipaudit.attacks.plan import make_plan
+    from lipaudit.attacks.plan import read_plan
     from lipaudit.results.trials import parse_radius
 
     left = {}
     for name in ("standard", "robust"):
         net = load_net(f"demo:{name}")
         batch = load_data("demo", net, DataOptions(samples=64)).batch
-        plan = make_plan("custom:pgd", norm="linf", radii=[parse_radius("0.1")], steps=10)
+        plan = read_plan("custom:pgd", norm="linf", radii=[parse_radius("0.1")], steps=10)
         outcomes = evaluate(lambda x, net=net: net.read(net.call(x, None)), batch.x, batch.y, plan)
         left[name] = float(list(outcomes)[-1].robust.double().mean())
     assert left["robust"] > left["standard"] + 0.3
@@ -122,7 +122,7 @@ def test_demo_assets_stay_small_and_credit_their_data():
 
 def test_the_held_out_digits_are_those_of_scikit_learn():
     pytest.importorskip("sklearn")
-    from lipaudit.train.demos import load_sklearn_digits
+    from benchmarks.shared.demos import load_sklearn_digits
 
     train_x, train_y, test_x, test_y = load_sklearn_digits()
     for name, x, y in (("demo", test_x, test_y), ("demo:train", train_x, train_y)):

@@ -1,4 +1,8 @@
-"""Square: a random search that changes squares of a picture and sees no gradient."""
+"""Square (Andriushchenko et al., as AutoAttack runs it): random squares, and no gradient.
+
+The search in L-inf balls is ours and never asks the same query twice; that in L2 balls is the
+package's own.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,9 @@ import torch.nn.functional as F
 from pyautoattack.square import SquareAttack
 from torch import Tensor
 
-from lipaudit.attacks.auto.cube import Cube, close_margins, in_unit_cube, seed
-from lipaudit.attacks.oracle import margins
+from lipaudit.attacks.autoattack import Cube, close_margins, draw_seed, in_unit_cube
+from lipaudit.attacks.oracle import Turn, margins
 from lipaudit.attacks.plan import CHUNK
-from lipaudit.attacks.turn import Turn
 
 _SHARE = 0.8
 """Share of the picture that the first squares cover."""
@@ -41,7 +44,7 @@ def square(cube: Cube, turn: Turn) -> Tensor:
 
     if cube.norm == "l2":
         return _package(logits, images, cube, turn)[..., :rows, :columns].reshape(shape)
-    draw = torch.Generator().manual_seed(seed(turn))
+    draw = torch.Generator().manual_seed(draw_seed(turn))
     signs = _first_signs(images, draw)
     search = _Search(logits, images, cube, signs, _draws(images, turn.attack.queries, draw))
     close = close_margins(cube, turn)
@@ -236,7 +239,7 @@ def _package(f: Callable[[Tensor], Tensor], images: Tensor, cube: Cube, turn: Tu
     )
     padded = F.pad(images, (0, wide - columns, 0, high - rows), value=0.5)
     attack.init_hyperparam(padded)
-    with _package_state(seed(turn)):
+    with _package_state(draw_seed(turn)):
         _, best = attack.attack_single_run(padded, cube.y)
     found: Tensor = best
     return found

@@ -1,24 +1,35 @@
-"""Changing texts a little: what a text is made of, how the model reads it, and a greedy search.
+"""Attacks that change texts: what a text is made of, how the model reads it, and a greedy search.
 
 A text is a row of token ids, cut into words. Token ids that belong to no word (special ones,
 punctuation, padding) stay where they are, whatever an attack does. Where the characters of a text
 are known, a change is cut into them, and the model reads the changed characters.
+
+*Words* are replaced by near ones. The first-order choice of substitutes is that of HotFlip
+(Ebrahimi et al., 2018, arXiv 1712.06751). That they are the 50 nearest neighbours among word
+embeddings is of Alzantot et al., 2018 (arXiv 1804.07998) and TextFooler (Jin et al., 2020, arXiv
+1907.11932), who take other embeddings and check meaning and grammar; we check neither.
+
+*Characters* get typing errors: letters swapped, left out, put in or replaced, and the word
+tokenized anew. The kinds of error are those of Gao et al., 2018 (DeepWordBug, arXiv 1801.04354)
+and TextBugger (Li et al., 2019, arXiv 1812.05271).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+import string
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from functools import cache
+from itertools import groupby, islice, zip_longest
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lipaudit.attacks.oracle import Meter, margins, pull
-from lipaudit.attacks.turn import Turn
-from lipaudit.errors import EvaluationError
+from lipaudit.attacks.oracle import Meter, Turn, margins, pull
+from lipaudit.errors import EvaluationError, UsageError
 
 FIXED, BEGINS, GOES_ON = 0, 1, 2
 """What a token id is: never changed nor put in, the first of a word, or a further one of it."""
@@ -363,3 +374,164 @@ def within(
                 f"the attack {attack} made {len(new.changed)} changes, {budget} were allowed",
                 "this is a fault of the attack: leave it out of --attack",
             )
+
+
+NEIGHBOURS = 50
+"""How many substitutes a token has."""
+BLOCK = 256
+"""Tokens whose neighbours are looked for at a time."""
+
+
+def rewrite_words(
+    oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
+) -> list[Draft]:
+    """Replace at most `budget` words of each text, one token each; nothing about it is random.
+
+    A step tries the `queries` substitutions, of words that were not changed yet, that lower the
+    margin most to first order: slope . (e(substitute) - e(token)). Each is evaluated as it is.
+    """
+    reader, queries = oracle.reader, turn.attack.queries
+    near = neighbours(reader, (token for draft in drafts for token in draft.ids))
+
+    def propose(draft: Draft, slope: Tensor) -> Sequence[Draft]:
+        return _steepest(reader, draft, slope, near, queries)
+
+    return search(oracle, drafts, y, budget, propose)
+
+
+def neighbours(reader: Reader, tokens: Iterable[int]) -> dict[int, Tensor]:
+    """Return the nearest token ids of the same kind, by the cosine of their embeddings.
+
+    A word begins with what begins words; what is fixed is no neighbour, and has none. They are
+    looked for once, and kept by the reader.
+    """
+    kinds, table = reader.lexicon.kinds, reader.table
+    own = sorted({t for t in tokens if int(kinds[t]) != FIXED} - reader.near.keys())
+    lengths = table[: len(kinds)].norm(dim=1).clamp_min(torch.finfo(table.dtype).tiny)
+    there, alike = kinds.to(table.device), kinds.bincount(minlength=FIXED + 1).tolist()
+    for start in range(0, len(own), BLOCK):
+        ids = torch.tensor(own[start : start + BLOCK], device=table.device)
+        cosine = table[ids] @ table[: len(kinds)].T / lengths  # but for a factor of each row
+        cosine[there[ids][:, None] != there] = -torch.inf
+        cosine.scatter_(1, ids[:, None], -torch.inf)
+        nearest = cosine.topk(min(NEIGHBOURS, len(kinds)), dim=1).indices
+        for token, index in zip(own[start:], nearest, strict=False):
+            reader.near[token] = index[: alike[int(kinds[token])] - 1]
+    return reader.near
+
+
+def _steepest(
+    reader: Reader,
+    draft: Draft,
+    slope: Float[Tensor, "tokens width"],
+    near: dict[int, Tensor],
+    queries: int,
+) -> list[Draft]:
+    """Return the texts with one more word replaced whose margin falls most to first order."""
+    places = [(i, j) for i, word in enumerate(draft.words) for j in range(len(word))]
+    tokens, rises, where, what = draft.ids, [], [], []
+    for position, (i, j) in enumerate(places):
+        others = near.get(tokens[position])
+        if others is None or i in draft.changed or not len(others):
+            continue
+        step = reader.table[others] - reader.table[tokens[position]]
+        rises.append(step @ slope[position])
+        where += [(i, j)] * len(others)
+        what.append(others)
+    if not rises:
+        return []
+    order = torch.cat(rises).argsort(stable=True)
+    substitutes = torch.cat(what)[order].tolist()
+    chosen = zip([where[k] for k in order.tolist()], substitutes, strict=True)
+    drafts = (_replaced(draft, i, j, new, reader.lexicon) for (i, j), new in chosen)
+    return list(islice(filter(None, drafts), queries))
+
+
+def _replaced(draft: Draft, i: int, j: int, token: int, lexicon: Lexicon) -> Draft | None:
+    """Put a token in place of another; None where no characters of a word say that."""
+    word = (*draft.words[i][:j], token, *draft.words[i][j + 1 :])
+    if draft.source is None:
+        return draft.with_word(i, word)
+    text = draft.source.replaced(i, j, lexicon.write(token))
+    return draft.with_word(i, word, text) if text not in ("", draft.source.word(i)) else None
+
+
+def rewrite_characters(
+    oracle: TextOracle, drafts: list[Draft], y: Tensor, budget: int, turn: Turn
+) -> list[Draft]:
+    """Make at most `budget` typing errors in each text; deterministic.
+
+    A step tries `queries` errors, drawn evenly from the words in the order in which the margin
+    depends on them (the length of its slope, over the word's tokens). A single letter is left
+    alone.
+
+    Raises:
+        UsageError: the model came without a tokenizer that can spell.
+    """
+    reader, queries = oracle.reader, turn.attack.queries
+    lexicon = reader.lexicon
+    if lexicon.read is None or lexicon.encode is None:
+        raise UsageError(
+            "characters needs a tokenizer that spells its tokens, and the model has none",
+            "put the tokenizer's files beside config.json, or leave characters out",
+        )
+    typist = _Typist(lexicon)
+
+    def propose(draft: Draft, slope: Tensor) -> Sequence[Draft]:
+        errors = filter(reader.read, typist.errors(draft, slope))
+        return list(islice(errors, queries))
+
+    return search(oracle, drafts, y, budget, propose)
+
+
+class _Typist:
+    """Types words with an error, and remembers how they are tokenized."""
+
+    def __init__(self, lexicon: Lexicon) -> None:
+        assert lexicon.encode is not None
+        encode = lexicon.encode
+        self.lexicon = lexicon
+        self.encode = cache(lambda text: tuple(encode(text)))
+
+    def errors(self, draft: Draft, slope: Float[Tensor, "tokens width"]) -> Iterator[Draft]:
+        """Yield the text with each error that can be made, words taking turns."""
+        if draft.source is None:
+            return
+        texts, source = dict(draft.spelled), draft.source
+        order = [i for i in _by_slope(draft, slope) if not self.lexicon.fixed(draft.words[i])]
+        words = [(i, texts.get(i) or source.word(i)) for i in order]
+        words = [(i, text) for i, text in words if len(text) > 1]
+        letters = _letters("".join(text for _, text in words))
+        lists = [[(i, error) for error in _errors(text, letters)] for i, text in words]
+        for turn in zip_longest(*lists):
+            for i, error in filter(None, turn):
+                yield draft.with_word(i, self.encode(source.space(i) + error), error)
+
+
+def _by_slope(draft: Draft, slope: Tensor) -> list[int]:
+    """Return the words, the margin's steepest first."""
+    lengths = iter(slope.norm(dim=1).tolist())
+    steep = [sum(islice(lengths, len(word))) for word in draft.words]
+    return sorted(range(len(steep)), key=lambda i: -steep[i])
+
+
+def _letters(text: str) -> list[str]:
+    """Return the letters to type: those of the text, and all of the Latin ones if it has any."""
+    own = {letter for letter in text.lower() if letter.isalnum()}
+    latin = set(string.ascii_lowercase)
+    return sorted(own | latin if own & latin else own)
+
+
+def _errors(word: str, letters: Sequence[str]) -> list[str]:
+    """Return every word that one error makes of this one, in an order of its own.
+
+    The order mixes kinds and places, and is the same on every machine: it comes from the word.
+    """
+    cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    errors = {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1}
+    errors |= {a + b[1:] for a, b in cuts if b}
+    errors |= {a + c + b[1:] for a, b in cuts if b for c in letters}
+    errors |= {a + c + b for a, b in cuts for c in letters}
+    order = sorted(errors - {word})
+    random.Random(word).shuffle(order)
+    return order

@@ -1,0 +1,483 @@
+"""The attacks of AutoAttack (Croce & Hein, arXiv 2003.01690), as pyautoattack runs them.
+
+APGD takes projected gradient steps whose size is halved where they no longer help. FAB steps onto
+the boundary of one other class, as close to the sample as it gets. Square is in `square`.
+
+The loops are ours: the same steps from the same draws, so that the same samples stand, without
+the passes whose outcome is known. A sample leaves an attack once it is broken, turns may share a
+batch, and the last step takes no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipaudit.attacks.balls import Ball
+from lipaudit.attacks.oracle import (
+    AttackFunction,
+    Classifier,
+    Oracle,
+    Turn,
+    logits_of,
+    margins,
+    pull,
+)
+from lipaudit.results.trials import Norm
+
+CLOSE = 0.1
+"""Share of the whole way to success: a sample that came closer is not given up."""
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logits, labels, classes aimed at) -> the loss of each row."""
+
+
+@dataclass(frozen=True)
+class Cube:
+    """Samples of [0, 1], of which f gives float32 logits.
+
+    Attributes:
+        f: the model, in the unit of the cube.
+        x: samples, as often as turns are run together.
+        y: their labels.
+        norm: linf or l2.
+        eps: the radius.
+        size: most rows that f is given at once where a gradient is taken.
+    """
+
+    f: Callable[[Tensor], Tensor]
+    x: Tensor
+    y: Tensor
+    norm: Norm
+    eps: float
+    size: int
+
+    def ascend(
+        self, z: Tensor, loss: Loss, y: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits, losses and the gradient of each row's loss, piece by piece."""
+        cuts = [slice(i, i + self.size) for i in range(0, len(z), self.size)]
+        parts = [self._piece(z[cut], loss, y[cut], target[cut]) for cut in cuts]
+        logits, losses, gradients = zip(*parts, strict=True)
+        return torch.cat(logits), torch.cat(losses), torch.cat(gradients)
+
+    def _piece(
+        self, z: Tensor, loss: Loss, y: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            logits = self.f(leaf)
+            values = loss(logits, y, target)
+            total = values.sum()
+        gradient = pull((leaf, total), torch.ones_like(total))
+        return logits.detach(), values.detach(), gradient
+
+    def lengths(self, delta: Tensor) -> Tensor:
+        """Return the norm of each row, ready to broadcast."""
+        flat = delta.flatten(1)
+        length = flat.abs().amax(1) if self.norm == "linf" else (flat**2).sum(1).sqrt()
+        return column(length, delta)
+
+
+_Run = Callable[[Cube, Turn], Tensor]
+
+
+def in_unit_cube(run: _Run) -> AttackFunction:
+    """Make an attack on samples in [0, 1] one on any samples.
+
+    Samples of another box are mapped there, embeddings (box None) with room to spare on both
+    sides, so that clipping never binds. The attack returns, for each sample, an adversarial
+    example or else the best point the run came to (x itself for FAB), inside the ball up to
+    rounding.
+    """
+
+    @functools.wraps(run)
+    @torch.no_grad()
+    def attack(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
+        low, width = _range(x, ball)
+
+        def logits(u: Tensor) -> Tensor:
+            return logits_of(f(low + width * u.to(x.dtype))).float()
+
+        def unit(z: Tensor) -> Tensor:
+            return ((z - low) / width).contiguous()
+
+        size = f.batch_size if isinstance(f, Oracle) else len(x)
+        cube = Cube(logits, unit(x), y, ball.norm, ball.eps / width, size)
+        best = run(cube, turn.mapped(unit))
+        return x + width * (best - cube.x).to(x.dtype)
+
+    return attack
+
+
+def _range(x: Tensor, ball: Ball) -> tuple[float, float]:
+    """Lowest value and width of the box; for an embedding space, a power of two that has room."""
+    if ball.box is not None:
+        return ball.box[0], ball.box[1] - ball.box[0]
+    reach = 2.0 ** math.ceil(math.log2(float(x.abs().amax()) + 2 * ball.eps))
+    return -reach, 2 * reach
+
+
+def targets(cube: Cube, turn: Turn) -> Tensor:
+    """Return the class that each row aims at: of the rank of its turn on the clean sample."""
+    order = _clean(cube, turn).sort(dim=1)[1]
+    return torch.cat([order[:, -each.target] for each in turn.each()])
+
+
+def close_margins(cube: Cube, turn: Turn) -> Tensor:
+    """Return the margin below which each row is not given up; infinite where it was there before.
+
+    All turns of a sample count: on its way to one class an attack may come upon another.
+    """
+    if math.isinf(turn.attack.hope):
+        return torch.full_like(cube.y, torch.inf, dtype=torch.float32)
+    whole = margins(_clean(cube, turn), cube.y[: len(cube.y) // turn.copies])
+    before = whole if turn.closest is None else turn.closest
+    close = CLOSE * whole
+    return torch.where(before <= close, torch.inf, close).float().repeat(turn.copies)
+
+
+def _clean(cube: Cube, turn: Turn) -> Tensor:
+    """Return the logits of the samples, once each."""
+    return cube.f(cube.x[: len(cube.x) // turn.copies]) if turn.logits is None else turn.logits
+
+
+def draw_seed(turn: Turn) -> int:
+    """Draw the seed of one turn."""
+    return int(torch.randint(2**62, (1,), generator=turn.generator))
+
+
+def draw_starts(turn: Turn) -> Tensor:
+    """Draw the starts of all turns. Each draws a seed before, for attacks that go by one."""
+    drawn = []
+    for each in turn.each():
+        draw_seed(each)
+        drawn.append(each.start())
+    return torch.cat(drawn)
+
+
+def column(values: Tensor, x: Tensor) -> Tensor:
+    """Shape a value per row so that it broadcasts over samples."""
+    return values.reshape(-1, *[1] * (x.ndim - 1))
+
+
+CLEAR = 2.0**-10
+"""A sample leaves once it is misclassified by this share of its largest logit: other rounding,
+on another device or in another batch, then judges it alike."""
+_KEPT = 0.75
+"""Share of a step's own direction; the rest is that of the step before. Also the share of steps
+that must rise lest the step size be halved."""
+
+
+@in_unit_cube
+def apgd(cube: Cube, turn: Turn) -> Tensor:
+    """Climb the cross-entropy (apgd-ce) or the untargeted DLR loss (apgd-dlr)."""
+    loss = _cross_entropy if turn.attack.name == "apgd-ce" else _dlr
+    return _climb(cube, turn, loss, cube.y)
+
+
+@in_unit_cube
+def apgd_targeted(cube: Cube, turn: Turn) -> Tensor:
+    """Climb the targeted DLR loss, against the class of the turn's rank."""
+    return _climb(cube, turn, _dlr_targeted, targets(cube, turn))
+
+
+def _cross_entropy(logits: Tensor, y: Tensor, _target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def _dlr(logits: Tensor, y: Tensor, _target: Tensor) -> Tensor:
+    """-(z_y - max_{j != y} z_j) / (z_(1) - z_(3)), of the logits in falling order."""
+    top, which = logits.topk(3, dim=1)
+    first = (which[:, 0] == y).to(logits)
+    own = logits.gather(1, y[:, None])[:, 0]
+    rise = own - top[:, 1] * first - top[:, 0] * (1.0 - first)
+    return -rise / (top[:, 0] - top[:, 2] + 1e-12)
+
+
+def _dlr_targeted(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2)."""
+    top = logits.topk(4, dim=1)[0]
+    rise = logits.gather(1, y[:, None]) - logits.gather(1, target[:, None])
+    return -rise[:, 0] / (top[:, 0] - 0.5 * (top[:, 2] + top[:, 3]) + 1e-12)
+
+
+class _Paths(NamedTuple):
+    """Where each row is, and what it must remember: of `margin` the smallest."""
+
+    row: Tensor
+    x: Tensor
+    y: Tensor
+    target: Tensor
+    z: Tensor
+    before: Tensor
+    gradient: Tensor
+    loss: Tensor
+    best: Tensor
+    best_gradient: Tensor
+    best_loss: Tensor
+    end: Tensor
+    broken: Tensor
+    clear: Tensor
+    margin: Tensor
+    close: Tensor
+    given: Tensor
+    step: Tensor
+    rises: Tensor
+    halved: Tensor
+    checked_loss: Tensor
+
+    def at(self, rows: Tensor) -> _Paths:
+        """Return the paths of some of the rows."""
+        return _Paths(*(tensor[rows] for tensor in self))
+
+
+def _climb(cube: Cube, turn: Turn, loss: Loss, target: Tensor) -> Tensor:
+    """Take the steps; return each row's last adversarial point, else its point of highest loss."""
+    steps = turn.attack.steps
+    begin = draw_starts(turn).clamp(0.0, 1.0)
+    paths = _begin(cube, begin, loss, target, close_margins(cube, turn))
+    ends = paths.z.clone()
+    period = until_check = max(int(0.22 * steps), 1)
+    for step in range(steps):
+        paths = _leave(paths, ends, turn.copies)
+        if len(paths.row) == 0:
+            return ends
+        moved = _moved(cube, paths, 1.0 if step == 0 else _KEPT)
+        paths = _judged(cube, paths, moved, loss, last=step + 1 == steps)
+        until_check -= 1
+        if until_check == 0:
+            hopeless = turn.hopeless(*_progress(paths, loss), (steps - step - 1) / period)
+            far = paths.margin > paths.close
+            paths = _checked(paths._replace(given=hopeless & far), period)
+            period = max(period - max(int(0.03 * steps), 1), int(0.06 * steps), 1)
+            until_check = period
+    _stop(paths, ends)
+    return ends
+
+
+def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor, close: Tensor) -> _Paths:
+    logits, values, gradient = cube.ascend(z, loss, cube.y, target)
+    broken, clear, margin = _wrong(logits, cube.y)
+    return _Paths(
+        row=torch.arange(len(z), device=z.device),
+        x=cube.x,
+        y=cube.y,
+        target=target,
+        z=z,
+        before=z,
+        gradient=gradient,
+        loss=torch.zeros_like(values),  # so that the first step rises where its loss is positive
+        best=z,
+        best_gradient=gradient,
+        best_loss=values,
+        end=z,
+        broken=broken,
+        clear=clear,
+        margin=margin,
+        close=close,
+        given=torch.zeros_like(broken),
+        step=column(torch.full_like(values, 2.0 * cube.eps), z),
+        rises=torch.zeros_like(values),
+        halved=torch.ones_like(broken),
+        checked_loss=values,
+    )
+
+
+def _wrong(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tell which rows are misclassified, which of them whatever the rounding, and the margins."""
+    margin = margins(logits, y)
+    return logits.argmax(1) != y, margin < -CLEAR * logits.abs().amax(1), margin
+
+
+def _moved(cube: Cube, paths: _Paths, share: float) -> Tensor:
+    """Step along the gradient, and on in the direction of the step before, inside the ball."""
+    x, z, gradient = paths.x, paths.z, paths.gradient
+    carried = (z - paths.before) * (1 - share)
+    if cube.norm == "linf":
+        low, high = (x - cube.eps).clamp_min(0.0), (x + cube.eps).clamp_max(1.0)
+        stepped = (z + paths.step * gradient.sign()).clamp(low, high)
+        return (z + (stepped - z) * share + carried).clamp(low, high)
+    stepped = _into(cube, z + paths.step * _unit(cube, gradient), x)
+    return _into(cube, z + (stepped - z) * share + carried, x)
+
+
+def _unit(cube: Cube, delta: Tensor) -> Tensor:
+    return delta / (cube.lengths(delta) + 1e-12)
+
+
+def _into(cube: Cube, z: Tensor, x: Tensor) -> Tensor:
+    delta = z - x
+    return (x + _unit(cube, delta) * cube.lengths(delta).clamp_max(cube.eps)).clamp(0.0, 1.0)
+
+
+def _judged(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> _Paths:
+    """Take the rows to z; the last step needs no gradient."""
+    if last:
+        logits, gradient = cube.f(z), paths.gradient
+        values = loss(logits, paths.y, paths.target)
+    else:
+        logits, values, gradient = cube.ascend(z, loss, paths.y, paths.target)
+    wrong, clear, margin = _wrong(logits, paths.y)
+    better = values > paths.best_loss
+    column_of_better = column(better, z)
+    return paths._replace(
+        z=z,
+        before=paths.z,
+        gradient=gradient,
+        loss=values,
+        best=torch.where(column_of_better, z, paths.best),
+        best_gradient=torch.where(column_of_better, gradient, paths.best_gradient),
+        best_loss=torch.where(better, values, paths.best_loss),
+        end=torch.where(column(wrong, z), z, paths.end),
+        broken=paths.broken | wrong,
+        clear=clear,
+        margin=torch.minimum(margin, paths.margin),
+        rises=paths.rises + (values > paths.loss),
+    )
+
+
+def _checked(paths: _Paths, period: int) -> _Paths:
+    """Halve the step of rows that rose too seldom or not at all, and take them back."""
+    stuck = ~paths.halved & (paths.checked_loss >= paths.best_loss)
+    halved = (paths.rises <= period * _KEPT) | stuck
+    back = column(halved, paths.z)
+    return paths._replace(
+        z=torch.where(back, paths.best, paths.z),
+        gradient=torch.where(back, paths.best_gradient, paths.gradient),
+        step=torch.where(back, paths.step / 2.0, paths.step),
+        rises=torch.zeros_like(paths.rises),
+        halved=halved,
+        checked_loss=paths.best_loss,
+    )
+
+
+def _progress(paths: _Paths, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Return what is missing until a row may be misclassified, and by how much that shrank.
+
+    Both losses of DLR are positive where it is; so is log(e^loss - 1) of the cross-entropy, the
+    log-sum-exp of the other logits less the own one, which moves with the logits.
+    """
+    now, then = paths.best_loss, paths.checked_loss
+    if loss is _cross_entropy:
+        now, then = now.double().expm1().log(), then.double().expm1().log()
+    return -now, now - then
+
+
+def _leave(paths: _Paths, ends: Tensor, copies: int) -> _Paths:
+    """Let rows go that are given up, and all rows of samples that are broken for sure."""
+    out = paths.clear | paths.given
+    if not bool(out.any()):
+        return paths
+    samples = len(ends) // copies
+    gone = torch.zeros(samples, dtype=torch.bool, device=ends.device)
+    gone[paths.row[paths.clear] % samples] = True
+    leaving = gone[paths.row % samples] | paths.given
+    _stop(paths.at(leaving), ends)
+    return paths.at(~leaving)
+
+
+def _stop(paths: _Paths, ends: Tensor) -> None:
+    ends[paths.row] = torch.where(column(paths.broken, ends), paths.end, paths.best)
+
+
+_TOWARDS_SAMPLE = 0.1
+"""Largest share of a step that goes from the sample, not from where the row is."""
+_BEYOND = 1.05
+"""How far a step goes, in distances to the boundary."""
+_BACK = 0.9
+"""What is left of a perturbation that crossed the boundary: the next step starts there."""
+
+
+@in_unit_cube
+def fab_targeted(cube: Cube, turn: Turn) -> Tensor:
+    """Look for the nearest adversarial example: one outside the ball is none."""
+    steps, target, z = turn.attack.steps, targets(cube, turn), _draw_fab_starts(cube, turn)
+    here, row, stretch = cube, torch.arange(len(z), device=z.device), max(steps // 10, 1)
+    nearest, least = cube.x.clone(), torch.full_like(cube.y, torch.inf, dtype=z.dtype)
+    checked, kept = least.clone(), close_margins(cube, turn).isinf()
+    for step in range(steps):
+        z, wrong = _crossed(here, z, target[row])
+        length = here.lengths(z - here.x).flatten()
+        closer = wrong & (length < least[row])
+        nearest[row[closer]], least[row[closer]] = z[closer], length[closer]
+        z = torch.where(column(wrong, z), here.x + (z - here.x) * _BACK, z)
+        if (step + 1) % stretch == 0:
+            now, then = least[row], checked[row]
+            stay = ~turn.hopeless(now - cube.eps, then - now, (steps - step - 1) / stretch)
+            stay |= kept[row] | (now <= (1 + CLOSE) * cube.eps)
+            if not bool(stay.any()):
+                break
+            row, z, checked = row[stay], z[stay], least.clone()
+            here = replace(cube, x=cube.x[row], y=cube.y[row])
+    return torch.where(column(least <= cube.eps, nearest), nearest, cube.x)
+
+
+def _crossed(cube: Cube, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Step to the boundary and beyond; tell which rows are misclassified there."""
+    _, rise, slope = cube.ascend(z, _difference, cube.y, target)
+    z = _step(cube, z, rise, slope)
+    return z, cube.f(z).argmax(1) != cube.y
+
+
+def _difference(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    return (logits.gather(1, target[:, None]) - logits.gather(1, y[:, None]))[:, 0]
+
+
+def _draw_fab_starts(cube: Cube, turn: Turn) -> Tensor:
+    """Return the samples for a first start, random points at half the radius for the others."""
+    points = []
+    for each, x in zip(turn.each(), cube.x.chunk(turn.copies), strict=True):
+        draw = torch.Generator().manual_seed(draw_seed(each))
+        if each.restart == 0:
+            points.append(x)
+            continue
+        noise = torch.rand if cube.norm == "linf" else torch.randn
+        t = noise(x.shape, generator=draw, dtype=torch.float32).to(x.device)
+        t = 2 * t - 1 if cube.norm == "linf" else t
+        points.append((x + cube.eps * t / cube.lengths(t) * 0.5).clamp(0.0, 1.0))
+    return torch.cat(points)
+
+
+def _step(cube: Cube, z: Tensor, rise: Tensor, slope: Tensor) -> Tensor:
+    """Cross the boundary of the model's linearisation, from where a row is and from its sample."""
+    gap = rise[:, None] + (slope * (cube.x - z)).flatten(1).sum(1, keepdim=True)
+    from_z, from_x = (
+        onto(point, slope, value, cube.norm) for point, value in ((z, rise), (cube.x, gap[:, 0]))
+    )
+    far_z, far_x = (cube.lengths(d).clamp_min(1e-8) for d in (from_z, from_x))
+    share = (far_z / (far_z + far_x)).clamp_max(_TOWARDS_SAMPLE)
+    moved = (z + _BEYOND * from_z) * (1 - share) + (cube.x + from_x * _BEYOND) * share
+    return moved.clamp(0.0, 1.0)
+
+
+def onto(point: Tensor, slope: Tensor, value: Tensor, norm: str) -> Tensor:
+    """Return the least step, in the norm, from a point of [0, 1]^n to where its value is 0.
+
+    The value is linear, v + <w, d>. With r_i the room in the direction that lowers |v|, the step
+    is min(t s_i, r_i), with speed s = 1 (linf) or |w| (l2) where w is not 0, and t such that
+    sum |w_i| min(t s_i, r_i) = |v|; all the room where that is too little. The sum is concave and
+    piecewise linear in t, so Newton from t = 0 rises to the solution in finitely many steps.
+    """
+    w, p = slope.flatten(1), point.flatten(1)
+    down = torch.where(value >= 0, 1.0, -1.0).to(w)[:, None] * w.sign()
+    room = torch.where(down > 0, p, 1.0 - p)
+    weight = w.abs()
+    speed = (weight > 0).to(w) if norm == "linf" else weight
+    goal, time = value.abs()[:, None], torch.zeros_like(w[:, :1])
+    while True:
+        moving = time * speed < room
+        rate = (weight * speed * moving).sum(1, keepdim=True)
+        gone = (weight * room * ~moving).sum(1, keepdim=True)
+        later = torch.where(rate > 0, (goal - gone) / rate, torch.inf).maximum(time)
+        if not bool((later > time).any()):
+            break
+        time = later
+    step = -down * torch.minimum(time * speed, room)
+    return step.nan_to_num(0.0).reshape(point.shape)

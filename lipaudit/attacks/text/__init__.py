@@ -1,1 +1,0 @@
-"""Attacks that change texts: words by near ones, and characters."""

@@ -155,7 +155,7 @@ def evaluate_chunk(
         f: x -> logits (batch, classes) in the attacked space, deterministic, in eval mode. A
             `ByRow` is told which samples of the chunk it gets; only fgsm and pgd can use it.
         chunk: the samples.
-        plan: the trials (see `make_plan`).
+        plan: the trials (see `read_plan`).
         box: smallest and largest value of the attacked space; None for embeddings.
         seed: of all random numbers.
         batch_size: samples per call of f. It bounds memory and changes nothing else, but for the

@@ -15,14 +15,12 @@ from lipaudit.certify.form import Form, NoRuleError, forms_of
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, up
 from lipaudit.certify.rules import (
     affine,
-    curves,
-    heads,
+    attention,
     moves,
     norms,
     pieces,
     products,
     smooth,
-    softmax,
     sums,
 )
 from lipaudit.certify.rules.affine import add, broadcast, is_row, linear_map
@@ -33,7 +31,7 @@ from lipaudit.errors import UsageError
 
 RULES: dict[str, Callable[..., Any]] = {
     name: rule
-    for chapter in (affine, softmax, moves, smooth, products, norms, pieces, curves, sums, heads)
+    for chapter in (affine, attention, moves, smooth, products, norms, pieces, sums)
     for name, rule in chapter.RULES.items()
 }
 """Every operation that forms know, by name: of two rules the later chapter's counts."""
@@ -165,13 +163,7 @@ def _differences(logits: Form, label: int) -> Form:
     identity = torch.eye(classes, dtype=DOUBLE, device=logits.device)
     others = torch.arange(classes, device=logits.device) != label
     difference = (identity[label] - identity)[others]
-    return linear_map(
-        logits,
-        lambda t, w: t @ w.mT,
-        difference,
-        roundings=2,
-        bound=lambda t, w: t @ w.mT,
-    )
+    return linear_map(logits, lambda t, w: t @ w.mT, difference, roundings=2)
 
 
 def _share(margins: Form) -> float:

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from lipaudit.certify.form import Form
 from lipaudit.certify.lengths import lengths
 from lipaudit.certify.prove import ball, run
-from lipaudit.certify.rules import softmax
+from lipaudit.certify.rules import attention
 
 N, K, VECTORS, ERRORS = 3, 4, 5, 6
 
@@ -137,8 +137,8 @@ def test_the_logarithm_of_a_sum_of_exponentials(monkeypatch, order, move, weight
         seen.append(z)
         return relax(z, f, **options)
 
-    relax = softmax.relax
-    monkeypatch.setattr(softmax, "relax", spied)
+    relax = attention.relax
+    monkeypatch.setattr(attention, "relax", spied)
     centre = torch.tensor([[weight, 0.0, 0.0]])
     moving = torch.tensor([[True, False, False]])
     x = ball(centre, move, order=order, moving=moving)

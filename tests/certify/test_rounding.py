@@ -11,7 +11,7 @@ from torch import Tensor
 from lipaudit.certify.form import Form
 from lipaudit.certify.prove import ball, run
 from lipaudit.certify.rounding import LIBRARY, cast_up, gamma, summed_up
-from lipaudit.certify.rules import curves, smooth
+from lipaudit.certify.rules import smooth
 from lipaudit.certify.rules.affine import linear
 
 DTYPES = [torch.float32, torch.float64]
@@ -139,15 +139,15 @@ SMOOTH = {
     "rsqrt": (smooth.RSQRT, lambda x: 1 / mpmath.sqrt(x)),
     "sqrt": (smooth.SQRT, mpmath.sqrt),
     "reciprocal": (smooth.RECIPROCAL, lambda x: 1 / x),
-    "erf": (curves.ERF, mpmath.erf),
-    "softplus": (curves.SOFTPLUS, lambda x: mpmath.log1p(mpmath.exp(x))),
-    "mish": (curves.MISH, lambda x: x * mpmath.tanh(mpmath.log1p(mpmath.exp(x)))),
-    "elu": (curves.ELU, lambda x: x if x > 0 else mpmath.expm1(x)),
-    "log": (curves.LOG, mpmath.log),
-    "sin": (curves.SIN, mpmath.sin),
-    "cos": (curves.COS, mpmath.cos),
-    "cube": (curves.monomial(3), lambda x: x**3),
-    "seventh": (curves.monomial(7), lambda x: x**7),
+    "erf": (smooth.ERF, mpmath.erf),
+    "softplus": (smooth.SOFTPLUS, lambda x: mpmath.log1p(mpmath.exp(x))),
+    "mish": (smooth.MISH, lambda x: x * mpmath.tanh(mpmath.log1p(mpmath.exp(x)))),
+    "elu": (smooth.ELU, lambda x: x if x > 0 else mpmath.expm1(x)),
+    "log": (smooth.LOG, mpmath.log),
+    "sin": (smooth.SIN, mpmath.sin),
+    "cos": (smooth.COS, mpmath.cos),
+    "cube": (smooth.monomial(3), lambda x: x**3),
+    "seventh": (smooth.monomial(7), lambda x: x**7),
 }
 POSITIVE = ("rsqrt", "sqrt", "reciprocal", "log")
 

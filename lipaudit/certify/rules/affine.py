@@ -246,6 +246,23 @@ def multiply_constant(x: Any, y: Any) -> Form:
     return linear_map(y.settle(), lambda t, w: w @ t, x, roundings=x.shape[-1] + 1)
 
 
+def conv1d(
+    input: Form,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Form:
+    """A convolution over the last axis: one over two axes, the first of which has one place."""
+    stride, dilation = ((1, as_pair(v)[1]) for v in (stride, dilation))
+    padding = padding if isinstance(padding, str) else (0, as_pair(padding)[1])
+    wide: Any = input.unsqueeze(-2)
+    result: Any = conv2d(wide, weight.unsqueeze(-2), bias, stride, padding, dilation, groups)
+    return cast("Form", result.squeeze(-2))
+
+
 def conv2d(
     input: Form,
     weight: Tensor,
@@ -258,25 +275,32 @@ def conv2d(
     """A convolution as a product with the patches: those of the library may round otherwise."""
     if input.ndim != 4:
         raise NoRuleError("a convolution of what has no batch")
-    options = (dilation, padding, stride)
-    pair = [(v, v) if isinstance(v, int) else (*v, *v)[:2] for v in options]
+    gaps, steps = as_pair(dilation), as_pair(stride)
+    x: Any = input
+    if isinstance(padding, str):
+        room = [gap * (size - 1) for gap, size in zip(gaps, weight.shape[-2:], strict=True)]
+        ends = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in room]
+        x, padding = F.pad(x, (*ends[1], *ends[0])), 0
+    pads = as_pair(padding)
 
     def op(t: Tensor, w: Tensor) -> Tensor:
-        flat = t.flatten(0, 1)
-        patches = F.unfold(flat, w.shape[-2:], *pair)
+        patches = F.unfold(t.flatten(0, 1), w.shape[-2:], gaps, pads, steps)
         patches = torch.unflatten(patches, 1, (groups, -1))
         out = torch.unflatten(w.flatten(1), 0, (groups, -1)) @ patches
         size = [
-            (t.shape[i - 2] + 2 * pair[1][i] - pair[0][i] * (w.shape[i - 2] - 1) - 1) // pair[2][i]
-            + 1
+            (t.shape[i - 2] + 2 * pads[i] - gaps[i] * (w.shape[i - 2] - 1) - 1) // steps[i] + 1
             for i in (0, 1)
         ]
         return out.flatten(1, 2).view(*t.shape[:2], -1, *size)
 
     constant = None if bias is None else bias.view(-1, 1, 1)
-    return linear_map(
-        input.settle(), op, weight, roundings=weight[0].numel() + 1, constant=constant
-    )
+    return linear_map(x.settle(), op, weight, roundings=weight[0].numel() + 1, constant=constant)
+
+
+def as_pair(value: Any) -> tuple[int, int]:
+    """Return an option of two axes as one number for each."""
+    values = (value, value) if isinstance(value, int) else (*value, *value)
+    return values[0], values[1]
 
 
 def batch_norm(
@@ -338,6 +362,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "expand_as": lambda x, other: expand(x, *other.shape),
     "broadcast_to": expand,
     "linear": linear,
+    "conv1d": conv1d,
+    "conv2d": conv2d,
     "batch_norm": batch_norm,
     "sum": total,
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipaudit.certify.blocks import Block, move_stack
 from lipaudit.certify.form import Form, NoRuleError, Quotient
 from lipaudit.certify.rounding import DOUBLE
-from lipaudit.certify.rules.affine import as_constant, broadcast, same, shape_of
+from lipaudit.certify.rules.affine import as_constant, broadcast, same, shape_of, stack_sum
 from lipaudit.certify.symbols import Sizes
 
 
@@ -135,16 +135,9 @@ def where(condition: Tensor, input: Any, other: Any) -> Form:
     one, two = (each if isinstance(each, Form) else lift(each, like) for each in (input, other))
     shape = shape_of(condition.shape, one.shape, two.shape)
     one, two = broadcast(one, shape), broadcast(two, shape)
-    generators = _join(one.generators * condition, two.generators * ~condition)
+    generators = stack_sum(one.generators * condition, two.generators * ~condition)
     slack = torch.where(condition, one.slack, two.slack)
     return Form(torch.where(condition, one.centre, two.centre), generators, slack, one.symbols)
-
-
-def _join(one: Tensor, two: Tensor) -> Tensor:
-    long, short = (one, two) if len(one) >= len(two) else (two, one)
-    long = long.clone()
-    long[: len(short)] += short
-    return long
 
 
 def setitem(input: Any, index: Any, value: Any) -> Form:

@@ -10,7 +10,7 @@ part: 2 L R + R^2 is left, in [-2 l m, 2 l m + m^2]. Every row takes what leaves
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,24 +30,30 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Form:
-    """(x - mean) / sqrt(var + eps) weight + bias."""
-    _check(input, normalized_shape)
-    return _affine(_unit(_centre(input), eps), weight, bias)
+    """(x - mean) / sqrt(var + eps) weight + bias; several last axes count as one."""
+    shape, rows = _read_axes(input, normalized_shape), input
+    if len(shape) > 1:
+        rows = cast("Form", input.flatten(-len(shape)))
+        weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
+    result: Any = _affine(_unit(_centre(rows), eps), weight, bias)
+    return cast("Form", result if len(shape) == 1 else result.unflatten(-1, shape))
 
 
 def rms_norm(
     input: Form, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Form:
     """Return x / sqrt(mean x^2 + eps) weight."""
-    _check(input, normalized_shape)
+    if len(_read_axes(input, normalized_shape)) > 1:
+        raise NoRuleError(f"a normalisation of the axes {tuple(normalized_shape)}")
     eps = torch.finfo(input.dtype if weight is None else weight.dtype).eps if eps is None else eps
     return _affine(_unit(input.settle(), eps), weight, None)
 
 
-def _check(x: Form, normalized_shape: Any) -> None:
+def _read_axes(x: Form, normalized_shape: Any) -> list[int]:
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-    if shape != [x.shape[-1]]:
+    if shape != list(x.shape[-len(shape) :]):
         raise NoRuleError(f"a normalisation of the axes {tuple(shape)}")
+    return shape
 
 
 def _centre(x: Form) -> Form:
@@ -117,23 +123,6 @@ def _mean(t: Tensor) -> Tensor:
 def _affine(x: Form, weight: Tensor | None, bias: Tensor | None) -> Form:
     x = x if weight is None else scale(x, weight)
     return x if bias is None else add(x, bias)
-
-
-def layer_norm_of_axes(
-    input: Form,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Form:
-    """A LayerNorm over the last axes, together one."""
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-    if len(shape) < 2:
-        return layer_norm(input, normalized_shape, weight, bias, eps)
-    flat: Any = input.flatten(-len(shape))
-    weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
-    result: Any = layer_norm(flat, flat.shape[-1], weight, bias, eps)
-    return result.unflatten(-1, shape)
 
 
 def group_norm(
@@ -209,7 +198,7 @@ def normalize(
 
 RULES: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
-    "layer_norm": layer_norm_of_axes,
+    "layer_norm": layer_norm,
     "group_norm": group_norm,
     "instance_norm": instance_norm,
     **dict.fromkeys(("vector_norm", "linalg_vector_norm"), vector_norm),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lipaudit.certify.form import Form, NoRuleError, UnboundedError
 from lipaudit.certify.rounding import DOUBLE, cast_up, gamma, tiny, up
-from lipaudit.certify.rules.affine import add, neg, scale, sub
+from lipaudit.certify.rules.affine import add, as_pair, neg, scale, sub
 from lipaudit.certify.rules.moves import make_move
 from lipaudit.certify.rules.products import div, mul
 from lipaudit.certify.symbols import Unit
@@ -186,7 +186,7 @@ def max_pool2d(
     places = places.view(1, 1, *input.shape[-2:])
     last = F.max_pool2d(places, kernel_size, stride, padding, dilation, ceil_mode)
     steps = kernel_size if stride in (None, []) else stride
-    size, pad, gap, step = (_pair(v) for v in (kernel_size, padding, dilation, steps))
+    size, pad, gap, step = (as_pair(v) for v in (kernel_size, padding, dilation, steps))
     # The room that the windows need; past its end lies padding, 0.
     room = [
         (last.shape[i - 2] - 1) * step[i]
@@ -201,11 +201,6 @@ def max_pool2d(
     windows = torch.where(windows > 0, windows, windows.amax(-1, keepdim=True)) - 1
     pooled: Any = largest(make_move("__getitem__")(input.flatten(2), (..., windows)))
     return pooled.unflatten(-1, last.shape[-2:])
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    values = (value, value) if isinstance(value, int) else tuple(value)
-    return values if len(values) == 2 else values * 2
 
 
 def _exact(slope: Any) -> Any:

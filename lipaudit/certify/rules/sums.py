@@ -1,4 +1,4 @@
-"""Sums of products over axes: einsum, further convolutions and means over windows."""
+"""Sums of products over axes: einsum, interpolation, means and variances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipaudit.certify.form import Form, NoRuleError
 from lipaudit.certify.rounding import DOUBLE, gamma, up
-from lipaudit.certify.rules.affine import add, conv2d, linear_map, reduce_axes, scale
+from lipaudit.certify.rules.affine import add, linear_map, reduce_axes, scale
 from lipaudit.certify.rules.moves import make_move, moving
 from lipaudit.certify.rules.products import matmul
 from lipaudit.certify.rules.smooth import SQRT, relax
@@ -93,13 +93,6 @@ def addmm(
     return add(product if alpha == 1 else product * alpha, input if beta == 1 else input * beta)
 
 
-def baddbmm(
-    input: Any, batch1: Any, batch2: Any, *, beta: float | int = 1, alpha: float | int = 1
-) -> Form:
-    """Return beta input + alpha batch1 @ batch2."""
-    return addmm(input, batch1, batch2, beta=beta, alpha=alpha)
-
-
 def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float | int = 1) -> Form:
     """Return input + value tensor1 tensor2."""
     tensor1, tensor2 = moving(input, tensor1, tensor2)
@@ -166,48 +159,6 @@ def cumsum(input: Form, dim: int, *, dtype: Any = None) -> Form:
     return matmul(input.movedim(dim, -1), ones).movedim(-1, dim)  # type: ignore[return-value]
 
 
-def conv1d(
-    input: Form,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Form:
-    """A convolution over the last axis."""
-    stride, dilation = (_first(v) for v in (stride, dilation))
-    wide: Any = input.unsqueeze(-2)
-    if isinstance(padding, str):
-        room = dilation * (weight.shape[-1] - 1) if padding == "same" else 0
-        wide, padding = F.pad(wide, (room // 2, room - room // 2)), 0
-    options = ((1, stride), (0, _first(padding)), (1, dilation), groups)
-    return conv2d(wide, weight.unsqueeze(-2), bias, *options).squeeze(-2)  # type: ignore[return-value]
-
-
-def convolution(
-    input: Form,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Form:
-    """A convolution over two axes, its padding in numbers or by name."""
-    wide: Any = input
-    if isinstance(padding, str):
-        gaps = dilation if isinstance(dilation, tuple) else (dilation, dilation)
-        room = [gap * (size - 1) for gap, size in zip(gaps, weight.shape[-2:], strict=True)]
-        ends = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in room]
-        wide, padding = F.pad(input, (*ends[1], *ends[0])), 0
-    return conv2d(wide, weight, bias, stride, padding, dilation, groups)
-
-
-def _first(value: Any) -> int:
-    return int(value[0]) if isinstance(value, list | tuple) else int(value)
-
-
 def make_pooling(mean: Callable[..., Tensor], axes: int) -> Callable[..., Form]:
     """Return the rule of a function that takes means over windows of the last axes."""
 
@@ -252,12 +203,10 @@ def deviation(*args: Any, **kwargs: Any) -> Form:
 RULES: dict[str, Callable[..., Any]] = {
     "einsum": einsum,
     "addmm": addmm,
-    "baddbmm": baddbmm,
+    "baddbmm": lambda input, batch1, batch2, **how: addmm(input, batch1, batch2, **how),
     "addcmul": addcmul,
     "interpolate": interpolate,
     "cumsum": cumsum,
-    "conv1d": conv1d,
-    "conv2d": convolution,
     "mean": average,
     "var": variance,
     "std": deviation,

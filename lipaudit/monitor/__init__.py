@@ -8,16 +8,10 @@ from __future__ import annotations
 from lipaudit.monitor.watching import Monitor as Monitor
 from lipaudit.monitor.watching import watch as watch
 
-CALLBACKS = {
-    "LightningCallback": "lipaudit.monitor.lightning:LightningCallback",
-    "TrainerCallback": "lipaudit.monitor.trainer:TrainerCallback",
-}
-"""Where each callback is."""
-
 
 def __getattr__(name: str) -> object:
-    if name not in CALLBACKS:
+    if name not in ("LightningCallback", "TrainerCallback"):
         raise AttributeError(f"module 'lipaudit.monitor' has no attribute {name!r}")
-    from pkgutil import resolve_name
+    from lipaudit.monitor import callbacks
 
-    return resolve_name(CALLBACKS[name])
+    return getattr(callbacks, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from importlib import import_module, reload
+from importlib import import_module
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_lightning_is_watched_under_either_name(name, data, tmp_path, monkeypatc
     for other in {"lightning.pytorch", "pytorch_lightning"} - {name}:
         monkeypatch.delitem(sys.modules, other, raising=False)
     library = import_module(name)
-    callback_of = reload(import_module("lipaudit.monitor.lightning")).LightningCallback
+    callback_of = lipaudit.monitor.LightningCallback
     assert issubclass(callback_of, library.Callback)
 
     class Module(library.LightningModule):

@@ -1,0 +1,127 @@
+"""Callbacks that watch the Trainer of transformers and that of Lightning, under either name.
+
+Each class is made when it is first asked for, of what is installed: `TrainerCallback` and
+`LightningCallback` are attributes of this module.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lipaudit.errors import UsageError
+from lipaudit.models.sources.spec import ModelSpec
+from lipaudit.monitor.watching import FOLDER, Monitor, watch
+
+Part = Callable[[nn.Module], nn.Module | ModelSpec]
+LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+class WatchingCallback:
+    """Watches the model of a trainer: `Trainer(..., callbacks=[TrainerCallback(data=(x, y))])`.
+
+    Args:
+        part: returns what is watched of the trainer's model; all of it, if None.
+        to: as of `lipaudit.watch`; by default a folder in the trainer's own.
+        asked: whatever else `lipaudit.watch` takes: data, measures, every, loggers...
+    """
+
+    def __init__(
+        self,
+        part: Part | None = None,
+        *,
+        to: str | os.PathLike[str] | None = None,
+        **asked: Any,
+    ) -> None:
+        super().__init__()
+        self.part, self.to, self.asked = part, to, asked
+        self.monitor: Monitor | None = None
+
+    def start_watching(self, model: Any, folder: str, step: int, **usual: Any) -> None:
+        """Measure before the first step, or before the first after a checkpoint."""
+        model = model if self.part is None else self.part(model)
+        to = Path(folder) / FOLDER if self.to is None else self.to
+        self.monitor = watch(model, to=to, **(usual | self.asked))
+        self.monitor.measure(step)
+
+    def finish_step(self, step: int) -> None:
+        """Measure if this step is due."""
+        if self.monitor is not None:
+            self.monitor(step)
+
+    def finish_watching(self) -> None:
+        """Measure after the last step, and write the page."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+@cache
+def trainer_callback() -> type:
+    """Return the callback of transformers' Trainer."""
+    import transformers
+
+    class TrainerCallback(WatchingCallback, transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            if state.is_world_process_zero:
+                self.start_watching(known["model"], args.output_dir, state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self.finish_step(state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self.finish_watching()
+
+    return TrainerCallback
+
+
+def lightning_callback() -> type:
+    """Return the callback of each package of Lightning in use, else of one that is installed."""
+    used = [name for name in LIGHTNING if name in sys.modules]
+    names = used or [name for name in LIGHTNING if find_spec(name.partition(".")[0])][:1]
+    if not names:
+        raise UsageError(
+            "Lightning is not installed", "Install it: pip install lightning, or pytorch-lightning"
+        )
+    return _lightning_callback(*names)
+
+
+@cache
+def _lightning_callback(*names: str) -> type:
+    bases: Any = [import_module(name).Callback for name in names]
+
+    class LightningCallback(WatchingCallback, *bases):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            folder = trainer.log_dir or trainer.default_root_dir  # log_dir: every process asks
+            if trainer.is_global_zero:
+                usual = {"loggers": [each.log_metrics for each in trainer.loggers]}
+                self.start_watching(pl_module, folder, trainer.global_step, **usual)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.finish_step(trainer.global_step)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.finish_watching()
+
+    return LightningCallback
+
+
+CALLBACKS: dict[str, Callable[[], type]] = {
+    "LightningCallback": lightning_callback,
+    "TrainerCallback": trainer_callback,
+}
+
+
+def __getattr__(name: str) -> type:
+    if name not in CALLBACKS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = CALLBACKS[name]()
+    made.__qualname__, made.__module__ = name, __name__  # where pickle finds it
+    return made

@@ -28,6 +28,7 @@ from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
 from torch import Tensor
 
+from benchmarks.shared.demos import load_shipped
 from benchmarks.shared.models import TIMM, loaded
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, timed

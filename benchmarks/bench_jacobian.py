@@ -27,6 +27,7 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.shared.demos import load_shipped
 from benchmarks.shared.models import random_gpt2
 from benchmarks.shared.rounds import Round, Subject
 from benchmarks.shared.timing import cpu_seconds, quartiles, resident, spread, timed

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks.shared.demos import load_shipped
 from benchmarks.shared.timing import cpu_clock
 from lipaudit.cli import main, progress
 from benchmarks.shared.demos import load_shipped

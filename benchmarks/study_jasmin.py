@@ -10,6 +10,7 @@ import json
 import statistics
 from pathlib import Path
 
+from benchmarks.shared.demos import STANDARD, load_shipped, train_demo
 from benchmarks.shared.study import change, sections
 from lipaudit.models.net import Net
 from lipaudit.settings import AttackOptions, AttentionOptions, JacobianOptions

@@ -100,7 +100,7 @@ def in_unit_cube(run: _Run) -> AttackFunction:
     @functools.wraps(run)
     @torch.no_grad()
     def attack(f: Classifier, x: Tensor, y: Tensor, ball: Ball, turn: Turn) -> Tensor:
-        low, width = _range(x, ball)
+        low, width = _read_box(x, ball)
 
         def logits(u: Tensor) -> Tensor:
             return logits_of(f(low + width * u.to(x.dtype))).float()
@@ -116,7 +116,7 @@ def in_unit_cube(run: _Run) -> AttackFunction:
     return attack
 
 
-def _range(x: Tensor, ball: Ball) -> tuple[float, float]:
+def _read_box(x: Tensor, ball: Ball) -> tuple[float, float]:
     """Lowest value and width of the box; for an embedding space, a power of two that has room."""
     if ball.box is not None:
         return ball.box[0], ball.box[1] - ball.box[0]
@@ -124,9 +124,9 @@ def _range(x: Tensor, ball: Ball) -> tuple[float, float]:
     return -reach, 2 * reach
 
 
-def targets(cube: Cube, turn: Turn) -> Tensor:
+def select_targets(cube: Cube, turn: Turn) -> Tensor:
     """Return the class that each row aims at: of the rank of its turn on the clean sample."""
-    order = _clean(cube, turn).sort(dim=1)[1]
+    order = _clean_logits(cube, turn).sort(dim=1)[1]
     return torch.cat([order[:, -each.target] for each in turn.each()])
 
 
@@ -137,13 +137,13 @@ def close_margins(cube: Cube, turn: Turn) -> Tensor:
     """
     if math.isinf(turn.attack.hope):
         return torch.full_like(cube.y, torch.inf, dtype=torch.float32)
-    whole = margins(_clean(cube, turn), cube.y[: len(cube.y) // turn.copies])
+    whole = margins(_clean_logits(cube, turn), cube.y[: len(cube.y) // turn.copies])
     before = whole if turn.closest is None else turn.closest
     close = CLOSE * whole
     return torch.where(before <= close, torch.inf, close).float().repeat(turn.copies)
 
 
-def _clean(cube: Cube, turn: Turn) -> Tensor:
+def _clean_logits(cube: Cube, turn: Turn) -> Tensor:
     """Return the logits of the samples, once each."""
     return cube.f(cube.x[: len(cube.x) // turn.copies]) if turn.logits is None else turn.logits
 
@@ -185,7 +185,7 @@ def apgd(cube: Cube, turn: Turn) -> Tensor:
 @in_unit_cube
 def apgd_targeted(cube: Cube, turn: Turn) -> Tensor:
     """Climb the targeted DLR loss, against the class of the turn's rank."""
-    return _climb(cube, turn, _dlr_targeted, targets(cube, turn))
+    return _climb(cube, turn, _dlr_targeted, select_targets(cube, turn))
 
 
 def _cross_entropy(logits: Tensor, y: Tensor, _target: Tensor) -> Tensor:
@@ -249,22 +249,22 @@ def _climb(cube: Cube, turn: Turn, loss: Loss, target: Tensor) -> Tensor:
         paths = _leave(paths, ends, turn.copies)
         if len(paths.row) == 0:
             return ends
-        moved = _moved(cube, paths, 1.0 if step == 0 else _KEPT)
-        paths = _judged(cube, paths, moved, loss, last=step + 1 == steps)
+        moved = _move(cube, paths, 1.0 if step == 0 else _KEPT)
+        paths = _judge(cube, paths, moved, loss, last=step + 1 == steps)
         until_check -= 1
         if until_check == 0:
-            hopeless = turn.hopeless(*_progress(paths, loss), (steps - step - 1) / period)
+            hopeless = turn.hopeless(*_measure_progress(paths, loss), (steps - step - 1) / period)
             far = paths.margin > paths.close
-            paths = _checked(paths._replace(given=hopeless & far), period)
+            paths = _halve_steps(paths._replace(given=hopeless & far), period)
             period = max(period - max(int(0.03 * steps), 1), int(0.06 * steps), 1)
             until_check = period
-    _stop(paths, ends)
+    _store_ends(paths, ends)
     return ends
 
 
 def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor, close: Tensor) -> _Paths:
     logits, values, gradient = cube.ascend(z, loss, cube.y, target)
-    broken, clear, margin = _wrong(logits, cube.y)
+    broken, clear, margin = _find_wrong(logits, cube.y)
     return _Paths(
         row=torch.arange(len(z), device=z.device),
         x=cube.x,
@@ -290,13 +290,13 @@ def _begin(cube: Cube, z: Tensor, loss: Loss, target: Tensor, close: Tensor) -> 
     )
 
 
-def _wrong(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _find_wrong(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Tell which rows are misclassified, which of them whatever the rounding, and the margins."""
     margin = margins(logits, y)
     return logits.argmax(1) != y, margin < -CLEAR * logits.abs().amax(1), margin
 
 
-def _moved(cube: Cube, paths: _Paths, share: float) -> Tensor:
+def _move(cube: Cube, paths: _Paths, share: float) -> Tensor:
     """Step along the gradient, and on in the direction of the step before, inside the ball."""
     x, z, gradient = paths.x, paths.z, paths.gradient
     carried = (z - paths.before) * (1 - share)
@@ -304,27 +304,27 @@ def _moved(cube: Cube, paths: _Paths, share: float) -> Tensor:
         low, high = (x - cube.eps).clamp_min(0.0), (x + cube.eps).clamp_max(1.0)
         stepped = (z + paths.step * gradient.sign()).clamp(low, high)
         return (z + (stepped - z) * share + carried).clamp(low, high)
-    stepped = _into(cube, z + paths.step * _unit(cube, gradient), x)
-    return _into(cube, z + (stepped - z) * share + carried, x)
+    stepped = _project(cube, z + paths.step * _normalise(cube, gradient), x)
+    return _project(cube, z + (stepped - z) * share + carried, x)
 
 
-def _unit(cube: Cube, delta: Tensor) -> Tensor:
+def _normalise(cube: Cube, delta: Tensor) -> Tensor:
     return delta / (cube.lengths(delta) + 1e-12)
 
 
-def _into(cube: Cube, z: Tensor, x: Tensor) -> Tensor:
+def _project(cube: Cube, z: Tensor, x: Tensor) -> Tensor:
     delta = z - x
-    return (x + _unit(cube, delta) * cube.lengths(delta).clamp_max(cube.eps)).clamp(0.0, 1.0)
+    return (x + _normalise(cube, delta) * cube.lengths(delta).clamp_max(cube.eps)).clamp(0.0, 1.0)
 
 
-def _judged(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> _Paths:
+def _judge(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> _Paths:
     """Take the rows to z; the last step needs no gradient."""
     if last:
         logits, gradient = cube.f(z), paths.gradient
         values = loss(logits, paths.y, paths.target)
     else:
         logits, values, gradient = cube.ascend(z, loss, paths.y, paths.target)
-    wrong, clear, margin = _wrong(logits, paths.y)
+    wrong, clear, margin = _find_wrong(logits, paths.y)
     better = values > paths.best_loss
     column_of_better = column(better, z)
     return paths._replace(
@@ -343,7 +343,7 @@ def _judged(cube: Cube, paths: _Paths, z: Tensor, loss: Loss, *, last: bool) -> 
     )
 
 
-def _checked(paths: _Paths, period: int) -> _Paths:
+def _halve_steps(paths: _Paths, period: int) -> _Paths:
     """Halve the step of rows that rose too seldom or not at all, and take them back."""
     stuck = ~paths.halved & (paths.checked_loss >= paths.best_loss)
     halved = (paths.rises <= period * _KEPT) | stuck
@@ -358,7 +358,7 @@ def _checked(paths: _Paths, period: int) -> _Paths:
     )
 
 
-def _progress(paths: _Paths, loss: Loss) -> tuple[Tensor, Tensor]:
+def _measure_progress(paths: _Paths, loss: Loss) -> tuple[Tensor, Tensor]:
     """Return what is missing until a row may be misclassified, and by how much that shrank.
 
     Both losses of DLR are positive where it is; so is log(e^loss - 1) of the cross-entropy, the
@@ -379,11 +379,11 @@ def _leave(paths: _Paths, ends: Tensor, copies: int) -> _Paths:
     gone = torch.zeros(samples, dtype=torch.bool, device=ends.device)
     gone[paths.row[paths.clear] % samples] = True
     leaving = gone[paths.row % samples] | paths.given
-    _stop(paths.at(leaving), ends)
+    _store_ends(paths.at(leaving), ends)
     return paths.at(~leaving)
 
 
-def _stop(paths: _Paths, ends: Tensor) -> None:
+def _store_ends(paths: _Paths, ends: Tensor) -> None:
     ends[paths.row] = torch.where(column(paths.broken, ends), paths.end, paths.best)
 
 
@@ -398,12 +398,12 @@ _BACK = 0.9
 @in_unit_cube
 def fab_targeted(cube: Cube, turn: Turn) -> Tensor:
     """Look for the nearest adversarial example: one outside the ball is none."""
-    steps, target, z = turn.attack.steps, targets(cube, turn), _draw_fab_starts(cube, turn)
+    steps, target, z = turn.attack.steps, select_targets(cube, turn), _draw_fab_starts(cube, turn)
     here, row, stretch = cube, torch.arange(len(z), device=z.device), max(steps // 10, 1)
     nearest, least = cube.x.clone(), torch.full_like(cube.y, torch.inf, dtype=z.dtype)
     checked, kept = least.clone(), close_margins(cube, turn).isinf()
     for step in range(steps):
-        z, wrong = _crossed(here, z, target[row])
+        z, wrong = _cross(here, z, target[row])
         length = here.lengths(z - here.x).flatten()
         closer = wrong & (length < least[row])
         nearest[row[closer]], least[row[closer]] = z[closer], length[closer]
@@ -419,7 +419,7 @@ def fab_targeted(cube: Cube, turn: Turn) -> Tensor:
     return torch.where(column(least <= cube.eps, nearest), nearest, cube.x)
 
 
-def _crossed(cube: Cube, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _cross(cube: Cube, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Step to the boundary and beyond; tell which rows are misclassified there."""
     _, rise, slope = cube.ascend(z, _difference, cube.y, target)
     z = _step(cube, z, rise, slope)
@@ -449,7 +449,8 @@ def _step(cube: Cube, z: Tensor, rise: Tensor, slope: Tensor) -> Tensor:
     """Cross the boundary of the model's linearisation, from where a row is and from its sample."""
     gap = rise[:, None] + (slope * (cube.x - z)).flatten(1).sum(1, keepdim=True)
     from_z, from_x = (
-        onto(point, slope, value, cube.norm) for point, value in ((z, rise), (cube.x, gap[:, 0]))
+        step_onto(point, slope, value, cube.norm)
+        for point, value in ((z, rise), (cube.x, gap[:, 0]))
     )
     far_z, far_x = (cube.lengths(d).clamp_min(1e-8) for d in (from_z, from_x))
     share = (far_z / (far_z + far_x)).clamp_max(_TOWARDS_SAMPLE)
@@ -457,7 +458,7 @@ def _step(cube: Cube, z: Tensor, rise: Tensor, slope: Tensor) -> Tensor:
     return moved.clamp(0.0, 1.0)
 
 
-def onto(point: Tensor, slope: Tensor, value: Tensor, norm: str) -> Tensor:
+def step_onto(point: Tensor, slope: Tensor, value: Tensor, norm: str) -> Tensor:
     """Return the least step, in the norm, from a point of [0, 1]^n to where its value is 0.
 
     The value is linear, v + <w, d>. With r_i the room in the direction that lowers |v|, the step

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -167,7 +168,7 @@ def evaluate_chunk(
         EvaluationError: f gives no logits, or values that are not finite.
     """
     _refuse(f, chunk, plan, box)
-    clean, logits = _clean(f, chunk, seed, batch_size)
+    clean, logits = _classify(f, chunk, seed, batch_size)
     yield clean
     ends: dict[tuple[Norm, tuple[Attack, ...]], Outcome] = {}
     for trial in sorted(plan, key=lambda trial: trial.radius.value):
@@ -176,9 +177,9 @@ def evaluate_chunk(
         last = ends.get((trial.norm, trial.attacks), clean)
         for attack in trial.attacks:
             if trial.norm in COUNTED:
-                last = _rewritten(session, trial, attack, last)
+                last = _rewrite(session, trial, attack, last)
             else:
-                last = _attack(session, trial, attack, ball, last)
+                last = _search(session, trial, attack, ball, last)
             yield last
         ends[trial.norm, trial.attacks] = last
 
@@ -193,16 +194,17 @@ class _Session:
     closest: Tensor
 
 
-def _clean(
+def _classify(
     f: Classifier | ByRow, chunk: Chunk, seed: int, batch_size: int
 ) -> tuple[Outcome, Tensor]:
     """Classify the samples; a second pass, with gradient, looks for signs of trouble."""
-    began, meter = time.perf_counter(), Meter()
+    meter = Meter()
     oracle = Oracle(f, torch.arange(len(chunk.x), device=chunk.x.device), batch_size, meter)
-    logits = _finite(oracle(chunk.x), "clean samples", chunk)
+    logits = _require_finite(oracle(chunk.x), "clean samples", chunk)
     _refuse_labels(chunk.y, logits.shape[1])
     again, gradient = logits_and_gradient(oracle, chunk.x, chunk.y)
-    clean = Outcome(
+    clean = _count_passes(
+        meter,
         chunk=chunk.number,
         trial=None,
         attack="clean",
@@ -211,18 +213,25 @@ def _clean(
         robust=logits.argmax(1) == chunk.y,
         x_adv=chunk.x,
         distance=chunk.x.new_zeros(len(chunk.x)),
-        seconds=time.perf_counter() - began,
-        forwards=meter.forwards,
-        backwards=meter.backwards,
-        nonfinite=int(meter.broken),
         checks=examine(logits, again, gradient, chunk.y, int(meter.broken)),
     )
     return clean, logits
 
 
-def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: Outcome) -> Outcome:
+def _count_passes(meter: Meter, **found: Any) -> Outcome:
+    """Return an outcome with what it took."""
+    return Outcome(
+        seconds=time.perf_counter() - meter.began,
+        forwards=meter.forwards,
+        backwards=meter.backwards,
+        nonfinite=int(meter.broken),
+        **found,
+    )
+
+
+def _search(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: Outcome) -> Outcome:
     """Run all turns of one attack, each on the samples that the one before left standing."""
-    began, meter, chunk = time.perf_counter(), Meter(), session.chunk
+    meter, chunk = Meter(), session.chunk
     seed = derive_seed(session.seed, attack.name, chunk.number)
     generator = torch.Generator().manual_seed(seed)
     fitted, notes = adapt(attack, session.logits.shape[1])
@@ -231,23 +240,24 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
     number, turns = 0, fitted.turns if ball.eps > 0 else 0
     while number < turns and bool(robust.any()):
         rows = robust.nonzero()[:, 0]
-        start = partial(_starts, chunk.x, ball, generator, rows)
+        start = partial(_draw_starts, chunk.x, ball, generator, rows)
         room = max(CHUNK // len(rows), 1) if fitted.kind.together else 1
         copies = min(room, turns - number)
         oracle = Oracle(session.f, rows.repeat(copies), session.batch_size, meter)
         known = session.logits[rows], session.closest[rows]
         turn = Turn(fitted, number, generator, start, copies, *known)
         drawn = generator.get_state()
-        z, margin, stands = _turn(oracle, chunk, ball, turn)
+        z, margin, stands = _search_once(oracle, chunk, ball, turn)
         if not meter.mends and bool(meter.broken > 0):  # once more, with other values for NaN
             meter.mends = True
             generator.set_state(drawn)
-            z, margin, stands = _turn(oracle, chunk, ball, turn)
+            z, margin, stands = _search_once(oracle, chunk, ball, turn)
         nearest = margin.reshape(copies, -1).amin(0)
         session.closest[rows] = torch.minimum(session.closest[rows], nearest)
-        x_adv[rows], robust[rows] = _first(z, stands, copies)
+        x_adv[rows], robust[rows] = _select_first(z, stands, copies)
         number += copies
-    return Outcome(
+    return _count_passes(
+        meter,
         chunk=chunk.number,
         trial=trial,
         attack=attack.name,
@@ -256,15 +266,11 @@ def _attack(session: _Session, trial: Trial, attack: Attack, ball: Ball, last: O
         robust=robust,
         x_adv=x_adv,
         distance=distance(x_adv, chunk.x, ball.norm),
-        seconds=time.perf_counter() - began,
-        forwards=meter.forwards,
-        backwards=meter.backwards,
-        nonfinite=int(meter.broken),
         notes=notes,
     )
 
 
-def _first(z: Tensor, stands: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+def _select_first(z: Tensor, stands: Tensor, copies: int) -> tuple[Tensor, Tensor]:
     """Return, of turns that were run together, the first that broke a sample, else the last."""
     each = stands.reshape(copies, -1)
     turn = torch.where(each.all(0), copies - 1, (~each).int().argmax(0))
@@ -272,9 +278,9 @@ def _first(z: Tensor, stands: Tensor, copies: int) -> tuple[Tensor, Tensor]:
     return z[turn * each.shape[1] + sample], each.all(0)
 
 
-def _rewritten(session: _Session, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
+def _rewrite(session: _Session, trial: Trial, attack: Attack, last: Outcome) -> Outcome:
     """Let an attack change the texts that still stand, and judge what it makes of them."""
-    began, meter, chunk = time.perf_counter(), Meter(), session.chunk
+    meter, chunk = Meter(), session.chunk
     assert chunk.texts is not None  # see _refuse_attack
     seed = derive_seed(session.seed, attack.name, chunk.number)
     before, budget = list(chunk.texts.drafts), int(trial.radius.value)
@@ -283,10 +289,11 @@ def _rewritten(session: _Session, trial: Trial, attack: Attack, last: Outcome) -
     if len(rows) and budget > 0:
         turn = Turn(attack, 0, torch.Generator().manual_seed(seed), lambda: chunk.x[rows])
         oracle = TextOracle(chunk.texts.reader, session.batch_size, meter)
-        changed, robust[rows] = _changed(oracle, chunk, rows, budget, turn)
+        changed, robust[rows] = _change_texts(oracle, chunk, rows, budget, turn)
         for i, draft in zip(rows.tolist(), changed, strict=True):
             after[i] = draft
-    return Outcome(
+    return _count_passes(
+        meter,
         chunk=chunk.number,
         trial=trial,
         attack=attack.name,
@@ -295,14 +302,11 @@ def _rewritten(session: _Session, trial: Trial, attack: Attack, last: Outcome) -
         robust=robust,
         x_adv=chunk.x,
         distance=chunk.x.new_tensor([float(len(draft.changed)) for draft in after]),
-        seconds=time.perf_counter() - began,
-        forwards=meter.forwards,
-        backwards=meter.backwards,
         drafts=after,
     )
 
 
-def _changed(
+def _change_texts(
     oracle: TextOracle, chunk: Chunk, rows: Tensor, budget: int, turn: Turn
 ) -> tuple[list[Draft], Tensor]:
     """Attack some texts, check what comes back, and judge that by a fresh forward pass."""
@@ -312,16 +316,18 @@ def _changed(
     after = function(oracle, list(before), y, budget, turn)
     within(after, before, oracle.reader.lexicon, budget, turn.attack.name)
     ids = [oracle.reader.read(draft) for draft in after]
-    logits = _finite(oracle(ids), f"{turn.attack.name} texts", chunk)
+    logits = _require_finite(oracle(ids), f"{turn.attack.name} texts", chunk)
     return after, logits.argmax(1) == y
 
 
-def _starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:
+def _draw_starts(x: Tensor, ball: Ball, generator: torch.Generator, rows: Tensor) -> Tensor:
     """Draw for the whole chunk, so that a sample's start does not depend on who still stands."""
     return random_start(x, ball, generator)[rows]
 
 
-def _turn(oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+def _search_once(
+    oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attack some samples, project what comes back, and judge that by a fresh forward pass.
 
     Returns the points, their margins, and which of them are classified rightly.
@@ -330,7 +336,7 @@ def _turn(oracle: Oracle, chunk: Chunk, ball: Ball, turn: Turn) -> tuple[Tensor,
     x, y, ball = chunk.x[rows], chunk.y[rows], ball[rows]
     function: AttackFunction = attack.kind.load()
     z = inside(function(oracle, x.clone(), y.clone(), ball, turn), x, ball, attack.name)
-    logits = _finite(oracle(z), f"{turn.attack.name} samples", chunk)
+    logits = _require_finite(oracle(z), f"{turn.attack.name} samples", chunk)
     return z, margins(logits, y), logits.argmax(1) == y
 
 
@@ -340,7 +346,7 @@ def derive_seed(seed: int, attack: str, chunk: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
+def _require_finite(logits: Tensor, what: str, chunk: Chunk) -> Tensor:
     bad = int((~logits.isfinite()).any(1).sum())
     if bad:
         raise EvaluationError(

@@ -5,6 +5,7 @@ Its gradient is in x alone: `param.grad` is never touched.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,6 +49,7 @@ class Meter:
         forwards: samples passed forward.
         backwards: samples passed backward.
         broken: those of them whose gradient was not finite, as a tensor: the device need not wait.
+        began: when the count began, in seconds of `time.perf_counter`.
         mends: whether NaN is looked for, and replaced by what is right beside the point; it waits
             for the device, so that attacks do it once they have met NaN.
     """
@@ -56,6 +58,7 @@ class Meter:
     backwards: int = 0
     broken: int | Tensor = 0
     mends: bool = False
+    began: float = field(default_factory=time.perf_counter)
 
     def cleaned(self, gradient: Tensor, near: Callable[[Tensor], Tensor]) -> Tensor:
         """Count a gradient that is not finite; make infinity large, and NaN 0 if it is left.

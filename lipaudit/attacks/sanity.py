@@ -8,7 +8,7 @@ from the sums.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -54,15 +54,10 @@ class Checks:
     nonfinite: int = 0
 
     def __add__(self, other: Checks) -> Checks:
-        return Checks(
-            self.classes,
-            self.samples + other.samples,
-            self.correct + other.correct,
-            self.zero_gradients + other.zero_gradients,
-            self.random + other.random,
-            self.probabilities + other.probabilities,
-            self.nonfinite + other.nonfinite,
-        )
+        counts = [
+            one + more for one, more in zip(astuple(self)[1:], astuple(other)[1:], strict=True)
+        ]
+        return Checks(self.classes, *counts)
 
 
 def examine(
@@ -116,7 +111,7 @@ def clean_notes(
         "randomised": checks.random > 0,
         "probabilities": checks.samples > 0 and checks.probabilities == checks.samples,
         "clean-accuracy-at-chance": guessing
-        and checks.correct < min(_chance(checks), checks.samples),
+        and checks.correct < min(_count_lucky(checks), checks.samples),
     }
     texts = {
         "zero-gradients": f"{checks.zero_gradients} of {checks.correct} correct samples have a "
@@ -132,7 +127,7 @@ def clean_notes(
         f"without any attack, no more than guessing among {checks.classes} classes may give: "
         "check labels and preprocessing",
     }
-    return tuple(_warning(code, texts[code]) for code, present in signs.items() if present)
+    return tuple(_make_warning(code, texts[code]) for code, present in signs.items() if present)
 
 
 def square_notes(before: int, after: int, samples: int) -> tuple[Note, ...]:
@@ -149,7 +144,7 @@ def square_notes(before: int, after: int, samples: int) -> tuple[Note, ...]:
         f"Square broke {before - after} samples that the gradient attacks before it had not: the "
         "gradients may be masked, and robust accuracy may be lower still"
     )
-    return (_warning("square-beats-gradients", text),)
+    return (_make_warning("square-beats-gradients", text),)
 
 
 def resolution_notes(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[Note, ...]:
@@ -163,7 +158,7 @@ def resolution_notes(x: Float[Tensor, " batch *sample"], ball: Ball) -> tuple[No
         "as those of the data: attacks lose part of the ball, and robust "
         f"accuracy may be too high; {advice}"
     )
-    return (_warning("ball-below-resolution", text),)
+    return (_make_warning("ball-below-resolution", text),)
 
 
 def refuse_training(f: Any) -> None:
@@ -181,11 +176,11 @@ def refuse_training(f: Any) -> None:
             raise UsageError(f"{what} is in training mode", "call model.eval() before the attack")
 
 
-def _chance(checks: Checks) -> float:
+def _count_lucky(checks: Checks) -> float:
     """Two standard deviations above the expected number of lucky guesses."""
     mean = checks.samples / checks.classes
     return mean + 2 * math.sqrt(mean * (1 - 1 / checks.classes))
 
 
-def _warning(code: str, text: str) -> Note:
+def _make_warning(code: str, text: str) -> Note:
     return Note(level="warning", code=code, text=text)

@@ -43,10 +43,10 @@ def square(cube: Cube, turn: Turn) -> Tensor:
         return cube.f(u[..., :rows, :columns].reshape(len(u), *shape[1:]))
 
     if cube.norm == "l2":
-        return _package(logits, images, cube, turn)[..., :rows, :columns].reshape(shape)
+        return _run_package(logits, images, cube, turn)[..., :rows, :columns].reshape(shape)
     draw = torch.Generator().manual_seed(draw_seed(turn))
-    signs = _first_signs(images, draw)
-    search = _Search(logits, images, cube, signs, _draws(images, turn.attack.queries, draw))
+    signs = _draw_signs(images, draw)
+    search = _Search(logits, images, cube, signs, _draw_queries(images, turn.attack.queries, draw))
     close = close_margins(cube, turn)
     if turn.closest is not None:  # where it gets further than gradients did, they tell too little
         close = torch.maximum(close, turn.closest.to(close))
@@ -55,7 +55,7 @@ def square(cube: Cube, turn: Turn) -> Tensor:
     return search.best.reshape(shape)
 
 
-def _first_signs(images: Tensor, draw: torch.Generator) -> Tensor:
+def _draw_signs(images: Tensor, draw: torch.Generator) -> Tensor:
     """Draw the stripes that the search starts from."""
     size, channels, _, columns = images.shape
     numbers = torch.rand(size, channels, 1, columns, generator=draw, dtype=torch.float32)
@@ -80,7 +80,7 @@ class _Queries(NamedTuple):
     code: Tensor
 
 
-def _draws(images: Tensor, queries: int, draw: torch.Generator) -> _Queries:
+def _draw_queries(images: Tensor, queries: int, draw: torch.Generator) -> _Queries:
     """Draw all queries at once: the numbers that the package draws one by one."""
     channels, high, wide = images.shape[1:]
     numbers = torch.rand(queries, 2 + channels, generator=draw, dtype=torch.float32)
@@ -141,11 +141,11 @@ class _Search:
         """Count, in every corner rectangle, the entries that either sign would change."""
         best = self.best[rows]
         for i, sign in enumerate((-1.0, 1.0)):
-            changes = self._changed(rows, sign) != best
+            changes = self._change(rows, sign) != best
             sums = changes.cumsum(-1, dtype=torch.int32).cumsum(-2, dtype=torch.int32)
             self.room[i, :, rows, 1:, 1:] = sums.movedim(1, 0)
 
-    def _changed(self, rows: Tensor, sign: float | Tensor) -> Tensor:
+    def _change(self, rows: Tensor, sign: float | Tensor) -> Tensor:
         moved = self.best[rows] + 2.0 * self.eps * sign
         return torch.minimum(torch.maximum(moved, self.low[rows]), self.high[rows])
 
@@ -156,7 +156,7 @@ class _Search:
         if len(rows) == 0:
             return False
         ahead = self.next[rows, None] + torch.arange(_AHEAD, device=rows.device)
-        unknown = (ahead < total) & ~self._known(rows, ahead.clamp_max(total - 1))
+        unknown = (ahead < total) & ~self._find_known(rows, ahead.clamp_max(total - 1))
         most = 1 + (self.next - self.moved)[rows] // _PATIENT
         most = most.clamp_max(max(CHUNK // len(rows), 1))[:, None]
         asked = unknown & (unknown.cumsum(1) <= most)
@@ -178,7 +178,7 @@ class _Search:
         self.check = torch.where(due, 2 * self.check, self.check)
         self.next = torch.where(due & hopeless, total, self.next)
 
-    def _known(self, rows: Tensor, ahead: Tensor) -> Tensor:
+    def _find_known(self, rows: Tensor, ahead: Tensor) -> Tensor:
         """Tell which queries (rows, _AHEAD) change nothing, or were refused already."""
         q = self.queries
         code = q.code[ahead]
@@ -221,14 +221,14 @@ class _Search:
         across = (place[:high] >= top) & (place[:high] < top + side)
         along = (place[:wide] >= left) & (place[:wide] < left + side)
         square = (across[:, :, None] & along[:, None, :])[:, None]
-        moved = self._changed(rows, q.sign[asked][:, :, None, None])
+        moved = self._change(rows, q.sign[asked][:, :, None, None])
         return torch.where(square, moved, self.best[rows])
 
 
-def _package(f: Callable[[Tensor], Tensor], images: Tensor, cube: Cube, turn: Turn) -> Tensor:
+def _run_package(f: Callable[[Tensor], Tensor], images: Tensor, cube: Cube, turn: Turn) -> Tensor:
     """Search an L2 ball: the package's own search, on pictures that it can lay its grid on."""
     rows, columns = images.shape[-2:]
-    high, wide = _canvas(rows, columns)
+    high, wide = find_canvas(rows, columns)
     attack = SquareAttack(
         f,
         norm="L2",
@@ -258,20 +258,20 @@ def _package_state(number: int) -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-def _canvas(rows: int, columns: int) -> tuple[int, int]:
+def find_canvas(rows: int, columns: int) -> tuple[int, int]:
     """Smallest image, at least this large, on which the package can lay its L2 starting grid.
 
     It tiles with squares of side s = rows // 5 from an offset, and fails on 4 x 4, 14 x 14 or
     14 x 28, where the last tile crosses the edge.
     """
-    while not _tiles(rows, rows):
+    while not _fits_grid(rows, rows):
         rows += 1
-    while not _tiles(rows, columns):
+    while not _fits_grid(rows, columns):
         columns += 1
     return rows, columns
 
 
-def _tiles(rows: int, length: int) -> bool:
+def _fits_grid(rows: int, length: int) -> bool:
     side = rows // 5
     offset = (rows - 5 * side) // 2
     return side == 1 or (side > 1 and offset + length // side * side <= length)

@@ -11,7 +11,7 @@ from lipaudit.attacks.evaluate import Chunk, evaluate, evaluate_chunk
 from lipaudit.attacks.kinds import ATTACKS
 from lipaudit.attacks.oracle import Turn
 from lipaudit.attacks.plan import Attack, adapt, read_plan
-from lipaudit.attacks.square import _canvas
+from lipaudit.attacks.square import find_canvas
 from lipaudit.errors import UsageError
 
 PACKAGE = [name for name, kind in ATTACKS.items() if not kind.masked]
@@ -177,7 +177,7 @@ def test_the_l2_grid_of_square_fits_exactly_where_the_package_says():
     """Sizes that the package cannot start on are enlarged, all others are left alone."""
     for rows in (1, 4, 5, 8, 12, 13, 14, 17, 18, 19, 24, 28):
         for columns in (7, 14, 28):
-            enlarged = _canvas(rows, columns)
+            enlarged = find_canvas(rows, columns)
             assert starts(*enlarged)
             assert starts(rows, columns) == (enlarged == (rows, columns))
             assert enlarged[0] - rows <= 4

@@ -14,7 +14,7 @@ from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
 from torch import Tensor
 
-from lipaudit.attacks.autoattack import CLEAR, onto
+from lipaudit.attacks.autoattack import CLEAR, step_onto
 from lipaudit.attacks.balls import Ball, distance, random_start
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.kinds import ATTACKS
@@ -178,14 +178,14 @@ def test_the_step_onto_a_hyperplane_is_the_least_one(norm, project):
     slopes[:, 10:14] = 0
     values = torch.randn(40, generator=draw) * torch.logspace(-3, 1.3, 40)
     theirs = project(points, slopes, (slopes * points).sum(1) - values)
-    ours = onto(points, slopes, values, norm)
+    ours = step_onto(points, slopes, values, norm)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     left = values + (slopes * ours).sum(1)
     reached = left.abs() < 1e-4
     assert 0 < int(reached.sum()) < 40
     moved = (points + ours)[~reached]
     assert ((moved * (1 - moved)).abs() < 1e-6)[slopes[~reached] != 0].all()
-    assert not onto(points[:2], torch.zeros(2, 30), values[:2], norm).any()
+    assert not step_onto(points[:2], torch.zeros(2, 30), values[:2], norm).any()
 
 
 def test_square_asks_nothing_twice(digits):

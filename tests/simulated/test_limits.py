@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import lipaudit
+from benchmarks.shared.demos import load_shipped
 from lipaudit.cli.commands import build
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.loading import load_net

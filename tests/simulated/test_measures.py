@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lipaudit
+from benchmarks.shared.demos import load_shipped
 from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lipaudit
+from benchmarks.shared.demos import load_shipped
 from lipaudit.models.attention.project.probes import take
 from lipaudit.models.derivative.linearize import linearize
 from lipaudit.models.sources.loading import load_net

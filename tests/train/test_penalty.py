@@ -10,6 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.shared.demos import load_shipped, make_demo
 from lipaudit.data.batch import Batch
 from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.capture import capture

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from benchmarks.shared.demos import load_shipped
 from lipaudit import measure, merge
 from lipaudit.engine.place import Place, share_run
 from lipaudit.errors import EvaluationError, InputError, UsageError

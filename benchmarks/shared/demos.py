@@ -104,7 +104,7 @@ def main() -> None:
     """Train the demos and write their weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(RECIPES), metavar="NAME")
-    parser.add_argument("--directory", type=Path, default=Path(__file__).parents[1])
+    parser.add_argument("--directory", type=Path, default=Path(__file__).parents[2] / "lipaudit")
     parser.add_argument("--digits", action="store_true", help="write the images again, too")
     asked = parser.parse_args()
     folders = {layer: asked.directory / layer / "assets" for layer in ("models", "data")}

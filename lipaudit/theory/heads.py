@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from lipaudit.theory.policy import POLICY
+from lipaudit.theory.policy import POLICY, Policy
 
 MASK = 9e3
 """How far below the others an entry of a bias hides its key: conventions are -inf, the most
@@ -110,6 +110,7 @@ class Heads:
             `bias` then holds the logits at X, all of them, and `scale` is that of the pairs.
         sink: a logit beside those of the keys that depends on nothing, and whose value is 0:
             the rows of P sum to less than 1. None without.
+        policy: how computations on them are cut up and rounded.
     """
 
     x: Float[Tensor, "batch n D"]
@@ -128,6 +129,7 @@ class Heads:
     sample: Int[Tensor, " batch"]
     pairs: Pairs | None = None
     sink: Float[Tensor, "#batch #heads #n"] | None = None
+    policy: Policy = POLICY
 
     def rows(
         self, start: int, stop: int, *, whole: bool = False
@@ -225,8 +227,8 @@ class Heads:
     def row_blocks(self) -> list[tuple[int, int]]:
         """Cut the queries; all at once where the maps of a sample are within `map_limit`."""
         count, n, m = *self.q.shape[1:3], self.k.shape[2]
-        short = count * n * m <= POLICY.map_limit
-        size = n if short else max(1, POLICY.chunk_entries // (count * m))
+        short = count * n * m <= self.policy.map_limit
+        size = n if short else max(1, self.policy.chunk_entries // (count * m))
         return [(i, min(i + size, n)) for i in range(0, n, size)]
 
     def bias_rows(self, start: int, stop: int) -> Float[Tensor, "#batch #heads #rows #m"]:

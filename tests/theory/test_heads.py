@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lipaudit.measures.by_layer import per_sample
-from lipaudit.theory import heads as heads_module
 from lipaudit.theory.bounds.head_bounds import head_bounds
 from lipaudit.theory.condition import forward_error
 from lipaudit.theory.heads import Heads, Projection, affine_heads
@@ -156,7 +155,9 @@ def test_one_hot_rows_do_not_look_causal(random_layer):
     assert not replace(peaked, bias=4 * peaked.bias).is_causal()
 
 
-def test_a_mask_of_booleans_is_one_of_zeros_and_infinities(random_layer, monkeypatch):
+def test_a_mask_of_booleans_is_one_of_zeros_and_infinities(
+    random_layer,
+):
     heads = random_layer("rotary").heads
     n = heads.q.shape[2]
     seen = torch.ones(n, n, dtype=torch.bool).tril().triu(-2)  # a causal sliding window
@@ -166,7 +167,8 @@ def test_a_mask_of_booleans_is_one_of_zeros_and_infinities(random_layer, monkeyp
     kept, cast = replace(heads, bias=mask), replace(heads, bias=added)
     assert kept.to(torch.float32).bias is mask
     for limit in (2**25, 0):  # all rows at once, and one by one
-        monkeypatch.setattr(heads_module, "POLICY", Policy(map_limit=limit, chunk_entries=1))
+        policy = Policy(map_limit=limit, chunk_entries=1)
+        kept, cast = replace(kept, policy=policy), replace(cast, policy=policy)
         assert [rows[1] for rows in kept.row_blocks()] == ([n] if limit else [*range(1, n + 1)])
         for read in (
             lambda heads: heads.rows(0, n),

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from lipaudit.theory import heads as heads_module
 from lipaudit.theory.bounds.head_bounds import BOUNDS, head_bounds
 from lipaudit.theory.exact.head_norms import head_norms, layer_norms, splitting_gain, vjp_x
 from lipaudit.theory.heads import Projection, affine_heads, rows_in_reach
-from lipaudit.theory.policy import Policy
+from lipaudit.theory.policy import POLICY, Policy
 from tests.live import Live
 
 SEEDS = range(10)
 LONG = Policy(map_limit=0, chunk_entries=24)
-
-
-@pytest.fixture
-def long(monkeypatch):
-    """Treat every layer as one that is too long."""
-
-    def begin():
-        monkeypatch.setattr(heads_module, "POLICY", LONG)
-
-    return begin
 
 
 def norms_of(heads):
@@ -42,22 +30,21 @@ def norms_of(heads):
     return values
 
 
-def test_exact_norms_are_those_of_kept_maps(layer, long):
+def test_exact_norms_are_those_of_kept_maps(layer):
+    long = replace(layer.heads, policy=LONG)
     torch.manual_seed(0)
     kept = norms_of(layer.heads)
-    long()
     torch.manual_seed(0)
-    met = norms_of(layer.heads)
-    assert len(layer.heads.row_blocks()) > 1 or layer.heads.q.shape[2] < 3
+    met = norms_of(long)
+    assert len(long.row_blocks()) > 1 or layer.heads.q.shape[2] < 3
     for name, values in kept.items():
         torch.testing.assert_close(met[name], values, rtol=1e-9, atol=1e-12)
 
 
-def test_every_bound_holds_and_is_hardly_larger(layer, long):
+def test_every_bound_holds_and_is_hardly_larger(layer):
     heads = layer.heads
     exact, kept = head_norms(heads, seeds=SEEDS, tol=1e-9).norm, head_bounds(heads)
-    long()
-    met = head_bounds(replace(heads), policy=replace(LONG, single_keys=2))
+    met = head_bounds(replace(heads, policy=replace(LONG, single_keys=2)))
     for name in ("softmax_norm_max", "g1_max", "x_norm", "radius", "tokens"):
         torch.testing.assert_close(met[name], kept[name], rtol=1e-9, atol=0)
     true = torch.linalg.matrix_norm(heads.attention(), 2)
@@ -84,25 +71,21 @@ def test_rows_are_cut_to_the_keys_that_they_see(random_layer):
         torch.testing.assert_close(whole, one.attention()[:, :, 3:5], rtol=1e-12, atol=0)
 
 
-def rotary_heads(tokens, count, width):
-    """A causal layer with rotary-like maps, one sample."""
+SHORT = Policy(map_limit=2**15, chunk_entries=2**14, map_entries=1)
+
+
+def rotary_heads(tokens, count, width, policy=SHORT):
+    """A causal layer with rotary-like maps, one sample; by default too long to be kept."""
     torch.manual_seed(0)
     x, weights = torch.randn(1, tokens, 8), torch.randn(3, count, 8, width)
-    heads = replace(affine_heads(x, *weights), causal=True)
+    heads = replace(affine_heads(x, *weights), causal=True, policy=policy)
     turns = torch.linalg.qr(torch.randn(1, 1, tokens, width, width)).Q
     q, k = ((turns @ (x[:, None] @ w)[..., None])[..., 0] for w in weights[:2])
     to_q, to_k = (Projection(w, None, turns, "rotation") for w in weights[:2])
     return replace(heads, q=q, k=k, to_q=to_q, to_k=to_k)
 
 
-@pytest.fixture
-def short_limit(monkeypatch):
-    policy = Policy(map_limit=2**15, chunk_entries=2**14, map_entries=1)
-    monkeypatch.setattr(heads_module, "POLICY", policy)
-    return policy
-
-
-def test_exact_norms_of_long_layers_keep_no_map(short_limit):
+def test_exact_norms_of_long_layers_keep_no_map():
     """Memory of a block of rows in float64, and of vectors: it grows as the tokens do.
 
     Two steps: each keeps as much as any other.
@@ -113,24 +96,24 @@ def test_exact_norms_of_long_layers_keep_no_map(short_limit):
         with live:
             head_norms(heads, seeds=[0], max_steps=2)
             layer_norms(heads, seeds=[0], max_steps=2)
-        assert live.largest <= 2 * 8 * short_limit.chunk_entries
+        assert live.largest <= 2 * 8 * SHORT.chunk_entries
         most.append(live.most)
     assert most[1] < 2.2 * most[0]
     assert most[1] < 4 * 512**2 * 8 / 2  # the maps of the four heads, in double precision
 
 
 def test_exact_norms_of_short_layers_keep_the_maps_in_both_precisions():
-    heads, live = rotary_heads(256, 8, 2), Live()
+    heads, live = rotary_heads(256, 8, 2, POLICY), Live()
     with live:
         head_norms(heads, seeds=[0])
         layer_norms(heads, seeds=[0])
     assert live.most < 24 * 8 * 256**2
 
 
-def test_bounds_of_long_layers_keep_the_maps_of_one_head(short_limit):
+def test_bounds_of_long_layers_keep_the_maps_of_one_head():
     """P in float64 and in float32, the norms of its blocks in float32, and blocks of rows."""
     tokens, heads, live = 512, rotary_heads(512, 4, 2), Live()
     with live:
-        head_bounds(heads, policy=short_limit)
+        head_bounds(heads)
     assert live.largest <= 8 * tokens**2
     assert live.most < 20 * tokens**2

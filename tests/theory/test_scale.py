@@ -31,9 +31,9 @@ def scaled(heads, factors):
 @pytest.mark.parametrize("name", KINDS)
 def test_bounds_scale_with_each_heads_values(random_layer, policy, name):
     heads = random_layer(name).heads.to(torch.float32)
-    plain = head_bounds(heads, policy=policy)
+    plain = head_bounds(replace(heads, policy=policy))
     for power in BITS:  # one head beside an ordinary one
-        bounds = head_bounds(scaled(heads, (2.0**power, 1.0)), policy=policy)
+        bounds = head_bounds(replace(scaled(heads, (2.0**power, 1.0)), policy=policy))
         for bound in BOUNDS:
             want = plain[bound] * torch.tensor([2.0**power, 1.0], dtype=torch.float64)
             torch.testing.assert_close(bounds[bound], want, rtol=0, atol=0, equal_nan=True)

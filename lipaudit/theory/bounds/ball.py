@@ -46,7 +46,6 @@ from lipaudit.theory.bounds.ingredients import (
 )
 from lipaudit.theory.bounds.mean_field import mean_field
 from lipaudit.theory.heads import Heads
-from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.scale import unit_values
 from lipaudit.theory.spectral.upper import spectral_norm
 
@@ -64,7 +63,6 @@ def ball_sharp(
     *,
     sharp: Float[Tensor, "batch heads"] | None = None,
     weights: Weights | None = None,
-    policy: Policy = POLICY,
 ) -> Float[Tensor, "batch heads"]:
     """Return a Lipschitz constant of every head on the ball ||X' - X||_F <= r.
 
@@ -76,7 +74,6 @@ def ball_sharp(
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
         sharp: the bound at X, where it is known.
         weights: what comes of the weights alone, where it is known.
-        policy: how many heads are met at a time.
 
     Raises:
         UsageError: r is negative.
@@ -88,28 +85,31 @@ def ball_sharp(
     heads = heads.to(torch.float64)
     weights = weights or weights_of(heads)
     if sharp is None:
-        sharp = head_bounds(heads, weights=weights, policy=policy)["sharp"]
+        sharp = head_bounds(heads, weights=weights)["sharp"]
     if r == 0:
         return sharp
     unit, size = unit_values(heads)
     per_value = weights.per_value(size)
-    parts = [_growth(unit.pick(some), per_value.pick(some), r) for some in chunks(unit, policy)]
+    parts = [bound_growth(unit.pick(some), per_value.pick(some), r) for some in chunks(unit)]
     growth = torch.cat(parts, 1)
     return sharp + (1 + ROUNDING) * size.to(growth) * growth
 
 
-def _growth(heads: Heads, weights: Weights, r: float) -> Tensor:
+def bound_growth(heads: Heads, weights: Weights, r: float) -> Tensor:
     """Bound what the norm of the Jacobian grows by within the radius."""
-    point = _point(heads, weights)
+    point = read_point(heads, weights)
     ends = [r * (panel + 1) / PANELS for panel in range(PANELS)]
-    total = sum((_curvature(point, rho) for rho in ends), torch.zeros_like(point.a[..., 0, 0]))
+    total = sum(
+        (bound_curvature(point, bound_moves(point, rho)) for rho in ends),
+        torch.zeros_like(point.a[..., 0, 0]),
+    )
     # inf - inf or 0 inf stands where a number is beyond the largest one.
     return (r / PANELS * total).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 @torch.inference_mode()
 def ball_size_bounds(
-    heads: Heads, r: float, *, weights: Weights | None = None, policy: Policy = POLICY
+    heads: Heads, r: float, *, weights: Weights | None = None
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return hu, castin and mean_field on the ball ||X' - X||_F <= r.
 
@@ -120,17 +120,16 @@ def ball_size_bounds(
         heads: all heads of a layer, any kind.
         r: radius, as in `ball_sharp`.
         weights: what comes of the weights alone, where it is known.
-        policy: how maps are cut and rounded.
     """
     heads = heads.to(torch.float64)
     if weights is None and are_affine(heads):
         weights = weights_of(heads)
-    known = Ingredients(heads, tokens_of(heads, policy), weights, policy)
+    known = Ingredients(heads, tokens_of(heads), weights)
     return {f.__name__: f(known, r) * (1 + ROUNDING) for f in (hu, castin, mean_field)}
 
 
 @dataclass(frozen=True)
-class _Point:
+class BallPoint:
     """What is known at X, and which of two limits each row takes on every ball around it."""
 
     p: Float[Tensor, "batch heads n m"]  # 0 where masked, at least the smallest number elsewhere
@@ -145,7 +144,8 @@ class _Point:
     uneven: Bool[Tensor, "batch heads n 1"]  # whether that of `_weighted_spread` is
 
 
-def _point(heads: Heads, weights: Weights) -> _Point:
+def read_point(heads: Heads, weights: Weights) -> BallPoint:
+    """Return what is known at X."""
     at = centre_heads(heads)
     rows = affine_rows(heads, at, weights)
     visible = heads.visible(0, at.p.shape[2])
@@ -159,8 +159,8 @@ def _point(heads: Heads, weights: Weights) -> _Point:
     twice = 2 * p * _others(p)
     one_hot = twice.amax(-1, keepdim=True) < p.amax(-1, keepdim=True)
     even = torch.where(one_hot, twice, p) * w.amax(-1, keepdim=True)
-    uneven = _lengths(_bound_weights(p, p, w)[0]) < _lengths(even)
-    return _Point(p, z, w, rows.u, rows.wv, a, slope, bend, one_hot, uneven)
+    uneven = _lengths(bound_weights(p, p, w)[0]) < _lengths(even)
+    return BallPoint(p, z, w, rows.u, rows.wv, a, slope, bend, one_hot, uneven)
 
 
 def _log_growth(p: Tensor, z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ def _others(p: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Limits:
+class BallLimits:
     """What nothing exceeds on the ball of radius rho, with `spread` as `_spread` says."""
 
     p: Tensor  # P_ij
@@ -197,7 +197,8 @@ class _Limits:
     shift: Tensor  # how far v_j - o_i moves
 
 
-def _limits(at: _Point, rho: float) -> _Limits:
+def bound_moves(at: BallPoint, rho: float) -> BallLimits:
+    """Bound how far everything moves on the ball of radius rho."""
     p = (at.p.log() + at.slope * rho + at.bend * at.a * (rho * rho)).clamp_max(0.0).exp()
     spread = _spread(at, p)
     widest = spread.amax(-1, keepdim=True).sqrt()
@@ -208,12 +209,11 @@ def _limits(at: _Point, rho: float) -> _Limits:
     v = _deviation(p, at.w) + rho * at.wv * widest
     # ||D o_i|| <= ||sum_j P_ij W_V^T f_j|| + ||Cov_i(sigma, v)||, everywhere on the way.
     output = at.wv * p.amax(-1, keepdim=True).sqrt() + (z + u * widest) * v
-    return _Limits(p, spread, u, z, v, rho * (at.wv + output))
+    return BallLimits(p, spread, u, z, v, rho * (at.wv + output))
 
 
-def _curvature(at: _Point, rho: float) -> Float[Tensor, "batch heads"]:
-    """Bound C(rho)."""
-    on = _limits(at, rho)
+def bound_curvature(at: BallPoint, on: BallLimits) -> Float[Tensor, "batch heads"]:
+    """Bound C on a ball, given what nothing exceeds there."""
     longest = at.w.amax(-1, keepdim=True) + on.shift
     # The standard deviation of sigma_i is at most z x_i^1/2 + u y_i^1/2 with y = spread x.
     mixed = at.wv * on.z + longest * on.z * on.u + at.a * on.v
@@ -235,7 +235,7 @@ def _deviation(p: Tensor, lengths: Tensor) -> Tensor:
     return (p * lengths.square()).sum(-1, keepdim=True).sqrt()
 
 
-def _spread(at: _Point, p: Tensor) -> Tensor:
+def _spread(at: BallPoint, p: Tensor) -> Tensor:
     """Return h with sum_j P_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, P at most p.
 
     The left side is at most E_i ||f||^2; and it is sum_{j < l} P_ij P_il ||f_j - f_l||^2, at most
@@ -244,15 +244,15 @@ def _spread(at: _Point, p: Tensor) -> Tensor:
     return torch.where(at.one_hot, 2 * p * _others(p).clamp_max(1.0), p)
 
 
-def _weighted_spread(at: _Point, on: _Limits) -> Tensor:
+def _weighted_spread(at: BallPoint, on: BallLimits) -> Tensor:
     """Return h with sum_j P_ij w_ij ||f_j - E_i f||^2 <= sum_j h_ij ||f_j||^2, w that at X."""
     even = on.spread * at.w.amax(-1, keepdim=True)
-    uneven, holds = _bound_weights(at.p, on.p, at.w)
+    uneven, holds = bound_weights(at.p, on.p, at.w)
     # Where it does not hold, the larger of both goes on from it: no limit falls as rho grows.
     return torch.where(at.uneven, torch.where(holds, uneven, torch.maximum(uneven, even)), even)
 
 
-def _bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def bound_weights(centre: Tensor, p: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Return p_ij (w_ij + |d_ij| D_i / (m_i - D_i)), and whether D_i <= m_i / 2, so that it holds.
 
     m_i = sum_j centre_ij w_ij, d = w - m and D_i = sum_j p_ij |d_ij|. In one coordinate t of f,

@@ -24,7 +24,6 @@ from lipaudit.theory.bounds.mean_field import mean_field
 from lipaudit.theory.bounds.sharp import sharp
 from lipaudit.theory.bounds.yudin import appendix_c, theorem3, theorem3_g1
 from lipaudit.theory.heads import Heads
-from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.scale import unit_values
 
 BOUNDS: Mapping[str, Bound] = catalogue()
@@ -102,7 +101,6 @@ def head_bounds(
     heads: Heads,
     *,
     weights: Weights | None = None,
-    policy: Policy = POLICY,
 ) -> dict[str, Float[Tensor, "batch heads"]]:
     """Return every bound of every head, and what the bounds are made of, in float64.
 
@@ -113,7 +111,6 @@ def head_bounds(
     Args:
         heads: all heads of a layer, any kind, any precision.
         weights: what comes of the weights alone, where it is known; see `KnownWeights`.
-        policy: how maps are cut and rounded: no bound holds less for it.
 
     Raises:
         EvaluationError: tokens, queries, keys or values are not finite.
@@ -130,19 +127,17 @@ def head_bounds(
     """
     if len(heads.row_blocks()) > 1 and len(heads.q) > 1:
         rows = [heads.row(b) for b in range(len(heads.q))]
-        each = [head_bounds(row, weights=weights, policy=policy) for row in rows]
+        each = [head_bounds(row, weights=weights) for row in rows]
         return {name: torch.cat([one[name] for one in each]) for name in each[0]}
     heads = heads.to(torch.float64)
     _require_finite(heads)
-    tokens = tokens_of(heads, policy)
+    tokens = tokens_of(heads)
     weights = weights or (weights_of(heads) if are_affine(heads) else None)
     heads, size = unit_values(heads)
     weights = weights and weights.per_value(size)
     parts = [
-        _compute_all(
-            Ingredients(heads.pick(chunk), tokens, weights and weights.pick(chunk), policy)
-        )
-        for chunk in chunks(heads, policy)
+        _compute_all(Ingredients(heads.pick(chunk), tokens, weights and weights.pick(chunk)))
+        for chunk in chunks(heads)
     ]
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     size = size.to(heads.v.device)
@@ -158,11 +153,11 @@ def _require_finite(heads: Heads) -> None:
             )
 
 
-def chunks(heads: Heads, policy: Policy) -> Iterator[slice]:
+def chunks(heads: Heads) -> Iterator[slice]:
     """Some heads at a time, so that a temporary stays near `map_entries` numbers."""
     (batch, count, n, d), (m, dv) = heads.q.shape, heads.v.shape[2:]
     per_head = batch * (n * m if are_affine(heads) else max(n * m, n * d * d, m * d * dv))
-    size = max(1, policy.map_entries // per_head)
+    size = max(1, heads.policy.map_entries // per_head)
     return (slice(start, start + size) for start in range(0, count, size))
 
 

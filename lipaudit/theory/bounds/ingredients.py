@@ -352,7 +352,7 @@ class Tokens:
         return tokens
 
 
-def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
+def tokens_of(heads: Heads) -> Tokens:
     """Measure the tokens of a layer; with any bias as [X 1], without padding."""
     x, one = heads.x, _ones(heads)
     valid = (x.new_ones(x.shape[:2]) if heads.valid is None else heads.valid.to(x))[..., None]
@@ -371,12 +371,12 @@ def tokens_of(heads: Heads, policy: Policy = POLICY) -> Tokens:
     )
     if len(heads.row_blocks()) > 1 and x.shape[1] > x.shape[2]:
         rows = torch.cat([x, one * valid], -1)
-        return tokens.with_norm(gram_norm(rows.mT @ rows, policy=policy)[:, None])
+        return tokens.with_norm(gram_norm(rows.mT @ rows, policy=heads.policy)[:, None])
     # <x_i, x_j> = <off_i, off_j> + b_i + b_j with b_i = <off_i, mean> + ||mean||^2 / 2
     beside = off @ mean.mT + 0.5 * (mean.square().sum(-1, keepdim=True) + one) * valid
     ends = torch.cat([beside, valid], -1), torch.cat([valid, beside], -1)
     gram = torch.baddbmm(tokens.gram, ends[0], ends[1].mT)
-    return tokens.with_norm(gram_norm(gram, policy=policy)[:, None])
+    return tokens.with_norm(gram_norm(gram, policy=heads.policy)[:, None])
 
 
 def _ones(heads: Heads) -> int:
@@ -421,13 +421,10 @@ class Ingredients:
         heads: in float64, W_V of each of about size one.
         tokens: what all heads of the layer share.
         affine: whether the bounds for affine self-attention apply: see `affine_only`.
-        policy: how maps are cut and rounded.
     """
 
-    def __init__(
-        self, heads: Heads, tokens: Tokens, weights: Weights | None, policy: Policy = POLICY
-    ) -> None:
-        self.heads, self.tokens, self.policy = heads, tokens, policy
+    def __init__(self, heads: Heads, tokens: Tokens, weights: Weights | None = None) -> None:
+        self.heads, self.tokens, self.policy = heads, tokens, heads.policy
         self.affine = weights is not None and affine_only(heads) is None
         self._weights = weights
         self._computed: dict[Callable[..., Any], Any] = {}

@@ -7,7 +7,7 @@ of J: block (i, j) is P_ij (Phi^v_j + w u^T), w = v_j - o_i, u = s Phi^k_j^T q_i
 s T_i Phi^q_i on the diagonal; their bounds are B_ij = P_ij beta_ij + delta_ij t_i. Keys and values
 stand less their mean over the keys that are seen: M(P_i) 1 = 0, so no constant matters, and less
 cancels. With other logits b_ij stands for s q_i, and a_ij for s k_j in
-s T_i = sum_j P_ij w a_ij^T: see `exact.pairs`.
+s T_i = sum_j P_ij w a_ij^T: see `exact.attend`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from lipaudit.theory.exact.attend import (
 )
 from lipaudit.theory.exact.head_norms import dense_jacobian
 from lipaudit.theory.heads import Heads
-from lipaudit.theory.policy import Policy
 from lipaudit.theory.spectral.upper import nonnegative_norm, spectral_norm
 
 
@@ -54,23 +53,24 @@ def block_bound(known: Ingredients, steps: int = 10) -> Float[Tensor, "batch hea
     along u and across it), and t_i bounds s ||T_i Phi^q_i|| by a Schatten-4 norm. With another
     key/value input B = [P∘beta, diag t].
     """
-    heads, at, policy = known.heads, known.at, known.policy
+    heads, at = known.heads, known.at
     joint = heads.x_kv is None
     entries = at.p[0, 0].numel() * heads.v.shape[-1] * heads.x.shape[-1]
-    if joint and entries <= policy.dense_entries:
+    if joint and entries <= heads.policy.dense_entries:
         norms, size = exact_blocks(heads)
         return size * nonnegative_norm(norms, steps).sqrt()
     if are_affine(heads):
-        return gram_bound(at, known.rows, joint=joint, policy=policy)
-    largest = _anchor_rows(heads, at, policy)
-    blocks = _local_beta(heads, at, largest, policy).mul_(at.p)
-    t = _local_query_term(heads, at, largest, policy)
+        return gram_bound(at, known.rows, joint=joint, policy=heads.policy)
+    largest = _anchor_rows(heads, at)
+    blocks = _local_beta(heads, at, largest).mul_(at.p)
+    t = _local_query_term(heads, at, largest)
     return nonnegative_norm(_matrix(t, blocks, joint), steps)
 
 
-def _anchor_rows(heads: Heads, at: Centred, policy: Policy) -> Anchored:
+def _anchor_rows(heads: Heads, at: Centred) -> Anchored:
     """Return what the largest entry of each row contributes, some queries at a time."""
-    sink, queries = heads.sink_share(), [*policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())]
+    sink = heads.sink_share()
+    queries = [*heads.policy.chunks(at.p.shape[2], at.p[:, :, 0].numel())]
     shares = [None if sink is None else sink[:, :, i] for i in queries]
     blocks = zip(queries, shares, strict=True)
     return join_rows([anchor_outputs(at.p[:, :, i], at.v, share) for i, share in blocks])
@@ -106,7 +106,7 @@ def exact_blocks(
     return torch.stack(norms), torch.stack(sizes)
 
 
-def _local_beta(heads: Heads, at: Centred, rows: Anchored, policy: Policy) -> Tensor:
+def _local_beta(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
     """Return beta of heads whose q, k or v are rotated or normalised, some keys at a time."""
     _, to_k, to_v = projections(heads)
     # ||u_ij|| = s ||R_K G_j^T q_i||, R_K^T R_K = W_K^T W_K; a_ij = Phi^v_j u_ij has d_v channels.
@@ -114,10 +114,10 @@ def _local_beta(heads: Heads, at: Centred, rows: Anchored, policy: Policy) -> Te
     keys, values = local_map(to_k), local_map(to_v)
     norms = value_norms(heads)
     # Rounding entries to single precision costs u: `nonnegative_norm` leaves 3 (n + m) u / 2 over.
-    long = at.p.shape[-2] * at.p.shape[-1] > policy.map_limit
+    long = at.p.shape[-2] * at.p.shape[-1] > heads.policy.map_limit
     beta = torch.empty_like(at.p, dtype=torch.float32 if long else at.p.dtype)
     per_key = at.p[..., 0].numel() * (root.shape[-2] + 3 * mixed.shape[-2])
-    for j in policy.chunks(at.p.shape[-1], per_key):
+    for j in heads.policy.chunks(at.p.shape[-1], per_key):
         along, turn = root @ _some(keys, j).mT, _some(values, j) @ mixed @ _some(keys, j).mT
         if heads.pairs is None:
             u, a = (at.s[..., None] * _images(m, heads.q) for m in (along, turn))
@@ -153,19 +153,19 @@ def _beta(u: Tensor, a: Tensor, w: Tensor, norm: Tensor) -> Tensor:
     return (norm.square() + u2 * w2 + torch.minimum(split, triangle)).sqrt()
 
 
-def _local_query_term(heads: Heads, at: Centred, rows: Anchored, policy: Policy) -> Tensor:
+def _local_query_term(heads: Heads, at: Centred, rows: Anchored) -> Tensor:
     """Return s ||T_i Phi^q_i|| of every query in the Schatten-4 norm, some queries at a time."""
     to_q = projections(heads)[0]
     phi = local_map(to_q) @ factor(to_q).mT
     if heads.pairs is not None:
-        return _pair_query_term(heads, at, rows, phi, policy)
+        return _pair_query_term(heads, at, rows, phi)
     # T_i = sum_j P_ij (v_j - o_i) k_j^T = c_ia k_a^T + sum_{j != a} P_ij v_j k_j^T
     # - o_i (sum_{j != a} P_ij k_j)^T.
     outer = (at.v[..., :, None] * at.k[..., None, :]).flatten(-2)
     own = at.k.gather(2, rows.key.expand(-1, -1, -1, at.k.shape[-1]))
     t = torch.empty_like(at.p[..., 0])
     per_query = t[..., 0].numel() * max(2 * outer.shape[-1], at.p.shape[-1])
-    for i in policy.chunks(t.shape[-1], per_query):
+    for i in heads.policy.chunks(t.shape[-1], per_query):
         others = at.p[:, :, i].scatter(-1, rows.key[:, :, i], 0.0)
         offset = rows.o[..., i, :, None] * (others @ at.k)[..., None, :]
         offset -= rows.c[..., i, :, None] * own[..., i, None, :]
@@ -176,13 +176,11 @@ def _local_query_term(heads: Heads, at: Centred, rows: Anchored, policy: Policy)
     return at.s[..., 0] * t
 
 
-def _pair_query_term(
-    heads: Heads, at: Centred, rows: Anchored, phi: Tensor, policy: Policy
-) -> Tensor:
+def _pair_query_term(heads: Heads, at: Centred, rows: Anchored, phi: Tensor) -> Tensor:
     """The same of other logits, where the vectors a_ij of one query are its own."""
     (m, d), dv = heads.k.shape[2:], at.v.shape[-1]
     t = torch.empty_like(at.p[..., 0])
-    for i in policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
+    for i in heads.policy.chunks(t.shape[-1], t[..., 0].numel() * m * (2 * d + dv)):
         c = at.p[:, :, i, :, None] * (at.v[:, :, None] - rows.o[:, :, i, None])
         c.scatter_(3, rows.key[:, :, i, :, None].expand(-1, -1, -1, -1, dv), rows.c[:, :, i, None])
         images = c.mT @ key_gradients(heads, i) @ _some(phi, i)

@@ -78,19 +78,19 @@ def value_and_growth(known: Ingredients) -> tuple[Tensor, Tensor]:
         reach = _largest_image(heads.q * queries[..., None], to_k, keys, policy)
         reach = heads.scale.abs() * (reach + _largest_image(at.k, to_q, queries, policy))
     else:
-        reach = _pair_reach(heads, at, (queries, keys), policy)
+        reach = _pair_reach(heads, at, (queries, keys))
     return values, spectral_norm(at.v) * reach
 
 
-def _pair_reach(heads: Heads, at: Centred, used: tuple[Tensor, Tensor], policy: Policy) -> Tensor:
+def _pair_reach(heads: Heads, at: Centred, used: tuple[Tensor, Tensor]) -> Tensor:
     """Return max_j ||B_j Phi^k_j|| + max_i ||A_i Phi^q_i||; unseen pairs do not count."""
     to_q, to_k, _ = projections(heads)
     p, d = at.p, heads.q.shape[-1]
     by_query, by_key = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., 0, :])
-    for i in policy.chunks(p.shape[2], 2 * by_key.numel() * d):
+    for i in heads.policy.chunks(p.shape[2], 2 * by_key.numel() * d):
         rows = (p[:, :, i] > 0)[..., None] * key_gradients(heads, i)
         by_query[..., i] = _images_norm(rows, to_q, i)
-    for j in policy.chunks(p.shape[3], 2 * by_query.numel() * d):
+    for j in heads.policy.chunks(p.shape[3], 2 * by_query.numel() * d):
         rows = (p[..., j] > 0).mT[..., None] * query_gradients(heads, j)
         by_key[..., j] = _images_norm(rows, to_k, j)
     queries, keys = used

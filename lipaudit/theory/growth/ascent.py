@@ -25,7 +25,6 @@ from lipaudit.theory.bounds.ingredients import are_affine, projections
 from lipaudit.theory.exact.head_norms import head_norms
 from lipaudit.theory.growth.worst_tokens import affine_projections, duplicated_norm, move_heads
 from lipaudit.theory.heads import Heads, Projection
-from lipaudit.theory.policy import POLICY, Policy
 from lipaudit.theory.scale import unit_values
 from lipaudit.theory.spectral.lanczos import random_starts
 
@@ -396,9 +395,7 @@ AT_X, UPHILL = 20, 12
 
 
 @torch.inference_mode(False)
-def ball_norm(
-    heads: Heads, r: float, *, seeds: Sequence[int], policy: Policy = POLICY
-) -> Float[Tensor, "batch heads"]:
+def ball_norm(heads: Heads, r: float, *, seeds: Sequence[int]) -> Float[Tensor, "batch heads"]:
     """Return the largest ||J(X')|| found with ||X' - X||_F <= r, each head on its own; from below.
 
     In turn the unit vector u goes to J J^T u and X' to the end of the gradient of ||J^T u|| in the
@@ -408,14 +405,13 @@ def ball_norm(
         heads: self-attention with affine (or constant) projections; others give NaN.
         r: radius, in the Frobenius norm over all tokens of a sample (of a window).
         seeds: one per sample.
-        policy: how many heads are met at a time.
     """
     if heads.x_kv is not None or not are_affine(heads):
         return torch.full_like(heads.q[..., 0, 0], torch.nan, dtype=torch.float64)
     unit, size = unit_values(heads.to(torch.float64))
     n, dv = unit.q.shape[2], unit.v.shape[3]
     u = random_starts(seeds, n * dv).to(unit.q)[unit.sample].view(-1, 1, n, dv)
-    norms = [_climb_ball(unit.pick(some), r, u) for some in chunks(unit, policy)]
+    norms = [_climb_ball(unit.pick(some), r, u) for some in chunks(unit)]
     return torch.cat(norms, 1) * size.to(u)
 
 

@@ -59,7 +59,7 @@ DOUBLE_ONLY = Policy(dense_entries=0, single_keys=10**6, single_blocks=10**6)
 
 
 def sharp(heads, policy):
-    return head_bounds(heads, policy=policy)["sharp"]
+    return head_bounds(replace(heads, policy=policy))["sharp"]
 
 
 @pytest.mark.parametrize("gain", GAINS)

@@ -35,7 +35,6 @@ from benchmarks.shared.timing import cpu_seconds, timed
 from lipaudit.attacks.evaluate import evaluate
 from lipaudit.attacks.plan import Attack, Trial, read_plan
 from lipaudit.results.trials import parse_radius
-from benchmarks.shared.demos import load_shipped
 
 PRESET_NAMES = ("standard", "lean")
 MUTE = logging.Logger("pyautoattack", logging.CRITICAL)

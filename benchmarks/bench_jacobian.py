@@ -34,7 +34,6 @@ from benchmarks.shared.timing import cpu_seconds, quartiles, resident, spread, t
 from lipaudit.models.derivative.linearize import Linearization, linearize
 from lipaudit.models.derivative.model_norms import DENSE, jacobian_norms
 from lipaudit.models.sources.demo import MEAN, STD, WIDTH, load_demo
-from benchmarks.shared.demos import load_shipped
 
 
 @dataclass

@@ -22,7 +22,6 @@ import psutil
 from benchmarks.shared.demos import load_shipped
 from benchmarks.shared.timing import cpu_clock
 from lipaudit.cli import main, progress
-from benchmarks.shared.demos import load_shipped
 
 Reading = tuple[int, float, float]
 """Samples that are measured, seconds, MB."""

@@ -14,7 +14,6 @@ from benchmarks.shared.demos import STANDARD, load_shipped, train_demo
 from benchmarks.shared.study import change, sections
 from lipaudit.models.net import Net
 from lipaudit.settings import AttackOptions, AttentionOptions, JacobianOptions
-from benchmarks.shared.demos import STANDARD, load_shipped, train_demo
 
 VARIANTS = {
     "baseline": {},

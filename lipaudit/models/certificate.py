@@ -18,8 +18,7 @@ from typing import Literal
 import torch
 
 from lipaudit.attacks.balls import distance
-from lipaudit.attacks.evaluate import evaluate_chunk
-from lipaudit.attacks.evaluate import Chunk, Outcome
+from lipaudit.attacks.evaluate import Chunk, Outcome, evaluate_chunk
 from lipaudit.attacks.plan import Trial
 from lipaudit.certify.branch import Effort, decide
 from lipaudit.certify.form import UnboundedError

@@ -13,7 +13,6 @@ from lipaudit.models.sources.loading import load_net
 from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.settings import Recipe
 from lipaudit.train import train
-from benchmarks.shared.demos import load_shipped
 from tests.simulated import device
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.test_measures import same

@@ -21,7 +21,6 @@ from lipaudit.theory.heads import affine_heads
 from lipaudit.theory.policy import POLICY
 from lipaudit.theory.spectral import upper
 from lipaudit.train import train
-from benchmarks.shared.demos import load_shipped
 from tests.simulated.conftest import MODELS, samples
 
 pytestmark = pytest.mark.simulated

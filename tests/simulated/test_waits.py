@@ -14,7 +14,6 @@ from lipaudit.models.sources.spec import LoadOptions
 from lipaudit.settings import Recipe
 from lipaudit.theory.spectral.lanczos import random_starts, spectral_norms
 from lipaudit.train import train
-from benchmarks.shared.demos import load_shipped
 from tests.simulated.conftest import MODELS, samples
 from tests.simulated.device import Waits
 

@@ -15,7 +15,6 @@ from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.settings import Recipe
 from lipaudit.train import train
-from benchmarks.shared.demos import RECIPES, load_shipped, make_demo
 from lipaudit.train.loop import _Training, flip_images, make_mix, shift_images, split_batches
 
 QUICK = Recipe(epochs=3, batch_size=64, lr=0.05, shift=1)

@@ -16,7 +16,6 @@ from lipaudit.errors import InputError, UsageError
 from lipaudit.models.attention.capture import capture
 from lipaudit.theory.penalties import jasmin, jasmin_rows
 from lipaudit.train import penalty
-from benchmarks.shared.demos import load_shipped, make_demo
 from lipaudit.train.penalty import SpecformerPenalty, attention_penalty
 from tests import processes
 

@@ -20,7 +20,6 @@ from lipaudit.models.lifting import devices
 from lipaudit.models.sources.loading import LoadOptions, load_net
 from lipaudit.settings import Recipe, RunOptions
 from lipaudit.train import train
-from benchmarks.shared.demos import load_shipped
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.shared.demos import RECIPES, load_shipped, make_demo
 from lipaudit.data.batch import Batch, identify_samples
 from lipaudit.errors import EvaluationError, UsageError
 from lipaudit.models.sources.assembly import assemble

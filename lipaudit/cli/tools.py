@@ -139,7 +139,7 @@ def env(output: Lines, terminal: Plain) -> None:
 
     from lipaudit.cli.emit import check_outputs, emit
     from lipaudit.engine.provenance import versions
-    from lipaudit.models.sources.assembly import find_device
+    from lipaudit.models.sources.offload import find_device
 
     check_outputs(output, ("lines", "record"))
     facts: dict[str, str] = versions() | {
@@ -167,7 +167,7 @@ def _devices() -> list[str]:
 def _remark(name: str) -> str:
     import torch
 
-    from lipaudit.models.sources.assembly import find_device
+    from lipaudit.models.sources.offload import find_device
 
     try:
         place = find_device(name)

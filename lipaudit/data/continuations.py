@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,6 @@ from lipaudit.data.tables import (
 )
 from lipaudit.data.text import join_row, leave_out_faulty, limit_tokens, shorten
 from lipaudit.errors import InputError
-from lipaudit.results import Note
 
 if TYPE_CHECKING:
     from lipaudit.models.net import Net
@@ -94,27 +93,84 @@ def read_continuations(
     Raises:
         InputError: columns missing, rows that ask nothing, or a model without a tokenizer.
     """
+    limit, notes = limit_tokens(net, options)
+    if net.tokenize is None or not net.vocabulary:
+        raise InputError(
+            f"{origin} holds text, and the model came without a tokenizer",
+            "Put tokenizer.json beside config.json.",
+        )
+    tokenize, vocabulary = net.tokenize, net.vocabulary
     rows, faulty = leave_out_faulty(rows, options, origin)
     columns = _choose_columns(list_columns(rows), options, origin)
     names = () if columns.kind != "labels" else _list_label_words(rows, columns, classes, origin)
-    asked = [_read_question(row, columns, names, classes) for row in rows]
-    usual = Counter(len(q.continuations) for _, q in asked if q is not None).most_common(1)
-    count = usual[0][0] if usual else 0
-    rows, uneven = leave_out_faulty(
-        [_note_uneven(row, q, count) for row, q in asked], options, origin
-    )
-    questions = [
-        question for _, question in asked if question and len(question.continuations) == count
-    ]
-    reader = _Reader(net, options, origin)
-    drawn, skipped = draw(len(rows), options, lambda i: reader.ids(questions[i]), what="rows")
+    asked, count = _ask(rows, columns, names, classes)
+    rows, uneven = leave_out_faulty([row for row, _ in asked], options, origin)
+    questions = [question for _, question in asked if question is not None]
+
+    def read(k: int) -> tuple[Tensor, bool]:
+        question = questions[k]
+        pairs = [_encode_pair(question.prompt, text, tokenize) for text in question.continuations]
+        prompt, follow = pairs[0][0], [ids for _, ids in pairs]
+        room, shown = limit - max(map(len, follow)), question.prompt[:40]
+        if not prompt or not all(follow):
+            raise InputError(
+                f"{origin}: {shown!r} or what follows it has no tokens",
+                "Remove such rows, or leave them out with --skip-bad.",
+            )
+        if room < 1:
+            raise InputError(
+                f"{origin}: what follows {shown!r} leaves the prompt no room in {limit} tokens",
+                "Raise --max-tokens, or leave such rows out with --skip-bad.",
+            )
+        return pack(prompt[-room:], follow, vocabulary), len(prompt) > room
+
+    drawn, skipped = draw(len(rows), options, read, what="rows")
+    if cut := sum(is_cut for _, (_, is_cut) in drawn):
+        text = (
+            f"{cut} of {len(drawn)} prompts lost their beginning, so that with what follows "
+            f"they have at most {limit} tokens (--max-tokens)"
+        )
+        notes += (warning("text-cut", text),)
     return Drawn(
-        [ids for _, ids in drawn],
-        [questions[i].right for i, _ in drawn],
-        faulty + uneven + skipped + reader.notes(),
-        origins=[Origin(rows[i].name, shorten(questions[i].prompt)) for i, _ in drawn],
+        [ids for _, (ids, _) in drawn],
+        [questions[k].right for k, _ in drawn],
+        faulty + uneven + skipped + notes,
+        origins=[Origin(rows[k].name, shorten(questions[k].prompt)) for k, _ in drawn],
         task=Task(columns.kind, _name_classes(columns.kind, names, count)),
     )
+
+
+def _ask(
+    rows: Sequence[Row], columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
+) -> tuple[list[tuple[Row, Question | None]], int]:
+    """Return each row with what it asks, or with its fault, and how many answers most have."""
+    asked: list[tuple[Row, Question | None]] = []
+    for row in rows:
+        try:
+            asked.append((row, _read_question(row, columns, names, classes)))
+        except ValueError as error:
+            asked.append((replace(row, fault=str(error)), None))
+    usual = Counter(len(q.continuations) for _, q in asked if q is not None).most_common(1)
+    count = usual[0][0] if usual else 0
+    for k, (row, question) in enumerate(asked):
+        # The classes of a batch are the choices: all rows must have as many.
+        if question is not None and len(question.continuations) != count:
+            fault = f"has {len(question.continuations)} choices, most rows have {count}"
+            asked[k] = replace(row, fault=fault), None
+    return asked, count
+
+
+def _encode_pair(
+    prompt: str, text: str, tokenize: Callable[[str, int], list[int]]
+) -> tuple[list[int], list[int]]:
+    """Return the ids of a prompt and of what follows it."""
+    start = prompt.rstrip()
+    blank = prompt[len(start) :] or ("" if text[:1].isspace() else " ")
+    before, both = tokenize(start, WHOLE), tokenize(start + blank + text, WHOLE)
+    closed = before and both[-1:] == before[-1:] and both[: len(before)] != before
+    if closed and both[: len(before) - 1] == before[:-1]:  # a token ends every text
+        before, both = before[:-1], both[:-1]
+    return before, both[len(before) :]
 
 
 def _name_classes(kind: str, labels: Sequence[str], count: int) -> tuple[str, ...]:
@@ -187,29 +243,31 @@ def _find_empty(row: Row, columns: _Columns) -> str | None:
 
 def _read_question(
     row: Row, columns: _Columns, names: Sequence[str], classes: Sequence[str] | None
-) -> tuple[Row, Question | None]:
-    """Return a row with what it asks, or with its fault."""
-    empty = _find_empty(row, columns)
+) -> Question:
+    """Return what a row asks.
+
+    Raises:
+        ValueError: nothing, with its fault.
+    """
+    if empty := _find_empty(row, columns):
+        raise ValueError(f"has no {empty!r}")
     strings = (*columns.prompt, *([] if columns.kind == "choices" else [columns.follows]))
-    row = replace(row, fault=f"has no {empty!r}") if empty else check_row(row, strings)
-    if row.fault:
-        return row, None
+    if fault := check_row(row, strings).fault:
+        raise ValueError(fault)
     text, value = join_row(row.values, columns.prompt), row.values[columns.follows]
     prompt = text if isinstance(text, str) else "\n".join(text)
     if columns.kind == "continuation":
-        return row, Question(prompt, (str(value),))
+        return Question(prompt, (str(value),))
     if columns.kind == "labels":
         known: Sequence[Any] = names if classes is None else range(len(classes))
         label = str(value) if classes is None else value
         if label not in known:
-            return replace(row, fault=f"has the label {value!r}, which is no class"), None
-        return row, Question(prompt, tuple(names), known.index(label))
-    try:
-        choices, letters = _read_choices(value)
-        right = _find_answer(row.values[columns.right or ""], choices, letters)
-    except ValueError as error:
-        return replace(row, fault=str(error)), None
-    return row, Question(prompt, choices, right)
+            raise ValueError(f"has the label {value!r}, which is no class")
+        return Question(prompt, tuple(names), known.index(label))
+    choices, letters = _read_choices(value)
+    return Question(
+        prompt, choices, _find_answer(row.values[columns.right or ""], choices, letters)
+    )
 
 
 def _read_choices(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -247,63 +305,3 @@ def _find_answer(value: Any, choices: Sequence[str], letters: Sequence[str]) -> 
         return meant.pop()
     which = "may mean more than one" if meant else "is none"
     raise ValueError(f"has the answer {value!r}, which {which} of its {len(choices)} choices")
-
-
-def _note_uneven(row: Row, question: Question | None, count: int) -> Row:
-    """Note where a row has another number of choices than most."""
-    if question is None or len(question.continuations) == count:
-        return row
-    fault = f"has {len(question.continuations)} choices, most rows have {count}"
-    return replace(row, fault=fault)
-
-
-class _Reader:
-    """Turns questions to packed token ids, and counts the prompts it cuts."""
-
-    def __init__(self, net: Net, options: DataOptions, origin: str) -> None:
-        self.net, self.origin = net, origin
-        self.limit, self.limited = limit_tokens(net, options)
-        self.read = self.cut = 0
-        if net.tokenize is None or not net.vocabulary:
-            raise InputError(
-                f"{origin} holds text, and the model came without a tokenizer",
-                "Put tokenizer.json beside config.json.",
-            )
-        self.tokenize, self.vocabulary = net.tokenize, net.vocabulary
-
-    def ids(self, question: Question) -> Tensor:
-        pairs = [self._pair(question.prompt, text) for text in question.continuations]
-        prompt, room = pairs[0][0], self.limit - max(len(ids) for _, ids in pairs)
-        shown = question.prompt[:40]
-        if not prompt or not all(ids for _, ids in pairs):
-            raise InputError(
-                f"{self.origin}: {shown!r} or what follows it has no tokens",
-                "Remove such rows, or leave them out with --skip-bad.",
-            )
-        if room < 1:
-            raise InputError(
-                f"{self.origin}: what follows {shown!r} leaves the prompt no room in "
-                f"{self.limit} tokens",
-                "Raise --max-tokens, or leave such rows out with --skip-bad.",
-            )
-        self.read, self.cut = self.read + 1, self.cut + (len(prompt) > room)
-        return pack(prompt[-room:], [ids for _, ids in pairs], self.vocabulary)
-
-    def _pair(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a prompt and of what follows it."""
-        start = prompt.rstrip()
-        blank = prompt[len(start) :] or ("" if text[:1].isspace() else " ")
-        before, both = self.tokenize(start, WHOLE), self.tokenize(start + blank + text, WHOLE)
-        closed = before and both[-1:] == before[-1:] and both[: len(before)] != before
-        if closed and both[: len(before) - 1] == before[:-1]:  # a token ends every text
-            before, both = before[:-1], both[:-1]
-        return before, both[len(before) :]
-
-    def notes(self) -> tuple[Note, ...]:
-        if not self.cut:
-            return self.limited
-        text = (
-            f"{self.cut} of {self.read} prompts lost their beginning, so that with what follows "
-            f"they have at most {self.limit} tokens (--max-tokens)"
-        )
-        return (*self.limited, warning("text-cut", text))

@@ -95,23 +95,30 @@ def draw_texts(
     Raises:
         InputError: one cannot be read; with `skip_bad`, none can.
     """
-    reader = _Reader(net, options, origin)
-    rows: dict[int, Row] = {}
+    limit, notes = limit_tokens(net, options)
 
-    def read(i: int) -> Tensor:
-        rows[i] = row = row_at(i)
+    def read(i: int) -> tuple[Row, Text, Tensor]:
+        row = row_at(i)
         require_sound(row, origin)
-        return reader.tokens(join_row(row.values, columns), row.place)
+        text = join_row(row.values, columns)
+        # One token more than allowed tells a text that is cut from one that just fits.
+        return row, text, _encode(text, net, limit + 1, f"{origin}: {row.place}")
 
     drawn, skipped = draw(total, options, read, what="texts")
-    order = [i for i, _ in drawn]
-    texts = [join_row(rows[i].values, columns) for i in order]
-    return order, Drawn(
-        [tokens for _, tokens in drawn],
-        notes=skipped + reader.notes() + _note_pairs(net, columns),
-        origins=[Origin(rows[i].name, shorten(t)) for i, t in zip(order, texts, strict=True)],
+    rows, texts, tokens = zip(*(sample for _, sample in drawn), strict=True)
+    x = [
+        _encode(t, net, limit, origin) if len(ids) > limit else ids
+        for t, ids in zip(texts, tokens, strict=True)
+    ]
+    if cut := sum(len(ids) > limit for ids in tokens):
+        text = f"{cut} of {len(drawn)} texts were cut to {limit} tokens (--max-tokens)"
+        notes += (warning("text-cut", text),)
+    return [i for i, _ in drawn], Drawn(
+        x,
+        notes=skipped + notes + _note_pairs(net, columns),
+        origins=[Origin(row.name, shorten(text)) for row, text in zip(rows, texts, strict=True)],
         texts=texts,
-        limit=reader.limit,
+        limit=limit,
     )
 
 
@@ -212,31 +219,6 @@ def cut_windows(
             parts.append((start, part))
     x = [_encode(part, net, limit, origin) for _, part in parts]
     return x, [Origin(f"character {start + 1}", shorten(part)) for start, part in parts], notes
-
-
-class _Reader:
-    """Turns texts to token ids of at most as many as there may be, and counts those it cuts."""
-
-    def __init__(self, net: Net, options: DataOptions, origin: str) -> None:
-        self.net, self.origin = net, origin
-        self.limit, self.limited = limit_tokens(net, options)
-        self.read = self.cut = 0
-
-    def tokens(self, text: Text, place: str = "") -> Tensor:
-        origin = f"{self.origin}: {place}" if place else self.origin
-        # one token more than allowed tells a text that was cut from one that just fits
-        tokens = _encode(text, self.net, self.limit + 1, origin)
-        self.read += 1
-        if len(tokens) <= self.limit:
-            return tokens
-        self.cut += 1
-        return _encode(text, self.net, self.limit, origin)
-
-    def notes(self) -> tuple[Note, ...]:
-        if not self.cut:
-            return self.limited
-        text = f"{self.cut} of {self.read} texts were cut to {self.limit} tokens (--max-tokens)"
-        return (*self.limited, warning("text-cut", text))
 
 
 def limit_tokens(net: Net, options: DataOptions) -> tuple[int, tuple[Note, ...]]:

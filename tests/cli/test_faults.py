@@ -358,7 +358,7 @@ BESIDE = {
     "models/attention/observe/events.py:_broadcasts": "compares shapes",
     "models/derivative/linear_mode.py:explained": "raises again what it does not know",
     "models/precision.py:_cudnn_allows_tf32": "reads a setting",
-    "models/sources/assembly.py:device": "asks for a device",
+    "models/sources/offload.py:find_device": "asks for a device",
     "models/sources/huggingface.py:fetch_repository": "downloads",
     "engine/execute.py:executed": "leaves the reason in a partial report",
     "engine/execute.py:_kept_if_cut_short": "raises again",

@@ -20,12 +20,11 @@ from lipaudit.errors import (
     UsageError,
     first_line,
     of_machine,
-    out_of_memory,
 )
 from lipaudit.models.lifting import devices, hold, lifting, precision
 from lipaudit.models.net import ModelInfo, Net
 from lipaudit.models.precision import eager
-from lipaudit.models.sources.offload import Placement, plan
+from lipaudit.models.sources.offload import Placement, find_device, plan_placement
 from lipaudit.models.sources.spec import LoadOptions, ModelSpec
 from lipaudit.models.sources.weights import (
     few,
@@ -113,33 +112,6 @@ def _prepare(shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
     return lambda image: resize(image, shape)
 
 
-def find_device(name: str) -> torch.device:
-    """Resolve a device; "auto" is the CUDA device if there is one, else the CPU.
-
-    Raises:
-        UsageError: this machine has no such device, or it has no float64.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        wanted = torch.device(name)
-        torch.empty(1, device=wanted).item()  # the meta device has no values
-    except (RuntimeError, AssertionError, ImportError) as error:
-        if out_of_memory(error):
-            raise
-        raise UsageError(
-            f"device {name!r} is not available on this machine", "Use --device auto or cpu."
-        ) from error
-    try:
-        torch.empty(1, device=wanted, dtype=torch.float64)
-    except TypeError as error:  # of mps
-        raise UsageError(
-            f"device {str(wanted)!r} has no float64, in which bounds and statistics are computed",
-            "Use --device cpu.",
-        ) from error
-    return wanted
-
-
 def unwrap(module: Any) -> Any:
     """Return the module that `torch.compile` wraps: the same function, of the same weights."""
     return getattr(module, "_orig_mod", module)
@@ -208,7 +180,7 @@ def _plan_placement(module: nn.Module, options: LoadOptions) -> Placement | None
             "Leave --device out.",
         )
     dtype = None if options.weights == "stored" else DTYPES[options.dtype]
-    return plan(module, options.device_map, dtype, find_device)
+    return plan_placement(module, options.device_map, dtype)
 
 
 def _place_weights(

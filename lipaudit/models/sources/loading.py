@@ -12,9 +12,10 @@ from lipaudit.errors import InputError, UsageError, neighbours, require_versions
 from lipaudit.models.net import Net
 from lipaudit.models.precision import seed_device
 from lipaudit.models.sources import huggingface, own, timm
-from lipaudit.models.sources.assembly import assemble, find_device
+from lipaudit.models.sources.assembly import assemble
 from lipaudit.models.sources.demo import load_demo
 from lipaudit.models.sources.names import DEMOS, FORMS, similar_models
+from lipaudit.models.sources.offload import find_device
 from lipaudit.models.sources.spec import LoadOptions as LoadOptions
 from lipaudit.models.sources.spec import ModelSpec as ModelSpec
 from lipaudit.models.sources.weights import SUFFIXES

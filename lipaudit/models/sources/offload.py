@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from lipaudit.data.samples import remark
-from lipaudit.errors import EvaluationError, InputError, UsageError, suggestion
+from lipaudit.errors import (
+    EvaluationError,
+    InputError,
+    UsageError,
+    out_of_memory,
+    suggestion,
+)
 from lipaudit.models.sources.weights import few
 from lipaudit.results import Note
 from lipaudit.schema import read_json
@@ -114,19 +120,40 @@ class Placement:
         return remark("device-map", f"weights are spread (--device-map): {lie}")
 
 
-def plan(
-    module: nn.Module,
-    wanted: str,
-    dtype: torch.dtype | None,
-    device: Callable[[str], torch.device],
-) -> Placement:
+def find_device(name: str) -> torch.device:
+    """Resolve a device; "auto" is the CUDA device if there is one, else the CPU.
+
+    Raises:
+        UsageError: this machine has no such device, or it has no float64.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        wanted = torch.device(name)
+        torch.empty(1, device=wanted).item()  # the meta device has no values
+    except (RuntimeError, AssertionError, ImportError) as error:
+        if out_of_memory(error):
+            raise
+        raise UsageError(
+            f"device {name!r} is not available on this machine", "Use --device auto or cpu."
+        ) from error
+    try:
+        torch.empty(1, device=wanted, dtype=torch.float64)
+    except TypeError as error:  # of mps
+        raise UsageError(
+            f"device {str(wanted)!r} has no float64, in which bounds and statistics are computed",
+            "Use --device cpu.",
+        ) from error
+    return wanted
+
+
+def plan_placement(module: nn.Module, wanted: str, dtype: torch.dtype | None) -> Placement:
     """Return where the weights of a model are to lie.
 
     Args:
         module: the model, as it was loaded.
         wanted: auto, balanced, or a JSON file of module names and devices.
         dtype: what weights are converted to; None: nothing.
-        device: resolves the name of a device.
 
     Raises:
         InputError: Accelerate is not installed, or the file does not fit the model.
@@ -145,7 +172,7 @@ def plan(
     try:
         words = [word for word in dict.fromkeys(places.values()) if word != DISK]
         # As tensors name it: cuda is one of several.
-        devices = {word: torch.empty(0, device=device(word)).device for word in words}
+        devices = {word: torch.empty(0, device=find_device(word)).device for word in words}
     except UsageError as error:
         raise UsageError(error.message, f"Change --device-map {wanted}.") from error
     owner = next(module.named_parameters())[0].rpartition(".")[0]
